@@ -1,0 +1,16 @@
+"""Eight simulated CPU devices for every test, chosen before JAX starts."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        *(
+            flag
+            for flag in os.environ.get("XLA_FLAGS", "").split()
+            if "xla_force_host_platform_device_count" not in flag
+        ),
+        "--xla_force_host_platform_device_count=8",
+    ]
+)
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -1,0 +1,282 @@
+"""The decision for one array: which rule gives which dimension to which mesh axis, and why.
+
+A pure function of the rules, the array's logical axis names and sizes, and the mesh's axis sizes.
+Nothing else in this library decides a layout.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+from jax.sharding import PartitionSpec
+
+from penzai_shard.rule_kinds import (
+    IdentityRule,
+    LargestDimensionRule,
+    LogicalAxis,
+    MeshAxes,
+    NameRule,
+    OnIndivisible,
+    Rule,
+    mesh_axes_text,
+    sized_mesh_axes_text,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DimensionDecision:
+    """What was decided for one dimension of an array, and by which rule.
+
+    Attributes:
+        logical_axis: Its logical axis, or None for a positional dimension.
+        size: Its length.
+        mesh_axes: The mesh axes it is sharded over; empty when it is not sharded.
+        rule: The rule that gave this, or None if no rule speaks of it.
+        reason: One phrase for people.
+    """
+
+    logical_axis: LogicalAxis | None
+    size: int
+    mesh_axes: tuple[str, ...]
+    rule: Rule | None
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecExplanation:
+    """The spec of one array with the reason for each of its dimensions.
+
+    ``str()`` of it is readable text.
+
+    Attributes:
+        spec: The spec, without trailing ``None``.
+        dimensions: One decision per dimension.
+        problems: Why the rules do not fit this array; empty when they do.
+        notes: What else was decided for the array as a whole.
+    """
+
+    spec: PartitionSpec
+    dimensions: tuple[DimensionDecision, ...]
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """The reasons of all sharded or relaxed dimensions, in one line."""
+        told = [d.reason for d in self.dimensions if d.rule is not None]
+        return "; ".join([*told, *self.notes]) or "no rule names its logical axes"
+
+    def __str__(self) -> str:
+        lines = [str(self.spec)]
+        for d in self.dimensions:
+            name = "positional" if d.logical_axis is None else repr(d.logical_axis)
+            lines.append(f"  {name} ({d.size}): {d.reason}")
+        lines.extend(f"  {note}" for note in self.notes)
+        lines.extend(f"  problem: {problem}" for problem in self.problems)
+        return "\n".join(lines)
+
+
+@functools.lru_cache(maxsize=65536)
+def decide(
+    rules: tuple[Rule, ...],
+    names: tuple[LogicalAxis | None, ...],
+    sizes: tuple[int, ...],
+    mesh_items: tuple[tuple[str, int], ...],
+    on_indivisible: OnIndivisible,
+) -> SpecExplanation:
+    """Decides the layout of one array; remembers the answer.
+
+    Args:
+        rules: The rules, in the order in which they count.
+        names: The logical axis of each dimension; None for a positional one.
+        sizes: The length of each dimension.
+        mesh_items: Name and size of each mesh axis; every mesh axis of the rules is among them.
+        on_indivisible: Whether a length that does not divide is a problem.
+
+    Returns:
+        The spec, its reasons, and the problems, if the rules do not fit the array.
+
+    >>> decide((NameRule("b", ("data",)),), ("a", "b"), (3, 4), (("data", 2),), "error").spec
+    P(None, 'data')
+    """
+    return _Decider(rules, names, sizes, dict(mesh_items), on_indivisible).explanation()
+
+
+class _Decider:
+    """Applies rules to one array. Rules for names come first, in their order; what they leave
+    free is then offered to the rules for the largest dimension."""
+
+    def __init__(
+        self,
+        rules: tuple[Rule, ...],
+        names: tuple[LogicalAxis | None, ...],
+        sizes: tuple[int, ...],
+        mesh_shape: dict[str, int],
+        on_indivisible: OnIndivisible,
+    ) -> None:
+        self.rules, self.names, self.sizes = rules, names, sizes
+        self.mesh_shape, self.on_indivisible = mesh_shape, on_indivisible
+        self.decided: dict[int, DimensionDecision] = {}
+        self.taken: dict[str, tuple[int, Rule]] = {}
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+
+    def explanation(self) -> SpecExplanation:
+        for rule in self.rules:
+            if isinstance(rule, NameRule):
+                self._apply_name_rule(rule)
+            elif isinstance(rule, IdentityRule):
+                self._apply_identity(rule)
+        self._settle_unfit_names()
+        for rule in self.rules:
+            if isinstance(rule, LargestDimensionRule):
+                self._apply_largest(rule)
+        dimensions = tuple(
+            self.decided.get(i) or self._undecided(i) for i in range(len(self.names))
+        )
+        entries: list[MeshAxes] = [
+            None if not d.mesh_axes else d.mesh_axes[0] if len(d.mesh_axes) == 1 else d.mesh_axes
+            for d in dimensions
+        ]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return SpecExplanation(
+            PartitionSpec(*entries), dimensions, tuple(self.problems), tuple(self.notes)
+        )
+
+    def _undecided(self, i: int) -> DimensionDecision:
+        reason = "positional, stays unsharded" if self.names[i] is None else "no rule"
+        return DimensionDecision(self.names[i], self.sizes[i], (), None, reason)
+
+    def _decide(self, i: int, mesh_axes: tuple[str, ...], rule: Rule, reason: str) -> None:
+        self.decided[i] = DimensionDecision(self.names[i], self.sizes[i], mesh_axes, rule, reason)
+        for name in mesh_axes:
+            self.taken[name] = (i, rule)
+
+    def _divides(self, i: int, mesh_axes: Sequence[str]) -> bool:
+        return self.sizes[i] % math.prod(self.mesh_shape[name] for name in mesh_axes) == 0
+
+    def _apply_name_rule(self, rule: NameRule) -> None:
+        if rule.logical_axis not in self.names:
+            return
+        i = self.names.index(rule.logical_axis)
+        if i in self.decided:
+            return
+        if all(name not in self.taken for name in rule.mesh_axes) and self._divides(
+            i, rule.mesh_axes
+        ):
+            self._decide(i, rule.mesh_axes, rule, str(rule))
+
+    def _apply_identity(self, rule: IdentityRule) -> None:
+        named = {r.logical_axis for r in self.rules if isinstance(r, NameRule)}
+        for i, name in enumerate(self.names):
+            if name is None or i in self.decided or name not in self.mesh_shape:
+                continue
+            if name in named or name in self.taken:
+                continue
+            assert isinstance(name, str)
+            same = NameRule(name, (name,))
+            if self._divides(i, (name,)):
+                self._decide(i, (name,), same, str(same))
+            else:
+                self._indivisible(i, same)
+
+    def _settle_unfit_names(self) -> None:
+        """Names that have rules of which none fitted: a problem, or a recorded relaxation."""
+        for i, name in enumerate(self.names):
+            if name is None or i in self.decided:
+                continue
+            candidates = [
+                rule
+                for rule in self.rules
+                if isinstance(rule, NameRule) and rule.logical_axis == name
+            ]
+            if not candidates:
+                continue
+            busy = [rule for rule in candidates if any(a in self.taken for a in rule.mesh_axes)]
+            if len(busy) == len(candidates) and all(rule.yields for rule in busy):
+                self._decide(i, (), busy[0], f"{busy[0]} yields: {self._holders(busy[0])}")
+            elif len(candidates) == 1:
+                if busy:
+                    self._asked_twice(i, candidates[0])
+                else:
+                    self._indivisible(i, candidates[0])
+            else:
+                self._none_fits(i, candidates, busy)
+
+    def _holders(self, rule: NameRule) -> str:
+        return " and ".join(
+            f"{a!r} is taken by logical axis {self.names[self.taken[a][0]]!r}"
+            for a in rule.mesh_axes
+            if a in self.taken
+        )
+
+    def _indivisible(self, i: int, rule: NameRule) -> None:
+        name, size = self.names[i], self.sizes[i]
+        parts = math.prod(self.mesh_shape[a] for a in rule.mesh_axes)
+        over = sized_mesh_axes_text(rule.mesh_axes, self.mesh_shape)
+        if self.on_indivisible == "replicate":
+            self._decide(
+                i,
+                (),
+                rule,
+                f"{name!r} ({size}) replicated: does not divide over {over}, rule {rule}",
+            )
+            return
+        padded = max(parts, -(-size // parts) * parts)
+        self.problems.append(
+            f"logical axis {name!r} ({size}) does not divide over {over}, asked by rule {rule}. "
+            f"Pad it to {padded}, or map {name!r} to None."
+        )
+
+    def _asked_twice(self, i: int, rule: NameRule) -> None:
+        mesh_axis = next(a for a in rule.mesh_axes if a in self.taken)
+        other, other_rule = self.taken[mesh_axis]
+        name, size = self.names[i], self.sizes[i]
+        self.problems.append(
+            f"mesh axis {mesh_axis!r} ({self.mesh_shape[mesh_axis]}) is asked for twice: "
+            f"by logical axis {self.names[other]!r} ({self.sizes[other]}), rule {other_rule}, and "
+            f"by logical axis {name!r} ({size}), rule {rule}. "
+            f"Map one of them to another mesh axis, or map {name!r} to None."
+        )
+
+    def _none_fits(self, i: int, candidates: list[NameRule], busy: list[NameRule]) -> None:
+        name, size = self.names[i], self.sizes[i]
+        told = "; ".join(
+            f"rule {rule}: "
+            + (
+                self._holders(rule)
+                if rule in busy
+                else f"does not divide over {sized_mesh_axes_text(rule.mesh_axes, self.mesh_shape)}"
+            )
+            for rule in candidates
+        )
+        if self.on_indivisible == "replicate" and len(busy) < len(candidates):
+            self._decide(i, (), candidates[0], f"{name!r} ({size}) replicated: {told}")
+            return
+        self.problems.append(
+            f"logical axis {name!r} ({size}) fits none of its rules: {told}. "
+            f"Add ({name!r}, None) as the last of them to leave it unsharded."
+        )
+
+    def _apply_largest(self, rule: LargestDimensionRule) -> None:
+        over = sized_mesh_axes_text(rule.mesh_axes, self.mesh_shape)
+        if math.prod(self.sizes) < rule.min_size or any(a in self.taken for a in rule.mesh_axes):
+            if not self.taken and self.sizes:
+                self.notes.append(f"fewer than {rule.min_size} elements: not sharded over {over}")
+            return
+        free = [
+            i
+            for i, name in enumerate(self.names)
+            if name is not None and i not in self.decided and self._divides(i, rule.mesh_axes)
+        ]
+        if not free:
+            self.notes.append(f"no free dimension divides over {over}")
+            return
+        # max keeps the first of equals, so the choice does not depend on anything but the array.
+        i = max(free, key=lambda j: self.sizes[j])
+        axes = mesh_axes_text(rule.mesh_axes)
+        self._decide(
+            i, rule.mesh_axes, rule, f"{self.names[i]!r} -> {axes} (largest free dimension)"
+        )

@@ -1,0 +1,312 @@
+"""Rules: which logical axis of an array goes to which mesh axis.
+
+Rules are data. They say nothing about any one array until they are asked for its spec.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from penzai_shard.axis_decisions import SpecExplanation, decide
+from penzai_shard.errors import MeshError, PlanError, RuleTypeError, raise_all
+from penzai_shard.meshes import AnyMesh
+from penzai_shard.rule_kinds import (
+    IdentityRule,
+    LogicalAxis,
+    MeshAxes,
+    NameRule,
+    OnIndivisible,
+    Rule,
+    array_text,
+    mesh_axes_text,
+    mesh_shape_of,
+    nearest_name,
+)
+
+
+class AxisRules:
+    """Which logical axis goes to which mesh axis; immutable and hashable.
+
+    Rules are built from a mapping; from ordered pairs, in which the same logical axis may come
+    several times and, per array, the first pair whose mesh axes are still free and whose length
+    divides wins; or from nothing, which maps each logical axis to the mesh axis of the same name.
+    ``left | right`` combines two sets of rules: where both name a logical axis, the left one
+    counts. A rule ``name -> None`` says that the dimension stays unsharded.
+
+    The idea of ordered logical-to-mesh rules is that of T5X and Flax (flax.linen.partitioning);
+    here a rule that cannot be kept is an error instead of being dropped.
+
+    Args:
+        rules: A mapping ``{logical: mesh | (mesh, mesh) | None}``, a sequence of
+            ``(logical, mesh)`` pairs, other rules, or None for the identity.
+
+    Raises:
+        RuleTypeError: The rules are in no such form; all offenders are named.
+
+    >>> mesh_shape = {"data": 4, "model": 2}
+    >>> rules = AxisRules({"embedding": "data", "neurons": "model"})
+    >>> rules.spec(("embedding", "neurons"), (8, 16), mesh_shape)
+    P('data', 'model')
+    >>> AxisRules([("heads", "data"), ("heads", "model")]).spec(("heads",), (2,), mesh_shape)
+    P('model',)
+    >>> (AxisRules({"neurons": None}) | rules).spec(("neurons",), (16,), mesh_shape)
+    P()
+    """
+
+    __slots__ = ("_hash", "_key", "_names", "rules")
+
+    rules: tuple[Rule, ...]
+    _names: dict[LogicalAxis, list[NameRule]]
+    _key: Hashable
+    _hash: int
+
+    def __init__(
+        self,
+        rules: "AxisRules | Mapping[Any, MeshAxes] | Sequence[tuple[Any, MeshAxes]] | None" = None,
+    ) -> None:
+        self._set(_read_rules(rules))
+
+    @classmethod
+    def of(cls, rules: Any) -> "AxisRules":
+        """Reads rules in any accepted form; rules that are ``AxisRules`` come back as they are.
+
+        >>> AxisRules.of({"batch": "data"})
+        AxisRules({'batch': 'data'})
+        """
+        return rules if isinstance(rules, AxisRules) else cls(rules)
+
+    @classmethod
+    def from_rules(cls, rules: Iterable[Rule]) -> "AxisRules":
+        """Makes rules from rule objects; what the presets are made with.
+
+        >>> AxisRules.from_rules([NameRule("batch", ("data",))])
+        AxisRules({'batch': 'data'})
+        """
+        made = cls.__new__(cls)
+        made._set(tuple(rules))
+        return made
+
+    def _set(self, rules: tuple[Rule, ...]) -> None:
+        names: dict[LogicalAxis, list[NameRule]] = {}
+        for rule in rules:
+            if isinstance(rule, NameRule):
+                names.setdefault(rule.logical_axis, []).append(rule)
+        object.__setattr__(self, "rules", rules)
+        object.__setattr__(self, "_names", names)
+        # Without fallbacks the order says nothing, so it does not count for equality.
+        ordered = any(len(of_name) > 1 for of_name in names.values())
+        key: Hashable = rules if ordered else frozenset(rules)
+        object.__setattr__(self, "_key", key)
+        object.__setattr__(self, "_hash", hash(key))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"AxisRules are immutable; combine them with | instead of setting {name!r}."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AxisRules.from_rules, (self.rules,)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AxisRules):
+            return NotImplemented
+        return self._key == other._key
+
+    def __or__(self, other: Any) -> "AxisRules":
+        """Combines with other rules; this one's names count where both have them."""
+        other = AxisRules.of(other)
+        kept = [
+            rule
+            for rule in other.rules
+            if rule not in self.rules
+            and not (isinstance(rule, NameRule) and rule.logical_axis in self._names)
+        ]
+        return AxisRules.from_rules((*self.rules, *kept))
+
+    def __ror__(self, other: Any) -> "AxisRules":
+        return AxisRules.of(other) | self
+
+    def __repr__(self) -> str:
+        if self.rules == (IdentityRule(),):
+            return "AxisRules()"
+        if all(isinstance(rule, NameRule) and not rule.yields for rule in self.rules):
+            pairs = [
+                f"({rule.logical_axis!r}, {mesh_axes_text(rule.mesh_axes)})"
+                for rule in self.rules
+                if isinstance(rule, NameRule)
+            ]
+            if len(pairs) > len(self._names):
+                return f"AxisRules([{', '.join(pairs)}])"
+            return (
+                "AxisRules({" + ", ".join(str(r).replace(" -> ", ": ") for r in self.rules) + "})"
+            )
+        return f"AxisRules.from_rules({list(self.rules)!r})"
+
+    @property
+    def logical_axes(self) -> tuple[LogicalAxis, ...]:
+        """The logical axes that a rule names, in the order of the rules.
+
+        >>> AxisRules({"batch": "data", "neurons": None}).logical_axes
+        ('batch', 'neurons')
+        """
+        return tuple(self._names)
+
+    def mesh_problems(self, mesh: AnyMesh | Mapping[str, int]) -> list[str]:
+        """One line for every rule that names a mesh axis which the mesh does not have.
+
+        >>> AxisRules({"neurons": "modle"}).mesh_problems({"data": 4, "model": 2})
+        ["rule 'neurons' -> 'modle': the mesh (data=4, model=2) has no mesh axis 'modle'. Did ...]
+        """
+        shape = mesh_shape_of(mesh)
+        problems = []
+        for rule in self.rules:
+            for name in rule.mesh_axes:
+                if name not in shape:
+                    has = ", ".join(f"{axis}={size}" for axis, size in shape.items())
+                    near = nearest_name(name, shape)
+                    fix = (
+                        f"Did you mean {near!r}?"
+                        if near
+                        else f"Use one of {sorted(shape)}, or None."
+                    )
+                    problems.append(
+                        f"rule {rule}: the mesh ({has}) has no mesh axis {name!r}. {fix}"
+                    )
+        return problems
+
+    def check_mesh(self, mesh: AnyMesh | Mapping[str, int]) -> None:
+        """Checks that every mesh axis named by a rule exists.
+
+        Args:
+            mesh: The mesh, or its axis sizes by name.
+
+        Raises:
+            MeshError: Some rule names a mesh axis that is not there; all are told at once.
+
+        >>> AxisRules({"neurons": "model"}).check_mesh({"model": 2})
+        """
+        raise_all(MeshError, "the rules do not fit the mesh:", self.mesh_problems(mesh))
+
+    def spec(
+        self,
+        names: Sequence[LogicalAxis | None],
+        sizes: Sequence[int],
+        mesh: AnyMesh | Mapping[str, int],
+        *,
+        on_indivisible: OnIndivisible = "error",
+    ) -> PartitionSpec:
+        """The spec of an array with these logical axes.
+
+        Args:
+            names: The logical axis of each dimension, in the order of the data; None for a
+                positional dimension, which stays unsharded.
+            sizes: The length of each dimension.
+            mesh: The mesh, or its axis sizes by name.
+            on_indivisible: ``"replicate"`` leaves a dimension unsharded whose length does not
+                divide; by default that is an error.
+
+        Returns:
+            A ``PartitionSpec`` without trailing ``None``.
+
+        Raises:
+            MeshError: A rule names a mesh axis that is not there.
+            PlanError: A length does not divide, or one mesh axis is asked for twice.
+            RuleTypeError: Names and sizes differ in number.
+
+        >>> AxisRules({"b": "data"}).spec(("a", "b", "c"), (3, 4, 5), {"data": 2})
+        P(None, 'data')
+        """
+        explanation = self.explain(names, sizes, mesh, on_indivisible=on_indivisible)
+        text = array_text(names, sizes)
+        raise_all(PlanError, f"no valid layout for {text}:", explanation.problems)
+        return explanation.spec
+
+    def explain(
+        self,
+        names: Sequence[LogicalAxis | None],
+        sizes: Sequence[int],
+        mesh: AnyMesh | Mapping[str, int],
+        *,
+        on_indivisible: OnIndivisible = "error",
+    ) -> SpecExplanation:
+        """Says which rule gave what for an array, and what stands in the way of a layout.
+
+        Takes the arguments of ``spec``. Problems with the array are told, not raised.
+
+        Raises:
+            MeshError: A rule names a mesh axis that is not there.
+            RuleTypeError: Names and sizes differ in number.
+
+        >>> print(AxisRules({"b": "data"}).explain(("a", "b"), (3, 4), {"data": 2}))
+        P(None, 'data')
+          'a' (3): no rule
+          'b' (4): 'b' -> 'data'
+        """
+        names, sizes = tuple(names), tuple(sizes)
+        if len(names) != len(sizes):
+            raise RuleTypeError(
+                f"{len(names)} logical axis names {names} for {len(sizes)} sizes {sizes}. "
+                "Give one name per dimension, None for a positional one."
+            )
+        if on_indivisible not in ("error", "replicate"):
+            raise RuleTypeError(
+                f"on_indivisible must be 'error' or 'replicate', not {on_indivisible!r}."
+            )
+        shape = mesh_shape_of(mesh)
+        self.check_mesh(shape)
+        return decide(self.rules, names, sizes, tuple(shape.items()), on_indivisible)
+
+
+def _read_rules(rules: Any) -> tuple[Rule, ...]:
+    if rules is None:
+        return (IdentityRule(),)
+    if isinstance(rules, AxisRules):
+        return rules.rules
+    if isinstance(rules, Mapping):
+        items = list(rules.items())
+    elif isinstance(rules, Iterable) and not isinstance(rules, str | bytes):
+        items = list(rules)
+    else:
+        raise RuleTypeError(
+            f"rules must be AxisRules, a mapping, a sequence of (logical, mesh) pairs or None, "
+            f"not {type(rules).__name__}: {rules!r}. For instance {{'embedding': 'data'}}."
+        )
+    read: list[Rule] = []
+    problems = []
+    for item in items:
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            problems.append(
+                f"{item!r} is not a (logical, mesh) pair. Write for instance ('embedding', 'data')."
+            )
+            continue
+        logical, mesh_axes = item
+        if isinstance(mesh_axes, str):
+            mesh_axes = (mesh_axes,)
+        elif mesh_axes is None:
+            mesh_axes = ()
+        elif isinstance(mesh_axes, list):
+            mesh_axes = tuple(mesh_axes)
+        is_axes = isinstance(mesh_axes, tuple) and all(isinstance(name, str) for name in mesh_axes)
+        if logical is None or not isinstance(logical, Hashable):
+            problems.append(
+                f"rule {logical!r} -> {mesh_axes!r}: the logical axis must be a hashable name. "
+                "Positional dimensions have none and stay unsharded."
+            )
+        elif not is_axes:
+            problems.append(
+                f"rule {logical!r} -> {item[1]!r}: a mesh axis is a name, a tuple of names or "
+                f"None, not {type(item[1]).__name__}. Write for instance {logical!r}: 'data'."
+            )
+        elif len(set(mesh_axes)) < len(mesh_axes):
+            problems.append(
+                f"rule {logical!r} -> {mesh_axes!r} names a mesh axis twice. "
+                f"Write {logical!r}: {mesh_axes_text(tuple(dict.fromkeys(mesh_axes)))}."
+            )
+        else:
+            read.append(NameRule(logical, mesh_axes))
+    raise_all(RuleTypeError, "these rules cannot be read:", problems)
+    return tuple(read)

@@ -1,0 +1,156 @@
+"""What is known of an array besides its numbers: shape, dtype and logical axis names.
+
+Orbax stores arrays without the names of their dimensions: an axis renamed at the same shape would
+be restored without a word, and so would a square array stored the other way round. So the names
+travel in the checkpoint's metadata, in the form that this module reads and writes.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from penzai import pz
+
+from penzai_shard.errors import CheckpointMismatchError, raise_all
+from penzai_shard.named_leaves import NamedLeaf, is_named_unit
+from penzai_shard.tree_paths import path_text
+
+AxisTexts = tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayRecord:
+    """Everything about an array that can be compared without reading it.
+
+    Attributes:
+        shape: Its shape; of typed PRNG keys, the shape of the key array.
+        dtype: Name of its dtype, such as ``bfloat16``, or ``key<fry>`` for typed PRNG keys.
+        axes: The logical axis of each dimension, None for a positional one; None altogether where
+            the names are not known.
+        key_impl: Name of the PRNG implementation, for typed PRNG keys.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    axes: AxisTexts | None = None
+    key_impl: str | None = None
+
+    def __str__(self) -> str:
+        """Names and sizes, as they stand in error messages.
+
+        >>> str(ArrayRecord((3, 8), "float32", (None, "embedding")))
+        '(3, embedding=8)'
+        """
+        axes = self.axes if self.axes is not None else (None,) * len(self.shape)
+        texts = [
+            str(size) if axis is None else f"{axis}={size}"
+            for axis, size in zip(axes, self.shape, strict=True)
+        ]
+        return f"({', '.join(texts)})"
+
+
+def is_abstract(array: Any) -> bool:
+    """Whether a leaf describes an array without holding it.
+
+    >>> is_abstract(jax.ShapeDtypeStruct((), "int32"))
+    True
+    """
+    return isinstance(array, jax.ShapeDtypeStruct)
+
+
+def axis_text(axis: Any) -> str | None:
+    """A logical axis name as the text that is stored; None for a positional dimension.
+
+    Names are nearly always strings. Any other hashable is stored as what it prints, marked so
+    that it equals no string.
+
+    >>> axis_text("embedding"), axis_text(("head", 0))
+    ('embedding', "<('head', 0)>")
+    """
+    return axis if axis is None or isinstance(axis, str) else f"<{axis!r}>"
+
+
+def record_of(leaf: NamedLeaf) -> ArrayRecord:
+    """The record of one leaf of a tree, which must be an array or describe one.
+
+    >>> from penzai_shard.named_leaves import leaves_of
+    >>> record_of(leaves_of({"w": pz.nx.ones({"a": 2})})[0])
+    ArrayRecord(shape=(2,), dtype='float32', axes=('a',), key_impl=None)
+    """
+    axes: AxisTexts | None
+    if leaf.problem:
+        axes = None
+    elif leaf.names is None:
+        axes = (None,) * len(leaf.shape)
+    else:
+        axes = tuple(axis_text(name) for name in leaf.names)
+    return ArrayRecord(leaf.shape, str(leaf.dtype), axes, key_impl_of(leaf.array))
+
+
+def key_impl_of(array: Any) -> str | None:
+    """The PRNG implementation of a typed key array or of its struct; None for anything else.
+
+    >>> key_impl_of(jax.random.key(0, impl="rbg"))
+    'rbg'
+    """
+    dtype = getattr(array, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return None
+    found: list[str] = []
+
+    def look(key: jax.Array) -> jax.Array:
+        found.append(str(jax.random.key_impl(key)))
+        return key
+
+    # JAX names the implementation of an array only, so that a struct must be traced.
+    jax.eval_shape(look, jax.ShapeDtypeStruct((), dtype))
+    return found[0]
+
+
+def axes_to_json(axes: AxisTexts | None) -> list[str | None] | None:
+    """The stored form of the axes: a list with null for each positional dimension.
+
+    >>> axes_to_json((None, "embedding"))
+    [None, 'embedding']
+    """
+    return None if axes is None else list(axes)
+
+
+def axes_from_json(stored: Sequence[str | None] | None) -> AxisTexts | None:
+    """Reads what ``axes_to_json`` gave.
+
+    >>> axes_from_json([None, "embedding"])
+    (None, 'embedding')
+    """
+    return None if stored is None else tuple(stored)
+
+
+def refuse_permuted_positions(tree: Any, doing: str) -> None:
+    """Refuses named array views whose positional dimensions lie in another order in memory.
+
+    Positional dimensions have no names, so that nothing in a checkpoint could tell them apart.
+
+    Args:
+        tree: Any pytree.
+        doing: What is being done, for the message.
+
+    Raises:
+        CheckpointMismatchError: There is such a view.
+
+    >>> refuse_permuted_positions({"w": pz.nx.ones({"a": 2, "b": 3}).untag("a")}, "saving")
+    """
+    problems = [
+        f"{path_text(key_path)}: its positional dimensions lie in the order "
+        f"{tuple(node.data_axis_for_logical_axis)} in memory. Give its data the usual order with "
+        ".with_positional_prefix()."
+        for key_path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named_unit)
+        if isinstance(node, pz.nx.NamedArrayView)
+        and list(node.data_axis_for_logical_axis) != sorted(node.data_axis_for_logical_axis)
+    ]
+    raise_all(
+        CheckpointMismatchError,
+        f"cannot tell positional dimensions apart while {doing}:",
+        problems,
+    )

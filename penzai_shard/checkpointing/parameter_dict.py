@@ -1,0 +1,303 @@
+"""The parameters of a model as a dictionary by name, and a model from such a dictionary.
+
+A parameter is known by its name alone, wherever in the model it is. So wrapper layers and
+constraints that are inserted or taken out never change the dictionary.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+from penzai import pz
+from penzai.core.variables import LabeledVariable, LabeledVariableValue
+
+from penzai_shard.checkpointing.array_records import is_abstract, record_of
+from penzai_shard.checkpointing.comparison import REPLACING, Tolerance, compare
+from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
+from penzai_shard.named_leaves import NamedLeaf, is_array_like, leaves_of, map_arrays
+from penzai_shard.tree_paths import join_paths, path_text
+
+# Looked up and never imported: a tree holds parameters of the first API only if somebody has
+# imported it.
+_V1_PARAMETERS = "penzai.deprecated.v1.nn.parameters"
+
+Move = Callable[[Any], Any]
+
+
+def param_dict(model: Any) -> dict[str, Any]:
+    """The parameters of a model by name.
+
+    Args:
+        model: A model of either of Penzai's APIs, with mutable, frozen, abstract or uninitialised
+            parameters; or a mapping by name, possibly nested, of which the nested names are
+            joined with slashes.
+
+    Returns:
+        A new dictionary from names to values: named arrays, as the parameters hold them.
+        Uninitialised parameters have the structs of their values. A parameter that occurs several
+        times in the model is there once.
+
+    Raises:
+        CheckpointMismatchError: Two different parameters have one name.
+        RuleTypeError: What was given is an array and no model.
+
+    >>> model = pz.nn.Affine.from_config(
+    ...     "mlp", jax.random.key(0), {"embedding": 4}, {"neurons": 8})
+    >>> {name: dict(value.named_shape) for name, value in param_dict(model).items()}
+    {'mlp/Linear.weights': {'embedding': 4, 'neurons': 8}, 'mlp/AddBias.bias': {'neurons': 8}}
+    """
+    if is_parameter_mapping(model):
+        found: dict[str, Any] = {}
+        clashes = []
+        for name, value in _flat_mapping(model, ""):
+            if name in found:
+                clashes.append(f"{name}: two entries have this name once nested names are joined.")
+            found[name] = value
+        raise_all(CheckpointMismatchError, "cannot tell entries apart by name:", clashes)
+        return found
+    if isinstance(model, pz.nx.NamedArrayBase) or is_array_like(model):
+        raise RuleTypeError(
+            "parameters are read from a model or from a dictionary by name, not from a single "
+            "array. Pass {'name': array}."
+        )
+    places: dict[str, tuple[str, Any]] = {}
+    problems = []
+    for path, node in _variables(model):
+        if not _is_parameter(node):
+            continue
+        name = parameter_name(node)
+        if name not in places:
+            places[name] = (path, node)
+        elif not _same_parameter(places[name][1], node):
+            problems.append(
+                f"{name}: two different parameters have this name, at {places[name][0]} and at "
+                f"{path}. Name one of them otherwise, for instance with pz.nn.add_parameter_prefix "
+                "or another name at construction; or put the same Parameter object at both places."
+            )
+    raise_all(CheckpointMismatchError, "cannot tell parameters apart by name:", problems)
+    return {name: _value_of(node) for name, (_, node) in places.items()}
+
+
+def with_params(model: Any, params: Mapping[str, Any]) -> Any:
+    """A model of the same structure whose parameters hold other values.
+
+    Args:
+        model: What ``param_dict`` takes. It is not changed, and shares no variable with the
+            result.
+        params: A value for each parameter by name. Its logical axes, their order and sizes must
+            be those of the model's parameter; its dtype may differ.
+
+    Returns:
+        The new model. Its parameters keep their metadata, shared ones stay shared. Frozen and
+        abstract parameters become mutable ones; only where the values themselves are structs do
+        the parameters stay frozen. State variables are copied.
+
+    Raises:
+        CheckpointMismatchError: With one line per parameter that is missing, superfluous, or of
+            other axes or sizes.
+
+    >>> model = pz.nn.AddBias.from_config("b", None, {"neurons": 2})
+    >>> other = with_params(model, {"b.bias": pz.nx.ones({"neurons": 2})})
+    >>> float(other.bias.value.sum().unwrap()) if False else param_dict(other)["b.bias"].named_shape
+    {'neurons': 2}
+    """
+    own = param_dict(model)
+    given = param_dict(dict(params))
+    leaves = arrays_by_path(given)
+    compare(
+        {path: record_of(leaf) for path, leaf in leaves.items()},
+        {path: record_of(leaf) for path, leaf in arrays_by_path(own).items()},
+        headline="cannot put these values into the model:",
+        wording=REPLACING,
+        tolerance=Tolerance(),
+        compare_dtypes=False,
+    )
+    arrays = {path: leaf.array for path, leaf in leaves.items()}
+    return rebuilt(model, filled(own, arrays))
+
+
+def arrays_by_path(tree: Any) -> dict[str, NamedLeaf]:
+    """The arrays of a tree by path; leaves that are no arrays are left out.
+
+    Raises:
+        CheckpointMismatchError: Two arrays have one path.
+
+    >>> list(arrays_by_path({"w": pz.nx.ones({"a": 2}), "name": "text"}))
+    ['w']
+    """
+    found: dict[str, NamedLeaf] = {}
+    clashes = []
+    for leaf in leaves_of(tree):
+        if leaf.dtype is None:
+            continue
+        if leaf.path in found:
+            clashes.append(f"{leaf.path}: two arrays have this path. Rename one of them.")
+        found[leaf.path] = leaf
+    raise_all(CheckpointMismatchError, "cannot tell arrays apart by path:", clashes)
+    return found
+
+
+def filled(tree: Any, arrays: Mapping[str, Any]) -> Any:
+    """A tree like another, with other arrays by path; leaves that are no arrays are kept.
+
+    >>> filled({"w": pz.nx.ones({"a": 2})}, {"w": "data"})["w"].data_array
+    'data'
+    """
+    return map_arrays(
+        tree, lambda leaf: leaf.array if leaf.dtype is None else arrays[leaf.path]
+    )
+
+
+def rebuilt(model: Any, values: Mapping[str, Any], move: Move | None = None) -> Any:
+    """A model with other parameter values and fresh variables.
+
+    Args:
+        model: What ``param_dict`` takes.
+        values: The value of each parameter by name.
+        move: Called with every other array of the model: constants, and what state variables
+            hold. They are kept as they are by default.
+
+    Returns:
+        The new model; see ``with_params``.
+
+    >>> rebuilt({"a": {"b": 1.0}}, {"a/b": 2.0})
+    {'a': {'b': 2.0}}
+    """
+    if is_parameter_mapping(model):
+        return _rebuilt_mapping(model, values, "")
+    keep: Move = move or (lambda array: array)
+    made: dict[Any, Any] = {}
+
+    def place(node: Any) -> Any:
+        if not is_variable(node):
+            return keep(node) if is_array_like(node) else node
+        slot = node.get_slot() if isinstance(node, LabeledVariable | LabeledVariableValue) else None
+        if slot is None:
+            return _v1_parameter_with(node, values[node.name])
+        if slot not in made:
+            value = (
+                values[parameter_name(node)]
+                if _is_parameter(node)
+                else jax.tree_util.tree_map(keep, node.value)
+            )
+            made[slot] = _fresh_variable(node, value)
+        return made[slot]
+
+    return jax.tree_util.tree_map(place, model, is_leaf=is_variable)
+
+
+def is_parameter_mapping(model: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether something is a mapping of values by name, and not a model.
+
+    >>> is_parameter_mapping({"w": pz.nx.ones({"a": 2})})
+    True
+    """
+    return isinstance(model, Mapping) and not any(True for _ in _variables(model))
+
+
+def is_variable(node: Any) -> bool:
+    """Whether a node is a variable of a model: parameter or state, mutable or frozen."""
+    return isinstance(node, LabeledVariable | LabeledVariableValue) or _is_v1_parameter(node)
+
+
+def parameter_name(node: Any) -> str:
+    """The name of a parameter of either API."""
+    if isinstance(node, LabeledVariable | LabeledVariableValue):
+        return str(node.label)
+    return str(node.name)
+
+
+def abstract_state_variables(model: Any) -> Iterator[str]:
+    """Where state variables have structs in place of values."""
+    for path, node in _variables(model):
+        if _is_parameter(node):
+            continue
+        if any(is_abstract(leaf) for leaf in jax.tree_util.tree_leaves(node.value)):
+            yield path
+
+
+def _variables(tree: Any) -> Iterator[tuple[str, Any]]:
+    for key_path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
+        if is_variable(node):
+            yield path_text(key_path), node
+
+
+def _is_parameter(node: Any) -> bool:
+    return isinstance(node, pz.Parameter | pz.ParameterValue) or _is_v1_parameter(node)
+
+
+def _is_v1_parameter(node: Any) -> bool:
+    v1 = sys.modules.get(_V1_PARAMETERS)
+    return v1 is not None and isinstance(
+        node, v1.Parameter | v1.FrozenParameter | v1.UninitializedParameter
+    )
+
+
+def _value_of(node: Any) -> Any:
+    v1 = sys.modules.get(_V1_PARAMETERS)
+    if v1 is not None and isinstance(node, v1.UninitializedParameter):
+        return node.as_empty_parameter().value
+    return node.value
+
+
+def _v1_parameter_with(node: Any, value: Any) -> Any:
+    v1 = sys.modules[_V1_PARAMETERS]
+    if isinstance(node, v1.UninitializedParameter):
+        return v1.Parameter(value, node.name)
+    return dataclasses.replace(node, value=value)
+
+
+def _same_parameter(first: Any, second: Any) -> bool:
+    """Whether two occurrences of a name are one parameter."""
+    if isinstance(first, LabeledVariable) or isinstance(second, LabeledVariable):
+        return first is second
+    if type(first) is not type(second) or _is_v1_parameter(first):
+        return False
+    # Frozen values of one shared parameter are different objects. They hold the same arrays, or
+    # equal ones if they went through a transformation.
+    ours, structure = jax.tree_util.tree_flatten(first.value)
+    theirs, other_structure = jax.tree_util.tree_flatten(second.value)
+    return structure == other_structure and all(
+        a is b or _equal_leaves(a, b) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _equal_leaves(a: Any, b: Any) -> bool:
+    if is_abstract(a) or is_abstract(b):
+        return is_abstract(a) and is_abstract(b) and a.shape == b.shape and a.dtype == b.dtype
+    if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
+        return False
+    return bool(jnp.array_equal(a, b))
+
+
+def _fresh_variable(node: Any, value: Any) -> Any:
+    leaves = jax.tree_util.tree_leaves(value)
+    metadata = dict(node.metadata)
+    is_parameter = isinstance(node, pz.Parameter | pz.ParameterValue)
+    if all(is_array_like(leaf) and not is_abstract(leaf) for leaf in leaves):
+        mutable = pz.Parameter if is_parameter else pz.StateVariable
+        return mutable(value=value, label=node.label, metadata=metadata)
+    # A mutable variable turns what it is given into arrays, so it cannot hold structs.
+    frozen = pz.ParameterValue if is_parameter else pz.StateVariableValue
+    return frozen(value=value, label=node.label, metadata=metadata)
+
+
+def _flat_mapping(mapping: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in mapping.items():
+        name = join_paths(prefix, str(key))
+        if isinstance(value, Mapping):
+            yield from _flat_mapping(value, name)
+        else:
+            yield name, value
+
+
+def _rebuilt_mapping(mapping: Mapping[Any, Any], values: Mapping[str, Any], prefix: str) -> Any:
+    return {
+        key: _rebuilt_mapping(value, values, join_paths(prefix, str(key)))
+        if isinstance(value, Mapping)
+        else values[join_paths(prefix, str(key))]
+        for key, value in mapping.items()
+    }

@@ -1,0 +1,188 @@
+"""Making meshes, and the one place that knows about Auto and Explicit mesh axes.
+
+Since jax 0.9 ``jax.make_mesh`` gives Explicit axes: the type of every array then carries its
+layout, and an operation whose result could lie in several ways is an error. Models that were not
+written for that mode fail in it. This library therefore lays everything out on the *Auto twin* of
+a mesh: the same devices in the same order under the same names, with Auto axes. Relabelling an
+array from one to the other moves no data.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from penzai_shard.errors import MeshError
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Makes a mesh with Auto axes, its devices in JAX's topology-aware order.
+
+    Args:
+        shape: Size of each mesh axis by name, for instance ``{"data": 4, "model": 2}``.
+        devices: The devices to use, all of ``jax.devices()`` by default. Their number must be
+            the product of the sizes.
+
+    Returns:
+        A ``jax.sharding.Mesh`` whose axes are all ``AxisType.Auto``.
+
+    Raises:
+        MeshError: A size is not a positive integer, or the product of the sizes is not the
+            number of devices; the message says how to get the right number.
+
+    >>> dict(make_mesh({"data": 4, "model": 2}).shape)
+    {'data': 4, 'model': 2}
+    """
+    problems = [
+        f"mesh axis {name!r}: its size must be a positive integer, not {size!r}."
+        for name, size in shape.items()
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1
+    ]
+    if problems:
+        raise MeshError("cannot make a mesh:", problems)
+    available = list(jax.devices() if devices is None else devices)
+    wanted = math.prod(shape.values())
+    if wanted != len(available):
+        sizes = " x ".join(f"{name}={size}" for name, size in shape.items())
+        fixes = []
+        if wanted < len(available):
+            fixes.append(f"Use fewer devices: make_mesh({dict(shape)}, jax.devices()[:{wanted}]).")
+        elif available and available[0].platform == "cpu":
+            fixes.append(
+                "Simulate them, before Python imports jax: "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}."
+            )
+        fixes.append(f"Or choose sizes whose product is {len(available)}.")
+        raise MeshError(
+            f"cannot make a mesh {sizes}: it needs {wanted} devices, "
+            f"and there are {len(available)}.",
+            fixes,
+        )
+    return jax.make_mesh(
+        tuple(shape.values()),
+        tuple(shape),
+        axis_types=(AxisType.Auto,) * len(shape),
+        devices=available,
+    )
+
+
+def has_explicit_axes(mesh: AnyMesh) -> bool:
+    """Whether any axis of the mesh is Explicit.
+
+    >>> has_explicit_axes(make_mesh({"data": 8}))
+    False
+    """
+    return AxisType.Explicit in mesh.axis_types
+
+
+@functools.lru_cache(maxsize=256)
+def auto_twin(mesh: AnyMesh) -> AnyMesh:
+    """The same devices, names and order with Auto axes; the mesh itself if none is Explicit.
+
+    Manual axes, those that a surrounding ``jax.shard_map`` has taken over, stay Manual.
+
+    >>> explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    >>> has_explicit_axes(auto_twin(explicit))
+    False
+    """
+    if not has_explicit_axes(mesh):
+        return mesh
+    axis_types = tuple(
+        AxisType.Auto if kind is AxisType.Explicit else kind for kind in mesh.axis_types
+    )
+    if isinstance(mesh, AbstractMesh):
+        return mesh.update(axis_types=axis_types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
+
+
+def shardings_on_auto_twin(shardings: Any) -> Any:
+    """The same tree of shardings, each ``NamedSharding`` of an Explicit mesh on its Auto twin.
+
+    Args:
+        shardings: A pytree of shardings; anything else in it stays as it is.
+
+    Returns:
+        A tree of the same structure. Shardings without Explicit axes are the same objects.
+
+    >>> explicit = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    >>> moved = shardings_on_auto_twin({"x": NamedSharding(explicit, PartitionSpec("data"))})
+    >>> moved["x"].mesh == auto_twin(explicit), moved["x"].spec
+    (True, P('data',))
+    """
+    return jax.tree_util.tree_map(
+        lambda sharding: (
+            NamedSharding(auto_twin(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
+            if isinstance(sharding, NamedSharding) and has_explicit_axes(sharding.mesh)
+            else sharding
+        ),
+        shardings,
+    )
+
+
+def onto_auto_twin(tree: Any) -> Any:
+    """The same tree with each array of an Explicit mesh relabelled onto the mesh's Auto twin.
+
+    No data moves: each array keeps its layout, and only the type that JAX checks operations
+    against changes. Works on concrete arrays and inside ``jax.jit``, ``jax.grad`` and
+    ``jax.vmap``; gradients come back with the type that the original array had.
+
+    Args:
+        tree: Any pytree. Leaves that are no JAX arrays, or have no Explicit axes, stay the same
+            objects; so do mutable variables, whose values this function does not look into.
+
+    Returns:
+        A tree of the same structure.
+
+    >>> explicit = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    >>> x = jax.device_put(jax.numpy.ones(8), NamedSharding(explicit, PartitionSpec("data")))
+    >>> moved = onto_auto_twin(x)
+    >>> has_explicit_axes(moved.sharding.mesh), moved.sharding.spec
+    (False, P('data',))
+    """
+    return jax.tree_util.tree_map(_array_onto_auto_twin, tree)
+
+
+def _array_onto_auto_twin(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    if not isinstance(leaf, jax.core.Tracer):
+        sharding = leaf.sharding
+        if isinstance(sharding, NamedSharding) and has_explicit_axes(sharding.mesh):
+            return jax.device_put(leaf, shardings_on_auto_twin(sharding))
+        return leaf
+    kind = jax.typeof(leaf)
+    if not has_explicit_axes(kind.sharding.mesh):
+        return leaf
+    twin = auto_twin(kind.sharding.mesh)
+    # Resharding changes the type, and drops from it how the array lies, which an Auto mesh does
+    # not track; the constraint says it again to the compiler. Unlike a constraint alone, both
+    # have a transpose that gives the Explicit type back.
+    untyped = jax.sharding.reshard(leaf, NamedSharding(twin, PartitionSpec(*(None,) * kind.ndim)))
+    return jax.lax.with_sharding_constraint(untyped, NamedSharding(twin, kind.sharding.spec))
+
+
+def auto_context() -> contextlib.AbstractContextManager[Any]:
+    """A context in which operations on arrays of an Auto mesh are allowed.
+
+    Under ``jax.set_mesh(mesh)`` with an Explicit mesh, JAX refuses operations on arrays of the
+    mesh's Auto twin. Code that owns a whole call runs it inside this context. It does nothing
+    where the ambient mesh has no Explicit axes, and works eagerly and while tracing.
+
+    Returns:
+        A context manager, to be entered once.
+
+    >>> explicit = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    >>> with jax.set_mesh(explicit), auto_context():
+    ...     has_explicit_axes(jax.sharding.get_abstract_mesh())
+    False
+    """
+    ambient = jax.sharding.get_abstract_mesh()
+    if has_explicit_axes(ambient):
+        return jax.sharding.use_abstract_mesh(auto_twin(ambient))
+    return contextlib.nullcontext()

@@ -1,0 +1,21 @@
+"""Plans: a pure, printable decision for every array, and the sharding trees made from it."""
+
+from penzai_shard.planning.axis_naming import name_axes
+from penzai_shard.planning.layout_table import LayoutTable, shared_named_sharding
+from penzai_shard.planning.name_shardings import name_to_name_sharding
+from penzai_shard.planning.plan import LeafPlan, OnUnnamed, ShardingPlan, make_plan, plan_tree
+from penzai_shard.planning.plan_table import PlanTable, bytes_text
+
+__all__ = [
+    "LayoutTable",
+    "LeafPlan",
+    "OnUnnamed",
+    "PlanTable",
+    "ShardingPlan",
+    "bytes_text",
+    "make_plan",
+    "name_axes",
+    "name_to_name_sharding",
+    "plan_tree",
+    "shared_named_sharding",
+]

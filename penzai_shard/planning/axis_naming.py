@@ -1,0 +1,138 @@
+"""Logical axis names for arrays that carry none, by path."""
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from penzai import pz
+
+from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
+from penzai_shard.named_leaves import is_array_like, is_named_unit
+from penzai_shard.rule_kinds import LogicalAxis, nearest_name
+from penzai_shard.tree_paths import path_matches, path_text
+
+AxisNames = Sequence[LogicalAxis | None]
+
+
+def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
+    """Gives logical axis names to the arrays of a tree, by path pattern.
+
+    For raw dictionaries, torch-style state dictionaries, and anything else whose arrays carry no
+    names. Values, shapes and the containers are kept; every array becomes a ``NamedArray``, or a
+    ``NamedArrayView`` where a nameless dimension follows a named one. Arrays that are named
+    already, and leaves that are no arrays, stay as they are.
+
+    Args:
+        tree: A pytree of arrays or ``jax.ShapeDtypeStruct``s.
+        patterns: Names of the dimensions by path pattern, None for a dimension that stays
+            positional. ``*`` stands for one part of a path and ``**`` for any number; dots,
+            slashes and brackets all separate parts.
+
+    Returns:
+        The tree with named arrays.
+
+    Raises:
+        SelectionError: An array is matched by no pattern or by several, a pattern matches
+            nothing, or the number of names is not the array's rank; all are told at once.
+        RuleTypeError: The names are not a sequence of hashable names.
+
+    >>> weights = {"layers.0.weight": np.ones((4, 3)), "layers.0.bias": np.ones(4)}
+    >>> named = name_axes(weights, {"layers.*.weight": ("out", "in"), "layers.*.bias": ("out",)})
+    >>> dict(named["layers.0.weight"].named_shape)
+    {'out': 4, 'in': 3}
+    """
+    _check_names(patterns)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named_unit)
+    problems: list[str] = []
+    used: set[str] = set()
+    paths = []
+    named = []
+    for key_path, leaf in leaves:
+        if is_named_unit(leaf) or not is_array_like(leaf):
+            named.append(leaf)
+            continue
+        path = path_text(key_path)
+        paths.append(path)
+        shape = tuple(np.shape(leaf))
+        matching = [pattern for pattern in patterns if path_matches(pattern, path)]
+        used.update(matching)
+        fitting = [pattern for pattern in matching if len(patterns[pattern]) == len(shape)]
+        if len(matching) == 1 and fitting:
+            named.append(_named(leaf, tuple(patterns[matching[0]])))
+            continue
+        named.append(leaf)
+        problems.append(f"{path}: {_mismatch(path, shape, matching, patterns)}")
+    for pattern in patterns:
+        if pattern not in used:
+            near = nearest_name(pattern, paths)
+            hint = f"The nearest path is {near!r}." if near else f"There are {_some(paths)}."
+            problems.append(f"pattern {pattern!r} matches no array. {hint}")
+    raise_all(SelectionError, "cannot name the arrays of this tree:", problems)
+    return jax.tree_util.tree_unflatten(treedef, named)
+
+
+def _check_names(patterns: Any) -> None:
+    if not isinstance(patterns, Mapping):
+        raise RuleTypeError(
+            "patterns must be a mapping from path pattern to names, not "
+            f"{type(patterns).__name__}. Write for instance {'layers.*.weight': ('out', 'in')}."
+        )
+    problems = []
+    for pattern, names in patterns.items():
+        if isinstance(names, str) or not isinstance(names, Sequence):
+            problems.append(
+                f"pattern {pattern!r}: names must be a tuple, not {names!r}. Write ({names!r},)."
+            )
+            continue
+        given = [name for name in names if name is not None]
+        if len(set(given)) < len(given):
+            problems.append(f"pattern {pattern!r}: {tuple(names)} uses a logical axis twice.")
+        if any(isinstance(name, int) for name in given):
+            problems.append(
+                f"pattern {pattern!r}: integers cannot name an axis, in {tuple(names)}."
+            )
+    raise_all(RuleTypeError, "these names cannot be read:", problems)
+
+
+def _mismatch(
+    path: str, shape: tuple[int, ...], matching: Sequence[str], patterns: Mapping[str, AxisNames]
+) -> str:
+    example = tuple(f"axis_{i}" for i in range(len(shape)))
+    if not matching:
+        return f"no pattern matches this array of shape {shape}. Add {path!r}: {example}."
+    if len(matching) > 1:
+        several = " and ".join(repr(pattern) for pattern in matching)
+        return f"matched by {several}. Make the patterns exclude each other."
+    names = tuple(patterns[matching[0]])
+    return (
+        f"pattern {matching[0]!r} gives {len(names)} logical axes {names} to an array of rank "
+        f"{len(shape)}, shape {shape}. Give {len(shape)}, None for a positional dimension."
+    )
+
+
+def _some(paths: Sequence[str]) -> str:
+    shown = ", ".join(repr(path) for path in paths[:3])
+    return (shown + (", ..." if len(paths) > 3 else "")) or "no arrays without names"
+
+
+def _named(array: Any, names: tuple[LogicalAxis | None, ...]) -> Any:
+    shape = tuple(np.shape(array))
+    if isinstance(array, bool | int | float | complex):
+        array = np.asarray(array)
+    positional = [i for i, name in enumerate(names) if name is None]
+    if positional == list(range(len(positional))):
+        sizes = zip(names, shape, strict=True)
+        return pz.nx.NamedArray(
+            named_axes=collections.OrderedDict(
+                (name, size) for name, size in sizes if name is not None
+            ),
+            data_array=array,
+        )
+    return pz.nx.NamedArrayView(
+        data_shape=shape,
+        data_axis_for_logical_axis=tuple(positional),
+        data_axis_for_name={name: i for i, name in enumerate(names) if name is not None},
+        data_array=array,
+    )

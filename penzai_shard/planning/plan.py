@@ -1,0 +1,354 @@
+"""The plan: a decision for every array of a tree, with its reason, before anything runs."""
+
+import dataclasses
+import functools
+import json
+import math
+import warnings
+from typing import Any, Literal, TypeAlias
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.errors import PlanError, RuleTypeError, ShardingWarning, raise_all
+from penzai_shard.meshes import AnyMesh
+from penzai_shard.named_leaves import NamedLeaf, map_arrays
+from penzai_shard.planning.layout_table import LayoutTable
+from penzai_shard.planning.plan_table import PlanTable
+from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnIndivisible, array_text, nearest_name
+
+OnUnnamed: TypeAlias = Literal["error", "replicate", "infer"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """The decision for one array.
+
+    Attributes:
+        path: Where the array is; for a parameter or state variable, its label.
+        names: Its logical axes in the order of the data, None for a positional dimension; None
+            altogether for an array without names.
+        shape: Its global shape.
+        dtype: Its dtype, None if the tree does not say.
+        spec: Its spec, without trailing ``None``; None if JAX is to infer it.
+        sharding: The spec on the plan's mesh; None if JAX is to infer it.
+        reason: Which rules gave the spec, in words.
+        shard_shape: The shape of what one device holds.
+        bytes_per_device: The size of what one device holds, in bytes.
+    """
+
+    path: str
+    names: tuple[LogicalAxis | None, ...] | None
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec | None
+    sharding: NamedSharding | None
+    reason: str
+    shard_shape: tuple[int, ...]
+    bytes_per_device: int
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every device holds the whole array."""
+        return self.spec == PartitionSpec()
+
+    def restore_struct(self) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding as a ``jax.ShapeDtypeStruct``."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class ShardingPlan:
+    """A decision for every array of a tree. Pure data: it holds no arrays.
+
+    Attributes:
+        mesh: The mesh that the layouts are for, with Auto axes.
+        rules: The rules that were applied.
+        leaves: One ``LeafPlan`` per array; a variable that occurs several times counts once.
+    """
+
+    mesh: AnyMesh
+    rules: AxisRules
+    leaves: tuple[LeafPlan, ...]
+    _treedef: Any
+    _leaf_of_slot: tuple[int, ...]
+
+    def sharding_tree(self) -> Any:
+        """The tree with a ``NamedSharding`` in place of every data array.
+
+        Has the structure of the tree after ``pz.freeze_variables``, and serves as
+        ``in_shardings`` or ``out_shardings`` of ``jax.jit`` and as the layout for
+        ``jax.device_put``. Arrays that JAX is to place have None.
+        """
+        return self._fill([leaf.sharding for leaf in self.leaves])
+
+    def restore_structs(self) -> Any:
+        """The tree with a ``jax.ShapeDtypeStruct`` carrying its sharding for every data array.
+
+        Raises:
+            PlanError: The tree does not say the dtype of some array.
+        """
+        problems = [
+            f"{leaf.path}: its data array is missing, so its dtype is not known. "
+            "Plan a tree with arrays or jax.ShapeDtypeStructs."
+            for leaf in self.leaves
+            if leaf.dtype is None
+        ]
+        raise_all(PlanError, "cannot describe some arrays:", problems)
+        return self._fill([leaf.restore_struct() for leaf in self.leaves])
+
+    def _fill(self, per_leaf: list[Any]) -> Any:
+        return jax.tree_util.tree_unflatten(
+            self._treedef, [per_leaf[i] for i in self._leaf_of_slot]
+        )
+
+    @functools.cached_property
+    def bytes_per_device(self) -> int:
+        """What every device holds when the plan is carried out, in bytes."""
+        return sum(leaf.bytes_per_device for leaf in self.leaves)
+
+    @functools.cached_property
+    def replicated_bytes(self) -> int:
+        """The part of ``bytes_per_device`` that every device holds a whole copy of, in bytes."""
+        return sum(leaf.bytes_per_device for leaf in self.leaves if leaf.is_replicated)
+
+    @functools.cached_property
+    def total_bytes(self) -> int:
+        """The size of all arrays, each counted once, in bytes."""
+        return sum(math.prod(leaf.shape) * _itemsize(leaf.dtype) for leaf in self.leaves)
+
+    @functools.cached_property
+    def unused_rules(self) -> tuple[NameRule, ...]:
+        """The rules whose logical axis no array has. That is no error: one set of rules serves
+        parameters and activations."""
+        present = _names_present(self.leaves)
+        return tuple(
+            rule
+            for rule in self.rules.rules
+            if isinstance(rule, NameRule) and rule.logical_axis not in present
+        )
+
+    def table(self, *, collapse: bool = True) -> PlanTable:
+        """The plan as a table to print: rich in a terminal, plain text elsewhere.
+
+        Args:
+            collapse: Show arrays that differ only in the numbers in their paths, such as those
+                of equal blocks, as one row with a count.
+        """
+        rows = [
+            (
+                leaf.path,
+                array_text(leaf.names or (None,) * len(leaf.shape), leaf.shape),
+                "?" if leaf.dtype is None else str(leaf.dtype),
+                "inferred by JAX" if leaf.spec is None else _spec_text(leaf.spec),
+                leaf.bytes_per_device,
+                leaf.reason,
+            )
+            for leaf in self.leaves
+        ]
+        return PlanTable.of(
+            rows,
+            mesh=", ".join(f"{name}={size}" for name, size in self.mesh.shape.items()),
+            total_bytes=self.total_bytes,
+            bytes_per_device=self.bytes_per_device,
+            replicated_bytes=self.replicated_bytes,
+            unused_rules=tuple(str(rule) for rule in self.unused_rules),
+            collapse=collapse,
+        )
+
+    def __repr__(self) -> str:
+        return str(self.table())
+
+    def to_json(self) -> str:
+        """The whole plan as JSON text: mesh, rules, and one object per array."""
+        return json.dumps(
+            {
+                "mesh": dict(self.mesh.shape),
+                "rules": [str(rule) for rule in self.rules.rules],
+                "unused_rules": [str(rule) for rule in self.unused_rules],
+                "total_bytes": self.total_bytes,
+                "bytes_per_device": self.bytes_per_device,
+                "replicated_bytes": self.replicated_bytes,
+                "arrays": [
+                    {
+                        "path": leaf.path,
+                        "names": None
+                        if leaf.names is None
+                        else [None if name is None else str(name) for name in leaf.names],
+                        "shape": list(leaf.shape),
+                        "dtype": None if leaf.dtype is None else str(leaf.dtype),
+                        "spec": None if leaf.spec is None else [_json_entry(e) for e in leaf.spec],
+                        "reason": leaf.reason,
+                        "shard_shape": list(leaf.shard_shape),
+                        "bytes_per_device": leaf.bytes_per_device,
+                    }
+                    for leaf in self.leaves
+                ],
+            },
+            indent=2,
+        )
+
+
+def make_plan(
+    tree: Any,
+    mesh: AnyMesh,
+    rules: Any = None,
+    *,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: OnUnnamed = "error",
+) -> ShardingPlan:
+    """Decides the layout of every array of a tree. Touches no device.
+
+    Args:
+        tree: Any pytree: models with ``Parameter``s and ``StateVariable``s or their frozen
+            values, models of Penzai's first API, named arrays and views, optimizer states, plain
+            arrays; concrete or made of ``jax.ShapeDtypeStruct``s.
+        mesh: The mesh, concrete or abstract. Explicit axes are treated as Auto ones.
+        rules: ``AxisRules``, or anything they can be read from; None maps each logical axis to
+            the mesh axis of the same name.
+        on_indivisible: ``"replicate"`` leaves dimensions unsharded whose length does not divide,
+            and says so in the reason; by default that is an error.
+        on_unnamed: What becomes of arrays without names that have dimensions: an error, a copy
+            on every device (``"replicate"``), or left to JAX (``"infer"``). Scalars have nothing
+            to name and are replicated, unless JAX is to infer.
+
+    Returns:
+        The plan.
+
+    Raises:
+        RuleTypeError: The rules or options cannot be read.
+        MeshError: A rule names a mesh axis that the mesh does not have.
+        PlanError: Some arrays have no valid layout; all of them are told at once.
+
+    Warns:
+        ShardingWarning: A rule matches nothing and its name is nearly one that is there.
+
+    >>> from penzai import pz
+    >>> mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    >>> weights = {"up": pz.nx.ones({"embedding": 8, "neurons": 16})}
+    >>> plan = make_plan(weights, mesh, {"embedding": "data", "neurons": "model"})
+    >>> plan.leaves[0].spec, plan.leaves[0].shard_shape, plan.bytes_per_device
+    (P('data', 'model'), (2, 8), 64)
+    """
+    plan = plan_tree(tree, mesh, rules, on_indivisible=on_indivisible, on_unnamed=on_unnamed)
+    _warn_of_near_names(plan)
+    return plan
+
+
+def plan_tree(
+    tree: Any,
+    mesh: AnyMesh,
+    rules: Any = None,
+    *,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: OnUnnamed = "error",
+) -> ShardingPlan:
+    """``make_plan`` without its warning, for trees such as activations that see few of the rules.
+
+    >>> plan_tree({}, jax.sharding.AbstractMesh((2,), ("data",))).leaves
+    ()
+    """
+    if on_unnamed not in ("error", "replicate", "infer"):
+        raise RuleTypeError(
+            f"on_unnamed must be 'error', 'replicate' or 'infer', not {on_unnamed!r}."
+        )
+    table = LayoutTable(mesh, rules, on_indivisible)
+    leaves: list[LeafPlan] = []
+    problems: list[str] = []
+
+    def plan_leaf(leaf: NamedLeaf) -> int:
+        leaf_plan, found = _plan_leaf(leaf, table, on_unnamed)
+        problems.extend(f"{leaf.path or 'the array'}: {problem}" for problem in found)
+        leaves.append(leaf_plan)
+        return len(leaves) - 1
+
+    indexed = map_arrays(tree, plan_leaf)
+    raise_all(PlanError, "no valid layout for some arrays:", problems)
+    slots, treedef = jax.tree_util.tree_flatten(indexed)
+    return ShardingPlan(table.mesh, table.rules, tuple(leaves), treedef, tuple(slots))
+
+
+def _plan_leaf(
+    leaf: NamedLeaf, table: LayoutTable, on_unnamed: OnUnnamed
+) -> tuple[LeafPlan, tuple[str, ...]]:
+    problems: tuple[str, ...] = ()
+    spec: PartitionSpec | None = PartitionSpec()
+    if leaf.names is not None:
+        layout = table.layout(leaf)
+        spec, reason, problems = layout.spec, layout.reason, layout.problems
+    elif on_unnamed == "infer":
+        spec, reason = None, "no names: left to JAX"
+    elif leaf.dtype is None:
+        reason = ""
+        problems = (
+            f"a {type(leaf.array).__name__} is not an array. "
+            "Keep it out of the tree, for instance as a static field.",
+        )
+    elif not leaf.shape:
+        reason = "scalar: replicated"
+    elif on_unnamed == "replicate":
+        reason = "no names: replicated"
+    else:
+        reason = ""
+        problems = (
+            f"this array of shape {leaf.shape} has no logical axis names. "
+            "Name it with pz.nx.wrap(array).tag(...) or name_axes(tree, {...}), "
+            'or pass on_unnamed="replicate".',
+        )
+    sharding = None if spec is None else table.sharding(spec)
+    shard_shape = _shard_shape(leaf.shape, spec, table.mesh)
+    held = math.prod(shard_shape) * _itemsize(leaf.dtype)
+    plan = LeafPlan(
+        leaf.path, leaf.names, leaf.shape, leaf.dtype, spec, sharding, reason, shard_shape, held
+    )
+    return plan, problems
+
+
+def _shard_shape(
+    shape: tuple[int, ...], spec: PartitionSpec | None, mesh: AnyMesh
+) -> tuple[int, ...]:
+    if spec is None:
+        return shape
+    parts = [
+        math.prod(mesh.shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry))
+        if entry
+        else 1
+        for entry in spec
+    ]
+    parts += [1] * (len(shape) - len(parts))
+    return tuple(size // count for size, count in zip(shape, parts, strict=True))
+
+
+def _itemsize(dtype: Any) -> int:
+    return 0 if dtype is None else dtype.itemsize
+
+
+def _spec_text(spec: PartitionSpec) -> str:
+    entries = [
+        "-" if entry is None else entry if isinstance(entry, str) else "+".join(entry)
+        for entry in spec
+    ]
+    return ", ".join(entries) if entries else "replicated"
+
+
+def _json_entry(entry: Any) -> Any:
+    return list(entry) if isinstance(entry, tuple) else entry
+
+
+def _names_present(leaves: tuple[LeafPlan, ...]) -> set[LogicalAxis]:
+    return {name for leaf in leaves for name in leaf.names or () if name is not None}
+
+
+def _warn_of_near_names(plan: ShardingPlan) -> None:
+    present = _names_present(plan.leaves)
+    ruled = set(plan.rules.logical_axes)
+    for rule in plan.unused_rules:
+        near = nearest_name(rule.logical_axis, present - ruled)
+        if near is not None:
+            warnings.warn(
+                f"rule {rule} matches no logical axis of this tree, which has {near!r}. "
+                f"Did you mean {near!r}?",
+                ShardingWarning,
+                stacklevel=3,
+            )

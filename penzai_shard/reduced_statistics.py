@@ -1,0 +1,108 @@
+"""Names for optimizer statistics that keep only some of their parameter's dimensions.
+
+optax maps over the arrays inside named arrays, so that the state of adafactor or sm3 holds named
+arrays whose data has lost dimensions: the names say ``(embedding, neurons)`` and the shape is
+``(neurons,)``. The dimensions that are left keep their names, and so their layout.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from penzai_shard.rule_kinds import LogicalAxis
+
+
+@dataclasses.dataclass(frozen=True)
+class AlignedNames:
+    """The names of what is left of an array's dimensions.
+
+    Attributes:
+        names: One per dimension that is left; None where it has none.
+        note: How they were found.
+        problem: Why they cannot be found; empty when they can.
+    """
+
+    names: tuple[LogicalAxis | None, ...]
+    note: str = ""
+    problem: str = ""
+
+
+def align_names(
+    sizes: Mapping[LogicalAxis, int],
+    shape: tuple[int, ...],
+    path: str = "",
+    part: Sequence[Any] | None = None,
+) -> AlignedNames:
+    """Finds which named dimensions a statistic of some shape has kept.
+
+    Args:
+        sizes: Names and sizes of the parameter's dimensions, in order.
+        shape: The statistic's shape.
+        path: Where it is; adafactor's ``v_row`` and ``v_col`` are told apart by it.
+        part: Key path inside the parameter's place, for optimizers such as sm3 that keep one
+            statistic per dimension there.
+
+    Returns:
+        The names, or a problem.
+
+    >>> align_names({"embedding": 256, "neurons": 512}, (512,)).names
+    ('neurons',)
+    >>> align_names({"a": 256, "b": 256}, (256,), path="0/v_row/w").names
+    ('a',)
+    """
+    if not shape:
+        return AlignedNames((), "scalar statistic")
+    if shape == (1,) and 1 not in sizes.values():
+        return AlignedNames((None,), "placeholder without content")
+    names, lengths = tuple(sizes), tuple(sizes.values())
+    if len(shape) == len(lengths) and all(
+        kept in (1, length) for kept, length in zip(shape, lengths, strict=True)
+    ):
+        same = zip(names, shape, lengths, strict=True)
+        kept_names = tuple(name if kept == length else None for name, kept, length in same)
+        return AlignedNames(kept_names, "statistic with reduced dimensions kept at length 1")
+    fits = [
+        chosen
+        for chosen in itertools.combinations(range(len(lengths)), len(shape))
+        if tuple(lengths[i] for i in chosen) == shape
+    ]
+    if not fits:
+        told = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        return AlignedNames(
+            (None,) * len(shape),
+            problem=(
+                f"its logical axes ({told}) do not fit its data of shape {shape}. "
+                "Name the array anew: pz.nx.wrap(data).tag(...)"
+            ),
+        )
+    chosen = fits[0] if len(fits) == 1 else _told_apart(fits, lengths, path, part)
+    if chosen is None:
+        return AlignedNames(
+            (None,) * len(shape), "statistic that fits several of its parameter's dimensions"
+        )
+    return AlignedNames(tuple(names[i] for i in chosen), "statistic of some dimensions")
+
+
+def _told_apart(
+    fits: Sequence[tuple[int, ...]],
+    lengths: tuple[int, ...],
+    path: str,
+    part: Sequence[Any] | None,
+) -> tuple[int, ...] | None:
+    """Which of several dimensions of equal length it is, by the conventions of optax."""
+    if part and isinstance(part[-1], jax.tree_util.SequenceKey):
+        # sm3 keeps a list with one statistic per dimension, in order.
+        own = (part[-1].idx,)
+        return own if own in fits else None
+    pieces = path.split("/")
+    by_length = np.argsort(lengths)
+    # adafactor drops the longest dimension from v_row and the second longest from v_col.
+    for field, rank in (("v_row", -1), ("v_col", -2)):
+        if field in pieces and len(lengths) >= 2:
+            kept = tuple(i for i in range(len(lengths)) if i != int(by_length[rank]))
+            return kept if kept in fits else None
+    return None

@@ -1,0 +1,123 @@
+"""The kinds of rule there are, and how rules, names and sizes are written in messages."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from penzai_shard.meshes import AnyMesh
+
+LogicalAxis: TypeAlias = Hashable
+MeshAxes: TypeAlias = str | tuple[str, ...] | None
+OnIndivisible: TypeAlias = Literal["error", "replicate"]
+
+# A name this similar to one that exists is probably a slip of the finger.
+_NEAR = 0.8
+
+
+def nearest_name(name: Any, names: Iterable[Any]) -> str | None:
+    """The name most like a given one, if any is nearly equal to it.
+
+    >>> nearest_name("neuron", ["neurons", "embedding"])
+    'neurons'
+    """
+    found = difflib.get_close_matches(str(name), [str(other) for other in names], 1, _NEAR)
+    return found[0] if found else None
+
+
+def mesh_axes_text(mesh_axes: Sequence[str]) -> str:
+    """How mesh axes are written in rules and messages.
+
+    >>> mesh_axes_text(("model",)), mesh_axes_text(("data", "model")), mesh_axes_text(())
+    ("'model'", "('data', 'model')", 'None')
+    """
+    if not mesh_axes:
+        return "None"
+    return repr(mesh_axes[0]) if len(mesh_axes) == 1 else repr(tuple(mesh_axes))
+
+
+def sized_mesh_axes_text(mesh_axes: Sequence[str], mesh_shape: Mapping[str, int]) -> str:
+    """Mesh axes with the number of parts that they make.
+
+    >>> sized_mesh_axes_text(("data", "model"), {"data": 4, "model": 2})
+    "mesh axes ('data', 'model') (8)"
+    """
+    total = math.prod(mesh_shape[name] for name in mesh_axes)
+    noun = "mesh axis" if len(mesh_axes) == 1 else "mesh axes"
+    return f"{noun} {mesh_axes_text(mesh_axes)} ({total})"
+
+
+@dataclasses.dataclass(frozen=True)
+class NameRule:
+    """One logical axis goes to some mesh axes, or to none.
+
+    Attributes:
+        logical_axis: The logical axis.
+        mesh_axes: The mesh axes, major first; empty for "leave it unsharded".
+        yields: Whether the rule steps aside, instead of being an error, where an earlier rule has
+            already given one of its mesh axes to another dimension of the same array.
+    """
+
+    logical_axis: LogicalAxis
+    mesh_axes: tuple[str, ...]
+    yields: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.logical_axis!r} -> {mesh_axes_text(self.mesh_axes)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class IdentityRule:
+    """Every logical axis goes to the mesh axis of the same name, where there is one."""
+
+    mesh_axes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "each logical axis -> the mesh axis of the same name"
+
+
+@dataclasses.dataclass(frozen=True)
+class LargestDimensionRule:
+    """Of each large array, the largest dimension that divides and is free is sharded.
+
+    Attributes:
+        mesh_axes: The mesh axes it is sharded over.
+        min_size: Arrays with fewer elements than this are left alone.
+    """
+
+    mesh_axes: tuple[str, ...]
+    min_size: int
+
+    def __str__(self) -> str:
+        return (
+            f"largest dimension -> {mesh_axes_text(self.mesh_axes)} (from {self.min_size} elements)"
+        )
+
+
+Rule: TypeAlias = NameRule | IdentityRule | LargestDimensionRule
+
+
+def mesh_shape_of(mesh: AnyMesh | Mapping[str, int]) -> Mapping[str, int]:
+    """The axis sizes of a mesh by name; a mapping of them is returned as it is.
+
+    >>> mesh_shape_of({"data": 4})
+    {'data': 4}
+    """
+    return mesh if isinstance(mesh, Mapping) else mesh.shape
+
+
+def array_text(names: Sequence[LogicalAxis | None], sizes: Sequence[int]) -> str:
+    """How an array's dimensions are written in messages.
+
+    >>> array_text((None, "embedding"), (3, 8))
+    '[3, embedding=8]'
+    """
+    return (
+        "["
+        + ", ".join(
+            str(size) if name is None else f"{name}={size}"
+            for name, size in zip(names, sizes, strict=True)
+        )
+        + "]"
+    )

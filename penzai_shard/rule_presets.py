@@ -1,0 +1,68 @@
+"""The layouts that most people want, as rules to be combined with ``|``."""
+
+from collections.abc import Sequence
+
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.rule_kinds import LargestDimensionRule, LogicalAxis, NameRule
+
+# The logical axes of penzai.models.transformer that every device can compute a part of alone.
+# In grouped-query attention an array has both head axes; the first that it has is split.
+TRANSFORMER_MODEL_AXES: tuple[str, ...] = (
+    "neurons",
+    "heads",
+    "head_groups",
+    "query_heads",
+    "vocabulary",
+)
+
+
+def data_parallel(mesh_axis: str = "data", batch_axis: LogicalAxis = "batch") -> AxisRules:
+    """Every device holds the whole model and sees its own part of the batch.
+
+    Args:
+        mesh_axis: The mesh axis that the batch is split over.
+        batch_axis: The logical axis of the batch.
+
+    >>> data_parallel()
+    AxisRules({'batch': 'data'})
+    """
+    return AxisRules.from_rules([NameRule(batch_axis, (mesh_axis,))])
+
+
+def fully_sharded(mesh_axis: str | tuple[str, ...] = "data", min_size: int = 2**18) -> AxisRules:
+    """Of each large array, the largest dimension that divides and is free is split.
+
+    The layout of ZeRO stage 3 (Rajbhandari et al. 2020, arXiv:1910.02054) and PyTorch's FSDP
+    (Zhao et al. 2023, arXiv:2304.11277). Small arrays are not worth gathering and stay whole.
+    Dimensions that a rule for names has taken, or keeps unsharded, are not free, in whichever
+    order the two are combined; positional dimensions never are.
+
+    Args:
+        mesh_axis: The mesh axis, or axes, that parameters are split over.
+        min_size: Arrays with fewer elements than this stay whole.
+
+    >>> rules = fully_sharded(min_size=1) | tensor_parallel(axes=("neurons",))
+    >>> rules.spec(("embedding", "neurons"), (8, 64), {"data": 4, "model": 2})
+    P('data', 'model')
+    """
+    mesh_axes = (mesh_axis,) if isinstance(mesh_axis, str) else tuple(mesh_axis)
+    return AxisRules.from_rules([LargestDimensionRule(mesh_axes, min_size)])
+
+
+def tensor_parallel(
+    mesh_axis: str = "model", axes: Sequence[LogicalAxis] = TRANSFORMER_MODEL_AXES
+) -> AxisRules:
+    """Of each array, the first of some logical axes that it has is split.
+
+    The layout of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053) by name: hidden neurons,
+    attention heads and vocabulary are split, the embedding is not.
+
+    Args:
+        mesh_axis: The mesh axis that they are split over.
+        axes: The logical axes, the most wanted first: an array that has several is split along
+            the first. By default those of Penzai's transformers.
+
+    >>> tensor_parallel().spec(("head_groups", "query_heads"), (4, 2), {"model": 2})
+    P('model',)
+    """
+    return AxisRules.from_rules([NameRule(name, (mesh_axis,), yields=True) for name in axes])
