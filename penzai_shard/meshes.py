@@ -182,7 +182,7 @@ def auto_context() -> contextlib.AbstractContextManager[Any]:
     ...     has_explicit_axes(jax.sharding.get_abstract_mesh())
     False
     """
-    ambient = jax.sharding.get_abstract_mesh()
-    if has_explicit_axes(ambient):
-        return jax.sharding.use_abstract_mesh(auto_twin(ambient))
+    twin = auto_twin(ambient := jax.sharding.get_abstract_mesh())
+    if twin is not ambient and isinstance(twin, AbstractMesh):
+        return jax.sharding.use_abstract_mesh(twin)
     return contextlib.nullcontext()

@@ -118,9 +118,10 @@ def compare(
         CheckpointMismatchError: With one line per array that is missing, superfluous, or of other
             axes, sizes, dtype or PRNG implementation.
 
-    >>> a, b = ArrayRecord((2, 3), "float32", ("a", "b")), ArrayRecord((3, 2), "float32", ("b", "a"))
-    >>> compare({"w": a}, {"w": b}, headline="no:", wording=RESTORING,
-    ...         tolerance=Tolerance(on_axis_mismatch="transpose"))
+    >>> stored = {"w": ArrayRecord((2, 3), "float32", ("a", "b"))}
+    >>> wanted = {"w": ArrayRecord((3, 2), "float32", ("b", "a"))}
+    >>> transpose = Tolerance(on_axis_mismatch="transpose")
+    >>> compare(stored, wanted, headline="no:", wording=RESTORING, tolerance=transpose)
     {'w': (1, 0)}
     """
     extra = [name for name in stored if name not in wanted]
@@ -180,9 +181,7 @@ def _compare_axes(
     name: str, source: ArrayRecord, target: ArrayRecord, wording: Wording, tolerance: Tolerance
 ) -> tuple[str, tuple[int, ...] | None]:
     """The problem with an array's axes, or how to put their order right if that is needed."""
-    both = (
-        f"{name}: {wording.source} {_has(wording)} {source}, and {wording.target} wants {target}"
-    )
+    both = f"{name}: {wording.source} {_has(wording)} {source}, and {wording.target} wants {target}"
     if source.axes is None or target.axes is None or source.axes == target.axes:
         if source.shape == target.shape:
             return "", None

@@ -186,7 +186,7 @@ def read_manifest(path: PathLike) -> Manifest:
                 entry.get("key_impl"),
             )
     kind = None if section is None else section["kind"]
-    return Manifest(where, kind, records, structure.unflatten(names), chunks)
+    return Manifest(where, kind, records, jax.tree_util.tree_unflatten(structure, names), chunks)
 
 
 def load_arrays(
@@ -296,15 +296,11 @@ def _unsavable(name: str, leaf: NamedLeaf) -> str:
         return f"{name}: is being traced. Save outside of jax.jit."
     if isinstance(array, jax.Array) and array.is_deleted():
         return f"{name}: its buffer was donated or deleted. Save the state that the step returned."
-    dtype = getattr(array, "dtype", None)
-    if isinstance(array, np.ndarray | np.generic):
-        if dtype == object or dtype.kind in "USMmV" and not jnp.issubdtype(dtype, jnp.generic):
-            return f"{name}: NumPy's dtype {dtype} is none of JAX's. Leave it out."
-        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-            return (
-                f"{name}: NumPy's {dtype} would be restored as {leaf.dtype}. Convert it with "
-                f".astype({str(leaf.dtype)!r}), or set jax.config.update('jax_enable_x64', True)."
-            )
+    if isinstance(array, np.ndarray | np.generic) and array.dtype != leaf.dtype:
+        return (
+            f"{name}: NumPy's {array.dtype} would be restored as {leaf.dtype}. Convert it with "
+            f".astype({str(leaf.dtype)!r}), or set jax.config.update('jax_enable_x64', True)."
+        )
     return ""
 
 

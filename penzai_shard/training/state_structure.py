@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from penzai_shard.tree_paths import join_paths, path_text
 from penzai_shard.training.model_variables import VariableTable
+from penzai_shard.tree_paths import join_paths, path_text
 
 STEPPED_SECTIONS = ("step", "trainable", "opt_state", "state_vars", "loss_fn_state")
 KEPT_SECTIONS = ("root_rng", "frozen", "unbound_model")

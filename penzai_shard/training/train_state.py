@@ -5,7 +5,7 @@ into a step and comes out of it.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,9 +16,9 @@ from penzai_shard.training.model_variables import (
     VariableTable,
     split_model,
 )
+from penzai_shard.training.state_placement import place_initial_parts
 from penzai_shard.training.state_structure import (
     FIELD_OF_SECTION,
-    KEPT_SECTIONS,
     SECTIONS,
     STEPPED_SECTIONS,
     FlatState,
@@ -28,7 +28,7 @@ from penzai_shard.training.state_structure import (
 if TYPE_CHECKING:
     import optax
 
-_CHILDREN = (
+FIELDS = (
     "step",
     "params",
     "opt_state",
@@ -115,46 +115,42 @@ class TrainState:
             ShardingError: The model has no values, a name is used twice, or a parameter that
                 should be trained is not floating.
         """
-        from penzai_shard.training.state_placement import place_initial_state
-
         unbound_model, params, state_vars, variables = split_model(model, trainable)
-        stepped = (params, state_vars, root_rng, loss_fn_state)
-        step: Any = jnp.zeros((), jnp.int32)
-        chosen = {name: params[name] for name in sorted(variables.trainable_names)}
-        abstract = any(
-            isinstance(leaf, jax.ShapeDtypeStruct)
-            for leaf in jax.tree.leaves((stepped, unbound_model))
-        )
-        state = cls(
-            step=step,
-            params=params,
-            opt_state=None,
-            state_vars=state_vars,
-            root_rng=root_rng,
-            loss_fn_state=loss_fn_state,
-            unbound_model=unbound_model,
-            optimizer_def=optimizer_def,
-            variables=variables,
-        )
-        if abstract:
-            opt_state = jax.eval_shape(optimizer_def.init, chosen)
-            return jax.eval_shape(lambda s: s, dataclasses.replace(state, opt_state=opt_state))
-        return place_initial_state(state, chosen)
+        changing = {
+            "step": jnp.zeros((), jnp.int32),
+            "params": params,
+            "state_vars": state_vars,
+            "loss_fn_state": loss_fn_state,
+        }
+        constant = {"root_rng": root_rng, "unbound_model": unbound_model}
+
+        def build(changing: Any, constant: Any) -> TrainState:
+            changing, constant, opt_state = place_initial_parts(
+                changing, constant, optimizer_def.init, variables.trainable_names
+            )
+            return cls(
+                opt_state=opt_state,
+                optimizer_def=optimizer_def,
+                variables=variables,
+                **changing,
+                **constant,
+            )
+
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((changing, constant))):
+            return jax.eval_shape(build, changing, constant)
+        return build(changing, constant)
 
     @property
     def model(self) -> Any:
         """The model with the current values in new variables, their metadata kept."""
-        flat = self.__dict__.get("_flat")
-        fields = (
-            self.__dict__.get(name) if name in self.__dict__ else flat.field(name)
-            for name in ("unbound_model", "params", "state_vars")
+        return self.variables.bind(
+            peek(self, "unbound_model"), peek(self, "params"), peek(self, "state_vars")
         )
-        return self.variables.bind(*fields)
 
     def __getattr__(self, name: str) -> Any:
         # Only reached while a field is not there: the state came out of a train step.
         flat = self.__dict__.get("_flat")
-        if flat is None or name not in _CHILDREN:
+        if flat is None or name not in FIELDS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = flat.field(name)
         if name == "params" or not jax.tree_util.all_leaves([value]):
@@ -170,14 +166,14 @@ class TrainState:
 
         return repr_lib.render_object_constructor(
             object_type=type(self),
-            attributes={name: _peek(self, name) for name in _CHILDREN + _STATIC},
+            attributes={name: peek(self, name) for name in FIELDS + _STATIC},
             path=path,
             subtree_renderer=subtree_renderer,
             roundtrippable=True,
         )
 
 
-def _peek(state: TrainState, field: str) -> Any:
+def peek(state: TrainState, field: str) -> Any:
     """A field, without making it what counts."""
     if field in state.__dict__:
         return state.__dict__[field]
@@ -185,15 +181,15 @@ def _peek(state: TrainState, field: str) -> Any:
 
 
 def _flatten_with_keys(state: TrainState) -> tuple[Sequence[Any], Any]:
-    children = [(jax.tree_util.GetAttrKey(name), _peek(state, name)) for name in _CHILDREN]
+    children = [(jax.tree_util.GetAttrKey(name), peek(state, name)) for name in FIELDS]
     return children, (state.optimizer_def, state.variables)
 
 
 def _flatten(state: TrainState) -> tuple[Sequence[Any], Any]:
-    return [_peek(state, name) for name in _CHILDREN], (state.optimizer_def, state.variables)
+    return [peek(state, name) for name in FIELDS], (state.optimizer_def, state.variables)
 
 
-def _unflatten(static: tuple[Any, VariableTable], children: Sequence[Any]) -> TrainState:
+def _unflatten(static: tuple[Any, VariableTable], children: Iterable[Any]) -> TrainState:
     return TrainState(*children, *static)
 
 
@@ -221,7 +217,7 @@ def to_flat(state: TrainState) -> FlatState:
     """
     fields = state.__dict__
     flat: FlatState | None = fields.get("_flat")
-    if flat is not None and not any(name in fields for name in _CHILDREN):
+    if flat is not None and not any(name in fields for name in FIELDS):
         return flat
     treedefs = []
     stepped: list[Any] = []
@@ -254,14 +250,15 @@ def to_flat(state: TrainState) -> FlatState:
 def section_of(state: TrainState, section: str) -> Any:
     """The tree of one section of a state."""
     if section not in ("trainable", "frozen"):
-        return getattr(state, section)
+        return peek(state, section)
     wanted = section == "trainable"
     trainable = state.variables.trainable_names
-    return {name: value for name, value in state.params.items() if (name in trainable) == wanted}
+    return {
+        name: value
+        for name, value in peek(state, "params").items()
+        if (name in trainable) == wanted
+    }
 
 
 def _is(a: Any, b: Any) -> bool:
     return a is b
-
-
-assert set(STEPPED_SECTIONS + KEPT_SECTIONS) == set(SECTIONS)

@@ -1,0 +1,207 @@
+"""Saving the parameters of a model, and restoring them onto any mesh."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from penzai_shard.checkpointing.array_records import record_of, refuse_permuted_positions
+from penzai_shard.checkpointing.comparison import (
+    RESTORING,
+    AxisMismatch,
+    DtypeMismatch,
+    Extra,
+    Tolerance,
+)
+from penzai_shard.checkpointing.orbax_store import PathLike, read_manifest, save_arrays
+from penzai_shard.checkpointing.parameter_dict import (
+    abstract_state_variables,
+    arrays_by_path,
+    filled,
+    param_dict,
+    rebuilt,
+)
+from penzai_shard.checkpointing.restoring import Target, refuse_abstract_mesh, restore_arrays
+from penzai_shard.errors import CheckpointMismatchError, raise_all
+from penzai_shard.meshes import AnyMesh, auto_twin
+from penzai_shard.planning import OnUnnamed, ShardingPlan, make_plan
+from penzai_shard.rule_kinds import OnIndivisible
+
+
+def restore_structs(
+    model: Any,
+    mesh: AnyMesh,
+    rules: Any = None,
+    *,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: OnUnnamed = "error",
+) -> dict[str, Any]:
+    """What restoring should give: the parameters' shapes, dtypes and layouts, by name.
+
+    Args:
+        model: What ``param_dict`` takes; concrete or abstract.
+        mesh: The mesh to restore onto.
+        rules: Which logical axis goes to which mesh axis; ``None`` maps each to the mesh axis of
+            the same name.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+
+    Returns:
+        A dictionary from names to named arrays of ``jax.ShapeDtypeStruct`` with a sharding, such
+        as Orbax' own functions take.
+
+    Raises:
+        PlanError: Some parameter has no valid layout.
+
+    >>> mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    >>> from penzai import pz
+    >>> structs = restore_structs({"w": pz.nx.ones({"a": 2, "b": 8})}, mesh, {"b": "data"})
+    >>> structs["w"].data_array.shape, structs["w"].data_array.sharding.spec
+    ((2, 8), P(None, 'data'))
+    """
+    return make_plan(
+        param_dict(model), mesh, rules, on_indivisible=on_indivisible, on_unnamed=on_unnamed
+    ).restore_structs()
+
+
+def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
+    """Saves the parameters of a model with Orbax, by name.
+
+    The arrays are stored as a flat dictionary, so that layers which are inserted later never
+    matter. Their logical axis names are kept in the checkpoint's metadata, which ``restore_params``
+    compares.
+
+    Args:
+        path: The directory to make. In a job of several processes all must save, to the same
+            shared path.
+        model: What ``param_dict`` takes: a model, or a dictionary of arrays by name. A value that
+            is a tree of arrays is stored under ``name/path``.
+        overwrite: Whether to replace a checkpoint at the path. It is removed before the new one
+            is written, but not before everything is known to be savable.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        CheckpointExistsError: The path exists and may not be replaced.
+        CheckpointMismatchError: Some parameters cannot be saved: they have no values, for
+            instance.
+        MissingExtraError: Orbax is not installed.
+
+    >>> import tempfile
+    >>> from penzai import pz
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = save_params(f"{directory}/params", {"w": pz.nx.ones({"a": 2})})
+    ...     like = {"w": pz.nx.zeros({"a": 2})}
+    ...     restored = restore_params(path, like, jax.make_mesh((8,), ("data",)))
+    >>> restored["w"].unwrap("a").tolist()
+    [1.0, 1.0]
+    """
+    values = param_dict(model)
+    refuse_permuted_positions(values, "saving")
+    return save_arrays(path, arrays_by_path(values), kind="params", overwrite=overwrite)
+
+
+def restore_params(
+    path: PathLike,
+    model: Any,
+    mesh: AnyMesh,
+    rules: Any = None,
+    *,
+    on_axis_mismatch: AxisMismatch = "error",
+    on_dtype_mismatch: DtypeMismatch = "error",
+    on_extra: Extra = "error",
+    rename_axes: Mapping[str, str] | None = None,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: OnUnnamed = "error",
+) -> Any:
+    """Restores parameters straight onto a mesh, whatever mesh they were saved from.
+
+    Every device reads its own part. All that can be wrong is found before any array is read.
+
+    Args:
+        path: The checkpoint's directory.
+        model: What ``param_dict`` takes: a model, an abstract model, or a dictionary of named
+            arrays or structs. It is not changed.
+        mesh: The mesh to restore onto. Of an Explicit mesh the Auto twin is used.
+        rules: Which logical axis goes to which mesh axis; ``None`` maps each to the mesh axis of
+            the same name.
+        on_axis_mismatch: ``"transpose"`` puts parameters right whose logical axes were saved in
+            another order. Each device transposes its own part.
+        on_dtype_mismatch: ``"cast"`` converts to the model's dtype while reading.
+        on_extra: ``"ignore"`` leaves parameters in the checkpoint that the model does not have.
+        rename_axes: Logical axis names in the checkpoint that have other names in the model, as
+            ``{"old": "new"}``.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+
+    Returns:
+        The same kind of thing, filled, in the layout that ``make_plan`` gives. Of a model: a new
+        model with mutable parameters and state variables, metadata and sharing kept; its
+        constants and state variables are copied to every device unless they lie on the mesh
+        already.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at the path.
+        CheckpointMismatchError: With one line per parameter that is missing, superfluous, or of
+            other logical axes, order, sizes or dtype.
+        PlanError: Some parameter has no valid layout.
+        MissingExtraError: Orbax is not installed.
+
+    Warns:
+        ShardingWarning: The checkpoint was written by plain Orbax, without logical axis names.
+
+    >>> import tempfile
+    >>> from penzai import pz
+    >>> mesh = jax.make_mesh((4, 2), ("data", "model"))
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = save_params(f"{directory}/params", {"w": pz.nx.ones({"a": 4, "b": 8})})
+    ...     wanted = {"w": pz.nx.ones({"b": 8, "a": 4})}
+    ...     restored = restore_params(
+    ...         path, wanted, mesh, {"b": "data"}, on_axis_mismatch="transpose")
+    >>> restored["w"].data_array.sharding.spec
+    P('data',)
+    """
+    tolerance = Tolerance(on_axis_mismatch, on_dtype_mismatch, on_extra)
+    refuse_abstract_mesh(mesh)
+    own = param_dict(model)
+    refuse_permuted_positions(own, "restoring")
+    raise_all(
+        CheckpointMismatchError,
+        "restoring parameters leaves these without values:",
+        [
+            f"{where}: this state variable has a shape and no value. Set its value first."
+            for where in abstract_state_variables(model)
+        ],
+    )
+    plan = make_plan(own, mesh, rules, on_indivisible=on_indivisible, on_unnamed=on_unnamed)
+    arrays = restore_arrays(
+        read_manifest(path),
+        _targets(own, plan),
+        wording=RESTORING,
+        tolerance=tolerance,
+        rename_axes=rename_axes,
+    )
+    everywhere = NamedSharding(auto_twin(mesh), PartitionSpec())
+
+    def move(array: Any) -> Any:
+        """Constants and state must lie on the mesh too, or no operation can mix them with it."""
+        if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+            return array
+        if isinstance(array.sharding, NamedSharding) and array.sharding.mesh == everywhere.mesh:
+            return array
+        return jax.device_put(array, everywhere)
+
+    return rebuilt(model, filled(own, arrays), move)
+
+
+def _targets(own: Mapping[str, Any], plan: ShardingPlan) -> dict[str, Target]:
+    leaves = arrays_by_path(own)
+    shardings = {leaf.path: leaf.sharding for leaf in plan.leaves}
+    # What JAX is to place lies nowhere before it is computed; replicated is where it may start.
+    everywhere = NamedSharding(plan.mesh, PartitionSpec())
+    return {
+        name: Target(record_of(leaf), leaf.dtype, shardings[name] or everywhere)
+        for name, leaf in leaves.items()
+    }

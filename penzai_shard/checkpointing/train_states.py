@@ -1,0 +1,265 @@
+"""Saving a whole training run, and going on with it on any mesh."""
+
+import collections
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from penzai.core.variables import LabeledVariable
+
+from penzai_shard.checkpointing.array_records import record_of, refuse_permuted_positions
+from penzai_shard.checkpointing.comparison import (
+    RESTORING_STATE,
+    AxisMismatch,
+    DtypeMismatch,
+    Extra,
+    Tolerance,
+)
+from penzai_shard.checkpointing.orbax_store import PathLike, read_manifest, save_arrays
+from penzai_shard.checkpointing.restoring import Target, refuse_abstract_mesh, restore_arrays
+from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
+from penzai_shard.meshes import AnyMesh, auto_twin
+from penzai_shard.named_leaves import NamedLeaf, map_arrays
+from penzai_shard.planning import OnUnnamed, make_plan
+from penzai_shard.rule_kinds import OnIndivisible
+from penzai_shard.tree_paths import key_text, path_text
+
+_OPTIMIZER_PART = "opt_state"
+
+
+def save_train_state(path: PathLike, train_state: Any, *, overwrite: bool = False) -> str:
+    """Saves every array of a train state with Orbax, by its path.
+
+    Args:
+        path: The directory to make. In a job of several processes all must save, to the same
+            shared path.
+        train_state: A ``TrainState``, or any pytree of arrays and named arrays. Random keys keep
+            their implementation.
+        overwrite: Whether to replace a checkpoint at the path. It is removed before the new one
+            is written, but not before everything is known to be savable.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        CheckpointExistsError: The path exists and may not be replaced.
+        CheckpointMismatchError: Some arrays cannot be saved, for instance since the state was
+            donated to a step.
+        MissingExtraError: Orbax is not installed.
+
+    >>> import tempfile
+    >>> state = {"step": jax.numpy.int32(3), "root_rng": jax.random.key(0)}
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = save_train_state(f"{directory}/state", state)
+    ...     restored = restore_train_state(path, state, jax.make_mesh((8,), ("data",)))
+    >>> int(restored["step"]), restored["root_rng"].dtype
+    (3, key<fry>)
+    """
+    refuse_permuted_positions(train_state, "saving")
+    return save_arrays(
+        path, _leaves_by_key_path(train_state), kind="train_state", overwrite=overwrite
+    )
+
+
+def restore_train_state(
+    path: PathLike,
+    train_state: Any,
+    mesh: AnyMesh | None = None,
+    rules: Any = None,
+    *,
+    optimizer_rules: Any = None,
+    shardings: Any = None,
+    on_axis_mismatch: AxisMismatch = "error",
+    on_dtype_mismatch: DtypeMismatch = "error",
+    on_extra: Extra = "error",
+    rename_axes: Mapping[str, str] | None = None,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: OnUnnamed = "replicate",
+) -> Any:
+    """Restores a train state straight onto a mesh, whatever mesh it was saved from.
+
+    Every device reads its own part. All that can be wrong is found before any array is read.
+
+    Args:
+        path: The checkpoint's directory.
+        train_state: A state of the same structure, concrete or abstract. It is not changed.
+        mesh: The mesh to restore onto. Of an Explicit mesh the Auto twin is used.
+        rules: Which logical axis goes to which mesh axis; ``None`` maps each to the mesh axis of
+            the same name.
+        optimizer_rules: Other rules for the field ``opt_state``.
+        shardings: In place of mesh and rules: a tree like the state with a sharding for each
+            array, such as ``train_state_sharding`` gives. Without mesh and shardings each array
+            goes where the one in ``train_state`` lies.
+        on_axis_mismatch: ``"transpose"`` puts arrays right whose logical axes were saved in
+            another order.
+        on_dtype_mismatch: ``"cast"`` converts to the state's dtype while reading.
+        on_extra: ``"ignore"`` leaves arrays in the checkpoint that the state does not have.
+        rename_axes: Logical axis names in the checkpoint that have other names in the state, as
+            ``{"old": "new"}``.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``. Scalars and random keys are always replicated.
+
+    Returns:
+        A state of the same structure with the arrays from the checkpoint. Leaves that are no
+        arrays come from ``train_state``.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at the path.
+        CheckpointMismatchError: With one line per array that is missing, superfluous, or of other
+            logical axes, order, sizes or dtype.
+        PlanError: Some array has no valid layout.
+        RuleTypeError: Mesh and shardings are both given, or neither and the state lies nowhere.
+        MissingExtraError: Orbax is not installed.
+    """
+    tolerance = Tolerance(on_axis_mismatch, on_dtype_mismatch, on_extra)
+    refuse_permuted_positions(train_state, "restoring")
+    leaves = _leaves_by_key_path(train_state)
+    if mesh is not None:
+        if shardings is not None:
+            raise RuleTypeError("give either a mesh with rules, or shardings, but not both.")
+        refuse_abstract_mesh(mesh)
+        places = _planned(
+            train_state,
+            mesh,
+            rules,
+            rules if optimizer_rules is None else optimizer_rules,
+            on_indivisible,
+            on_unnamed,
+        )
+    elif rules is not None or optimizer_rules is not None:
+        raise RuleTypeError("rules need a mesh: pass mesh=make_mesh({...}) too.")
+    elif shardings is not None:
+        places = _given(shardings, leaves)
+    else:
+        places = _present(leaves)
+    arrays = restore_arrays(
+        read_manifest(path),
+        {name: Target(record_of(leaf), leaf.dtype, places[name]) for name, leaf in leaves.items()},
+        wording=RESTORING_STATE,
+        tolerance=tolerance,
+        rename_axes=rename_axes,
+    )
+    return _with_arrays(train_state, arrays)
+
+
+def _leaves_by_key_path(train_state: Any) -> dict[str, NamedLeaf]:
+    """The arrays of a state by where they are in it."""
+    return {name: leaf for name, leaf in _visited(train_state) if name is not None}
+
+
+def _visited(train_state: Any) -> list[tuple[str | None, NamedLeaf]]:
+    """All leaves in the order of visiting, with their names; None for what is no array.
+
+    The label of a state variable can be a number of this process alone, so arrays are named by
+    their key paths throughout. A variable that occurs several times is named by its first place.
+    """
+    leaves: list[NamedLeaf] = []
+
+    def number(leaf: NamedLeaf) -> int:
+        leaves.append(leaf)
+        return len(leaves) - 1
+
+    names: list[str | None] = []
+    for key_path, index in jax.tree_util.tree_leaves_with_path(map_arrays(train_state, number)):
+        if index == len(names):
+            names.append(None if leaves[index].dtype is None else _name(key_path))
+    counts = collections.Counter(name for name in names if name is not None)
+    raise_all(
+        CheckpointMismatchError,
+        "cannot tell arrays apart by path:",
+        [
+            f"{name}: {count} arrays have this path. Rename all but one of them."
+            for name, count in counts.items()
+            if count > 1
+        ],
+    )
+    return list(zip(names, leaves, strict=True))
+
+
+def _name(key_path: Any) -> str:
+    """The readable path of an array; that of a named array for its data."""
+    if key_path and getattr(key_path[-1], "name", None) == "data_array":
+        key_path = key_path[:-1]
+    return path_text(key_path)
+
+
+def _with_arrays(train_state: Any, arrays: Mapping[str, Any]) -> Any:
+    """The state with other arrays by path; mutable variables come back as new mutable ones."""
+    names = (name for name, _ in _visited(train_state))
+    frozen = map_arrays(
+        train_state, lambda leaf: leaf.array if (name := next(names)) is None else arrays[name]
+    )
+    fresh: dict[int, Any] = {}
+
+    def unfreeze(leaf: Any, value: Any) -> Any:
+        if not isinstance(leaf, LabeledVariable):
+            return value
+        if id(leaf) not in fresh:
+            fresh[id(leaf)] = value.unfreeze_as_copy()
+        return fresh[id(leaf)]
+
+    return jax.tree_util.tree_map(unfreeze, train_state, frozen)
+
+
+def _planned(
+    train_state: Any,
+    mesh: AnyMesh,
+    rules: Any,
+    optimizer_rules: Any,
+    on_indivisible: OnIndivisible,
+    on_unnamed: OnUnnamed,
+) -> dict[str, Sharding]:
+    """The planned place of every array, the optimizer's part under its own rules."""
+    arrays_only = map_arrays(train_state, lambda leaf: None if leaf.dtype is None else leaf.array)
+    fields = {
+        key_text(key_path[0]) if key_path else "": child
+        for key_path, child in jax.tree_util.tree_leaves_with_path(
+            arrays_only, is_leaf=lambda node: node is not arrays_only
+        )
+    }
+    optimizer_part = {name: fields.pop(name) for name in (_OPTIMIZER_PART,) if name in fields}
+    everywhere = NamedSharding(auto_twin(mesh), PartitionSpec())
+    places: dict[str, Sharding] = {}
+    for part, part_rules in ((fields, rules), (optimizer_part, optimizer_rules)):
+        plan = make_plan(
+            part, mesh, part_rules, on_indivisible=on_indivisible, on_unnamed=on_unnamed
+        )
+        for key_path, sharding in _leaves_or_none(plan.sharding_tree()):
+            places[_name(key_path)] = sharding or everywhere
+    return places
+
+
+def _leaves_or_none(tree: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is None)
+
+
+def _given(shardings: Any, leaves: Mapping[str, NamedLeaf]) -> dict[str, Sharding]:
+    """The place of every array in a tree of shardings, or of structs that have one."""
+    places = {
+        _name(key_path): leaf if isinstance(leaf, Sharding) else getattr(leaf, "sharding", None)
+        for key_path, leaf in jax.tree_util.tree_leaves_with_path(shardings)
+    }
+    return _complete(places, leaves, "the shardings say nothing of some arrays:")
+
+
+def _present(leaves: Mapping[str, NamedLeaf]) -> dict[str, Sharding]:
+    """The place that every array has already."""
+    places = {name: getattr(leaf.array, "sharding", None) for name, leaf in leaves.items()}
+    return _complete(places, leaves, "some arrays of the state lie nowhere:")
+
+
+def _complete(
+    places: Mapping[str, Sharding | None], leaves: Mapping[str, NamedLeaf], headline: str
+) -> dict[str, Sharding]:
+    raise_all(
+        RuleTypeError,
+        headline,
+        [
+            f"{name}: no sharding for {record_of(leaf)}. Pass mesh and rules, or shardings made "
+            "for this state."
+            for name, leaf in leaves.items()
+            if places.get(name) is None
+        ],
+    )
+    return {name: place for name, place in places.items() if place is not None}

@@ -1,0 +1,313 @@
+"""The whole job on one small model: plan, initialise, edit, train, save, restore, compare."""
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from penzai import pz
+from penzai.models.transformer.model_parts import TransformerBlock
+from penzai.models.transformer.variants import llamalike_common
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.checkpointing import param_dict, restore_params, save_params
+from penzai_shard.cli.corpus import Corpus
+from penzai_shard.layers import ConstrainShardingByName, Jitted
+from penzai_shard.meshes import make_mesh
+from penzai_shard.placement import abstract_model, sharded_init
+from penzai_shard.planning import ShardingPlan, bytes_text, make_plan
+from penzai_shard.rule_presets import data_parallel, fully_sharded, tensor_parallel
+from penzai_shard.training import TrainState, build_train_step_fn, shard_batch, train_state_sharding
+
+BATCH_SIZE = 16
+CONTEXT = 64
+SAMPLE_LENGTH = 100
+PARAMETERS_FOLDER = "parameters"
+
+Model = Callable[[pz.nx.NamedArray], pz.nx.NamedArray]
+
+
+class DemoFailure(Exception):
+    """A step of the demo did not do what it promises."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layouts:
+    """Two meshes over the same devices, and the rules used on each."""
+
+    train_shape: dict[str, int]
+    restore_shape: dict[str, int]
+    train_rules: AxisRules
+    restore_rules: AxisRules
+
+    @classmethod
+    def for_shape(cls, shape: dict[str, int]) -> "Layouts":
+        """FSDP and tensor parallelism to train; other sizes and other rules to restore."""
+        if set(shape) != {"data", "model"}:
+            raise DemoFailure(
+                f"the demo's mesh has the mesh axes data and model, not {', '.join(shape)}: "
+                "write for instance --mesh data=4,model=2."
+            )
+        return cls(
+            train_shape=shape,
+            restore_shape={"data": shape["model"], "model": shape["data"]},
+            train_rules=data_parallel() | tensor_parallel() | fully_sharded(min_size=1024),
+            restore_rules=AxisRules({"batch": "data", "embedding": "model", "neurons": "data"}),
+        )
+
+
+def run_demo(*, steps: int, shape: dict[str, int] | None, out: Path, seed: int) -> None:
+    """Runs the demo and prints what it does.
+
+    Args:
+        steps: Number of training steps.
+        shape: Sizes of the mesh axes ``data`` and ``model``; chosen by the number of devices if
+            None.
+        out: Folder to write to; made if needed.
+        seed: Seed of the initialisation, the batches and the sampling.
+
+    Raises:
+        DemoFailure: A step failed, or did not give what it promises.
+        ShardingError: The mesh cannot be made or the model cannot be laid out on it.
+    """
+    console = Console()
+    if steps < 1:
+        raise DemoFailure(f"--steps must be at least 1, not {steps}.")
+    out.mkdir(parents=True, exist_ok=True)
+    devices = _devices(math.prod(shape.values()) if shape else 8)
+    layouts = Layouts.for_shape(shape or _shape_for(len(devices)))
+    mesh = make_mesh(layouts.train_shape, devices)
+    corpus = Corpus.help_pages()
+
+    _headline(console, f"1. Plan on {_mesh_text(layouts.train_shape)}")
+    abstract = abstract_model(build_model, seed)
+    plan = make_plan(abstract, mesh, layouts.train_rules, on_unnamed="replicate")
+    console.print(plan.table())
+
+    _headline(console, "2. Initialise, each device its own part")
+    start = time.perf_counter()
+    bare = sharded_init(build_model, seed, mesh=mesh, axis_name_to_mesh_name=layouts.train_rules)
+    jax.block_until_ready(_arrays(bare))
+    count = sum(leaf.size for leaf in _arrays(param_dict(bare)))
+    console.print(f"{count:,} parameters in {time.perf_counter() - start:.1f} s")
+
+    _headline(console, "3. Edit: constrain after each block, jit the whole")
+    edited, edits = with_constraints(bare, mesh)
+    console.print(f"{edits} constraints inserted, by selecting TransformerBlock")
+
+    _headline(console, f"4. Train on Python's help pages ({len(corpus.training):,} bytes)")
+    state, history = _train(console, Jitted(edited), corpus, mesh, layouts.train_rules, steps, seed)
+
+    _headline(console, "5. Save")
+    trained = state.model
+    save_params(out / PARAMETERS_FOLDER, trained, overwrite=True)
+    held = sum(f.stat().st_size for f in (out / PARAMETERS_FOLDER).rglob("*") if f.is_file())
+    console.print(f"{bytes_text(held)} in {out / PARAMETERS_FOLDER}")
+
+    _headline(console, f"6. Restore onto {_mesh_text(layouts.restore_shape)} under other rules")
+    other_mesh = make_mesh(layouts.restore_shape, devices)
+    other_rules = layouts.restore_rules
+    restored_bare = restore_params(out / PARAMETERS_FOLDER, abstract, other_mesh, other_rules)
+    restored = Jitted(with_constraints(restored_bare, other_mesh)[0])
+    console.print(str(other_rules))
+
+    _headline(console, "7. Compare")
+    agreement = _compare(console, corpus, (trained, mesh), (restored, other_mesh))
+
+    _headline(console, "8. Sample from the restored model")
+    line = _sample(restored, corpus, other_mesh, seed)
+    console.print(line, markup=False, highlight=False)
+
+    _headline(console, "Files")
+    for path in _write_records(out, plan, history, agreement, line):
+        console.print(str(path), markup=False, highlight=False)
+
+
+def build_model(seed: int) -> Any:
+    """A byte-level transformer of the Llama family, small enough for two cores."""
+    config = llamalike_common.LlamalikeTransformerConfig(
+        num_kv_heads=8,
+        query_head_multiplier=1,
+        embedding_dim=128,
+        projection_dim=16,
+        mlp_hidden_dim=384,
+        num_decoder_blocks=2,
+        vocab_size=256,
+        mlp_variant="swiglu",
+        tie_embedder_and_logits=False,
+    )
+    return llamalike_common.build_llamalike_transformer(
+        config, init_base_rng=jax.random.key(seed), name="transformer"
+    )
+
+
+def with_constraints(model: Any, mesh: jax.sharding.Mesh) -> tuple[Any, int]:
+    """Pins the batch of what leaves each block; gives the model and the number of edits."""
+    blocks = pz.select(model).at_instances_of(TransformerBlock)
+    return blocks.insert_after(ConstrainShardingByName(mesh, data_parallel())), blocks.count()
+
+
+def next_byte_loss(model: Model, rng: Any, state: Any, tokens: pz.nx.NamedArray) -> Any:
+    """Mean cross-entropy of each byte given those before it, in nats."""
+    logits = model(tokens[{"seq": pz.slice[:-1]}])
+    log_probs = pz.nx.nmap(jax.nn.log_softmax)(logits.untag("vocabulary")).tag("vocabulary")
+    told = log_probs[{"vocabulary": tokens[{"seq": pz.slice[1:]}]}]
+    loss = -told.untag("batch", "seq").unwrap().mean()
+    return loss, state, {"loss": loss}
+
+
+def _train(
+    console: Console,
+    model: Any,
+    corpus: Corpus,
+    mesh: jax.sharding.Mesh,
+    rules: AxisRules,
+    steps: int,
+    seed: int,
+) -> tuple[TrainState, list[float]]:
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, max(1, steps // 10), steps + 1)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    state = TrainState.initial_state(model, optimizer, jax.random.key(seed))
+    shardings = train_state_sharding(state, mesh, rules)
+    state = jax.device_put(state, shardings)
+    step = build_train_step_fn(
+        next_byte_loss, donate_params_and_state=True, train_state_shardings=shardings
+    )
+    batches = corpus.batches(seed, BATCH_SIZE, CONTEXT + 1)
+    history: list[float] = []
+    first, start = 0.0, time.perf_counter()
+    columns = [
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]:.3f} nats/byte, {task.fields[rate]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+    ]
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("training", total=steps, loss=math.nan, rate=0.0)
+        for done in range(1, steps + 1):
+            tokens = shard_batch(next(batches), mesh, data_parallel())
+            state, aux = step(state, tokens=tokens)
+            history.append(float(aux["loss"]))
+            if not math.isfinite(history[-1]):
+                raise DemoFailure(f"the loss is {history[-1]} at step {done}: training diverged.")
+            if done == 1:
+                # The first step compiles; the rate is that of the others.
+                first = time.perf_counter() - start
+                start = time.perf_counter()
+            rate = (done - 1) * BATCH_SIZE * CONTEXT / max(time.perf_counter() - start, 1e-9)
+            progress.update(task, advance=1, loss=history[-1], rate=rate)
+    entropy = corpus.unigram_entropy()
+    last = float(np.mean(history[-10:]))
+    console.print(
+        f"first step with compilation {first:.1f} s; loss {history[0]:.3f} -> {last:.3f} nats per "
+        f"byte (mean of the last {len(history[-10:])}); a model without context reaches "
+        f"{entropy:.3f}"
+    )
+    if steps >= 100 and last > entropy - 0.3:
+        raise DemoFailure(
+            f"the loss {last:.3f} is not clearly below the unigram entropy {entropy:.3f}."
+        )
+    return state, history
+
+
+def _compare(
+    console: Console,
+    corpus: Corpus,
+    trained: tuple[Any, jax.sharding.Mesh],
+    restored: tuple[Any, jax.sharding.Mesh],
+) -> dict[str, float]:
+    held_out = corpus.held_out_batch(BATCH_SIZE, CONTEXT + 1)
+    losses = []
+    for model, mesh in (trained, restored):
+        tokens = shard_batch(held_out, mesh, data_parallel())
+        losses.append(float(next_byte_loss(model, None, None, tokens)[0]))
+    before, after = param_dict(trained[0]), param_dict(restored[0])
+    if before.keys() != after.keys():
+        raise DemoFailure(f"parameters differ in name: {sorted(before.keys() ^ after.keys())}.")
+    largest = max(
+        float(np.abs(np.asarray(one.data_array) - np.asarray(after[name].data_array)).max())
+        for name, one in before.items()
+    )
+    apart = abs(losses[0] - losses[1])
+    console.print(f"parameters: largest difference {largest} over {len(before)} arrays")
+    console.print(
+        f"held-out loss: {losses[0]:.6f} trained, {losses[1]:.6f} restored, difference {apart:.1e}"
+    )
+    if largest != 0.0 or apart > 1e-4:
+        raise DemoFailure(
+            f"the restored model differs: parameters by {largest}, loss by {apart:.1e}."
+        )
+    return {"parameter_difference": largest, "trained_loss": losses[0], "restored_loss": losses[1]}
+
+
+def _sample(model: Any, corpus: Corpus, mesh: jax.sharding.Mesh, seed: int) -> str:
+    prompt = bytes(corpus.held_out[:CONTEXT])
+    text = list(prompt)
+    random = np.random.default_rng(seed)
+    rows = mesh.shape["data"]
+    for _ in range(SAMPLE_LENGTH):
+        window = np.asarray(text[-CONTEXT:], np.int32)
+        tokens = pz.nx.wrap(np.tile(window, (rows, 1)), "batch", "seq")
+        logits = model(shard_batch(tokens, mesh, data_parallel()))
+        last = np.asarray(logits[{"batch": 0, "seq": -1}].unwrap("vocabulary"), np.float64)
+        chances = np.exp((last - last.max()) / 0.7)
+        text.append(int(random.choice(256, p=chances / chances.sum())))
+    sampled = bytes(text[CONTEXT:]).decode("utf-8", "replace")
+    return " ".join(sampled.split())
+
+
+def _write_records(
+    out: Path,
+    plan: ShardingPlan,
+    history: list[float],
+    agreement: dict[str, float],
+    line: str,
+) -> list[Path]:
+    records = {
+        "plan.json": plan.to_json(),
+        "training.json": json.dumps({"loss": history, **agreement}, indent=2),
+        "sample.txt": line,
+    }
+    for name, text in records.items():
+        (out / name).write_text(text + "\n", encoding="utf-8")
+    return [out / PARAMETERS_FOLDER, *(out / name for name in records)]
+
+
+def _arrays(tree: Any) -> list[jax.Array]:
+    frozen = pz.freeze_variables(tree)
+    return [leaf for leaf in jax.tree_util.tree_leaves(frozen) if isinstance(leaf, jax.Array)]
+
+
+def _devices(simulated: int) -> list[jax.Device]:
+    """All accelerators, or simulated CPU devices if there are none."""
+    # Takes effect because nothing has asked for devices yet; accelerators stay the default.
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        try:
+            jax.config.update("jax_num_cpu_devices", simulated)
+        except RuntimeError:
+            # Devices exist already, as when called from Python: those are used.
+            return jax.devices()
+    return jax.devices()
+
+
+def _shape_for(devices: int) -> dict[str, int]:
+    model = 2 if devices % 2 == 0 else 1
+    return {"data": devices // model, "model": model}
+
+
+def _mesh_text(shape: dict[str, int]) -> str:
+    return "mesh (" + ", ".join(f"{name}={size}" for name, size in shape.items()) + ")"
+
+
+def _headline(console: Console, text: str) -> None:
+    console.print(f"\n[bold]{text}[/bold]", highlight=False)

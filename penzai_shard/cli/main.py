@@ -1,0 +1,98 @@
+"""The ``penzai-shard`` command."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from penzai_shard.errors import MeshError, MissingExtraError, ShardingError
+
+
+def mesh_shape(text: str) -> dict[str, int]:
+    """Reads a mesh from the command line.
+
+    Args:
+        text: For instance ``data=4,model=2``.
+
+    Returns:
+        The size of each mesh axis by name.
+
+    Raises:
+        MeshError: The text cannot be read as that.
+
+    >>> mesh_shape("data=4,model=2")
+    {'data': 4, 'model': 2}
+    """
+    shape: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not name.strip() or not size.strip().isdigit() or int(size) < 1:
+            raise MeshError(f"cannot read mesh {text!r}: write for instance data=4,model=2.")
+        shape[name.strip()] = int(size)
+    return shape
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penzai-shard", description="Model surgery and sharding by axis name, for JAX."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser(
+        "demo",
+        help="plan, shard, edit, train, save and restore a small transformer",
+        description=(
+            "Builds a byte-level transformer, prints its plan, initialises it sharded, trains it "
+            "on Python's help pages, saves it, and restores it on another mesh. Runs on the "
+            "accelerators there are, else on simulated CPU devices."
+        ),
+    )
+    demo.add_argument("--steps", type=int, default=150, help="training steps (default 150)")
+    demo.add_argument(
+        "--mesh",
+        default=None,
+        metavar="data=4,model=2",
+        help="sizes of the mesh axes data and model (default: 4 x 2, or what the devices allow)",
+    )
+    demo.add_argument(
+        "--out", type=Path, default=Path("penzai-shard-demo"), metavar="DIR", help="where to write"
+    )
+    demo.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
+    demo.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        arguments: The arguments, those of the process by default.
+
+    Returns:
+        The exit status: 0, 1 after a failure told in one line, 130 after Ctrl-C.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        # Imported here, because it needs optional dependencies that other commands do without.
+        from penzai_shard.cli.demo import DemoFailure, run_demo
+    except (MissingExtraError, ModuleNotFoundError) as error:
+        name = getattr(error, "name", None)
+        told = str(error) if name is None else f"this needs {name!r}, which is not installed"
+        print(f"penzai-shard: {told}. Try: pip install 'penzai-shard[cli]'", file=sys.stderr)
+        return 1
+    try:
+        shape = None if options.mesh is None else mesh_shape(options.mesh)
+        run_demo(steps=options.steps, shape=shape, out=options.out, seed=options.seed)
+    except KeyboardInterrupt:
+        print("\npenzai-shard: stopped.", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if options.debug:
+            raise
+        kind = "" if isinstance(error, ShardingError | DemoFailure) else f"{type(error).__name__}: "
+        print(f"penzai-shard: {kind}{_one_line(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines())

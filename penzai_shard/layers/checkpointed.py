@@ -1,0 +1,98 @@
+"""Rematerialisation of a layer's intermediates in the backward pass."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from penzai import pz
+
+from penzai_shard.errors import RuleTypeError
+from penzai_shard.layers import variable_threading
+from penzai_shard.meshes import auto_context, onto_auto_twin
+
+CheckpointPolicy = Callable[..., Any] | None
+
+
+def resolve_policy(policy: Any) -> CheckpointPolicy:
+    """The policy that ``jax.checkpoint`` takes.
+
+    Args:
+        policy: None, which saves nothing but the layer's input, or a callable such as those in
+            ``jax.checkpoint_policies``.
+
+    Returns:
+        The policy.
+
+    Raises:
+        RuleTypeError: It is neither.
+
+    >>> resolve_policy(None) is None
+    True
+    """
+    if policy is None or callable(policy):
+        return policy
+    raise RuleTypeError(
+        f"a checkpoint policy is a callable or None, not {policy!r}. "
+        "Take one of jax.checkpoint_policies, such as "
+        "jax.checkpoint_policies.dots_with_no_batch_dims_saveable."
+    )
+
+
+def _call_functionally(
+    values: tuple[Any, ...], body: Any, argument: Any, side_inputs: dict[str, Any]
+) -> tuple[Any, dict[int, Any]]:
+    variables = variable_threading.thaw(values)
+    before = variable_threading.contents(variables)
+    body, argument, side_inputs = pz.bind_variables((body, argument, side_inputs), variables)
+    output = body(argument, **side_inputs)
+    variable_threading.check_no_variable(output, "Checkpointed")
+    return output, variable_threading.reassigned(variables, before)
+
+
+@pz.pytree_dataclass
+class Checkpointed(pz.nn.Layer):
+    """Wraps a layer so that its intermediates are computed again in the backward pass.
+
+    Output, gradients, parameter names and the updates of state variables stay those of the
+    wrapped layer. What changes is the memory held between the forward and the backward pass:
+    the layer's input, and what ``policy`` allows. Variables may live in the layer, in the
+    argument and in the side inputs.
+
+    Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
+
+    Attributes:
+        body: The layer.
+        policy: What may be kept, as ``jax.checkpoint`` takes it; None keeps nothing.
+
+    >>> layer = Checkpointed(pz.nn.Elementwise(jax.numpy.sin))
+    >>> float(jax.grad(layer)(0.0))
+    1.0
+    """
+
+    body: Any
+    policy: Callable[..., Any] | None = dataclasses.field(
+        default=None, metadata={"pytree_node": False}
+    )
+
+    def __call__(self, argument: Any, /, **side_inputs: Any) -> Any:
+        """Runs the layer under ``jax.checkpoint``.
+
+        Args:
+            argument: The layer's input.
+            **side_inputs: The layer's side inputs.
+
+        Returns:
+            The layer's output.
+
+        Raises:
+            ValueError: The layer returned a mutable variable.
+        """
+        unbound, variables = pz.unbind_variables((self.body, argument, side_inputs))
+        values = tuple(variable.freeze() for variable in variables)
+        checkpointed = jax.checkpoint(_call_functionally, policy=resolve_policy(self.policy))
+        with auto_context():
+            output, changed = checkpointed(*onto_auto_twin((values, *unbound)))
+        for index, content in changed.items():
+            variable_threading.assign(variables[index], content)
+        return output

@@ -1,0 +1,184 @@
+"""One compiled function per structure of a model, shared by all models that have it.
+
+Surgery makes new model objects all the time, and most of them are built like one that was already
+compiled. What a compiled function depends on is kept here, without any array or model object.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from penzai import pz
+
+from penzai_shard.layers import variable_threading
+from penzai_shard.meshes import auto_context, onto_auto_twin, shardings_on_auto_twin
+
+MOST_STRUCTURES_KEPT = 128
+"""How many structures stay compiled after the last model that has one is gone."""
+
+
+class ByEquality:
+    """Makes a value that cannot be hashed part of a key; compared by ``==`` alone.
+
+    >>> ByEquality({"a": 1}) == ByEquality({"a": 1}), ByEquality({"a": 1}) == ByEquality({})
+    (True, False)
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByEquality) and bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash(ByEquality)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainVariable:
+    """What a compiled function depends on of a ``pz.Parameter`` or ``pz.StateVariable``.
+
+    Attributes:
+        kind: The class.
+        label: Its label.
+        metadata: Its metadata, copied.
+        axes: Logical axis names and sizes if its value is a ``pz.nx.NamedArray``, None if its
+            value is an array.
+    """
+
+    kind: type
+    label: Any
+    metadata: ByEquality
+    axes: tuple[tuple[Any, int], ...] | None
+
+    def thaw(self, array: Any) -> Any:
+        """A new mutable variable of this kind that holds ``array``."""
+        value = array
+        if self.axes is not None:
+            value = pz.nx.NamedArray(
+                named_axes=collections.OrderedDict(self.axes), data_array=array
+            )
+        return self.kind(label=self.label, value=value, metadata=dict(self.metadata.value))
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """Everything that a compiled function depends on, apart from its arrays.
+
+    Attributes:
+        body: The model's tree, with a leaf for every variable and every constant.
+        places: For each leaf, the index of its variable, or -1 for a constant.
+        plain: The variables whose value is one array, in the order of their arrays.
+        general: The tree of the frozen forms of all other variables, which come after those.
+        in_shardings: Sharding of the argument, or None.
+        out_shardings: Sharding of the output, or None.
+        donate_argument: Whether the argument's buffers may be used for the output.
+    """
+
+    body: Any
+    places: tuple[int, ...]
+    plain: tuple[PlainVariable, ...]
+    general: Any
+    in_shardings: ByEquality
+    out_shardings: ByEquality
+    donate_argument: bool
+
+
+def compile_structure(structure: Structure) -> Callable[..., tuple[Any, dict[int, Any]]]:
+    """The jitted function for a structure.
+
+    Args:
+        structure: The structure.
+
+    Returns:
+        ``run(arrays, constants, argument, side_inputs, extras) -> (output, reassigned)``.
+        ``extras`` is None, or a tuple of the frozen variables that occur in the argument or side
+        inputs only, whose slots, and those of the model's own variables, are then bound there.
+        ``reassigned`` maps the index of each variable that the call reassigned, extras counted
+        after the model's own, to what ``variable_threading.assign`` takes.
+    """
+    plain_count = len(structure.plain)
+
+    def run(
+        arrays: Sequence[Any],
+        constants: Sequence[Any],
+        argument: Any,
+        side_inputs: dict[str, Any],
+        extras: tuple[Any, ...] | None,
+    ) -> tuple[Any, dict[int, Any]]:
+        with auto_context():
+            arrays, constants, argument, side_inputs, extras = onto_auto_twin(
+                (arrays, constants, argument, side_inputs, extras)
+            )
+            variables = [
+                plain.thaw(array)
+                for plain, array in zip(structure.plain, arrays[:plain_count], strict=True)
+            ]
+            general = jax.tree_util.tree_unflatten(structure.general, arrays[plain_count:])
+            variables += variable_threading.thaw(general)
+            remaining = iter(constants)
+            body = jax.tree_util.tree_unflatten(
+                structure.body,
+                [variables[place] if place >= 0 else next(remaining) for place in structure.places],
+            )
+            if extras is not None:
+                variables += variable_threading.thaw(extras)
+                argument, side_inputs = pz.bind_variables(
+                    (argument, side_inputs), variables, allow_unused=True
+                )
+            before = variable_threading.contents(variables)
+            output = body(argument, **side_inputs)
+            variable_threading.check_no_variable(output, "Jitted")
+            return output, variable_threading.reassigned(variables, before)
+
+    run.__name__ = run.__qualname__ = f"Jitted_{_root_name(structure.body)}"
+    options: dict[str, Any] = {}
+    if structure.in_shardings.value is not None:
+        argument_shardings = shardings_on_auto_twin(structure.in_shardings.value)
+        options["in_shardings"] = (None, None, argument_shardings, None, None)
+    if structure.out_shardings.value is not None:
+        options["out_shardings"] = (shardings_on_auto_twin(structure.out_shardings.value), None)
+    if structure.donate_argument:
+        options["donate_argnums"] = (2,)
+    return jax.jit(run, **options)
+
+
+def _root_name(body: Any) -> str:
+    root = body.node_data()
+    return "leaf" if root is None else root[0].__name__
+
+
+_compiled: collections.OrderedDict[Structure, Callable[..., Any]] = collections.OrderedDict()
+
+
+def compiled_function(structure: Structure) -> Callable[..., tuple[Any, dict[int, Any]]]:
+    """The jitted function for a structure, the same one for every equal structure.
+
+    Args:
+        structure: The structure.
+
+    Returns:
+        What ``compile_structure`` gives. The functions used last are kept; a structure that
+        cannot be compared, for instance one with an array in a static field, gets its own.
+    """
+    try:
+        function = _compiled.get(structure)
+    except Exception:
+        # A hash or an == of somebody else's class failed, in whatever way it does.
+        return compile_structure(structure)
+    if function is None:
+        function = _compiled[structure] = compile_structure(structure)
+        if len(_compiled) > MOST_STRUCTURES_KEPT:
+            _compiled.popitem(last=False)
+    else:
+        _compiled.move_to_end(structure)
+    return function
+
+
+def clear_compiled_structures() -> None:
+    """Forgets all compiled functions that no model at hand uses."""
+    _compiled.clear()

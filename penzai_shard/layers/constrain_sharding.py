@@ -1,0 +1,184 @@
+"""Layers that pin how the values that flow through them lie on a mesh.
+
+The compiler chooses the layout of everything that is not pinned, and often badly: in fully
+sharded training it needs to be told that activations are split over the batch.
+
+Source: Lepikhin et al. 2020, "GShard"; ``jax.lax.with_sharding_constraint``.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
+from penzai import pz
+
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.meshes import (
+    AnyMesh,
+    auto_context,
+    auto_twin,
+    onto_auto_twin,
+    shardings_on_auto_twin,
+)
+from penzai_shard.planning import name_to_name_sharding
+
+
+@pz.pytree_dataclass
+class ConstrainSharding(pz.nn.Layer):
+    """Pins the sharding of a tree of arrays; the values stay as they are.
+
+    Arrays of an Explicit mesh come out on its Auto twin. Inside ``jax.shard_map``, the mesh axes
+    that it has taken over are left out: each device then holds its part already.
+
+    Attributes:
+        sharding: One sharding for all arrays, or a tree of shardings whose structure is that of
+            the tree of arrays or begins it; None leaves what is at its place alone. Shardings of
+            an Explicit mesh mean its Auto twin.
+
+    >>> from penzai_shard.meshes import make_mesh
+    >>> mesh = make_mesh({"data": 8})
+    >>> layer = ConstrainSharding(NamedSharding(mesh, PartitionSpec("data")))
+    >>> jax.jit(layer)(jax.numpy.ones(16)).sharding.shard_shape((16,))
+    (2,)
+    """
+
+    sharding: Any = dataclasses.field(metadata={"pytree_node": False})
+
+    def __call__(self, tree: Any, /, **side_inputs: Any) -> Any:
+        """Constrains the tree.
+
+        Args:
+            tree: A tree of arrays, named or not.
+            **side_inputs: Ignored.
+
+        Returns:
+            The same tree, every array laid out as ``sharding`` says.
+        """
+        structure: Any
+        leaves, structure = jax.tree_util.tree_flatten(tree)
+        shardings = jax.tree.broadcast(
+            shardings_on_auto_twin(self.sharding), tree, is_leaf=_is_none
+        )
+        return _constrain(leaves, structure, structure.flatten_up_to(shardings))
+
+
+@pz.pytree_dataclass
+class ConstrainShardingByName(pz.nn.Layer):
+    """Pins the sharding of a tree of named arrays by the names of their logical axes.
+
+    The values stay as they are. Arrays of an Explicit mesh come out on its Auto twin. Inside
+    ``jax.shard_map``, the mesh axes that it has taken over are left out: each device then holds
+    its part already.
+
+    Attributes:
+        mesh: The mesh. An Explicit mesh means its Auto twin.
+        axis_name_to_mesh_name: Which logical axis goes to which mesh axis, in any form that
+            ``AxisRules`` reads; None maps each logical axis to the mesh axis of the same name.
+
+    >>> from penzai_shard.meshes import make_mesh
+    >>> mesh = make_mesh({"data": 4, "model": 2})
+    >>> layer = ConstrainShardingByName(mesh, {"batch": "data"})
+    >>> x = pz.nx.ones({"batch": 8, "features": 3})
+    >>> layer(x).data_array.sharding.spec
+    P('data',)
+    """
+
+    mesh: AnyMesh = dataclasses.field(metadata={"pytree_node": False})
+    axis_name_to_mesh_name: AxisRules | Mapping[Any, Any] | Sequence[Any] | None = (
+        dataclasses.field(default=None, metadata={"pytree_node": False})
+    )
+
+    def __call__(self, tree: Any, /, **side_inputs: Any) -> Any:
+        """Constrains the tree.
+
+        Args:
+            tree: A tree of named arrays.
+            **side_inputs: Ignored.
+
+        Returns:
+            The same tree, every array laid out as the rules say.
+
+        Raises:
+            ShardingError: An array has no names, or no valid layout under the rules.
+        """
+        rules = AxisRules.of(self.axis_name_to_mesh_name)
+        mesh = _without_manual_extent(auto_twin(self.mesh))
+        structure: Any
+        leaves, structure = jax.tree_util.tree_flatten(tree)
+        shardings = _shardings_by_name(structure, tuple(map(_abstract, leaves)), mesh, rules)
+        return _constrain(leaves, structure, shardings)
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+def _abstract(leaf: Any) -> Any:
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    return leaf if shape is None or dtype is None else jax.ShapeDtypeStruct(shape, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shardings_by_name(
+    structure: Any, leaves: tuple[Any, ...], mesh: AnyMesh, rules: AxisRules
+) -> tuple[Any, ...]:
+    """The sharding of each leaf; trees of the same names and shapes are planned once."""
+    tree = jax.tree_util.tree_unflatten(structure, leaves)
+    return tuple(structure.flatten_up_to(name_to_name_sharding(tree, mesh, rules)))
+
+
+def _manual_axes() -> frozenset[Any]:
+    """The mesh axes that a surrounding ``jax.shard_map`` has taken over."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _without_manual_extent(mesh: AnyMesh) -> AnyMesh:
+    """The mesh with each axis that ``jax.shard_map`` has taken over counted as of length one.
+
+    Arrays inside have the shape of one device's part along it, which any further length would
+    wrongly be asked to divide.
+    """
+    manual = _manual_axes() & set(mesh.axis_names)
+    if not manual:
+        return mesh
+    sizes = tuple(1 if name in manual else size for name, size in mesh.shape.items())
+    return AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _constrain(leaves: Sequence[Any], structure: Any, shardings: Sequence[Any]) -> Any:
+    constrain = _constrain_rest if _manual_axes() else _constrain_array
+    with auto_context():
+        constrained = [
+            leaf if sharding is None else constrain(leaf, sharding)
+            for leaf, sharding in zip(leaves, shardings, strict=True)
+        ]
+    return jax.tree_util.tree_unflatten(structure, constrained)
+
+
+def _constrain_array(array: Any, sharding: Any) -> Any:
+    if not isinstance(array, jax.core.Tracer) and isinstance(sharding, Sharding):
+        # A constraint refuses an array that was placed elsewhere before.
+        return jax.device_put(array, sharding)
+    return jax.lax.with_sharding_constraint(onto_auto_twin(array), sharding)
+
+
+def _constrain_rest(array: Any, sharding: Any) -> Any:
+    """Constrains an array inside ``jax.shard_map`` over the Auto mesh axes that are left."""
+    ambient = jax.sharding.get_abstract_mesh()
+    manual = frozenset(ambient.manual_axes)
+    spec = sharding if isinstance(sharding, PartitionSpec) else getattr(sharding, "spec", None)
+    if spec is None or set(ambient.auto_axes) | manual != set(ambient.axis_names):
+        return array
+    if not ambient.auto_axes:
+        return array
+    rest = PartitionSpec(*(_entry_without(entry, manual) for entry in spec))
+    return jax.lax.with_sharding_constraint(array, NamedSharding(ambient, rest))
+
+
+def _entry_without(entry: Any, manual: frozenset[Any]) -> Any:
+    names = entry if isinstance(entry, tuple) else (entry,)
+    kept = tuple(name for name in names if name not in manual)
+    return kept if len(kept) > 1 else kept[0] if kept else None

@@ -1,0 +1,136 @@
+"""Carrying mutable variables through a JAX transformation and back.
+
+A transformation sees frozen values only. Inside it each value becomes a temporary variable; after
+the wrapped call the variables that were reassigned, and only those, leave it as an output. Which
+ones were is known while tracing, so the keys of that output are part of its static structure.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from penzai import pz
+from penzai.core.variables import (
+    AbstractVariable,
+    AbstractVariableValue,
+    VariableConflictError,
+)
+
+PLAIN_VARIABLES = (pz.Parameter, pz.StateVariable)
+
+
+def is_variable(leaf: Any) -> bool:
+    """Whether a leaf is a mutable variable, which JAX cannot take as an argument."""
+    return isinstance(leaf, AbstractVariable)
+
+
+def contains_variable(tree: Any) -> bool:
+    """Whether any leaf of the tree is a mutable variable.
+
+    >>> contains_variable({"step": pz.StateVariable(0)}), contains_variable({"step": 0})
+    (True, False)
+    """
+    return any(map(is_variable, jax.tree_util.tree_leaves(tree)))
+
+
+def thaw(values: Iterable[AbstractVariableValue]) -> list[AbstractVariable]:
+    """New mutable variables with the given values, sharing nothing mutable with them."""
+    variables = []
+    for value in values:
+        variable = value.unfreeze_as_copy()
+        metadata = getattr(variable, "metadata", None)
+        if isinstance(metadata, dict):
+            variable.metadata = dict(metadata)
+        variables.append(variable)
+    return variables
+
+
+def contents(variables: Iterable[AbstractVariable]) -> list[Any]:
+    """What each variable holds now, to be given to ``reassigned`` later."""
+    return [jax.tree_util.tree_flatten(variable.freeze()) for variable in variables]
+
+
+def reassigned(variables: Sequence[AbstractVariable], before: Sequence[Any]) -> dict[int, Any]:
+    """The new contents of the variables that hold something else than before, by index.
+
+    Args:
+        variables: The variables.
+        before: What ``contents`` gave for them.
+
+    Returns:
+        A pytree: for each reassigned variable, its value if it is a plain ``pz.Parameter`` or
+        ``pz.StateVariable``, its frozen form otherwise. ``assign`` takes either.
+
+    >>> variables = [pz.StateVariable(1), pz.StateVariable(2)]
+    >>> before = contents(variables)
+    >>> variables[1].value = variables[1].value + 1
+    >>> {index: int(value) for index, value in reassigned(variables, before).items()}
+    {1: 3}
+    """
+    changed = {}
+    for index, (variable, (old_leaves, old_structure)) in enumerate(
+        zip(variables, before, strict=True)
+    ):
+        frozen = variable.freeze()
+        leaves, structure = jax.tree_util.tree_flatten(frozen)
+        same = structure == old_structure and all(
+            new is old for new, old in zip(leaves, old_leaves, strict=True)
+        )
+        if not same:
+            changed[index] = variable.value if type(variable) in PLAIN_VARIABLES else frozen
+    return changed
+
+
+def assign(variable: AbstractVariable, content: Any) -> None:
+    """Gives a variable the content that ``reassigned`` returned for it."""
+    if type(variable) in PLAIN_VARIABLES:
+        # The setter would convert each leaf again; these come out of a transformation as arrays.
+        variable._raw_value = content
+    else:
+        variable.update(content)
+
+
+def check_no_variable(output: Any, wrapper: str) -> None:
+    """Refuses an output that contains a mutable variable.
+
+    Args:
+        output: What the wrapped layer returned.
+        wrapper: Name of the wrapper layer, for the message.
+
+    Raises:
+        ValueError: The output contains a mutable variable, which cannot leave a transformation.
+    """
+    found = [
+        f"{jax.tree_util.keystr(path) or 'the output itself'}: {type(leaf).__name__}"
+        f" {getattr(leaf, 'label', '')!r}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(output)
+        if is_variable(leaf)
+    ]
+    if found:
+        raise ValueError(
+            f"the layer inside {wrapper} returned mutable variables, which cannot leave it: "
+            f"{'; '.join(found)}. Return variable.value, or variable.freeze(), instead."
+        )
+
+
+def check_distinct_slots(variables: Iterable[AbstractVariable]) -> None:
+    """Refuses two different variables that stand for the same slot.
+
+    Args:
+        variables: Variables, each of them once.
+
+    Raises:
+        VariableConflictError: Two of them have the same kind and label, so that one of them
+            would silently get the other's value.
+    """
+    seen: set[Any] = set()
+    for variable in variables:
+        plain = type(variable) in PLAIN_VARIABLES
+        slot = (type(variable), variable.label) if plain else variable.get_slot()
+        if slot in seen:
+            raise VariableConflictError(
+                f"two different {type(variable).__name__} objects have the same label "
+                f"{getattr(variable, 'label', slot)!r}. Give one of them another label, or use "
+                "one object in both places to share it."
+            )
+        seen.add(slot)

@@ -1,0 +1,15 @@
+"""Training: the state of a run, one step of it, and batches on a mesh. Needs optax."""
+
+from penzai_shard.training.batches import shard_batch
+from penzai_shard.training.state_sharding import train_state_sharding
+from penzai_shard.training.train_state import TrainState
+from penzai_shard.training.train_step import LossFunction, TrainStep, build_train_step_fn
+
+__all__ = [
+    "LossFunction",
+    "TrainState",
+    "TrainStep",
+    "build_train_step_fn",
+    "shard_batch",
+    "train_state_sharding",
+]

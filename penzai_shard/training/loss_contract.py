@@ -1,0 +1,144 @@
+"""What a loss function must take and give, checked while its step is traced."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from penzai import pz
+
+from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.tree_paths import join_paths, path_text
+
+RESERVED = ("model", "rng", "state")
+_CONTRACT = "loss_fn(model, rng, state, **inputs) -> (loss, new_state, aux)"
+
+
+def check_signature(loss_fn: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
+    """Checks that a loss function can be called with these inputs.
+
+    Args:
+        loss_fn: The loss function.
+        inputs: Inputs of the step by keyword.
+
+    Raises:
+        ShardingError: It cannot; the message shows its signature.
+
+    >>> check_signature(lambda model, rng, state, x: None, {"x": 1})
+    """
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**dict.fromkeys(RESERVED), **inputs)
+    except TypeError as error:
+        given = ", ".join([*RESERVED, *inputs])
+        raise ShardingError(
+            f"the loss function cannot be called with the keywords {given}: {error}. "
+            f"Its signature is {signature}; it must be {_CONTRACT}, with one keyword per input "
+            "of step(train_state, **inputs)."
+        ) from error
+
+
+def read_result(result: Any) -> tuple[jax.Array, Any, Any]:
+    """Takes the result of a loss function apart.
+
+    Args:
+        result: What it returned.
+
+    Returns:
+        The loss as a scalar array without names, the new state, and the auxiliary output.
+
+    Raises:
+        ShardingError: It is not a triple, or the loss is not a floating scalar.
+
+    >>> read_result((pz.nx.wrap(2.0), None, {}))[1:]
+    (None, {})
+    """
+    if not isinstance(result, tuple) or len(result) != 3:
+        got = f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise ShardingError(
+            f"the loss function returned {got}; it must be {_CONTRACT}. "
+            "Return (loss, state, {}) if there is nothing else to tell."
+        )
+    loss, state, aux = result
+    if pz.nx.is_namedarray(loss):
+        if loss.named_shape:
+            axes = ", ".join(f"{name}={size}" for name, size in loss.named_shape.items())
+            names = ", ".join(repr(name) for name in loss.named_shape)
+            raise ShardingError(
+                f"the loss has logical axes ({axes}); it must be a scalar. "
+                f"Return its mean: loss.untag({names}).mean()."
+            )
+        loss = loss.unwrap()
+    if np.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise ShardingError(
+            f"the loss is of shape {np.shape(loss)} and dtype {jnp.result_type(loss)}; "
+            "it must be a floating scalar. Return its mean: jnp.mean(loss)."
+        )
+    return jnp.asarray(loss), state, aux
+
+
+def fit_state(old: Any, new: Any, what: str, fix: str) -> Any:
+    """A new value of a carried state in the very form of the old one.
+
+    Named arrays get the old order of their axes; everything else must agree already, since the
+    next step is to be the same program.
+
+    Args:
+        old: The value that the step started with.
+        new: The value that it ended with.
+        what: Name of the state for messages.
+        fix: What to do if they do not agree.
+
+    Returns:
+        The new value, with strong types.
+
+    Raises:
+        ShardingError: Structure, shape or dtype changed; all offenders are listed.
+    """
+    headline = f"{what} must keep its form from step to step:"
+    is_named = pz.nx.is_namedarray
+    old_flat, old_def = jax.tree_util.tree_flatten_with_path(old, is_leaf=is_named)
+    new_flat, new_def = jax.tree_util.tree_flatten_with_path(new, is_leaf=is_named)
+    old_paths, new_paths = ([path_text(path) for path, _ in flat] for flat in (old_flat, new_flat))
+    if old_def != new_def:
+        problems = [f"{join_paths(what, p)}: went missing. {fix}" for p in old_paths]
+        problems = [x for x, p in zip(problems, old_paths, strict=True) if p not in new_paths]
+        problems += [
+            f"{join_paths(what, p)}: was not there before. {fix}"
+            for p in new_paths
+            if p not in old_paths
+        ]
+        raise ShardingError(headline, problems or [f"{what}: {old_def} became {new_def}. {fix}"])
+    problems = []
+    fitted = []
+    for path, (_, before), (_, after) in zip(old_paths, old_flat, new_flat, strict=True):
+        if _form(before) != _form(after):
+            problems.append(
+                f"{join_paths(what, path)}: was {_form(before)}, became {_form(after)}. {fix}"
+            )
+        elif is_named(before):
+            fitted.append(jax.tree.map(_strong, after.order_like(before)))
+        else:
+            fitted.append(_strong(after))
+    raise_all(ShardingError, headline, problems)
+    return new_def.unflatten(fitted)
+
+
+def _strong(leaf: Any) -> Any:
+    leaf = jnp.asarray(leaf)
+    return jax.lax.convert_element_type(leaf, leaf.dtype) if leaf.weak_type else leaf
+
+
+def _form(leaf: Any) -> str:
+    if pz.nx.is_namedarray(leaf):
+        axes = ", ".join(
+            f"{name}={size}" for name, size in sorted(leaf.named_shape.items(), key=str)
+        )
+        positional = ", ".join(str(size) for size in leaf.positional_shape)
+        return f"{leaf.dtype} of ({'; '.join(part for part in (positional, axes) if part)})"
+    return f"{jnp.result_type(leaf)} of shape {np.shape(leaf)}"

@@ -1,0 +1,148 @@
+"""Laying out a new train state as the model's parameters already lie."""
+
+import collections
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from penzai import pz
+
+from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.meshes import auto_context
+from penzai_shard.named_leaves import with_data
+from penzai_shard.planning import make_plan
+from penzai_shard.reduced_statistics import align_names
+from penzai_shard.training.state_layout import (
+    as_array,
+    canonical,
+    device_problems,
+    is_traced,
+    mesh_of,
+    settled,
+    with_strong_type,
+)
+from penzai_shard.tree_paths import path_text
+
+Parts = dict[str, Any]
+
+
+def place_initial_parts(
+    changing: Parts, constant: Parts, init: Callable[[Any], Any], trainable: frozenset[str]
+) -> tuple[Parts, Parts, Any]:
+    """Places the parts of a new state and makes the optimizer's part of it.
+
+    Args:
+        changing: Trees that steps will replace, ``"params"`` among them.
+        constant: Trees that steps only read; their weak types are kept.
+        init: The optimizer's ``init``.
+        trainable: Names of the parameters that the optimizer is to know.
+
+    Returns:
+        The changing parts, the constant parts, and the optimizer's state. On one device they
+        stay where they are; if any array lies on a mesh, all do.
+
+    Raises:
+        ShardingError: Some array is committed to other devices than the rest.
+    """
+
+    def chosen(params: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in params.items() if name in trainable}
+
+    changing = jax.tree.map(with_strong_type, changing)
+    constant = jax.tree.map(as_array, constant)
+    leaves = jax.tree.leaves((changing, constant))
+    mesh = None if is_traced(leaves) else mesh_of(leaves)
+    if mesh is None:
+        opt_state = jax.tree.map(with_strong_type, init(chosen(changing["params"])))
+        return changing, constant, opt_state
+    changing, constant = jax.tree.map(lambda leaf: settled(leaf, mesh), (changing, constant))
+    flat, _ = jax.tree_util.tree_flatten_with_path(changing | constant)
+    raise_all(
+        ShardingError,
+        "the arrays of this train state lie on different devices:",
+        device_problems([path_text(path) for path, _ in flat], [x for _, x in flat], mesh),
+    )
+    params = chosen(changing["params"])
+    with auto_context():
+        abstract = jax.eval_shape(init, params)
+        shardings = shardings_like_params(abstract, params, mesh)
+        opt_state = jax.jit(
+            lambda params: jax.tree.map(with_strong_type, init(params)), out_shardings=shardings
+        )(params)
+    return changing, constant, opt_state
+
+
+def shardings_like_params(opt_state: Any, params: Mapping[str, Any], mesh: Mesh) -> Any:
+    """A sharding for every array of an optimizer state, read off the parameters' own layouts.
+
+    Each dimension of each parameter gets a logical axis of its own, ruled by where that dimension
+    lies; the plan then carries this over to whatever statistics the optimizer keeps.
+
+    Args:
+        opt_state: State whose shardings are wanted, usually abstract.
+        params: The placed parameters that it was made for, by name.
+        mesh: Their mesh, with Auto axes.
+
+    Returns:
+        A tree of ``NamedSharding``s with the structure of ``opt_state``: moments lie as their
+        parameters, statistics of some dimensions as these dimensions, all else on every device.
+
+    >>> import optax
+    >>> from penzai_shard.meshes import make_mesh
+    >>> mesh = make_mesh({"data": 8})
+    >>> layout = NamedSharding(mesh, PartitionSpec(None, "data"))
+    >>> params = {"w": jax.device_put(jax.numpy.ones((2, 8)), layout)}
+    >>> state = jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, params)
+    >>> shardings_like_params(state, params, mesh)[0].trace["w"].spec
+    P(None, 'data')
+    """
+    rules: dict[tuple[int, Any], Any] = {}
+    templates = {name: _named_by_layout(value, mesh, rules) for name, value in params.items()}
+
+    def is_per_parameter(node: Any) -> bool:
+        return isinstance(node, dict) and bool(node) and all(name in templates for name in node)
+
+    def named(node: Any) -> Any:
+        if not is_per_parameter(node):
+            return node
+        return {name: _renamed(statistic, *templates[name]) for name, statistic in node.items()}
+
+    ruled = jax.tree.map(named, opt_state, is_leaf=is_per_parameter)
+    plan = make_plan(ruled, mesh, list(rules.items()), on_unnamed="replicate")
+    return jax.tree.unflatten(jax.tree.structure(opt_state), jax.tree.leaves(plan.sharding_tree()))
+
+
+def _named_by_layout(
+    value: Any, mesh: Mesh, rules: dict[tuple[int, Any], Any]
+) -> tuple[Any, list[pz.nx.NamedArray]]:
+    """A parameter's structure, and empty arrays whose axes are named after where they lie."""
+    leaves, treedef = jax.tree.flatten(value)
+    templates = []
+    for leaf in leaves:
+        sharding = canonical(leaf.sharding)
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+        entries = (*spec, *(None,) * (leaf.ndim - len(spec)))
+        names = tuple(enumerate(entries))
+        rules.update(zip(names, entries, strict=True))
+        sizes = collections.OrderedDict(zip(names, leaf.shape, strict=True))
+        templates.append(pz.nx.NamedArray(sizes, None))
+    return treedef, templates
+
+
+def _renamed(statistic: Any, treedef: Any, templates: list[pz.nx.NamedArray]) -> Any:
+    """One parameter's statistic with the layout's names, as far as it mirrors the parameter."""
+    try:
+        parts = treedef.flatten_up_to(statistic)
+    except ValueError:
+        # Not kept for this parameter, for instance masked out.
+        return jax.tree.leaves(statistic)
+    return [_with_names(part, template) for part, template in zip(parts, templates, strict=True)]
+
+
+def _with_names(part: Any, template: pz.nx.NamedArray) -> Any:
+    leaves = jax.tree.leaves(part)
+    if any(align_names(template.named_axes, tuple(leaf.shape)).problem for leaf in leaves):
+        # Not made of the parameter's dimensions, as a matrix of second moments: no names.
+        return leaves
+    return with_data(template, part)
