@@ -1,7 +1,34 @@
-"""Declarative model surgery and sharding by axis name, for Penzai models and JAX."""
+"""Declarative model surgery and sharding by axis name, for Penzai models and JAX.
+
+Rules say which logical axis goes to which mesh axis, a plan decides for every array, and placing,
+initialising, constraining, training and restoring carry the plan out.
+"""
 
 from penzai_shard.axis_rules import AxisRules
+from penzai_shard.checkpointing import (
+    param_dict,
+    restore_params,
+    restore_structs,
+    restore_train_state,
+    save_params,
+    save_train_state,
+    with_params,
+)
+from penzai_shard.errors import ShardingError, ShardingWarning
+from penzai_shard.layers import (
+    Checkpointed,
+    ConstrainSharding,
+    ConstrainShardingByName,
+    Jitted,
+    Scoped,
+)
 from penzai_shard.meshes import make_mesh
+from penzai_shard.placement import (
+    abstract_model,
+    initialize_parameters_sharded,
+    name_to_name_device_put,
+    sharded_init,
+)
 from penzai_shard.planning import (
     LeafPlan,
     ShardingPlan,
@@ -10,16 +37,44 @@ from penzai_shard.planning import (
     name_to_name_sharding,
 )
 from penzai_shard.rule_presets import data_parallel, fully_sharded, tensor_parallel
+from penzai_shard.training import (
+    TrainState,
+    build_train_step_fn,
+    shard_batch,
+    train_state_sharding,
+)
 
 __all__ = [
     "AxisRules",
+    "Checkpointed",
+    "ConstrainSharding",
+    "ConstrainShardingByName",
+    "Jitted",
     "LeafPlan",
+    "Scoped",
+    "ShardingError",
     "ShardingPlan",
+    "ShardingWarning",
+    "TrainState",
+    "abstract_model",
+    "build_train_step_fn",
     "data_parallel",
     "fully_sharded",
+    "initialize_parameters_sharded",
     "make_mesh",
     "make_plan",
     "name_axes",
+    "name_to_name_device_put",
     "name_to_name_sharding",
+    "param_dict",
+    "restore_params",
+    "restore_structs",
+    "restore_train_state",
+    "save_params",
+    "save_train_state",
+    "shard_batch",
+    "sharded_init",
     "tensor_parallel",
+    "train_state_sharding",
+    "with_params",
 ]

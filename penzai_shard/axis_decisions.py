@@ -173,11 +173,13 @@ class _Decider:
         for i, name in enumerate(self.names):
             if name is None or i in self.decided or name not in self.mesh_shape:
                 continue
-            if name in named or name in self.taken:
+            if name in named:
                 continue
             assert isinstance(name, str)
             same = NameRule(name, (name,))
-            if self._divides(i, (name,)):
+            if name in self.taken:
+                self._asked_twice(i, same)
+            elif self._divides(i, (name,)):
                 self._decide(i, (name,), same, str(same))
             else:
                 self._indivisible(i, same)
@@ -264,7 +266,9 @@ class _Decider:
         over = sized_mesh_axes_text(rule.mesh_axes, self.mesh_shape)
         if math.prod(self.sizes) < rule.min_size or any(a in self.taken for a in rule.mesh_axes):
             if not self.taken and self.sizes:
-                self.notes.append(f"fewer than {rule.min_size} elements: not sharded over {over}")
+                self.notes.append(
+                    f"under {rule.min_size} elements, not split over {mesh_axes_text(rule.mesh_axes)}"
+                )
             return
         free = [
             i
@@ -277,6 +281,4 @@ class _Decider:
         # max keeps the first of equals, so the choice does not depend on anything but the array.
         i = max(free, key=lambda j: self.sizes[j])
         axes = mesh_axes_text(rule.mesh_axes)
-        self._decide(
-            i, rule.mesh_axes, rule, f"{self.names[i]!r} -> {axes} (largest free dimension)"
-        )
+        self._decide(i, rule.mesh_axes, rule, f"{self.names[i]!r} -> {axes} (largest free)")

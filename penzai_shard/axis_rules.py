@@ -3,7 +3,7 @@
 Rules are data. They say nothing about any one array until they are asked for its spec.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -13,6 +13,7 @@ from penzai_shard.errors import MeshError, PlanError, RuleTypeError, raise_all
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.rule_kinds import (
     IdentityRule,
+    LargestDimensionRule,
     LogicalAxis,
     MeshAxes,
     NameRule,
@@ -94,8 +95,13 @@ class AxisRules:
                 names.setdefault(rule.logical_axis, []).append(rule)
         object.__setattr__(self, "rules", rules)
         object.__setattr__(self, "_names", names)
-        # Without fallbacks the order says nothing, so it does not count for equality.
-        ordered = any(len(of_name) > 1 for of_name in names.values())
+        # Where no rule gives way to another the order says nothing, and does not count for
+        # equality.
+        ordered = (
+            any(len(of_name) > 1 for of_name in names.values())
+            or any(isinstance(rule, NameRule) and rule.yields for rule in rules)
+            or sum(isinstance(rule, LargestDimensionRule) for rule in rules) > 1
+        )
         key: Hashable = rules if ordered else frozenset(rules)
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
@@ -104,6 +110,9 @@ class AxisRules:
         raise AttributeError(
             f"AxisRules are immutable; combine them with | instead of setting {name!r}."
         )
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"AxisRules are immutable; {name!r} cannot be deleted.")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AxisRules.from_rules, (self.rules,)
@@ -215,7 +224,7 @@ class AxisRules:
         Raises:
             MeshError: A rule names a mesh axis that is not there.
             PlanError: A length does not divide, or one mesh axis is asked for twice.
-            RuleTypeError: Names and sizes differ in number.
+            RuleTypeError: Names and sizes differ in number, or a name occurs twice.
 
         >>> AxisRules({"b": "data"}).spec(("a", "b", "c"), (3, 4, 5), {"data": 2})
         P(None, 'data')
@@ -239,7 +248,7 @@ class AxisRules:
 
         Raises:
             MeshError: A rule names a mesh axis that is not there.
-            RuleTypeError: Names and sizes differ in number.
+            RuleTypeError: Names and sizes differ in number, or a name occurs twice.
 
         >>> print(AxisRules({"b": "data"}).explain(("a", "b"), (3, 4), {"data": 2}))
         P(None, 'data')
@@ -251,6 +260,13 @@ class AxisRules:
             raise RuleTypeError(
                 f"{len(names)} logical axis names {names} for {len(sizes)} sizes {sizes}. "
                 "Give one name per dimension, None for a positional one."
+            )
+        given = [name for name in names if name is not None]
+        if len(set(given)) < len(given):
+            repeated = next(name for name in given if given.count(name) > 1)
+            raise RuleTypeError(
+                f"the names {names} have logical axis {repeated!r} twice. "
+                "Give every dimension a name of its own."
             )
         if on_indivisible not in ("error", "replicate"):
             raise RuleTypeError(
@@ -268,7 +284,7 @@ def _read_rules(rules: Any) -> tuple[Rule, ...]:
         return rules.rules
     if isinstance(rules, Mapping):
         items = list(rules.items())
-    elif isinstance(rules, Iterable) and not isinstance(rules, str | bytes):
+    elif isinstance(rules, Iterable) and not isinstance(rules, str | bytes | Set):
         items = list(rules)
     else:
         raise RuleTypeError(

@@ -57,6 +57,13 @@ Visit = Callable[[NamedLeaf], Any]
 # objects only if somebody has imported them already.
 _V1_PARAMETERS = "penzai.deprecated.v1.nn.parameters"
 
+# Fields of optimizer states that hold an array of numbers which belong to no parameter: the
+# Newton-Schulz coefficients of optax's Muon.
+_COEFFICIENT_FIELDS = frozenset({"ns_coeffs"})
+
+# numpy's dtype kinds for bytes, text, Python objects, time spans and dates.
+_KINDS_OF_NO_DEVICE = frozenset("SUOmM")
+
 
 @functools.lru_cache(maxsize=1024)
 def _unit_kind(node_type: Hashable) -> str | None:
@@ -91,12 +98,14 @@ def is_named_unit(node: Any) -> bool:
 def is_array_like(value: Any) -> bool:
     """Whether a leaf is an array, a struct that describes one, or a Python number.
 
+    Arrays of text, dates or Python objects cannot be put on a device and do not count.
+
     >>> is_array_like(np.ones(2)), is_array_like(1.5), is_array_like("text")
     (True, True, False)
     """
-    return (hasattr(value, "shape") and hasattr(value, "dtype")) or isinstance(
-        value, bool | int | float | complex
-    )
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return getattr(value.dtype, "kind", None) not in _KINDS_OF_NO_DEVICE
+    return isinstance(value, bool | int | float | complex)
 
 
 def map_arrays(tree: Any, visit: Visit, path: str = "") -> Any:
@@ -118,15 +127,24 @@ def map_arrays(tree: Any, visit: Visit, path: str = "") -> Any:
     >>> map_arrays({"w": pz.nx.ones({"a": 2, "b": 3})}, lambda leaf: leaf.names)["w"].data_array
     ('a', 'b')
     """
+    return _map_tree(tree, visit, path, path)
+
+
+def _map_tree(tree: Any, visit: Visit, path: str, place: str) -> Any:
+    """``map_arrays``, with the place in the whole tree where labels stand for the path."""
     seen: dict[int, Any] = {}
 
     def at_unit(key_path: Any, node: Any) -> Any:
-        here = join_paths(path, path_text(key_path))
+        text = path_text(key_path)
+        here = join_paths(path, text)
+        there = here if place == path else join_paths(place, text)
         if isinstance(node, LabeledVariable):
             if id(node) not in seen:
-                seen[id(node)] = _map_unit(node, visit, here)
+                seen[id(node)] = _map_unit(node, visit, here, there)
             return seen[id(node)]
-        return _map_unit(node, visit, here)
+        if _is_coefficients(key_path) and is_array_like(node):
+            return visit(_coefficients_leaf(node, here))
+        return _map_unit(node, visit, here, there)
 
     return jax.tree_util.tree_map_with_path(at_unit, tree, is_leaf=is_named_unit)
 
@@ -142,21 +160,23 @@ def leaves_of(tree: Any, path: str = "") -> list[NamedLeaf]:
     return found
 
 
-def _map_unit(node: Any, visit: Visit, path: str) -> Any:
+def _map_unit(node: Any, visit: Visit, path: str, place: str) -> Any:
     match _unit_kind(node.__class__):
         case None:
             return visit(_plain_leaf(node, path))
         case "named_array" | "named_array_view":
-            return _map_named_array(node, visit, path)
+            return _map_named_array(node, visit, path, place)
         case "variable":
-            return _map_unit(node.freeze(), visit, path)
+            return _map_unit(node.freeze(), visit, path, place)
         case "variable_value":
-            value = map_arrays(node.value, visit, str(node.label))
+            label = str(node.label)
+            value = _map_tree(node.value, visit, label, join_paths(place, label))
             return dataclasses.replace(node, value=value)
         case "v1_parameter":
-            return dataclasses.replace(node, value=map_arrays(node.value, visit, node.name))
+            value = _map_tree(node.value, visit, node.name, join_paths(place, node.name))
+            return dataclasses.replace(node, value=value)
         case _:
-            return _map_unit(node.as_empty_parameter(), visit, path)
+            return _map_unit(node.as_empty_parameter(), visit, path, place)
 
 
 def _plain_leaf(value: Any, path: str) -> NamedLeaf:
@@ -165,10 +185,22 @@ def _plain_leaf(value: Any, path: str) -> NamedLeaf:
     return NamedLeaf(path, None, tuple(np.shape(value)), jax.dtypes.result_type(value), value)
 
 
-def _map_named_array(node: Any, visit: Visit, path: str) -> Any:
+def _is_coefficients(key_path: Any) -> bool:
+    if not key_path or not isinstance(key_path[-1], jax.tree_util.GetAttrKey):
+        return False
+    return key_path[-1].name in _COEFFICIENT_FIELDS
+
+
+def _coefficients_leaf(value: Any, path: str) -> NamedLeaf:
+    """An array that has nothing to name: all its dimensions are positional."""
+    leaf = _plain_leaf(value, path)
+    return dataclasses.replace(leaf, names=(None,) * len(leaf.shape), note="coefficients")
+
+
+def _map_named_array(node: Any, visit: Visit, path: str, place: str) -> Any:
     data = node.data_array
-    if hasattr(data, "shape") and hasattr(data, "dtype"):
-        return with_data(node, visit(_named_leaf(node, data, path, None)))
+    if is_array_like(data):
+        return with_data(node, visit(_named_leaf(node, data, path, place, None)))
     leaves = jax.tree_util.tree_leaves(data)
     if data is None or (len(leaves) == 1 and leaves[0] is data):
         # The data array is missing or is no array: only its names count.
@@ -176,7 +208,7 @@ def _map_named_array(node: Any, visit: Visit, path: str) -> Any:
     # Some optimizers keep several statistics, or none, where the parameter has one array.
     mapped = jax.tree_util.tree_map_with_path(
         lambda key_path, part: visit(
-            _named_leaf(node, part, join_paths(path, path_text(key_path)), key_path)
+            _named_leaf(node, part, join_paths(path, path_text(key_path)), place, key_path)
         ),
         data,
     )
@@ -203,7 +235,7 @@ def dimension_names(node: Any) -> tuple[LogicalAxis | None, ...] | None:
     >>> dimension_names(pz.nx.ones({"a": 2, "b": 3}).untag("b"))
     ('a', None)
     """
-    shape = tuple(node.data_array.shape)
+    shape = tuple(np.shape(node.data_array))
     if isinstance(node, pz.nx.NamedArrayView):
         if tuple(node.data_shape) != shape:
             return None
@@ -230,14 +262,14 @@ def named_sizes(node: Any) -> dict[LogicalAxis, int]:
     return dict(collections.OrderedDict(node.named_axes))
 
 
-def _named_leaf(node: Any, data: Any, path: str, part: Any) -> NamedLeaf:
+def _named_leaf(node: Any, data: Any, path: str, place: str, part: Any) -> NamedLeaf:
     shape, dtype = tuple(np.shape(data)), jax.dtypes.result_type(data)
     if part is None:
         names = dimension_names(node)
         if names is not None:
             return NamedLeaf(path, names, shape, dtype, data)
     sizes = named_sizes(node)
-    aligned = align_names(sizes, shape, path, part)
+    aligned = align_names(sizes, shape, place, part)
     whole = (tuple(sizes), tuple(sizes.values()))
     return NamedLeaf(path, aligned.names, shape, dtype, data, whole, aligned.note, aligned.problem)
 

@@ -42,7 +42,7 @@ def align_names(
     Args:
         sizes: Names and sizes of the parameter's dimensions, in order.
         shape: The statistic's shape.
-        path: Where it is; adafactor's ``v_row`` and ``v_col`` are told apart by it.
+        path: Where it is in the whole tree; adafactor's ``v_row`` and ``v_col`` are told apart by it.
         part: Key path inside the parameter's place, for optimizers such as sm3 that keep one
             statistic per dimension there.
 
@@ -98,11 +98,12 @@ def _told_apart(
         # sm3 keeps a list with one statistic per dimension, in order.
         own = (part[-1].idx,)
         return own if own in fits else None
-    pieces = path.split("/")
-    by_length = np.argsort(lengths)
-    # adafactor drops the longest dimension from v_row and the second longest from v_col.
-    for field, rank in (("v_row", -1), ("v_col", -2)):
-        if field in pieces and len(lengths) >= 2:
-            kept = tuple(i for i in range(len(lengths)) if i != int(by_length[rank]))
-            return kept if kept in fits else None
-    return None
+    # adafactor drops the longest dimension from v_row and the second longest from v_col. The
+    # field of the state comes before the name of the parameter.
+    ranks = {"v_row": -1, "v_col": -2}
+    field = next((piece for piece in path.split("/") if piece in ranks), None)
+    if field is None or len(lengths) < 2:
+        return None
+    dropped = int(np.argsort(lengths)[ranks[field]])
+    kept = tuple(i for i in range(len(lengths)) if i != dropped)
+    return kept if kept in fits else None

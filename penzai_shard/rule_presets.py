@@ -1,8 +1,10 @@
 """The layouts that most people want, as rules to be combined with ``|``."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from penzai_shard.axis_rules import AxisRules
+from penzai_shard.errors import RuleTypeError
 from penzai_shard.rule_kinds import LargestDimensionRule, LogicalAxis, NameRule
 
 # The logical axes of penzai.models.transformer that every device can compute a part of alone.
@@ -16,17 +18,22 @@ TRANSFORMER_MODEL_AXES: tuple[str, ...] = (
 )
 
 
-def data_parallel(mesh_axis: str = "data", batch_axis: LogicalAxis = "batch") -> AxisRules:
+def data_parallel(
+    mesh_axis: str | tuple[str, ...] = "data", batch_axis: LogicalAxis = "batch"
+) -> AxisRules:
     """Every device holds the whole model and sees its own part of the batch.
 
     Args:
-        mesh_axis: The mesh axis that the batch is split over.
+        mesh_axis: The mesh axis, or axes, that the batch is split over.
         batch_axis: The logical axis of the batch.
+
+    Raises:
+        RuleTypeError: These are no names of axes.
 
     >>> data_parallel()
     AxisRules({'batch': 'data'})
     """
-    return AxisRules.from_rules([NameRule(batch_axis, (mesh_axis,))])
+    return AxisRules([(batch_axis, mesh_axis)])
 
 
 def fully_sharded(mesh_axis: str | tuple[str, ...] = "data", min_size: int = 2**18) -> AxisRules:
@@ -41,16 +48,20 @@ def fully_sharded(mesh_axis: str | tuple[str, ...] = "data", min_size: int = 2**
         mesh_axis: The mesh axis, or axes, that parameters are split over.
         min_size: Arrays with fewer elements than this stay whole.
 
+    Raises:
+        RuleTypeError: These are no mesh axes.
+
     >>> rules = fully_sharded(min_size=1) | tensor_parallel(axes=("neurons",))
     >>> rules.spec(("embedding", "neurons"), (8, 64), {"data": 4, "model": 2})
     P('data', 'model')
     """
-    mesh_axes = (mesh_axis,) if isinstance(mesh_axis, str) else tuple(mesh_axis)
+    mesh_axes = AxisRules([("largest dimension", mesh_axis)]).rules[0].mesh_axes
     return AxisRules.from_rules([LargestDimensionRule(mesh_axes, min_size)])
 
 
 def tensor_parallel(
-    mesh_axis: str = "model", axes: Sequence[LogicalAxis] = TRANSFORMER_MODEL_AXES
+    mesh_axis: str | tuple[str, ...] = "model",
+    axes: Sequence[LogicalAxis] = TRANSFORMER_MODEL_AXES,
 ) -> AxisRules:
     """Of each array, the first of some logical axes that it has is split.
 
@@ -58,11 +69,21 @@ def tensor_parallel(
     attention heads and vocabulary are split, the embedding is not.
 
     Args:
-        mesh_axis: The mesh axis that they are split over.
+        mesh_axis: The mesh axis, or axes, that they are split over.
         axes: The logical axes, the most wanted first: an array that has several is split along
-            the first. By default those of Penzai's transformers.
+            the first that divides. By default those of Penzai's transformers.
+
+    Raises:
+        RuleTypeError: These are no names of axes.
 
     >>> tensor_parallel().spec(("head_groups", "query_heads"), (4, 2), {"model": 2})
     P('model',)
     """
-    return AxisRules.from_rules([NameRule(name, (mesh_axis,), yields=True) for name in axes])
+    if isinstance(axes, str):
+        raise RuleTypeError(
+            f"the rules need a sequence of logical axes, not the name {axes!r}. Write ({axes!r},)."
+        )
+    read = AxisRules([(name, mesh_axis) for name in axes]).rules
+    return AxisRules.from_rules(
+        dataclasses.replace(rule, yields=True) for rule in read if isinstance(rule, NameRule)
+    )

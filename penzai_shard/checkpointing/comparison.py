@@ -84,7 +84,7 @@ REPLACING = Wording(
     source="the values given",
     target="the model",
     reorder_fix="Give {name!r} as value.order_as({order}).",
-    rename_fix="If they mean the same, rename them: value.untag(*{old!r}).tag(*{new!r}).",
+    rename_fix="If they mean the same, rename them: value.untag({old}).tag({new}).",
     dtype_fix="Give it as {dtype}.",
     extra_fix="Leave {name!r} out of the values.",
     missing_fix="Or keep the model's own: param_dict(model)[{name!r}].",
@@ -195,16 +195,18 @@ def _compare_axes(
         order = ", ".join(repr(axis) for axis in target.axes if axis is not None)
         fix = wording.reorder_fix.format(name=name, order=order)
         return f"{both}: the same logical axes in another order. {fix}", None
-    if len(source.axes) == len(target.axes) and source.shape == target.shape:
-        pairs = [
-            (old, new)
-            for old, new in zip(source.axes, target.axes, strict=True)
-            if old != new and old is not None and new is not None
-        ]
+    renames = {old: new for old, new in zip(source.axes, target.axes, strict=False) if old != new}
+    # A plain renaming: same sizes, and each of the other names stands on one side only.
+    if source.shape == target.shape and all(
+        old and new and old not in target.axes and new not in source.axes
+        for old, new in renames.items()
+    ):
         fix = wording.rename_fix.format(
-            renames=dict(pairs), old=tuple(o for o, _ in pairs), new=tuple(n for _, n in pairs)
+            renames=renames,
+            old=", ".join(map(repr, renames)),
+            new=", ".join(map(repr, renames.values())),
         )
-        return f"{both}: the logical axes have other names. {fix if pairs else ''}".rstrip(), None
+        return f"{both}: the logical axes have other names. {fix}", None
     return f"{both}: the logical axes differ. Build {wording.target} with the same axes.", None
 
 

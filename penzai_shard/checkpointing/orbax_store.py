@@ -4,10 +4,12 @@ Everything that is particular to Orbax is in this module: paths that must be abs
 it cannot store (empty ones, typed keys), limits on concurrent reading, the form of its metadata.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 import os
+import pathlib
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from penzai_shard.checkpointing.array_records import (
     ArrayRecord,
@@ -37,9 +39,11 @@ PathLike = str | os.PathLike[str]
 
 _SECTION = "penzai_shard"
 _VERSION = 1
+_MARKERS = ("orbax.checkpoint", "_CHECKPOINT_METADATA", "_METADATA")
 # Reading as much as possible at once holds every array twice in host memory for a while. With
 # this bound a restore of 2 GiB peaked at 2.6 instead of 3.3 GiB, and was as fast.
 _READ_BYTES = 256 * 2**20
+_SHARED_SLICE_BYTES = 2**20
 
 
 class CheckpointExistsError(ShardingError, FileExistsError):
@@ -60,6 +64,7 @@ class Manifest:
         records: Every array by name.
         stored_tree: The structure in which Orbax keeps the arrays: a tree of their names.
         chunks: By name, the shape of the pieces in which the numbers can be read.
+        prefix: What stands before each name in the checkpoint, if this is a part of one.
     """
 
     path: str
@@ -67,6 +72,25 @@ class Manifest:
     records: Mapping[str, ArrayRecord]
     stored_tree: Any
     chunks: Mapping[str, tuple[int, ...]]
+    prefix: str = ""
+
+    def part(self, name: str) -> "Manifest":
+        """The part of a checkpoint whose arrays' names begin with ``name/``, without that."""
+        start = f"{name}/"
+
+        def inside(table: Mapping[str, Any]) -> dict[str, Any]:
+            return {
+                full.removeprefix(start): entry
+                for full, entry in table.items()
+                if full.startswith(start)
+            }
+
+        return dataclasses.replace(
+            self,
+            records=inside(self.records),
+            chunks=inside(self.chunks),
+            prefix=self.prefix + start,
+        )
 
     @property
     def has_axes(self) -> bool:
@@ -111,7 +135,8 @@ def save_arrays(
             # Orbax refuses arrays without elements. Shape and dtype say all there is.
             entry["empty"] = {"shape": list(record.shape), "dtype": record.dtype}
         elif record.key_impl is not None:
-            stored[name] = jax.random.key_data(leaf.array)
+            with mesh_context(leaf.array.sharding):
+                stored[name] = jax.random.key_data(leaf.array)
         else:
             stored[name] = _storable(leaf)
         entries[name] = entry
@@ -120,7 +145,13 @@ def save_arrays(
             f"cannot save to {where}: there is no array with elements to save."
         )
     metadata = {_SECTION: {"version": _VERSION, "kind": kind, "arrays": entries}}
-    with ocp.Context():
+    context = ocp.Context()
+    # Several processes share the writing of replicated arrays, for which every device cuts its
+    # slice out. That compiles a program per shape and device, so it is kept for what is worth it:
+    # one process wrote 20 small replicated arrays in 0.6 s without it, and in 19 s with it.
+    context.array.saving.use_replica_parallel = jax.process_count() > 1
+    context.array.saving.min_slice_bytes_for_replica_parallel = _SHARED_SLICE_BYTES
+    with context:
         ocp.save(where, stored, overwrite=overwrite, custom_metadata=metadata)
     return where
 
@@ -215,9 +246,16 @@ def load_arrays(
         # Arrays that nobody wants are left out of the tree given to Orbax.
         context.pytree.loading.partial_load = True
         with context:
-            tree = ocp.load(manifest.path, _pruned(manifest.stored_tree, structs, manifest.records))
+            tree = ocp.load(
+                manifest.path,
+                _pruned(
+                    manifest.stored_tree,
+                    {manifest.prefix + name: struct for name, struct in structs.items()},
+                    manifest.records,
+                ),
+            )
         loaded = {
-            _stored_name(key_path): array
+            _stored_name(key_path).removeprefix(manifest.prefix): array
             for key_path, array in jax.tree_util.tree_leaves_with_path(tree)
         }
     arrays: dict[str, jax.Array] = {}
@@ -228,7 +266,9 @@ def load_arrays(
             data = _data_struct(struct, manifest.records[name])
             array = jax.device_put(np.zeros(data.shape, data.dtype), data.sharding)
         if impl is not None:
-            array = jax.device_put(jax.random.wrap_key_data(array, impl=impl), struct.sharding)
+            with mesh_context(struct.sharding):
+                keys = jax.random.wrap_key_data(array, impl=impl)
+            array = jax.device_put(keys, struct.sharding)
         arrays[name] = array
     return arrays
 
@@ -241,6 +281,17 @@ def absolute_path(path: PathLike) -> str:
     """
     text = os.fspath(path)
     return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
+def mesh_context(sharding: Sharding) -> contextlib.AbstractContextManager[Any]:
+    """The context in which operations on arrays of this sharding work.
+
+    Under ``jax.set_mesh`` with an Explicit mesh, JAX refuses operations on arrays that lie on
+    its Auto twin.
+    """
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return jax.set_mesh(sharding.mesh)
+    return contextlib.nullcontext()
 
 
 @functools.cache
@@ -260,7 +311,8 @@ def _refuse_existing(ocp: types.ModuleType, where: str, overwrite: bool) -> None
             f"cannot save to {where}: it exists. "
             "Pass overwrite=True to replace it, or choose another path."
         )
-    if not ocp.is_orbax_checkpoint(where) and any(ocp.Context().file.path_class(where).iterdir()):
+    directory = ocp.Context().file.path_class(where)
+    if not _is_checkpoint(directory) and (not directory.is_dir() or any(directory.iterdir())):
         # Overwriting removes the whole directory, so it must be one that Orbax made.
         raise CheckpointExistsError(
             f"cannot save to {where}: it exists and is no checkpoint, so overwrite=True does not "
@@ -268,20 +320,24 @@ def _refuse_existing(ocp: types.ModuleType, where: str, overwrite: bool) -> None
         )
 
 
+def _is_checkpoint(directory: Any) -> bool:
+    """Whether a directory has the files that every Orbax checkpoint has.
+
+    Orbax' own test also takes directories of anything else for old checkpoints.
+    """
+    return any((directory / marker).exists() for marker in _MARKERS)
+
+
 def _nearby(where: str) -> str:
     """Names the checkpoints next to or inside a path that is none."""
     if "://" in where:
         return ""
-    ocp = _orbax()
-    parent = where if os.path.isdir(where) else os.path.dirname(where)
-    if not os.path.isdir(parent):
+    path = pathlib.Path(where)
+    parent = path if path.is_dir() else path.parent
+    if not parent.is_dir():
         return ""
-    found = [
-        full
-        for name in sorted(os.listdir(parent))[:100]
-        if os.path.isdir(full := os.path.join(parent, name)) and ocp.is_orbax_checkpoint(full)
-    ]
-    return f" Did you mean {', '.join(found[:3])}?" if found else ""
+    found = [str(entry) for entry in sorted(parent.iterdir())[:100] if _is_checkpoint(entry)]
+    return f" Did you mean {' or '.join(found[:3])}?" if found else ""
 
 
 def _unsavable(name: str, leaf: NamedLeaf) -> str:

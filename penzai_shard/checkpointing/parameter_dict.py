@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import jax
 import jax.numpy as jnp
 from penzai import pz
-from penzai.core.variables import LabeledVariable, LabeledVariableValue
+from penzai.core.variables import AutoStateVarLabel, LabeledVariable, LabeledVariableValue
 
 from penzai_shard.checkpointing.array_records import is_abstract, record_of
 from penzai_shard.checkpointing.comparison import REPLACING, Tolerance, compare
@@ -197,6 +197,21 @@ def is_parameter_mapping(model: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(model, Mapping) and not any(True for _ in _variables(model))
 
 
+def with_own_label(variable: Any) -> Any:
+    """Gives a new variable a label of its own if it has the automatic one of another.
+
+    An automatic label is the id of an object. When that object is gone, a later one may get its
+    id, and two variables of one model would have one label.
+
+    >>> copy = pz.StateVariable(jnp.zeros(())).freeze().unfreeze_as_copy()
+    >>> with_own_label(copy).label == AutoStateVarLabel(id(copy))
+    True
+    """
+    if isinstance(variable.label, AutoStateVarLabel):
+        variable.label = AutoStateVarLabel(id(variable))
+    return variable
+
+
 def is_variable(node: Any) -> bool:
     """Whether a node is a variable of a model: parameter or state, mutable or frozen."""
     return isinstance(node, LabeledVariable | LabeledVariableValue) or _is_v1_parameter(node)
@@ -278,7 +293,7 @@ def _fresh_variable(node: Any, value: Any) -> Any:
     is_parameter = isinstance(node, pz.Parameter | pz.ParameterValue)
     if all(is_array_like(leaf) and not is_abstract(leaf) for leaf in leaves):
         mutable = pz.Parameter if is_parameter else pz.StateVariable
-        return mutable(value=value, label=node.label, metadata=metadata)
+        return with_own_label(mutable(value=value, label=node.label, metadata=metadata))
     # A mutable variable turns what it is given into arrays, so it cannot hold structs.
     frozen = pz.ParameterValue if is_parameter else pz.StateVariableValue
     return frozen(value=value, label=node.label, metadata=metadata)

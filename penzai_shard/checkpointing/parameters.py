@@ -121,7 +121,7 @@ def restore_params(
     Every device reads its own part. All that can be wrong is found before any array is read.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint's directory. Of a whole train state the parameters are taken.
         model: What ``param_dict`` takes: a model, an abstract model, or a dictionary of named
             arrays or structs. It is not changed.
         mesh: The mesh to restore onto. Of an Explicit mesh the Auto twin is used.
@@ -176,8 +176,11 @@ def restore_params(
         ],
     )
     plan = make_plan(own, mesh, rules, on_indivisible=on_indivisible, on_unnamed=on_unnamed)
+    manifest = read_manifest(path)
+    if manifest.kind == "train_state":
+        manifest = manifest.part("params")
     arrays = restore_arrays(
-        read_manifest(path),
+        manifest,
         _targets(own, plan),
         wording=RESTORING,
         tolerance=tolerance,

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from penzai_shard.checkpointing.array_records import ArrayRecord
 from penzai_shard.checkpointing.comparison import Tolerance, Wording, compare
-from penzai_shard.checkpointing.orbax_store import Manifest, load_arrays
+from penzai_shard.checkpointing.orbax_store import Manifest, load_arrays, mesh_context
 from penzai_shard.errors import CheckpointMismatchError, MeshError, ShardingWarning, raise_all
 
 
@@ -143,7 +143,8 @@ def _struct_as_stored(target: Target, permutation: tuple[int, ...] | None) -> ja
 
 
 def _transposed(array: jax.Array, permutation: tuple[int, ...], sharding: Sharding) -> jax.Array:
-    return _transposer(sharding)(array, permutation)
+    with mesh_context(sharding):
+        return _transposer(sharding)(array, permutation)
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,10 +2,10 @@
 
 import collections
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Sharding
 from penzai.core.variables import LabeledVariable
 
 from penzai_shard.checkpointing.array_records import record_of, refuse_permuted_positions
@@ -17,15 +17,14 @@ from penzai_shard.checkpointing.comparison import (
     Tolerance,
 )
 from penzai_shard.checkpointing.orbax_store import PathLike, read_manifest, save_arrays
+from penzai_shard.checkpointing.parameter_dict import with_own_label
 from penzai_shard.checkpointing.restoring import Target, refuse_abstract_mesh, restore_arrays
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
-from penzai_shard.meshes import AnyMesh, auto_twin
+from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
-from penzai_shard.planning import OnUnnamed, make_plan
+from penzai_shard.planning import make_plan, plan_tree
 from penzai_shard.rule_kinds import OnIndivisible
 from penzai_shard.tree_paths import key_text, path_text
-
-_OPTIMIZER_PART = "opt_state"
 
 
 def save_train_state(path: PathLike, train_state: Any, *, overwrite: bool = False) -> str:
@@ -75,7 +74,7 @@ def restore_train_state(
     on_extra: Extra = "error",
     rename_axes: Mapping[str, str] | None = None,
     on_indivisible: OnIndivisible = "error",
-    on_unnamed: OnUnnamed = "replicate",
+    on_unnamed: Literal["error", "replicate"] = "error",
 ) -> Any:
     """Restores a train state straight onto a mesh, whatever mesh it was saved from.
 
@@ -98,7 +97,8 @@ def restore_train_state(
         rename_axes: Logical axis names in the checkpoint that have other names in the state, as
             ``{"old": "new"}``.
         on_indivisible: As for ``make_plan``.
-        on_unnamed: As for ``make_plan``. Scalars and random keys are always replicated.
+        on_unnamed: What becomes of parameters (the field ``params``) without names: an error, or
+            ``"replicate"``. All other arrays without names are replicated.
 
     Returns:
         A state of the same structure with the arrays from the checkpoint. Leaves that are no
@@ -196,7 +196,7 @@ def _with_arrays(train_state: Any, arrays: Mapping[str, Any]) -> Any:
         if not isinstance(leaf, LabeledVariable):
             return value
         if id(leaf) not in fresh:
-            fresh[id(leaf)] = value.unfreeze_as_copy()
+            fresh[id(leaf)] = with_own_label(value.unfreeze_as_copy())
         return fresh[id(leaf)]
 
     return jax.tree_util.tree_map(unfreeze, train_state, frozen)
@@ -208,7 +208,7 @@ def _planned(
     rules: Any,
     optimizer_rules: Any,
     on_indivisible: OnIndivisible,
-    on_unnamed: OnUnnamed,
+    on_unnamed: Literal["error", "replicate"],
 ) -> dict[str, Sharding]:
     """The planned place of every array, the optimizer's part under its own rules."""
     arrays_only = map_arrays(train_state, lambda leaf: None if leaf.dtype is None else leaf.array)
@@ -218,20 +218,26 @@ def _planned(
             arrays_only, is_leaf=lambda node: node is not arrays_only
         )
     }
-    optimizer_part = {name: fields.pop(name) for name in (_OPTIMIZER_PART,) if name in fields}
-    everywhere = NamedSharding(auto_twin(mesh), PartitionSpec())
-    places: dict[str, Sharding] = {}
-    for part, part_rules in ((fields, rules), (optimizer_part, optimizer_rules)):
-        plan = make_plan(
-            part, mesh, part_rules, on_indivisible=on_indivisible, on_unnamed=on_unnamed
-        )
-        for key_path, sharding in _leaves_or_none(plan.sharding_tree()):
-            places[_name(key_path)] = sharding or everywhere
-    return places
-
-
-def _leaves_or_none(tree: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is None)
+    params = {name: fields.pop(name) for name in ("params",) if name in fields}
+    opt_state = {name: fields.pop(name) for name in ("opt_state",) if name in fields}
+    plans = (
+        make_plan(params, mesh, rules, on_indivisible=on_indivisible, on_unnamed=on_unnamed),
+        # The rest may well have few of the axes that the rules speak of, and arrays to which no
+        # logical axis belongs.
+        plan_tree(fields, mesh, rules, on_indivisible=on_indivisible, on_unnamed="replicate"),
+        plan_tree(
+            opt_state,
+            mesh,
+            optimizer_rules,
+            on_indivisible=on_indivisible,
+            on_unnamed="replicate",
+        ),
+    )
+    return {
+        _name(key_path): sharding
+        for plan in plans
+        for key_path, sharding in jax.tree_util.tree_leaves_with_path(plan.sharding_tree())
+    }
 
 
 def _given(shardings: Any, leaves: Mapping[str, NamedLeaf]) -> dict[str, Sharding]:

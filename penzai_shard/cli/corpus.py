@@ -53,6 +53,11 @@ class Corpus:
         starts = np.linspace(0, len(self.held_out) - length, batch_size).astype(int)
         return _pieces(self.held_out, starts, length)
 
+    def prompt(self, length: int) -> bytes:
+        """Held-out text that ends where a sentence has just begun, with ``The``."""
+        end = bytes(self.held_out).index(b" The ", length) + len(b" The ")
+        return bytes(self.held_out[end - length : end])
+
 
 def _pieces(data: np.ndarray, starts: np.ndarray, length: int) -> pz.nx.NamedArray:
     pieces = np.stack([data[start : start + length] for start in starts]).astype(np.int32)

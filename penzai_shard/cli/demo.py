@@ -30,7 +30,7 @@ from penzai_shard.training import TrainState, build_train_step_fn, shard_batch, 
 
 BATCH_SIZE = 16
 CONTEXT = 64
-SAMPLE_LENGTH = 100
+SAMPLE_LENGTH = 160
 PARAMETERS_FOLDER = "parameters"
 
 Model = Callable[[pz.nx.NamedArray], pz.nx.NamedArray]
@@ -251,8 +251,7 @@ def _compare(
 
 
 def _sample(model: Any, corpus: Corpus, mesh: jax.sharding.Mesh, seed: int) -> str:
-    prompt = bytes(corpus.held_out[:CONTEXT])
-    text = list(prompt)
+    text = list(corpus.prompt(CONTEXT))
     random = np.random.default_rng(seed)
     rows = mesh.shape["data"]
     for _ in range(SAMPLE_LENGTH):
@@ -262,8 +261,7 @@ def _sample(model: Any, corpus: Corpus, mesh: jax.sharding.Mesh, seed: int) -> s
         last = np.asarray(logits[{"batch": 0, "seq": -1}].unwrap("vocabulary"), np.float64)
         chances = np.exp((last - last.max()) / 0.7)
         text.append(int(random.choice(256, p=chances / chances.sum())))
-    sampled = bytes(text[CONTEXT:]).decode("utf-8", "replace")
-    return " ".join(sampled.split())
+    return " ".join(bytes(text[CONTEXT - len("The ") :]).decode("utf-8", "replace").split())
 
 
 def _write_records(

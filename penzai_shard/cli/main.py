@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
             "accelerators there are, else on simulated CPU devices."
         ),
     )
-    demo.add_argument("--steps", type=int, default=150, help="training steps (default 150)")
+    demo.add_argument("--steps", type=int, default=250, help="training steps (default 250)")
     demo.add_argument(
         "--mesh",
         default=None,

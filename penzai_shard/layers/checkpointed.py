@@ -9,6 +9,7 @@ from penzai import pz
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import variable_threading
+from penzai_shard.layers.remat_policies import POLICIES, named_policy
 from penzai_shard.meshes import auto_context, onto_auto_twin
 
 CheckpointPolicy = Callable[..., Any] | None
@@ -18,23 +19,26 @@ def resolve_policy(policy: Any) -> CheckpointPolicy:
     """The policy that ``jax.checkpoint`` takes.
 
     Args:
-        policy: None, which saves nothing but the layer's input, or a callable such as those in
+        policy: None, which saves nothing but the layer's input; a name of those in
+            ``remat_policies.POLICIES``; or a callable such as those in
             ``jax.checkpoint_policies``.
 
     Returns:
         The policy.
 
     Raises:
-        RuleTypeError: It is neither.
+        RuleTypeError: It is none of these.
 
-    >>> resolve_policy(None) is None
+    >>> resolve_policy("dots") is jax.checkpoint_policies.dots_saveable
     True
     """
+    if isinstance(policy, str):
+        return named_policy(policy)
     if policy is None or callable(policy):
         return policy
     raise RuleTypeError(
-        f"a checkpoint policy is a callable or None, not {policy!r}. "
-        "Take one of jax.checkpoint_policies, such as "
+        f"a checkpoint policy is a name, a callable or None, not {policy!r}. "
+        f"Take one of {', '.join(map(repr, POLICIES))}, or a callable such as "
         "jax.checkpoint_policies.dots_with_no_batch_dims_saveable."
     )
 
@@ -63,7 +67,9 @@ class Checkpointed(pz.nn.Layer):
 
     Attributes:
         body: The layer.
-        policy: What may be kept, as ``jax.checkpoint`` takes it; None keeps nothing.
+        policy: What may be kept: a name (``"nothing"``, ``"dots"``, ``"dots_without_batch"``,
+            ``"everything"``, ``"offload_dots"``) or what ``jax.checkpoint`` takes; None keeps
+            nothing.
 
     >>> layer = Checkpointed(pz.nn.Elementwise(jax.numpy.sin))
     >>> float(jax.grad(layer)(0.0))
@@ -71,7 +77,7 @@ class Checkpointed(pz.nn.Layer):
     """
 
     body: Any
-    policy: Callable[..., Any] | None = dataclasses.field(
+    policy: str | Callable[..., Any] | None = dataclasses.field(
         default=None, metadata={"pytree_node": False}
     )
 

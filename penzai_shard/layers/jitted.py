@@ -1,7 +1,6 @@
 """Compiling a layer while it stays an ordinary part of the model."""
 
 import dataclasses
-import weakref
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from penzai_shard.layers.model_reading import Inputs, ModelReading
 
 _READING = "_model_reading"
 # Arguments of these types hold no variable.
-_PLAIN_ARGUMENTS = frozenset({pz.nx.NamedArray, type(jax.numpy.zeros(())), np.ndarray})
+_PLAIN_ARGUMENTS = (pz.nx.NamedArray, jax.Array, np.ndarray)
 
 
 @pz.pytree_dataclass
@@ -74,7 +73,7 @@ class Jitted(pz.nn.Layer):
         arrays, constants, variables = inputs
         extras = None
         if (
-            side_inputs or type(argument) not in _PLAIN_ARGUMENTS
+            side_inputs or not isinstance(argument, _PLAIN_ARGUMENTS)
         ) and variable_threading.contains_variable((argument, side_inputs)):
             (argument, side_inputs), outer = pz.unbind_variables((argument, side_inputs))
             own = set(map(id, variables))
@@ -88,21 +87,14 @@ class Jitted(pz.nn.Layer):
         return output
 
     def _read(self) -> tuple[ModelReading, Inputs]:
-        """Reads the body, and keeps the reading for as long as nothing of the body is dropped."""
-        self.__dict__.pop(_READING, None)
-        owner = weakref.ref(self)
-
-        def forget(_: Any) -> None:
-            wrapper = owner()
-            if wrapper is not None:
-                wrapper.__dict__.pop(_READING, None)
-
+        """Reads the body, and keeps the reading until the body is edited or garbage collected."""
         reading = ModelReading(
-            self.body, forget, self.in_shardings, self.out_shardings, self.donate_argument
+            self.body, self.in_shardings, self.out_shardings, self.donate_argument
         )
         inputs = reading.inputs()
         if inputs is None:
             raise RuntimeError("the model changed while it was being read")
+        # Not a field: no part of the tree, of ==, of copies or of what is pickled or shown.
         self.__dict__[_READING] = reading
         return reading, inputs
 

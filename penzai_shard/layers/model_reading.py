@@ -5,13 +5,18 @@ found: the structure, the variables, the constants. Models are frozen, except fo
 lists and dictionaries in them and for what their variables hold; these are what a reading looks
 at again before it is used, with a number of Python calls that does not depend on the depth.
 
-A reading keeps no part of the model alive: when one of the objects that it saw is dropped, it
-calls ``forget``, whose duty is to drop the reading.
+Labels and metadata of variables are taken as they were when the model was read, as no layer
+computes with them.
+
+To see an edit, a reading keeps the objects that it saw. It never keeps the values of variables.
+What somebody removes from a model in place is let go by the next call, which reads the model
+again, and by the next full garbage collection, which ends all readings.
 """
 
 import collections
 import dataclasses
 import functools
+import gc
 import operator
 import weakref
 from collections.abc import Callable, Iterable
@@ -32,14 +37,8 @@ from penzai_shard.layers.compiled_structure import (
     compiled_function,
 )
 
-Forget = Callable[[Any], None]
-Children = tuple[list[Any], Any]
-
-_raw_value = operator.attrgetter("_raw_value")
-_data_array = operator.attrgetter("data_array")
-_named_axes = operator.attrgetter("named_axes")
-_label_and_metadata = operator.attrgetter("label", "metadata")
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
+_FULL_COLLECTION = 2
 
 
 class Inputs(NamedTuple):
@@ -48,7 +47,7 @@ class Inputs(NamedTuple):
     Attributes:
         arrays: The arrays that the variables hold now.
         constants: The leaves that are no variables.
-        variables: The variables, in the order that the compiled function counts them in.
+        variables: The variables, in the order in which the compiled function counts them.
     """
 
     arrays: list[Any]
@@ -61,163 +60,164 @@ class ModelReading:
 
     Args:
         model: The model.
-        forget: Called, with an argument to ignore, when an object of the model is dropped.
         in_shardings: Sharding of the argument, or None.
         out_shardings: Sharding of the output, or None.
         donate_argument: Whether the argument's buffers may be used for the output.
 
+    Attributes:
+        compiled: The compiled function for the model's structure.
+
     Raises:
         VariableConflictError: Two different variables of the model have the same label.
+
+    >>> import jax.numpy as jnp
+    >>> reading = ModelReading(pz.nn.Elementwise(jnp.sin))
+    >>> reading.inputs()
+    Inputs(arrays=[], constants=[], variables=[])
     """
 
-    __slots__ = (
-        "_axes",
-        "_bare",
-        "_bare_types",
-        "_constants",
-        "_containers",
-        "_general",
-        "_general_structure",
-        "_labels",
-        "_named",
-        "_plain",
-        "_variables",
-        "compiled",
-    )
+    __slots__ = ("__weakref__", "_seen", "compiled")
 
     compiled: Callable[..., tuple[Any, dict[int, Any]]]
+    _seen: "_Seen | None"
 
     def __init__(
         self,
         model: Any,
-        forget: Forget,
         in_shardings: Any = None,
         out_shardings: Any = None,
         donate_argument: bool = False,
     ) -> None:
         leaves, tree = jax.tree_util.tree_flatten(model)
-        self._containers = _Containers(model, forget)
-
         distinct = {id(leaf): leaf for leaf in leaves if variable_threading.is_variable(leaf)}
         variable_threading.check_distinct_slots(distinct.values())
-        groups: dict[str, list[Any]] = {"named": [], "bare": [], "general": []}
-        for variable in distinct.values():
-            groups[_group_of(variable)].append(variable)
-        named, bare, general = groups.values()
-        plain = [*named, *bare]
-        variables = [*plain, *general]
-        constants = [leaf for leaf in leaves if id(leaf) not in distinct]
-
-        self._axes = [variable._raw_value.named_axes for variable in named]
-        self._bare_types = [type(variable._raw_value) for variable in bare]
-        self._labels = [(variable.label, dict(variable.metadata)) for variable in plain]
-        self._general_structure = jax.tree_util.tree_structure([v.freeze() for v in general])
-
-        # A leaf that lies in a list or dictionary can be dropped without any object of the model
-        # being dropped with it.
-        hold = _HeldWeakly if self._containers.hold_leaves else _Held
-        self._named, self._bare, self._plain = hold(named), hold(bare), hold(plain)
-        self._general, self._variables = hold(general), hold(variables)
-        self._constants = hold(constants)
-
-        index_of = {id(variable): index for index, variable in enumerate(variables)}
-        axes: list[Any] = [tuple(names.items()) for names in self._axes]
-        axes += [None] * len(bare)
+        seen = _Seen(
+            containers=_Containers(model),
+            constants=[leaf for leaf in leaves if id(leaf) not in distinct],
+            variables=list(distinct.values()),
+        )
+        index_of = {id(variable): index for index, variable in enumerate(seen.variables)}
         structure = Structure(
             body=tree,
             places=tuple(index_of.get(id(leaf), -1) for leaf in leaves),
             plain=tuple(
-                PlainVariable(type(variable), label, ByEquality(metadata), variable_axes)
-                for variable, (label, metadata), variable_axes in zip(
-                    plain, self._labels, axes, strict=True
+                PlainVariable(type(variable), variable.label, ByEquality(metadata), axes)
+                for variable, metadata, axes in zip(
+                    seen.plain,
+                    seen.metadata,
+                    [*(tuple(axes.items()) for axes in seen.axes), *(None for _ in seen.bare)],
+                    strict=True,
                 )
             ),
-            general=_structure_without_sharing(general),
+            general=_structure_without_sharing(seen.general),
             in_shardings=ByEquality(in_shardings),
             out_shardings=ByEquality(out_shardings),
             donate_argument=donate_argument,
         )
-        shareable = not any(_holds_array(variable.metadata) for variable in plain)
+        shareable = not any(map(_holds_array, seen.metadata))
         self.compiled = (compiled_function if shareable else compile_structure)(structure)
+        self._seen = seen
+        _readings.add(self)
 
     def inputs(self) -> Inputs | None:
         """What a call takes from the model, or None if the model is no longer as it was read."""
+        seen = self._seen
+        if seen is None:
+            return None
         try:
-            if not self._containers.unchanged():
-                return None
-            named = list(map(_raw_value, self._named.get()))
-            if any(kind is not pz.nx.NamedArray for kind in set(map(type, named))):
-                return None
-            if list(map(_named_axes, named)) != self._axes:
-                return None
-            if list(map(_label_and_metadata, self._plain.get())) != self._labels:
-                return None
-            arrays = list(map(_data_array, named))
-            if self._bare_types:
-                bare = list(map(_raw_value, self._bare.get()))
-                if list(map(type, bare)) != self._bare_types:
-                    return None
-                arrays += bare
-            if general := self._general.get():
-                structure: Any
-                values, structure = jax.tree_util.tree_flatten([v.freeze() for v in general])
-                if structure != self._general_structure:
-                    return None
-                arrays += values
-            return Inputs(arrays, self._constants.get(), self._variables.get())
+            return seen.inputs()
         except Exception:
-            # Something here is not what it was, in a way that comparing cannot cope with: a
-            # dropped leaf, or an == that fails. Reading the model again says what is wrong.
+            # Something is not what it was, in a way that comparing it cannot cope with. Reading
+            # the model again tells what it is, or says what is wrong with it.
             return None
 
-
-class _Held:
-    """A list of leaves."""
-
-    __slots__ = ("_leaves",)
-
-    def __init__(self, leaves: list[Any]) -> None:
-        self._leaves = leaves
-
-    def get(self) -> list[Any]:
-        return self._leaves
+    def end(self) -> None:
+        """Lets go of the model."""
+        self._seen = None
 
 
-class _HeldWeakly(_Held):
-    """A list of leaves that does not keep them alive; reading a dropped one is an error."""
-
-    __slots__ = ()
-
-    def __init__(self, leaves: list[Any]) -> None:
-        super().__init__([_weak_reference(leaf) for leaf in leaves])
-
-    def get(self) -> list[Any]:
-        leaves = [reference() for reference in self._leaves]
-        if any(leaf is None for leaf in leaves):
-            raise ReferenceError("a leaf of the model was dropped")
-        return leaves
+_readings: "weakref.WeakSet[ModelReading]" = weakref.WeakSet()
 
 
-def _weak_reference(leaf: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(leaf)
-    except TypeError:
-        # Numbers and the like, which are neither large nor shared.
-        return functools.partial(_identity, leaf)
+def _end_readings(phase: str, info: dict[str, int]) -> None:
+    if phase == "start" and info["generation"] == _FULL_COLLECTION:
+        for reading in _readings:
+            reading.end()
 
 
-def _identity(leaf: Any) -> Any:
-    return leaf
+gc.callbacks.append(_end_readings)
 
 
-def _group_of(variable: Any) -> str:
-    if type(variable) in variable_threading.PLAIN_VARIABLES:
-        value = variable._raw_value
-        if type(value) is pz.nx.NamedArray and isinstance(value.data_array, jax.Array):
-            return "named"
-        if isinstance(value, jax.Array):
-            return "bare"
-    return "general"
+class _Seen:
+    """The objects of a model that calls depend on."""
+
+    __slots__ = (
+        "axes",
+        "bare",
+        "bare_types",
+        "constants",
+        "containers",
+        "general",
+        "general_structure",
+        "metadata",
+        "named",
+        "plain",
+        "variables",
+    )
+
+    def __init__(
+        self, containers: "_Containers", constants: list[Any], variables: list[Any]
+    ) -> None:
+        self.containers = containers
+        self.constants = constants
+        self.named = [variable for variable in variables if _holds_named_array(variable)]
+        self.bare = [variable for variable in variables if _holds_bare_array(variable)]
+        self.plain = [*self.named, *self.bare]
+        known = set(map(id, self.plain))
+        self.general = [variable for variable in variables if id(variable) not in known]
+        self.variables = [*self.plain, *self.general]
+        self.axes = [variable._raw_value.named_axes for variable in self.named]
+        self.bare_types = [type(variable._raw_value) for variable in self.bare]
+        self.metadata = [dict(variable.metadata) for variable in self.plain]
+        self.general_structure: Any = jax.tree_util.tree_structure(self._frozen_general())
+
+    def inputs(self) -> Inputs | None:
+        if not self.containers.unchanged():
+            return None
+        # Comprehensions over one attribute, and comparisons of whole lists, in which identical
+        # elements are equal at once, are the fastest loops that Python has for this.
+        values = [variable._raw_value for variable in self.named]
+        if [value.named_axes for value in values] != self.axes:
+            return None
+        arrays = [value.data_array for value in values]
+        if self.bare:
+            bare = [variable._raw_value for variable in self.bare]
+            if [type(value) for value in bare] != self.bare_types:
+                return None
+            arrays += bare
+        if self.general:
+            leaves, structure = jax.tree_util.tree_flatten(self._frozen_general())
+            if structure != self.general_structure:
+                return None
+            arrays += leaves
+        return Inputs(arrays, self.constants, self.variables)
+
+    def _frozen_general(self) -> list[Any]:
+        return [variable.freeze() for variable in self.general]
+
+
+def _holds_named_array(variable: Any) -> bool:
+    return (
+        type(variable) in variable_threading.PLAIN_VARIABLES
+        and type(variable._raw_value) is pz.nx.NamedArray
+        and isinstance(variable._raw_value.data_array, jax.Array)
+    )
+
+
+def _holds_bare_array(variable: Any) -> bool:
+    return type(variable) in variable_threading.PLAIN_VARIABLES and isinstance(
+        variable._raw_value, jax.Array
+    )
 
 
 def _structure_without_sharing(variables: Iterable[Any]) -> Any:
@@ -238,92 +238,79 @@ def _holds_array(metadata: dict[Any, Any]) -> bool:
 
 
 class _Containers:
-    """The mutable containers of a model, and what was in them.
+    """The mutable containers of a model, and copies of them to compare with.
 
-    Objects of the model are told apart by their ids. That is safe because each is watched: once
-    one of them is gone, and its id free for another, the reading is forgotten.
+    In comparing two lists or dictionaries, Python looks at the elements themselves only where
+    they are not identical. So a comparison is fast, and an element that was replaced by another
+    is noticed unless both are equal layers, frozen and with the very same variables.
     """
 
-    __slots__ = (
-        "_custom",
-        "_element_ids",
-        "_kept",
-        "_keys",
-        "_lengths",
-        "_lists",
-        "_mappings",
-        "_value_ids",
-        "_watches",
-        "hold_leaves",
-    )
+    __slots__ = ("_copies", "_custom", "_exact", "_lists", "_mapping_copies", "_mappings")
 
-    def __init__(self, model: Any, forget: Forget) -> None:
-        self.hold_leaves = False
+    def __init__(self, model: Any) -> None:
         self._lists: list[list[Any]] = []
         self._mappings: list[dict[Any, Any]] = []
-        self._custom: list[tuple[Any, Children]] = []
-        self._watches: list[Any] = []
-        self._kept: list[Any] = []
-        self._visit(model, forget, loose=False)
-        self._lengths = list(map(len, self._lists))
-        self._element_ids = list(map(id, chain.from_iterable(self._lists)))
-        self._keys = list(map(list, self._mappings))
-        self._value_ids = list(map(id, chain.from_iterable(map(_values_of, self._mappings))))
+        self._custom: list[tuple[Any, list[Any], Any]] = []
+        self._exact = False
+        self._visit(model, loose=False)
+        self._copies = [list(sequence) for sequence in self._lists]
+        self._mapping_copies = [mapping.copy() for mapping in self._mappings]
 
     def unchanged(self) -> bool:
         """Whether each container holds the same objects in the same order as before."""
-        if list(map(len, self._lists)) != self._lengths:
+        if self._lists != self._copies or self._mappings != self._mapping_copies:
             return False
-        if list(map(id, chain.from_iterable(self._lists))) != self._element_ids:
+        if self._exact and not self._identical():
             return False
-        if self._mappings:
-            if list(map(list, self._mappings)) != self._keys:
-                return False
-            values = chain.from_iterable(map(_values_of, self._mappings))
-            if list(map(id, values)) != self._value_ids:
-                return False
-        return all(_same_children(node, children) for node, children in self._custom)
+        return all(_same_children(*custom) for custom in self._custom)
 
-    def _visit(self, node: Any, forget: Forget, loose: bool) -> None:
+    def _identical(self) -> bool:
+        """Compares by identity. For containers of numbers and arrays: 1, 1.0 and True are equal."""
+        flat = chain.from_iterable
+        values = (mapping.values() for mapping in self._mappings)
+        copies = (
+            [copy[key] for key in mapping]
+            for mapping, copy in zip(self._mappings, self._mapping_copies, strict=True)
+        )
+        return all(map(operator.is_, flat(self._lists), flat(self._copies))) and all(
+            map(operator.is_, flat(values), flat(copies))
+        )
+
+    def _visit(self, node: Any, loose: bool) -> None:
         """Notes the containers at and below ``node``, which is ``loose`` if it lies in one."""
         kind: Any = type(node)
         if kind is list:
             self._lists.append(node)
             for child in node:
-                self._visit(child, forget, loose=True)
+                self._visit(child, loose=True)
         elif kind in _MAPPINGS:
             self._mappings.append(node)
             for child in node.values():
-                self._visit(child, forget, loose=True)
+                self._visit(child, loose=True)
         elif (fields := _fields_of_struct(kind)) is not None:
-            self._watches.append(weakref.ref(node, forget))
             for name in fields:
-                self._visit(getattr(node, name), forget, loose=False)
-        elif variable_threading.is_variable(node) or isinstance(node, jax.Array | np.ndarray):
-            self.hold_leaves |= loose
+                self._visit(getattr(node, name), loose=False)
+        elif variable_threading.is_variable(node):
+            pass
         else:
             children = jax.tree_util.default_registry.flatten_one_level(node)
-            if children is not None and not isinstance(node, tuple):
-                self._custom.append((node, (list(children[0]), children[1])))
-            if loose:
-                # It cannot be watched, so its id stays its own only while it is kept.
-                self._kept.append(node)
-            for child in children[0] if children is not None else ():
-                self._visit(child, forget, loose=loose)
+            if children is None:
+                self._exact |= loose
+                return
+            if not isinstance(node, tuple) and node is not None:
+                self._custom.append((node, list(children[0]), children[1]))
+            for child in children[0]:
+                self._visit(child, loose=loose)
 
 
-_values_of = operator.methodcaller("values")
-
-
-def _same_children(node: Any, before: Children) -> bool:
-    now = jax.tree_util.default_registry.flatten_one_level(node)
-    if now is None:
-        return False
-    children = list(now[0])
+def _same_children(node: Any, children: list[Any], static: Any) -> bool:
+    """Whether a node of a class that is not known to be frozen still consists of the same."""
+    children_now, static_now = jax.tree_util.default_registry.flatten_one_level(node)
+    children_now = list(children_now)
     return (
-        len(children) == len(before[0])
-        and all(map(operator.is_, children, before[0]))
-        and now[1] == before[1]
+        len(children_now) == len(children)
+        and all(map(operator.is_, children_now, children))
+        and static_now == static
     )
 
 

@@ -1,7 +1,7 @@
 """Logical axis names for arrays that carry none, by path."""
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -77,7 +77,8 @@ def _check_names(patterns: Any) -> None:
     if not isinstance(patterns, Mapping):
         raise RuleTypeError(
             "patterns must be a mapping from path pattern to names, not "
-            f"{type(patterns).__name__}. Write for instance {'layers.*.weight': ('out', 'in')}."
+            f"{type(patterns).__name__}. "
+            "Write for instance {'layers.*.weight': ('out', 'in')}."
         )
     problems = []
     for pattern, names in patterns.items():
@@ -87,6 +88,9 @@ def _check_names(patterns: Any) -> None:
             )
             continue
         given = [name for name in names if name is not None]
+        if not all(isinstance(name, Hashable) for name in given):
+            problems.append(f"pattern {pattern!r}: names must be hashable, not {tuple(names)}.")
+            continue
         if len(set(given)) < len(given):
             problems.append(f"pattern {pattern!r}: {tuple(names)} uses a logical axis twice.")
         if any(isinstance(name, int) for name in given):

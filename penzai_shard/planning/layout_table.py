@@ -94,7 +94,8 @@ class LayoutTable:
             return Layout(PartitionSpec(), "", (f"{leaf.problem}.",))
         if leaf.whole is None:
             explained = self.decide(leaf.names, leaf.shape)
-            return Layout(explained.spec, explained.reason, explained.problems)
+            reason = f"{leaf.note}: replicated" if leaf.note else explained.reason
+            return Layout(explained.spec, reason, explained.problems)
         whole_names, whole_sizes = leaf.whole
         explained = self.decide(whole_names, whole_sizes)
         by_name = dict(zip(whole_names, explained.dimensions, strict=True))

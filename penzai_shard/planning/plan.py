@@ -16,7 +16,7 @@ from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.planning.layout_table import LayoutTable
 from penzai_shard.planning.plan_table import PlanTable
-from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnIndivisible, array_text, nearest_name
+from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnIndivisible, nearest_name
 
 OnUnnamed: TypeAlias = Literal["error", "replicate", "infer"]
 
@@ -51,7 +51,8 @@ class LeafPlan:
     @property
     def is_replicated(self) -> bool:
         """Whether every device holds the whole array."""
-        return self.spec == PartitionSpec()
+        # Not by the spec: a mesh axis of size 1 shards nothing.
+        return self.spec is not None and self.shard_shape == self.shape
 
     def restore_struct(self) -> jax.ShapeDtypeStruct:
         """Shape, dtype and sharding as a ``jax.ShapeDtypeStruct``."""
@@ -139,9 +140,8 @@ class ShardingPlan:
         rows = [
             (
                 leaf.path,
-                array_text(leaf.names or (None,) * len(leaf.shape), leaf.shape),
+                _axes_text(leaf),
                 "?" if leaf.dtype is None else str(leaf.dtype),
-                "inferred by JAX" if leaf.spec is None else _spec_text(leaf.spec),
                 leaf.bytes_per_device,
                 leaf.reason,
             )
@@ -324,12 +324,18 @@ def _itemsize(dtype: Any) -> int:
     return 0 if dtype is None else dtype.itemsize
 
 
-def _spec_text(spec: PartitionSpec) -> str:
-    entries = [
-        "-" if entry is None else entry if isinstance(entry, str) else "+".join(entry)
-        for entry in spec
-    ]
-    return ", ".join(entries) if entries else "replicated"
+def _axes_text(leaf: LeafPlan) -> str:
+    """The dimensions with the mesh axes they are split over: ``embedding=128/data, seq=64``."""
+    if not leaf.shape:
+        return "scalar"
+    spec = leaf.spec or ()
+    entries = [*spec, *(None,) * (len(leaf.shape) - len(spec))]
+    names = leaf.names or (None,) * len(leaf.shape)
+    return ", ".join(
+        (f"{size}" if name is None else f"{name}={size}")
+        + ("" if not entry else "/" + (entry if isinstance(entry, str) else "+".join(entry)))
+        for name, size, entry in zip(names, leaf.shape, entries, strict=True)
+    ) + (" (left to JAX)" if leaf.spec is None else "")
 
 
 def _json_entry(entry: Any) -> Any:

@@ -4,12 +4,14 @@ import dataclasses
 import io
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-Row = tuple[str, str, str, str, int, str]
+Row = tuple[str, str, str, int, str]
 
-_HEADINGS = ("array", "count", "logical axes", "dtype", "layout", "per device", "reason")
+_HEADINGS = ("array", "count", "logical axes/mesh axes", "dtype", "per device", "reason")
+# Columns that a terminal needs to show the reasons legibly.
+_WIDE = 110
 _NUMBER = re.compile(r"\d+")
 
 
@@ -54,14 +56,16 @@ class PlanTable:
         """Makes the table; see ``ShardingPlan.table``."""
         groups: dict[tuple[str, ...], list[Row]] = {}
         for row in rows:
-            path, axes, dtype, layout, _, reason = row
-            place = _NUMBER.sub("*", path) if collapse else path
-            groups.setdefault((place, axes, dtype, layout, reason), []).append(row)
+            path, axes, dtype, _, reason = row
+            place = path
+            if collapse:
+                place = "(scalars)" if axes == "scalar" else _NUMBER.sub("*", path)
+            groups.setdefault((place, axes, dtype, reason), []).append(row)
         shown = []
-        for (place, axes, dtype, layout, reason), members in groups.items():
+        for (place, axes, dtype, reason), members in groups.items():
             path = members[0][0] if len(members) == 1 else place
-            held = bytes_text(sum(member[4] for member in members))
-            shown.append((path, str(len(members)), axes, dtype, layout, held, reason))
+            held = bytes_text(sum(member[3] for member in members))
+            shown.append((path, str(len(members)), axes, dtype, held, reason))
         arrays = sum(len(members) for members in groups.values())
         summary = [
             f"{arrays} arrays, {bytes_text(total_bytes)}; on mesh ({mesh}) each device holds "
@@ -82,21 +86,26 @@ class PlanTable:
         ]
         return "\n".join([*text, *self.summary])
 
-    def __rich__(self) -> Any:
-        """The table for rich's ``print`` and consoles."""
-        from rich.console import Group
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """The table for rich's ``print`` and consoles; a narrow one does without the reasons."""
         from rich.table import Table
         from rich.text import Text
 
+        shown = len(_HEADINGS) if options.max_width >= _WIDE else len(_HEADINGS) - 1
         table = Table(header_style="bold", row_styles=["", "dim"], box=None, pad_edge=False)
-        for heading in _HEADINGS:
+        for heading in _HEADINGS[:shown]:
             right = heading in ("count", "per device")
             table.add_column(
-                heading, justify="right" if right else "left", overflow="fold", no_wrap=right
+                heading,
+                justify="right" if right else "left",
+                overflow="fold",
+                no_wrap=right or heading == "dtype",
             )
         for row in self.rows:
-            table.add_row(*(Text(cell) for cell in row))
-        return Group(table, *(Text(line) for line in self.summary))
+            table.add_row(*(Text(cell) for cell in row[:shown]))
+        yield table
+        for line in self.summary:
+            yield Text(line)
 
     def __str__(self) -> str:
         """Rich in a terminal where rich is installed, plain text otherwise."""

@@ -147,10 +147,11 @@ def _in_old_dtypes(old: Any, new: Any) -> Any:
 
     Updates computed in mixed precision can come out wider than the state that they are for.
     """
-    if jax.tree.structure(old) != jax.tree.structure(new):
+    old_def: Any = jax.tree.structure(old)
+    if old_def != jax.tree.structure(new):
         raise ShardingError(
             "the optimizer's state must keep its form from step to step: "
-            f"{jax.tree.structure(old)} became {jax.tree.structure(new)}. {_FIX_OPT_STATE}"
+            f"{old_def} became {jax.tree.structure(new)}. {_FIX_OPT_STATE}"
         )
     flat, treedef = jax.tree_util.tree_flatten_with_path(old)
     paths = [path_text(path) for path, _ in flat]
@@ -160,7 +161,7 @@ def _in_old_dtypes(old: Any, new: Any) -> Any:
         for path, leaf in zip(paths, jax.tree.leaves(new), strict=True)
     }
     fitted = fit_state(before, after, "opt_state", _FIX_OPT_STATE)
-    return treedef.unflatten([fitted[path] for path in paths])
+    return jax.tree.unflatten(treedef, [fitted[path] for path in paths])
 
 
 def _in_dtype_of(old: jax.Array, new: jax.Array) -> jax.Array:

@@ -102,6 +102,8 @@ def fit_state(old: Any, new: Any, what: str, fix: str) -> Any:
     """
     headline = f"{what} must keep its form from step to step:"
     is_named = pz.nx.is_namedarray
+    old_def: Any
+    new_def: Any
     old_flat, old_def = jax.tree_util.tree_flatten_with_path(old, is_leaf=is_named)
     new_flat, new_def = jax.tree_util.tree_flatten_with_path(new, is_leaf=is_named)
     old_paths, new_paths = ([path_text(path) for path, _ in flat] for flat in (old_flat, new_flat))
@@ -126,7 +128,7 @@ def fit_state(old: Any, new: Any, what: str, fix: str) -> Any:
         else:
             fitted.append(_strong(after))
     raise_all(ShardingError, headline, problems)
-    return new_def.unflatten(fitted)
+    return jax.tree.unflatten(new_def, fitted)
 
 
 def _strong(leaf: Any) -> Any:

@@ -267,7 +267,8 @@ def split_model(
         (params if entry.kind == "parameter" else state_vars)[entry.name] = leaf.value
         leaves.append(entry.slot())
     raise_all(ShardingError, "cannot make a train state of this model:", problems)
-    return treedef.unflatten(leaves), params, state_vars, VariableTable(tuple(entries.values()))
+    unbound = jax.tree.unflatten(treedef, leaves)
+    return unbound, params, state_vars, VariableTable(tuple(entries.values()))
 
 
 def _split_weights(
@@ -294,7 +295,7 @@ def _split_weights(
         params[name] = leaf
         entries.append(VariableEntry(name, "parameter", None, False, wanted))
     raise_all(ShardingError, "cannot make a train state of these weights:", problems)
-    unbound = treedef.unflatten([entry.slot() for entry in entries])
+    unbound = jax.tree.unflatten(treedef, [entry.slot() for entry in entries])
     return unbound, params, {}, VariableTable(tuple(entries))
 
 
@@ -339,10 +340,11 @@ def _is_array_like(leaf: Any) -> bool:
 
 def _is_floating(value: Any) -> bool:
     leaves = jax.tree.leaves(value)
-    return bool(leaves) and all(
-        jnp.issubdtype(getattr(leaf, "dtype", jnp.result_type(type(leaf))), jnp.inexact)
-        for leaf in leaves
-    )
+    return bool(leaves) and all(jnp.issubdtype(_dtype_of(leaf), jnp.inexact) for leaf in leaves)
+
+
+def _dtype_of(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -135,7 +135,8 @@ def without_shared_buffers(leaves: Sequence[Any], others: Iterable[Any]) -> list
     for leaf in leaves:
         buffers = _buffers(leaf)
         if used.intersection(buffers):
-            leaf = jax.device_put(jnp.copy(leaf), leaf.sharding)
+            copy = jnp.copy(leaf)
+            leaf = jax.device_put(copy, leaf.sharding) if leaf.committed else copy
         used.update(buffers)
         result.append(leaf)
     return result

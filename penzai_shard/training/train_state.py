@@ -190,7 +190,8 @@ def _flatten(state: TrainState) -> tuple[Sequence[Any], Any]:
 
 
 def _unflatten(static: tuple[Any, VariableTable], children: Iterable[Any]) -> TrainState:
-    return TrainState(*children, *static)
+    fields = dict(zip((*FIELDS, *_STATIC), (*children, *static), strict=True))
+    return TrainState(**fields)
 
 
 jax.tree_util.register_pytree_with_keys(TrainState, _flatten_with_keys, _unflatten, _flatten)

@@ -165,7 +165,11 @@ class TrainStep:
         flat = _flat_of(train_state)
         leaves = self._checked_inputs(inputs)
         program = flat.program
-        if not isinstance(program, _Program) or program.owner is not self:
+        if (
+            not isinstance(program, _Program)
+            or program.owner is not self
+            or (program.free and any(map(_is_committed, leaves)))
+        ):
             if is_traced(flat.stepped) or is_traced(flat.kept) or is_traced(leaves):
                 return self._inline(flat, inputs)
             flat, program = self._prepare(flat, leaves)
@@ -229,6 +233,12 @@ class TrainStep:
         if declared is not None:
             stepped, kept = self._as_declared(structure, stepped, kept, declared)
         mesh = mesh_of(stepped) or mesh_of(kept) or mesh_of(inputs)
+        if declared is None and not any(map(_is_committed, (*stepped, *kept, *inputs))):
+            # JAX was free to place everything, and stays so: the result mixes with any other.
+            if self._donate:
+                stepped = without_shared_buffers(stepped, kept)
+            program = self._program(structure, None)
+            return FlatState(structure, stepped, kept, program), program
         with auto_context():
             stepped = [settled(leaf, mesh) for leaf in stepped]
             kept = [settled(leaf, mesh) for leaf in kept]
@@ -244,14 +254,17 @@ class TrainStep:
         program = self._program(structure, [leaf.sharding for leaf in stepped])
         return FlatState(structure, stepped, kept, program), program
 
-    def _program(self, structure: StateStructure, shardings: list[Sharding | None]) -> "_Program":
+    def _program(
+        self, structure: StateStructure, shardings: list[Sharding | None] | None
+    ) -> "_Program":
+        """The program for a structure and a layout; None is that of a state JAX may place."""
         declared = self._declared_shardings(structure)
-        if declared is not None:
+        if declared is not None and shardings is not None:
             shardings = [
                 own if told is None else told
                 for own, told in zip(shardings, declared[0], strict=True)
             ]
-        key = (structure, tuple(shardings))
+        key = (structure, None if shardings is None else tuple(shardings))
         if key not in self._programs:
             self._programs[key] = _Program(self, structure, shardings)
         return self._programs[key]
@@ -373,8 +386,9 @@ class TrainStep:
                 jax.tree.broadcast(shardings, inputs[name], is_leaf=lambda x: x is None),
                 is_leaf=lambda x: x is None,
             )
-            placed[name] = treedef.unflatten(
-                [place(path, leaf, t, name) for (path, leaf), t in zip(flat, told, strict=True)]
+            placed[name] = jax.tree.unflatten(
+                treedef,
+                [place(path, leaf, t, name) for (path, leaf), t in zip(flat, told, strict=True)],
             )
         raise_all(ShardingError, "some inputs do not lie as declared:", problems)
         return placed
@@ -398,9 +412,13 @@ class _Program:
     """The step for one structure and one layout of a state."""
 
     def __init__(
-        self, owner: TrainStep, structure: StateStructure, shardings: list[Sharding | None]
+        self,
+        owner: TrainStep,
+        structure: StateStructure,
+        shardings: list[Sharding | None] | None,
     ) -> None:
         self.owner = owner
+        self.free = shardings is None
         computation = owner._computation
 
         def train_step(stepped: list[Any], kept: list[Any], inputs: dict[str, Any]) -> Any:
@@ -408,6 +426,8 @@ class _Program:
 
         def eager_train_step(stepped: list[Any], kept: list[Any], inputs: dict[str, Any]) -> Any:
             new, aux = train_step(stepped, kept, inputs)
+            if shardings is None:
+                return new, aux
             return [jax.device_put(x, s) for x, s in zip(new, shardings, strict=True)], aux
 
         self.run: Any = eager_train_step
@@ -438,6 +458,10 @@ def _flat_step(
     for section in STEPPED_SECTIONS:
         leaves.extend(structure.treedefs[section].flatten_up_to(new[section]))
     return leaves, aux
+
+
+def _is_committed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and bool(leaf.committed)
 
 
 def _is_explicit(leaf: Any) -> bool:

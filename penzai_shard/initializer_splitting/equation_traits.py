@@ -1,0 +1,129 @@
+"""What the splitting of an initialiser has to know about single equations."""
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex_core
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Repeating one of these in every output that uses it costs nothing that one would notice, however
+# large its result: compilers fuse them into what reads them.
+_FREE = _names(
+    "broadcast_in_dim iota squeeze reshape expand_dims copy random_wrap random_unwrap "
+    "random_clone random_seed"
+)
+
+# Each element of the result comes from at most one element of each operand by a fixed formula, or
+# from an exact choice among elements, whose outcome does not depend on the order of evaluation.
+_ELEMENTWISE = _names(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e "
+    "bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos "
+    "cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag "
+    "integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi ne neg "
+    "nextafter not opt_barrier optimization_barrier or polygamma population_count pow real "
+    "reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan "
+    "tanh xor zeta"
+)
+_MOVES_ELEMENTS = _names(
+    "broadcast_in_dim concatenate device_put dynamic_slice dynamic_update_slice expand_dims gather "
+    "iota pad reshape rev scatter select_and_gather_add slice sort split squeeze transpose tile "
+    "unstack"
+)
+_EXACT_REDUCTIONS = _names(
+    "argmax argmin cummax cummin reduce_and reduce_max reduce_min reduce_or reduce_xor "
+    "top_k"
+)
+_RANDOM = _names(
+    "random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap "
+    "random_wrap threefry2x32 rng_bit_generator"
+)
+_LAYOUT_INDEPENDENT = _ELEMENTWISE | _MOVES_ELEMENTS | _EXACT_REDUCTIONS | _RANDOM
+
+_CALLS = _names(
+    "jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call "
+    "custom_vjp_call_jaxpr cond while scan"
+)
+_KEY_DERIVATIONS = _names(
+    "random_seed random_wrap random_fold_in random_split"
+)
+
+_FEW_ELEMENTS = 64
+
+
+def is_jit(primitive: Any) -> bool:
+    """Whether the primitive is a nested ``jax.jit``."""
+    return primitive.name in ("jit", "pjit")
+
+
+def element_count(avals: list[Any]) -> int:
+    """How many elements arrays of these types have together."""
+    return sum(math.prod(getattr(aval, "shape", ())) for aval in avals)
+
+
+def is_free(equation: jex_core.JaxprEqn) -> bool:
+    """Whether the equation costs next to nothing, whatever the size of its result."""
+    return equation.primitive.name in _FREE
+
+
+def is_cheap_to_repeat(equation: jex_core.JaxprEqn) -> bool:
+    """Whether each output that needs the equation may as well compute it again.
+
+    True of everything free, and of key derivations and element-by-element formulas with small
+    results.
+    """
+    name = equation.primitive.name
+    if name in _FREE:
+        return True
+    if element_count([var.aval for var in equation.outvars]) > _FEW_ELEMENTS:
+        return False
+    return name in _ELEMENTWISE or name in _MOVES_ELEMENTS or name in _RANDOM
+
+
+def _inner_jaxprs(equation: jex_core.JaxprEqn) -> Iterator[jex_core.Jaxpr]:
+    yield from jex_core.jaxprs_in_params(equation.params)
+
+
+def _is_exact_type(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return isinstance(dtype, np.dtype) and (dtype.kind in "iub")
+
+
+def keeps_values_in_any_layout(equation: jex_core.JaxprEqn) -> bool:
+    """Whether the result is the same to the bit however the arrays are spread over devices.
+
+    It is not where floating-point numbers are summed: partial sums per device are added in an
+    order that depends on the layout. Unknown operations on floating-point numbers are taken to
+    be of that kind.
+    """
+    if equation.primitive.name in _CALLS:
+        return all(_jaxpr_keeps_values(inner) for inner in _inner_jaxprs(equation))
+    if equation.primitive.name in _LAYOUT_INDEPENDENT:
+        return True
+    if any(True for _ in _inner_jaxprs(equation)):
+        return False
+    return all(_is_exact_type(atom.aval) for atom in (*equation.invars, *equation.outvars))
+
+
+# Small caches: JAX gives the same nested jaxpr to each call of one jitted function, so that one
+# initialiser has few of them. Entries are dropped with age; they keep only program text alive.
+@functools.lru_cache(maxsize=512)
+def _jaxpr_keeps_values(jaxpr: jex_core.Jaxpr) -> bool:
+    return all(keeps_values_in_any_layout(equation) for equation in jaxpr.eqns)
+
+
+@functools.lru_cache(maxsize=512)
+def derives_keys(jaxpr: jex_core.Jaxpr) -> bool:
+    """Whether the jaxpr, or a function that it calls under jit, derives random keys."""
+    return any(
+        equation.primitive.name in _KEY_DERIVATIONS
+        or (is_jit(equation.primitive) and any(map(derives_keys, _inner_jaxprs(equation))))
+        for equation in jaxpr.eqns
+    )

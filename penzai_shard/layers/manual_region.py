@@ -1,0 +1,126 @@
+"""Regions of a program that run per device, and what JAX tracks of the arrays in them.
+
+Inside ``jax.shard_map`` some mesh axes are *manual*: the code says what each device along them computes. A value's
+type says along which of them it *varies*, which is to say that devices may hold different ones.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.meshes import AnyMesh
+from penzai_shard.planning import plan_tree
+
+
+def manual_axes() -> frozenset[str]:
+    """The mesh axes that a surrounding ``jax.shard_map`` has taken over; empty outside.
+
+    >>> manual_axes()
+    frozenset()
+    """
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """The manual mesh axes along which devices may hold different values.
+
+    Args:
+        value: An array, a tracer, or a ``jax.ShapeDtypeStruct``.
+
+    >>> varying_axes(jax.numpy.ones(2))
+    frozenset()
+    """
+    kind = value if isinstance(value, jax.ShapeDtypeStruct) else jax.typeof(value)
+    tracked = getattr(kind, "manual_axis_type", None) or getattr(kind, "mat", None)
+    varying = getattr(kind, "vma", None) if tracked is None else tracked.varying
+    return frozenset(varying or ())
+
+
+def as_varying(array: Any, mesh_axes: Iterable[str]) -> Any:
+    """The same array, typed as varying along more mesh axes.
+
+    The transpose of this is the sum over those axes: a gradient that differs between devices
+    becomes that of the one value that they all hold.
+
+    Args:
+        array: An array inside ``jax.shard_map``.
+        mesh_axes: Manual mesh axes.
+
+    >>> float(as_varying(jax.numpy.ones(()), ()))
+    1.0
+    """
+    missing = tuple(sorted(set(mesh_axes) - varying_axes(array)))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Which mesh axes a region of the program takes over, and what is split over them.
+
+    Attributes:
+        mesh: The mesh, with Auto axes.
+        parameter_rules: Rules for parameters.
+        activation_rules: Rules for everything else.
+        manual: The mesh axes that the region takes over.
+        taken: Those that a surrounding region has taken over.
+        min_size: Parameters with fewer elements than this are not split.
+    """
+
+    mesh: AnyMesh
+    parameter_rules: AxisRules
+    activation_rules: AxisRules
+    manual: tuple[str, ...]
+    taken: tuple[str, ...] = ()
+    min_size: int = 0
+
+    def parameter_specs(self, tree: Any) -> list[PartitionSpec]:
+        """The specs of the arrays of a tree, over the manual mesh axes alone."""
+        specs = self._specs(tree, self.parameter_rules)
+        sizes = [array.size for array in jax.tree_util.tree_leaves(tree)]
+        return [
+            PartitionSpec() if size < self.min_size else spec
+            for size, spec in zip(sizes, specs, strict=True)
+        ]
+
+    def activation_specs(self, tree: Any) -> list[PartitionSpec]:
+        """The specs of the arrays of a tree, over the manual mesh axes alone."""
+        return self._specs(tree, self.activation_rules)
+
+    def parts(self, mesh_axes: Iterable[str]) -> int:
+        """How many parts some mesh axes make."""
+        return math.prod(self.mesh.shape[name] for name in mesh_axes)
+
+    def mesh_axes(self, spec: PartitionSpec, rank: int) -> list[tuple[str, ...]]:
+        """The mesh axes of each dimension of an array."""
+        entries = [*spec, *(None,) * (rank - len(spec))]
+        return [_mesh_axes(entry) for entry in entries]
+
+    def _specs(self, tree: Any, rules: AxisRules) -> list[PartitionSpec]:
+        mesh = self.mesh
+        if self.taken:
+            # Arrays have the length of one device's part already along these.
+            sizes = tuple(1 if n in self.taken else size for n, size in mesh.shape.items())
+            mesh = AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types)
+        plan = plan_tree(tree, mesh, rules, on_unnamed="replicate")
+        return [
+            self._restricted(sharding.spec)
+            for sharding in jax.tree_util.tree_leaves(plan.sharding_tree())
+        ]
+
+    def _restricted(self, spec: PartitionSpec) -> PartitionSpec:
+        entries: list[Any] = []
+        for entry in spec:
+            kept = tuple(name for name in _mesh_axes(entry) if name in self.manual)
+            entries.append(None if not kept else kept[0] if len(kept) == 1 else kept)
+        while entries and entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
+
+
+def _mesh_axes(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,0 +1,167 @@
+"""Running a layer per device, its parameters gathered when they are used.
+
+The compiler partitions a program as a whole, and may find a layout that moves activations where
+moving parameters would be cheaper. Here it is written down: every device holds its part of the
+batch, gathers each parameter for as long as it is used, and scatters the gradient.
+
+Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054), stage 3; Zhao et al. 2023, "PyTorch
+FSDP" (arXiv:2304.11277); ``jax.shard_map``.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from penzai import pz
+
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.errors import MeshError, raise_all
+from penzai_shard.layers import variable_threading
+from penzai_shard.layers.manual_region import Region, manual_axes
+from penzai_shard.layers.region_boundary import take_apart
+from penzai_shard.layers.region_call import ManualRegionError, RegionCall
+from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, onto_auto_twin
+from penzai_shard.rule_kinds import nearest_name
+
+__all__ = ["ManualRegionError", "ShardMapped"]
+
+
+@pz.pytree_dataclass
+class ShardMapped(pz.nn.Layer):
+    """Wraps a layer so that it runs per device under ``jax.shard_map``, as FSDP does.
+
+    Every parameter is gathered where it is used, over the mesh axes that ``parameter_rules``
+    split it over, and its gradient is scattered back as a sum over them. The argument, the side
+    inputs and the output are split by name by ``activation_rules``; arrays without names are
+    copies on every device. Output and gradients are those of the wrapped layer. What changes is
+    who moves what between devices.
+
+    The layer must compute the elements of a split logical axis independently of each other, as a
+    transformer block does with those of a batch. An output, or a state variable, that is reduced
+    over a split logical axis differs between the devices, and is refused by name before anything
+    runs. The same holds for the layers inside: one that normalises or contracts over a split
+    logical axis sees only its device's part.
+
+    ``pz.RandomStream``s are folded with the device's position along the mesh axes that
+    activations are split over: every device draws other numbers for its part of the batch than
+    the others do, and the same as those that hold the same part. State variables may live in the
+    layer, in the argument and in the side inputs; their values are split by ``activation_rules``
+    too. Constraint layers inside leave out the mesh axes that are taken over here. Inside another
+    ``ShardMapped`` layer, only mesh axes that are not taken over yet are.
+
+    Arrays of an Explicit mesh are relabelled onto its Auto twin, so outputs lie on the Auto twin.
+
+    Attributes:
+        body: The layer.
+        mesh: The mesh. An Explicit mesh means its Auto twin.
+        parameter_rules: Which logical axis of a parameter goes to which mesh axis, in any form
+            that ``AxisRules`` reads.
+        activation_rules: The same for the argument, the side inputs, the output, and the state.
+        manual_axes: The mesh axes that are taken over, all by default; the layout along the
+            others is left to the compiler.
+        min_size: Parameters with fewer elements than this are copies on every device, which is
+            cheaper than gathering them; their gradients are summed.
+
+    >>> from penzai_shard.meshes import make_mesh
+    >>> mesh = make_mesh({"data": 8})
+    >>> layer = pz.nn.Linear.from_config("up", jax.random.key(0), {"embedding": 8}, {"neurons": 4})
+    >>> sharded = ShardMapped(layer, mesh, {"embedding": "data"}, {"batch": "data"})
+    >>> output = sharded(pz.nx.ones({"batch": 16, "embedding": 8}))
+    >>> output.data_array.sharding.shard_shape((16, 4))
+    (2, 4)
+    """
+
+    body: Any
+    mesh: AnyMesh = dataclasses.field(metadata={"pytree_node": False})
+    parameter_rules: AxisRules | Mapping[Any, Any] | Sequence[Any] | None = dataclasses.field(
+        metadata={"pytree_node": False}
+    )
+    activation_rules: AxisRules | Mapping[Any, Any] | Sequence[Any] | None = dataclasses.field(
+        metadata={"pytree_node": False}
+    )
+    manual_axes: str | tuple[str, ...] | None = dataclasses.field(
+        default=None, metadata={"pytree_node": False}
+    )
+    min_size: int = dataclasses.field(default=0, metadata={"pytree_node": False})
+
+    def __call__(self, argument: Any, /, **side_inputs: Any) -> Any:
+        """Runs the layer per device.
+
+        Args:
+            argument: The layer's input.
+            **side_inputs: The layer's side inputs.
+
+        Returns:
+            The layer's output.
+
+        Raises:
+            MeshError: A rule or ``manual_axes`` names a mesh axis that the mesh does not have.
+            PlanError: A length does not divide; all offenders are told.
+            ManualRegionError: An output or a state variable differs between devices that should
+                hold the same; all offenders are told.
+            ValueError: The layer returned a mutable variable.
+        """
+        region = self._region()
+        if not region.manual:
+            return self.body(argument, **side_inputs)
+        (body, argument, side_inputs), variables = pz.unbind_variables(
+            (self.body, argument, side_inputs)
+        )
+        variable_threading.check_distinct_slots(variables)
+        parameters = [variable for variable in variables if isinstance(variable, pz.Parameter)]
+        states = [variable for variable in variables if not isinstance(variable, pz.Parameter)]
+        weights, weight_arrays = take_apart(([v.freeze() for v in parameters], body))
+        activations, activation_arrays = take_apart(
+            {
+                "argument": argument,
+                "side_inputs": side_inputs,
+                "states": [v.freeze() for v in states],
+            }
+        )
+        call = RegionCall(region, weights, activations)
+        with auto_context():
+            output, changed = _shard_mapped(call, weight_arrays, activation_arrays)
+        for index, content in changed.items():
+            variable_threading.assign([*parameters, *states][index], content)
+        return output
+
+    def _region(self) -> Region:
+        mesh = auto_twin(self.mesh)
+        if self.manual_axes is None:
+            wanted = tuple(mesh.axis_names)
+        elif isinstance(self.manual_axes, str):
+            wanted = (self.manual_axes,)
+        else:
+            wanted = tuple(self.manual_axes)
+        _check_manual_axes(wanted, mesh)
+        taken = manual_axes()
+        return Region(
+            mesh=mesh,
+            parameter_rules=AxisRules.of(self.parameter_rules),
+            activation_rules=AxisRules.of(self.activation_rules),
+            manual=tuple(name for name in mesh.axis_names if name in wanted and name not in taken),
+            taken=tuple(name for name in mesh.axis_names if name in taken),
+            min_size=self.min_size,
+        )
+
+
+def _check_manual_axes(wanted: Sequence[str], mesh: AnyMesh) -> None:
+    problems = []
+    for name in wanted:
+        if name not in mesh.axis_names:
+            near = nearest_name(name, mesh.axis_names)
+            fix = f"Did you mean {near!r}?" if near else f"Use some of {tuple(mesh.axis_names)}."
+            problems.append(f"manual_axes: the mesh has no mesh axis {name!r}. {fix}")
+    raise_all(MeshError, "cannot take over mesh axes:", problems)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _shard_mapped(
+    call: RegionCall, weight_arrays: list[Any], activation_arrays: list[Any]
+) -> tuple[Any, dict[int, Any]]:
+    # Compiled, and remembered by how the model is built: a region that is not compiled would be
+    # traced anew at every call, and cannot leave mesh axes to the compiler.
+    with auto_context():
+        return call.run(*onto_auto_twin((weight_arrays, activation_arrays)))

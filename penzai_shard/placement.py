@@ -1,0 +1,309 @@
+"""Putting models on a mesh by logical axis names, and making them there in the first place."""
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from penzai import pz
+from penzai.core.variables import AbstractVariable, AbstractVariableValue, AutoStateVarLabel
+
+from penzai_shard.errors import MeshError
+from penzai_shard.initializer_splitting import run_split, split_initializer
+from penzai_shard.meshes import auto_twin, has_explicit_axes
+from penzai_shard.planning import OnUnnamed, make_plan, name_to_name_sharding
+
+
+def name_to_name_device_put(tree: Any, mesh: Mesh, axis_name_to_mesh_name: Any = None) -> Any:
+    """Puts a tree of named arrays on a mesh, each laid out by its logical axis names.
+
+    Args:
+        tree: A tree of named arrays, also with NumPy data, or a model. Every array in it must
+            have names, scalars excepted.
+        mesh: The mesh. One with Explicit axes is treated as its twin with Auto axes.
+        axis_name_to_mesh_name: Rules, in any form that ``AxisRules`` reads; None maps each
+            logical axis to the mesh axis of the same name.
+
+    Returns:
+        The tree with its arrays placed. Mutable variables in it are new ones with the same labels
+        and metadata; the given ones keep their arrays. A variable that occurs several times in
+        the tree does so in the result.
+
+    Raises:
+        ShardingError: Some array has no valid layout; nothing has been placed then.
+
+    >>> from penzai_shard.meshes import make_mesh
+    >>> mesh = make_mesh({"data": 4, "model": 2})
+    >>> placed = name_to_name_device_put(pz.nx.ones({"batch": 8}), mesh, {"batch": "data"})
+    >>> placed.data_array.sharding.spec
+    P('data',)
+    """
+    _check_has_devices(mesh)
+    shardings = name_to_name_sharding(tree, mesh, axis_name_to_mesh_name)
+    nodes, treedef = jax.tree_util.tree_flatten(tree)
+    targets = treedef.flatten_up_to(shardings)
+    # Each variable once, however often it occurs, and everything in one call.
+    values: dict[int, Any] = {}
+    layouts: dict[int, Any] = {}
+    for index, (node, target) in enumerate(zip(nodes, targets, strict=True)):
+        is_variable = isinstance(node, AbstractVariable)
+        values.setdefault(_place_of(index, node), node.freeze() if is_variable else node)
+        layouts.setdefault(_place_of(index, node), target)
+    placed = jax.device_put(values, layouts)
+    bound = {
+        place: value.unfreeze_as_copy() if isinstance(value, AbstractVariableValue) else value
+        for place, value in placed.items()
+    }
+    return treedef.unflatten([bound[_place_of(index, node)] for index, node in enumerate(nodes)])
+
+
+def _place_of(index: int, node: Any) -> int:
+    """One number per leaf of a tree, the same for each occurrence of one variable."""
+    return -id(node) if isinstance(node, AbstractVariable) else index
+
+
+def sharded_init(
+    initializer: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh,
+    axis_name_to_mesh_name: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Builds a model with every array laid out over a mesh from the start.
+
+    The initialiser is traced once and split by its outputs. Parameters that are computed alike
+    and lie alike, but for the key that each starts from, share one compiled program, so that the
+    time to compile does not grow with depth. Beyond the sharded model, memory is needed for about
+    one array more; none exists unsharded, except results of operations that sum floating-point
+    numbers (``qr``, norms): these are computed on one device, one after the other, because their
+    values would depend on the mesh otherwise.
+
+    Values are those of ``jax.jit`` around the initialiser, up to one unit in the last place, and
+    the same to the bit on every mesh.
+
+    Args:
+        initializer: Called as ``initializer(*args, **kwargs)``; returns a model with new
+            ``pz.Parameter``s and ``pz.StateVariable``s, or any other tree of arrays. Anything
+            that can be traced works, also with effects such as ``jax.debug.print``, which happen
+            once.
+        *args: Passed on; arrays and anything else.
+        mesh: The mesh. One with Explicit axes is treated as its twin with Auto axes.
+        axis_name_to_mesh_name: Rules, in any form that ``AxisRules`` reads; None maps each
+            logical axis to the mesh axis of the same name.
+        **kwargs: Passed on.
+
+    Returns:
+        The model. Its variables are new, with the initialiser's labels and metadata, and shared
+        where the initialiser's are. State variables that had no label of their own get a new
+        automatic one. Arrays without names, such as the epsilon of a normalisation, are
+        replicated over the mesh.
+
+    Raises:
+        ShardingError: Some array has no valid layout; nothing has been computed then.
+
+    >>> from penzai.models import simple_mlp
+    >>> from penzai_shard.meshes import make_mesh
+    >>> model = sharded_init(
+    ...     simple_mlp.MLP.from_config,
+    ...     name="mlp",
+    ...     init_base_rng=jax.random.key(0),
+    ...     feature_sizes=[8, 16, 4],
+    ...     mesh=make_mesh({"data": 4, "model": 2}),
+    ...     axis_name_to_mesh_name={"features_out": "model"},
+    ... )
+    >>> weights = model.sublayers[0].sublayers[0].weights.value
+    >>> dict(weights.named_axes), weights.data_array.sharding.spec
+    ({'features': 8, 'features_out': 16}, P(None, 'model'))
+    """
+    tree = _initialize_on_mesh(
+        _unbound(initializer), args, kwargs, mesh, axis_name_to_mesh_name, "replicate"
+    )
+    return _bind(tree["model"], tree["variables"])
+
+
+def initialize_parameters_sharded(
+    model_def: Any, rng: jax.Array, mesh: Mesh, axis_name_to_mesh_name: Any = None
+) -> Any:
+    """Initialises a model of ``penzai.deprecated.v1``, every parameter laid out over a mesh.
+
+    Time, memory and values are as for ``sharded_init``.
+
+    Args:
+        model_def: A model, or any tree, with ``pz.nn.UninitializedParameter``s.
+        rng: The key from which ``pz.nn.initialize_parameters`` derives those of the parameters.
+        mesh: The mesh. One with Explicit axes is treated as its twin with Auto axes.
+        axis_name_to_mesh_name: Rules, in any form that ``AxisRules`` reads; None maps each
+            logical axis to the mesh axis of the same name.
+
+    Returns:
+        The model with initialised ``pz.nn.Parameter``s of the same names. The rest of it is what
+        it was.
+
+    Raises:
+        ShardingError: Some parameter has no valid layout; nothing has been computed then.
+        ValueError: Two parameters have the same name.
+
+    >>> import warnings
+    >>> from penzai.deprecated.v1 import pz as v1
+    >>> from penzai_shard.meshes import make_mesh
+    >>> model_def = v1.nn.add_parameter_prefix(
+    ...     "linear", v1.nn.Linear.from_config({"features": 8}, {"features_out": 16})
+    ... )
+    >>> mesh = make_mesh({"data": 4, "model": 2})
+    >>> model = initialize_parameters_sharded(
+    ...     model_def, jax.random.key(0), mesh, {"features_out": "model"}
+    ... )
+    >>> model.weights.name, model.weights.value.data_array.sharding.spec
+    ('linear.weights', P(None, 'model'))
+    """
+    v1 = importlib.import_module("penzai.deprecated.v1.pz")
+    uninitialized = v1.select(model_def).at_instances_of(v1.nn.UninitializedParameter)
+    parameters = _initialize_on_mesh(
+        lambda key: v1.nn.initialize_parameters(uninitialized.get_sequence(), key),
+        (rng,),
+        {},
+        mesh,
+        axis_name_to_mesh_name,
+        "error",
+    )
+    return uninitialized.set_sequence(parameters)
+
+
+def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Builds a model without memory for its parameters, to plan for it or to restore into it.
+
+    Each parameter is there as a frozen ``pz.ParameterValue`` whose arrays are
+    ``jax.ShapeDtypeStruct``s. What a checkpoint of parameters does not hold is computed for real,
+    and only that: constants of the layers (an epsilon, a mask) and state variables, which are
+    ordinary mutable ones. So the model can run once values are put in place of the parameters.
+
+    Args:
+        initializer: Called as ``initializer(*args, **kwargs)``; returns a model. It is traced.
+        *args: Passed on.
+        **kwargs: Passed on.
+
+    Returns:
+        The model. A parameter shared by several layers is one object in all of them.
+
+    >>> from penzai.models import simple_mlp
+    >>> model = abstract_model(
+    ...     simple_mlp.MLP.from_config,
+    ...     name="mlp",
+    ...     init_base_rng=jax.random.key(0),
+    ...     feature_sizes=[8, 16],
+    ... )
+    >>> model.sublayers[0].sublayers[0].weights.value.data_array
+    ShapeDtypeStruct(shape=(8, 16), dtype=float32)
+    """
+    with _auto_axes_context(None):
+        traced, structs = _trace(_unbound(initializer), args, kwargs)
+        leaves, treedef = jax.tree_util.tree_flatten(structs)
+        numbered = treedef.unflatten(range(len(leaves)))
+        wanted = {
+            index
+            for node in jax.tree_util.tree_leaves(numbered, is_leaf=_is_parameter_value)
+            if not _is_parameter_value(node)
+            for index in jax.tree_util.tree_leaves(node)
+        }
+        split = split_initializer(traced, [None] * len(leaves), wanted)
+        computed = run_split(split)
+    tree = treedef.unflatten([computed.get(i, struct) for i, struct in enumerate(leaves)])
+    return _bind(tree["model"], tree["variables"], keep_frozen=_is_parameter_value)
+
+
+def _is_parameter_value(node: Any) -> bool:
+    return isinstance(node, pz.ParameterValue)
+
+
+def _unbound(initializer: Callable[..., Any]) -> Callable[..., Any]:
+    def unbound(*args: Any, **kwargs: Any) -> Any:
+        model, variables = pz.unbind_variables(initializer(*args, **kwargs), freeze=True)
+        # The names are what paths in error messages begin with.
+        return {"model": model, "variables": variables}
+
+    return unbound
+
+
+def _bind(
+    model: Any,
+    frozen: Iterable[AbstractVariableValue],
+    keep_frozen: Callable[[Any], bool] = lambda value: False,
+) -> Any:
+    """Puts new variables in the slots of a model."""
+    variables = [value if keep_frozen(value) else value.unfreeze_as_copy() for value in frozen]
+    bound = pz.bind_variables(model, variables)
+    for variable in variables:
+        if isinstance(variable, pz.StateVariable) and isinstance(
+            variable.label, AutoStateVarLabel
+        ):
+            # An automatic label is the id of the object. The one that was traced is gone, and a
+            # later one may get its id: then two variables of one model would have one label.
+            variable.label = AutoStateVarLabel(id(variable))
+    return bound
+
+
+def _initialize_on_mesh(
+    initializer: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: Mesh,
+    rules: Any,
+    on_unnamed: OnUnnamed,
+) -> Any:
+    """Runs an initialiser that returns arrays, laid out by their names."""
+    _check_has_devices(mesh)
+    with _auto_axes_context(mesh):
+        traced, structs = _trace(initializer, args, kwargs)
+        plan = make_plan(structs, mesh, rules, on_unnamed=on_unnamed)
+        shardings, treedef = jax.tree_util.tree_flatten(plan.sharding_tree())
+        results = run_split(split_initializer(traced, shardings))
+    return treedef.unflatten([results[index] for index in range(len(shardings))])
+
+
+def _trace(
+    initializer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """An initialiser as a jaxpr without arguments, and the structs that it returns."""
+    args, kwargs = _with_auto_axes((args, kwargs))
+    return jax.make_jaxpr(lambda: initializer(*args, **kwargs), return_shape=True)()
+
+
+def _with_auto_axes(tree: Any) -> Any:
+    """The tree with arrays on meshes with Explicit axes relabelled; the tree itself if none is."""
+    leaves, treedef = jax.tree_util.tree_flatten(tree)
+    relabelled = [_relabelled(leaf) for leaf in leaves]
+    if all(new is old for new, old in zip(relabelled, leaves, strict=True)):
+        return tree
+    return treedef.unflatten(relabelled)
+
+
+def _relabelled(leaf: Any) -> Any:
+    sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
+    if not isinstance(sharding, NamedSharding) or not has_explicit_axes(sharding.mesh):
+        return leaf
+    return jax.device_put(leaf, NamedSharding(auto_twin(sharding.mesh), sharding.spec))
+
+
+@contextlib.contextmanager
+def _auto_axes_context(mesh: Mesh | None) -> Iterator[None]:
+    """In a context mesh (``jax.set_mesh``), that of the arrays to be made, with Auto axes.
+
+    Initialisers are written for arrays without a layout in their type, and arrays of one mesh
+    cannot be made in the context of another. Outside any context mesh, nothing is changed.
+    """
+    current = jax.sharding.get_mesh()
+    if current.empty:
+        yield
+        return
+    with jax.set_mesh(auto_twin(current if mesh is None else mesh)):
+        yield
+
+
+def _check_has_devices(mesh: Any) -> None:
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"cannot place arrays on this {type(mesh).__name__}: it has no devices. "
+            "Plan with make_plan on it, or use make_mesh({...}) to place."
+        )

@@ -1,0 +1,131 @@
+"""Types and functions by name: ``module:qualname``, as recipes are written and read."""
+
+import functools
+import importlib
+import inspect
+import re
+import types
+from typing import Any
+
+import jax
+from penzai import pz
+
+from penzai_shard.errors import RuleTypeError
+from penzai_shard.rule_kinds import nearest_name
+
+_REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_LIBRARY = __name__.partition(".")[0]
+# Short forms of modules whose names are known from elsewhere than where they are defined.
+_SHORT_MODULES = {"pz": "penzai.pz"}
+
+
+def is_reference(text: str) -> bool:
+    """Whether a text has the form of a reference, and not of a path pattern.
+
+    >>> is_reference("pz.nn:Linear"), is_reference("**/attention/**")
+    (True, False)
+    """
+    return _REFERENCE.fullmatch(text) is not None
+
+
+def resolve(reference: str) -> Any:
+    """The object of a reference. Imports the module that it names.
+
+    Args:
+        reference: Module and qualified name; ``pz.nn`` stands for ``penzai.pz.nn``.
+
+    Returns:
+        The object.
+
+    Raises:
+        RuleTypeError: There is no such module, or it has no such name.
+
+    >>> resolve("pz.nn:Linear") is pz.nn.Linear
+    True
+    """
+    module_name, _, qualname = reference.partition(":")
+    first, dot, rest = module_name.partition(".")
+    if not is_reference(reference):
+        raise RuleTypeError(
+            f"{reference!r} is no reference. Write module:name, for instance 'pz.nn:Linear'."
+        )
+    try:
+        found: Any = importlib.import_module(_SHORT_MODULES.get(first, first) + dot + rest)
+    except ImportError as error:
+        raise RuleTypeError(
+            f"{reference!r}: cannot import {module_name!r}: {error}. "
+            "Install or import it first, or correct the name."
+        ) from error
+    for name in qualname.split("."):
+        if not hasattr(found, name):
+            near = nearest_name(name, dir(found))
+            raise RuleTypeError(
+                f"{reference!r}: {module_name!r} has no {qualname!r}. "
+                + (f"Did you mean {near!r}?" if near else "Correct the name.")
+            )
+        found = getattr(found, name)
+    return found
+
+
+def reference_to(value: Any) -> str | None:
+    """How a type or function is written as a reference; None if it has no importable name.
+
+    Args:
+        value: A type, a function, a class method, or a policy of ``jax.checkpoint_policies``.
+
+    Returns:
+        The shortest form that ``resolve`` gives the same object back for.
+
+    >>> reference_to(pz.nn.Linear), reference_to(lambda layer: layer)
+    ('pz.nn:Linear', None)
+    """
+    if inspect.ismodule(value) or not (callable(value) or isinstance(value, type)):
+        return None
+    qualname = getattr(value, "__qualname__", None)
+    module = getattr(value, "__module__", None)
+    if isinstance(value, types.MethodType) and not isinstance(value.__self__, type):
+        return None
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType):
+        if isinstance(value, types.MethodType):
+            module = value.__self__.__module__
+        candidates = []
+        if module is not None and qualname is not None:
+            root = module.partition(".")[0]
+            if root == _LIBRARY:
+                candidates.append(f"{_LIBRARY}:{qualname}")
+            if root == "penzai" and qualname in dir(pz.nn):
+                candidates.append(f"pz.nn:{qualname}")
+            candidates.append(f"{module}:{qualname}")
+        for candidate in candidates:
+            if is_reference(candidate) and _resolves_to(candidate, value):
+                return candidate
+    return _policy_reference(value)
+
+
+def _resolves_to(reference: str, value: Any) -> bool:
+    try:
+        found = resolve(reference)
+    except RuleTypeError:
+        return False
+    return found is value or (isinstance(value, types.MethodType) and found == value)
+
+
+@functools.cache
+def _policies() -> list[tuple[str, Any]]:
+    return list(vars(jax.checkpoint_policies).items())
+
+
+def _policy_reference(value: Any) -> str | None:
+    for name, policy in _policies():
+        if policy is value:
+            return f"jax:checkpoint_policies.{name}"
+    return None
+
+
+def display_name(value: Any) -> str:
+    """A type or function in messages.
+
+    >>> display_name(pz.nn.Linear)
+    'Linear'
+    """
+    return getattr(value, "__qualname__", None) or repr(value)

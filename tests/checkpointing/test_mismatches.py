@@ -1,0 +1,220 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+import pytest
+from penzai import pz
+
+from penzai_shard.checkpointing import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    orbax_store,
+    param_dict,
+    restore_params,
+    save_params,
+)
+from penzai_shard.errors import CheckpointMismatchError, MeshError, PlanError, ShardingWarning
+
+SQUARE = {"w": pz.nx.wrap(np.arange(64.0, dtype="float32").reshape(8, 8)).tag("a", "b")}
+
+
+@pytest.fixture
+def square(tmp_path):
+    return save_params(tmp_path / "square", SQUARE)
+
+
+@pytest.fixture
+def nothing_is_read(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("arrays were read")
+
+    monkeypatch.setattr("penzai_shard.checkpointing.restoring.load_arrays", refuse)
+
+
+@pytest.mark.usefixtures("nothing_is_read")
+def test_every_difference_is_told_before_anything_is_read(tmp_path, wide):
+    path = save_params(
+        tmp_path / "params",
+        {
+            "swapped": pz.nx.ones({"a": 8, "b": 8}),
+            "renamed": pz.nx.ones({"a": 8}),
+            "larger": pz.nx.ones({"a": 8, "b": 4}),
+            "other_axes": pz.nx.ones({"a": 8, "b": 4}),
+            "half": pz.nx.ones({"a": 8}).astype(jnp.bfloat16),
+            "key": jax.random.key(0),
+            "decoder.weights": pz.nx.ones({"a": 8}),
+            "same": pz.nx.ones({"a": 8}),
+        },
+    )
+    wanted = {
+        "swapped": pz.nx.ones({"b": 8, "a": 8}),
+        "renamed": pz.nx.ones({"c": 8}),
+        "larger": pz.nx.ones({"b": 4, "a": 16}),
+        "other_axes": pz.nx.ones({"b": 8, "c": 4}),
+        "half": pz.nx.ones({"a": 8}),
+        "key": jax.random.key(0, impl="rbg"),
+        "decoder.weight": pz.nx.ones({"a": 8}),
+        "same": pz.nx.ones({"a": 8}),
+    }
+    with pytest.raises(CheckpointMismatchError) as caught:
+        restore_params(path, wanted, wide, {})
+    headline, *lines = str(caught.value).splitlines()
+    assert headline == f"the checkpoint at {path} does not fit the model:"
+    assert set(lines) == {
+        "  swapped: the checkpoint has (a=8, b=8), and the model wants (b=8, a=8): the same "
+        "logical axes in another order. Pass on_axis_mismatch='transpose' to have it put right.",
+        "  renamed: the checkpoint has (a=8), and the model wants (c=8): the logical axes have "
+        "other names. If they mean the same, pass rename_axes={'a': 'c'}.",
+        "  larger: the checkpoint has (a=8, b=4), and the model wants (b=4, a=16): the sizes "
+        "differ. Build the model with the same sizes.",
+        "  other_axes: the checkpoint has (a=8, b=4), and the model wants (b=8, c=4): the logical "
+        "axes differ. Build the model with the same axes.",
+        "  half: the checkpoint has bfloat16, and the model wants float32. Pass "
+        "on_dtype_mismatch='cast', or give the model this dtype.",
+        "  key: the checkpoint has 'threefry2x32' PRNG keys, and the model wants 'rbg' PRNG keys. "
+        "Make the key with jax.random.key(seed, impl=...) of the same kind.",
+        "  decoder.weight: the model wants (a=8) float32, and the checkpoint has no such array. "
+        "Did you mean 'decoder.weights'? Or restore a dictionary without 'decoder.weight', and "
+        "give its value to with_params.",
+        "  decoder.weights: the checkpoint has (a=8) float32, and the model has no such array. "
+        "Did you mean 'decoder.weight'? Pass on_extra='ignore' to leave it there.",
+    }
+    assert caught.value.problems == tuple(line.strip() for line in lines)
+
+
+@pytest.mark.usefixtures("nothing_is_read")
+def test_what_transposing_cannot_put_right_stays_refused(square, wide):
+    wanted = {"w": pz.nx.ones({"b": 4, "a": 16})}
+    with pytest.raises(CheckpointMismatchError, match="the sizes differ"):
+        restore_params(square, wanted, wide, {}, on_axis_mismatch="transpose")
+    with pytest.raises(CheckpointMismatchError, match="the logical axes have other names"):
+        restore_params(
+            square, {"w": pz.nx.ones({"a": 8, "c": 8})}, wide, {}, on_axis_mismatch="transpose"
+        )
+    # Names on one side only.
+    with pytest.raises(CheckpointMismatchError, match=r"wants \(8, 8\): the logical axes differ"):
+        restore_params(square, {"w": jnp.ones((8, 8))}, wide, {}, on_unnamed="replicate")
+
+
+def test_renaming_an_axis_that_is_not_there_is_refused(square, wide):
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"x: no array in the checkpoint has this logical axis\. It has",
+    ):
+        restore_params(square, SQUARE, wide, {}, rename_axes={"x": "y"})
+
+
+def test_unknown_options_are_refused(square, wide):
+    with pytest.raises(
+        CheckpointMismatchError, match="on_extra='drop': choose one of 'error', 'ignore'"
+    ):
+        restore_params(square, SQUARE, wide, {}, on_extra="drop")
+
+
+def test_a_layout_that_cannot_be_is_refused(square, wide):
+    with pytest.raises(PlanError, match="no valid layout"):
+        restore_params(square, SQUARE, wide, {"a": "data", "b": "data"})
+    with pytest.raises(MeshError, match="cannot restore onto a AbstractMesh: it has no devices"):
+        restore_params(square, SQUARE, wide.abstract_mesh, {})
+
+
+def test_paths_without_checkpoint_are_refused(tmp_path, square, wide):
+    with pytest.raises(
+        CheckpointNotFoundError,
+        match=rf"there is no checkpoint at .*/squares: the path does not exist\. Did you mean "
+        rf"{square}\?",
+    ):
+        restore_params(tmp_path / "squares", SQUARE, wide, {})
+    with pytest.raises(FileNotFoundError, match=r"Orbax does not recognise the directory\. Did"):
+        restore_params(square.removesuffix("/square"), SQUARE, wide, {})
+
+
+def test_an_existing_path_is_refused_and_replaced_when_asked(tmp_path, square, wide):
+    with pytest.raises(CheckpointExistsError, match=r"it exists\. Pass overwrite=True"):
+        save_params(square, SQUARE)
+    doubled = {"w": SQUARE["w"] * 2}
+    # What cannot be saved does not cost the checkpoint that is there.
+    with pytest.raises(CheckpointMismatchError, match="has a shape and no values"):
+        save_params(square, jax.eval_shape(lambda: SQUARE), overwrite=True)
+    assert float(restore_params(square, SQUARE, wide, {})["w"].data_array.sum()) == 2016
+    save_params(square, doubled, overwrite=True)
+    assert float(restore_params(square, SQUARE, wide, {})["w"].data_array.sum()) == 4032
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "file").write_text("text")
+    with pytest.raises(FileExistsError, match="is no checkpoint, so overwrite=True does not"):
+        save_params(tmp_path / "notes", SQUARE, overwrite=True)
+    (tmp_path / "empty").mkdir()
+    save_params(tmp_path / "empty", SQUARE, overwrite=True)
+
+
+def test_what_cannot_be_saved_is_told_at_once(tmp_path):
+    deleted = jnp.ones(2)
+    deleted.delete()
+    with pytest.raises(CheckpointMismatchError) as caught:
+        save_params(
+            tmp_path / "params",
+            {"abstract": jax.ShapeDtypeStruct((2,), "int32"), "gone": deleted, "np": np.ones(2)},
+        )
+    assert [line.split(":")[0] for line in caught.value.problems] == ["abstract", "gone", "np"]
+    assert "NumPy's float64 would be restored as float32" in str(caught.value)
+    assert "its buffer was donated or deleted" in str(caught.value)
+    with pytest.raises(CheckpointMismatchError, match="there is no array with elements to save"):
+        save_params(tmp_path / "params", {})
+    with pytest.raises(CheckpointMismatchError, match="is being traced"):
+        jax.jit(lambda x: save_params(tmp_path / "params", {"w": x}))(jnp.ones(2))
+    assert not (tmp_path / "params").exists()
+
+
+def test_views_with_permuted_positional_dimensions_are_refused(tmp_path):
+    view = pz.nx.ones({"a": 2, "b": 2, "c": 2}).untag("b", "a")
+    with pytest.raises(CheckpointMismatchError, match=r"Give its data the usual order with .with_"):
+        save_params(tmp_path / "params", {"w": view})
+
+
+def test_a_checkpoint_of_plain_orbax_is_restored_with_a_warning(tmp_path, mlp, wide):
+    values = param_dict(mlp)
+    flat = {name: value.data_array for name, value in values.items()}
+    ocp.save(tmp_path / "flat", flat)
+    ocp.save(tmp_path / "named", values)
+    nested = {"mlp": {"up": {}, "down": {}}}
+    for name, array in flat.items():
+        _, layer, leaf = name.split("/")
+        nested["mlp"][layer][leaf] = array
+    ocp.save(tmp_path / "nested", nested)
+    for kind in ("flat", "named", "nested"):
+        with pytest.warns(ShardingWarning, match="was written without logical axis names"):
+            restored = restore_params(tmp_path / kind, values, wide, {"neurons": "model"})
+        for name in values:
+            np.testing.assert_array_equal(restored[name].data_array, flat[name])
+            assert restored[name].named_axes == values[name].named_axes
+        part = {"mlp/up/AddBias.bias": values["mlp/up/AddBias.bias"]}
+        with pytest.warns(ShardingWarning):
+            restored = restore_params(tmp_path / kind, part, wide, {}, on_extra="ignore")
+        assert list(restored) == list(part)
+    with pytest.raises(CheckpointMismatchError, match="the sizes differ"):
+        restore_params(
+            tmp_path / "flat", {"mlp/up/AddBias.bias": jnp.ones(3)}, wide, on_unnamed="replicate"
+        )
+
+
+def test_a_list_in_a_checkpoint_of_plain_orbax_is_read_by_index(tmp_path, wide):
+    ocp.save(tmp_path / "list", {"layers": [jnp.ones(2), jnp.arange(3)]})
+    part = {"layers": {"1": pz.nx.zeros({"a": 3}, dtype=jnp.int32)}}
+    with pytest.warns(ShardingWarning):
+        restored = restore_params(tmp_path / "list", part, wide, {}, on_extra="ignore")
+    assert restored["layers"]["1"].unwrap("a").tolist() == [0, 1, 2]
+
+
+def test_a_later_format_is_refused(tmp_path, wide, monkeypatch):
+    monkeypatch.setattr(orbax_store, "_VERSION", 2)
+    path = save_params(tmp_path / "params", SQUARE)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointMismatchError, match="has format 2, and this version of"):
+        restore_params(path, SQUARE, wide, {})
+
+
+def test_large_pieces_raise_the_bound_on_reading(tmp_path, wide, monkeypatch):
+    monkeypatch.setattr(orbax_store, "_READ_BYTES", 16)
+    path = save_params(tmp_path / "params", SQUARE)
+    restored = restore_params(path, SQUARE, wide, {"a": "data"})
+    np.testing.assert_array_equal(restored["w"].data_array, SQUARE["w"].data_array)

@@ -1,0 +1,72 @@
+"""What importing the package costs, what it offers, and how its modules may import each other."""
+
+import pathlib
+import subprocess
+import sys
+
+import penzai_shard
+
+ROOT = pathlib.Path(penzai_shard.__file__).parent.parent
+
+
+def run_python(code):
+    return subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning:penzai_shard", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+
+
+def test_importing_the_package_loads_no_optional_dependency():
+    done = run_python(
+        "import sys, penzai_shard\n"
+        "optional = ('optax', 'orbax', 'rich', 'transformers', 'torch', 'flax')\n"
+        "loaded = [name for name in optional if name in sys.modules]\n"
+        "assert not loaded, loaded\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_package_starts_no_device():
+    done = run_python(
+        "import penzai_shard\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge._backends, xla_bridge._backends\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_plan_needs_no_optional_dependency():
+    done = run_python(
+        "import sys\n"
+        "for name in ('optax', 'orbax', 'rich', 'orbax.checkpoint'):\n"
+        "    sys.modules[name] = None\n"
+        "import jax\n"
+        "from penzai import pz\n"
+        "from penzai_shard import make_plan\n"
+        "mesh = jax.sharding.AbstractMesh((4, 2), ('data', 'model'))\n"
+        "sys.stdout.isatty = lambda: True\n"
+        "print(make_plan({'w': pz.nx.ones({'a': 8})}, mesh, {'a': 'data'}))\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "a=8/data" in done.stdout
+    assert "each device holds 8 B" in done.stdout
+
+
+def test_every_public_name_is_there_documented_and_listed_in_order():
+    names = penzai_shard.__all__
+    assert list(names) == sorted(names, key=str)
+    for name in names:
+        assert getattr(penzai_shard, name).__doc__, name
+
+
+def test_imports_go_down_the_level_table():
+    done = run_python(
+        "import sys\n"
+        "from importlinter.cli import lint_imports\n"
+        "sys.exit(lint_imports(no_cache=True, no_logo=True))\n"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout

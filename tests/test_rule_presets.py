@@ -1,0 +1,145 @@
+"""The presets, alone and combined."""
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from penzai_shard import AxisRules, data_parallel, fully_sharded, tensor_parallel
+from penzai_shard.errors import MeshError, PlanError, RuleTypeError
+from penzai_shard.rule_presets import TRANSFORMER_MODEL_AXES
+
+MESH = {"data": 4, "model": 2}
+
+
+def test_data_parallel_splits_the_batch_only():
+    rules = data_parallel()
+    assert rules.spec(("batch", "seq", "embedding"), (8, 16, 32), MESH) == P("data")
+    assert rules.spec(("embedding", "neurons"), (32, 64), MESH) == P()
+    assert data_parallel("model", "examples") == AxisRules({"examples": "model"})
+
+
+def test_data_parallel_takes_several_mesh_axes():
+    rules = data_parallel(("data", "model"))
+    assert rules.spec(("batch",), (8,), MESH) == P(("data", "model"))
+
+
+def test_fully_sharded_splits_the_largest_dimension_that_divides():
+    rules = fully_sharded(min_size=1)
+    assert rules.spec(("a", "b"), (8, 16), MESH) == P(None, "data")
+    assert rules.spec(("a", "b"), (8, 18), MESH) == P("data")
+    assert rules.spec(("a", "b"), (6, 18), MESH) == P()
+
+
+def test_fully_sharded_takes_the_first_of_equally_large_dimensions():
+    assert fully_sharded(min_size=1).spec(("a", "b"), (8, 8), MESH) == P("data")
+
+
+def test_fully_sharded_leaves_small_arrays_whole():
+    assert fully_sharded().spec(("a",), (2**18 - 4,), MESH) == P()
+    assert fully_sharded().spec(("a",), (2**18,), MESH) == P("data")
+    explained = fully_sharded().explain(("a",), (8,), MESH)
+    assert "fewer than 262144 elements" in explained.reason
+
+
+def test_fully_sharded_never_splits_positional_dimensions():
+    assert fully_sharded(min_size=1).spec((None, "a"), (64, 8), MESH) == P(None, "data")
+    assert fully_sharded(min_size=1).spec((None,), (64,), MESH) == P()
+
+
+def test_fully_sharded_over_several_mesh_axes():
+    rules = fully_sharded(("data", "model"), min_size=1)
+    assert rules.spec(("a", "b"), (12, 8), MESH) == P(None, ("data", "model"))
+
+
+def test_tensor_parallel_splits_one_dimension_of_each_array():
+    rules = tensor_parallel()
+    assert rules.spec(("embedding", "neurons"), (8, 16), MESH) == P(None, "model")
+    assert rules.spec(("head_groups", "query_heads", "projection"), (2, 4, 8), MESH) == P("model")
+    assert rules.spec(("vocabulary", "embedding"), (64, 8), MESH) == P("model")
+    assert rules.spec(("embedding",), (8,), MESH) == P()
+
+
+def test_tensor_parallel_says_that_the_second_head_axis_steps_aside():
+    explained = tensor_parallel().explain(("head_groups", "query_heads"), (2, 4), MESH)
+    assert explained.dimensions[1].mesh_axes == ()
+    assert "'model' is taken by logical axis 'head_groups'" in explained.reason
+
+
+def test_tensor_parallel_prefers_its_axes_in_their_order():
+    assert tensor_parallel(axes=("b", "a")).spec(("a", "b"), (8, 8), MESH) == P(None, "model")
+    assert tensor_parallel(axes=("a", "b")).spec(("a", "b"), (8, 8), MESH) == P("model")
+
+
+def test_tensor_parallel_falls_to_the_next_axis_where_the_first_does_not_divide():
+    explained = tensor_parallel(axes=("a", "b")).explain(("a", "b"), (3, 8), MESH)
+    assert explained.spec == P(None, "model")
+    assert explained.dimensions[0].mesh_axes == ()
+    with pytest.raises(PlanError, match=r"'a' \(3\) does not divide"):
+        tensor_parallel(axes=("a", "b")).spec(("a",), (3,), MESH)
+
+
+def test_orders_that_decide_otherwise_are_not_equal():
+    assert tensor_parallel(axes=("a", "b")) != tensor_parallel(axes=("b", "a"))
+    one, two = fully_sharded("data", 1), fully_sharded("model", 1)
+    assert one | two != two | one
+
+
+@pytest.mark.parametrize("tensor_first", [True, False])
+def test_the_two_presets_combine_to_the_usual_two_dimensional_layout(tensor_first):
+    full, tensor = fully_sharded(min_size=1), tensor_parallel()
+    rules = tensor | full if tensor_first else full | tensor
+    layouts = {
+        ("embedding", "neurons"): P("data", "model"),
+        ("neurons", "embedding"): P("model", "data"),
+        ("vocabulary", "embedding"): P("model", "data"),
+        ("embedding", "head_groups", "query_heads", "projection"): P("data", "model"),
+        ("embedding",): P("data"),
+    }
+    sizes = {"embedding": 64, "neurons": 256, "vocabulary": 512, "projection": 8}
+    for names, spec in layouts.items():
+        lengths = [sizes.get(name, 2) for name in names]
+        assert rules.spec(names, lengths, MESH) == spec, names
+
+
+def test_a_name_kept_whole_is_not_free_for_the_largest_dimension():
+    for rules in (
+        AxisRules({"vocabulary": None}) | fully_sharded(min_size=1),
+        fully_sharded(min_size=1) | {"vocabulary": None},
+    ):
+        assert rules.spec(("vocabulary", "embedding"), (512, 8), MESH) == P(None, "data")
+
+
+def test_three_presets_serve_parameters_and_batch():
+    rules = data_parallel() | fully_sharded(min_size=1) | tensor_parallel()
+    assert rules.spec(("batch", "seq", "neurons"), (8, 16, 32), MESH) == P("data", None, "model")
+    assert rules.spec(("embedding", "neurons"), (64, 64), MESH) == P("data", "model")
+
+
+def test_presets_name_their_mesh_axis_in_errors():
+    with pytest.raises(
+        MeshError, match=r"largest dimension -> 'dta' .*no mesh axis 'dta'.*mean 'data'"
+    ):
+        fully_sharded("dta").check_mesh(MESH)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: data_parallel(3),
+        lambda: fully_sharded(3),
+        lambda: fully_sharded(("data", "data")),
+        lambda: tensor_parallel(3),
+        lambda: data_parallel("data", ["batch"]),
+    ],
+)
+def test_presets_refuse_what_is_no_mesh_axis_or_name(make):
+    with pytest.raises(RuleTypeError, match="rule"):
+        make()
+
+
+def test_a_lone_name_is_not_read_letter_by_letter():
+    with pytest.raises(RuleTypeError, match=r"Write \('neurons',\)"):
+        tensor_parallel(axes="neurons")
+
+
+def test_the_default_axes_are_those_of_the_transformers():
+    assert tensor_parallel().logical_axes == TRANSFORMER_MODEL_AXES

@@ -1,0 +1,129 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from penzai import pz
+
+from penzai_shard.errors import RuleTypeError, ShardingError
+from penzai_shard.training import TrainState, build_train_step_fn, shard_batch
+from penzai_shard.training.microbatches import split_inputs
+
+
+def initial(model, optimizer=None, **kwargs):
+    return TrainState.initial_state(model, optimizer or optax.sgd(0.1), jax.random.key(3), **kwargs)
+
+
+def test_gradient_equals_that_of_the_whole_batch(make_model, loss_fn, batch):
+    whole, whole_aux = build_train_step_fn(loss_fn)(initial(make_model()), **batch)
+    loss_fn.traces = 0
+    step = build_train_step_fn(loss_fn, accumulate_steps=4)
+    state, aux = step(initial(make_model()), **batch)
+    for name, value in whole.params.items():
+        np.testing.assert_allclose(
+            state.params[name].data_array, value.data_array, rtol=1e-5, atol=1e-6
+        )
+    np.testing.assert_allclose(aux["loss"], whole_aux["loss"], rtol=1e-6)
+    for _ in range(2):
+        state, _ = step(state, **batch)
+    assert loss_fn.traces == 1
+    assert int(state.step) == 3
+
+
+def test_sharded_batches_stay_on_their_devices(make_model, loss_fn, batch, mesh):
+    layout = NamedSharding(mesh, PartitionSpec())
+    expected, _ = build_train_step_fn(loss_fn)(initial(make_model()), **batch)
+    step = build_train_step_fn(loss_fn, accumulate_steps=2)
+    state = jax.device_put(initial(make_model()), layout)
+    placed = shard_batch(batch, mesh, {"batch": "data"})
+    hlo = step.lower(state, **placed).compile().as_text()
+    assert "all-to-all" not in hlo
+    assert "all-gather" not in hlo
+    state, _ = step(state, **placed)
+    for name, value in expected.params.items():
+        np.testing.assert_allclose(
+            state.params[name].data_array, value.data_array, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_split_is_strided_and_leaves_other_inputs_whole():
+    inputs = {
+        "x": pz.nx.wrap(jnp.arange(12).reshape(2, 6), "features", "batch"),
+        "view": pz.nx.wrap(jnp.arange(12).reshape(6, 2), "batch", "time").untag("time"),
+        "mask": pz.nx.wrap(jnp.ones(3), "time"),
+        "plain": jnp.ones(5),
+    }
+    split = split_inputs(inputs, 3, "batch")
+    part = split.part([data[1] for data in split.stacked])
+    np.testing.assert_array_equal(
+        part["x"].unwrap("features", "batch"), np.arange(12).reshape(2, 6)[:, [1, 4]]
+    )
+    np.testing.assert_array_equal(
+        part["view"].tag("time").unwrap("batch", "time"), np.arange(12).reshape(6, 2)[[1, 4]]
+    )
+    assert part["mask"] is inputs["mask"]
+    assert part["plain"] is inputs["plain"]
+
+
+def test_every_part_has_its_own_randomness_and_aux_is_summed_up():
+    def loss_fn(model, rng, state, x):
+        model["seen"].value = model["seen"].value + x.named_shape["batch"]
+        draw = jax.random.uniform(rng)
+        aux = {"mean": draw, "last": state["count"], "key": rng}
+        return model["w"].value * 1.0, {"count": state["count"] + 1}, aux
+
+    model = {
+        "w": pz.Parameter(value=pz.nx.wrap(1.0), label="w"),
+        "seen": pz.StateVariable(value=0, label="seen"),
+    }
+    state = initial(model, loss_fn_state={"count": 0})
+    step = build_train_step_fn(loss_fn, accumulate_steps=4, batch_axis="batch")
+    state, aux = step(state, x=pz.nx.ones({"batch": 8}))
+    step_key = jax.random.fold_in(jax.random.key(3), 0)
+    draws = [jax.random.uniform(jax.random.fold_in(step_key, i)) for i in range(4)]
+    np.testing.assert_allclose(aux["mean"], np.mean(draws), rtol=1e-6)
+    assert int(aux["last"]) == 3
+    assert aux["key"] == jax.random.fold_in(step_key, 3)
+    assert int(state.loss_fn_state["count"]) == 4
+    assert int(state.state_vars["seen"]) == 8
+
+
+def test_half_precision_gradients_are_summed_in_single():
+    def loss_fn(model, rng, state, x):
+        scale = jnp.mean(x.unwrap("batch"))
+        return (model["w"] * scale.astype(jnp.bfloat16)).sum(), state, None
+
+    state = initial({"w": jnp.zeros((), jnp.bfloat16)}, optax.sgd(1.0))
+    x = pz.nx.wrap(jnp.full(1024, 1 / 256), "batch")
+    state, _ = build_train_step_fn(loss_fn, accumulate_steps=1024)(state, x=x)
+    assert state.params["w"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(float(state.params["w"]), -1 / 256, rtol=1e-2)
+
+
+def test_length_that_does_not_divide_is_refused(make_model, loss_fn, batch):
+    step = build_train_step_fn(loss_fn, accumulate_steps=3)
+    with pytest.raises(ShardingError, match="cannot be split") as caught:
+        step(initial(make_model()), **batch)
+    assert caught.value.problems[0] == (
+        "input x: logical axis 'batch' (16) does not divide into accumulate_steps=3 "
+        "microbatches. Pad the batch to 18, or choose a divisor of 16."
+    )
+    assert len(caught.value.problems) == 2
+
+
+def test_inputs_without_the_axis_are_refused(make_model, loss_fn):
+    step = build_train_step_fn(loss_fn, accumulate_steps=2)
+    inputs = {"x": jnp.ones((4, 8)), "y": pz.nx.ones({"rows": 4})}
+    with pytest.raises(ShardingError, match="no input has the logical axis 'batch'") as caught:
+        step(initial(make_model()), **inputs)
+    assert caught.value.problems == (
+        "x: an array without names.",
+        "y: its logical axes are ('rows',).",
+    )
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True])
+def test_number_of_parts_must_be_a_positive_integer(loss_fn, steps):
+    with pytest.raises(RuleTypeError, match="accumulate_steps must be a positive integer"):
+        build_train_step_fn(loss_fn, accumulate_steps=steps)

@@ -1,0 +1,58 @@
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from penzai import pz
+
+from penzai_shard.errors import ShardingError
+from penzai_shard.meshes import auto_twin
+from penzai_shard.training import shard_batch
+
+
+def test_batch_lies_as_its_names_say(mesh):
+    batch = {
+        "x": pz.nx.NamedArray.wrap(np.ones((8, 6))).tag("batch", "features"),
+        "n": 3,
+        "host": pz.nx.wrap(np.zeros((2, 8)), "features", "batch"),
+    }
+    placed = shard_batch(batch, mesh, {"batch": ("data", "model")})
+    assert placed["x"].data_array.sharding == NamedSharding(mesh, PartitionSpec(("data", "model")))
+    assert placed["host"].data_array.addressable_shards[0].data.shape == (2, 1)
+    assert placed["n"].sharding == NamedSharding(mesh, PartitionSpec())
+
+
+def test_positional_dimensions_stay_whole(mesh):
+    array = pz.nx.wrap(np.ones((5, 8)), "time", "batch").untag("time").with_positional_prefix()
+    placed = shard_batch(array, mesh, {"batch": "data"})
+    assert placed.data_array.addressable_shards[0].data.shape == (5, 2)
+
+
+def test_explicit_mesh_is_replaced_by_its_twin(explicit_mesh):
+    placed = shard_batch(pz.nx.ones({"data": 8}), explicit_mesh)
+    assert placed.data_array.sharding == NamedSharding(
+        auto_twin(explicit_mesh), PartitionSpec("data")
+    )
+
+
+def test_arrays_without_names_are_refused(mesh):
+    batch = {"x": np.ones((8, 2)), "y": np.ones(8)}
+    with pytest.raises(ShardingError, match="no logical axis names") as caught:
+        shard_batch(batch, mesh, {"batch": "data"})
+    assert len(caught.value.problems) == 2
+    assert "name_axes" in str(caught.value)
+
+
+def test_batch_that_does_not_divide_is_refused(mesh):
+    with pytest.raises(ShardingError, match=r"logical axis 'batch' \(6\) does not divide"):
+        shard_batch({"x": pz.nx.ones({"batch": 6})}, mesh, {"batch": "data"})
+
+
+def test_placed_batch_is_not_copied(mesh):
+    placed = shard_batch(pz.nx.ones({"batch": 8}), mesh, {"batch": "data"})
+    again = shard_batch(placed, mesh, {"batch": "data"})
+    pointers = [
+        [shard.data.unsafe_buffer_pointer() for shard in array.data_array.addressable_shards]
+        for array in (placed, again)
+    ]
+    assert pointers[0] == pointers[1]
+    assert isinstance(again.data_array, jax.Array)
