@@ -235,9 +235,7 @@ def _bind(
     variables = [value if keep_frozen(value) else value.unfreeze_as_copy() for value in frozen]
     bound = pz.bind_variables(model, variables)
     for variable in variables:
-        if isinstance(variable, pz.StateVariable) and isinstance(
-            variable.label, AutoStateVarLabel
-        ):
+        if isinstance(variable, pz.StateVariable) and isinstance(variable.label, AutoStateVarLabel):
             # An automatic label is the id of the object. The one that was traced is gone, and a
             # later one may get its id: then two variables of one model would have one label.
             variable.label = AutoStateVarLabel(id(variable))

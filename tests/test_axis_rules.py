@@ -128,9 +128,7 @@ def test_the_identity_beside_other_rules_yields_to_a_name_that_they_rule():
 
 def test_all_problems_of_an_array_are_told_at_once():
     with pytest.raises(PlanError, match="no valid layout") as caught:
-        AxisRules({"a": "data", "b": "model", "c": "model"}).spec(
-            ("a", "b", "c"), (3, 2, 2), MESH
-        )
+        AxisRules({"a": "data", "b": "model", "c": "model"}).spec(("a", "b", "c"), (3, 2, 2), MESH)
     assert len(caught.value.problems) == 2
 
 

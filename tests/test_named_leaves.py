@@ -163,9 +163,7 @@ def test_the_structure_that_comes_back_is_that_of_the_frozen_tree():
 
 
 def test_unbound_models_have_nothing_to_lay_out():
-    model = pz.nn.Linear.from_config(
-        "linear", jax.random.key(0), {"embedding": 2}, {"neurons": 3}
-    )
+    model = pz.nn.Linear.from_config("linear", jax.random.key(0), {"embedding": 2}, {"neurons": 3})
     unbound, variables = pz.unbind_params(model)
     assert leaves_of(unbound) == []
     assert [leaf.path for leaf in leaves_of(variables)] == ["linear.weights"]

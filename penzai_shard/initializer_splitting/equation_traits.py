@@ -38,8 +38,7 @@ _MOVES_ELEMENTS = _names(
     "unstack"
 )
 _EXACT_REDUCTIONS = _names(
-    "argmax argmin cummax cummin reduce_and reduce_max reduce_min reduce_or reduce_xor "
-    "top_k"
+    "argmax argmin cummax cummin reduce_and reduce_max reduce_min reduce_or reduce_xor top_k"
 )
 _RANDOM = _names(
     "random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap "
@@ -51,9 +50,7 @@ _CALLS = _names(
     "jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call "
     "custom_vjp_call_jaxpr cond while scan"
 )
-_KEY_DERIVATIONS = _names(
-    "random_seed random_wrap random_fold_in random_split"
-)
+_KEY_DERIVATIONS = _names("random_seed random_wrap random_fold_in random_split")
 
 _FEW_ELEMENTS = 64
 

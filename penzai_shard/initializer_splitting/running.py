@@ -1,5 +1,6 @@
 """Compiling and running the programs of a split initialiser."""
 
+import concurrent.futures
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from penzai_shard.initializer_splitting.programs import Member, Program, SplitIn
 # So many bytes may always be in the making at once: waiting for each of many small arrays would
 # take longer than computing them.
 _SMALL_IN_FLIGHT = 2**24
+# Random numbers need about three times their own size while they are made.
+_SIZE_IN_THE_MAKING = 4
 
 
 def run_split(split: SplitInitializer) -> dict[int, jax.Array]:
@@ -49,73 +52,94 @@ class _Run:
             self.one_device = SingleDeviceSharding(meshes[0].local_devices[0])
         self.values: dict[int, Any] = dict(split.constants)
         self.results: dict[int, jax.Array] = {}
-        self._placed: dict[tuple[int, Sharding], jax.Array] = {}
+        self._placements: dict[tuple[int, Sharding], jax.Array] = {}
         self._in_flight: list[jax.Array] = []
         self._bytes_in_flight = 0
         self._allowed_in_flight = max(
-            _SMALL_IN_FLIGHT,
-            *(_byte_count(aval) for program in split.programs for aval in program.jaxpr.out_avals),
-            0,
+            [_SMALL_IN_FLIGHT, *(_output_bytes(program) for program in split.programs)]
         )
 
     def run(self) -> dict[int, jax.Array]:
-        functions = {id(program): self._function(program) for program in self.split.programs}
+        functions = self._compile_all()
         for program, member in self.split.ahead:
             outputs = self._call(functions[id(program)], program, member)
             self.values.update(zip(member.values, outputs, strict=True))
-        for program in self.split.programs:
+        # The largest first, so that their temporaries go before the rest of the model comes.
+        for program in sorted(self.split.programs, key=_output_bytes, reverse=True):
+            function = functions.pop(id(program))
             for member in program.members:
                 if not member.values:
-                    outputs = self._call(functions[id(program)], program, member)
-                    self._finish(program, member, outputs)
+                    self._finish(program, member, self._call(function, program, member))
         self._put_available()
         return {position: self.results[position] for position in self.split.wanted}
 
-    def _function(self, program: Program) -> Callable[..., list[jax.Array]]:
+    def _compile_all(self) -> dict[int, Callable[..., list[jax.Array]]]:
+        """Every program, compiled; several at a time, as compiling leaves Python's lock."""
+        lowered = [self._lower(program) for program in self.split.programs]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            compiled = list(pool.map(lambda stage: stage.compile(), lowered))
+        return {
+            id(program): function
+            for program, function in zip(self.split.programs, compiled, strict=True)
+        }
+
+    def _lower(self, program: Program) -> Any:
         run_jaxpr = jex_core.jaxpr_as_fun(program.jaxpr)
 
         def initialize(*arguments: Any) -> list[Any]:
             return list(run_jaxpr(*arguments))
 
-        if self.everywhere is None:
-            return jax.jit(initialize)
-        if program.on_one_device:
-            return jax.jit(initialize, out_shardings=self.one_device)
-        return jax.jit(initialize, out_shardings=list(program.shardings))
+        shardings: Any = None
+        if self.everywhere is not None:
+            shardings = self.one_device if program.on_one_device else list(program.shardings)
+        member = program.members[0]
+        types = map(self.split.types.__getitem__, member.inputs)
+        arguments = [
+            jax.ShapeDtypeStruct(
+                aval.shape,
+                aval.dtype,
+                sharding=self._target(number, program),
+                weak_type=aval.weak_type,
+            )
+            for number, aval in zip(member.inputs, types, strict=True)
+        ]
+        return jax.jit(initialize, out_shardings=shardings).lower(*arguments, *member.integers)
 
     def _call(
         self, function: Callable[..., list[jax.Array]], program: Program, member: Member
     ) -> list[jax.Array]:
-        arguments = [self._argument(number, program) for number in member.inputs]
+        arguments = [self._placed(number, program) for number in member.inputs]
         return function(*arguments, *member.integers)
 
-    def _argument(self, number: int, program: Program) -> Any:
-        """A constant or a value computed ahead, put where a program reads it."""
-        target = self.one_device if program.on_one_device else self.everywhere
+    def _target(self, number: int, program: Program) -> Sharding | None:
+        """Where a program reads a constant or a value computed ahead."""
+        if program.on_one_device:
+            return self.one_device
+        # An array of a result's shape is most likely read element by element: it is put as that
+        # result lies, so that no device gets the whole of a large array.
+        shape = self.split.types[number].shape
+        for aval, sharding in zip(program.jaxpr.out_avals, program.shardings, strict=True):
+            if shape and aval.shape == shape and sharding is not None:
+                return sharding
+        return self.everywhere
+
+    def _placed(self, number: int, program: Program) -> Any:
+        target = self._target(number, program)
         if target is None:
             return self.values[number]
-        if not program.on_one_device:
-            # An array of the result's shape is most likely read element by element: it is put as
-            # the result lies, so that no device gets the whole of a large array.
-            shape = self.split.types[number].shape
-            for aval, sharding in zip(program.jaxpr.out_avals, program.shardings, strict=True):
-                if shape and aval.shape == shape and sharding is not None:
-                    target = sharding
-                    break
-        placed = self._placed.get((number, target))
+        placed = self._placements.get((number, target))
         if placed is None:
             placed = jax.device_put(self.values[number], target)
-            self._placed[number, target] = placed
+            self._placements[number, target] = placed
         return placed
 
     def _finish(self, program: Program, member: Member, outputs: list[jax.Array]) -> None:
         outputs.reverse()
         for position, sharding in zip(member.positions, program.shardings, strict=True):
             output = outputs.pop()
-            size = _byte_count(output.aval)
+            size = _SIZE_IN_THE_MAKING * _byte_count(output.aval)
             if program.on_one_device and sharding is not None:
                 output = jax.device_put(output, sharding)
-                size *= 2  # until the copy is done, the array on one device exists as well
             self.results[position] = output
             self._in_flight.append(output)
             self._bytes_in_flight += size
@@ -142,6 +166,10 @@ def _literal_arrays(literals: Sequence[jex_core.Literal]) -> list[jax.Array]:
         return []
     jaxpr = build_jaxpr([], [], literals, lambda number: None, {})
     return list(jax.jit(jex_core.jaxpr_as_fun(jaxpr))())
+
+
+def _output_bytes(program: Program) -> int:
+    return sum(map(_byte_count, program.jaxpr.out_avals))
 
 
 def _byte_count(aval: Any) -> int:

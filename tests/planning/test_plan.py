@@ -300,9 +300,9 @@ def test_unnamed_arrays_are_refused_with_a_fix(mesh):
         make_plan({"a": jnp.ones((2, 3)), "layers": [np.ones(4)]}, mesh, {})
     assert caught.value.problems == (
         "a: this array of shape (2, 3) has no logical axis names. Name it with "
-        "pz.nx.wrap(array).tag(...) or name_axes(tree, {...}), or pass on_unnamed=\"replicate\".",
+        'pz.nx.wrap(array).tag(...) or name_axes(tree, {...}), or pass on_unnamed="replicate".',
         "layers/0: this array of shape (4,) has no logical axis names. Name it with "
-        "pz.nx.wrap(array).tag(...) or name_axes(tree, {...}), or pass on_unnamed=\"replicate\".",
+        'pz.nx.wrap(array).tag(...) or name_axes(tree, {...}), or pass on_unnamed="replicate".',
     )
 
 
@@ -486,10 +486,12 @@ def test_arrays_on_an_explicit_mesh_move_to_the_twin():
 
 def test_an_abstract_mesh_prices_hardware_that_is_not_there():
     mesh = AbstractMesh((64, 8), ("data", "model"))
-    tree = {"w": pz.nx.NamedArray(
-        collections.OrderedDict(embedding=8192, neurons=32768),
-        jax.ShapeDtypeStruct((8192, 32768), jnp.bfloat16),
-    )}
+    tree = {
+        "w": pz.nx.NamedArray(
+            collections.OrderedDict(embedding=8192, neurons=32768),
+            jax.ShapeDtypeStruct((8192, 32768), jnp.bfloat16),
+        )
+    }
     plan = make_plan(tree, mesh, RULES)
     assert plan.leaves[0].shard_shape == (128, 4096)
     assert plan.bytes_per_device == 128 * 4096 * 2
@@ -607,7 +609,9 @@ def test_json_comes_back_with_the_whole_plan(mesh):
 
 def test_json_writes_several_mesh_axes_as_a_list(mesh):
     plan = make_plan(
-        {"k": jax.random.key(0), "w": pz.nx.ones({("a", 1): 8})}, mesh, {("a", 1): ("data", "model")}
+        {"k": jax.random.key(0), "w": pz.nx.ones({("a", 1): 8})},
+        mesh,
+        {("a", 1): ("data", "model")},
     )
     read = json.loads(plan.to_json())["arrays"]
     assert read[1]["spec"] == [["data", "model"]]
@@ -633,7 +637,9 @@ def test_arrays_alike_fold_into_one_row(mesh):
     assert len(folded.rows) == 3
     assert len(whole.rows) == 9
     assert [row[:2] for row in folded.rows] == [
-        ("layers/*/down", "3"), ("layers/*/scale", "3"), ("layers/*/up", "3"),
+        ("layers/*/down", "3"),
+        ("layers/*/scale", "3"),
+        ("layers/*/up", "3"),
     ]
     assert "192 B" in folded.rows[0]
 

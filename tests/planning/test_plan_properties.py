@@ -34,7 +34,7 @@ SHAPES_OF_MESH = (
 LENGTHS = (1, 2, 3, 4, 6, 8, 8, 16, 16, 24, 0)
 
 modest = hypothesis.settings(
-    max_examples=150,
+    max_examples=80,
     deadline=None,
     derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],

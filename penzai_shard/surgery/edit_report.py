@@ -1,0 +1,158 @@
+"""What a recipe does to a model, as a table: rich in a terminal, plain text anywhere else."""
+
+import dataclasses
+import io
+import re
+import sys
+from collections import Counter
+from typing import Any
+
+from penzai_shard.surgery.inserted_layers import library_role
+from penzai_shard.surgery.tree_nodes import mark_of
+
+_HEADINGS = ("edit", "count", "paths", "before", "after")
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class EditRow:
+    """What one edit does.
+
+    Attributes:
+        edit: The edit as text.
+        count: How many places it changes.
+        paths: Their paths, in the model as the edits before left it; empty for the root.
+        before: What stands at each before the edit.
+        after: What stands at each after it, in order.
+        problem: Why the edit does not fit the model; empty when it does.
+    """
+
+    edit: str
+    count: int
+    paths: tuple[str, ...]
+    before: tuple[Any, ...]
+    after: tuple[tuple[Any, ...], ...]
+    problem: str = ""
+
+    @property
+    def before_types(self) -> tuple[str, ...]:
+        """What stands at each place before the edit, by the names of the types."""
+        return tuple(type_text(node) for node in self.before)
+
+    @property
+    def after_types(self) -> tuple[str, ...]:
+        """What stands at each place after the edit, by the names of the types."""
+        return tuple(", ".join(type_text(node) for node in nodes) for nodes in self.after)
+
+
+def type_text(node: Any) -> str:
+    """A node by the name of its type; for a layer put around another, with what it holds.
+
+    >>> from penzai import pz
+    >>> from penzai_shard.layers import Jitted
+    >>> type_text(Jitted(pz.nn.Identity()))
+    'Jitted(Identity)'
+    """
+    field = mark_of(node)[1]
+    if library_role(type(node)) == "wrapper":
+        field = "body"
+    name = type(node).__name__
+    return name if field is None else f"{name}({type_text(getattr(node, field))})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class EditReport:
+    """What a recipe does to a model; ``print`` shows it as a table.
+
+    Attributes:
+        rows: One per edit, in order.
+        model: Name of the model's type.
+    """
+
+    rows: tuple[EditRow, ...]
+    model: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether every edit fits the model."""
+        return not any(row.problem for row in self.rows)
+
+    def table(self, collapse: bool = True) -> list[tuple[str, ...]]:
+        """The rows as text.
+
+        Args:
+            collapse: Whether paths that differ in numbers only are one row, the numbers as ``*``.
+
+        Returns:
+            For each row the edit, the count, the path, the types before and after.
+        """
+        lines: list[tuple[str, ...]] = []
+        for row in self.rows:
+            groups: Counter[tuple[str, str, str]] = Counter()
+            first: dict[tuple[str, str, str], str] = {}
+            for path, before, after in zip(
+                row.paths, row.before_types, row.after_types, strict=True
+            ):
+                shown = path or "the root"
+                group = (_NUMBER.sub("*", shown) if collapse else shown, before, after)
+                groups[group] += 1
+                first.setdefault(group, shown)
+            edit = row.edit
+            for group, count in groups.items():
+                place, before, after = group
+                shown = first[group] if count == 1 else place
+                lines.append((edit, str(count), shown, before, after))
+                edit = ""
+            if not groups:
+                lines.append((edit, "0", "", "", ""))
+        return lines
+
+    def _summary(self) -> list[str]:
+        places = sum(row.count for row in self.rows)
+        edits = "1 edit" if len(self.rows) == 1 else f"{len(self.rows)} edits"
+        changed = "1 place" if places == 1 else f"{places} places"
+        summary = [f"{edits} of {self.model}, {changed}"]
+        return summary + [f"does not fit: {row.problem}" for row in self.rows if row.problem]
+
+    def plain_text(self) -> str:
+        """The table as text without colours or control characters."""
+        rows = self.table()
+        lines = [_HEADINGS, *rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADINGS) - 1)]
+        ruled = tuple("-" * width for width in [*widths, len(_HEADINGS[-1])])
+        text = [
+            "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]])
+            for line in (_HEADINGS, ruled, *rows)
+        ]
+        return "\n".join([*(line.rstrip() for line in text), *self._summary()])
+
+    def __rich__(self) -> Any:
+        """The table for rich's ``print`` and consoles."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(header_style="bold", row_styles=["", "dim"], box=None, pad_edge=False)
+        for heading in _HEADINGS:
+            right = heading == "count"
+            table.add_column(
+                heading, justify="right" if right else "left", overflow="fold", no_wrap=right
+            )
+        for row in self.table():
+            table.add_row(*(Text(cell) for cell in row))
+        return Group(table, *(Text(line) for line in self._summary()))
+
+    def __str__(self) -> str:
+        """Rich in a terminal where rich is installed, plain text otherwise."""
+        if sys.stdout.isatty():
+            try:
+                from rich.console import Console
+            except ModuleNotFoundError:
+                return self.plain_text()
+            console = Console(file=io.StringIO(), force_terminal=True, width=Console().width)
+            console.print(self)
+            return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
+        return self.plain_text()
+
+    def __repr__(self) -> str:
+        return str(self)

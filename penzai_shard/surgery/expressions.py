@@ -1,0 +1,81 @@
+"""Values as Python expressions that evaluate back, with this library's public names alone.
+
+Types and functions of other libraries are written as references, such as ``'pz.nn:Linear'``,
+which edits read wherever they take a type or function.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.surgery.references import reference_to
+from penzai_shard.surgery.tree_nodes import STRUCT, kind_of
+
+_LIBRARY = __name__.partition(".")[0]
+
+
+def expression(value: Any) -> str:
+    """A value as an expression.
+
+    Args:
+        value: What is given to an edit: a type, a function, a layer, a mesh, rules, plain data.
+
+    Returns:
+        The expression. Lambdas, arrays and the like are named without being evaluable.
+
+    >>> from penzai_shard.layers import Jitted
+    >>> expression(Jitted), expression({"a": (1, None)})
+    ('Jitted', "{'a': (1, None)}")
+    """
+    match value:
+        case AxisRules():
+            return repr(value)
+        case Mesh() | AbstractMesh():
+            return f"make_mesh({dict(value.shape)!r})"
+        case dict() if type(value) is dict:
+            items = (f"{expression(k)}: {expression(v)}" for k, v in value.items())
+            return "{" + ", ".join(items) + "}"
+        case list() if type(value) is list:
+            return "[" + ", ".join(map(expression, value)) + "]"
+        case tuple() if type(value) is tuple:
+            return "(" + ", ".join(map(expression, value)) + (",)" if len(value) == 1 else ")")
+        case np.dtype():
+            return repr(str(value))
+        case jax.Array() | np.ndarray():
+            return f"<array {value.dtype}{list(value.shape)}>"
+    reference = reference_to(value)
+    if reference is not None:
+        module, _, name = reference.partition(":")
+        return name if module == _LIBRARY else repr(reference)
+    if isinstance(value, type):
+        return value.__qualname__
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        return f"<{value.__name__} of {value.__module__}, line {code.co_firstlineno}>".replace(
+            "<<lambda>", "<lambda"
+        )
+    if dataclasses.is_dataclass(value) and kind_of(value).shape == STRUCT:
+        fields = [
+            f"{field.name}={expression(getattr(value, field.name))}"
+            for field in dataclasses.fields(value)
+            if not _is_default(field, getattr(value, field.name))
+        ]
+        name = _constructor(type(value))
+        return f"{name}({', '.join(fields)})"
+    return repr(value)
+
+
+def _constructor(layer_type: type) -> str:
+    module, _, name = (reference_to(layer_type) or f":{layer_type.__qualname__}").partition(":")
+    return f"{module}.{name}" if module == "pz.nn" else name
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    default = field.default
+    return default is not dataclasses.MISSING and (
+        value is default or (isinstance(value, bool | int | str) and value == default)
+    )

@@ -1,0 +1,191 @@
+"""A list of edits as one value: declared once, applied to any model, counted, shown, taken back."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar, overload
+
+from jax.sharding import AbstractMesh, Mesh
+
+from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
+from penzai_shard.surgery.edit_report import EditReport, EditRow
+from penzai_shard.surgery.edits import Edit
+from penzai_shard.surgery.recipe_json import edits_from_json, edits_to_json
+
+Model = TypeVar("Model")
+
+
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
+class Recipe:
+    """Edits that are applied to a model in order, each seeing the result of those before.
+
+    A recipe holds no model and changes none: ``apply`` gives a new one, which shares with the
+    old one every part that no edit touched, and every ``Parameter``. Layers and parameters that
+    were shared between places stay shared where the places were edited alike.
+
+    Args:
+        *edits: Edits made with ``wrap``, ``insert_before``, ``insert_after`` and ``replace``, or
+            recipes, whose edits are taken over.
+
+    Raises:
+        RuleTypeError: Something else was given.
+
+    >>> from penzai import pz
+    >>> from penzai_shard.layers import Jitted
+    >>> from penzai_shard.surgery import ROOT, insert_after, strip, wrap
+    >>> recipe = Recipe(insert_after(pz.nn.Linear, pz.nn.Identity(), expect=1), wrap(ROOT, Jitted))
+    >>> recipe
+    Recipe(
+        insert_after('pz.nn:Linear', pz.nn.Identity(), expect=1),
+        wrap(ROOT, Jitted),
+    )
+    >>> linear = pz.nn.Linear.from_config("linear", None, {"a": 2}, {"b": 3})
+    >>> model = pz.nn.Sequential([linear])
+    >>> edited = recipe.apply(model)
+    >>> [type(layer).__name__ for layer in edited.body.sublayers]
+    ['Linear', 'Identity']
+    >>> strip(edited) == model
+    True
+    """
+
+    edits: tuple[Edit, ...]
+
+    def __init__(self, *edits: "Edit | Recipe") -> None:
+        taken: list[Edit] = []
+        problems = []
+        for position, edit in enumerate(edits):
+            if isinstance(edit, Recipe):
+                taken += edit.edits
+            elif isinstance(edit, Edit):
+                taken.append(edit)
+            else:
+                problems.append(
+                    f"argument {position + 1} is {edit!r}. Make edits with wrap, insert_before, "
+                    "insert_after or replace."
+                )
+        raise_all(RuleTypeError, "a recipe is made of edits:", problems)
+        object.__setattr__(self, "edits", tuple(taken))
+
+    def __add__(self, other: "Recipe") -> "Recipe":
+        """The edits of this recipe, and then those of the other."""
+        if not isinstance(other, Recipe):
+            return NotImplemented
+        return Recipe(*self.edits, *other.edits)
+
+    def __len__(self) -> int:
+        return len(self.edits)
+
+    def __iter__(self) -> Iterator[Edit]:
+        return iter(self.edits)
+
+    @overload
+    def __getitem__(self, index: int) -> Edit: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Recipe": ...
+    def __getitem__(self, index: int | slice) -> "Edit | Recipe":
+        """One edit, or a recipe of some of them."""
+        found = self.edits[index]
+        return found if isinstance(found, Edit) else Recipe(*found)
+
+    def __repr__(self) -> str:
+        if len(self.edits) < 2:
+            return f"Recipe({', '.join(map(repr, self.edits))})"
+        return "Recipe(\n" + "".join(f"    {edit!r},\n" for edit in self.edits) + ")"
+
+    def apply(self, model: Any) -> Any:
+        """Applies the edits.
+
+        Args:
+            model: A Penzai model, or any tree of layers: pytree dataclasses, dictionaries, lists.
+                It stays as it is.
+
+        Returns:
+            The edited model.
+
+        Raises:
+            SelectionError: Some edit matched nothing, or not the number of places that it
+                expects; all such edits are told, with the nearest types or paths of the model.
+        """
+        problems = []
+        for number, edit in enumerate(self.edits, 1):
+            outcome = edit.run(model)
+            model = outcome.model
+            if outcome.problem:
+                problems.append(f"edit {number}, {outcome.problem}")
+        raise_all(
+            SelectionError, f"this recipe does not fit the {type(model).__name__}:", problems
+        )
+        return model
+
+    def report(self, model: Any) -> EditReport:
+        """Says what the edits would do to a model.
+
+        Args:
+            model: The model; it stays as it is.
+
+        Returns:
+            A table with the places of each edit, what stood there before and what stands there
+            after. Edits that do not fit are told in it, and are no error.
+        """
+        rows = []
+        edited = model
+        for edit in self.edits:
+            outcome = edit.run(edited)
+            edited = outcome.model
+            rows.append(
+                EditRow(
+                    edit=repr(edit),
+                    count=len(outcome.matches),
+                    paths=tuple(match.path_text for match in outcome.matches),
+                    before=tuple(match.before for match in outcome.matches),
+                    after=tuple(match.after for match in outcome.matches),
+                    problem=outcome.problem,
+                )
+            )
+        return EditReport(tuple(rows), type(model).__name__)
+
+    def to_json(self) -> str:
+        """The recipe as JSON text, for ``from_json``.
+
+        Returns:
+            The text. Meshes are written as axis sizes; types and functions by name.
+
+        Raises:
+            RuleTypeError: An edit holds what cannot be written: a lambda, a function defined in
+                another, arrays. All such are told.
+
+        >>> from penzai_shard.layers import Jitted
+        >>> from penzai_shard.surgery import ROOT, wrap
+        >>> recipe = Recipe(wrap(ROOT, Jitted))
+        >>> Recipe.from_json(recipe.to_json()) == recipe
+        True
+        """
+        return edits_to_json(self.edits)
+
+    @classmethod
+    def from_json(cls, text: str, *, mesh: Mesh | AbstractMesh | None = None) -> "Recipe":
+        """Reads what ``to_json`` wrote.
+
+        It imports the modules that the text names: read only what you trust.
+
+        Args:
+            text: The text.
+            mesh: The mesh to use wherever the recipe has one; by default each is made anew from
+                its axis sizes. Its mesh axes must have the same names.
+
+        Returns:
+            The recipe.
+
+        Raises:
+            RuleTypeError: The text is no recipe, or names what cannot be imported.
+            MeshError: A mesh cannot be made here, or the one given lacks a mesh axis.
+        """
+        return cls(*edits_from_json(text, mesh))
+
+
+def combined(recipes: Iterable[Recipe]) -> Recipe:
+    """One recipe with the edits of several, in order.
+
+    >>> combined([Recipe(), Recipe()])
+    Recipe()
+    """
+    return Recipe(*recipes)
