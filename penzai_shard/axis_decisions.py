@@ -266,9 +266,8 @@ class _Decider:
         over = sized_mesh_axes_text(rule.mesh_axes, self.mesh_shape)
         if math.prod(self.sizes) < rule.min_size or any(a in self.taken for a in rule.mesh_axes):
             if not self.taken and self.sizes:
-                self.notes.append(
-                    f"under {rule.min_size} elements, not split over {mesh_axes_text(rule.mesh_axes)}"
-                )
+                axes = mesh_axes_text(rule.mesh_axes)
+                self.notes.append(f"under {rule.min_size} elements, not split over {axes}")
             return
         free = [
             i

@@ -42,6 +42,7 @@ def name_to_name_device_put(tree: Any, mesh: Mesh, axis_name_to_mesh_name: Any =
     """
     _check_has_devices(mesh)
     shardings = name_to_name_sharding(tree, mesh, axis_name_to_mesh_name)
+    treedef: Any
     nodes, treedef = jax.tree_util.tree_flatten(tree)
     targets = treedef.flatten_up_to(shardings)
     # Each variable once, however often it occurs, and everything in one call.
@@ -200,7 +201,7 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     with _auto_axes_context(None):
         traced, structs = _trace(_unbound(initializer), args, kwargs)
         leaves, treedef = jax.tree_util.tree_flatten(structs)
-        numbered = treedef.unflatten(range(len(leaves)))
+        numbered = jax.tree_util.tree_unflatten(treedef, range(len(leaves)))
         wanted = {
             index
             for node in jax.tree_util.tree_leaves(numbered, is_leaf=_is_parameter_value)
@@ -209,7 +210,9 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
         }
         split = split_initializer(traced, [None] * len(leaves), wanted)
         computed = run_split(split)
-    tree = treedef.unflatten([computed.get(i, struct) for i, struct in enumerate(leaves)])
+    tree = jax.tree_util.tree_unflatten(
+        treedef, [computed.get(index, struct) for index, struct in enumerate(leaves)]
+    )
     return _bind(tree["model"], tree["variables"], keep_frozen=_is_parameter_value)
 
 
@@ -257,7 +260,9 @@ def _initialize_on_mesh(
         plan = make_plan(structs, mesh, rules, on_unnamed=on_unnamed)
         shardings, treedef = jax.tree_util.tree_flatten(plan.sharding_tree())
         results = run_split(split_initializer(traced, shardings))
-    return treedef.unflatten([results[index] for index in range(len(shardings))])
+    return jax.tree_util.tree_unflatten(
+        treedef, [results[index] for index in range(len(shardings))]
+    )
 
 
 def _trace(
@@ -274,7 +279,7 @@ def _with_auto_axes(tree: Any) -> Any:
     relabelled = [_relabelled(leaf) for leaf in leaves]
     if all(new is old for new, old in zip(relabelled, leaves, strict=True)):
         return tree
-    return treedef.unflatten(relabelled)
+    return jax.tree_util.tree_unflatten(treedef, relabelled)
 
 
 def _relabelled(leaf: Any) -> Any:
@@ -295,7 +300,8 @@ def _auto_axes_context(mesh: Mesh | None) -> Iterator[None]:
     if current.empty:
         yield
         return
-    with jax.set_mesh(auto_twin(current if mesh is None else mesh)):
+    twin: Any = auto_twin(current if mesh is None else mesh)
+    with jax.set_mesh(twin):
         yield
 
 

@@ -42,7 +42,8 @@ def align_names(
     Args:
         sizes: Names and sizes of the parameter's dimensions, in order.
         shape: The statistic's shape.
-        path: Where it is in the whole tree; adafactor's ``v_row`` and ``v_col`` are told apart by it.
+        path: Where it is in the whole tree; adafactor's ``v_row`` and ``v_col`` are told apart
+            by it.
         part: Key path inside the parameter's place, for optimizers such as sm3 that keep one
             statistic per dimension there.
 

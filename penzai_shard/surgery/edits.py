@@ -287,7 +287,8 @@ def replace(
     Raises:
         RuleTypeError: The place or the function cannot be read as one.
 
-    >>> replace("pz.nn:LayerStack", "penzai_shard:RolledLayerStack.from_layer_stack", unroll=2)
+    >>> from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
+    >>> replace("pz.nn:LayerStack", RolledLayerStack.from_layer_stack, unroll=2)
     replace('pz.nn:LayerStack', RolledLayerStack.from_layer_stack, unroll=2)
     """
     function, options = _function(function, options, "replace")
@@ -327,9 +328,7 @@ def _insert(
 def _read_expect(expect: Any) -> int | None:
     if expect is None or (isinstance(expect, int) and not isinstance(expect, bool) and expect >= 0):
         return expect
-    raise RuleTypeError(
-        f"expect is the number of places, or None for one or more, not {expect!r}."
-    )
+    raise RuleTypeError(f"expect is the number of places, or None for one or more, not {expect!r}.")
 
 
 def _is_layer(value: Any) -> bool:
@@ -354,8 +353,10 @@ def _function(
         options = {**function.keywords, **options}
         function = function.func
     if not callable(function) or _is_layer(function):
-        wanted = "a layer or a function that makes one" if kind.startswith("insert") else (
-            "a class or a function of the layer"
+        wanted = (
+            "a layer or a function that makes one"
+            if kind.startswith("insert")
+            else ("a class or a function of the layer")
         )
         raise RuleTypeError(
             f"{kind} needs {wanted}, not {reprlib.repr(function)} "

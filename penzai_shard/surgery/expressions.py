@@ -50,7 +50,8 @@ def expression(value: Any) -> str:
     reference = reference_to(value)
     if reference is not None:
         module, _, name = reference.partition(":")
-        return name if module == _LIBRARY else repr(reference)
+        is_public = module == _LIBRARY or module.startswith(f"{_LIBRARY}.layers")
+        return name if is_public else repr(reference)
     if isinstance(value, type):
         return value.__qualname__
     code = getattr(value, "__code__", None)

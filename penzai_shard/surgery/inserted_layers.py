@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from penzai import pz
 
-from penzai_shard.layers import RolledLayerStack
+from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
 from penzai_shard.surgery.tree_nodes import kind_of, mark_of
 
 Role = Literal["wrapper", "passer", "sequence", "rolled"]

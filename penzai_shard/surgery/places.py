@@ -47,9 +47,7 @@ class Where:
     outside: "Where | None" = None
 
     @classmethod
-    def of(
-        cls, place: PlaceLike, within: PlaceLike = None, outside: PlaceLike = None
-    ) -> "Where":
+    def of(cls, place: PlaceLike, within: PlaceLike = None, outside: PlaceLike = None) -> "Where":
         """Reads a place in any form that edits take.
 
         Args:
@@ -121,9 +119,7 @@ def _read_what(place: Any) -> Any:
         )
         if types and all(isinstance(part, type) for part in types):
             return types
-    elif isinstance(place, _Root):
-        return place
-    elif callable(place):
+    elif isinstance(place, _Root) or callable(place):
         return place
     raise RuleTypeError(
         f"{reprlib.repr(place)} is no place for an edit. Give a layer type or a tuple of them, a "
@@ -330,9 +326,7 @@ class _Surroundings:
         if state is not None:
             state = self._tracker.child(state, parent, path, child)
         is_inside = (
-            self._counts_itself
-            and state is not None
-            and self._tracker.matches(child, path, state)
+            self._counts_itself and state is not None and self._tracker.matches(child, path, state)
         )
         return _Around(is_inside, state)
 

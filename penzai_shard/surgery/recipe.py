@@ -1,8 +1,8 @@
 """A list of edits as one value: declared once, applied to any model, counted, shown, taken back."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar, overload
+from collections.abc import Iterator
+from typing import Any, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -10,8 +10,6 @@ from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
 from penzai_shard.surgery.edit_report import EditReport, EditRow
 from penzai_shard.surgery.edits import Edit
 from penzai_shard.surgery.recipe_json import edits_from_json, edits_to_json
-
-Model = TypeVar("Model")
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -106,15 +104,14 @@ class Recipe:
                 expects; all such edits are told, with the nearest types or paths of the model.
         """
         problems = []
+        edited = model
         for number, edit in enumerate(self.edits, 1):
-            outcome = edit.run(model)
-            model = outcome.model
+            outcome = edit.run(edited)
+            edited = outcome.model
             if outcome.problem:
                 problems.append(f"edit {number}, {outcome.problem}")
-        raise_all(
-            SelectionError, f"this recipe does not fit the {type(model).__name__}:", problems
-        )
-        return model
+        raise_all(SelectionError, f"this recipe does not fit the {type(model).__name__}:", problems)
+        return edited
 
     def report(self, model: Any) -> EditReport:
         """Says what the edits would do to a model.
@@ -180,12 +177,3 @@ class Recipe:
             MeshError: A mesh cannot be made here, or the one given lacks a mesh axis.
         """
         return cls(*edits_from_json(text, mesh))
-
-
-def combined(recipes: Iterable[Recipe]) -> Recipe:
-    """One recipe with the edits of several, in order.
-
-    >>> combined([Recipe(), Recipe()])
-    Recipe()
-    """
-    return Recipe(*recipes)

@@ -92,7 +92,7 @@ def reference_to(value: Any) -> str | None:
         if module is not None and qualname is not None:
             root = module.partition(".")[0]
             if root == _LIBRARY:
-                candidates.append(f"{_LIBRARY}:{qualname}")
+                candidates += [f"{_LIBRARY}:{qualname}", f"{_LIBRARY}.layers:{qualname}"]
             if root == "penzai" and qualname in dir(pz.nn):
                 candidates.append(f"pz.nn:{qualname}")
             candidates.append(f"{module}:{qualname}")

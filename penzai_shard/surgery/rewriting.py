@@ -86,9 +86,7 @@ class Rewriter:
     def _row(self, node: Any) -> _Row:
         kind = kind_of(node)
         decided = self._tracker.decide(type(node), kind.is_layer)
-        row = (decided, kind.shape, kind.fields)
-        if kind.shape != LEAF or type(node) in (str, int, float, bool):
-            self._rows[type(node)] = row
+        row = self._rows[type(node)] = (decided, kind.shape, kind.fields)
         return row
 
     def _visit(self, node: Any, path: LinkedPath, state: Any) -> Any:

@@ -63,7 +63,7 @@ def _kind_of_type(node_type: Hashable) -> NodeKind | None:
         return NodeKind(node_type.__name__, (), (), False)
     if issubclass(node_type, AbstractVariable | jax.Array | str | int | float):
         return NodeKind(LEAF, (), (), False)
-    is_layer = callable(getattr(node_type, "__call__", None)) and not issubclass(node_type, type)
+    is_layer = any("__call__" in base.__dict__ for base in node_type.__mro__)
     if (
         issubclass(node_type, Struct)
         and is_pytree_dataclass_type(node_type)

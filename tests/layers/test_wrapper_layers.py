@@ -10,6 +10,7 @@ import treescope
 from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 from penzai.deprecated.v1 import pz as pz_v1
+from penzai.models.transformer.model_parts import TransformerBlock
 
 from penzai_shard.layers import (
     Checkpointed,
@@ -22,9 +23,7 @@ WRAPPERS = {
     "jitted": Jitted,
     "checkpointed": Checkpointed,
     "scoped": lambda body: Scoped(body, "scope"),
-    "jitted_checkpointed": lambda body: Jitted(Checkpointed(body)),
-    "checkpointed_jitted": lambda body: Checkpointed(Jitted(body)),
-    "jitted_twice": lambda body: Jitted(Jitted(body)),
+    "nested": lambda body: Jitted(Checkpointed(Jitted(body))),
 }
 
 
@@ -171,25 +170,32 @@ def test_a_wrong_input_shape_gives_the_layers_own_error(small, wrap):
     assert message(wrap(small.mlp())) == message(small.mlp())
 
 
-def test_body_gives_the_layer_back(small, wrap):
+@pytest.mark.parametrize("wrapper", [Jitted, Checkpointed, WRAPPERS["scoped"]])
+def test_body_gives_the_layer_back(small, wrapper):
     body = small.mlp()
-    wrapped = wrap(body)
-    inner = wrapped.body
-    while inner is not body:
-        inner = inner.body
+    wrapped = wrapper(body)
     wrapped(small.features())
-    assert wrapped.body is (wrapped.body if inner is not body else wrapped.body)
+    assert wrapped.body is body
 
 
 def test_wrapping_with_selectors_keeps_names_and_values(small, wrap):
-    model = small.llama()
-    blocks = pz.select(model).at_instances_of(pz.nn.Residual)
-    wrapped = blocks.apply(wrap)
+    model = small.counting_mlp()
+    wrapped = pz.select(model).at_instances_of(pz.nn.Affine).apply(wrap)
     names = [variable.label for variable in pz.unbind_variables(model)[1]]
     assert [variable.label for variable in pz.unbind_variables(wrapped)[1]] == names
+    assert_same(wrapped(small.features()), small.counting_mlp()(small.features()))
+
+
+@pytest.mark.parametrize("wrapper", [Jitted, Checkpointed])
+def test_blocks_of_a_transformer(small, wrapper):
+    model = small.llama()
+    constraint = ConstrainShardingByName(small.AUTO, {"batch": "data", "vocabulary": "model"})
+    edited = pz.select(model).at_instances_of(TransformerBlock).apply(wrapper)
+    edited = pz.select(edited).at_instances_of(TransformerBlock).insert_after(constraint)
+    assert pz.select(edited).at_instances_of(ConstrainShardingByName).count() == 2
     positions = pz.nx.arange("seq", 4)
-    expected = model(small.tokens(), token_positions=positions)
-    assert_same(wrapped(small.tokens(), token_positions=positions), expected)
+    expected = Jitted(model)(small.tokens(), token_positions=positions)
+    assert_same(Jitted(edited)(small.tokens(), token_positions=positions), expected)
 
 
 def test_inside_a_first_generation_model(small, wrap):
@@ -225,17 +231,6 @@ def test_copies_and_trees_are_those_of_a_fresh_layer(small, wrap):
     for duplicate in (copy.copy(wrapped), copy.deepcopy(wrapped)):
         assert vars(duplicate).keys() == wrapped.attributes_dict().keys()
         assert_same(duplicate(small.features()), wrapped(small.features()))
-
-
-def test_constraints_after_every_block_change_nothing(small, wrap):
-    rules = {"batch": "data", "vocabulary": "model"}
-    model = small.llama()
-    constraint = ConstrainShardingByName(small.AUTO, rules)
-    edited = pz.select(model).at_instances_of(pz.nn.Residual).insert_after(constraint)
-    assert pz.select(edited).at_instances_of(ConstrainShardingByName).count() == 4
-    positions = pz.nx.arange("seq", 4)
-    expected = model(small.tokens(), token_positions=positions)
-    assert_same(wrap(edited)(small.tokens(), token_positions=positions), expected)
 
 
 def test_explicit_inputs_come_out_on_the_auto_twin(small):

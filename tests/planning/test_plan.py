@@ -389,7 +389,7 @@ def test_names_that_contradict_the_data_are_refused(mesh):
 
 
 def test_an_unknown_mesh_axis_is_told_with_the_nearest(mesh):
-    with pytest.raises(MeshError, match="no mesh axis 'modle'. Did you mean 'model'?"):
+    with pytest.raises(MeshError, match=r"no mesh axis 'modle'\. Did you mean 'model'\?"):
         make_plan(weights(), mesh, {"neurons": "modle"})
 
 
@@ -400,7 +400,7 @@ def test_an_unknown_mesh_axis_is_an_error_for_an_empty_tree_too(mesh):
 
 @pytest.mark.parametrize("rules", [3, "data", {"a": 1}, [("a",)]])
 def test_rules_of_a_wrong_type_are_refused(mesh, rules):
-    with pytest.raises(RuleTypeError, match="pair|mesh axis is a name|rules must be"):
+    with pytest.raises(RuleTypeError, match=r"pair|mesh axis is a name|rules must be"):
         make_plan(weights(), mesh, rules)
 
 

@@ -1,0 +1,608 @@
+"""Building models sharded: values, layouts, sharing, and how many programs are compiled."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from penzai import pz
+from penzai.models import simple_mlp
+from penzai.models.transformer.variants import llamalike_common
+
+from penzai_shard.errors import MeshError, PlanError
+from penzai_shard.initializer_splitting import run_split, split_initializer
+from penzai_shard.meshes import has_explicit_axes, make_mesh
+from penzai_shard.placement import abstract_model, initialize_parameters_sharded, sharded_init
+from penzai_shard.planning import make_plan, name_to_name_sharding
+
+RULES = {"embedding": "data", "neurons": "model", "heads": "model", "vocabulary": "model"}
+MLP_RULES = {"features": "data", "features_out": "model"}
+SHAPES = ({"data": 8, "model": 1}, {"data": 4, "model": 2}, {"data": 2, "model": 4})
+
+
+@pytest.fixture
+def mesh():
+    return make_mesh({"data": 4, "model": 2})
+
+
+def mlp(key, sizes=(8, 16, 16, 4)):
+    return simple_mlp.MLP.from_config(name="mlp", init_base_rng=key, feature_sizes=list(sizes))
+
+
+def transformer(key, *, blocks=2, use_layer_stack=False):
+    config = llamalike_common.LlamalikeTransformerConfig(
+        num_kv_heads=4,
+        query_head_multiplier=1,
+        embedding_dim=8,
+        projection_dim=4,
+        mlp_hidden_dim=16,
+        num_decoder_blocks=blocks,
+        vocab_size=16,
+        mlp_variant="swiglu",
+        tie_embedder_and_logits=False,
+        rope_wavelength=10000,
+        rms_norm_eps=1e-6,
+        attention_type=llamalike_common.AttentionTypeGlobalCausal(),
+        activation_dtype=jnp.float32,
+        parameter_dtype=jnp.float32,
+        use_layer_stack=use_layer_stack,
+    )
+    return llamalike_common.build_llamalike_transformer(config, key, name="model")
+
+
+def parameter(name, key, shape, initializer=jax.random.normal, **axes):
+    key = pz.nn.derive_param_key(key, name)
+    return pz.Parameter(value=pz.nx.wrap(initializer(key, shape)).tag(*axes), label=name)
+
+
+def frozen(model):
+    return pz.unbind_variables(model, freeze=True)
+
+
+def by_label(model):
+    return {value.label: value.value.data_array for value in frozen(model)[1]}
+
+
+def under_jit(initializer, *args):
+    return jax.jit(lambda *inner: frozen(initializer(*inner)))(*args)
+
+
+def assert_within_one_ulp(got, expected):
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        assert one.aval.weak_type == other.aval.weak_type
+        if jnp.issubdtype(one.dtype, jnp.floating):
+            np.testing.assert_array_max_ulp(np.asarray(one), np.asarray(other), 1)
+        elif jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            assert jnp.array_equal(jax.random.key_data(one), jax.random.key_data(other))
+        else:
+            np.testing.assert_array_equal(one, other)
+
+
+def split_of(initializer, *args):
+    traced = jax.make_jaxpr(lambda: frozen(initializer(*args)))()
+    return split_initializer(traced, [None] * len(traced.out_avals))
+
+
+def member_counts(initializer, *args):
+    return sorted(len(program.members) for program in split_of(initializer, *args).programs)
+
+
+# Values and layouts.
+
+
+@pytest.mark.parametrize(
+    ("initializer", "rules"),
+    [
+        (mlp, MLP_RULES),
+        (transformer, RULES),
+        (functools.partial(transformer, use_layer_stack=True), RULES),
+    ],
+    ids=["mlp", "transformer", "layer_stack"],
+)
+def test_values_are_those_under_jit_and_the_same_on_every_mesh(initializer, rules):
+    key = jax.random.key(7)
+    initializer = functools.partial(initializer)
+    if rules is MLP_RULES:
+        initializer = functools.partial(mlp, sizes=(8, 16, 16, 8))
+    expected = under_jit(initializer, key)
+    first = None
+    for shape in SHAPES:
+        mesh = make_mesh(shape)
+        model = sharded_init(initializer, key, mesh=mesh, axis_name_to_mesh_name=rules)
+        got = frozen(model)
+        assert jax.tree.structure(got) == jax.tree.structure(expected)
+        assert_within_one_ulp(got, expected)
+        first = first or got
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(first), strict=True):
+            np.testing.assert_array_equal(one, other)
+        wanted = name_to_name_sharding(got[1], mesh, rules)
+        assert [x.sharding for x in jax.tree.leaves(got[1])] == jax.tree.leaves(wanted)
+
+
+def test_constants_are_replicated_and_keep_their_weak_type(mesh):
+    model = sharded_init(transformer, jax.random.key(0), mesh=mesh, axis_name_to_mesh_name=RULES)
+    constants = jax.tree.leaves(frozen(model)[0])
+    assert len(constants) == 9
+    for constant in constants:
+        assert constant.sharding == NamedSharding(mesh, PartitionSpec())
+        assert constant.aval.weak_type
+
+
+def test_initialized_model_runs(mesh):
+    model = sharded_init(mlp, jax.random.key(0), mesh=mesh, axis_name_to_mesh_name=MLP_RULES)
+    x = pz.nx.ones({"batch": 8, "features": 8})
+    expected = mlp(jax.random.key(0))(x).unwrap("batch", "features")
+    np.testing.assert_allclose(model(x).unwrap("batch", "features"), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["rbg", "unsafe_rbg"])
+def test_other_random_generators_give_the_same_on_every_mesh(implementation):
+    key = jax.random.key(3, impl=implementation)
+    expected = under_jit(mlp, key)
+    for shape in SHAPES[1:]:
+        rules = {"features_out": "model"}
+        model = sharded_init(mlp, key, mesh=make_mesh(shape), axis_name_to_mesh_name=rules)
+        assert_within_one_ulp(frozen(model), expected)
+
+
+def test_raw_keys_work(mesh):
+    key = jax.random.PRNGKey(3)
+    model = sharded_init(mlp, key, mesh=mesh, axis_name_to_mesh_name=MLP_RULES)
+    assert_within_one_ulp(frozen(model), under_jit(mlp, key))
+
+
+def test_sums_of_floats_give_the_same_on_every_mesh():
+    def normalized(key, shape):
+        weights = jax.random.normal(key, shape)
+        return weights / jnp.linalg.norm(weights, axis=0)
+
+    def initializer(key):
+        return parameter("w", key, (64, 8), normalized, a=None, b=None)
+
+    expected = under_jit(initializer, jax.random.key(0))
+    for shape in SHAPES:
+        rules = {"a": "data", "b": "model"}
+        built = sharded_init(
+            initializer,
+            jax.random.key(0),
+            mesh=make_mesh(shape),
+            axis_name_to_mesh_name=rules,
+        )
+        for one, other in zip(jax.tree.leaves(frozen(built)), jax.tree.leaves(expected)):
+            np.testing.assert_array_equal(one, other)
+        assert built.value.data_array.sharding.spec == PartitionSpec("data", "model")
+
+
+def test_outputs_that_are_keys_integers_booleans_or_empty(mesh):
+    def initializer(key):
+        return {
+            "key": jax.random.fold_in(key, 1),
+            "keys": jax.random.split(key, 4),
+            "raw": jax.random.PRNGKey(2),
+            "order": jax.random.permutation(key, 8),
+            "mask": jnp.tril(jnp.ones((4, 4), bool)),
+            "empty": pz.nx.zeros({"a": 0, "b": 4}),
+            "half": pz.nx.ones({"b": 4}).astype(jnp.bfloat16),
+        }
+
+    rules = {"a": "data", "b": "model"}
+    built = sharded_init(initializer, jax.random.key(0), mesh=mesh, axis_name_to_mesh_name=rules)
+    expected = jax.jit(initializer)(jax.random.key(0))
+    assert jax.tree.structure(built) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(built), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        np.testing.assert_array_equal(one, other)
+    assert built["keys"].sharding == NamedSharding(mesh, PartitionSpec())
+    assert built["empty"].data_array.sharding.spec == PartitionSpec("data", "model")
+
+
+def test_views_lie_by_their_names(mesh):
+    def initializer():
+        return pz.nx.ones({"a": 8, "b": 4}).untag("b")
+
+    built = sharded_init(initializer, mesh=mesh, axis_name_to_mesh_name={"a": "data"})
+    assert built.data_array.sharding.shard_shape(built.data_array.shape) in [(2, 4), (4, 2)]
+    np.testing.assert_array_equal(built.data_array, np.ones(built.data_array.shape))
+
+
+# Variables.
+
+
+def test_shared_variables_stay_shared_and_metadata_is_kept(mesh):
+    def initializer(key):
+        shared = parameter("shared", key, (8, 4), a=None, b=None)
+        shared.metadata["note"] = "tied"
+        return [shared, {"again": shared}, parameter("own", key, (8,), a=None)]
+
+    built = sharded_init(
+        initializer, jax.random.key(0), mesh=mesh, axis_name_to_mesh_name={"a": "data"}
+    )
+    assert built[0] is built[1]["again"]
+    assert built[0].metadata == {"note": "tied"}
+    assert isinstance(built[2], pz.Parameter)
+
+
+def test_state_variables_are_new_and_have_labels_of_their_own(mesh):
+    def initializer():
+        return [
+            pz.StateVariable(value=pz.nx.zeros({"a": 8}), metadata={"m": 1}),
+            pz.StateVariable(value=jnp.zeros((), jnp.int32), label="count"),
+        ]
+
+    built = [sharded_init(initializer, mesh=mesh, axis_name_to_mesh_name={"a": "data"})] * 1
+    built.append(sharded_init(initializer, mesh=mesh, axis_name_to_mesh_name={"a": "data"}))
+    automatic = [model[0] for model in built]
+    assert automatic[0].label != automatic[1].label
+    assert automatic[0].metadata == {"m": 1}
+    assert automatic[0].value.data_array.sharding.spec == PartitionSpec("data")
+    assert built[0][1].label == "count"
+    pz.unbind_variables(automatic)  # would raise on a conflict
+    automatic[0].value = automatic[0].value + 1
+    assert float(automatic[1].value.unwrap("a").sum()) == 0
+
+
+def test_an_array_returned_twice_has_two_buffers(mesh):
+    def initializer(key):
+        weights = pz.nx.wrap(jax.random.normal(key, (512, 256))).tag("a", "b")
+        return [weights, weights, jnp.ones(3), jnp.ones(3), 1.0, 1.0]
+
+    built = sharded_init(
+        initializer, jax.random.key(0), mesh=mesh, axis_name_to_mesh_name={"a": "data"}
+    )
+    pointers = [
+        array.addressable_shards[0].data.unsafe_buffer_pointer() for array in jax.tree.leaves(built)
+    ]
+    assert len(set(pointers)) == len(pointers)
+
+
+def test_an_argument_that_is_returned_survives_donation_of_the_result(mesh):
+    kept = jax.device_put(jnp.ones((8,)), NamedSharding(mesh, PartitionSpec()))
+    built = sharded_init(lambda array: array, kept, mesh=mesh)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(built).block_until_ready()
+    np.testing.assert_array_equal(kept, np.ones(8))
+
+
+# What initialisers may do.
+
+
+def test_arguments_of_every_kind_are_passed_on(mesh):
+    def initializer(table, config, *, key, scale):
+        assert config is options
+        return {
+            "table": pz.nx.wrap(table).tag("a", "b"),
+            "scaled": pz.nx.wrap(table * scale).tag("a", "b"),
+            "noise": pz.nx.wrap(jax.random.normal(key, table.shape)).tag("a", "b"),
+        }
+
+    options = object()
+    table = np.arange(32, dtype=np.float32).reshape(8, 4)
+    built = sharded_init(
+        initializer,
+        table,
+        options,
+        key=jax.random.key(0),
+        scale=3,
+        mesh=mesh,
+        axis_name_to_mesh_name={"a": "data", "b": "model"},
+    )
+    np.testing.assert_array_equal(built["table"].data_array, table)
+    np.testing.assert_array_equal(built["scaled"].data_array, table * 3)
+    for array in jax.tree.leaves(built):
+        assert array.sharding.spec == PartitionSpec("data", "model")
+
+
+def test_committed_arguments_may_lie_on_one_device(mesh):
+    table = jax.device_put(jnp.ones((8, 4)), jax.devices()[3])
+    built = sharded_init(
+        lambda x: pz.nx.wrap(x + 1).tag("a", "b"),
+        table,
+        mesh=mesh,
+        axis_name_to_mesh_name={"a": "data"},
+    )
+    np.testing.assert_array_equal(built.data_array, np.full((8, 4), 2.0))
+
+
+def test_effects_happen_once(mesh, capfd):
+    def initializer(key):
+        weights = jax.random.normal(key, (512, 256))
+        jax.debug.print("first {}", weights.shape[0])
+        jax.debug.print("sum {}", jnp.isfinite(weights.sum()))
+        small = jax.random.normal(jax.random.fold_in(key, 1), (8,))
+        jax.debug.print("small {}", jnp.isfinite(small.sum()))
+        return [pz.nx.wrap(weights).tag("a", "b"), pz.nx.wrap(small).tag("a")]
+
+    expected = jax.jit(initializer)(jax.random.key(0))
+    jax.effects_barrier()
+    capfd.readouterr()
+    built = sharded_init(
+        initializer, jax.random.key(0), mesh=mesh, axis_name_to_mesh_name={"a": "data"}
+    )
+    jax.effects_barrier()
+    printed = capfd.readouterr().out
+    assert [printed.count(word) for word in ("first 512", "sum True", "small True")] == [1, 1, 1]
+    assert_within_one_ulp(built, expected)
+    assert built[0].data_array.sharding.spec == PartitionSpec("data")
+
+
+def test_results_of_effects_reach_the_outputs(mesh):
+    calls = []
+
+    def read():
+        calls.append(1)
+        return np.float32(5)
+
+    def initializer():
+        value = jax.experimental.io_callback(read, jax.ShapeDtypeStruct((), jnp.float32))
+        return [pz.nx.wrap(jnp.ones(8) * value).tag("a"), pz.nx.wrap(jnp.zeros(8) + value).tag("a")]
+
+    built = sharded_init(initializer, mesh=mesh, axis_name_to_mesh_name={"a": "data"})
+    np.testing.assert_array_equal(built[0].data_array, np.full(8, 5.0))
+    np.testing.assert_array_equal(built[1].data_array, np.full(8, 5.0))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("size", [8, 320])
+def test_factorisation_shared_by_two_outputs_is_computed_once(mesh, size):
+    def initializer(key):
+        q, r = jnp.linalg.qr(jax.random.normal(key, (size, size)))
+        return [pz.nx.wrap(q).tag("a", "b"), pz.nx.wrap(r).tag("a", "b")]
+
+    traced = jax.make_jaxpr(lambda: initializer(jax.random.key(0)))()
+    split = split_initializer(traced, [None, None])
+    factorisations = [
+        program for program in split.programs if "qr" in str(program.jaxpr) for _ in program.members
+    ]
+    assert len(factorisations) == 1
+    built = sharded_init(
+        initializer, jax.random.key(0), mesh=mesh, axis_name_to_mesh_name={"a": "data"}
+    )
+    expected = jax.jit(initializer)(jax.random.key(0))
+    for one, other in zip(jax.tree.leaves(built), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+        assert one.sharding.spec == PartitionSpec("data")
+
+
+def test_initializer_under_jit_is_split_as_well(mesh):
+    inner = jax.jit(lambda key: frozen(transformer(key)))
+    model, values = sharded_init(inner, jax.random.key(0), mesh=mesh, axis_name_to_mesh_name=RULES)
+    assert_within_one_ulp((model, values), under_jit(transformer, jax.random.key(0)))
+    assert member_counts(inner, jax.random.key(0)) == member_counts(transformer, jax.random.key(0))
+
+
+# How many programs are compiled.
+
+
+def test_parameters_that_differ_only_in_their_key_share_a_program():
+    counts = {
+        blocks: member_counts(functools.partial(transformer, blocks=blocks), jax.random.key(0))
+        for blocks in (1, 2, 3)
+    }
+    # Embedding, norms, query/key/value, output, gate/value, down, head.
+    assert counts[1] == [1, 1, 1, 1, 2, 3, 3]
+    assert counts[2] == [1, 1, 2, 2, 4, 5, 6]
+    assert counts[3] == [1, 1, 3, 3, 6, 7, 9]
+
+
+def test_one_program_is_compiled_per_group(mesh):
+    compilations = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compilations.append(event)
+
+    key = jax.random.key(0)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for blocks in (2, 4):
+            compilations.clear()
+            build = functools.partial(transformer, blocks=blocks)
+            sharded_init(build, key, mesh=mesh, axis_name_to_mesh_name=RULES)
+            # One more makes the literals, for instance epsilons.
+            assert len(compilations) == 7 + 1
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_chains_of_split_keys_share_programs(make_key):
+    def initializer(key):
+        weights = []
+        for _ in range(12):
+            key, own = jax.random.split(key)
+            weights.append(jax.random.normal(own, (16,)))
+        return weights
+
+    split = split_of(initializer, make_key(0))
+    assert len(split.programs) <= 6
+    assert_within_one_ulp(list(run_split(split).values()), jax.jit(initializer)(make_key(0)))
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("count", [12, 100])
+def test_keys_taken_from_one_split_share_a_program(make_key, count):
+    def initializer(key):
+        return [jax.random.normal(own, (16,)) for own in jax.random.split(key, count)]
+
+    split = split_of(initializer, make_key(0))
+    assert max(len(program.members) for program in split.programs) == count
+    assert len(split.programs) <= 2
+    assert_within_one_ulp(list(run_split(split).values()), jax.jit(initializer)(make_key(0)))
+
+
+def test_float_literals_that_differ_are_kept_apart():
+    def initializer(key):
+        return [jax.random.normal(key, (8,)) * scale for scale in (1.0, 2.0, 2.0, -0.0, 0.0)]
+
+    split = split_of(initializer, jax.random.key(0))
+    sizes = sorted(len(p.members) for p in split.programs if p.members[0].positions)
+    assert sizes == [1, 1, 1, 2]
+
+
+def test_large_work_shared_by_outputs_is_done_once_per_use():
+    def initializer(key):
+        result = []
+        for index in range(3):
+            weights = jax.random.normal(jax.random.fold_in(key, index), (3, 256, 256))
+            result += list(weights)
+        return result
+
+    split = split_of(initializer, jax.random.key(0))
+    assert [len(program.members) for program in split.programs] == [3]
+    assert [len(member.positions) for member in split.programs[0].members] == [3, 3, 3]
+    assert_within_one_ulp(list(run_split(split).values()), jax.jit(initializer)(jax.random.key(0)))
+
+
+def test_only_wanted_outputs_are_computed():
+    traced = jax.make_jaxpr(lambda: (jnp.ones(3) * 2, jax.random.normal(jax.random.key(0), (3,))))()
+    split = split_initializer(traced, [None, None], wanted={0})
+    assert list(run_split(split)) == [0]
+    assert "random" not in "".join(str(program.jaxpr) for program in split.programs)
+
+
+# Meshes.
+
+
+def test_mesh_with_explicit_axes_is_treated_as_its_auto_twin(mesh):
+    explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    rules = {"axis_name_to_mesh_name": MLP_RULES}
+    expected = sharded_init(mlp, jax.random.key(0), mesh=mesh, **rules)
+    outside = sharded_init(mlp, jax.random.key(0), mesh=explicit, **rules)
+    with jax.set_mesh(explicit):
+        inside = sharded_init(mlp, jax.random.key(0), mesh=explicit, **rules)
+        abstract = abstract_model(mlp, jax.random.key(0))
+    for model in (outside, inside):
+        for one, other in zip(
+            jax.tree.leaves(frozen(model)), jax.tree.leaves(frozen(expected)), strict=True
+        ):
+            assert one.sharding == other.sharding
+            assert not has_explicit_axes(one.sharding.mesh)
+            np.testing.assert_array_equal(one, other)
+    assert by_label(pz.bind_variables(*frozen(expected))) == {}
+    assert make_plan(abstract, explicit, MLP_RULES).leaves
+
+
+def test_rules_that_cannot_be_kept_are_refused_before_anything_is_computed(mesh):
+    ran = []
+
+    def initializer(key):
+        jax.debug.callback(lambda: ran.append(1))
+        return mlp(key, sizes=(6, 4))
+
+    with pytest.raises(
+        PlanError,
+        match=r"mlp.*weights: logical axis 'features' \(6\) does not divide over mesh axis 'data'",
+    ):
+        sharded_init(initializer, jax.random.key(0), mesh=mesh, axis_name_to_mesh_name=MLP_RULES)
+    jax.effects_barrier()
+    assert ran == []
+
+
+def test_unknown_mesh_axis_is_refused(mesh):
+    with pytest.raises(MeshError, match="'tensor'"):
+        sharded_init(
+            mlp, jax.random.key(0), mesh=mesh, axis_name_to_mesh_name={"features": "tensor"}
+        )
+
+
+def test_mesh_without_devices_is_refused():
+    abstract = AbstractMesh((4, 2), ("data", "model"))
+    with pytest.raises(MeshError, match="it has no devices"):
+        sharded_init(mlp, jax.random.key(0), mesh=abstract)
+
+
+# The first API of Penzai.
+
+
+def v1_model():
+    from penzai.deprecated.v1 import pz as v1
+    from penzai.deprecated.v1.example_models import simple_mlp as v1_simple_mlp
+
+    return v1, v1_simple_mlp.MLP.from_config([8, 16, 16, 4])
+
+
+def test_first_api_parameters_are_those_of_initialize_parameters(mesh):
+    v1, model_def = v1_model()
+    key = jax.random.key(0)
+    model = initialize_parameters_sharded(model_def, key, mesh, MLP_RULES)
+    expected = jax.jit(v1.nn.initialize_parameters)(model_def, key)
+    assert jax.tree.structure(model) == jax.tree.structure(expected)
+    assert_within_one_ulp(model, expected)
+    wanted = name_to_name_sharding(expected, mesh, MLP_RULES)
+    assert [x.sharding for x in jax.tree.leaves(model)] == jax.tree.leaves(wanted)
+
+
+def test_first_api_rules_that_cannot_be_kept_are_refused(mesh):
+    _, model_def = v1_model()
+    with pytest.raises(PlanError, match="'features_out'"):
+        initialize_parameters_sharded(
+            model_def, jax.random.key(0), mesh, {"features_out": ("data", "model")}
+        )
+
+
+# Abstract models.
+
+
+def test_abstract_model_has_structs_for_parameters_and_real_constants():
+    model = abstract_model(transformer, jax.random.key(0))
+    expected = pz.freeze_variables(transformer(jax.random.key(0)))
+    parameters = pz.select(model).at_instances_of(pz.ParameterValue).get_sequence()
+    real = pz.select(expected).at_instances_of(pz.ParameterValue).get_sequence()
+    assert [p.label for p in parameters] == [p.label for p in real]
+    for one, other in zip(parameters, real, strict=True):
+        assert isinstance(one.value.data_array, jax.ShapeDtypeStruct)
+        assert one.value.named_axes == other.value.named_axes
+        assert one.value.data_array.dtype == other.value.data_array.dtype
+    constants = [
+        leaf for leaf in jax.tree.leaves(model) if not isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    assert len(constants) == 9
+    assert all(isinstance(constant, jax.Array) for constant in constants)
+    assert all(constant.aval.weak_type for constant in constants)
+
+
+def test_abstract_model_plans_as_the_model_does(mesh):
+    plan = make_plan(abstract_model(mlp, jax.random.key(0)), mesh, MLP_RULES)
+    expected = make_plan(mlp(jax.random.key(0)), mesh, MLP_RULES)
+    assert [(x.path, x.spec, x.shape) for x in plan.leaves] == [
+        (x.path, x.spec, x.shape) for x in expected.leaves
+    ]
+
+
+def test_abstract_model_runs_with_the_values_put_in(mesh):
+    model = abstract_model(mlp, jax.random.key(0))
+    values = {value.label: value for value in frozen(mlp(jax.random.key(0)))[1]}
+    filled = pz.select(model).at_instances_of(pz.ParameterValue).apply(lambda p: values[p.label])
+    x = pz.nx.ones({"batch": 8, "features": 8})
+    np.testing.assert_array_equal(
+        filled(x).unwrap("batch", "features"),
+        mlp(jax.random.key(0))(x).unwrap("batch", "features"),
+    )
+
+
+def test_abstract_model_has_real_state_and_keeps_sharing():
+    def initializer(key):
+        shared = parameter("w", key, (8, 4), a=None, b=None)
+        state = pz.StateVariable(value=pz.nx.ones({"a": 8}), label="s")
+        return [shared, shared, state, {"mask": pz.nx.arange("a", 8), "state": state}]
+
+    model = abstract_model(initializer, jax.random.key(0))
+    assert model[0] is model[1]
+    assert isinstance(model[0], pz.ParameterValue)
+    assert isinstance(model[2], pz.StateVariable)
+    assert model[2] is model[3]["state"]
+    np.testing.assert_array_equal(model[2].value.data_array, np.ones(8))
+    np.testing.assert_array_equal(model[3]["mask"].data_array, np.arange(8))
+
+
+def test_abstract_model_of_a_layer_stack_takes_no_memory_for_parameters():
+    build = functools.partial(transformer, use_layer_stack=True)
+    model = abstract_model(build, jax.random.key(0))
+    parameters = pz.select(model).at_instances_of(pz.ParameterValue).get_sequence()
+    structs = jax.tree.leaves([p.value for p in parameters])
+    assert structs
+    assert all(isinstance(struct, jax.ShapeDtypeStruct) for struct in structs)

@@ -1,0 +1,153 @@
+"""Placing trees of named arrays, and models, by logical axis names."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from penzai import pz
+from penzai.models import simple_mlp
+
+from penzai_shard.errors import MeshError, PlanError, ShardingError
+from penzai_shard.meshes import has_explicit_axes, make_mesh
+from penzai_shard.placement import name_to_name_device_put
+from penzai_shard.planning import name_to_name_sharding
+
+RULES = {"features": "data", "features_out": "model"}
+
+
+@pytest.fixture
+def mesh():
+    return make_mesh({"data": 4, "model": 2})
+
+
+def named(data, *names):
+    return pz.nx.wrap(data).tag(*names)
+
+
+def mlp():
+    return simple_mlp.MLP.from_config(
+        name="mlp", init_base_rng=jax.random.key(0), feature_sizes=[8, 16, 4]
+    )
+
+
+def test_arrays_lie_by_their_names_and_keep_their_values(mesh):
+    data = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    placed = name_to_name_device_put({"w": named(data, "a", "b")}, mesh, {"a": "data"})
+    assert placed["w"].data_array.sharding == NamedSharding(mesh, PartitionSpec("data"))
+    assert placed["w"].data_array.addressable_shards[0].data.shape == (2, 8)
+    np.testing.assert_array_equal(placed["w"].data_array, data)
+
+
+def test_without_rules_each_axis_goes_to_the_mesh_axis_of_its_name(mesh):
+    placed = name_to_name_device_put(pz.nx.ones({"model": 4, "other": 3}), mesh)
+    assert placed.data_array.sharding.spec == PartitionSpec("model")
+
+
+def test_views_and_positional_dimensions_are_placed(mesh):
+    array = pz.nx.wrap(np.ones((3, 8), np.float32)).tag("a", "b")
+    view = array.untag("a")
+    placed = name_to_name_device_put([view], mesh, {"b": "data"})[0]
+    assert placed.data_array.sharding.shard_shape(placed.data_array.shape) == (3, 2)
+    assert placed.named_shape == view.named_shape
+
+
+def test_model_gets_new_variables_and_the_old_ones_keep_their_arrays(mesh):
+    model = mlp()
+    before = {p.label: p.value.data_array for p in pz.unbind_params(model)[1]}
+    placed = name_to_name_device_put(model, mesh, RULES)
+    assert jax.tree.structure(placed) != jax.tree.structure(None)
+    parameters = {p.label: p for p in pz.unbind_params(placed)[1]}
+    assert parameters.keys() == before.keys()
+    expected = {
+        value.label: value.value.data_array
+        for value in pz.unbind_params(pz.freeze_variables(placed), freeze=True)[1]
+    }
+    assert expected == {}
+    for parameter in pz.unbind_params(model)[1]:
+        assert parameter.value.data_array is before[parameter.label]
+        assert parameters[parameter.label] is not parameter
+        np.testing.assert_array_equal(
+            parameters[parameter.label].value.data_array, before[parameter.label]
+        )
+
+
+def test_model_lies_exactly_as_the_sharding_tree_says(mesh):
+    model = mlp()
+    placed = pz.freeze_variables(name_to_name_device_put(model, mesh, RULES))
+    wanted = name_to_name_sharding(model, mesh, RULES)
+    assert jax.tree.structure(placed) == jax.tree.structure(wanted)
+    assert [leaf.sharding for leaf in jax.tree.leaves(placed)] == jax.tree.leaves(wanted)
+
+
+def test_placed_model_computes_what_the_model_does(mesh):
+    model = mlp()
+    x = pz.nx.ones({"batch": 8, "features": 8})
+    placed = name_to_name_device_put(model, mesh, RULES)
+    expected, got = model(x), placed(x)
+    np.testing.assert_allclose(
+        got.unwrap("batch", "features"), expected.unwrap("batch", "features"), rtol=1e-5
+    )
+
+
+def test_variable_that_occurs_twice_stays_one_and_keeps_its_metadata(mesh):
+    shared = pz.Parameter(value=pz.nx.ones({"a": 8}), label="w", metadata={"frozen": True})
+    state = pz.StateVariable(value=pz.nx.zeros({"a": 8}), label="s")
+    placed = name_to_name_device_put([shared, {"again": shared}, state], mesh, {"a": "data"})
+    assert placed[0] is placed[1]["again"]
+    assert placed[0] is not shared
+    assert placed[0].metadata == {"frozen": True}
+    assert isinstance(placed[2], pz.StateVariable)
+    assert placed[2].value.data_array.sharding.spec == PartitionSpec("data")
+
+
+def test_array_that_occurs_twice_is_placed_at_both_places(mesh):
+    array = pz.nx.ones({"a": 8})
+    placed = name_to_name_device_put([array, array], mesh, {"a": "data"})
+    assert [leaf.data_array.sharding.spec for leaf in placed] == [PartitionSpec("data")] * 2
+
+
+def test_scalars_are_replicated(mesh):
+    placed = name_to_name_device_put({"epsilon": jnp.float32(1e-6)}, mesh)
+    assert placed["epsilon"].sharding == NamedSharding(mesh, PartitionSpec())
+
+
+def test_mesh_with_explicit_axes_is_treated_as_its_auto_twin():
+    explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    placed = name_to_name_device_put(mlp(), explicit, RULES)
+    for parameter in pz.unbind_params(placed)[1]:
+        assert not has_explicit_axes(parameter.value.data_array.sharding.mesh)
+    placed(pz.nx.ones({"batch": 8, "features": 8}))
+
+
+def test_arrays_on_a_mesh_with_explicit_axes_are_relabelled(mesh):
+    explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    on_explicit = jax.device_put(
+        jnp.ones((8, 4)), NamedSharding(explicit, PartitionSpec("data", "model"))
+    )
+    placed = name_to_name_device_put(
+        pz.nx.wrap(on_explicit).tag("a", "b"), explicit, {"a": "data", "b": "model"}
+    )
+    assert placed.data_array.sharding == NamedSharding(mesh, PartitionSpec("data", "model"))
+
+
+def test_unnamed_array_is_refused_with_its_path(mesh):
+    with pytest.raises(PlanError, match=r"layers/0/w.*no logical axis names"):
+        name_to_name_device_put({"layers": [{"w": jnp.ones((4,))}]}, mesh)
+
+
+def test_length_that_does_not_divide_is_refused_before_anything_is_placed(mesh):
+    with pytest.raises(
+        ShardingError, match=r"'a' \(6\) does not divide over mesh axis 'data' \(4\)"
+    ):
+        name_to_name_device_put(pz.nx.ones({"a": 6}), mesh, {"a": "data"})
+
+
+def test_unknown_mesh_axis_is_refused(mesh):
+    with pytest.raises(MeshError, match="'tensor'"):
+        name_to_name_device_put(pz.nx.ones({"a": 8}), mesh, {"a": "tensor"})
+
+
+def test_mesh_without_devices_is_refused():
+    with pytest.raises(MeshError, match="it has no devices"):
+        name_to_name_device_put(pz.nx.ones({"a": 8}), AbstractMesh((4, 2), ("data", "model")))
