@@ -31,7 +31,7 @@ def mlp(key, sizes=(8, 16, 16, 4)):
     return simple_mlp.MLP.from_config(name="mlp", init_base_rng=key, feature_sizes=list(sizes))
 
 
-def transformer(key, *, blocks=2, use_layer_stack=False):
+def transformer(key, *, blocks=2):
     config = llamalike_common.LlamalikeTransformerConfig(
         num_kv_heads=4,
         query_head_multiplier=1,
@@ -39,7 +39,7 @@ def transformer(key, *, blocks=2, use_layer_stack=False):
         projection_dim=4,
         mlp_hidden_dim=16,
         num_decoder_blocks=blocks,
-        vocab_size=16,
+        vocab_size=32,
         mlp_variant="swiglu",
         tie_embedder_and_logits=False,
         rope_wavelength=10000,
@@ -47,9 +47,26 @@ def transformer(key, *, blocks=2, use_layer_stack=False):
         attention_type=llamalike_common.AttentionTypeGlobalCausal(),
         activation_dtype=jnp.float32,
         parameter_dtype=jnp.float32,
-        use_layer_stack=use_layer_stack,
     )
     return llamalike_common.build_llamalike_transformer(config, key, name="model")
+
+
+def layer_stack(key):
+    def build(name, init_base_rng):
+        return pz.nn.Affine.from_config(
+            name=name,
+            init_base_rng=init_base_rng,
+            input_axes={"features": 8},
+            output_axes={"features_out": 8},
+        )
+
+    return pz.nn.LayerStack.from_sublayer_builder(
+        build,
+        stack_axis="layer",
+        stack_axis_size=3,
+        init_base_rng=key,
+        builder_kwargs={"name": "stacked"},
+    )
 
 
 def parameter(name, key, shape, initializer=jax.random.normal, **axes):
@@ -59,10 +76,6 @@ def parameter(name, key, shape, initializer=jax.random.normal, **axes):
 
 def frozen(model):
     return pz.unbind_variables(model, freeze=True)
-
-
-def by_label(model):
-    return {value.label: value.value.data_array for value in frozen(model)[1]}
 
 
 def under_jit(initializer, *args):
@@ -96,17 +109,14 @@ def member_counts(initializer, *args):
 @pytest.mark.parametrize(
     ("initializer", "rules"),
     [
-        (mlp, MLP_RULES),
+        (functools.partial(mlp, sizes=(8, 16, 16, 8)), MLP_RULES),
         (transformer, RULES),
-        (functools.partial(transformer, use_layer_stack=True), RULES),
+        (layer_stack, MLP_RULES),
     ],
     ids=["mlp", "transformer", "layer_stack"],
 )
 def test_values_are_those_under_jit_and_the_same_on_every_mesh(initializer, rules):
     key = jax.random.key(7)
-    initializer = functools.partial(initializer)
-    if rules is MLP_RULES:
-        initializer = functools.partial(mlp, sizes=(8, 16, 16, 8))
     expected = under_jit(initializer, key)
     first = None
     for shape in SHAPES:
@@ -122,13 +132,21 @@ def test_values_are_those_under_jit_and_the_same_on_every_mesh(initializer, rule
         assert [x.sharding for x in jax.tree.leaves(got[1])] == jax.tree.leaves(wanted)
 
 
-def test_constants_are_replicated_and_keep_their_weak_type(mesh):
+def test_constants_are_replicated(mesh):
     model = sharded_init(transformer, jax.random.key(0), mesh=mesh, axis_name_to_mesh_name=RULES)
     constants = jax.tree.leaves(frozen(model)[0])
     assert len(constants) == 9
     for constant in constants:
         assert constant.sharding == NamedSharding(mesh, PartitionSpec())
-        assert constant.aval.weak_type
+
+
+@pytest.mark.parametrize("number", [1.5, 2, True, np.float32(1.5), jnp.bfloat16(2)])
+def test_numbers_keep_their_type_also_a_weak_one(mesh, number):
+    expected = jax.jit(lambda: number)()
+    for built in (sharded_init(lambda: number, mesh=mesh), abstract_model(lambda: number)):
+        assert built.aval.weak_type == expected.aval.weak_type
+        assert built.dtype == expected.dtype
+        assert built == expected
 
 
 def test_initialized_model_runs(mesh):
@@ -171,7 +189,9 @@ def test_sums_of_floats_give_the_same_on_every_mesh():
             mesh=make_mesh(shape),
             axis_name_to_mesh_name=rules,
         )
-        for one, other in zip(jax.tree.leaves(frozen(built)), jax.tree.leaves(expected)):
+        for one, other in zip(
+            jax.tree.leaves(frozen(built)), jax.tree.leaves(expected), strict=True
+        ):
             np.testing.assert_array_equal(one, other)
         assert built.value.data_array.sharding.spec == PartitionSpec("data", "model")
 
@@ -234,8 +254,8 @@ def test_state_variables_are_new_and_have_labels_of_their_own(mesh):
             pz.StateVariable(value=jnp.zeros((), jnp.int32), label="count"),
         ]
 
-    built = [sharded_init(initializer, mesh=mesh, axis_name_to_mesh_name={"a": "data"})] * 1
-    built.append(sharded_init(initializer, mesh=mesh, axis_name_to_mesh_name={"a": "data"}))
+    rules = {"a": "data"}
+    built = [sharded_init(initializer, mesh=mesh, axis_name_to_mesh_name=rules) for _ in range(2)]
     automatic = [model[0] for model in built]
     assert automatic[0].label != automatic[1].label
     assert automatic[0].metadata == {"m": 1}
@@ -311,7 +331,7 @@ def test_effects_happen_once(mesh, capfd):
     def initializer(key):
         weights = jax.random.normal(key, (512, 256))
         jax.debug.print("first {}", weights.shape[0])
-        jax.debug.print("sum {}", jnp.isfinite(weights.sum()))
+        jax.debug.print("one {}", jnp.isfinite(weights[0, 0]))
         small = jax.random.normal(jax.random.fold_in(key, 1), (8,))
         jax.debug.print("small {}", jnp.isfinite(small.sum()))
         return [pz.nx.wrap(weights).tag("a", "b"), pz.nx.wrap(small).tag("a")]
@@ -324,7 +344,7 @@ def test_effects_happen_once(mesh, capfd):
     )
     jax.effects_barrier()
     printed = capfd.readouterr().out
-    assert [printed.count(word) for word in ("first 512", "sum True", "small True")] == [1, 1, 1]
+    assert [printed.count(word) for word in ("first 512", "one True", "small True")] == [1, 1, 1]
     assert_within_one_ulp(built, expected)
     assert built[0].data_array.sharding.spec == PartitionSpec("data")
 
@@ -419,7 +439,7 @@ def test_chains_of_split_keys_share_programs(make_key):
 
     split = split_of(initializer, make_key(0))
     assert len(split.programs) <= 6
-    assert_within_one_ulp(list(run_split(split).values()), jax.jit(initializer)(make_key(0)))
+    assert_within_one_ulp(list(run_split(split).values()), initializer(make_key(0)))
 
 
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
@@ -431,7 +451,7 @@ def test_keys_taken_from_one_split_share_a_program(make_key, count):
     split = split_of(initializer, make_key(0))
     assert max(len(program.members) for program in split.programs) == count
     assert len(split.programs) <= 2
-    assert_within_one_ulp(list(run_split(split).values()), jax.jit(initializer)(make_key(0)))
+    assert_within_one_ulp(list(run_split(split).values()), initializer(make_key(0)))
 
 
 def test_float_literals_that_differ_are_kept_apart():
@@ -482,7 +502,6 @@ def test_mesh_with_explicit_axes_is_treated_as_its_auto_twin(mesh):
             assert one.sharding == other.sharding
             assert not has_explicit_axes(one.sharding.mesh)
             np.testing.assert_array_equal(one, other)
-    assert by_label(pz.bind_variables(*frozen(expected))) == {}
     assert make_plan(abstract, explicit, MLP_RULES).leaves
 
 
@@ -562,7 +581,6 @@ def test_abstract_model_has_structs_for_parameters_and_real_constants():
     ]
     assert len(constants) == 9
     assert all(isinstance(constant, jax.Array) for constant in constants)
-    assert all(constant.aval.weak_type for constant in constants)
 
 
 def test_abstract_model_plans_as_the_model_does(mesh):
@@ -600,8 +618,7 @@ def test_abstract_model_has_real_state_and_keeps_sharing():
 
 
 def test_abstract_model_of_a_layer_stack_takes_no_memory_for_parameters():
-    build = functools.partial(transformer, use_layer_stack=True)
-    model = abstract_model(build, jax.random.key(0))
+    model = abstract_model(layer_stack, jax.random.key(0))
     parameters = pz.select(model).at_instances_of(pz.ParameterValue).get_sequence()
     structs = jax.tree.leaves([p.value for p in parameters])
     assert structs

@@ -56,14 +56,8 @@ def test_model_gets_new_variables_and_the_old_ones_keep_their_arrays(mesh):
     model = mlp()
     before = {p.label: p.value.data_array for p in pz.unbind_params(model)[1]}
     placed = name_to_name_device_put(model, mesh, RULES)
-    assert jax.tree.structure(placed) != jax.tree.structure(None)
     parameters = {p.label: p for p in pz.unbind_params(placed)[1]}
     assert parameters.keys() == before.keys()
-    expected = {
-        value.label: value.value.data_array
-        for value in pz.unbind_params(pz.freeze_variables(placed), freeze=True)[1]
-    }
-    assert expected == {}
     for parameter in pz.unbind_params(model)[1]:
         assert parameter.value.data_array is before[parameter.label]
         assert parameters[parameter.label] is not parameter

@@ -198,14 +198,21 @@ def build_jaxpr(
             var_of[number] = new_var(types(number))
             outvars.append(var_of[number])
         equations.append(step.equation.replace(invars=invars, outvars=outvars))
+    invars = [
+        *(var_of[number] for number in inputs),
+        *(literal_vars[argument] for argument in sorted(literal_vars)),
+    ]
     jaxpr = jex_core.Jaxpr(
         constvars=[],
-        invars=[
-            *(var_of[number] for number in inputs),
-            *(literal_vars[argument] for argument in sorted(literal_vars)),
-        ],
+        invars=invars,
         outvars=[atom if isinstance(atom, jex_core.Literal) else var_of[atom] for atom in outputs],
         eqns=equations,
         effects=frozenset().union(*(step.equation.effects for step in steps)),
+        debug_info=jex_core.DebugInfo(
+            traced_for="jit",
+            func_src_info="initialize",
+            arg_names=("",) * len(invars),
+            result_paths=("",) * len(outputs),
+        ),
     )
     return jex_core.ClosedJaxpr(jaxpr, [])

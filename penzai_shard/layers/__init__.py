@@ -3,15 +3,23 @@
 from penzai_shard.layers.checkpointed import Checkpointed, resolve_policy
 from penzai_shard.layers.compiled_structure import clear_compiled_structures
 from penzai_shard.layers.constrain_sharding import ConstrainSharding, ConstrainShardingByName
+from penzai_shard.layers.in_precision import InPrecision
 from penzai_shard.layers.jitted import Jitted
+from penzai_shard.layers.rolled_layer_stack import LayerStackError, RolledLayerStack
 from penzai_shard.layers.scoped import Scoped
+from penzai_shard.layers.shard_mapped import ManualRegionError, ShardMapped
 
 __all__ = [
     "Checkpointed",
     "ConstrainSharding",
     "ConstrainShardingByName",
+    "InPrecision",
     "Jitted",
+    "LayerStackError",
+    "ManualRegionError",
+    "RolledLayerStack",
     "Scoped",
+    "ShardMapped",
     "clear_compiled_structures",
     "resolve_policy",
 ]

@@ -39,6 +39,31 @@ class ByEquality:
 
 
 @dataclasses.dataclass(frozen=True)
+class ShardingTree:
+    """A tree of shardings as part of a key.
+
+    Attributes:
+        leaves: The shardings.
+        structure: The tree. Named arrays can be nodes of it, whose own ``==`` is elementwise.
+    """
+
+    leaves: tuple[Any, ...]
+    structure: Any
+
+    @classmethod
+    def of(cls, shardings: Any) -> "ShardingTree | None":
+        """Reads a tree of shardings, on the Auto twins of their meshes; None stays None."""
+        if shardings is None:
+            return None
+        leaves, structure = jax.tree_util.tree_flatten(shardings_on_auto_twin(shardings))
+        return cls(tuple(leaves), structure)
+
+    def tree(self) -> Any:
+        """The tree of shardings."""
+        return jax.tree_util.tree_unflatten(self.structure, self.leaves)
+
+
+@dataclasses.dataclass(frozen=True)
 class PlainVariable:
     """What a compiled function depends on of a ``pz.Parameter`` or ``pz.StateVariable``.
 
@@ -83,8 +108,8 @@ class Structure:
     places: tuple[int, ...]
     plain: tuple[PlainVariable, ...]
     general: Any
-    in_shardings: ByEquality
-    out_shardings: ByEquality
+    in_shardings: ShardingTree | None
+    out_shardings: ShardingTree | None
     donate_argument: bool
 
 
@@ -137,11 +162,10 @@ def compile_structure(structure: Structure) -> Callable[..., tuple[Any, dict[int
 
     run.__name__ = run.__qualname__ = f"Jitted_{_root_name(structure.body)}"
     options: dict[str, Any] = {}
-    if structure.in_shardings.value is not None:
-        argument_shardings = shardings_on_auto_twin(structure.in_shardings.value)
-        options["in_shardings"] = (None, None, argument_shardings, None, None)
-    if structure.out_shardings.value is not None:
-        options["out_shardings"] = (shardings_on_auto_twin(structure.out_shardings.value), None)
+    if structure.in_shardings is not None:
+        options["in_shardings"] = (None, None, structure.in_shardings.tree(), None, None)
+    if structure.out_shardings is not None:
+        options["out_shardings"] = (structure.out_shardings.tree(), None)
     if structure.donate_argument:
         options["donate_argnums"] = (2,)
     return jax.jit(run, **options)

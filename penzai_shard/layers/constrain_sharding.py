@@ -6,6 +6,7 @@ sharded training it needs to be told that activations are split over the batch.
 Source: Lepikhin et al. 2020, "GShard"; ``jax.lax.with_sharding_constraint``.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,11 @@ class ConstrainSharding(pz.nn.Layer):
         )
         return _constrain(leaves, structure, structure.flatten_up_to(shardings))
 
+    def __hash__(self) -> int:
+        """Lets the layer be given to ``jax.jit``, whatever kind of tree the shardings make."""
+        shardings, structure = jax.tree_util.tree_flatten(self.sharding)
+        return hash((ConstrainSharding, structure, *shardings))
+
 
 @pz.pytree_dataclass
 class ConstrainShardingByName(pz.nn.Layer):
@@ -111,6 +117,10 @@ class ConstrainShardingByName(pz.nn.Layer):
         shardings = _shardings_by_name(structure, tuple(map(_abstract, leaves)), mesh, rules)
         return _constrain(leaves, structure, shardings)
 
+    def __hash__(self) -> int:
+        """Lets the layer be given to ``jax.jit``, whatever form the rules have."""
+        return hash((ConstrainShardingByName, self.mesh, AxisRules.of(self.axis_name_to_mesh_name)))
+
 
 def _is_none(node: Any) -> bool:
     return node is None
@@ -149,8 +159,9 @@ def _without_manual_extent(mesh: AnyMesh) -> AnyMesh:
 
 
 def _constrain(leaves: Sequence[Any], structure: Any, shardings: Sequence[Any]) -> Any:
-    constrain = _constrain_rest if _manual_axes() else _constrain_array
-    with auto_context():
+    inside_shard_map = bool(_manual_axes())
+    constrain = _constrain_rest if inside_shard_map else _constrain_array
+    with contextlib.nullcontext() if inside_shard_map else auto_context():
         constrained = [
             leaf if sharding is None else constrain(leaf, sharding)
             for leaf, sharding in zip(leaves, shardings, strict=True)
@@ -166,13 +177,15 @@ def _constrain_array(array: Any, sharding: Any) -> Any:
 
 
 def _constrain_rest(array: Any, sharding: Any) -> Any:
-    """Constrains an array inside ``jax.shard_map`` over the Auto mesh axes that are left."""
+    """Constrains an array inside ``jax.shard_map`` over the Auto mesh axes that are left.
+
+    Nothing is left to say if there are none. If they are Explicit, the array's type has its
+    layout, and a result on the Auto twin could not leave the region.
+    """
     ambient = jax.sharding.get_abstract_mesh()
     manual = frozenset(ambient.manual_axes)
     spec = sharding if isinstance(sharding, PartitionSpec) else getattr(sharding, "spec", None)
-    if spec is None or set(ambient.auto_axes) | manual != set(ambient.axis_names):
-        return array
-    if not ambient.auto_axes:
+    if spec is None or ambient.explicit_axes or not ambient.auto_axes:
         return array
     rest = PartitionSpec(*(_entry_without(entry, manual) for entry in spec))
     return jax.lax.with_sharding_constraint(array, NamedSharding(ambient, rest))

@@ -108,9 +108,7 @@ class InPrecision(pz.nn.Layer):
         output_dtype = self._output_dtype(argument)
         with auto_context():
             variables = _CastVariables()
-            argument, side_inputs = variables.cast(
-                onto_auto_twin((argument, side_inputs)), compute
-            )
+            argument, side_inputs = variables.cast(onto_auto_twin((argument, side_inputs)), compute)
 
             def at_node(node: Any) -> Any:
                 if isinstance(node, InPrecision):
@@ -199,7 +197,7 @@ class _CastVariables:
 
 def _floating_dtype(dtype: Any, what: str) -> Any:
     try:
-        read = jnp.dtype(dtype)
+        read = None if dtype is None else jnp.dtype(dtype)
     except TypeError:
         read = None
     if read is None or not jnp.issubdtype(read, jnp.floating):

@@ -1,7 +1,8 @@
 """Regions of a program that run per device, and what JAX tracks of the arrays in them.
 
-Inside ``jax.shard_map`` some mesh axes are *manual*: the code says what each device along them computes. A value's
-type says along which of them it *varies*, which is to say that devices may hold different ones.
+Inside ``jax.shard_map`` some mesh axes are *manual*: the code says what each device along them
+computes. A value's type says along which of them it *varies*, which is to say that devices may
+hold different ones.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.meshes import AnyMesh
@@ -67,7 +68,6 @@ class Region:
         parameter_rules: Rules for parameters.
         activation_rules: Rules for everything else.
         manual: The mesh axes that the region takes over.
-        taken: Those that a surrounding region has taken over.
         min_size: Parameters with fewer elements than this are not split.
     """
 
@@ -75,7 +75,6 @@ class Region:
     parameter_rules: AxisRules
     activation_rules: AxisRules
     manual: tuple[str, ...]
-    taken: tuple[str, ...] = ()
     min_size: int = 0
 
     def parameter_specs(self, tree: Any) -> list[PartitionSpec]:
@@ -101,12 +100,7 @@ class Region:
         return [_mesh_axes(entry) for entry in entries]
 
     def _specs(self, tree: Any, rules: AxisRules) -> list[PartitionSpec]:
-        mesh = self.mesh
-        if self.taken:
-            # Arrays have the length of one device's part already along these.
-            sizes = tuple(1 if n in self.taken else size for n, size in mesh.shape.items())
-            mesh = AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types)
-        plan = plan_tree(tree, mesh, rules, on_unnamed="replicate")
+        plan = plan_tree(tree, self.mesh, rules, on_unnamed="replicate")
         return [
             self._restricted(sharding.spec)
             for sharding in jax.tree_util.tree_leaves(plan.sharding_tree())

@@ -32,6 +32,7 @@ from penzai_shard.layers import variable_threading
 from penzai_shard.layers.compiled_structure import (
     ByEquality,
     PlainVariable,
+    ShardingTree,
     Structure,
     compile_structure,
     compiled_function,
@@ -110,8 +111,8 @@ class ModelReading:
                 )
             ),
             general=_structure_without_sharing(seen.general),
-            in_shardings=ByEquality(in_shardings),
-            out_shardings=ByEquality(out_shardings),
+            in_shardings=ShardingTree.of(in_shardings),
+            out_shardings=ShardingTree.of(out_shardings),
             donate_argument=donate_argument,
         )
         shareable = not any(map(_holds_array, seen.metadata))

@@ -14,6 +14,7 @@ import numpy as np
 from penzai import pz
 
 from penzai_shard.layers.compiled_structure import ByEquality
+from penzai_shard.named_leaves import dimension_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +22,36 @@ class BoundaryLeaf:
     """One leaf of a tree without its array.
 
     Attributes:
-        names: For a named array, the logical axes of its last dimensions; None for a bare one.
+        names: For a named array, the logical axis of each dimension of its data, None for a
+            positional one; None altogether for a bare array.
+        view: For a ``pz.nx.NamedArrayView``, which dimension of its data each positional axis is,
+            and the names in their order; None for a ``pz.nx.NamedArray``.
         fixed: For a leaf that is no array, the leaf; it does not go through the boundary.
     """
 
-    names: tuple[Hashable, ...] | None = None
+    names: tuple[Hashable | None, ...] | None = None
+    view: tuple[tuple[int, ...], tuple[Hashable, ...]] | None = None
     fixed: ByEquality | None = None
+
+    def wrap(self, array: Any) -> Any:
+        """A leaf like this one with an array of any lengths."""
+        if self.names is None:
+            return array
+        if self.view is not None:
+            positional, ordered = self.view
+            return pz.nx.NamedArrayView(
+                data_shape=tuple(array.shape),
+                data_axis_for_logical_axis=positional,
+                data_axis_for_name={name: self.names.index(name) for name in ordered},
+                data_array=array,
+            )
+        sizes = zip(self.names, array.shape, strict=True)
+        return pz.nx.NamedArray(
+            named_axes=collections.OrderedDict(
+                (name, size) for name, size in sizes if name is not None
+            ),
+            data_array=array,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +74,7 @@ class BoundaryTree:
             fixed: Whether leaves that are no arrays are in it; None stands for them otherwise.
 
         Returns:
-            The tree. Named arrays are ``pz.nx.NamedArray``, positional dimensions first.
+            The tree.
         """
         remaining = iter(arrays)
         leaves = []
@@ -57,8 +82,7 @@ class BoundaryTree:
             if leaf.fixed is not None:
                 leaves.append(leaf.fixed.value if fixed else None)
                 continue
-            array = next(remaining)
-            leaves.append(array if leaf.names is None else _named(leaf.names, array))
+            leaves.append(leaf.wrap(next(remaining)))
         return jax.tree_util.tree_unflatten(self.structure.value, leaves)
 
 
@@ -81,8 +105,10 @@ def take_apart(tree: Any) -> tuple[BoundaryTree, list[Any]]:
     described, arrays = [], []
     for leaf in leaves:
         if pz.nx.is_namedarray(leaf):
-            leaf = leaf.with_positional_prefix()
-            described.append(BoundaryLeaf(names=tuple(leaf.named_axes)))
+            view = None
+            if isinstance(leaf, pz.nx.NamedArrayView):
+                view = (tuple(leaf.data_axis_for_logical_axis), tuple(leaf.data_axis_for_name))
+            described.append(BoundaryLeaf(dimension_names(leaf), view))
             arrays.append(leaf.data_array)
         elif isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
             described.append(BoundaryLeaf())
@@ -90,10 +116,3 @@ def take_apart(tree: Any) -> tuple[BoundaryTree, list[Any]]:
         else:
             described.append(BoundaryLeaf(fixed=ByEquality(leaf)))
     return BoundaryTree(ByEquality(structure), tuple(described)), arrays
-
-
-def _named(names: tuple[Hashable, ...], array: Any) -> Any:
-    sizes = array.shape[array.ndim - len(names) :]
-    return pz.nx.NamedArray(
-        named_axes=collections.OrderedDict(zip(names, sizes, strict=True)), data_array=array
-    )

@@ -37,21 +37,20 @@ class _Output:
 
     Attributes:
         path: Where it is, for people.
-        names: Its logical axes, or None.
+        names: The logical axis of each of its dimensions, None for a positional one.
         shape: Its global shape.
         mesh_axes: The mesh axes of each of its dimensions.
     """
 
     path: str
-    names: tuple[Hashable, ...] | None
+    names: tuple[Hashable | None, ...]
     shape: tuple[int, ...]
     mesh_axes: tuple[tuple[str, ...], ...]
 
     def dimension_text(self, dimension: int) -> str:
         """A dimension, for people."""
-        names = self.names or ()
-        i = dimension - (len(self.shape) - len(names))
-        return f"logical axis {names[i]!r}" if i >= 0 else f"positional dimension {dimension}"
+        name = self.names[dimension]
+        return f"positional dimension {dimension}" if name is None else f"logical axis {name!r}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,12 +120,12 @@ class RegionCall:
             except Exception as error:
                 error.add_note(_note(split_names))
                 raise
-            return self._hand_out(boundary, outputs, local, split_names)
+            return self._hand_out(result, boundary, outputs, local, split_names)
 
         def mapped(gather_varying: bool) -> list[Any]:
             return jax.shard_map(
                 functools.partial(run_per_device, gather_varying),
-                mesh=jax.sharding.get_abstract_mesh() if region.taken else region.mesh,
+                mesh=region.mesh,
                 in_specs=(weight_specs, activation_specs),
                 out_specs=output_specs,
                 axis_names=set(region.manual),
@@ -144,7 +143,7 @@ class RegionCall:
                 headline = str(final).split("\n", 1)[0]
                 raise ManualRegionError(headline, final.problems) from None
             del error
-        after = pz.nx.order_like(boundary.put_together(output_arrays), result)
+        after = boundary.put_together(output_arrays)
         changed = {
             index: after["changed"][slot]
             for index, slot in enumerate(slots)
@@ -187,7 +186,7 @@ class RegionCall:
         found: dict[str, list[Hashable]] = {}
         leaves = [leaf for leaf in self.activations.leaves if leaf.fixed is None]
         for leaf, array, spec in zip(leaves, arrays, specs, strict=True):
-            names = (None,) * (array.ndim - len(leaf.names or ())) + (leaf.names or ())
+            names = leaf.names or (None,) * array.ndim
             for name, entry in zip(names, self.region.mesh_axes(spec, array.ndim), strict=True):
                 for mesh_axis in entry:
                     if name not in found.setdefault(mesh_axis, []):
@@ -210,7 +209,7 @@ class RegionCall:
         return [
             _Output(
                 path,
-                names,
+                names or (None,) * len(struct.shape),
                 tuple(struct.shape),
                 tuple(self.region.mesh_axes(spec, len(struct.shape))),
             )
@@ -219,30 +218,31 @@ class RegionCall:
 
     def _hand_out(
         self,
+        template: Any,
         boundary: BoundaryTree,
         outputs: Sequence[_Output],
         local: Any,
         split_names: SplitNames,
     ) -> list[Any]:
         """The arrays that one device hands out, after checking that they are what they should."""
-        structure: Any
-        leaves, structure = jax.tree_util.tree_flatten(local, is_leaf=pz.nx.is_namedarray)
+        structure: Any = jax.tree_util.tree_structure(local, is_leaf=pz.nx.is_namedarray)
         if structure != boundary.structure.value:
             raise ManualRegionError(
                 "the layer returns something else per device than for whole arrays: "
                 f"{structure} instead of {boundary.structure.value}."
             )
-        ordered = [
-            leaf.with_positional_prefix().order_as(*described.names).data_array
-            if described.names is not None
-            else leaf
-            for leaf, described in zip(leaves, boundary.leaves, strict=True)
+        ordered = jax.tree_util.tree_leaves(
+            pz.nx.order_like(local, template), is_leaf=pz.nx.is_namedarray
+        )
+        arrays = [
+            leaf if described.names is None else leaf.data_array
+            for leaf, described in zip(ordered, boundary.leaves, strict=True)
             if described.fixed is None
         ]
         problems: list[str] = []
         differing: list[str] = []
         handed_out = []
-        for array, output in zip(ordered, outputs, strict=True):
+        for array, output in zip(arrays, outputs, strict=True):
             array, problem = self._own_part(jax.numpy.asarray(array), output)
             problems += [f"{output.path}: {problem}"] if problem else []
             mentioned = {name for mesh_axes in output.mesh_axes for name in mesh_axes}
@@ -268,8 +268,8 @@ class RegionCall:
             over = sized_mesh_axes_text(mesh_axes, self.region.mesh.shape) if mesh_axes else ""
             if size != whole:
                 return array, (
-                    f"{what} has length {size} on each device, and not {expected}. A layer must "
-                    "treat the elements of a split logical axis one by one."
+                    f"{what} has length {size} on each device, and not {expected}. A split logical "
+                    "axis must keep its name, and its elements be computed one by one."
                 )
             if varying_axes(array) & set(mesh_axes):
                 return array, (
@@ -287,7 +287,8 @@ class RegionCall:
         listed = " and ".join(repr(name) for name in names)
         if not names:
             return f"{output.path}: it differs between the devices along {over}."
-        has = "has no logical axes" if not output.names else f"has {output.names}"
+        own = [name for name in output.names if name is not None]
+        has = f"has {', '.join(map(repr, own))}" if own else "has no logical axes"
         return (
             f"{output.path}: it {has}, and depends on logical axis {listed}, which is split over "
             f"{over}, so every device would hold another value. Compute it outside of the layer, "

@@ -49,7 +49,8 @@ class ShardMapped(pz.nn.Layer):
     the others do, and the same as those that hold the same part. State variables may live in the
     layer, in the argument and in the side inputs; their values are split by ``activation_rules``
     too. Constraint layers inside leave out the mesh axes that are taken over here. Inside another
-    ``ShardMapped`` layer, only mesh axes that are not taken over yet are.
+    ``ShardMapped`` layer, or anything else under ``jax.shard_map``, this one steps aside: the
+    parameters were gathered outside, and the compiler lays out what is left.
 
     Arrays of an Explicit mesh are relabelled onto its Auto twin, so outputs lie on the Auto twin.
 
@@ -104,7 +105,7 @@ class ShardMapped(pz.nn.Layer):
             ValueError: The layer returned a mutable variable.
         """
         region = self._region()
-        if not region.manual:
+        if manual_axes() or not region.manual:
             return self.body(argument, **side_inputs)
         (body, argument, side_inputs), variables = pz.unbind_variables(
             (self.body, argument, side_inputs)
@@ -136,13 +137,11 @@ class ShardMapped(pz.nn.Layer):
         else:
             wanted = tuple(self.manual_axes)
         _check_manual_axes(wanted, mesh)
-        taken = manual_axes()
         return Region(
             mesh=mesh,
             parameter_rules=AxisRules.of(self.parameter_rules),
             activation_rules=AxisRules.of(self.activation_rules),
-            manual=tuple(name for name in mesh.axis_names if name in wanted and name not in taken),
-            taken=tuple(name for name in mesh.axis_names if name in taken),
+            manual=tuple(name for name in mesh.axis_names if name in wanted),
             min_size=self.min_size,
         )
 

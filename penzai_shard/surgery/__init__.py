@@ -2,22 +2,50 @@
 
 from penzai_shard.surgery.edit_report import EditReport, EditRow
 from penzai_shard.surgery.edits import Edit, insert_after, insert_before, replace, wrap
+from penzai_shard.surgery.equivalence import check_equivalent
+from penzai_shard.surgery.equivalence_report import (
+    Comparison,
+    Divergence,
+    EquivalenceReport,
+    NotEquivalentError,
+)
 from penzai_shard.surgery.inserted_layers import InsertedSequence
 from penzai_shard.surgery.places import ROOT, Where
 from penzai_shard.surgery.recipe import Recipe
+from penzai_shard.surgery.standard_recipes import (
+    constrain_blocks,
+    jit_root,
+    manual_fsdp,
+    mixed_precision,
+    rematerialise_blocks,
+    roll_layer_stacks,
+    scope_layers,
+)
 from penzai_shard.surgery.stripping import strip
 
 __all__ = [
     "ROOT",
+    "Comparison",
+    "Divergence",
     "Edit",
     "EditReport",
     "EditRow",
+    "EquivalenceReport",
     "InsertedSequence",
+    "NotEquivalentError",
     "Recipe",
     "Where",
+    "check_equivalent",
+    "constrain_blocks",
     "insert_after",
     "insert_before",
+    "jit_root",
+    "manual_fsdp",
+    "mixed_precision",
+    "rematerialise_blocks",
     "replace",
+    "roll_layer_stacks",
+    "scope_layers",
     "strip",
     "wrap",
 ]

@@ -22,10 +22,10 @@ from penzai_shard.surgery.references import display_name, is_reference, resolve
 from penzai_shard.surgery.rewriting import Match, Rewriter
 from penzai_shard.surgery.tree_nodes import (
     LEAF,
-    LinkedPath,
+    Keys,
     children_of,
+    keys_text,
     kind_of,
-    linked_path_text,
     names_of,
     with_mark,
 )
@@ -100,18 +100,18 @@ class Edit:
         problem = self._problem(model, matches)
         return Outcome(model if problem else edited, matches, problem)
 
-    def _change(self) -> tuple[Callable[[Any, LinkedPath], list[Any]], bool]:
+    def _change(self) -> tuple[Callable[[Any, Keys], tuple[Any, ...]], bool]:
         if self.kind in ("insert_before", "insert_after"):
             make, same_everywhere = self._inserted()
             if self.kind == "insert_before":
-                return lambda node, path: [make(node, path), node], same_everywhere
-            return lambda node, path: [node, make(node, path)], same_everywhere
+                return lambda node, path: (make(node, path), node), same_everywhere
+            return lambda node, path: (node, make(node, path)), same_everywhere
         call, same_everywhere = _caller(self.what, dict(self.options))
         if self.kind == "replace":
-            return lambda node, path: [call(node, path)], same_everywhere
-        return lambda node, path: [_marked_wrapper(call(node, path), node)], same_everywhere
+            return lambda node, path: (call(node, path),), same_everywhere
+        return lambda node, path: (_marked_wrapper(call(node, path), node),), same_everywhere
 
-    def _inserted(self) -> tuple[Callable[[Any, LinkedPath], Any], bool]:
+    def _inserted(self) -> tuple[Callable[[Any, Keys], Any], bool]:
         if _is_layer(self.what):
             layer = _marked(self.what)
             return lambda node, path: layer, True
@@ -371,17 +371,17 @@ def _function(
 
 def _caller(
     function: Callable[..., Any], options: dict[str, Any]
-) -> tuple[Callable[[Any, LinkedPath], Any], bool]:
+) -> tuple[Callable[[Any, Keys], Any], bool]:
     """A function of a node and its linked path, and whether it leaves the path alone."""
     match wants_path(function, frozenset(options)):
         case "position":
             return (
-                lambda node, path: function(node, linked_path_text(path), **options),
+                lambda node, path: function(node, keys_text(path), **options),
                 False,
             )
         case "keyword":
             return (
-                lambda node, path: function(node, path=linked_path_text(path), **options),
+                lambda node, path: function(node, path=keys_text(path), **options),
                 False,
             )
     return lambda node, path: function(node, **options), True
@@ -415,16 +415,16 @@ def _where_expression(where: Where) -> str:
     return expression(where.what)
 
 
-def _all_nodes(model: Any) -> list[tuple[LinkedPath, Any]]:
+def _all_nodes(model: Any) -> list[tuple[Keys, Any]]:
     """Every node that is no leaf, with its path, in the order of the model."""
-    found: list[tuple[LinkedPath, Any]] = []
-    waiting: list[tuple[LinkedPath, Any]] = [(None, model)]
+    found: list[tuple[Keys, Any]] = []
+    waiting: list[tuple[Keys, Any]] = [((), model)]
     while waiting:
         path, node = waiting.pop()
         if kind_of(node).shape == LEAF:
             continue
         found.append((path, node))
-        waiting.extend(reversed([((path, key), child) for key, child in children_of(node)]))
+        waiting.extend(reversed([((*path, key), child) for key, child in children_of(node)]))
     return found
 
 
@@ -478,8 +478,8 @@ def _nearest_types(wanted: tuple[type, ...], nodes: list[Any]) -> str:
     return f"{'Nearest in the model' if near else 'The model has'}: {described}."
 
 
-def _nearest_paths(pattern: str, nodes: list[tuple[LinkedPath, Any]]) -> str:
-    layers = [(linked_path_text(path), node) for path, node in nodes if kind_of(node).is_layer]
+def _nearest_paths(pattern: str, nodes: list[tuple[Keys, Any]]) -> str:
+    layers = [(keys_text(path), node) for path, node in nodes if kind_of(node).is_layer]
     known = {part for path, _ in layers for part in path.split("/") if part}
     known |= {name for _, node in layers for name in names_of(node)}
     near = []

@@ -5,6 +5,7 @@ also from a model that was rebuilt, trained or loaded. Layers of somebody else's
 in carry a mark instead, which lasts as long as the object.
 """
 
+import dataclasses
 import functools
 from collections.abc import Hashable
 from typing import Any, Literal
@@ -33,8 +34,7 @@ class InsertedSequence(pz.nn.Sequential):
     """
 
 
-@functools.lru_cache(maxsize=4096)
-def library_role(node_type: Hashable) -> Role | None:
+def library_role(node_type: type) -> Role | None:
     """What a layer type of this library does to a model; None for all other types.
 
     Args:
@@ -48,6 +48,12 @@ def library_role(node_type: Hashable) -> Role | None:
     >>> library_role(Jitted), library_role(ConstrainSharding), library_role(pz.nn.Linear)
     ('wrapper', 'passer', None)
     """
+    key: Hashable = node_type
+    return _library_role(key)
+
+
+@functools.lru_cache(maxsize=4096)
+def _library_role(node_type: Hashable) -> Role | None:
     assert isinstance(node_type, type)
     if issubclass(node_type, InsertedSequence):
         return "sequence"
@@ -55,7 +61,11 @@ def library_role(node_type: Hashable) -> Role | None:
         return "rolled"
     for base in node_type.__mro__:
         if base.__module__.startswith(_LAYERS_MODULE) and issubclass(base, pz.nn.Layer):
-            return "wrapper" if "body" in base.__dataclass_fields__ else "passer"
+            return (
+                "wrapper"
+                if any(field.name == "body" for field in dataclasses.fields(base))
+                else "passer"
+            )
     return None
 
 

@@ -10,8 +10,8 @@ from penzai_shard.errors import RuleTypeError
 from penzai_shard.surgery.path_patterns import PathPattern
 from penzai_shard.surgery.references import is_reference, resolve
 from penzai_shard.surgery.tree_nodes import (
-    LinkedPath,
-    linked_path_text,
+    Keys,
+    keys_text,
 )
 
 PlaceLike: TypeAlias = Any
@@ -144,7 +144,7 @@ def wants_path(function: Callable[..., Any], given: frozenset[str] = frozenset()
     (None, 'position')
     """
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = _parameters_of(function)
     except (TypeError, ValueError):
         return None
     positional = [
@@ -176,6 +176,14 @@ def wants_path(function: Callable[..., Any], given: frozenset[str] = frozenset()
     return "keyword" if is_named else None
 
 
+def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    # The metaclass of Penzai's classes hides the arguments of their constructors.
+    if isinstance(function, type) and "__init__" in dir(function):
+        initializer: Any = function.__init__  # type: ignore[misc]
+        return list(inspect.signature(initializer).parameters.values())[1:]
+    return list(inspect.signature(function).parameters.values())
+
+
 class Tracker:
     """Follows one place down a tree.
 
@@ -193,18 +201,18 @@ class Tracker:
         """The state of the root."""
         return True
 
-    def child(self, state: Any, parent: Any, path: LinkedPath, child: Any) -> Any:
+    def child(self, state: Any, parent: Any, keys: Keys, child: Any) -> Any:
         """The state of a child.
 
         Args:
             state: The state of its parent.
             parent: The parent.
-            path: The child's path.
+            keys: The child's path.
             child: The child.
         """
         return state
 
-    def matches(self, node: Any, path: LinkedPath, state: Any) -> bool:
+    def matches(self, node: Any, keys: Keys, state: Any) -> bool:
         """Whether a node is at this place; asked only where the type does not tell."""
         return False
 
@@ -219,7 +227,7 @@ class TypesTracker(Tracker):
         """See ``Tracker``."""
         return issubclass(node_type, self._types)
 
-    def matches(self, node: Any, path: LinkedPath, state: Any) -> bool:
+    def matches(self, node: Any, keys: Keys, state: Any) -> bool:
         """See ``Tracker``."""
         return isinstance(node, self._types)
 
@@ -233,13 +241,13 @@ class RootTracker(Tracker):
         """See ``Tracker``."""
         return None
 
-    def child(self, state: Any, parent: Any, path: LinkedPath, child: Any) -> Any:
+    def child(self, state: Any, parent: Any, keys: Keys, child: Any) -> Any:
         """See ``Tracker``."""
         return None
 
-    def matches(self, node: Any, path: LinkedPath, state: Any) -> bool:
+    def matches(self, node: Any, keys: Keys, state: Any) -> bool:
         """See ``Tracker``."""
-        return path is None
+        return not keys
 
 
 class PredicateTracker(Tracker):
@@ -254,12 +262,12 @@ class PredicateTracker(Tracker):
         """See ``Tracker``."""
         return False if self._layers_only and not is_layer else None
 
-    def matches(self, node: Any, path: LinkedPath, state: Any) -> bool:
+    def matches(self, node: Any, keys: Keys, state: Any) -> bool:
         """See ``Tracker``."""
         if self._wants_path == "position":
-            return bool(self._predicate(node, linked_path_text(path)))
+            return bool(self._predicate(node, keys_text(keys)))
         if self._wants_path == "keyword":
-            return bool(self._predicate(node, path=linked_path_text(path)))
+            return bool(self._predicate(node, path=keys_text(keys)))
         return bool(self._predicate(node))
 
 
@@ -280,12 +288,11 @@ class PatternTracker(Tracker):
         """See ``Tracker``."""
         return self._pattern.start()
 
-    def child(self, state: Any, parent: Any, path: LinkedPath, child: Any) -> Any:
+    def child(self, state: Any, parent: Any, keys: Keys, child: Any) -> Any:
         """See ``Tracker``."""
-        assert path is not None
-        return self._pattern.step(state, path[1], child)
+        return self._pattern.step(state, keys[-1], child)
 
-    def matches(self, node: Any, path: LinkedPath, state: Any) -> bool:
+    def matches(self, node: Any, keys: Keys, state: Any) -> bool:
         """See ``Tracker``."""
         return self._pattern.ends_at(state)
 
@@ -311,22 +318,21 @@ class _Surroundings:
 
     def root(self, node: Any) -> _Around:
         state = self._tracker.root(node)
-        return _Around(self._counts_itself and self._tracker.matches(node, None, state), state)
+        return _Around(self._counts_itself and self._tracker.matches(node, (), state), state)
 
-    def child(self, around: _Around, parent: Any, path: LinkedPath, child: Any) -> _Around:
+    def child(self, around: _Around, parent: Any, keys: Keys, child: Any) -> _Around:
         if around.is_inside:
             return around
         is_inside = not self._counts_itself and (
-            around.state is not None
-            and self._tracker.matches(parent, path[0] if path else None, around.state)
+            around.state is not None and self._tracker.matches(parent, keys[:-1], around.state)
         )
         if is_inside:
             return _Around(True, None)
         state = around.state
         if state is not None:
-            state = self._tracker.child(state, parent, path, child)
+            state = self._tracker.child(state, parent, keys, child)
         is_inside = (
-            self._counts_itself and state is not None and self._tracker.matches(child, path, state)
+            self._counts_itself and state is not None and self._tracker.matches(child, keys, state)
         )
         return _Around(is_inside, state)
 
@@ -353,25 +359,25 @@ class NarrowedTracker(Tracker):
             None if self._outside is None else self._outside.root(node),
         )
 
-    def child(self, state: Any, parent: Any, path: LinkedPath, child: Any) -> Any:
+    def child(self, state: Any, parent: Any, keys: Keys, child: Any) -> Any:
         """See ``Tracker``."""
         base, within, outside = state
-        base = self._base.child(base, parent, path, child)
+        base = self._base.child(base, parent, keys, child)
         if base is None:
             return None
         if self._outside is not None:
-            outside = self._outside.child(outside, parent, path, child)
+            outside = self._outside.child(outside, parent, keys, child)
             if outside.is_inside:
                 return None
         if self._within is not None:
-            within = self._within.child(within, parent, path, child)
+            within = self._within.child(within, parent, keys, child)
         return base, within, outside
 
-    def matches(self, node: Any, path: LinkedPath, state: Any) -> bool:
+    def matches(self, node: Any, keys: Keys, state: Any) -> bool:
         """See ``Tracker``."""
         base, within, outside = state
         return (
             (within is None or within.is_inside)
             and (outside is None or not outside.is_inside)
-            and self._base.matches(node, path, base)
+            and self._base.matches(node, keys, base)
         )

@@ -49,7 +49,7 @@ class Recipe:
 
     def __init__(self, *edits: "Edit | Recipe") -> None:
         taken: list[Edit] = []
-        problems = []
+        problems: list[str] = []
         for position, edit in enumerate(edits):
             if isinstance(edit, Recipe):
                 taken += edit.edits
@@ -103,7 +103,7 @@ class Recipe:
             SelectionError: Some edit matched nothing, or not the number of places that it
                 expects; all such edits are told, with the nearest types or paths of the model.
         """
-        problems = []
+        problems: list[str] = []
         edited = model
         for number, edit in enumerate(self.edits, 1):
             outcome = edit.run(edited)

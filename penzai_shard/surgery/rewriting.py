@@ -5,6 +5,7 @@ places that share a node still share one afterwards, as long as they were edited
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +16,15 @@ from penzai_shard.surgery.tree_nodes import (
     LIST,
     STRUCT,
     TUPLE,
-    LinkedPath,
+    Keys,
     children_of,
+    keys_text,
     kind_of,
-    linked_path_text,
     with_children,
     with_fields,
 )
 
-Change = Callable[[Any, LinkedPath], list[Any]]
+Change = Callable[[Any, Keys], tuple[Any, ...]]
 
 SEQUENCE_FIELD = "sublayers"
 """The field whose list or tuple of layers is run in order, in Penzai and what follows it."""
@@ -43,14 +44,14 @@ class Match:
         after: What stands there now, in order.
     """
 
-    path: LinkedPath
+    path: tuple[Any, ...]
     before: Any
     after: tuple[Any, ...]
 
     @property
     def path_text(self) -> str:
         """The path as readable text; empty for the root."""
-        return linked_path_text(self.path)
+        return keys_text(self.path)
 
 
 class Rewriter:
@@ -73,15 +74,19 @@ class Rewriter:
         self._same_everywhere = same_everywhere
         self._nested = nested
         self._rows: dict[type, _Row] = {}
-        # Both keep the nodes that they know by id alive, so that no id is used again.
-        self._changed: dict[int, tuple[Any, list[Any]]] = {}
-        self._joined: dict[int, tuple[list[Any], Any]] = {}
-        self._rebuilt: dict[int, list[tuple[Any, list[Any], Any]]] = {}
+        # The keys from the root to the node at hand. One list, and not a path per node, because
+        # most nodes never need theirs.
+        self._keys: list[Any] = []
+        # These keep the nodes that they know by id alive, so that no id is used again.
+        self._changed: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self._joined: dict[int, tuple[tuple[Any, ...], Any]] = {}
+        self._rebuilt: dict[int, tuple[Any, Any, Any]] = {}
         self.matches: list[Match] = []
 
     def run(self, tree: Any) -> Any:
         """The edited tree; the tree itself if nothing changed."""
-        return self._visit(tree, None, self._tracker.root(tree) if self._has_state else True)
+        row = self._row(tree)
+        return self._visit(tree, self._tracker.root(tree) if self._has_state else True, row)
 
     def _row(self, node: Any) -> _Row:
         kind = kind_of(node)
@@ -89,36 +94,32 @@ class Rewriter:
         row = self._rows[type(node)] = (decided, kind.shape, kind.fields)
         return row
 
-    def _visit(self, node: Any, path: LinkedPath, state: Any) -> Any:
-        decided, shape, fields = self._rows.get(type(node)) or self._row(node)
-        if decided is not False and (decided or self._tracker.matches(node, path, state)):
-            items = self._items(node, path, state)
-            return items[0] if len(items) == 1 else self._join(items)
-        return node if shape is LEAF else self._visit_children(node, path, state, shape, fields)
+    def _visit(self, node: Any, state: Any, row: _Row) -> Any:
+        """What takes the place of a node where one thing is wanted."""
+        decided = row[0]
+        if decided is False or not (decided or self._tracker.matches(node, self._keys, state)):
+            return self._visit_children(node, state, row)
+        items = self._items(node, state)
+        if len(items) == 1:
+            return items[0]
+        known = self._joined.get(id(items))
+        if known is None:
+            known = self._joined[id(items)] = (items, InsertedSequence(list(items)))
+        return known[1]
 
-    def _visit_children(
-        self, node: Any, path: LinkedPath, state: Any, shape: str, fields: tuple[str, ...]
-    ) -> Any:
+    def _visit_children(self, node: Any, state: Any, row: _Row) -> Any:
+        _, shape, fields = row
         if shape is STRUCT:
-            return self._visit_struct(node, path, state, fields)
+            return self._visit_struct(node, state, fields)
         if shape is LIST or shape is TUPLE:
-            return self._visit_list(node, path, state, splice=False)
-        children = children_of(node)
-        new = [
-            self._visit(child, below, child_state)
-            if (child_state := self._state(state, node, below, child)) is not None
-            else child
-            for below, child in [((path, key), child) for key, child in children]
-        ]
-        if all(made is child for made, (_, child) in zip(new, children, strict=True)):
+            return self._visit_list(node, state, splice=False)
+        if shape is LEAF:
             return node
-        return self._rebuild(node, new, lambda: with_children(node, new))
+        return self._visit_other(node, state)
 
-    def _visit_struct(
-        self, node: Any, path: LinkedPath, state: Any, fields: tuple[str, ...]
-    ) -> Any:
+    def _visit_struct(self, node: Any, state: Any, fields: tuple[str, ...]) -> Any:
         changes: dict[str, Any] | None = None
-        rows = self._rows
+        rows, keys, has_state = self._rows, self._keys, self._has_state
         child_state = state
         for name in fields:
             child = getattr(node, name)
@@ -126,34 +127,39 @@ class Rewriter:
             decided, shape, child_fields = row
             if decided is False and shape is LEAF:
                 continue
-            below = (path, name)
-            if self._has_state:
-                child_state = self._tracker.child(state, node, below, child)
-                if child_state is None:
-                    continue
-            if name == SEQUENCE_FIELD and (shape is LIST or shape is TUPLE):
-                if decided is False or not self._tracker.matches(child, below, child_state):
-                    made = self._visit_list(child, below, child_state, splice=True)
-                else:
-                    made = self._visit(child, below, child_state)
-            elif decided is False:
-                made = self._visit_children(child, below, child_state, shape, child_fields)
+            keys.append(name)
+            if has_state:
+                child_state = self._tracker.child(state, node, keys, child)
+            if child_state is None:
+                made = child
+            elif decided is not False and (
+                decided or self._tracker.matches(child, keys, child_state)
+            ):
+                made = self._visit(child, child_state, row)
+            elif shape is STRUCT:
+                made = self._visit_struct(child, child_state, child_fields)
+            elif shape is LIST or shape is TUPLE:
+                made = self._visit_list(child, child_state, splice=name == SEQUENCE_FIELD)
             else:
-                made = self._visit(child, below, child_state)
+                made = self._visit_children(child, child_state, row)
+            keys.pop()
             if made is not child:
                 if changes is None:
                     changes = {}
                 changes[name] = made
         if changes is None:
             return node
-        found = changes
-        key = [found.get(name) for name in fields]
-        return self._rebuild(node, key, lambda: with_fields(node, found))
+        known = self._rebuilt.get(id(node))
+        if known is not None and _same_changes(known[1], changes):
+            return known[2]
+        made = with_fields(node, changes)
+        self._rebuilt[id(node)] = (node, changes, made)
+        return made
 
-    def _visit_list(self, nodes: Any, path: LinkedPath, state: Any, splice: bool) -> Any:
+    def _visit_list(self, nodes: Any, state: Any, splice: bool) -> Any:
         new: list[Any] = []
         is_changed = False
-        rows = self._rows
+        rows, keys, has_state = self._rows, self._keys, self._has_state
         child_state = state
         for index, child in enumerate(nodes):
             row = rows.get(type(child)) or self._row(child)
@@ -161,66 +167,73 @@ class Rewriter:
             if decided is False and shape is LEAF:
                 new.append(child)
                 continue
-            below = (path, index)
-            if self._has_state:
-                child_state = self._tracker.child(state, nodes, below, child)
-                if child_state is None:
-                    new.append(child)
-                    continue
-            if decided is not False and (
-                decided or self._tracker.matches(child, below, child_state)
+            keys.append(index)
+            if has_state:
+                child_state = self._tracker.child(state, nodes, keys, child)
+            if child_state is None:
+                made = child
+            elif (
+                splice
+                and decided is not False
+                and (decided or self._tracker.matches(child, keys, child_state))
             ):
-                items = self._items(child, below, child_state)
-                if splice:
-                    new.extend(items)
-                else:
-                    new.append(items[0] if len(items) == 1 else self._join(items))
+                items = self._items(child, child_state)
+                keys.pop()
+                new.extend(items)
                 is_changed = is_changed or len(items) != 1 or items[0] is not child
                 continue
-            made = (
-                child
-                if shape is LEAF
-                else self._visit_children(child, below, child_state, shape, fields)
-            )
+            elif shape is STRUCT and decided is False:
+                made = self._visit_struct(child, child_state, fields)
+            elif splice:
+                made = self._visit_children(child, child_state, row)
+            else:
+                made = self._visit(child, child_state, row)
+            keys.pop()
             is_changed = is_changed or made is not child
             new.append(made)
         if not is_changed:
             return nodes
-        return self._rebuild(nodes, new, lambda: new if type(nodes) is list else tuple(new))
+        return self._shared(nodes, new, new if type(nodes) is list else tuple(new))
 
-    def _state(self, state: Any, parent: Any, path: LinkedPath, child: Any) -> Any:
-        return self._tracker.child(state, parent, path, child) if self._has_state else state
+    def _visit_other(self, node: Any, state: Any) -> Any:
+        children = children_of(node)
+        new: list[Any] = []
+        for key, child in children:
+            row = self._rows.get(type(child)) or self._row(child)
+            self._keys.append(key)
+            child_state = state
+            if self._has_state:
+                child_state = self._tracker.child(state, node, self._keys, child)
+            new.append(child if child_state is None else self._visit(child, child_state, row))
+            self._keys.pop()
+        if all(made is child for made, (_, child) in zip(new, children, strict=True)):
+            return node
+        return self._shared(node, new, with_children(node, new))
 
-    def _items(self, node: Any, path: LinkedPath, state: Any) -> list[Any]:
-        inner = node
-        if self._nested:
-            kind = kind_of(node)
-            if kind.shape is not LEAF:
-                inner = self._visit_children(node, path, state, kind.shape, kind.fields)
+    def _items(self, node: Any, state: Any) -> tuple[Any, ...]:
+        """What takes the place of a node that matches."""
+        inner = self._visit_children(node, state, self._rows[type(node)]) if self._nested else node
         known = self._changed.get(id(inner)) if self._same_everywhere else None
         if known is not None:
             items = known[1]
         else:
-            items = self._change(inner, path)
+            items = self._change(inner, self._keys)
             self._changed[id(inner)] = (inner, items)
-        self.matches.append(Match(path, node, tuple(items)))
+        self.matches.append(Match(tuple(self._keys), node, items))
         return items
 
-    def _join(self, items: list[Any]) -> Any:
-        """Several layers as one; the same layers give the same object."""
-        known = self._joined.get(id(items))
-        if known is None:
-            known = self._joined[id(items)] = (items, InsertedSequence(list(items)))
-        return known[1]
-
-    def _rebuild(self, node: Any, parts: list[Any], make: Callable[[], Any]) -> Any:
-        """The node with other parts; the same node with the same parts gives the same object."""
-        variants = self._rebuilt.setdefault(id(node), [])
-        for _, known, made in variants:
-            if len(known) == len(parts) and all(
-                old is new for old, new in zip(known, parts, strict=True)
-            ):
-                return made
-        made = make()
-        variants.append((node, parts, made))
+    def _shared(self, node: Any, parts: list[Any], made: Any) -> Any:
+        """``made``, or what was made before of the same node and the same parts."""
+        known = self._rebuilt.get(id(node))
+        if known is not None and _same_parts(known[1], parts):
+            return known[2]
+        self._rebuilt[id(node)] = (node, parts, made)
         return made
+
+
+def _same_changes(known: dict[str, Any], changes: dict[str, Any]) -> bool:
+    return known.keys() == changes.keys() and all(known[name] is changes[name] for name in changes)
+
+
+def _same_parts(known: list[Any], parts: list[Any]) -> bool:
+    return len(known) == len(parts) and all(map(operator.is_, known, parts))

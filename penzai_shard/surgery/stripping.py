@@ -1,7 +1,8 @@
 """Taking off a model what this library put in."""
 
+import operator
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from penzai import pz
 
@@ -10,9 +11,15 @@ from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
 from penzai_shard.surgery.inserted_layers import body_field, library_role
 from penzai_shard.surgery.references import display_name
 from penzai_shard.surgery.rewriting import SEQUENCE_FIELD
-from penzai_shard.surgery.tree_nodes import LEAF, children_of, kind_of, with_children
-
-Model = TypeVar("Model")
+from penzai_shard.surgery.tree_nodes import (
+    LEAF,
+    STRUCT,
+    children_of,
+    kind_of,
+    mark_of,
+    with_children,
+    with_fields,
+)
 
 
 class _Removed:
@@ -34,19 +41,39 @@ class Stripper:
 
     def __init__(self, layers: tuple[type, ...] | None) -> None:
         self._layers = layers
-        # The node is kept alive beside its result, so that its id stays its own.
+        # By id, of nodes that changed alone. The node is kept alive beside its result, so that
+        # its id stays its own.
         self._known: dict[int, tuple[Any, Any]] = {}
+        # For each type its shape, its fields, and whether nodes of it may be taken off.
+        self._rows: dict[type, tuple[str, tuple[str, ...], bool]] = {}
 
     def strip(self, node: Any) -> Any:
         """What a node was before; ``REMOVED`` if it was not there."""
-        if kind_of(node).shape == LEAF:
+        shape, fields, is_suspect = self._rows.get(type(node)) or self._row(node)
+        if shape is LEAF:
             return node
         known = self._known.get(id(node))
-        if known is None:
-            known = self._known[id(node)] = (node, self._strip(node))
-        return known[1]
+        if known is not None:
+            return known[1]
+        if is_suspect or mark_of(node)[0]:
+            stripped = self._strip_suspect(node)
+        elif shape is STRUCT:
+            stripped = self._strip_struct(node, fields)
+        else:
+            stripped = self._strip_other(node)
+        if stripped is not node:
+            self._known[id(node)] = (node, stripped)
+        return stripped
 
-    def _strip(self, node: Any) -> Any:
+    def _row(self, node: Any) -> tuple[str, tuple[str, ...], bool]:
+        kind = kind_of(node)
+        is_suspect = library_role(type(node)) is not None or (
+            self._layers is not None and isinstance(node, self._layers)
+        )
+        row = self._rows[type(node)] = (kind.shape, kind.fields, is_suspect)
+        return row
+
+    def _strip_suspect(self, node: Any) -> Any:
         is_off, field = body_field(node, self._layers)
         if is_off:
             return REMOVED if field is None else self.strip(getattr(node, field))
@@ -55,34 +82,44 @@ class Stripper:
             self._layers is None or issubclass(RolledLayerStack, self._layers)
         ):
             node = node.to_layer_stack()
-        children = children_of(node)
-        stripped = [
-            self._strip_sequence(child)
-            if key == SEQUENCE_FIELD and isinstance(child, list | tuple)
-            else self.strip(child)
-            for key, child in children
-        ]
-        if role == "sequence":
-            left = stripped[0]
-            if len(left) < 2:
-                return left[0] if left else REMOVED
-        if all(new is child for new, (_, child) in zip(stripped, children, strict=True)):
-            return node
-        # Where no list is to be shortened, a layer that does nothing takes the place.
-        return with_children(
-            node, [pz.nn.Identity() if new is REMOVED else new for new in stripped]
-        )
+        stripped = self._strip_struct(node, kind_of(node).fields)
+        if role == "sequence" and len(stripped.sublayers) < 2:
+            return stripped.sublayers[0] if stripped.sublayers else REMOVED
+        return stripped
+
+    def _strip_struct(self, node: Any, fields: tuple[str, ...]) -> Any:
+        changes = {}
+        for name in fields:
+            child = getattr(node, name)
+            if name == SEQUENCE_FIELD and type(child) in (list, tuple):
+                new = self._strip_sequence(child)
+            else:
+                new = _in_place(self.strip(child))
+            if new is not child:
+                changes[name] = new
+        return with_fields(node, changes) if changes else node
+
+    def _strip_other(self, node: Any) -> Any:
+        children = [child for _, child in children_of(node)]
+        stripped = [_in_place(self.strip(child)) for child in children]
+        same = all(map(operator.is_, stripped, children))
+        return node if same else with_children(node, stripped)
 
     def _strip_sequence(self, layers: Any) -> Any:
         known = self._known.get(id(layers))
-        if known is None:
-            left = [new for new in map(self.strip, layers) if new is not REMOVED]
-            same = len(left) == len(layers) and all(
-                new is layer for new, layer in zip(left, layers, strict=True)
-            )
-            result = layers if same else left if type(layers) is list else type(layers)(left)
-            known = self._known[id(layers)] = (layers, result)
-        return known[1]
+        if known is not None:
+            return known[1]
+        left = [new for new in map(self.strip, layers) if new is not REMOVED]
+        if len(left) == len(layers) and all(map(operator.is_, left, layers)):
+            return layers
+        result = left if type(layers) is list else tuple(left)
+        self._known[id(layers)] = (layers, result)
+        return result
+
+
+def _in_place(stripped: Any) -> Any:
+    """Where no list can be shortened, a layer that does nothing stands for one removed."""
+    return pz.nn.Identity() if stripped is REMOVED else stripped
 
 
 def read_layer_types(layers: Any) -> tuple[type, ...] | None:
@@ -101,7 +138,7 @@ def read_layer_types(layers: Any) -> tuple[type, ...] | None:
     return given
 
 
-def strip(model: Model, layers: Any = None) -> Any:
+def strip(model: Any, layers: Any = None) -> Any:
     """Takes off what this library put into a model, and gives the original back.
 
     Wrapper layers leave their body, constraint layers vanish from the lists they are in, a layer
@@ -134,5 +171,4 @@ def strip(model: Model, layers: Any = None) -> Any:
     >>> strip(Jitted(Checkpointed(layer)), layers=Jitted)
     Checkpointed(body=Identity(), policy=None)
     """
-    stripped = Stripper(read_layer_types(layers)).strip(model)
-    return pz.nn.Identity() if stripped is REMOVED else stripped
+    return _in_place(Stripper(read_layer_types(layers)).strip(model))

@@ -24,6 +24,8 @@ TUPLE = "tuple"
 DICT = "dict"
 OTHER = "other"
 
+_BUILTIN_SHAPES: dict[type, str] = {list: LIST, tuple: TUPLE, dict: DICT}
+
 PUT_IN_MARK = "_put_in_by_recipe"
 """Entry in the ``__dict__`` of a layer of somebody else's that a recipe put in.
 
@@ -31,9 +33,8 @@ It is no field, so values, structure and ``==`` do not know it. It holds the nam
 with the layer's former self, or None if the layer is to be removed as a whole.
 """
 
-# A path while it is being walked: (path of the parent, key), None for the root. Text is made only
-# where it is needed.
-LinkedPath = tuple[Any, Any] | None
+Keys = Sequence[Any]
+"""The keys from the root to a node. Text is made of them only where it is needed."""
 
 _WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
@@ -59,8 +60,9 @@ class NodeKind:
 def _kind_of_type(node_type: Hashable) -> NodeKind | None:
     """The kind of a type as far as the type alone tells; None if an object must be asked."""
     assert isinstance(node_type, type)
-    if node_type in (list, tuple, dict):
-        return NodeKind(node_type.__name__, (), (), False)
+    builtin = _BUILTIN_SHAPES.get(node_type)
+    if builtin is not None:
+        return NodeKind(builtin, (), (), False)
     if issubclass(node_type, AbstractVariable | jax.Array | str | int | float):
         return NodeKind(LEAF, (), (), False)
     is_layer = any("__call__" in base.__dict__ for base in node_type.__mro__)
@@ -69,7 +71,7 @@ def _kind_of_type(node_type: Hashable) -> NodeKind | None:
         and is_pytree_dataclass_type(node_type)
         and node_type.__dictoffset__
     ):
-        fields = dataclasses.fields(node_type)
+        fields = dataclasses.fields(node_type)  # type: ignore[arg-type]
         subtrees = tuple(field.name for field in fields if is_pytree_node_field(field))
         return NodeKind(STRUCT, subtrees, tuple(field.name for field in fields), is_layer)
     return None
@@ -85,7 +87,8 @@ def kind_of(node: Any) -> NodeKind:
     ('list', 'leaf', 'dict')
     """
     node_type = type(node)
-    kind = _kind_of_type(node_type) or _kinds_of_others.get(node_type)
+    key: Any = node_type
+    kind = _kind_of_type(key) or _kinds_of_others.get(node_type)
     if kind is None:
         if jax.tree_util.default_registry.flatten_one_level(node) is None:
             # Not kept: the type may be registered as a pytree later.
@@ -110,6 +113,8 @@ def children_of(node: Any) -> list[tuple[Any, Any]]:
         case "dict":
             return list(node.items())
         case "other":
+            if isinstance(node, tuple) and hasattr(node, "_fields"):
+                return list(zip(node._fields, node, strict=True))
             found = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
             return [] if found is None else [(key_text(key), child) for key, child in found[0]]
     return []
@@ -131,7 +136,7 @@ def with_children(node: Any, children: Sequence[Any]) -> Any:
             return tuple(children)
         case "dict":
             return dict(zip(node, children, strict=True))
-    structure = jax.tree_util.tree_structure(node, is_leaf=lambda part: part is not node)
+    structure: Any = jax.tree_util.tree_structure(node, is_leaf=lambda part: part is not node)
     return _with_mark_of(node, structure.unflatten(children))
 
 
@@ -144,7 +149,12 @@ def with_fields(node: Any, changes: Mapping[str, Any]) -> Any:
     made = object.__new__(type(node))
     attributes = made.__dict__
     old = node.__dict__
-    for name in kind_of(node).kept:
+    kept = kind_of(node).kept
+    if len(old) == len(kept):
+        attributes.update(old)
+        attributes.update(changes)
+        return made
+    for name in kept:
         attributes[name] = changes[name] if name in changes else getattr(node, name)
     if PUT_IN_MARK in old:
         attributes[PUT_IN_MARK] = old[PUT_IN_MARK]
@@ -190,17 +200,13 @@ def _with_mark_of(node: Any, made: Any) -> Any:
     return made
 
 
-def linked_path_text(path: LinkedPath) -> str:
-    """A path that was walked as readable text.
+def keys_text(keys: Keys) -> str:
+    """Keys as a readable path; empty for the root.
 
-    >>> linked_path_text((((None, "body"), "sublayers"), 0))
+    >>> keys_text(["body", "sublayers", 0])
     'body/sublayers/0'
     """
-    keys: list[str] = []
-    while path is not None:
-        path, key = path
-        keys.append(str(key))
-    return "/".join(reversed(keys))
+    return "/".join(map(str, keys))
 
 
 @functools.lru_cache(maxsize=4096)

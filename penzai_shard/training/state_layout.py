@@ -142,6 +142,45 @@ def without_shared_buffers(leaves: Sequence[Any], others: Iterable[Any]) -> list
     return result
 
 
+def equal_constants_once(leaves: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
+    """The distinct arrays among some, and which of them each one is.
+
+    Models repeat scalars, such as a norm's epsilon, in every block. Passing each to a program
+    again would cost time at every call.
+
+    Args:
+        leaves: Placed arrays.
+
+    Returns:
+        The distinct ones, and the position among them of every leaf.
+
+    >>> equal_constants_once([jnp.asarray(1.0), jnp.ones(2), jnp.asarray(1.0)])[1]
+    (0, 1, 0)
+    """
+    scalars = [
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, jax.Array)
+        and not leaf.ndim
+        and leaf.is_fully_replicated
+        and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    ]
+    texts = {
+        id(leaf): (value.tobytes(), leaf.dtype, leaf.weak_type, leaf.sharding, leaf.committed)
+        for leaf, value in zip(scalars, jax.device_get(scalars), strict=True)
+    }
+    distinct: list[Any] = []
+    positions: dict[Any, int] = {}
+    index = []
+    for leaf in leaves:
+        key = texts.get(id(leaf), id(leaf))
+        if key not in positions:
+            positions[key] = len(distinct)
+            distinct.append(leaf)
+        index.append(positions[key])
+    return distinct, tuple(index)
+
+
 def _buffers(leaf: Any) -> set[int]:
     if not isinstance(leaf, jax.Array) or not leaf.size:
         return set()

@@ -128,9 +128,10 @@ class FlatState:
         kept: Arrays that a train step only reads: random key, frozen parameters and the model's
             constants.
         program: What produced it, if a train step did; its layout is then known to be right.
+        passed: What that program takes for ``kept``: equal constants only once.
     """
 
-    __slots__ = ("kept", "program", "stepped", "structure")
+    __slots__ = ("kept", "passed", "program", "stepped", "structure")
 
     def __init__(
         self,
@@ -138,11 +139,13 @@ class FlatState:
         stepped: list[Any],
         kept: list[Any],
         program: object | None = None,
+        passed: list[Any] | None = None,
     ) -> None:
         self.structure = structure
         self.stepped = stepped
         self.kept = kept
         self.program = program
+        self.passed = kept if passed is None else passed
 
     def section(self, section: str) -> Any:
         """The tree of one section, in new containers."""

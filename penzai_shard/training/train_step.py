@@ -23,6 +23,7 @@ from penzai_shard.training.state_layout import (
     as_array,
     canonical,
     device_problems,
+    equal_constants_once,
     is_traced,
     mesh_of,
     settled,
@@ -176,8 +177,9 @@ class TrainStep:
         if self._input_shardings:
             inputs = self._placed_inputs(inputs)
         with auto_context():
-            stepped, aux = program.run(flat.stepped, flat.kept, inputs)
-        return from_flat(FlatState(flat.structure, stepped, flat.kept, program)), aux
+            stepped, aux = program.run(flat.stepped, flat.passed, inputs)
+        new = FlatState(flat.structure, stepped, flat.kept, program, flat.passed)
+        return from_flat(new), aux
 
     def lower(self, train_state: TrainState, /, **inputs: Any) -> Any:
         """The step's ``jax.stages.Lowered`` for a state and inputs, without running it.
@@ -197,14 +199,16 @@ class TrainStep:
         flat = to_flat(train_state)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in flat.stepped):
             program = self._program(
-                flat.structure, [getattr(leaf, "sharding", None) for leaf in flat.stepped]
+                flat.structure,
+                [getattr(leaf, "sharding", None) for leaf in flat.stepped],
+                tuple(range(len(flat.kept))),
             )
         else:
             flat, program = self._prepare(flat, self._checked_inputs(inputs))
         if self._input_shardings:
             inputs = self._placed_inputs(inputs)
         with auto_context():
-            return program.run.lower(flat.stepped, flat.kept, inputs)
+            return program.run.lower(flat.stepped, flat.passed, inputs)
 
     def _checked_inputs(self, inputs: dict[str, Any]) -> list[Any]:
         leaves = jax.tree.leaves(inputs)
@@ -237,8 +241,9 @@ class TrainStep:
             # JAX was free to place everything, and stays so: the result mixes with any other.
             if self._donate:
                 stepped = without_shared_buffers(stepped, kept)
-            program = self._program(structure, None)
-            return FlatState(structure, stepped, kept, program), program
+            passed, index = equal_constants_once(kept)
+            program = self._program(structure, None, index)
+            return FlatState(structure, stepped, kept, program, passed), program
         with auto_context():
             stepped = [settled(leaf, mesh) for leaf in stepped]
             kept = [settled(leaf, mesh) for leaf in kept]
@@ -251,11 +256,15 @@ class TrainStep:
         )
         if self._donate:
             stepped = without_shared_buffers(stepped, kept)
-        program = self._program(structure, [leaf.sharding for leaf in stepped])
-        return FlatState(structure, stepped, kept, program), program
+        passed, index = equal_constants_once(kept)
+        program = self._program(structure, [leaf.sharding for leaf in stepped], index)
+        return FlatState(structure, stepped, kept, program, passed), program
 
     def _program(
-        self, structure: StateStructure, shardings: list[Sharding | None] | None
+        self,
+        structure: StateStructure,
+        shardings: list[Sharding | None] | None,
+        kept_index: tuple[int, ...],
     ) -> "_Program":
         """The program for a structure and a layout; None is that of a state JAX may place."""
         declared = self._declared_shardings(structure)
@@ -264,9 +273,9 @@ class TrainStep:
                 own if told is None else told
                 for own, told in zip(shardings, declared[0], strict=True)
             ]
-        key = (structure, None if shardings is None else tuple(shardings))
+        key = (structure, None if shardings is None else tuple(shardings), kept_index)
         if key not in self._programs:
-            self._programs[key] = _Program(self, structure, shardings)
+            self._programs[key] = _Program(self, structure, shardings, kept_index)
         return self._programs[key]
 
     def _declared_shardings(
@@ -416,16 +425,18 @@ class _Program:
         owner: TrainStep,
         structure: StateStructure,
         shardings: list[Sharding | None] | None,
+        kept_index: tuple[int, ...],
     ) -> None:
         self.owner = owner
         self.free = shardings is None
         computation = owner._computation
 
-        def train_step(stepped: list[Any], kept: list[Any], inputs: dict[str, Any]) -> Any:
+        def train_step(stepped: list[Any], passed: list[Any], inputs: dict[str, Any]) -> Any:
+            kept = [passed[i] for i in kept_index]
             return _flat_step(computation, structure, stepped, kept, inputs)
 
-        def eager_train_step(stepped: list[Any], kept: list[Any], inputs: dict[str, Any]) -> Any:
-            new, aux = train_step(stepped, kept, inputs)
+        def eager_train_step(stepped: list[Any], passed: list[Any], inputs: dict[str, Any]) -> Any:
+            new, aux = train_step(stepped, passed, inputs)
             if shardings is None:
                 return new, aux
             return [jax.device_put(x, s) for x, s in zip(new, shardings, strict=True)], aux

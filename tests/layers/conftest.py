@@ -16,6 +16,8 @@ from penzai.models.transformer.variants import llamalike_common
 AUTO = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 
+REPLICATED = PartitionSpec()
+
 
 @pz.pytree_dataclass
 class Counter(pz.nn.Layer):
@@ -79,7 +81,7 @@ def tokens() -> Any:
     return pz.nx.wrap(jnp.arange(16).reshape(4, 4) % 16, "batch", "seq")
 
 
-def placed(tree: Any, mesh: Mesh, spec: PartitionSpec = PartitionSpec()) -> Any:
+def placed(tree: Any, mesh: Mesh, spec: PartitionSpec = REPLICATED) -> Any:
     """The tree with all arrays on a mesh; variables are given new values in place."""
     sharding = NamedSharding(mesh, spec)
 

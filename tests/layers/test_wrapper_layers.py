@@ -186,12 +186,11 @@ def test_wrapping_with_selectors_keeps_names_and_values(small, wrap):
     assert_same(wrapped(small.features()), small.counting_mlp()(small.features()))
 
 
-@pytest.mark.parametrize("wrapper", [Jitted, Checkpointed])
-def test_blocks_of_a_transformer(small, wrapper):
+def test_checkpointed_and_constrained_blocks_of_a_transformer(small):
     model = small.llama()
     constraint = ConstrainShardingByName(small.AUTO, {"batch": "data", "vocabulary": "model"})
-    edited = pz.select(model).at_instances_of(TransformerBlock).apply(wrapper)
-    edited = pz.select(edited).at_instances_of(TransformerBlock).insert_after(constraint)
+    edited = pz.select(model).at_instances_of(TransformerBlock).insert_after(constraint)
+    edited = pz.select(edited).at_instances_of(TransformerBlock).apply(Checkpointed)
     assert pz.select(edited).at_instances_of(ConstrainShardingByName).count() == 2
     positions = pz.nx.arange("seq", 4)
     expected = Jitted(model)(small.tokens(), token_positions=positions)

@@ -1,16 +1,19 @@
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import treescope
 from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard.errors import ShardingError
 from penzai_shard.meshes import auto_twin
-from penzai_shard.training import TrainState
+from penzai_shard.training import TrainState, build_train_step_fn
 
 
 def initial(model, optimizer=None, **kwargs):
@@ -208,3 +211,29 @@ def test_arrays_committed_elsewhere_are_refused(mesh):
     }
     with pytest.raises(ShardingError, match="params/b: lies on device 3"):
         initial(params)
+
+
+def test_state_is_shown_by_treescope_before_and_after_a_step(make_model, loss_fn, batch):
+    state, _ = build_train_step_fn(loss_fn)(initial(make_model()), **batch)
+    for shown in (state, initial(make_model())):
+        assert "opt_state=" in treescope.render_to_text(shown)
+    assert "params" not in state.__dict__
+    assert (
+        repr(state) == "TrainState(step=1, VariableTable(4 trainable, 0 frozen, 0 state variables))"
+    )
+
+
+def test_selectors_reach_into_a_state(make_model):
+    state = initial(make_model())
+    zeroed = (
+        pz.select(state)
+        .at(lambda s: s.params)
+        .apply(lambda params: jax.tree.map(jnp.zeros_like, params))
+    )
+    assert isinstance(zeroed, TrainState)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(zeroed.params))
+
+
+def test_importing_the_package_does_not_import_optax():
+    code = "import penzai_shard, penzai_shard.training, sys; assert 'optax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,5 @@
 import gc
+import sys
 import weakref
 
 import jax
@@ -431,3 +432,43 @@ def test_state_that_jax_may_place_stays_so(linear, batch, mesh):
     replicated = NamedSharding(mesh, PartitionSpec())
     assert {leaf.sharding for leaf in jax.tree.leaves(state)} == {replicated}
     assert [program.run._cache_size() for program in step._programs.values()] == [1, 1]
+
+
+def test_python_calls_per_step_do_not_grow_with_the_model():
+    def loss_fn(model, rng, state, x):
+        arrays = [leaf for leaf in jax.tree.leaves(model) if leaf.ndim]
+        return x * sum(jnp.sum(array) for array in arrays), state, None
+
+    def calls(count):
+        weights = {f"w{i}": pz.nx.ones({"a": 2}) for i in range(count)}
+        step = build_train_step_fn(loss_fn, donate_params_and_state=True)
+        state, x = initial(weights), jnp.float32(1)
+        for _ in range(3):
+            state, _ = step(state, x=x)
+        seen = []
+        sys.setprofile(lambda frame, event, arg: seen.append(event))
+        try:
+            state, _ = step(state, x=x)
+        finally:
+            sys.setprofile(None)
+        return sum(event in ("call", "c_call") for event in seen)
+
+    assert calls(2) == calls(40) < 100
+
+
+def test_equal_constants_are_passed_once(linear, batch):
+    model = [
+        {"w": pz.Parameter(value=linear.weights["w"], label="w"), "eps": [0.5] * 4},
+        {"eps": [0.5, 0.25]},
+    ]
+
+    def loss_fn(model, rng, state, x, y):
+        assert model[0]["eps"][0].weak_type
+        loss, state, _ = linear.loss_fn({"w": model[0]["w"].value}, rng, state, x, y)
+        return loss, state, {"eps": model[0]["eps"] + model[1]["eps"]}
+
+    state, aux = build_train_step_fn(loss_fn)(initial(model), **batch)
+    assert [float(x) for x in aux["eps"]] == [0.5] * 5 + [0.25]
+    assert len(state.__dict__["_flat"].kept) == 7
+    assert len(state.__dict__["_flat"].passed) == 3
+    assert [float(x) for x in state.model[1]["eps"]] == [0.5, 0.25]

@@ -1,0 +1,182 @@
+"""Recipes for what most models need; each is a short list of edits to read, add to and change."""
+
+from typing import Any
+
+from penzai import pz
+
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.layers.checkpointed import Checkpointed
+from penzai_shard.layers.constrain_sharding import ConstrainShardingByName
+from penzai_shard.layers.in_precision import InPrecision, is_sensitive
+from penzai_shard.layers.jitted import Jitted
+from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
+from penzai_shard.layers.scoped import Scoped
+from penzai_shard.layers.shard_mapped import ShardMapped
+from penzai_shard.meshes import AnyMesh
+from penzai_shard.surgery.edits import insert_after, replace, wrap
+from penzai_shard.surgery.inserted_layers import library_role
+from penzai_shard.surgery.places import ROOT, PlaceLike
+from penzai_shard.surgery.recipe import Recipe
+from penzai_shard.surgery.tree_nodes import kind_of, snake_case
+
+
+def constrain_blocks(block_type: PlaceLike, mesh: AnyMesh, rules: Any = None) -> Recipe:
+    """Pins the layout of what comes out of each block.
+
+    Without it the compiler may move activations between layouts in every layer; fully sharded
+    training needs at least the batch pinned. Give the embedding lookup as well, so that the first
+    block gets its input in that layout: ``constrain_blocks((Block, pz.nn.EmbeddingLookup), ...)``.
+
+    Args:
+        block_type: The type of the blocks, or several, or any place that edits take.
+        mesh: The mesh.
+        rules: Which logical axis of the activations goes to which mesh axis, in any form that
+            ``AxisRules`` reads.
+
+    Returns:
+        The recipe, one edit.
+
+    >>> from penzai_shard.meshes import make_mesh
+    >>> constrain_blocks("pz.nn:Linear", make_mesh({"data": 8}), {"batch": "data"})
+    Recipe(insert_after('pz.nn:Linear', ConstrainShardingByName(mesh=make_mesh({'data': 8}),
+    axis_name_to_mesh_name=AxisRules({'batch': 'data'}))))
+    """
+    return Recipe(insert_after(block_type, ConstrainShardingByName(mesh, AxisRules.of(rules))))
+
+
+def rematerialise_blocks(block_type: PlaceLike, policy: Any = None) -> Recipe:
+    """Computes the intermediates of each block again in the backward pass, to save memory.
+
+    Args:
+        block_type: The type of the blocks, or any place that edits take.
+        policy: What may be kept, as ``Checkpointed`` takes it, such as ``"dots"``; None keeps
+            nothing but each block's input.
+
+    Returns:
+        The recipe, one edit.
+
+    >>> rematerialise_blocks("pz.nn:Attention", "dots")
+    Recipe(wrap('pz.nn:Attention', Checkpointed, policy='dots'))
+    """
+    if policy is None:
+        return Recipe(wrap(block_type, Checkpointed))
+    return Recipe(wrap(block_type, Checkpointed, policy=policy))
+
+
+def jit_root() -> Recipe:
+    """Compiles the whole model.
+
+    Returns:
+        The recipe, one edit.
+
+    >>> jit_root()
+    Recipe(wrap(ROOT, Jitted))
+    """
+    return Recipe(wrap(ROOT, Jitted))
+
+
+def is_model_layer(node: Any) -> bool:
+    """Whether a node is a layer of the model itself, and not one that this library put in.
+
+    >>> is_model_layer(pz.nn.Identity()), is_model_layer(Jitted(pz.nn.Identity()))
+    (True, False)
+    """
+    return kind_of(node).is_layer and library_role(type(node)) is None
+
+
+def scoped_by_path(layer: Any, path: str) -> Scoped:
+    """A layer whose operations carry its path as a name; the root's is that of its type.
+
+    >>> scoped_by_path(pz.nn.Identity(), "body/sublayers/0").name
+    'body/sublayers/0'
+    """
+    return Scoped(layer, path or snake_case(type(layer).__name__))
+
+
+def scope_layers() -> Recipe:
+    """Names the operations of each layer by the layer's path, for profiles and compiled programs.
+
+    Put it first in a longer recipe: the names are then the paths of the model as it was.
+
+    Returns:
+        The recipe, one edit, which finds layers inside of layers too.
+
+    >>> edited = scope_layers().apply(pz.nn.Sequential([pz.nn.Identity()]))
+    >>> edited.name, edited.body.sublayers[0].name
+    ('sequential', 'sublayers/0')
+    """
+    return Recipe(wrap(is_model_layer, scoped_by_path, nested=True))
+
+
+def roll_layer_stacks(unroll: int = 1) -> Recipe:
+    """Runs each layer stack as a loop, so that compile time does not grow with depth.
+
+    Args:
+        unroll: How many layers one turn of the loop runs.
+
+    Returns:
+        The recipe, one edit.
+
+    >>> roll_layer_stacks()
+    Recipe(replace('pz.nn:LayerStack', RolledLayerStack.from_layer_stack, nested=True))
+    """
+    options = {} if unroll == 1 else {"unroll": unroll}
+    return Recipe(
+        replace(pz.nn.LayerStack, RolledLayerStack.from_layer_stack, nested=True, **options)
+    )
+
+
+def manual_fsdp(
+    block_type: PlaceLike, mesh: AnyMesh, rules: Any = None, *, min_size: int = 0
+) -> Recipe:
+    """Runs each block per device, its parameters gathered when they are used.
+
+    For fully sharded training where the compiler finds no good schedule by itself.
+
+    Source: Zhao et al. 2023, "PyTorch FSDP"; Rajbhandari et al. 2020, "ZeRO".
+
+    Args:
+        block_type: The type of the blocks, or any place that edits take.
+        mesh: The mesh; all its mesh axes become manual.
+        rules: Which logical axis goes to which mesh axis, for parameters and activations alike,
+            such as ``{"embedding": "data", "batch": "data"}``, in any form that ``AxisRules``
+            reads. Where the two differ, write ``wrap(block_type, ShardMapped, ...)``.
+        min_size: Parameters with fewer elements than this stay copies on every device.
+
+    Returns:
+        The recipe, one edit.
+
+    >>> from penzai_shard.meshes import make_mesh
+    >>> print(len(manual_fsdp("pz.nn:Linear", make_mesh({"data": 8}), {"batch": "data"})))
+    1
+    """
+    read = AxisRules.of(rules)
+    options = {"min_size": min_size} if min_size else {}
+    return Recipe(
+        wrap(
+            block_type,
+            ShardMapped,
+            mesh=mesh,
+            parameter_rules=read,
+            activation_rules=read,
+            **options,
+        )
+    )
+
+
+def mixed_precision(compute: Any = "bfloat16", keep: Any = is_sensitive) -> Recipe:
+    """Computes the whole model in another precision; parameters and gradients keep theirs.
+
+    Args:
+        compute: The dtype to compute in.
+        keep: Which layers stay in float32: a type, a tuple of types, or a predicate. By default
+            norms and softmax.
+
+    Returns:
+        The recipe, one edit.
+
+    >>> mixed_precision()
+    Recipe(wrap(ROOT, InPrecision, compute_dtype='bfloat16'))
+    """
+    options = {} if keep is is_sensitive else {"keep": keep}
+    return Recipe(wrap(ROOT, InPrecision, compute_dtype=compute, **options))

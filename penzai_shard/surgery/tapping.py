@@ -1,0 +1,187 @@
+"""Listening to the layers that two models have in common, to find where they part.
+
+A tap sits around a layer and sends what goes in and what comes out to a recorder on the host. It
+is called by its layer's path in the model without inserted layers, so that an edited model and
+its original use the same names.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from penzai import pz
+
+from penzai_shard.surgery.differences import canonical_leaves, to_numpy
+from penzai_shard.surgery.inserted_layers import body_field, library_role
+from penzai_shard.surgery.rewriting import SEQUENCE_FIELD
+from penzai_shard.surgery.stripping import REMOVED, Stripper
+from penzai_shard.surgery.tree_nodes import LEAF, children_of, keys_text, kind_of, with_children
+
+
+@dataclasses.dataclass
+class Recording:
+    """What one layer took and gave, once per call of it.
+
+    Attributes:
+        layer: Name of the layer's type.
+        order: The place of the layer's end in the order in which the layers were run.
+        inputs: For each call the arrays that went in, by name.
+        outputs: For each call the arrays that came out, by name.
+    """
+
+    layer: str
+    order: int
+    inputs: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)
+    outputs: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)
+
+
+class Recorder:
+    """Collects what the taps of one model send, by path."""
+
+    def __init__(self) -> None:
+        self.recordings: dict[str, Recording] = {}
+        self._ended = 0
+
+    def open(self, path: str, layer: str) -> Recording:
+        """The recording of a layer that was just run for the first time, or again."""
+        if path not in self.recordings:
+            self.recordings[path] = Recording(layer, self._ended)
+            self._ended += 1
+        return self.recordings[path]
+
+
+@pz.pytree_dataclass
+class Tap(pz.nn.Layer):
+    """Runs a layer and sends its input and output to a recorder.
+
+    Attributes:
+        body: The layer.
+        path: The layer's path.
+        recorder: The recorder.
+    """
+
+    body: Any
+    path: str = dataclasses.field(metadata={"pytree_node": False})
+    recorder: Recorder = dataclasses.field(metadata={"pytree_node": False})
+
+    def __call__(self, *args: Any, **side_inputs: Any) -> Any:
+        """Runs the layer.
+
+        Args:
+            *args: The layer's inputs.
+            **side_inputs: The layer's side inputs.
+
+        Returns:
+            The layer's output.
+        """
+        output = self.body(*args, **side_inputs)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            # Each device has its own part here, which the original has nothing to hold against.
+            return output
+        recording = self.recorder.open(self.path, _name_of(self.body))
+        came, gave = dict(canonical_leaves(args)), dict(canonical_leaves(output))
+
+        def receive(came: dict[str, Any], gave: dict[str, Any]) -> None:
+            recording.inputs.append({name: to_numpy(array) for name, array in came.items()})
+            recording.outputs.append({name: to_numpy(array) for name, array in gave.items()})
+
+        jax.debug.callback(receive, came, gave)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        """Anything else that code asks the layer for."""
+        if name.startswith("__") or "body" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["body"], name)
+
+
+def _name_of(layer: Any) -> str:
+    """The name of the layer's type, without what this library put around it."""
+    is_off, field = body_field(layer, None)
+    if is_off and field is not None:
+        return _name_of(getattr(layer, field))
+    if library_role(type(layer)) == "sequence":
+        left = Stripper(None).strip(layer)
+        return type(layer).__name__ if left is layer or left is REMOVED else _name_of(left)
+    return _name_of(layer.body) if isinstance(layer, Tap) else type(layer).__name__
+
+
+def tapped(model: Any, recorder: Recorder) -> Any:
+    """A model with a tap around each of its layers.
+
+    Args:
+        model: The model; it stays as it is.
+        recorder: What the taps send to.
+
+    Returns:
+        The model with taps. Layers that this library put in have none of their own: what is
+        around a layer lies inside the layer's tap.
+
+    >>> recorder = Recorder()
+    >>> model = tapped(pz.nn.Sequential([pz.nn.ConstantRescale(by=2.0)]), recorder)
+    >>> float(model(jax.numpy.float32(3.0)))
+    6.0
+    >>> jax.effects_barrier()
+    >>> [(path, found.layer) for path, found in recorder.recordings.items()]
+    [('sublayers/0', 'ConstantRescale'), ('', 'Sequential')]
+    """
+    return _Tapper(recorder).tap(model, ())
+
+
+class _Tapper:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._stripper = Stripper(None)
+
+    def tap(self, node: Any, keys: tuple[Any, ...]) -> Any:
+        kind = kind_of(node)
+        if kind.shape == LEAF:
+            return node
+        inside = self._inside(node, keys)
+        if not kind.is_layer or self._stripper.strip(node) is REMOVED:
+            return inside
+        return Tap(inside, keys_text(keys), self._recorder)
+
+    def _inside(self, node: Any, keys: tuple[Any, ...]) -> Any:
+        """The node with taps below it, and none of its own at these keys."""
+        is_off, field = body_field(node, None)
+        children = children_of(node)
+        if is_off:
+            return with_children(
+                node,
+                [self._inside(child, keys) if name == field else child for name, child in children],
+            )
+        if library_role(type(node)) == "sequence" and self._vanishes(node):
+            return with_children(node, [self._original_alone(node.sublayers, keys)])
+        return with_children(
+            node,
+            [
+                self._listed(child, (*keys, name))
+                if name == SEQUENCE_FIELD and type(child) in (list, tuple)
+                else self.tap(child, (*keys, name))
+                for name, child in children
+            ],
+        )
+
+    def _vanishes(self, sequence: Any) -> bool:
+        kept = [layer for layer in sequence.sublayers if self._stays(layer)]
+        return len(kept) < 2
+
+    def _stays(self, layer: Any) -> bool:
+        return self._stripper.strip(layer) is not REMOVED
+
+    def _original_alone(self, layers: Any, keys: tuple[Any, ...]) -> Any:
+        return [self._inside(layer, keys) if self._stays(layer) else layer for layer in layers]
+
+    def _listed(self, layers: Any, keys: tuple[Any, ...]) -> Any:
+        """A list of layers, counted as if those that were put in were not there."""
+        result = []
+        count = 0
+        for layer in layers:
+            if self._stays(layer):
+                result.append(self.tap(layer, (*keys, count)))
+                count += 1
+            else:
+                result.append(layer)
+        return result if type(layers) is list else tuple(result)
