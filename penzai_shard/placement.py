@@ -258,10 +258,11 @@ def _initialize_on_mesh(
     with _auto_axes_context(mesh):
         traced, structs = _trace(initializer, args, kwargs)
         plan = make_plan(structs, mesh, rules, on_unnamed=on_unnamed)
-        shardings, treedef = jax.tree_util.tree_flatten(plan.sharding_tree())
+        # All variables are frozen here, so that the plan has one entry for each traced output.
+        shardings = [leaf.sharding for leaf in plan.leaves]
         results = run_split(split_initializer(traced, shardings))
     return jax.tree_util.tree_unflatten(
-        treedef, [results[index] for index in range(len(shardings))]
+        jax.tree_util.tree_structure(structs), [results[i] for i in range(len(shardings))]
     )
 
 

@@ -43,6 +43,17 @@ def path_text(key_path: KeyPath) -> str:
     return "/".join(key_text(key) for key in key_path)
 
 
+def array_path_text(key_path: KeyPath) -> str:
+    """The readable path of an array; for the data of a named array, that of the named array.
+
+    >>> array_path_text([jax.tree_util.DictKey("w"), jax.tree_util.GetAttrKey("data_array")])
+    'w'
+    """
+    if key_path and getattr(key_path[-1], "name", None) == "data_array":
+        key_path = key_path[:-1]
+    return path_text(key_path)
+
+
 def join_paths(*parts: str) -> str:
     """Joins readable paths with a slash, leaving out empty ones.
 

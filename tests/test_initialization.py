@@ -217,7 +217,8 @@ def test_outputs_that_are_keys_integers_booleans_or_empty(mesh):
         if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
             one, other = jax.random.key_data(one), jax.random.key_data(other)
         np.testing.assert_array_equal(one, other)
-    assert built["keys"].sharding == NamedSharding(mesh, PartitionSpec())
+    # JAX itself writes the spec of an array of keys with one entry for each dimension.
+    assert built["keys"].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec()), 1)
     assert built["empty"].data_array.sharding.spec == PartitionSpec("data", "model")
 
 

@@ -24,7 +24,7 @@ from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.planning import make_plan, plan_tree
 from penzai_shard.rule_kinds import OnIndivisible
-from penzai_shard.tree_paths import key_text, path_text
+from penzai_shard.tree_paths import array_path_text, key_text
 
 
 def save_train_state(path: PathLike, train_state: Any, *, overwrite: bool = False) -> str:
@@ -163,7 +163,7 @@ def _visited(train_state: Any) -> list[tuple[str | None, NamedLeaf]]:
     names: list[str | None] = []
     for key_path, index in jax.tree_util.tree_leaves_with_path(map_arrays(train_state, number)):
         if index == len(names):
-            names.append(None if leaves[index].dtype is None else _name(key_path))
+            names.append(None if leaves[index].dtype is None else array_path_text(key_path))
     counts = collections.Counter(name for name in names if name is not None)
     raise_all(
         CheckpointMismatchError,
@@ -175,13 +175,6 @@ def _visited(train_state: Any) -> list[tuple[str | None, NamedLeaf]]:
         ],
     )
     return list(zip(names, leaves, strict=True))
-
-
-def _name(key_path: Any) -> str:
-    """The readable path of an array; that of a named array for its data."""
-    if key_path and getattr(key_path[-1], "name", None) == "data_array":
-        key_path = key_path[:-1]
-    return path_text(key_path)
 
 
 def _with_arrays(train_state: Any, arrays: Mapping[str, Any]) -> Any:
@@ -234,7 +227,7 @@ def _planned(
         ),
     )
     return {
-        _name(key_path): sharding
+        array_path_text(key_path): sharding
         for plan in plans
         for key_path, sharding in jax.tree_util.tree_leaves_with_path(plan.sharding_tree())
     }
@@ -243,7 +236,9 @@ def _planned(
 def _given(shardings: Any, leaves: Mapping[str, NamedLeaf]) -> dict[str, Sharding]:
     """The place of every array in a tree of shardings, or of structs that have one."""
     places = {
-        _name(key_path): leaf if isinstance(leaf, Sharding) else getattr(leaf, "sharding", None)
+        array_path_text(key_path): leaf
+        if isinstance(leaf, Sharding)
+        else getattr(leaf, "sharding", None)
         for key_path, leaf in jax.tree_util.tree_leaves_with_path(shardings)
     }
     return _complete(places, leaves, "the shardings say nothing of some arrays:")

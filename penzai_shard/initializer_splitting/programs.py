@@ -191,7 +191,8 @@ class _Grouper:
         has_effects = any(step.equation.effects for step in steps)
         on_one_device = (
             not piece.positions
-            or any(_needs_placing(self.trace.types[number]) for number in piece.outputs)
+            # JAX does not divide an empty result over devices; placing one afterwards does.
+            or any(0 in self.trace.types[number].shape for number in piece.outputs)
             or has_effects
             or not all(equation_traits.keeps_values_in_any_layout(step.equation) for step in steps)
         )
@@ -235,15 +236,6 @@ def _is_integer(literal: jex_core.Literal) -> bool:
     aval: Any = literal.aval
     dtype = getattr(aval, "dtype", None)
     return isinstance(dtype, np.dtype) and dtype.kind in "iu" and aval.shape == ()
-
-
-def _needs_placing(aval: Any) -> bool:
-    """Whether ``jax.jit`` does not lay out such a result exactly as asked; ``device_put`` does.
-
-    Empty results are not divided over the devices, and those that are random keys get a spec
-    with trailing ``None``.
-    """
-    return 0 in aval.shape or not isinstance(aval.dtype, np.dtype)
 
 
 def _argument(literal: jex_core.Literal) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core as jex_core
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
@@ -162,10 +163,13 @@ class _Run:
 
 def _literal_arrays(literals: Sequence[jex_core.Literal]) -> list[jax.Array]:
     """Arrays of exactly the literals' types, weak ones included."""
-    if not literals:
+    keys = [(literal.aval, np.asarray(literal.val).tobytes()) for literal in literals]
+    distinct = dict(zip(keys, literals, strict=True))
+    if not distinct:
         return []
-    jaxpr = build_jaxpr([], [], literals, lambda number: None, {})
-    return list(jax.jit(jex_core.jaxpr_as_fun(jaxpr))())
+    jaxpr = build_jaxpr([], [], list(distinct.values()), lambda number: None, {})
+    made = dict(zip(distinct, jax.jit(jex_core.jaxpr_as_fun(jaxpr))(), strict=True))
+    return [made[key] for key in keys]
 
 
 def _output_bytes(program: Program) -> int:

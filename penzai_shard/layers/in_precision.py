@@ -253,6 +253,7 @@ def _cast_constant(leaf: Any, dtype: Any) -> Any:
 
 def _as_dtypes_of(content: Any, own: Any) -> Any:
     """The content, each floating-point array in the dtype of the one that it replaces."""
+    structure: Any
     leaves, structure = jax.tree_util.tree_flatten(content)
     former = jax.tree_util.tree_leaves(own)
     if len(leaves) != len(former):

@@ -168,6 +168,7 @@ def _is_stacked(leaf: Any, stack_axis: Hashable) -> bool:
 def _ordered_as(value: Any, before: Any) -> Any:
     """The value with its logical axes in the order of a former value, if it is built like that."""
     structure: Any
+    new_structure: Any
     former, structure = jax.tree_util.tree_flatten(before, is_leaf=pz.nx.is_namedarray)
     leaves, new_structure = jax.tree_util.tree_flatten(value, is_leaf=pz.nx.is_namedarray)
     alike = structure == new_structure and all(
@@ -303,6 +304,7 @@ def _varying_as_after(run_layer: Any, carried: Any, sliced: Any) -> Any:
         after, _ = run_layer(carried, jax.tree_util.tree_map(lambda x: x[0], sliced))
         return after
 
+    structure: Any
     while True:
         after = jax.eval_shape(turn, carried, sliced)
         leaves, structure = jax.tree_util.tree_flatten(carried)

@@ -22,7 +22,8 @@ class Difference:
 
     Attributes:
         name: The array's name.
-        ulps: The largest difference of an element, in units in the last place of that element.
+        ulps: The largest difference of an element, in units in the last place of the larger
+            of the two numbers.
         relative: The largest difference of an element, relative to the largest value of the array.
         problem: Why the two cannot be compared; empty if they can.
     """
@@ -90,25 +91,16 @@ def _widened(array: np.ndarray) -> np.ndarray:
 
 
 def _ulps_apart(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The number of representable values between each two elements."""
+    """Differences in units in the last place of the larger number of each two."""
     if jnp.issubdtype(one.dtype, jnp.complexfloating):
         return np.maximum(_ulps_apart(one.real, other.real), _ulps_apart(one.imag, other.imag))
-    apart = np.abs(_ordered(one) - _ordered(other))
-    both_nan = np.isnan(one.astype(np.float64)) & np.isnan(other.astype(np.float64))
-    return np.where(both_nan, 0.0, apart)
-
-
-def _ordered(array: np.ndarray) -> np.ndarray:
-    """Numbers in the order of the floats, one apart for neighbours."""
-    bits = array.dtype.itemsize * 8
-    whole = np.ascontiguousarray(array).view(f"uint{bits}").astype(np.float64)
-    sign = 2.0 ** (bits - 1)
-    if bits == 64:
-        # Too many for float64 to tell neighbours apart: split off the sign before converting.
-        raw = np.ascontiguousarray(array).view(np.int64)
-        magnitude = (raw & np.int64(2**63 - 1)).astype(np.longdouble)
-        return np.where(raw < 0, -magnitude, magnitude)
-    return np.where(whole >= sign, -(whole - sign), whole)
+    limits = jnp.finfo(one.dtype)
+    wide_one, wide_other = one.astype(np.float64), other.astype(np.float64)
+    finite = np.isfinite(wide_one) & np.isfinite(wide_other)
+    wide_one, wide_other = np.where(finite, wide_one, 0), np.where(finite, wide_other, 0)
+    larger = np.maximum(np.abs(wide_one), np.abs(wide_other))
+    exponent = np.frexp(np.maximum(larger, float(limits.tiny)))[1] - 1
+    return np.abs(wide_one - wide_other) / np.ldexp(float(limits.eps), exponent)
 
 
 def canonical_leaves(tree: Any) -> list[tuple[str, Any]]:

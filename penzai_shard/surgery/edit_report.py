@@ -57,6 +57,8 @@ def type_text(node: Any) -> str:
     if library_role(type(node)) == "wrapper":
         field = "body"
     name = type(node).__name__
+    if field == "sublayers":
+        return f"{name}({', '.join(map(type_text, node.sublayers))})"
     return name if field is None else f"{name}({type_text(getattr(node, field))})"
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import functools
 import reprlib
-import types
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -19,14 +18,16 @@ from penzai_shard.surgery.expressions import expression
 from penzai_shard.surgery.inserted_layers import library_role
 from penzai_shard.surgery.places import PlaceLike, Where, _Root, wants_path
 from penzai_shard.surgery.references import display_name, is_reference, resolve
-from penzai_shard.surgery.rewriting import Match, Rewriter
+from penzai_shard.surgery.rewriting import SEQUENCE_FIELD, Match, Rewriter
 from penzai_shard.surgery.tree_nodes import (
     LEAF,
+    STRUCT,
     Keys,
     children_of,
     keys_text,
     kind_of,
     names_of,
+    with_fields,
     with_mark,
 )
 
@@ -167,7 +168,8 @@ def wrap(
             a predicate is true, and at or below a path that matches a pattern.
         outside: Only what does not lie inside such a place.
         nested: Also change matches inside of matches, the inner ones first.
-        **options: Further arguments of the wrapper.
+        **options: Further arguments of the wrapper. ``"module:name"`` of something that can be
+            imported stands for it.
 
     Returns:
         The edit, for ``Recipe``.
@@ -362,11 +364,24 @@ def _function(
             f"{kind} needs {wanted}, not {reprlib.repr(function)} "
             f"of type {type(function).__name__}."
         )
+    options = {name: _read_option(value) for name, value in options.items()}
     try:
         wants_path(function, frozenset(options))
     except RuleTypeError as error:
         raise RuleTypeError(f"{kind}: {error}") from None
-    return function, dict(options)
+    return function, options
+
+
+def _read_option(value: Any) -> Any:
+    """An option, references in it resolved; a text that names nothing stays a text."""
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(map(_read_option, value))
+    if isinstance(value, str) and is_reference(value):
+        try:
+            return resolve(value)
+        except RuleTypeError:
+            return value
+    return value
 
 
 def _caller(
@@ -396,12 +411,23 @@ def _marked_wrapper(wrapper: Any, node: Any) -> Any:
     """A layer put around a node; marked if it is not this library's but holds it in a field."""
     if wrapper is node or library_role(type(wrapper)) is not None:
         return wrapper
-    if isinstance(wrapper, list | tuple | dict | types.FunctionType):
+    if kind_of(wrapper).shape != STRUCT and not hasattr(wrapper, "__dict__"):
         return wrapper
     for key, child in children_of(wrapper):
         if child is node and isinstance(key, str) and getattr(wrapper, key, None) is node:
             return with_mark(wrapper, key)
+        if (
+            key == SEQUENCE_FIELD
+            and _is_list_in_struct(wrapper, child)
+            and any(part is node for part in child)
+        ):
+            beside = [part if part is node else _marked(part) for part in child]
+            return with_mark(with_fields(wrapper, {SEQUENCE_FIELD: beside}), SEQUENCE_FIELD)
     return wrapper
+
+
+def _is_list_in_struct(parent: Any, child: Any) -> bool:
+    return kind_of(parent).shape == STRUCT and type(child) is list
 
 
 def _where_expression(where: Where) -> str:
@@ -483,20 +509,25 @@ def _nearest_paths(pattern: str, nodes: list[tuple[Keys, Any]]) -> str:
     known = {part for path, _ in layers for part in path.split("/") if part}
     known |= {name for _, node in layers for name in names_of(node)}
     near = []
+    meant: list[str] = []
     for part in pattern.split("/"):
         if part and not any(letter in part for letter in "*?") and part not in known:
             close = difflib.get_close_matches(part, known, 1, 0.5)
+            meant += close
             near.append(
                 f"nothing is called {part!r}" + (f", nearest is {close[0]!r}" if close else "")
             )
-    named = {
-        f"{path} ({type(node).__name__})": path + "/" + "/".join(names_of(node))
-        for path, node in layers
-        if path
-    }
     plain = pattern.replace("*", "").replace("//", "/")
-    ranked = sorted(
-        named, key=lambda text: -difflib.SequenceMatcher(None, plain, named[text]).ratio()
-    )
+
+    def rank(place: tuple[str, Any]) -> tuple[bool, float]:
+        path, node = place
+        names = {*path.split("/")[-1:], *names_of(node)}
+        text = "/".join([path, *names_of(node)])
+        return not names & set(meant), -difflib.SequenceMatcher(None, plain, text).ratio()
+
+    ranked = [
+        f"{path} ({type(node).__name__})"
+        for path, node in sorted((place for place in layers if place[0]), key=rank)
+    ]
     sentence = f"In the model {'; '.join(near)}. " if near else ""
     return sentence + f"Nearest paths: {', '.join(ranked[:3]) or 'none'}."

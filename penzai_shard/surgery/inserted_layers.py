@@ -81,6 +81,8 @@ def body_field(node: Any, layers: tuple[type, ...] | None) -> tuple[bool, str | 
     """
     role = library_role(type(node))
     is_put_in, field = mark_of(node)
+    if is_put_in and field == "sublayers":
+        return False, None
     if layers is not None:
         if not isinstance(node, layers) or role in ("sequence", "rolled"):
             return False, None
@@ -90,3 +92,12 @@ def body_field(node: Any, layers: tuple[type, ...] | None) -> tuple[bool, str | 
     if role in ("wrapper", "passer"):
         return True, "body" if role == "wrapper" else None
     return is_put_in, field
+
+
+def is_inserted_sequence(node: Any) -> bool:
+    """Whether a node is a list of layers around one original layer, and comes off with the rest.
+
+    >>> is_inserted_sequence(InsertedSequence([])), is_inserted_sequence(pz.nn.Sequential([]))
+    (True, False)
+    """
+    return library_role(type(node)) == "sequence" or mark_of(node) == (True, "sublayers")

@@ -8,7 +8,11 @@ from penzai import pz
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
-from penzai_shard.surgery.inserted_layers import body_field, library_role
+from penzai_shard.surgery.inserted_layers import (
+    body_field,
+    is_inserted_sequence,
+    library_role,
+)
 from penzai_shard.surgery.references import display_name
 from penzai_shard.surgery.rewriting import SEQUENCE_FIELD
 from penzai_shard.surgery.tree_nodes import (
@@ -83,7 +87,7 @@ class Stripper:
         ):
             node = node.to_layer_stack()
         stripped = self._strip_struct(node, kind_of(node).fields)
-        if role == "sequence" and len(stripped.sublayers) < 2:
+        if is_inserted_sequence(node) and len(stripped.sublayers) < 2:
             return stripped.sublayers[0] if stripped.sublayers else REMOVED
         return stripped
 

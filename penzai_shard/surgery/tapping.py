@@ -13,7 +13,7 @@ import numpy as np
 from penzai import pz
 
 from penzai_shard.surgery.differences import canonical_leaves, to_numpy
-from penzai_shard.surgery.inserted_layers import body_field, library_role
+from penzai_shard.surgery.inserted_layers import body_field, is_inserted_sequence
 from penzai_shard.surgery.rewriting import SEQUENCE_FIELD
 from penzai_shard.surgery.stripping import REMOVED, Stripper
 from penzai_shard.surgery.tree_nodes import LEAF, children_of, keys_text, kind_of, with_children
@@ -101,7 +101,7 @@ def _name_of(layer: Any) -> str:
     is_off, field = body_field(layer, None)
     if is_off and field is not None:
         return _name_of(getattr(layer, field))
-    if library_role(type(layer)) == "sequence":
+    if is_inserted_sequence(layer):
         left = Stripper(None).strip(layer)
         return type(layer).__name__ if left is layer or left is REMOVED else _name_of(left)
     return _name_of(layer.body) if isinstance(layer, Tap) else type(layer).__name__
@@ -152,7 +152,7 @@ class _Tapper:
                 node,
                 [self._inside(child, keys) if name == field else child for name, child in children],
             )
-        if library_role(type(node)) == "sequence" and self._vanishes(node):
+        if is_inserted_sequence(node) and self._vanishes(node):
             return with_children(node, [self._original_alone(node.sublayers, keys)])
         return with_children(
             node,

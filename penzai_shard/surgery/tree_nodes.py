@@ -30,7 +30,8 @@ PUT_IN_MARK = "_put_in_by_recipe"
 """Entry in the ``__dict__`` of a layer of somebody else's that a recipe put in.
 
 It is no field, so values, structure and ``==`` do not know it. It holds the name of the field
-with the layer's former self, or None if the layer is to be removed as a whole.
+with the layer's former self (``sublayers`` where that is one in a list of layers), or None if the
+layer is to be removed as a whole.
 """
 
 Keys = Sequence[Any]

@@ -11,7 +11,7 @@ from penzai_shard.errors import ShardingError, require_extra
 from penzai_shard.training.loss_contract import check_signature, fit_state, read_result
 from penzai_shard.training.microbatches import split_inputs
 from penzai_shard.training.model_variables import VariableTable
-from penzai_shard.tree_paths import path_text
+from penzai_shard.tree_paths import array_path_text
 
 _FIX_LOSS_STATE = (
     "Return a new_state of the form that came in as state, and pass "
@@ -154,7 +154,7 @@ def _in_old_dtypes(old: Any, new: Any) -> Any:
             f"{old_def} became {jax.tree.structure(new)}. {_FIX_OPT_STATE}"
         )
     flat, treedef = jax.tree_util.tree_flatten_with_path(old)
-    paths = [path_text(path) for path, _ in flat]
+    paths = [array_path_text(path) for path, _ in flat]
     before = {path: jnp.asarray(leaf) for path, (_, leaf) in zip(paths, flat, strict=True)}
     after = {
         path: _in_dtype_of(before[path], jnp.asarray(leaf))

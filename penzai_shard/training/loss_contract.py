@@ -10,7 +10,7 @@ import numpy as np
 from penzai import pz
 
 from penzai_shard.errors import ShardingError, raise_all
-from penzai_shard.tree_paths import join_paths, path_text
+from penzai_shard.tree_paths import array_path_text, join_paths
 
 RESERVED = ("model", "rng", "state")
 _CONTRACT = "loss_fn(model, rng, state, **inputs) -> (loss, new_state, aux)"
@@ -106,7 +106,9 @@ def fit_state(old: Any, new: Any, what: str, fix: str) -> Any:
     new_def: Any
     old_flat, old_def = jax.tree_util.tree_flatten_with_path(old, is_leaf=is_named)
     new_flat, new_def = jax.tree_util.tree_flatten_with_path(new, is_leaf=is_named)
-    old_paths, new_paths = ([path_text(path) for path, _ in flat] for flat in (old_flat, new_flat))
+    old_paths, new_paths = (
+        [array_path_text(path) for path, _ in flat] for flat in (old_flat, new_flat)
+    )
     if old_def != new_def:
         problems = [f"{join_paths(what, p)}: went missing. {fix}" for p in old_paths]
         problems = [x for x, p in zip(problems, old_paths, strict=True) if p not in new_paths]

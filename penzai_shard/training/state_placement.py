@@ -22,7 +22,7 @@ from penzai_shard.training.state_layout import (
     settled,
     with_strong_type,
 )
-from penzai_shard.tree_paths import path_text
+from penzai_shard.tree_paths import array_path_text
 
 Parts = dict[str, Any]
 
@@ -61,7 +61,7 @@ def place_initial_parts(
     raise_all(
         ShardingError,
         "the arrays of this train state lie on different devices:",
-        device_problems([path_text(path) for path, _ in flat], [x for _, x in flat], mesh),
+        device_problems([array_path_text(path) for path, _ in flat], [x for _, x in flat], mesh),
     )
     params = chosen(changing["params"])
     with auto_context():

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from penzai_shard.training.model_variables import VariableTable
-from penzai_shard.tree_paths import join_paths, path_text
+from penzai_shard.tree_paths import array_path_text, join_paths
 
 STEPPED_SECTIONS = ("step", "trainable", "opt_state", "state_vars", "loss_fn_state")
 KEPT_SECTIONS = ("root_rng", "frozen", "unbound_model")
@@ -79,7 +79,7 @@ class StateStructure:
             treedef = self.treedefs[section]
             numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
             for key_path, _ in jax.tree_util.tree_flatten_with_path(numbered)[0]:
-                yield join_paths(FIELD_OF_SECTION[section], path_text(key_path))
+                yield join_paths(FIELD_OF_SECTION[section], array_path_text(key_path))
 
 
 _STRUCTURES: weakref.WeakValueDictionary[Any, StateStructure] = weakref.WeakValueDictionary()

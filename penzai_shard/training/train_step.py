@@ -39,7 +39,7 @@ from penzai_shard.training.state_structure import (
     StateStructure,
 )
 from penzai_shard.training.train_state import TrainState, from_flat, to_flat
-from penzai_shard.tree_paths import join_paths, path_text
+from penzai_shard.tree_paths import array_path_text, join_paths
 
 
 class LossFunction(Protocol):
@@ -380,7 +380,7 @@ class TrainStep:
                 return leaf
             if canonical(leaf.sharding).is_equivalent_to(told, leaf.ndim):
                 return jax.device_put(leaf, told)
-            path = join_paths(name, path_text(key_path))
+            path = join_paths(name, array_path_text(key_path))
             problems.append(
                 f"input {path}: has {sharding_text(leaf.sharding)}, declared "
                 f"{sharding_text(told)}. Place it so: jax.device_put(..., sharding), "

@@ -145,6 +145,4 @@ def test_small_parameters_are_not_gathered_and_their_gradients_are_summed(mesh):
 def test_gradients_leave_in_the_parameters_layout(mesh):
     compiled = lower(fsdp(blocks(), mesh), mesh).compile()
     _, gradients = compiled.output_shardings
-    assert all(
-        "data" in sharding.spec for sharding in jax.tree_util.tree_leaves(gradients)
-    )
+    assert all("data" in sharding.spec for sharding in jax.tree_util.tree_leaves(gradients))

@@ -1,0 +1,344 @@
+"""Holding an edited model against its original."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penzai import pz
+from penzai.toolshed import save_intermediates
+
+from penzai_shard import make_mesh
+from penzai_shard.errors import ShardingError
+from penzai_shard.layers import Checkpointed, ConstrainShardingByName, InPrecision, Jitted, Scoped
+from penzai_shard.placement import name_to_name_device_put
+from penzai_shard.surgery import (
+    ROOT,
+    NotEquivalentError,
+    Recipe,
+    check_equivalent,
+    constrain_blocks,
+    insert_after,
+    jit_root,
+    manual_fsdp,
+    mixed_precision,
+    rematerialise_blocks,
+    replace,
+    roll_layer_stacks,
+    scope_layers,
+    wrap,
+)
+from penzai_shard.surgery.differences import difference
+from tests.surgery.small_models import Block, features, linear, llama, mlp, scaled, tokens
+
+MESH = make_mesh({"data": 4, "model": 2})
+RULES = {"batch": "data", "embedding": "model"}
+
+
+def of(report, what):
+    (found,) = [part for part in report.comparisons if part.what == what]
+    return found
+
+
+def test_all_standard_recipes_leave_a_transformer_equivalent():
+    model = llama(2, use_layer_stack=True)
+    recipe = (
+        scope_layers()
+        + roll_layer_stacks()
+        + constrain_blocks(pz.nn.Attention, MESH, {"batch": "data"})
+        + rematerialise_blocks(pz.nn.Attention, "dots")
+        + jit_root()
+    )
+    report = check_equivalent(model, recipe.apply(model), tokens())
+    assert report, report
+    assert report.divergence is None
+    assert {part.what for part in report.comparisons} == {
+        "outputs", "gradients", "state variables", "parameters",
+    }  # fmt: skip
+    assert of(report, "gradients").count == of(report, "parameters").count > 5
+    report.raise_if_different()
+
+
+def test_manual_sharding_is_equivalent():
+    model = mlp(2)
+    edited = manual_fsdp(Block, MESH, RULES).apply(model)
+    report = check_equivalent(model, edited, features())
+    assert report, report
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                wrap(pz.nn.Linear, Checkpointed),
+                wrap(pz.nn.Residual, Scoped),
+                wrap(ROOT, Jitted),
+                insert_after(pz.nn.Linear, ConstrainShardingByName(MESH, {"batch": "data"})),
+                wrap(Block, Jitted),
+            ]
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_random_recipes_leave_a_model_equivalent(edits):
+    model = mlp(1)
+    assert check_equivalent(model, Recipe(*edits).apply(model), features())
+
+
+def test_a_wrong_wrapper_is_caught_and_located():
+    model = mlp(3)
+    wrong = wrap(pz.nn.Linear, scaled, within="sublayers/1", expect=2)
+    edited = (rematerialise_blocks(Block) + jit_root()).apply(Recipe(wrong).apply(model))
+    report = check_equivalent(model, edited, features())
+    assert not report
+    assert not of(report, "outputs").ok
+    assert not of(report, "gradients").ok
+    assert of(report, "parameters").ok
+    assert report.divergence.path == "sublayers/1/sublayers/0/delta/sublayers/0"
+    assert report.divergence.layer == "Linear"
+    assert not report.divergence.input_differs
+    assert report.divergence.relative == pytest.approx(0.01, rel=0.1)
+
+
+def test_a_wrong_layer_between_two_is_located():
+    model = mlp(2)
+    edited = Recipe(insert_after("sublayers/0", pz.nn.ConstantRescale(by=1.5))).apply(model)
+    report = check_equivalent(model, edited, features())
+    assert report.divergence.path == "sublayers/1/sublayers/0/delta/sublayers/0"
+    assert report.divergence.input_differs
+    assert report.divergence.after == "sublayers/0"
+    assert "look for the cause after sublayers/0 before it" in str(report)
+
+
+def test_a_wrong_edit_by_hand_is_located():
+    model = mlp(2)
+    edited = (
+        pz.select(model)
+        .at(lambda root: root.sublayers[1].sublayers[0].delta.sublayers[1])
+        .set(pz.nn.Elementwise(jnp.sin))
+    )
+    report = check_equivalent(model, edited, features())
+    assert report.divergence.path == "sublayers/1/sublayers/0/delta/sublayers/1"
+
+
+def test_a_layer_with_other_layers_in_its_place_is_located_as_a_whole():
+    model = mlp(1)
+
+    def other(block):
+        return pz.nn.Sequential([pz.nn.Identity(), *block.sublayers, pz.nn.Identity()])
+
+    edited = Recipe(replace(Block, lambda block: other(Block(block.sublayers * 2)))).apply(model)
+    report = check_equivalent(model, edited, features())
+    assert report.divergence.path == "sublayers/0"
+
+
+def test_a_wrong_layer_in_a_stack_is_located():
+    model = llama(2, use_layer_stack=True)
+    edited = Recipe(wrap("**/input_to_key", scaled)).apply(model)
+    report = check_equivalent(model, edited, tokens(), gradients=False)
+    assert report.divergence.path.endswith("input_to_key")
+    assert "stacked_sublayers" in report.divergence.path
+
+
+def test_a_difference_in_gradients_alone_is_caught():
+    def stopped(layer):
+        return pz.nn.Sequential([layer, pz.nn.Elementwise(jax.lax.stop_gradient)])
+
+    model = mlp(1)
+    edited = Recipe(wrap(pz.nn.Elementwise, stopped)).apply(model)
+    report = check_equivalent(model, edited, features())
+    assert of(report, "outputs").ok
+    assert not of(report, "gradients").ok
+    assert "block_0/up.weights" in of(report, "gradients").worst
+    assert check_equivalent(model, edited, features(), gradients=False)
+
+
+def test_rounding_is_allowed_as_the_coarsest_dtype_has_it():
+    model = llama(1)
+    report = check_equivalent(model, mixed_precision().apply(model), tokens())
+    assert report, report
+    assert of(report, "outputs").relative > 1e-4
+    assert of(report, "outputs").tolerance == pytest.approx(0.053, rel=0.01)
+    strict = check_equivalent(model, mixed_precision().apply(model), tokens(), rtol=1e-5)
+    assert not strict
+
+
+def test_renamed_and_missing_parameters_are_told():
+    model = mlp(1)
+    renamed = Recipe(replace(pz.nn.Linear, lambda layer: linear("other"), expect=2))
+    report = check_equivalent(model, renamed.apply(model), features(), gradients=False)
+    problems = of(report, "parameters").problems
+    assert "missing from the edited model: block_0/up.weights, block_0/down.weights" in problems
+    assert "in the edited model alone: other.weights" in problems
+
+
+def test_parameters_of_another_shape_are_told_and_nothing_is_run():
+    model = mlp(1, size=4)
+    report = check_equivalent(model, mlp(1, size=8), features())
+    assert not report
+    assert of(report, "parameters").problems[0] == (
+        "block_0/up.weights: float32[embedding=4, neurons=8] became "
+        "float32[embedding=8, neurons=16]"
+    )
+    assert "The models were not run" in str(report)
+
+
+def test_both_run_on_the_parameters_of_the_original():
+    model, other = mlp(1), mlp(1)
+    for parameter in pz.unbind_params(other)[1]:
+        parameter.value = parameter.value * 3
+    before = [parameter.value for parameter in pz.unbind_params(other)[1]]
+    report = check_equivalent(model, jit_root().apply(other), features())
+    assert report.max_ulps == 0
+    after = [parameter.value for parameter in pz.unbind_params(other)[1]]
+    assert all(one is two for one, two in zip(before, after, strict=True))
+
+
+def test_an_edited_model_that_is_sharded_is_compared_with_one_that_is_not():
+    model, other = mlp(2), mlp(2)
+    edited = constrain_blocks(Block, MESH, {"batch": "data"}).apply(other)
+    placed = name_to_name_device_put(edited, MESH, {"embedding": "data", "neurons": "model"})
+    report = check_equivalent(model, placed, features())
+    assert report, report
+
+
+@pz.pytree_dataclass
+class Counter(pz.nn.Layer):
+    """Adds how often it was called, and counts by some step."""
+
+    count: pz.StateVariable
+    step: float
+
+    def __call__(self, value, **side_inputs):
+        self.count.value = self.count.value + self.step
+        return value
+
+
+class TestState:
+    def model(self, step=1.0):
+        count = pz.StateVariable(jnp.float32(0), label="count")
+        return pz.nn.Sequential([linear("w"), Counter(count, step)])
+
+    def test_state_variables_are_compared_and_stay_as_they_are(self):
+        model = self.model()
+        edited = (jit_root() + rematerialise_blocks(pz.nn.Linear)).apply(model)
+        report = check_equivalent(model, edited, features())
+        assert report, report
+        assert of(report, "state variables").count == 1
+        assert float(model.sublayers[1].count.value) == 0
+
+    def test_another_state_is_caught(self):
+        report = check_equivalent(self.model(), self.model(step=2.0), features())
+        assert of(report, "outputs").ok
+        assert not of(report, "state variables").ok
+        assert of(report, "state variables").worst == "count"
+
+    def test_state_that_only_the_edited_model_has_is_told_and_allowed(self):
+        model = self.model()
+        edited = Recipe(
+            insert_after(
+                pz.nn.Linear,
+                save_intermediates.SaveIntermediate(pz.StateVariable(None, label="saved")),
+            )
+        ).apply(model)
+        report = check_equivalent(model, edited, features())
+        assert report, report
+        assert "state variables of the edited model alone: saved" in str(report)
+
+    def test_variables_in_the_inputs_stay_as_they_are(self):
+        rng = pz.RandomStream(jax.random.key(0), pz.StateVariable(0, label="offset"))
+        model = pz.nn.Sequential([linear("w"), pz.nn.StochasticDropout(0.5, "rng")])
+        report = check_equivalent(model, jit_root().apply(model), features(), rng=rng)
+        assert report, report
+        assert rng.offset.value == 0
+
+
+class TestTheReport:
+    def test_it_is_a_short_table(self):
+        model = mlp(1)
+        edited = Recipe(wrap(pz.nn.Elementwise, scaled)).apply(model)
+        text = check_equivalent(model, edited, features()).plain_text()
+        lines = text.splitlines()
+        assert lines[0].split() == [
+            "compared",
+            "arrays",
+            "worst",
+            "at",
+            "ulps",
+            "relative",
+            "allowed",
+        ]
+        assert "DIFFERENT" in lines[3]
+        assert lines[-2].startswith(
+            "first to differ: Elementwise at sublayers/0/sublayers/0/delta/sublayers/1"
+        )
+        assert lines[-1] == "NOT equivalent"
+        assert len(lines) < 10
+
+    def test_rich_shows_the_same(self):
+        from rich.console import Console
+
+        report = check_equivalent(mlp(1), mlp(1), features())
+        console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        console.print(report)
+        assert "equivalent" in console.export_text()
+
+    def test_a_difference_can_be_raised(self):
+        model = mlp(1)
+        edited = Recipe(wrap(pz.nn.Elementwise, scaled)).apply(model)
+        report = check_equivalent(model, edited, features())
+        message = (
+            r"does not compute what the original computes:\n  outputs: .* is off by .* ulps\), "
+            r"and 1.3e-05 is allowed\.(.|\n)*The first layer to differ is Elementwise at"
+        )
+        with pytest.raises(NotEquivalentError, match=message):
+            report.raise_if_different()
+        assert issubclass(NotEquivalentError, ShardingError)
+
+    def test_other_outputs_are_told(self):
+        model = mlp(1)
+        edited = Recipe(insert_after(ROOT, pz.nn.Elementwise(lambda x: x > 0))).apply(model)
+        report = check_equivalent(model, edited, features(), gradients=False)
+        assert "outputs: (batch, embedding): dtype float32 became bool" in str(report)
+
+    def test_outputs_that_are_no_real_numbers_have_no_gradients(self):
+        model = pz.nn.Sequential([pz.nn.Elementwise(lambda x: x > 0)])
+        report = check_equivalent(model, jit_root().apply(model), features())
+        assert report
+        assert "gradients were not compared" in str(report)
+
+
+class TestDifferences:
+    def test_equal_arrays(self):
+        found = difference("w", np.float32([1, np.nan, np.inf]), np.float32([1, np.nan, np.inf]))
+        assert (found.ulps, found.relative, found.problem) == (0, 0, "")
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+    def test_neighbours_are_one_unit_apart(self, dtype):
+        one = np.asarray([3.0], jnp.dtype(dtype))
+        eps = float(jnp.finfo(dtype).eps)
+        other = (one.astype(np.float64) + 2 * eps).astype(jnp.dtype(dtype))
+        assert difference("w", one, other).ulps == 1
+
+    def test_the_size_of_the_array_counts_and_not_that_of_the_element(self):
+        found = difference("w", np.float32([1.0, 1e-9]), np.float32([1.0, 2e-9]))
+        assert found.relative == pytest.approx(1e-9)
+
+    def test_numbers_that_became_nan(self):
+        found = difference("w", np.float32([1.0, 2.0]), np.float32([1.0, np.nan]))
+        assert found.relative == np.inf
+        assert found.problem == "1 of 2 elements are not finite alike"
+
+    def test_integers_are_equal_or_not(self):
+        assert difference("w", np.arange(3), np.arange(3)[::-1]).problem == "2 of 3 elements differ"
+
+    def test_shapes(self):
+        assert "shape [2] became [3]" in difference("w", np.ones(2), np.ones(3)).problem
+
+
+def test_a_layer_may_be_compared_alone():
+    layer = linear("w")
+    assert check_equivalent(layer, InPrecision(layer, "float32"), features())

@@ -1,0 +1,254 @@
+"""Recipes as values: combined, shown, written and read."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from penzai import pz
+
+import penzai_shard
+from penzai_shard import AxisRules, fully_sharded, make_mesh, surgery
+from penzai_shard import layers as library_layers
+from penzai_shard.errors import MeshError, RuleTypeError
+from penzai_shard.layers import Checkpointed, ConstrainSharding, ConstrainShardingByName, Jitted
+from penzai_shard.surgery import (
+    ROOT,
+    Recipe,
+    constrain_blocks,
+    insert_after,
+    insert_before,
+    jit_root,
+    manual_fsdp,
+    mixed_precision,
+    rematerialise_blocks,
+    replace,
+    roll_layer_stacks,
+    scope_layers,
+    wrap,
+)
+from tests.surgery.small_models import Block, mlp, scaled
+
+MESH = make_mesh({"data": 4, "model": 2})
+PUBLIC = {
+    **vars(penzai_shard),
+    **{name: getattr(surgery, name) for name in surgery.__all__},
+    **{name: getattr(library_layers, name) for name in library_layers.__all__},
+    "pz": pz,
+}
+
+RECIPES = {
+    "types": Recipe(wrap(pz.nn.Linear, Checkpointed, expect=4)),
+    "tuple": Recipe(wrap((pz.nn.Linear, pz.nn.Attention), Jitted)),
+    "pattern": Recipe(wrap("**/attention/**", Checkpointed, policy="dots")),
+    "own type": Recipe(insert_after(Block, pz.nn.Identity())),
+    "own function": Recipe(wrap(Block, scaled, nested=True)),
+    "root": Recipe(insert_before(ROOT, pz.nn.NamedGroup("input", []))),
+    "narrowed": Recipe(wrap(pz.nn.Linear, Jitted, within=Block, outside="**/mlp/**", expect=0)),
+    "predicate": scope_layers(),
+    "constraint": constrain_blocks(Block, MESH, {"batch": "data"}),
+    "mapping": Recipe(insert_after(Block, ConstrainShardingByName(MESH, {"a": ("data", "model")}))),
+    "pairs": Recipe(
+        insert_after(Block, ConstrainShardingByName(MESH, [("a", "data"), ("b", None)]))
+    ),
+    "identity": constrain_blocks(Block, MESH),
+    "policy object": Recipe(
+        wrap(Block, Checkpointed, policy=jax.checkpoint_policies.dots_saveable)
+    ),
+    "remat": rematerialise_blocks(Block),
+    "stacks": roll_layer_stacks(unroll=2),
+    "fsdp": manual_fsdp(Block, MESH, {"embedding": "data"}, min_size=16),
+    "precision": mixed_precision(keep=(pz.nn.Softmax,)),
+    "several": jit_root() + mixed_precision("float16") + rematerialise_blocks(Block, "dots"),
+    "empty": Recipe(),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_repr_evaluates_back(name):
+    assert eval(repr(RECIPES[name]), PUBLIC) == RECIPES[name]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_json_reads_back(name):
+    recipe = RECIPES[name]
+    assert Recipe.from_json(recipe.to_json()) == recipe
+    assert Recipe.from_json(recipe.to_json()).to_json() == recipe.to_json()
+
+
+def test_a_recipe_reads_well():
+    recipe = Recipe(wrap("**/attention/**", Checkpointed, policy="dots"), wrap(ROOT, Jitted))
+    assert repr(recipe) == (
+        "Recipe(\n"
+        "    wrap('**/attention/**', Checkpointed, policy='dots'),\n"
+        "    wrap(ROOT, Jitted),\n"
+        ")"
+    )
+
+
+def test_recipes_add_up_in_order():
+    one, other = Recipe(wrap(Block, Checkpointed)), jit_root()
+    assert (one + other).edits == (*one.edits, *other.edits)
+    assert Recipe(one, *other) == one + other
+    assert len(one + other) == 2
+    assert (one + other)[1:] == other
+    assert (one + other)[0] == one.edits[0]
+    with pytest.raises(TypeError):
+        one + [other]
+
+
+def test_a_recipe_of_data_is_hashable():
+    assert hash(RECIPES["several"]) == hash(eval(repr(RECIPES["several"]), PUBLIC))
+
+
+def test_partial_functions_are_options():
+    recipe = Recipe(wrap(Block, functools.partial(Checkpointed, policy="dots")))
+    assert recipe == Recipe(wrap(Block, Checkpointed, policy="dots"))
+
+
+class TestJson:
+    def test_specs_shardings_and_dtypes(self):
+        sharding = {
+            "x": NamedSharding(MESH, PartitionSpec(("data", "model"), None)),
+            "y": NamedSharding(MESH, PartitionSpec()),
+        }
+        recipe = Recipe(
+            insert_after(Block, ConstrainSharding(sharding)),
+            mixed_precision(jnp.dtype("bfloat16")),
+        )
+        read = Recipe.from_json(recipe.to_json())
+        assert read == recipe
+        assert read[0].what.sharding["x"].spec == PartitionSpec(("data", "model"), None)
+
+    def test_rules_of_presets(self):
+        recipe = constrain_blocks(Block, MESH, fully_sharded() | AxisRules({"a": None}))
+        assert Recipe.from_json(recipe.to_json()) == recipe
+
+    def test_meshes_without_devices_and_explicit_ones(self):
+        abstract = AbstractMesh((4,), ("data",))
+        explicit = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+        recipe = constrain_blocks(Block, abstract) + constrain_blocks(Block, explicit)
+        read = Recipe.from_json(recipe.to_json())
+        assert read[0].what.mesh == abstract
+        assert read[1].what.mesh == explicit
+
+    def test_another_mesh_may_be_given(self):
+        other = make_mesh({"model": 4, "data": 2})
+        read = Recipe.from_json(RECIPES["constraint"].to_json(), mesh=other)
+        assert read[0].what.mesh == other
+
+    def test_the_mesh_given_must_have_the_axes(self):
+        message = r"mesh axis 'model', and the mesh given \(data=8\) does not"
+        with pytest.raises(MeshError, match=message):
+            Recipe.from_json(RECIPES["constraint"].to_json(), mesh=make_mesh({"data": 8}))
+
+    def test_a_mesh_that_cannot_be_made_here_says_what_to_do(self):
+        text = constrain_blocks(Block, AbstractMesh((16,), ("data",))).to_json()
+        text = text.replace('"abstract": true', '"abstract": false').replace("Explicit", "Auto")
+        with pytest.raises(MeshError, match=r"needs 16 devices(.|\n)*from_json\(text, mesh=mesh\)"):
+            Recipe.from_json(text)
+
+    def test_everything_that_cannot_be_written_is_told_at_once(self):
+        def local(layer):
+            return layer
+
+        class Local(pz.nn.Identity):
+            pass
+
+        recipe = Recipe(
+            wrap(Block, lambda layer: layer),
+            wrap(Block, Jitted),
+            replace(Local, local),
+            insert_after(Block, pz.nn.ConstantRescale(by=jnp.ones(3))),
+            wrap(lambda node: True, Jitted),
+            wrap(ROOT, Checkpointed, policy=object()),
+        )
+        with pytest.raises(RuleTypeError, match="cannot be written as JSON") as error:
+            recipe.to_json()
+        lambda_, class_, array, predicate, other = error.value.problems
+        assert "<lambda of tests.surgery.test_recipe, line" in lambda_
+        assert "Define the function at the top level of a module." in lambda_
+        assert lambda_.startswith("edit 1, wrap(")
+        assert "Local cannot be imported by name. Define the class at the top level" in class_
+        assert "it holds <array float32[3]>" in array
+        assert "cannot be imported by name" in predicate
+        assert "of type object has no form in JSON" in other
+
+    def test_what_is_no_recipe_is_refused(self):
+        with pytest.raises(RuleTypeError, match="this is no recipe: Expecting value"):
+            Recipe.from_json("nothing")
+        with pytest.raises(RuleTypeError, match="this JSON is no recipe"):
+            Recipe.from_json("[]")
+        data = json.loads(jit_root().to_json())
+        with pytest.raises(RuleTypeError, match=r"has version 7, and 1 is known"):
+            Recipe.from_json(json.dumps(data | {"version": 7}))
+
+    def test_every_edit_that_cannot_be_read_is_told(self):
+        data = json.loads((jit_root() + jit_root() + jit_root() + jit_root()).to_json())
+        data["edits"][0]["edit"] = "wrp"
+        data["edits"][1]["what"] = {"$ref": "penzai_shard.layers:Jited"}
+        data["edits"][2]["what"] = {"$unknown": 1}
+        del data["edits"][3]["where"]
+        with pytest.raises(RuleTypeError) as error:
+            Recipe.from_json(json.dumps(data))
+        kind, name, form, missing = error.value.problems
+        assert kind == (
+            "edit 1: 'wrp' is no edit. Use one of wrap, insert_before, insert_after, replace."
+        )
+        assert "Did you mean 'Jitted'?" in name
+        assert "has no known form" in form
+        assert missing == "edit 4: 'where' is missing"
+
+
+class TestReport:
+    def test_it_counts_places_and_shows_types(self):
+        recipe = Recipe(
+            wrap(pz.nn.Linear, Checkpointed), insert_after(Block, pz.nn.Identity()), jit_root()
+        )
+        report = recipe.report(mlp(2))
+        assert [row.count for row in report.rows] == [4, 2, 1]
+        assert report.rows[0].paths[0] == "sublayers/0/sublayers/0/delta/sublayers/0"
+        assert report.rows[0].before_types == ("Linear",) * 4
+        assert report.rows[0].after_types == ("Checkpointed(Linear)",) * 4
+        assert report.rows[1].after_types == ("Block, Identity",) * 2
+        assert report.rows[2].paths == ("",)
+        assert report.ok
+
+    def test_it_is_a_table(self):
+        report = Recipe(wrap(Block, Checkpointed), jit_root()).report(mlp(2))
+        assert report.plain_text().splitlines() == [
+            "edit                                                    count  paths        "
+            "before      after",
+            "------------------------------------------------------  -----  -----------  "
+            "----------  -----",
+            "wrap('tests.surgery.small_models:Block', Checkpointed)  2      sublayers/*  "
+            "Block       Checkpointed(Block)",
+            "wrap(ROOT, Jitted)                                      1      the root     "
+            "Sequential  Jitted(Sequential)",
+            "2 edits of Sequential, 3 places",
+        ]
+        assert repr(report) == str(report) == report.plain_text()
+
+    def test_rich_shows_the_same(self):
+        from rich.console import Console
+
+        report = Recipe(wrap(Block, Checkpointed), jit_root()).report(mlp(2))
+        console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        console.print(report)
+        shown = console.export_text()
+        assert "Checkpointed(Block)" in shown
+        assert "2 edits of Sequential, 3 places" in shown
+
+    def test_an_edit_that_does_not_fit_is_told_and_the_rest_is_shown(self):
+        report = Recipe(wrap(pz.nn.Attention, Jitted), jit_root()).report(mlp(1))
+        assert not report.ok
+        assert [row.count for row in report.rows] == [0, 1]
+        assert "does not fit: wrap('pz.nn:Attention', Jitted): nothing matches" in str(report)
+
+    def test_wrappers_of_others_are_shown_with_what_they_hold(self):
+        report = Recipe(wrap(pz.nn.Elementwise, pz.nn.Residual)).report(mlp(1))
+        assert report.rows[0].after_types == ("Residual(Elementwise)",)
+        report = Recipe(wrap(pz.nn.Elementwise, scaled)).report(mlp(1))
+        assert report.rows[0].after_types == ("Sequential(Elementwise, ConstantRescale)",)
