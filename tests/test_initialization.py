@@ -281,11 +281,18 @@ def test_an_array_returned_twice_has_two_buffers(mesh):
     assert len(set(pointers)) == len(pointers)
 
 
-def test_an_argument_that_is_returned_survives_donation_of_the_result(mesh):
-    kept = jax.device_put(jnp.ones((8,)), NamedSharding(mesh, PartitionSpec()))
-    built = sharded_init(lambda array: array, kept, mesh=mesh)
-    jax.jit(lambda x: x + 1, donate_argnums=0)(built).block_until_ready()
-    np.testing.assert_array_equal(kept, np.ones(8))
+@pytest.mark.parametrize("placed", [False, True])
+def test_an_argument_that_is_returned_survives_donation_of_the_result(mesh, placed):
+    kept = jnp.ones((8,))
+    if placed:
+        kept = jax.device_put(kept, NamedSharding(mesh, PartitionSpec()))
+    built = [
+        sharded_init(lambda array: array, kept, mesh=mesh),
+        abstract_model(lambda array: array, kept),
+    ]
+    for array in built:
+        jax.jit(lambda x: x + 1, donate_argnums=0)(array).block_until_ready()
+        np.testing.assert_array_equal(kept, np.ones(8))
 
 
 # What initialisers may do.

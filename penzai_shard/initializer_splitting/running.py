@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend import core as jex_core
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
@@ -16,6 +15,10 @@ from penzai_shard.initializer_splitting.programs import Member, Program, SplitIn
 # So many bytes may always be in the making at once: waiting for each of many small arrays would
 # take longer than computing them.
 _SMALL_IN_FLIGHT = 2**24
+# A program of an initialiser runs a few times at most, and what the later passes of the CPU compiler
+# would save then is a small part of the time that they take. Values are the same to the bit at
+# this level, which is not so at level 0: that one forms no fused multiply-adds.
+_CPU_COMPILER_OPTIONS = {"xla_backend_optimization_level": 1}
 # Random numbers need about three times their own size while they are made.
 _SIZE_IN_THE_MAKING = 4
 
@@ -46,11 +49,14 @@ class _Run:
         self.split = split
         self.everywhere: Sharding | None = None
         self.one_device: Sharding | None = None
+        self.on_cpu = False
         meshes = [s.mesh for s in split.shardings.values() if isinstance(s, NamedSharding)]
         if meshes:
             self.everywhere = NamedSharding(meshes[0], PartitionSpec())
             # Of several processes, each computes the same on a device of its own.
-            self.one_device = SingleDeviceSharding(meshes[0].local_devices[0])
+            device = meshes[0].local_devices[0]
+            self.one_device = SingleDeviceSharding(device)
+            self.on_cpu = device.platform == "cpu"
         self.values: dict[int, Any] = dict(split.constants)
         self.results: dict[int, jax.Array] = {}
         self._placements: dict[tuple[int, Sharding], jax.Array] = {}
@@ -78,11 +84,14 @@ class _Run:
         """Every program, compiled; several at a time, as compiling leaves Python's lock."""
         lowered = [self._lower(program) for program in self.split.programs]
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            compiled = list(pool.map(lambda stage: stage.compile(), lowered))
+            compiled = list(pool.map(self._compile, lowered))
         return {
             id(program): function
             for program, function in zip(self.split.programs, compiled, strict=True)
         }
+
+    def _compile(self, lowered: Any) -> Callable[..., list[jax.Array]]:
+        return lowered.compile(_CPU_COMPILER_OPTIONS if self.on_cpu else None)
 
     def _lower(self, program: Program) -> Any:
         run_jaxpr = jex_core.jaxpr_as_fun(program.jaxpr)
@@ -151,25 +160,36 @@ class _Run:
 
     def _put_available(self) -> None:
         """Outputs that are literals, constants, or values computed ahead."""
-        positions = list(self.split.available)
-        atoms = list(self.split.available.values())
-        literals = _literal_arrays([a for a in atoms if isinstance(a, jex_core.Literal)])
-        arrays = [self.values[atom] if isinstance(atom, int) else literals.pop(0) for atom in atoms]
-        targets = [self.split.shardings[position] for position in positions]
-        # Not aliased: a train step that donates the model must not delete somebody's argument.
-        placed = jax.device_put(arrays, targets, may_alias=False)
-        self.results.update(zip(positions, placed, strict=True))
+        literals: dict[int, jex_core.Literal] = {}
+        for position, atom in self.split.available.items():
+            if isinstance(atom, int):
+                self.results[position] = _own_copy(
+                    self.values[atom], self.split.shardings[position]
+                )
+            else:
+                literals[position] = atom
+        targets = [self.split.shardings[position] for position in literals]
+        arrays = jax.device_put(_literal_arrays(list(literals.values())), targets)
+        self.results.update(zip(literals, arrays, strict=True))
+
+
+def _own_copy(value: Any, sharding: Sharding | None) -> jax.Array:
+    """A value laid out as asked, in buffers of its own.
+
+    A train step that donates the model must not delete an argument of the initialiser.
+    """
+    placed = jax.device_put(value, sharding)
+    # Not in one step: spreading an array over devices uses the buffer that it has on one of them,
+    # even if told not to.
+    return jax.device_put(placed, placed.sharding, may_alias=False)
 
 
 def _literal_arrays(literals: Sequence[jex_core.Literal]) -> list[jax.Array]:
-    """Arrays of exactly the literals' types, weak ones included."""
-    keys = [(literal.aval, np.asarray(literal.val).tobytes()) for literal in literals]
-    distinct = dict(zip(keys, literals, strict=True))
-    if not distinct:
+    """One array for each literal, of exactly its type, a weak one included."""
+    if not literals:
         return []
-    jaxpr = build_jaxpr([], [], list(distinct.values()), lambda number: None, {})
-    made = dict(zip(distinct, jax.jit(jex_core.jaxpr_as_fun(jaxpr))(), strict=True))
-    return [made[key] for key in keys]
+    jaxpr = build_jaxpr([], [], literals, lambda number: None, {})
+    return list(jax.jit(jex_core.jaxpr_as_fun(jaxpr))())
 
 
 def _output_bytes(program: Program) -> int:

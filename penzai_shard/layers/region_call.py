@@ -17,6 +17,7 @@ from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.manual_region import Region, varying_axes
 from penzai_shard.layers.region_boundary import BoundaryTree, take_apart
+from penzai_shard.layers.split_axis_mixing import mixed_lengths
 from penzai_shard.rule_kinds import sized_mesh_axes_text
 from penzai_shard.tree_paths import path_text
 
@@ -99,7 +100,8 @@ class RegionCall:
             built.append((boundary, slots))
             return arrays, result
 
-        structs, result = jax.eval_shape(run_globally, *arrays)
+        # Traced and not run. The second result is the first one's shapes.
+        whole, (structs, result) = jax.make_jaxpr(run_globally, return_shape=True)(*arrays)
         boundary, slots = built[-1]
         output_specs = region.activation_specs(boundary.put_together(structs, fixed=False))
         outputs = self._outputs(result, boundary, structs, output_specs)
@@ -115,12 +117,26 @@ class RegionCall:
                 )
                 for array, spec in zip(weight_arrays, weight_specs, strict=True)
             ]
+
+            # Inlined, this leaves no trace in the program, and what was traced is at hand.
+            @functools.partial(jax.jit, inline=True)
+            def run_locally(gathered: Any, activation_arrays: Any) -> Any:
+                return self._call_body(gathered, activation_arrays, tuple(split_names))[0]
+
             try:
-                local, _ = self._call_body(gathered, activation_arrays, tuple(split_names))
+                part = run_locally.trace(gathered, activation_arrays).jaxpr
+                local = run_locally(gathered, activation_arrays)
             except Exception as error:
                 error.add_note(_note(split_names))
                 raise
-            return self._hand_out(result, boundary, outputs, local, split_names)
+            handed_out = self._hand_out(result, boundary, outputs, local, split_names)
+            lengths = self._lengths(arrays[1])
+            raise_all(
+                ManualRegionError,
+                "the layer mixes elements that lie on different devices:",
+                _mixing_problems(mixed_lengths(whole, part), split_names, lengths),
+            )
+            return handed_out
 
         def mapped(gather_varying: bool) -> list[Any]:
             return jax.shard_map(
@@ -192,6 +208,16 @@ class RegionCall:
                     if name not in found.setdefault(mesh_axis, []):
                         found[mesh_axis].append(name)
         return {name: found[name] for name in self.region.manual if name in found}
+
+    def _lengths(self, arrays: Sequence[Any]) -> dict[Hashable, int]:
+        """The global length of each logical axis of the activations."""
+        leaves = [leaf for leaf in self.activations.leaves if leaf.fixed is None]
+        return {
+            name: size
+            for leaf, array in zip(leaves, arrays, strict=True)
+            for name, size in zip(leaf.names or (), array.shape, strict=False)
+            if name is not None
+        }
 
     def _outputs(
         self,
@@ -340,6 +366,30 @@ def _fold_random_streams(tree: Any, mesh_axes: tuple[str, ...]) -> Any:
         tree,
         is_leaf=lambda node: isinstance(node, pz.RandomStream),
     )
+
+
+def _mixing_problems(
+    mixed: Sequence[tuple[str, int, int]],
+    split_names: SplitNames,
+    lengths: Mapping[Hashable, int],
+) -> list[str]:
+    problems = []
+    for operation, whole, part in dict.fromkeys(mixed):
+        split = [
+            (name, mesh_axis)
+            for mesh_axis, names in split_names.items()
+            for name in names
+            if lengths.get(name) == whole
+        ]
+        names = " or ".join(f"{name!r} (split over {axis!r})" for name, axis in split)
+        fix = " and ".join(repr(name) for name, _ in split)
+        problems.append(
+            f"{operation} over {whole} elements"
+            + (f" of logical axis {names}" if split else "")
+            + f", of which each device holds {part}. Map {fix or 'that logical axis'} to None in "
+            "activation_rules, or wrap only layers that compute its elements one by one."
+        )
+    return problems
 
 
 def _note(split_names: SplitNames) -> str:

@@ -41,8 +41,8 @@ class ShardMapped(pz.nn.Layer):
     The layer must compute the elements of a split logical axis independently of each other, as a
     transformer block does with those of a batch. An output, or a state variable, that is reduced
     over a split logical axis differs between the devices, and is refused by name before anything
-    runs. The same holds for the layers inside: one that normalises or contracts over a split
-    logical axis sees only its device's part.
+    runs. So is a layer that reduces, normalises or contracts over one on the way, unless it moves
+    data between the devices itself.
 
     ``pz.RandomStream``s are folded with the device's position along the mesh axes that
     activations are split over: every device draws other numbers for its part of the batch than

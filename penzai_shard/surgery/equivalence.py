@@ -113,7 +113,7 @@ def _check(
         run = jax.jit(_step(call, gradients))
         traced = run.trace(own_parameters, state, arrays)
         _collect_dtypes(traced.jaxpr.jaxpr, dtypes)
-        results.append(run(own_parameters, state, arrays))
+        results.append(traced.lower().compile()(own_parameters, state, arrays))
     tolerance = tolerance_of(sorted(map(str, dtypes))) if rtol is None else rtol
     (out, state, grads), (edited_out, edited_state, edited_grads) = results
     comparisons = [
@@ -124,7 +124,7 @@ def _check(
     notes = []
     if extra := sorted(set(_groups(edited_state)) - set(_groups(state))):
         notes.append(f"state variables of the edited model alone: {_some(extra)}")
-    if gradients and grads is None:
+    if gradients and not any(_is_inexact(array) for array in out.values()):
         notes.append("gradients were not compared: no output is a real number")
     elif gradients:
         # The backward pass rounds about as often again as the forward pass.
@@ -151,7 +151,7 @@ def _values(call: ModelCall, original: ModelCall) -> tuple[Any, Any, Any]:
     return onto_auto_twin((list(parameters.values()), list(state.values()), call.arrays))
 
 
-def _step(call: ModelCall, gradients: bool) -> Callable[..., tuple[Named, Named, Named | None]]:
+def _step(call: ModelCall, gradients: bool) -> Callable[..., tuple[Named, Named, Named]]:
     """A function that runs a model, and gives outputs, state and gradients by name."""
     parameter_names, state_names = list(call.parameters), list(call.state)
 
@@ -173,10 +173,10 @@ def _step(call: ModelCall, gradients: bool) -> Callable[..., tuple[Named, Named,
 
     def step(
         parameters: list[Any], state: list[Any], arrays: list[Any]
-    ) -> tuple[Named, Named, Named | None]:
-        total, (outputs, new_state) = outputs_of(parameters, state, arrays)
-        if not gradients or total is None:
-            return outputs, new_state, None
+    ) -> tuple[Named, Named, Named]:
+        if not gradients:
+            _, (outputs, new_state) = outputs_of(parameters, state, arrays)
+            return outputs, new_state, {}
         grads, (outputs, new_state) = jax.grad(outputs_of, has_aux=True, allow_int=True)(
             parameters, state, arrays
         )
@@ -197,17 +197,21 @@ def _joined(name: str, path: str) -> str:
 
 def _weighted_sum(arrays: Sequence[Any]) -> Any:
     """The sum of all elements times random numbers that depend on their places alone."""
-    total = None
+    total = jnp.float32(0)
     for index, array in enumerate(arrays):
-        if not jnp.issubdtype(array.dtype, jnp.inexact):
+        if not _is_inexact(array):
             continue
         key = jax.random.fold_in(jax.random.key(_COTANGENT_SEED), index)
         weights = jax.random.normal(key, array.shape, jnp.float32)
         part = jnp.sum(jnp.real(array).astype(jnp.float32) * weights)
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
             part += jnp.sum(jnp.imag(array).astype(jnp.float32) * weights)
-        total = part if total is None else total + part
+        total += part
     return total
+
+
+def _is_inexact(array: Any) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.inexact))
 
 
 def _collect_dtypes(jaxpr: Any, found: set[Any]) -> None:
@@ -311,40 +315,64 @@ def _first_divergence(
         jax.effects_barrier()
         recordings.append(recorder.recordings)
     originals, edits = recordings
-    last_same = None
+    return _first_to_differ(originals, edits, tolerance)
+
+
+def _first_to_differ(
+    originals: Mapping[str, Recording], edits: Mapping[str, Recording], tolerance: float
+) -> Divergence | None:
     # Below a layer that was replaced by another, equal paths mean nothing.
     changed = tuple(
         f"{path}/"
         for path, found in originals.items()
         if path and path in edits and edits[path].layer != found.layer
     )
-    for path, found in sorted(originals.items(), key=lambda item: item[1].order):
-        if path not in edits:
-            continue
-        off = _apart(found.outputs, edits[path].outputs)
-        if off is None or path.startswith(changed):
-            continue
-        if off > tolerance:
-            input_off = _apart(found.inputs, edits[path].inputs)
-            return Divergence(
-                path,
-                found.layer,
-                off,
-                input_differs=input_off is not None and input_off > tolerance,
-                after=last_same,
-            )
-        last_same = path or found.layer
+    common = [
+        (path, found)
+        for path, found in sorted(originals.items(), key=lambda item: item[1].order)
+        if path in edits and not path.startswith(changed)
+    ]
+    differing = {
+        path: call
+        for path, found in common
+        if (call := _first_call_off(found.outputs, edits[path].outputs, tolerance)) is not None
+    }
+    if not differing:
+        return None
+    first = originals[next(iter(differing))]
+    # In a loop, a layer late in an early turn comes before one early in a later turn.
+    turns = len(first.outputs)
+    path = min(
+        (path for path in differing if len(originals[path].outputs) == turns),
+        key=lambda path: (differing[path], originals[path].order),
+    )
+    found, call = originals[path], differing[path]
+    same = [other for other, _ in common if other not in differing]
+    before = [other for other in same if originals[other].order < found.order]
+    input_off = _apart(found.inputs[call : call + 1], edits[path].inputs[call : call + 1])
+    return Divergence(
+        path,
+        found.layer,
+        _apart(found.outputs[call : call + 1], edits[path].outputs[call : call + 1]),
+        input_differs=input_off > tolerance,
+        after=before[-1] if before else None,
+    )
+
+
+def _first_call_off(
+    original: Sequence[Named], edited: Sequence[Named], tolerance: float
+) -> int | None:
+    """The first call of a layer whose values differ; None if there is none."""
+    for call, (one, other) in enumerate(zip(original, edited, strict=False)):
+        if _apart([one], [other]) > tolerance:
+            return call
     return None
 
 
-def _apart(original: Sequence[Named], edited: Sequence[Named]) -> float | None:
-    """The largest relative difference over all calls of a layer; None if it was not called."""
-    if not original or not edited:
-        return None
-    if len(original) != len(edited):
-        return float(np.inf)
+def _apart(original: Sequence[Named], edited: Sequence[Named]) -> float:
+    """The largest relative difference over some calls of a layer."""
     largest = 0.0
-    for one, other in zip(original, edited, strict=True):
+    for one, other in zip(original, edited, strict=False):
         if one.keys() != other.keys():
             return float(np.inf)
         found = _differences(one, other, list(one))

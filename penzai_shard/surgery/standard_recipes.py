@@ -13,6 +13,7 @@ from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
 from penzai_shard.layers.scoped import Scoped
 from penzai_shard.layers.shard_mapped import ShardMapped
 from penzai_shard.meshes import AnyMesh
+from penzai_shard.named_leaves import leaves_of
 from penzai_shard.surgery.edits import insert_after, replace, wrap
 from penzai_shard.surgery.inserted_layers import library_role
 from penzai_shard.surgery.places import ROOT, PlaceLike
@@ -120,10 +121,33 @@ def roll_layer_stacks(unroll: int = 1) -> Recipe:
     >>> roll_layer_stacks()
     Recipe(replace('pz.nn:LayerStack', RolledLayerStack.from_layer_stack, nested=True))
     """
-    options = {} if unroll == 1 else {"unroll": unroll}
+    options: dict[str, Any] = {} if unroll == 1 else {"unroll": unroll}
     return Recipe(
         replace(pz.nn.LayerStack, RolledLayerStack.from_layer_stack, nested=True, **options)
     )
+
+
+def shard_mapped_by_rules(
+    layer: Any, mesh: AnyMesh, rules: AxisRules, min_size: int = 0
+) -> ShardMapped:
+    """A layer run per device, its parameters laid out and its activations split by one table.
+
+    Logical axes that a parameter of the layer has are left whole in its activations: a device
+    needs all of what the layer contracts.
+
+    Args:
+        layer: The layer.
+        mesh: The mesh.
+        rules: Which logical axis goes to which mesh axis.
+        min_size: As in ``ShardMapped``.
+
+    Returns:
+        The layer, wrapped.
+    """
+    parameters = pz.unbind_params(layer)[1]
+    names = {name for leaf in leaves_of(list(parameters)) for name in leaf.names or () if name}
+    whole = AxisRules(dict.fromkeys(sorted(names, key=str)))
+    return ShardMapped(layer, mesh, rules, whole | rules, min_size=min_size)
 
 
 def manual_fsdp(
@@ -138,30 +162,26 @@ def manual_fsdp(
     Args:
         block_type: The type of the blocks, or any place that edits take.
         mesh: The mesh; all its mesh axes become manual.
-        rules: Which logical axis goes to which mesh axis, for parameters and activations alike,
-            such as ``{"embedding": "data", "batch": "data"}``, in any form that ``AxisRules``
-            reads. Where the two differ, write ``wrap(block_type, ShardMapped, ...)``.
+        rules: Which logical axis goes to which mesh axis, in any form that ``AxisRules`` reads,
+            such as ``{"embedding": "data", "batch": "data"}``. Logical axes that a block's
+            parameters have are split in the parameters, and all others in the activations. For
+            anything else write ``wrap(block_type, ShardMapped, ...)``.
         min_size: Parameters with fewer elements than this stay copies on every device.
 
     Returns:
         The recipe, one edit.
 
+    >>> import jax
     >>> from penzai_shard.meshes import make_mesh
-    >>> print(len(manual_fsdp("pz.nn:Linear", make_mesh({"data": 8}), {"batch": "data"})))
-    1
+    >>> recipe = manual_fsdp(pz.nn.Linear, make_mesh({"data": 8}), {"a": "data", "batch": "data"})
+    >>> layer = recipe.apply(pz.nn.Linear.from_config("w", jax.random.key(0), {"a": 8}, {"b": 3}))
+    >>> layer.activation_rules
+    AxisRules({'a': None, 'b': None, 'batch': 'data'})
     """
-    read = AxisRules.of(rules)
-    options = {"min_size": min_size} if min_size else {}
-    return Recipe(
-        wrap(
-            block_type,
-            ShardMapped,
-            mesh=mesh,
-            parameter_rules=read,
-            activation_rules=read,
-            **options,
-        )
-    )
+    options: dict[str, Any] = {"mesh": mesh, "rules": AxisRules.of(rules)}
+    if min_size:
+        options["min_size"] = min_size
+    return Recipe(wrap(block_type, shard_mapped_by_rules, **options))
 
 
 def mixed_precision(compute: Any = "bfloat16", keep: Any = is_sensitive) -> Recipe:
@@ -178,5 +198,5 @@ def mixed_precision(compute: Any = "bfloat16", keep: Any = is_sensitive) -> Reci
     >>> mixed_precision()
     Recipe(wrap(ROOT, InPrecision, compute_dtype='bfloat16'))
     """
-    options = {} if keep is is_sensitive else {"keep": keep}
+    options: dict[str, Any] = {} if keep is is_sensitive else {"keep": keep}
     return Recipe(wrap(ROOT, InPrecision, compute_dtype=compute, **options))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from penzai import pz
+from penzai.deprecated.v1 import pz as pz_v1
 
 from penzai_shard.errors import MeshError, PlanError
 from penzai_shard.layers import (
@@ -63,9 +64,9 @@ class Calls(pz.nn.Layer):
         return self.function(x, **side_inputs)
 
 
-def over(function, *names):
-    """A function over some logical axes of a named array."""
-    return Calls(lambda x: pz.nx.nmap(function)(x.untag(*names)))
+def over(function):
+    """A function along the batch."""
+    return Calls(lambda x: pz.nx.nmap(function)(x.untag("batch")).tag("batch"))
 
 
 def linear(name, inputs="embedding", outputs="neurons", sizes=(8, 16)):
@@ -140,20 +141,26 @@ def rolled(mesh, inside):
     return stack, RolledLayerStack.from_layer_stack(edited)
 
 
-@pytest.mark.parametrize("options", [{}, {"manual_axes": "data"}], ids=["all axes", "data alone"])
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda wrap: wrap(model()),
-        lambda wrap: at(pz.nn.Residual, wrap),
-        lambda wrap: at(pz.nn.Linear, wrap),
-        lambda wrap: Jitted(at(pz.nn.Residual, lambda layer: wrap(Checkpointed(layer)))),
-        lambda wrap: at(pz.nn.Residual, lambda layer: Checkpointed(wrap(layer))),
-    ],
-    ids=["whole model", "per block", "per linear layer", "jitted, remat inside", "remat outside"],
-)
-def test_output_and_gradients_are_those_of_the_bare_model(mesh, expected, edit, options):
-    check_same(output_and_gradients(edit(lambda layer: fsdp(layer, mesh, **options))), expected)
+WHOLE = {"whole model": lambda wrap: wrap(model())}
+PARTS = {
+    "per block": lambda wrap: at(pz.nn.Residual, wrap),
+    "per linear layer": lambda wrap: at(pz.nn.Linear, wrap),
+    "jitted, remat inside": lambda wrap: Jitted(
+        at(pz.nn.Residual, lambda layer: wrap(Checkpointed(layer)))
+    ),
+    "remat outside": lambda wrap: at(pz.nn.Residual, lambda layer: Checkpointed(wrap(layer))),
+}
+
+
+@pytest.mark.parametrize("edit", (WHOLE | PARTS).values(), ids=WHOLE | PARTS)
+def test_output_and_gradients_are_those_of_the_bare_model(mesh, expected, edit):
+    check_same(output_and_gradients(edit(lambda layer: fsdp(layer, mesh))), expected)
+
+
+@pytest.mark.parametrize("part", ["per block", "per linear layer"])
+def test_mesh_axes_may_be_left_to_the_compiler(mesh, expected, part):
+    edited = PARTS[part](lambda layer: fsdp(layer, mesh, manual_axes="data"))
+    check_same(output_and_gradients(edited), expected)
 
 
 def test_small_parameters_stay_replicated_with_the_same_gradients(mesh, expected):
@@ -210,9 +217,9 @@ def test_mixed_precision_goes_around_it(mesh):
 def test_constraint_layers_inside_step_aside(mesh, expected):
     constraint = ConstrainShardingByName(mesh, {"batch": "data", "neurons": "model"})
     edited = pz.select(model()).at_instances_of(pz.nn.Linear).insert_after(constraint)
-    for options in ({}, {"manual_axes": "data"}):
-        found = output_and_gradients(fsdp(edited, mesh, **options))
-        check_same(found, expected, 3e-6)
+    found = output_and_gradients(fsdp(edited, mesh, manual_axes="data"))
+    check_same(found, expected, 3e-6)
+    check_same({"output": fsdp(edited, mesh)(X)}, {"output": expected["output"]})
 
 
 @pytest.mark.parametrize("ambient", [False, True], ids=["", "set_mesh"])
@@ -236,7 +243,7 @@ def test_explicit_meshes_mean_their_auto_twins(expected, ambient):
 
 def test_one_inside_another_steps_aside(mesh, expected):
     by_linear = at(pz.nn.Linear, lambda layer: fsdp(layer, mesh))
-    check_same(output_and_gradients(fsdp(by_linear, mesh)), expected)
+    check_same({"output": fsdp(by_linear, mesh)(X)}, {"output": expected["output"]})
     check_same(output_and_gradients(fsdp(by_linear, mesh, manual_axes="data")), expected)
 
 
@@ -316,6 +323,16 @@ def test_a_collective_of_the_layer_s_own_makes_a_reduced_output_whole(mesh):
         return mean(x) if inside else pz.nx.nmap(jnp.mean)(x.untag("batch", "embedding"))
 
     assert jnp.allclose(fsdp(Calls(own), mesh)(X).unwrap(), X.data_array.mean(), rtol=1e-6)
+
+
+def test_models_of_the_first_api_are_gathered_too(mesh):
+    definition = pz_v1.nn.Linear.from_config({"embedding": 8}, {"neurons": 16})
+    layer = pz_v1.nn.initialize_parameters(definition, jax.random.key(0))
+    sharded = fsdp(layer, mesh)
+    found, expected = sharded(X), layer(X)
+    assert jnp.allclose(found.data_array, expected.data_array, rtol=1e-6)
+    jaxpr = str(jax.make_jaxpr(lambda x: sharded(x))(X))
+    assert jaxpr.count(" = all_gather") == 2
 
 
 # What is refused.
@@ -404,6 +421,33 @@ def test_a_contraction_over_a_split_axis_says_what_the_device_sees(mesh):
     with pytest.raises(Exception, match="embedding") as caught:
         layer(X)
     assert any("'embedding' over mesh axis 'model'" in note for note in caught.value.__notes__)
+
+
+def _running(total, x):
+    return total + x, total
+
+
+@pytest.mark.parametrize(
+    ("mixing", "operation"),
+    [
+        (lambda: pz.nn.Softmax("batch"), "reduce_max over 8"),
+        (lambda: pz.nn.Standardize(across=("batch",)), "reduce_sum over 8"),
+        (lambda: over(lambda x: x[::-1].cumsum(0)), "cumsum over 8"),
+        (lambda: over(jnp.sort), "sort over 8"),
+        (lambda: over(lambda x: x + jnp.argmax(x)), "argmax over 8"),
+        (lambda: over(lambda x: x + jax.lax.scan(_running, x[0], x)[1]), "scan over 8"),
+        (lambda: over(lambda x: (x[:, None] * x) @ x), "dot_general over 8"),
+    ],
+    ids=["softmax", "norm", "cumsum", "sort", "argmax", "scan", "contraction"],
+)
+def test_a_layer_that_mixes_the_elements_of_a_split_axis_is_refused(mesh, mixing, operation):
+    layer = fsdp(pz.nn.Sequential([mixing()]), mesh)
+    with pytest.raises(
+        ManualRegionError,
+        match=rf"{operation}.* of logical axis 'batch' \(split over 'data'\), of which each "
+        r"device holds 2\. Map 'batch' to None",
+    ):
+        layer(pz.nx.ones({"batch": 8, "embedding": 3}))
 
 
 # Random numbers.

@@ -1,9 +1,16 @@
 """Small models and recipes that several tests of surgery use."""
 
+import functools
+import io
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from penzai import pz
 from penzai.models.transformer.variants import llamalike_common
+from rich.console import Console
+
+from penzai_shard.placement import abstract_model
 
 
 @pz.pytree_dataclass(has_implicitly_inherited_fields=True)
@@ -11,14 +18,17 @@ class Block(pz.nn.Sequential):
     """A block of a small model."""
 
 
+@functools.cache
+def keyed(rng):
+    return jax.random.key(rng)
+
+
 def linear(name, rng=0, size=4):
-    return pz.nn.Linear.from_config(
-        name, jax.random.key(rng), {"embedding": size}, {"neurons": 2 * size}
-    )
+    return pz.nn.Linear.from_config(name, keyed(rng), {"embedding": size}, {"neurons": 2 * size})
 
 
 def mlp_block(name, rng=0, size=4):
-    key = jax.random.key(rng)
+    key = jax.random.key(rng) if isinstance(rng, int) else rng
     up = pz.nn.Linear.from_config(f"{name}/up", key, {"embedding": size}, {"neurons": 2 * size})
     down = pz.nn.Linear.from_config(f"{name}/down", key, {"neurons": 2 * size}, {"embedding": size})
     return Block([pz.nn.Residual(pz.nn.Sequential([up, pz.nn.Elementwise(jnp.tanh), down]))])
@@ -28,7 +38,25 @@ def mlp(blocks=2, size=4):
     return pz.nn.Sequential([mlp_block(f"block_{i}", i, size) for i in range(blocks)])
 
 
-def llama(blocks=2, **overrides):
+@functools.cache
+def stacked_mlp(layers=2, size=4):
+    """Like ``mlp``, its blocks in one layer stack."""
+
+    def block(init_base_rng):
+        return mlp_block("block", init_base_rng, size)
+
+    return pz.nn.Sequential(
+        [
+            pz.nn.LayerStack.from_sublayer_builder(
+                block, "layers", layers, init_base_rng=jax.random.key(0), builder_kwargs={}
+            )
+        ]
+    )
+
+
+@functools.cache
+def llama(blocks=2, values=False, **overrides):
+    """A transformer; without ``values`` it has slots where its parameters would be."""
     settings = {
         "num_kv_heads": 2,
         "query_head_multiplier": 2,
@@ -41,12 +69,24 @@ def llama(blocks=2, **overrides):
         "tie_embedder_and_logits": False,
     }
     config = llamalike_common.LlamalikeTransformerConfig(**(settings | overrides))
-    return llamalike_common.build_llamalike_transformer(
-        config, init_base_rng=jax.random.key(0), name="t"
-    )
+
+    def build(rng):
+        return llamalike_common.build_llamalike_transformer(config, init_base_rng=rng, name="t")
+
+    if not values:
+        return build(None)
+    # Much faster than to draw each parameter with the initializer of its own.
+    model = abstract_model(build, jax.random.key(0))
+    draw = np.random.default_rng(0)
+    for parameter in pz.unbind_params(model)[1]:
+        parameter.value = jax.tree.map(
+            lambda like: jnp.asarray(draw.normal(size=like.shape) * 0.3, like.dtype),
+            parameter.value,
+        )
+    return model
 
 
-def tokens(batch=4, length=5):
+def tokens(batch=4, length=3):
     data = jax.random.randint(jax.random.key(1), (batch, length), 0, 16)
     return pz.nx.wrap(data, "batch", "seq")
 
@@ -63,3 +103,9 @@ def parameter_names(model):
 def scaled(layer):
     """A wrapper that changes what is computed."""
     return pz.nn.Sequential([layer, pz.nn.ConstantRescale(by=1.01)])
+
+
+def shown_by_rich(value):
+    console = Console(width=200, file=io.StringIO())
+    console.print(value)
+    return console.file.getvalue()

@@ -1,5 +1,7 @@
 """Holding an edited model against its original."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +32,17 @@ from penzai_shard.surgery import (
     wrap,
 )
 from penzai_shard.surgery.differences import difference
-from tests.surgery.small_models import Block, features, linear, llama, mlp, scaled, tokens
+from tests.surgery.small_models import (
+    Block,
+    features,
+    linear,
+    llama,
+    mlp,
+    scaled,
+    shown_by_rich,
+    stacked_mlp,
+    tokens,
+)
 
 MESH = make_mesh({"data": 4, "model": 2})
 RULES = {"batch": "data", "embedding": "model"}
@@ -41,33 +53,33 @@ def of(report, what):
     return found
 
 
-def test_all_standard_recipes_leave_a_transformer_equivalent():
-    model = llama(2, use_layer_stack=True)
+def test_standard_recipes_together_leave_a_model_equivalent():
+    model = stacked_mlp()
     recipe = (
         scope_layers()
         + roll_layer_stacks()
-        + constrain_blocks(pz.nn.Attention, MESH, {"batch": "data"})
-        + rematerialise_blocks(pz.nn.Attention, "dots")
+        + constrain_blocks(Block, MESH, {"batch": "data"})
+        + rematerialise_blocks(Block, "dots")
         + jit_root()
     )
-    report = check_equivalent(model, recipe.apply(model), tokens())
+    report = check_equivalent(model, recipe.apply(model), features())
     assert report, report
     assert report.divergence is None
     assert {part.what for part in report.comparisons} == {
         "outputs", "gradients", "state variables", "parameters",
     }  # fmt: skip
-    assert of(report, "gradients").count == of(report, "parameters").count > 5
+    assert of(report, "gradients").count == of(report, "parameters").count == 2
     report.raise_if_different()
 
 
 def test_manual_sharding_is_equivalent():
-    model = mlp(2)
-    edited = manual_fsdp(Block, MESH, RULES).apply(model)
+    model = mlp(1)
+    edited = manual_fsdp(Block, MESH, RULES | {"neurons": "data"}).apply(model)
     report = check_equivalent(model, edited, features())
     assert report, report
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     st.lists(
         st.sampled_from(
@@ -106,7 +118,7 @@ def test_a_wrong_wrapper_is_caught_and_located():
 def test_a_wrong_layer_between_two_is_located():
     model = mlp(2)
     edited = Recipe(insert_after("sublayers/0", pz.nn.ConstantRescale(by=1.5))).apply(model)
-    report = check_equivalent(model, edited, features())
+    report = check_equivalent(model, edited, features(), gradients=False)
     assert report.divergence.path == "sublayers/1/sublayers/0/delta/sublayers/0"
     assert report.divergence.input_differs
     assert report.divergence.after == "sublayers/0"
@@ -120,7 +132,7 @@ def test_a_wrong_edit_by_hand_is_located():
         .at(lambda root: root.sublayers[1].sublayers[0].delta.sublayers[1])
         .set(pz.nn.Elementwise(jnp.sin))
     )
-    report = check_equivalent(model, edited, features())
+    report = check_equivalent(model, edited, features(), gradients=False)
     assert report.divergence.path == "sublayers/1/sublayers/0/delta/sublayers/1"
 
 
@@ -131,16 +143,24 @@ def test_a_layer_with_other_layers_in_its_place_is_located_as_a_whole():
         return pz.nn.Sequential([pz.nn.Identity(), *block.sublayers, pz.nn.Identity()])
 
     edited = Recipe(replace(Block, lambda block: other(Block(block.sublayers * 2)))).apply(model)
-    report = check_equivalent(model, edited, features())
+    report = check_equivalent(model, edited, features(), gradients=False)
     assert report.divergence.path == "sublayers/0"
 
 
 def test_a_wrong_layer_in_a_stack_is_located():
-    model = llama(2, use_layer_stack=True)
-    edited = Recipe(wrap("**/input_to_key", scaled)).apply(model)
+    model = stacked_mlp()
+    edited = Recipe(wrap(pz.nn.Elementwise, scaled)).apply(model)
+    report = check_equivalent(model, edited, features(), gradients=False)
+    assert report.divergence.path == ("sublayers/0/stacked_sublayers/sublayers/0/delta/sublayers/1")
+    assert not report.divergence.input_differs
+
+
+def test_a_wrong_edit_of_a_transformer_is_located():
+    model = llama(1, values=True)
+    edited = Recipe(wrap("**/input_to_key", scaled, expect=1)).apply(model)
     report = check_equivalent(model, edited, tokens(), gradients=False)
-    assert report.divergence.path.endswith("input_to_key")
-    assert "stacked_sublayers" in report.divergence.path
+    assert report.divergence.path.endswith("delta/sublayers/1/input_to_key")
+    assert report.divergence.relative == pytest.approx(0.01, rel=0.1)
 
 
 def test_a_difference_in_gradients_alone_is_caught():
@@ -157,21 +177,20 @@ def test_a_difference_in_gradients_alone_is_caught():
 
 
 def test_rounding_is_allowed_as_the_coarsest_dtype_has_it():
-    model = llama(1)
-    report = check_equivalent(model, mixed_precision().apply(model), tokens())
+    model = mlp(1)
+    report = check_equivalent(model, mixed_precision().apply(model), features())
     assert report, report
     assert of(report, "outputs").relative > 1e-4
     assert of(report, "outputs").tolerance == pytest.approx(0.053, rel=0.01)
-    strict = check_equivalent(model, mixed_precision().apply(model), tokens(), rtol=1e-5)
-    assert not strict
+    assert not dataclasses.replace(of(report, "outputs"), tolerance=1e-5).ok
 
 
 def test_renamed_and_missing_parameters_are_told():
     model = mlp(1)
-    renamed = Recipe(replace(pz.nn.Linear, lambda layer: linear("other"), expect=2))
+    renamed = Recipe(replace("**/delta/sublayers/0", lambda layer: linear("other"), expect=1))
     report = check_equivalent(model, renamed.apply(model), features(), gradients=False)
     problems = of(report, "parameters").problems
-    assert "missing from the edited model: block_0/up.weights, block_0/down.weights" in problems
+    assert "missing from the edited model: block_0/up.weights" in problems
     assert "in the edited model alone: other.weights" in problems
 
 
@@ -198,7 +217,7 @@ def test_both_run_on_the_parameters_of_the_original():
 
 
 def test_an_edited_model_that_is_sharded_is_compared_with_one_that_is_not():
-    model, other = mlp(2), mlp(2)
+    model, other = mlp(1), mlp(1)
     edited = constrain_blocks(Block, MESH, {"batch": "data"}).apply(other)
     placed = name_to_name_device_put(edited, MESH, {"embedding": "data", "neurons": "model"})
     report = check_equivalent(model, placed, features())
@@ -250,7 +269,9 @@ class TestState:
 
     def test_variables_in_the_inputs_stay_as_they_are(self):
         rng = pz.RandomStream(jax.random.key(0), pz.StateVariable(0, label="offset"))
-        model = pz.nn.Sequential([linear("w"), pz.nn.StochasticDropout(0.5, "rng")])
+        model = pz.nn.Sequential(
+            [linear("w"), pz.nn.StochasticDropout(0.5, random_stream_input_name="rng")]
+        )
         report = check_equivalent(model, jit_root().apply(model), features(), rng=rng)
         assert report, report
         assert rng.offset.value == 0
@@ -260,7 +281,7 @@ class TestTheReport:
     def test_it_is_a_short_table(self):
         model = mlp(1)
         edited = Recipe(wrap(pz.nn.Elementwise, scaled)).apply(model)
-        text = check_equivalent(model, edited, features()).plain_text()
+        text = check_equivalent(model, edited, features(), gradients=False).plain_text()
         lines = text.splitlines()
         assert lines[0].split() == [
             "compared",
@@ -279,17 +300,13 @@ class TestTheReport:
         assert len(lines) < 10
 
     def test_rich_shows_the_same(self):
-        from rich.console import Console
-
         report = check_equivalent(mlp(1), mlp(1), features())
-        console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-        console.print(report)
-        assert "equivalent" in console.export_text()
+        assert "equivalent" in shown_by_rich(report)
 
     def test_a_difference_can_be_raised(self):
         model = mlp(1)
         edited = Recipe(wrap(pz.nn.Elementwise, scaled)).apply(model)
-        report = check_equivalent(model, edited, features())
+        report = check_equivalent(model, edited, features(), gradients=False)
         message = (
             r"does not compute what the original computes:\n  outputs: .* is off by .* ulps\), "
             r"and 1.3e-05 is allowed\.(.|\n)*The first layer to differ is Elementwise at"

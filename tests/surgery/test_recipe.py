@@ -29,7 +29,7 @@ from penzai_shard.surgery import (
     scope_layers,
     wrap,
 )
-from tests.surgery.small_models import Block, mlp, scaled
+from tests.surgery.small_models import Block, mlp, scaled, shown_by_rich
 
 MESH = make_mesh({"data": 4, "model": 2})
 PUBLIC = {
@@ -96,7 +96,7 @@ def test_recipes_add_up_in_order():
     assert (one + other)[1:] == other
     assert (one + other)[0] == one.edits[0]
     with pytest.raises(TypeError):
-        one + [other]
+        one + other.edits
 
 
 def test_a_recipe_of_data_is_hashable():
@@ -232,12 +232,8 @@ class TestReport:
         assert repr(report) == str(report) == report.plain_text()
 
     def test_rich_shows_the_same(self):
-        from rich.console import Console
-
         report = Recipe(wrap(Block, Checkpointed), jit_root()).report(mlp(2))
-        console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-        console.print(report)
-        shown = console.export_text()
+        shown = shown_by_rich(report)
         assert "Checkpointed(Block)" in shown
         assert "2 edits of Sequential, 3 places" in shown
 
