@@ -15,9 +15,9 @@ from penzai_shard.initializer_splitting.programs import Member, Program, SplitIn
 # So many bytes may always be in the making at once: waiting for each of many small arrays would
 # take longer than computing them.
 _SMALL_IN_FLIGHT = 2**24
-# A program of an initialiser runs a few times at most, and what the later passes of the CPU compiler
-# would save then is a small part of the time that they take. Values are the same to the bit at
-# this level, which is not so at level 0: that one forms no fused multiply-adds.
+# A program of an initialiser runs a few times at most, and what the later passes of the CPU
+# compiler would save then is a small part of the time that they take. Values are the same to the
+# bit at this level, which is not so at level 0: that one forms no fused multiply-adds.
 _CPU_COMPILER_OPTIONS = {"xla_backend_optimization_level": 1}
 # Random numbers need about three times their own size while they are made.
 _SIZE_IN_THE_MAKING = 4

@@ -42,11 +42,13 @@ class Outcome:
 
     Attributes:
         model: The edited model.
-        matches: The places that it changed, in order.
+        count: How many places it changed.
+        matches: The places, in order, if they were asked for.
         problem: Why the edit does not fit the model; empty when it does.
     """
 
     model: Any
+    count: int
     matches: tuple[Match, ...]
     problem: str = ""
 
@@ -84,22 +86,29 @@ class Edit:
             arguments.append(f"expect={self.expect}")
         return f"{self.kind}({', '.join(arguments)})"
 
-    def run(self, model: Any) -> Outcome:
+    def run(self, model: Any, record: bool = False) -> Outcome:
         """Carries the edit out.
 
         Args:
             model: Any model; it stays as it is.
+            record: Whether to tell the places, and not only their number.
 
         Returns:
             The edited model, the places, and the problem if the number of places is wrong.
         """
         tracker = self.where.tracker(layers_only=self.kind != "replace")
         change, same_everywhere = self._change()
-        rewriter = Rewriter(tracker, change, same_everywhere, self.nested)
+        rewriter = Rewriter(tracker, change, same_everywhere, self.nested, record)
         edited = rewriter.run(model)
+        if self._fits(rewriter.count):
+            return Outcome(edited, rewriter.count, tuple(rewriter.matches))
+        if rewriter.count and not record:
+            return self.run(model, record=True)
         matches = tuple(rewriter.matches)
-        problem = self._problem(model, matches)
-        return Outcome(model if problem else edited, matches, problem)
+        return Outcome(model, len(matches), matches, self._problem(model, matches))
+
+    def _fits(self, count: int) -> bool:
+        return count > 0 if self.expect is None else count == self.expect
 
     def _change(self) -> tuple[Callable[[Any, Keys], tuple[Any, ...]], bool]:
         if self.kind in ("insert_before", "insert_after"):
@@ -121,10 +130,6 @@ class Edit:
 
     def _problem(self, model: Any, matches: tuple[Match, ...]) -> str:
         count = len(matches)
-        if self.expect is None and count > 0:
-            return ""
-        if self.expect == count:
-            return ""
         if count == 0:
             asked = "" if self.expect is None else f", and {self.expect} are expected"
             fix = (
@@ -289,7 +294,7 @@ def replace(
     Raises:
         RuleTypeError: The place or the function cannot be read as one.
 
-    >>> from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
+    >>> from penzai_shard.layers import RolledLayerStack
     >>> replace("pz.nn:LayerStack", RolledLayerStack.from_layer_stack, unroll=2)
     replace('pz.nn:LayerStack', RolledLayerStack.from_layer_stack, unroll=2)
     """
@@ -470,7 +475,7 @@ def nearest_places(model: Any, edit: Edit) -> str:
             edit, where=Where(where.what), expect=None, what=lambda node: node, options=(),
             kind="replace" if edit.kind == "replace" else "wrap",
         )  # fmt: skip
-        count = len(alone.run(model).matches)
+        count = alone.run(model).count
         if count:
             return f"Without within= and outside= there would be {count}."
     nodes = _all_nodes(model)

@@ -7,12 +7,12 @@ in carry a mark instead, which lasts as long as the object.
 
 import dataclasses
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, Literal
 
 from penzai import pz
 
-from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
+from penzai_shard.layers import RolledLayerStack
 from penzai_shard.surgery.tree_nodes import kind_of, mark_of
 
 Role = Literal["wrapper", "passer", "sequence", "rolled"]
@@ -32,6 +32,17 @@ class InsertedSequence(pz.nn.Sequential):
     >>> InsertedSequence([pz.nn.ConstantRescale(by=2.0), pz.nn.Identity()])(3.0)
     6.0
     """
+
+
+def inserted_sequence(layers: Iterable[Any]) -> InsertedSequence:
+    """An ``InsertedSequence`` of some layers, made quickly.
+
+    >>> inserted_sequence((pz.nn.Identity(),))
+    InsertedSequence(sublayers=[Identity()])
+    """
+    made = object.__new__(InsertedSequence)
+    made.__dict__["sublayers"] = list(layers)
+    return made
 
 
 def library_role(node_type: type) -> Role | None:

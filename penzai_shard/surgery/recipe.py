@@ -126,12 +126,12 @@ class Recipe:
         rows = []
         edited = model
         for edit in self.edits:
-            outcome = edit.run(edited)
+            outcome = edit.run(edited, record=True)
             edited = outcome.model
             rows.append(
                 EditRow(
                     edit=repr(edit),
-                    count=len(outcome.matches),
+                    count=outcome.count,
                     paths=tuple(match.path_text for match in outcome.matches),
                     before=tuple(match.before for match in outcome.matches),
                     after=tuple(match.after for match in outcome.matches),

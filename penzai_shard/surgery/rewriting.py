@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from penzai_shard.surgery.inserted_layers import InsertedSequence
+from penzai_shard.surgery.inserted_layers import inserted_sequence
 from penzai_shard.surgery.places import Tracker
 from penzai_shard.surgery.tree_nodes import (
     LEAF,
@@ -63,10 +63,20 @@ class Rewriter:
             order.
         same_everywhere: Whether ``change`` depends on the node alone, and not on its path.
         nested: Whether to look for matches in matches, the inner ones being changed first.
+        record: Whether to keep the matches, and not only their number.
+
+    Attributes:
+        count: The number of matches.
+        matches: The matches, if they are kept.
     """
 
     def __init__(
-        self, tracker: Tracker, change: Change, same_everywhere: bool, nested: bool
+        self,
+        tracker: Tracker,
+        change: Change,
+        same_everywhere: bool,
+        nested: bool,
+        record: bool = False,
     ) -> None:
         self._tracker = tracker
         self._has_state = tracker.has_state
@@ -77,10 +87,15 @@ class Rewriter:
         # The keys from the root to the node at hand. One list, and not a path per node, because
         # most nodes never need theirs.
         self._keys: list[Any] = []
-        # These keep the nodes that they know by id alive, so that no id is used again.
-        self._changed: dict[int, tuple[Any, tuple[Any, ...]]] = {}
-        self._joined: dict[int, tuple[tuple[Any, ...], Any]] = {}
-        self._rebuilt: dict[int, tuple[Any, Any, Any]] = {}
+        # What was made of the nodes that changed, by their ids. Little is kept of each, because
+        # every object that outlives its function is one more for the garbage collector to visit.
+        self._changed: dict[int, tuple[Any, ...]] = {}
+        self._joined: dict[int, Any] = {}
+        self._rebuilt: dict[int, Any] = {}
+        # Nodes that the tree itself does not keep alive: their ids must not be used again.
+        self._kept_alive: list[Any] = []
+        self._record = record
+        self.count = 0
         self.matches: list[Match] = []
 
     def run(self, tree: Any) -> Any:
@@ -91,7 +106,8 @@ class Rewriter:
     def _row(self, node: Any) -> _Row:
         kind = kind_of(node)
         decided = self._tracker.decide(type(node), kind.is_layer)
-        row = self._rows[type(node)] = (decided, kind.shape, kind.fields)
+        shape = LEAF if kind.shape is STRUCT and not kind.fields else kind.shape
+        row = self._rows[type(node)] = (decided, shape, kind.fields)
         return row
 
     def _visit(self, node: Any, state: Any, row: _Row) -> Any:
@@ -102,10 +118,10 @@ class Rewriter:
         items = self._items(node, state)
         if len(items) == 1:
             return items[0]
-        known = self._joined.get(id(items))
-        if known is None:
-            known = self._joined[id(items)] = (items, InsertedSequence(list(items)))
-        return known[1]
+        joined = self._joined.get(id(items))
+        if joined is None:
+            joined = self._joined[id(items)] = inserted_sequence(items)
+        return joined
 
     def _visit_children(self, node: Any, state: Any, row: _Row) -> Any:
         _, shape, fields = row
@@ -150,10 +166,9 @@ class Rewriter:
         if changes is None:
             return node
         known = self._rebuilt.get(id(node))
-        if known is not None and _same_changes(known[1], changes):
-            return known[2]
-        made = with_fields(node, changes)
-        self._rebuilt[id(node)] = (node, changes, made)
+        if known is not None and _has_parts(known, node, changes, fields):
+            return known
+        made = self._rebuilt[id(node)] = with_fields(node, changes)
         return made
 
     def _visit_list(self, nodes: Any, state: Any, splice: bool) -> Any:
@@ -193,11 +208,17 @@ class Rewriter:
             new.append(made)
         if not is_changed:
             return nodes
-        return self._shared(nodes, new, new if type(nodes) is list else tuple(new))
+        known = self._rebuilt.get(id(nodes))
+        if known is not None and len(known) == len(new) and all(map(operator.is_, known, new)):
+            return known
+        made = self._rebuilt[id(nodes)] = new if type(nodes) is list else tuple(new)
+        return made
 
     def _visit_other(self, node: Any, state: Any) -> Any:
         children = children_of(node)
         new: list[Any] = []
+        # A node like this may make its children when it is asked for them.
+        self._kept_alive.append(children)
         for key, child in children:
             row = self._rows.get(type(child)) or self._row(child)
             self._keys.append(key)
@@ -208,32 +229,33 @@ class Rewriter:
             self._keys.pop()
         if all(made is child for made, (_, child) in zip(new, children, strict=True)):
             return node
-        return self._shared(node, new, with_children(node, new))
+        known = self._rebuilt.get(id(node))
+        if known is not None and all(map(operator.is_, known[1], new)):
+            return known[0]
+        made = with_children(node, new)
+        self._rebuilt[id(node)] = (made, new)
+        return made
 
     def _items(self, node: Any, state: Any) -> tuple[Any, ...]:
         """What takes the place of a node that matches."""
         inner = self._visit_children(node, state, self._rows[type(node)]) if self._nested else node
-        known = self._changed.get(id(inner)) if self._same_everywhere else None
-        if known is not None:
-            items = known[1]
-        else:
+        items = self._changed.get(id(inner)) if self._same_everywhere else None
+        if items is None:
             items = self._change(inner, self._keys)
-            self._changed[id(inner)] = (inner, items)
-        self.matches.append(Match(tuple(self._keys), node, items))
+            if self._same_everywhere:
+                self._changed[id(inner)] = items
+            self._kept_alive.append(items)
+        if inner is not node:
+            self._kept_alive.append(inner)
+        self.count += 1
+        if self._record:
+            self.matches.append(Match(tuple(self._keys), node, items))
         return items
 
-    def _shared(self, node: Any, parts: list[Any], made: Any) -> Any:
-        """``made``, or what was made before of the same node and the same parts."""
-        known = self._rebuilt.get(id(node))
-        if known is not None and _same_parts(known[1], parts):
-            return known[2]
-        self._rebuilt[id(node)] = (node, parts, made)
-        return made
 
-
-def _same_changes(known: dict[str, Any], changes: dict[str, Any]) -> bool:
-    return known.keys() == changes.keys() and all(known[name] is changes[name] for name in changes)
-
-
-def _same_parts(known: list[Any], parts: list[Any]) -> bool:
-    return len(known) == len(parts) and all(map(operator.is_, known, parts))
+def _has_parts(made: Any, node: Any, changes: dict[str, Any], fields: tuple[str, ...]) -> bool:
+    """Whether an object that was made of a node is that node with these changes."""
+    return all(
+        getattr(made, name) is (changes[name] if name in changes else getattr(node, name))
+        for name in fields
+    )

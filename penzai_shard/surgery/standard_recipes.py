@@ -5,13 +5,16 @@ from typing import Any
 from penzai import pz
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.layers.checkpointed import Checkpointed
-from penzai_shard.layers.constrain_sharding import ConstrainShardingByName
-from penzai_shard.layers.in_precision import InPrecision, is_sensitive
-from penzai_shard.layers.jitted import Jitted
-from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
-from penzai_shard.layers.scoped import Scoped
-from penzai_shard.layers.shard_mapped import ShardMapped
+from penzai_shard.layers import (
+    Checkpointed,
+    ConstrainShardingByName,
+    InPrecision,
+    Jitted,
+    RolledLayerStack,
+    Scoped,
+    ShardMapped,
+)
+from penzai_shard.layers.in_precision import is_sensitive
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.surgery.edits import insert_after, replace, wrap

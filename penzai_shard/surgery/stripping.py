@@ -7,7 +7,7 @@ from typing import Any
 from penzai import pz
 
 from penzai_shard.errors import RuleTypeError
-from penzai_shard.layers.rolled_layer_stack import RolledLayerStack
+from penzai_shard.layers import RolledLayerStack
 from penzai_shard.surgery.inserted_layers import (
     body_field,
     is_inserted_sequence,

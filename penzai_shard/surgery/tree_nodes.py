@@ -64,7 +64,7 @@ def _kind_of_type(node_type: Hashable) -> NodeKind | None:
     builtin = _BUILTIN_SHAPES.get(node_type)
     if builtin is not None:
         return NodeKind(builtin, (), (), False)
-    if issubclass(node_type, AbstractVariable | jax.Array | str | int | float):
+    if issubclass(node_type, AbstractVariable | jax.Array | str | int | float | None):
         return NodeKind(LEAF, (), (), False)
     is_layer = any("__call__" in base.__dict__ for base in node_type.__mro__)
     if (

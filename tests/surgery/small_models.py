@@ -10,8 +10,6 @@ from penzai import pz
 from penzai.models.transformer.variants import llamalike_common
 from rich.console import Console
 
-from penzai_shard.placement import abstract_model
-
 
 @pz.pytree_dataclass(has_implicitly_inherited_fields=True)
 class Block(pz.nn.Sequential):
@@ -76,14 +74,10 @@ def llama(blocks=2, values=False, **overrides):
     if not values:
         return build(None)
     # Much faster than to draw each parameter with the initializer of its own.
-    model = abstract_model(build, jax.random.key(0))
+    like = jax.eval_shape(lambda rng: pz.unbind_params(build(rng), freeze=True)[1], keyed(0))
     draw = np.random.default_rng(0)
-    for parameter in pz.unbind_params(model)[1]:
-        parameter.value = jax.tree.map(
-            lambda like: jnp.asarray(draw.normal(size=like.shape) * 0.3, like.dtype),
-            parameter.value,
-        )
-    return model
+    frozen = jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape) * 0.3, x.dtype), like)
+    return pz.bind_variables(build(None), frozen, unfreeze_as_copy=True)
 
 
 def tokens(batch=4, length=3):

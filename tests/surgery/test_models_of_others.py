@@ -1,8 +1,8 @@
 """Models that somebody else edited, of Penzai's first API, or of no Penzai at all."""
 
+import equinox
 import jax
 import jax.numpy as jnp
-import pytest
 from penzai import pz
 from penzai.deprecated.v1 import pz as v1
 from penzai.toolshed import lora, save_intermediates
@@ -198,7 +198,6 @@ class TestBareArrays:
 
 
 def test_equinox_modules():
-    equinox = pytest.importorskip("equinox")
     model = equinox.nn.MLP(3, 2, 4, 2, key=jax.random.key(0))
     recipe = Recipe(wrap(equinox.nn.Linear, Checkpointed, expect=3), wrap(ROOT, Scoped))
     edited = recipe.apply(model)
