@@ -48,9 +48,9 @@ def test_a_plan_needs_no_optional_dependency():
     assert "each device holds 8 B" in done.stdout
 
 
-def test_every_public_name_is_there_documented_and_listed_in_order():
+def test_every_public_name_is_there_once_and_documented():
     names = penzai_shard.__all__
-    assert list(names) == sorted(names, key=str)
+    assert len(set(names)) == len(names)
     for name in names:
         assert getattr(penzai_shard, name).__doc__, name
 

@@ -129,7 +129,7 @@ def run_demo(*, steps: int, shape: dict[str, int] | None, out: Path, seed: int) 
 
     _headline(console, "Files")
     for path in _write_records(out, plan, history, agreement, line):
-        console.print(str(path), markup=False, highlight=False)
+        console.print(str(path), markup=False, highlight=False, soft_wrap=True)
 
 
 def build_model(seed: int) -> Any:

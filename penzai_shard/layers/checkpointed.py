@@ -11,6 +11,7 @@ from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.remat_policies import POLICIES, named_policy
 from penzai_shard.meshes import auto_context, onto_auto_twin
+from penzai_shard.named_leaves import is_array_like
 
 CheckpointPolicy = Callable[..., Any] | None
 
@@ -52,6 +53,23 @@ def _call_functionally(
     output = body(argument, **side_inputs)
     variable_threading.check_no_variable(output, "Checkpointed")
     return output, variable_threading.reassigned(variables, before)
+
+
+def _without_fixed_leaves(arguments: tuple[Any, ...]) -> tuple[Callable[..., Any], Any]:
+    """The call and its arguments, leaves such as functions taken out, which JAX cannot trace."""
+    leaves, structure = jax.tree_util.tree_flatten(arguments)
+    fixed = {i: leaf for i, leaf in enumerate(leaves) if not is_array_like(leaf)}
+    if not fixed:
+        # The same function every time, so that JAX can use again what it traced.
+        return _call_functionally, arguments
+    count = len(leaves)
+
+    def call(*arrays: Any) -> tuple[Any, dict[int, Any]]:
+        remaining = iter(arrays)
+        filled = [fixed[i] if i in fixed else next(remaining) for i in range(count)]
+        return _call_functionally(*jax.tree_util.tree_unflatten(structure, filled))
+
+    return call, tuple(leaf for i, leaf in enumerate(leaves) if i not in fixed)
 
 
 @pz.pytree_dataclass
@@ -96,9 +114,10 @@ class Checkpointed(pz.nn.Layer):
         """
         unbound, variables = pz.unbind_variables((self.body, argument, side_inputs))
         values = tuple(variable.freeze() for variable in variables)
-        checkpointed = jax.checkpoint(_call_functionally, policy=resolve_policy(self.policy))
+        call, arguments = _without_fixed_leaves((values, *unbound))
+        checkpointed = jax.checkpoint(call, policy=resolve_policy(self.policy))
         with auto_context():
-            output, changed = checkpointed(*onto_auto_twin((values, *unbound)))
+            output, changed = checkpointed(*onto_auto_twin(arguments))
         for index, content in changed.items():
             variable_threading.assign(variables[index], content)
         return output

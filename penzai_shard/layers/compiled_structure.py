@@ -19,6 +19,10 @@ MOST_STRUCTURES_KEPT = 128
 """How many structures stay compiled after the last model that has one is gone."""
 
 
+CONSTANT, FIXED = -1, -2
+"""Places of leaves that are no variables: arrays, and anything else."""
+
+
 class ByEquality:
     """Makes a value that cannot be hashed part of a key; compared by ``==`` alone.
 
@@ -96,7 +100,8 @@ class Structure:
 
     Attributes:
         body: The model's tree, with a leaf for every variable and every constant.
-        places: For each leaf, the index of its variable, or -1 for a constant.
+        places: For each leaf, the index of its variable, or CONSTANT, or FIXED.
+        fixed: The leaves that are no arrays, such as functions, in order.
         plain: The variables whose value is one array, in the order of their arrays.
         general: The tree of the frozen forms of all other variables, which come after those.
         in_shardings: Sharding of the argument, or None.
@@ -106,6 +111,7 @@ class Structure:
 
     body: Any
     places: tuple[int, ...]
+    fixed: tuple[Any, ...]
     plain: tuple[PlainVariable, ...]
     general: Any
     in_shardings: ShardingTree | None
@@ -145,10 +151,13 @@ def compile_structure(structure: Structure) -> Callable[..., tuple[Any, dict[int
             ]
             general = jax.tree_util.tree_unflatten(structure.general, arrays[plain_count:])
             variables += variable_threading.thaw(general)
-            remaining = iter(constants)
+            remaining = {CONSTANT: iter(constants), FIXED: iter(structure.fixed)}
             body = jax.tree_util.tree_unflatten(
                 structure.body,
-                [variables[place] if place >= 0 else next(remaining) for place in structure.places],
+                [
+                    variables[place] if place >= 0 else next(remaining[place])
+                    for place in structure.places
+                ],
             )
             if extras is not None:
                 variables += variable_threading.thaw(extras)

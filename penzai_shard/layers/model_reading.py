@@ -30,6 +30,8 @@ from penzai.core.struct import Struct, is_pytree_node_field
 
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.compiled_structure import (
+    CONSTANT,
+    FIXED,
     ByEquality,
     PlainVariable,
     ShardingTree,
@@ -37,6 +39,7 @@ from penzai_shard.layers.compiled_structure import (
     compile_structure,
     compiled_function,
 )
+from penzai_shard.named_leaves import is_array_like
 
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
 _FULL_COLLECTION = 2
@@ -92,15 +95,20 @@ class ModelReading:
         leaves, tree = jax.tree_util.tree_flatten(model)
         distinct = {id(leaf): leaf for leaf in leaves if variable_threading.is_variable(leaf)}
         variable_threading.check_distinct_slots(distinct.values())
+        others = [leaf for leaf in leaves if id(leaf) not in distinct]
         seen = _Seen(
             containers=_Containers(model),
-            constants=[leaf for leaf in leaves if id(leaf) not in distinct],
+            constants=[leaf for leaf in others if is_array_like(leaf)],
             variables=list(distinct.values()),
         )
         index_of = {id(variable): index for index, variable in enumerate(seen.variables)}
         structure = Structure(
             body=tree,
-            places=tuple(index_of.get(id(leaf), -1) for leaf in leaves),
+            places=tuple(
+                index_of.get(id(leaf), CONSTANT if is_array_like(leaf) else FIXED)
+                for leaf in leaves
+            ),
+            fixed=tuple(leaf for leaf in others if not is_array_like(leaf)),
             plain=tuple(
                 PlainVariable(type(variable), variable.label, ByEquality(metadata), axes)
                 for variable, metadata, axes in zip(

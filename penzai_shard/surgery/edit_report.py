@@ -19,7 +19,8 @@ class EditRow:
     """What one edit does.
 
     Attributes:
-        edit: The edit as text.
+        edit: The edit as text that evaluates back.
+        title: The edit in few words.
         count: How many places it changes.
         paths: Their paths, in the model as the edits before left it; empty for the root.
         before: What stands at each before the edit.
@@ -28,6 +29,7 @@ class EditRow:
     """
 
     edit: str
+    title: str
     count: int
     paths: tuple[str, ...]
     before: tuple[Any, ...]
@@ -99,7 +101,7 @@ class EditReport:
                 group = (_NUMBER.sub("*", shown) if collapse else shown, before, after)
                 groups[group] += 1
                 first.setdefault(group, shown)
-            edit = row.edit
+            edit = row.title
             for group, count in groups.items():
                 place, before, after = group
                 shown = first[group] if count == 1 else place

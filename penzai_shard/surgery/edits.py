@@ -6,6 +6,7 @@ An edit is a value. It says where, what, and how often, and knows nothing of any
 import dataclasses
 import difflib
 import functools
+import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -34,6 +35,10 @@ from penzai_shard.surgery.tree_nodes import (
 EditKind = Literal["wrap", "insert_before", "insert_after", "replace"]
 
 _MOST_NAMED = 5
+
+
+# A type or function by reference, as expressions write it: 'pz.nn:Linear'.
+_REFERENCE_LITERAL = re.compile(r"'[\w.]+:(?:\w+\.)*(\w+)'")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +90,21 @@ class Edit:
         if self.expect is not None:
             arguments.append(f"expect={self.expect}")
         return f"{self.kind}({', '.join(arguments)})"
+
+    @property
+    def title(self) -> str:
+        """The edit in few words: its kind, where, and what, without their arguments.
+
+        >>> wrap("pz.nn:Linear", "penzai_shard.layers:Checkpointed", policy="dots").title
+        "wrap(Linear, Checkpointed, policy='dots')"
+        """
+        what = self.what if callable(self.what) and hasattr(self.what, "__qualname__") else None
+        shown = [
+            _where_expression(self.where),
+            f"{type(self.what).__name__}(...)" if what is None else expression(what),
+            *(f"{name}={expression(value)}" for name, value in self.options),
+        ]
+        return _REFERENCE_LITERAL.sub(r"\1", f"{self.kind}({', '.join(shown)})")
 
     def run(self, model: Any, record: bool = False) -> Outcome:
         """Carries the edit out.

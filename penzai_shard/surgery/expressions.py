@@ -54,6 +54,8 @@ def expression(value: Any) -> str:
         return name if is_public else repr(reference)
     if isinstance(value, type):
         return value.__qualname__
+    if getattr(value, "__module__", None) == "__main__" and "<" not in value.__qualname__:
+        return value.__qualname__
     code = getattr(value, "__code__", None)
     if code is not None:
         return f"<{value.__name__} of {value.__module__}, line {code.co_firstlineno}>".replace(

@@ -89,6 +89,18 @@ class Recipe:
             return f"Recipe({', '.join(map(repr, self.edits))})"
         return "Recipe(\n" + "".join(f"    {edit!r},\n" for edit in self.edits) + ")"
 
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        """The text of ``repr`` in notebooks too, with an edit a line."""
+        from treescope import rendering_parts
+
+        return rendering_parts.build_foldable_tree_node_from_children(
+            prefix=rendering_parts.text("Recipe("),
+            children=[rendering_parts.text(" ".join(repr(e).split())) for e in self.edits],
+            suffix=rendering_parts.text(")"),
+            path=path,
+            comma_separated=True,
+        )
+
     def apply(self, model: Any) -> Any:
         """Applies the edits.
 
@@ -131,6 +143,7 @@ class Recipe:
             rows.append(
                 EditRow(
                     edit=repr(edit),
+                    title=edit.title,
                     count=outcome.count,
                     paths=tuple(match.path_text for match in outcome.matches),
                     before=tuple(match.before for match in outcome.matches),

@@ -95,7 +95,9 @@ def reference_to(value: Any) -> str | None:
                 candidates += [f"{_LIBRARY}:{qualname}", f"{_LIBRARY}.layers:{qualname}"]
             if root == "penzai" and qualname in dir(pz.nn):
                 candidates.append(f"pz.nn:{qualname}")
-            candidates.append(f"{module}:{qualname}")
+            # What a script or notebook defines has a name that no other process can import.
+            if module != "__main__":
+                candidates.append(f"{module}:{qualname}")
         for candidate in candidates:
             if is_reference(candidate) and _resolves_to(candidate, value):
                 return candidate

@@ -216,3 +216,15 @@ def test_equinox_modules():
         insert_after("layers/1", pz.nn.ConstantRescale(by=1.5)), wrap("layers/2", Checkpointed)
     ).apply(model)
     assert check_equivalent(model, wrong, x).divergence.path == "layers/1"
+
+
+def test_equinox_modules_with_functions_for_leaves_are_jitted_and_rematerialised():
+    model = equinox.nn.MLP(3, 2, 4, 2, key=jax.random.key(0))
+    assert any(callable(leaf) for leaf in jax.tree.leaves(model))
+    x = jnp.arange(3.0)
+    for recipe in (jit_root(), Recipe(wrap(ROOT, Checkpointed)) + jit_root()):
+        edited = recipe.apply(model)
+        assert check_equivalent(model, edited, x)
+        again = equinox.tree_at(lambda tree: tree.body, edited, edited.body)
+        assert jnp.allclose(again(x), model(x))
+        assert strip(edited) is model

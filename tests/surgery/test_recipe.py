@@ -2,10 +2,12 @@
 
 import functools
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
+import treescope
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from penzai import pz
 
@@ -219,14 +221,10 @@ class TestReport:
     def test_it_is_a_table(self):
         report = Recipe(wrap(Block, Checkpointed), jit_root()).report(mlp(2))
         assert report.plain_text().splitlines() == [
-            "edit                                                    count  paths        "
-            "before      after",
-            "------------------------------------------------------  -----  -----------  "
-            "----------  -----",
-            "wrap('tests.surgery.small_models:Block', Checkpointed)  2      sublayers/*  "
-            "Block       Checkpointed(Block)",
-            "wrap(ROOT, Jitted)                                      1      the root     "
-            "Sequential  Jitted(Sequential)",
+            "edit                       count  paths        before      after",
+            "-------------------------  -----  -----------  ----------  -----",
+            "wrap(Block, Checkpointed)  2      sublayers/*  Block       Checkpointed(Block)",
+            "wrap(ROOT, Jitted)         1      the root     Sequential  Jitted(Sequential)",
             "2 edits of Sequential, 3 places",
         ]
         assert repr(report) == str(report) == report.plain_text()
@@ -248,3 +246,22 @@ class TestReport:
         assert report.rows[0].after_types == ("Residual(Elementwise)",)
         report = Recipe(wrap(pz.nn.Elementwise, scaled)).report(mlp(1))
         assert report.rows[0].after_types == ("Sequential(Elementwise, ConstantRescale)",)
+
+
+def test_treescope_shows_a_recipe_as_its_repr():
+    recipe = Recipe(insert_after(pz.nn.Linear, pz.nn.Identity()), wrap(ROOT, Jitted))
+    shown = treescope.render_to_text([recipe])
+    for edit in recipe:
+        assert repr(edit) in shown
+
+
+def test_what_a_script_defines_itself_is_not_written_as_json(monkeypatch):
+    def mine(layer):
+        return layer
+
+    mine.__module__, mine.__qualname__ = "__main__", "mine"
+    monkeypatch.setattr(sys.modules["__main__"], "mine", mine, raising=False)
+    recipe = Recipe(replace(pz.nn.Linear, mine))
+    assert repr(recipe) == "Recipe(replace('pz.nn:Linear', mine))"
+    with pytest.raises(RuleTypeError, match="cannot be written as JSON"):
+        recipe.to_json()
