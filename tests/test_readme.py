@@ -55,7 +55,7 @@ def test_the_tour_runs_as_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tokens = pz.nx.wrap(np.arange(8 * 9, dtype=np.int32).reshape(8, 9) % 16, "batch", "seq")
     namespace = {"build_model": build_model, "loss_fn": next_byte_loss, "tokens": tokens}
-    (tour,) = blocks("python")
+    tour, surgery = blocks("python")
     exec(compile(tour, "README.md", "exec"), namespace)
     assert "each device holds" in capsys.readouterr().out
     assert np.isfinite(float(namespace["aux"]["loss"]))
@@ -65,3 +65,11 @@ def test_the_tour_runs_as_printed(tmp_path, monkeypatch, capsys):
         np.testing.assert_array_equal(
             np.asarray(value.data_array), np.asarray(restored[name].data_array)
         )
+
+    namespace["bare"] = build_model(0)
+    namespace["inputs"] = tokens
+    exec(compile(surgery.replace("expect=2", "expect=1"), "README.md", "exec"), namespace)
+    assert namespace["same"] == namespace["recipe"]
+    shown = capsys.readouterr().out
+    assert "insert_after(TransformerBlock, ConstrainShardingByName(...))" in shown
+    assert "equivalent" in shown
