@@ -1,17 +1,13 @@
-"""A plan as a table: rich in a terminal, plain text anywhere else."""
+"""A plan as a table."""
 
 import dataclasses
-import io
 import re
-import sys
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
+
+from penzai_shard.text_tables import TextTable
 
 Row = tuple[str, str, str, int, str]
 
-_HEADINGS = ("array", "count", "logical axes/mesh axes", "dtype", "per device", "reason")
-# Columns that a terminal needs to show the reasons legibly.
-_WIDE = 110
 _NUMBER = re.compile(r"\d+")
 
 
@@ -30,13 +26,19 @@ def bytes_text(count: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class PlanTable:
+class PlanTable(TextTable):
     """Rows and totals of a plan; ``print`` shows them.
 
     Attributes:
         rows: One row of texts per array, or per group of arrays alike.
         summary: Lines below the table.
     """
+
+    headings = ("array", "count", "logical axes/mesh axes", "dtype", "per device", "reason")
+    right_aligned = frozenset({"count", "per device"})
+    unwrapped = frozenset({"dtype"})
+    # What a terminal needs to show the reasons legibly.
+    wide = 110
 
     rows: tuple[tuple[str, ...], ...]
     summary: tuple[str, ...]
@@ -75,50 +77,10 @@ class PlanTable:
             summary.append("rules that match nothing here: " + "; ".join(unused_rules))
         return cls(tuple(shown), tuple(summary))
 
-    def plain_text(self) -> str:
-        """The table as text without colours or control characters."""
-        lines = [_HEADINGS, *self.rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADINGS) - 1)]
-        ruled = tuple("-" * width for width in [*widths, len(_HEADINGS[-1])])
-        text = [
-            "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]])
-            for line in (_HEADINGS, ruled, *self.rows)
-        ]
-        return "\n".join([*text, *self.summary])
+    def text_rows(self) -> tuple[tuple[str, ...], ...]:
+        """The rows."""
+        return self.rows
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """The table for rich's ``print`` and consoles; a narrow one does without the reasons."""
-        from rich.table import Table
-        from rich.text import Text
-
-        shown = len(_HEADINGS) if options.max_width >= _WIDE else len(_HEADINGS) - 1
-        table = Table(header_style="bold", row_styles=["", "dim"], box=None, pad_edge=False)
-        for heading in _HEADINGS[:shown]:
-            right = heading in ("count", "per device")
-            table.add_column(
-                heading,
-                justify="right" if right else "left",
-                overflow="fold",
-                no_wrap=right or heading == "dtype",
-            )
-        for row in self.rows:
-            table.add_row(*(Text(cell) for cell in row[:shown]))
-        yield table
-        for line in self.summary:
-            yield Text(line)
-
-    def __str__(self) -> str:
-        """Rich in a terminal where rich is installed, plain text otherwise."""
-        if sys.stdout.isatty():
-            try:
-                from rich.console import Console
-            except ModuleNotFoundError:
-                return self.plain_text()
-            width = Console().width
-            console = Console(file=io.StringIO(), force_terminal=True, width=width)
-            console.print(self)
-            return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
-        return self.plain_text()
-
-    def __repr__(self) -> str:
-        return str(self)
+    def text_summary(self) -> tuple[str, ...]:
+        """The lines below the table."""
+        return self.summary

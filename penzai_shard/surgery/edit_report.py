@@ -1,16 +1,14 @@
-"""What a recipe does to a model, as a table: rich in a terminal, plain text anywhere else."""
+"""What a recipe does to a model, as a table."""
 
 import dataclasses
-import io
 import re
-import sys
 from collections import Counter
 from typing import Any
 
 from penzai_shard.surgery.inserted_layers import library_role
 from penzai_shard.surgery.tree_nodes import mark_of
+from penzai_shard.text_tables import TextTable
 
-_HEADINGS = ("edit", "count", "paths", "before", "after")
 _NUMBER = re.compile(r"\d+")
 
 
@@ -65,13 +63,16 @@ def type_text(node: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class EditReport:
+class EditReport(TextTable):
     """What a recipe does to a model; ``print`` shows it as a table.
 
     Attributes:
         rows: One per edit, in order.
         model: Name of the model's type.
     """
+
+    headings = ("edit", "count", "paths", "before", "after")
+    right_aligned = frozenset({"count"})
 
     rows: tuple[EditRow, ...]
     model: str
@@ -111,52 +112,14 @@ class EditReport:
                 lines.append((edit, "0", "", "", ""))
         return lines
 
-    def _summary(self) -> list[str]:
+    def text_rows(self) -> list[tuple[str, ...]]:
+        """The rows, paths alike folded into one."""
+        return self.table()
+
+    def text_summary(self) -> list[str]:
+        """Totals, and what does not fit."""
         places = sum(row.count for row in self.rows)
         edits = "1 edit" if len(self.rows) == 1 else f"{len(self.rows)} edits"
         changed = "1 place" if places == 1 else f"{places} places"
         summary = [f"{edits} of {self.model}, {changed}"]
         return summary + [f"does not fit: {row.problem}" for row in self.rows if row.problem]
-
-    def plain_text(self) -> str:
-        """The table as text without colours or control characters."""
-        rows = self.table()
-        lines = [_HEADINGS, *rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADINGS) - 1)]
-        ruled = tuple("-" * width for width in [*widths, len(_HEADINGS[-1])])
-        text = [
-            "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]])
-            for line in (_HEADINGS, ruled, *rows)
-        ]
-        return "\n".join([*(line.rstrip() for line in text), *self._summary()])
-
-    def __rich__(self) -> Any:
-        """The table for rich's ``print`` and consoles."""
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(header_style="bold", row_styles=["", "dim"], box=None, pad_edge=False)
-        for heading in _HEADINGS:
-            right = heading == "count"
-            table.add_column(
-                heading, justify="right" if right else "left", overflow="fold", no_wrap=right
-            )
-        for row in self.table():
-            table.add_row(*(Text(cell) for cell in row))
-        return Group(table, *(Text(line) for line in self._summary()))
-
-    def __str__(self) -> str:
-        """Rich in a terminal where rich is installed, plain text otherwise."""
-        if sys.stdout.isatty():
-            try:
-                from rich.console import Console
-            except ModuleNotFoundError:
-                return self.plain_text()
-            console = Console(file=io.StringIO(), force_terminal=True, width=Console().width)
-            console.print(self)
-            return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
-        return self.plain_text()
-
-    def __repr__(self) -> str:
-        return str(self)

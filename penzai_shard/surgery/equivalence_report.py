@@ -1,13 +1,9 @@
 """The result of holding an edited model against its original, as a short table."""
 
 import dataclasses
-import io
-import sys
-from typing import Any
 
 from penzai_shard.errors import ShardingError
-
-_HEADINGS = ("compared", "arrays", "worst at", "ulps", "relative", "allowed", "")
+from penzai_shard.text_tables import TextTable
 
 
 class NotEquivalentError(ShardingError):
@@ -72,7 +68,7 @@ class Divergence:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class EquivalenceReport:
+class EquivalenceReport(TextTable):
     """Whether an edited model computes what its original computes; ``print`` shows it as a table.
 
     It is true where it is ok.
@@ -82,6 +78,9 @@ class EquivalenceReport:
         divergence: The first layer that differs, if the outputs do and it could be found.
         notes: What else there is to know.
     """
+
+    headings = ("compared", "arrays", "worst at", "ulps", "relative", "allowed", "")
+    right_aligned = frozenset({"arrays", "ulps", "relative", "allowed"})
 
     comparisons: tuple[Comparison, ...]
     divergence: Divergence | None = None
@@ -130,7 +129,8 @@ class EquivalenceReport:
             "the edited model does not compute what the original computes:", problems
         )
 
-    def _rows(self) -> list[tuple[str, ...]]:
+    def text_rows(self) -> list[tuple[str, ...]]:
+        """One row per comparison."""
         return [
             (
                 comparison.what,
@@ -144,7 +144,8 @@ class EquivalenceReport:
             for comparison in self.comparisons
         ]
 
-    def _summary(self) -> list[str]:
+    def text_summary(self) -> list[str]:
+        """Problems, the first layer to differ, notes, and the verdict."""
         lines = [
             f"{comparison.what}: {problem}"
             for comparison in self.comparisons
@@ -155,44 +156,8 @@ class EquivalenceReport:
         lines += self.notes
         return [*lines, "equivalent" if self.ok else "NOT equivalent"]
 
-    def plain_text(self) -> str:
-        """The table as text without colours or control characters."""
-        rows = self._rows()
-        widths = [max(len(line[i]) for line in [_HEADINGS, *rows]) for i in range(len(_HEADINGS))]
-        ruled = tuple("-" * width for width in widths)
-        text = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in (_HEADINGS, ruled, *rows)
-        ]
-        return "\n".join([*text, *self._summary()])
-
-    def __rich__(self) -> Any:
-        """The table for rich's ``print`` and consoles."""
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(header_style="bold", box=None, pad_edge=False)
-        for heading in _HEADINGS:
-            right = heading in ("arrays", "ulps", "relative", "allowed")
-            table.add_column(
-                heading, justify="right" if right else "left", overflow="fold", no_wrap=right
-            )
-        for row, comparison in zip(self._rows(), self.comparisons, strict=True):
-            table.add_row(*map(Text, row[:-1]), Text(row[-1], "green" if comparison.ok else "red"))
-        return Group(table, *(Text(line) for line in self._summary()))
-
-    def __str__(self) -> str:
-        """Rich in a terminal where rich is installed, plain text otherwise."""
-        if sys.stdout.isatty():
-            try:
-                from rich.console import Console
-            except ModuleNotFoundError:
-                return self.plain_text()
-            console = Console(file=io.StringIO(), force_terminal=True, width=Console().width)
-            console.print(self)
-            return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
-        return self.plain_text()
-
-    def __repr__(self) -> str:
-        return str(self)
+    def style_of(self, row: int, heading: str) -> str:
+        """Green or red for the verdict."""
+        if heading:  # The verdict's column has none.
+            return ""
+        return "green" if self.comparisons[row].ok else "red"
