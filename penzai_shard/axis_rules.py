@@ -3,6 +3,7 @@
 Rules are data. They say nothing about any one array until they are asked for its spec.
 """
 
+import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -140,20 +141,14 @@ class AxisRules:
         return AxisRules.of(other) | self
 
     def __repr__(self) -> str:
-        if self.rules == (IdentityRule(),):
-            return "AxisRules()"
-        if all(isinstance(rule, NameRule) and not rule.yields for rule in self.rules):
-            pairs = [
-                f"({rule.logical_axis!r}, {mesh_axes_text(rule.mesh_axes)})"
-                for rule in self.rules
-                if isinstance(rule, NameRule)
-            ]
-            if len(pairs) > len(self._names):
-                return f"AxisRules([{', '.join(pairs)}])"
-            return (
-                "AxisRules({" + ", ".join(str(r).replace(" -> ", ": ") for r in self.rules) + "})"
+        """An expression that evaluates back with the public names alone."""
+        return (
+            " | ".join(
+                _run_expression(kind, list(run))
+                for kind, run in itertools.groupby(self.rules, _kind_of_run)
             )
-        return f"AxisRules.from_rules({list(self.rules)!r})"
+            or "AxisRules({})"
+        )
 
     @property
     def logical_axes(self) -> tuple[LogicalAxis, ...]:
@@ -326,3 +321,25 @@ def _read_rules(rules: Any) -> tuple[Rule, ...]:
             read.append(NameRule(logical, mesh_axes))
     raise_all(RuleTypeError, "these rules cannot be read:", problems)
     return tuple(read)
+
+
+def _kind_of_run(rule: Rule) -> Any:
+    """Rules next to each other of the same kind are written as one expression."""
+    if isinstance(rule, NameRule):
+        return ("preset", rule.mesh_axes) if rule.yields else "names"
+    return rule
+
+
+def _run_expression(kind: Any, run: list[Any]) -> str:
+    if isinstance(kind, IdentityRule):
+        return "AxisRules()"
+    if isinstance(kind, LargestDimensionRule):
+        return f"fully_sharded({mesh_axes_text(kind.mesh_axes)}, min_size={kind.min_size})"
+    names = [rule.logical_axis for rule in run]
+    if isinstance(kind, tuple):
+        return f"tensor_parallel({mesh_axes_text(kind[1])}, axes={tuple(names)!r})"
+    if len(set(names)) < len(names):
+        pairs = (f"({r.logical_axis!r}, {mesh_axes_text(r.mesh_axes)})" for r in run)
+        return f"AxisRules([{', '.join(pairs)}])"
+    pairs = (f"{r.logical_axis!r}: {mesh_axes_text(r.mesh_axes)}" for r in run)
+    return "AxisRules({" + ", ".join(pairs) + "})"

@@ -10,6 +10,7 @@ array from one to the other moves no data.
 import contextlib
 import functools
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,13 +40,19 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     >>> dict(make_mesh({"data": 4, "model": 2}).shape)
     {'data': 4, 'model': 2}
     """
+    if not isinstance(shape, Mapping) or not shape:
+        raise MeshError(
+            f"a mesh is made from the sizes of its mesh axes by name, not from {shape!r}. "
+            'Write for instance make_mesh({"data": 4, "model": 2}).'
+        )
     problems = [
         f"mesh axis {name!r}: its size must be a positive integer, not {size!r}."
         for name, size in shape.items()
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1
+        if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1
     ]
     if problems:
         raise MeshError("cannot make a mesh:", problems)
+    shape = {name: int(size) for name, size in shape.items()}
     available = list(jax.devices() if devices is None else devices)
     wanted = math.prod(shape.values())
     if wanted != len(available):

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from penzai import pz
 from penzai.core.variables import AbstractVariable, AbstractVariableValue, AutoStateVarLabel
 
-from penzai_shard.errors import MeshError
+from penzai_shard.errors import MeshError, ShardingError, raise_all
 from penzai_shard.initializer_splitting import run_split, split_initializer
 from penzai_shard.meshes import auto_twin, has_explicit_axes
 from penzai_shard.planning import OnUnnamed, make_plan, name_to_name_sharding
@@ -188,6 +188,10 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     Returns:
         The model. A parameter shared by several layers is one object in all of them.
 
+    Raises:
+        ShardingError: The initialiser left the places of parameters empty, as Penzai's do
+            without a key.
+
     >>> from penzai.models import simple_mlp
     >>> model = abstract_model(
     ...     simple_mlp.MLP.from_config,
@@ -213,7 +217,23 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     tree = jax.tree_util.tree_unflatten(
         treedef, [computed.get(index, struct) for index, struct in enumerate(leaves)]
     )
+    _refuse_empty_slots(tree)
     return _bind(tree["model"], tree["variables"], keep_frozen=_is_parameter_value)
+
+
+def _refuse_empty_slots(tree: dict[str, Any]) -> None:
+    filled = {value.get_slot() for value in tree["variables"]}
+    slots = pz.select(tree["model"]).at_instances_of(pz.ParameterSlot).get_sequence()
+    raise_all(
+        ShardingError,
+        "the initialiser left parameters without a value, so nothing is known of them:",
+        [
+            f"{slot.label}: its place is empty. Give the initialiser a key, for instance "
+            "init_base_rng=jax.random.key(0)."
+            for slot in dict.fromkeys(slots)
+            if slot not in filled
+        ],
+    )
 
 
 def _is_parameter_value(node: Any) -> bool:

@@ -11,7 +11,7 @@ from penzai import pz
 from penzai.models import simple_mlp
 from penzai.models.transformer.variants import llamalike_common
 
-from penzai_shard.errors import MeshError, PlanError
+from penzai_shard.errors import MeshError, PlanError, ShardingError
 from penzai_shard.initializer_splitting import run_split, split_initializer
 from penzai_shard.meshes import has_explicit_axes, make_mesh
 from penzai_shard.placement import abstract_model, initialize_parameters_sharded, sharded_init
@@ -631,3 +631,10 @@ def test_abstract_model_of_a_layer_stack_takes_no_memory_for_parameters():
     structs = jax.tree.leaves([p.value for p in parameters])
     assert structs
     assert all(isinstance(struct, jax.ShapeDtypeStruct) for struct in structs)
+
+
+def test_an_abstract_model_without_a_key_is_refused():
+    with pytest.raises(ShardingError, match=r"Linear.weights: its place is empty.*key"):
+        abstract_model(
+            simple_mlp.MLP.from_config, name="mlp", init_base_rng=None, feature_sizes=[4, 4]
+        )

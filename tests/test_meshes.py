@@ -90,3 +90,13 @@ def test_an_array_moves_onto_the_twin_without_being_copied():
     assert [s.data.unsafe_buffer_pointer() for s in moved.addressable_shards] == [
         s.data.unsafe_buffer_pointer() for s in x.addressable_shards
     ]
+
+
+def test_sizes_may_be_numpy_integers():
+    assert dict(make_mesh({"data": np.int64(8)}).shape) == {"data": 8}
+
+
+@pytest.mark.parametrize("shape", [[("data", 8)], {}, "data=8"])
+def test_what_is_no_mapping_of_sizes_is_refused(shape):
+    with pytest.raises(MeshError, match=r"sizes of its mesh axes by name, not from .*make_mesh\("):
+        make_mesh(shape)

@@ -28,7 +28,8 @@ from penzai_shard.planning import ShardingPlan, bytes_text, make_plan
 from penzai_shard.rule_presets import data_parallel, fully_sharded, tensor_parallel
 from penzai_shard.training import TrainState, build_train_step_fn, shard_batch, train_state_sharding
 
-BATCH_SIZE = 16
+# Rounded up to what both meshes divide.
+LEAST_BATCH_SIZE = 16
 CONTEXT = 64
 SAMPLE_LENGTH = 160
 PARAMETERS_FOLDER = "parameters"
@@ -48,6 +49,12 @@ class Layouts:
     restore_shape: dict[str, int]
     train_rules: AxisRules
     restore_rules: AxisRules
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size: at least what it should be, and divisible on both meshes."""
+        parts = math.lcm(self.train_shape["data"], self.restore_shape["data"])
+        return -(-LEAST_BATCH_SIZE // parts) * parts
 
     @classmethod
     def for_shape(cls, shape: dict[str, int]) -> "Layouts":
@@ -92,6 +99,10 @@ def run_demo(*, steps: int, shape: dict[str, int] | None, out: Path, seed: int) 
     abstract = abstract_model(build_model, seed)
     plan = make_plan(abstract, mesh, layouts.train_rules, on_unnamed="replicate")
     console.print(plan.table())
+    other_mesh = make_mesh(layouts.restore_shape, devices)
+    other_rules = layouts.restore_rules
+    # Refused here, if at all, and not after the training.
+    make_plan(abstract, other_mesh, other_rules, on_unnamed="replicate")
 
     _headline(console, "2. Initialise, each device its own part")
     start = time.perf_counter()
@@ -105,7 +116,7 @@ def run_demo(*, steps: int, shape: dict[str, int] | None, out: Path, seed: int) 
     console.print(f"{edits} constraints inserted, by selecting TransformerBlock")
 
     _headline(console, f"4. Train on Python's help pages ({len(corpus.training):,} bytes)")
-    state, history = _train(console, Jitted(edited), corpus, mesh, layouts.train_rules, steps, seed)
+    state, history = _train(console, Jitted(edited), corpus, mesh, layouts, steps, seed)
 
     _headline(console, "5. Save")
     trained = state.model
@@ -114,14 +125,17 @@ def run_demo(*, steps: int, shape: dict[str, int] | None, out: Path, seed: int) 
     console.print(f"{bytes_text(held)} in {out / PARAMETERS_FOLDER}")
 
     _headline(console, f"6. Restore onto {_mesh_text(layouts.restore_shape)} under other rules")
-    other_mesh = make_mesh(layouts.restore_shape, devices)
-    other_rules = layouts.restore_rules
     restored_bare = restore_params(out / PARAMETERS_FOLDER, abstract, other_mesh, other_rules)
     restored = Jitted(with_constraints(restored_bare, other_mesh)[0])
     console.print(str(other_rules))
 
     _headline(console, "7. Compare")
-    agreement = _compare(console, corpus, (trained, mesh), (restored, other_mesh))
+    agreement = _compare(
+        console,
+        corpus.held_out_batch(layouts.batch_size, CONTEXT + 1),
+        (trained, mesh),
+        (restored, other_mesh),
+    )
 
     _headline(console, "8. Sample from the restored model")
     line = _sample(restored, corpus, other_mesh, seed)
@@ -170,19 +184,19 @@ def _train(
     model: Any,
     corpus: Corpus,
     mesh: jax.sharding.Mesh,
-    rules: AxisRules,
+    layouts: Layouts,
     steps: int,
     seed: int,
 ) -> tuple[TrainState, list[float]]:
     schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, max(1, steps // 10), steps + 1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     state = TrainState.initial_state(model, optimizer, jax.random.key(seed))
-    shardings = train_state_sharding(state, mesh, rules)
+    shardings = train_state_sharding(state, mesh, layouts.train_rules)
     state = jax.device_put(state, shardings)
     step = build_train_step_fn(
         next_byte_loss, donate_params_and_state=True, train_state_shardings=shardings
     )
-    batches = corpus.batches(seed, BATCH_SIZE, CONTEXT + 1)
+    batches = corpus.batches(seed, layouts.batch_size, CONTEXT + 1)
     history: list[float] = []
     first, start = 0.0, time.perf_counter()
     columns = [
@@ -204,7 +218,9 @@ def _train(
                 # The first step compiles; the rate is that of the others.
                 first = time.perf_counter() - start
                 start = time.perf_counter()
-            rate = (done - 1) * BATCH_SIZE * CONTEXT / max(time.perf_counter() - start, 1e-9)
+            rate = (
+                (done - 1) * layouts.batch_size * CONTEXT / max(time.perf_counter() - start, 1e-9)
+            )
             progress.update(task, advance=1, loss=history[-1], rate=rate)
     entropy = corpus.unigram_entropy()
     last = float(np.mean(history[-10:]))
@@ -222,11 +238,10 @@ def _train(
 
 def _compare(
     console: Console,
-    corpus: Corpus,
+    held_out: pz.nx.NamedArray,
     trained: tuple[Any, jax.sharding.Mesh],
     restored: tuple[Any, jax.sharding.Mesh],
 ) -> dict[str, float]:
-    held_out = corpus.held_out_batch(BATCH_SIZE, CONTEXT + 1)
     losses = []
     for model, mesh in (trained, restored):
         tokens = shard_batch(held_out, mesh, data_parallel())

@@ -99,6 +99,10 @@ class Checkpointed(pz.nn.Layer):
         default=None, metadata={"pytree_node": False}
     )
 
+    def __post_init__(self) -> None:
+        """Refuses an unknown policy where it is written, not where the model runs."""
+        resolve_policy(self.policy)
+
     def __call__(self, argument: Any, /, **side_inputs: Any) -> Any:
         """Runs the layer under ``jax.checkpoint``.
 

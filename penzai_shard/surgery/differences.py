@@ -71,6 +71,8 @@ def difference(name: str, original: Any, edited: Any, group_scale: float = 0.0) 
     apart = np.abs(np.where(equal, 0, wide_one) - np.where(equal, 0, wide_other)).max()
     largest = np.abs(np.where(finite, wide_one, 0)).max()
     scale = max(float(largest), _SMALL_IN_GROUP * group_scale)
+    if not apart:
+        return Difference(name, ulps, 0.0)
     return Difference(name, ulps, float(apart) / scale if scale else float(np.inf))
 
 

@@ -427,13 +427,22 @@ def _caller(
     return lambda node, path: function(node, **options), True
 
 
+def _refuse_nothing(layer: Any) -> None:
+    if layer is None:
+        raise RuleTypeError(
+            "an edit's function gave None where a layer belongs. Return the layer from it."
+        )
+
+
 def _marked(layer: Any) -> Any:
     """A layer to insert; marked, as a copy, if it is not one of this library's."""
+    _refuse_nothing(layer)
     return layer if library_role(type(layer)) is not None else with_mark(layer, None)
 
 
 def _marked_wrapper(wrapper: Any, node: Any) -> Any:
     """A layer put around a node; marked if it is not this library's but holds it in a field."""
+    _refuse_nothing(wrapper)
     if wrapper is node or library_role(type(wrapper)) is not None:
         return wrapper
     if kind_of(wrapper).shape != STRUCT and not hasattr(wrapper, "__dict__"):

@@ -1,7 +1,8 @@
-"""Values as Python expressions that evaluate back, with this library's public names alone.
+"""Values as Python expressions that evaluate back, with this library's public names.
 
-Types and functions of other libraries are written as references, such as ``'pz.nn:Linear'``,
-which edits read wherever they take a type or function.
+Layers of Penzai need ``pz`` too, shardings ``jax``. Types and functions of other libraries are
+written as references, such as ``'pz.nn:Linear'``, which edits read wherever they take a type or
+function.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.surgery.references import reference_to
@@ -35,7 +36,17 @@ def expression(value: Any) -> str:
         case AxisRules():
             return repr(value)
         case Mesh() | AbstractMesh():
-            return f"make_mesh({dict(value.shape)!r})"
+            return _mesh_expression(value)
+        case NamedSharding():
+            spec = ", ".join(expression(entry) for entry in value.spec)
+            return (
+                f"jax.sharding.NamedSharding({expression(value.mesh)}, "
+                f"jax.sharding.PartitionSpec({spec}))"
+            )
+        case PartitionSpec():
+            return f"jax.sharding.PartitionSpec({', '.join(map(expression, value))})"
+        case float() if not np.isfinite(value):
+            return f"float({str(value)!r})"
         case dict() if type(value) is dict:
             items = (f"{expression(k)}: {expression(v)}" for k, v in value.items())
             return "{" + ", ".join(items) + "}"
@@ -63,13 +74,29 @@ def expression(value: Any) -> str:
         )
     if dataclasses.is_dataclass(value) and kind_of(value).shape == STRUCT:
         fields = [
-            f"{field.name}={expression(getattr(value, field.name))}"
+            f"{field.name}={_field_expression(getattr(value, field.name))}"
             for field in dataclasses.fields(value)
             if not _is_default(field, getattr(value, field.name))
         ]
         name = _constructor(type(value))
         return f"{name}({', '.join(fields)})"
     return repr(value)
+
+
+def _field_expression(value: Any) -> str:
+    """A value in a layer's field, which is not read as a reference."""
+    shown = expression(value)
+    reference = reference_to(value)
+    return shown if reference is None or shown != repr(reference) else reference.replace(":", ".")
+
+
+def _mesh_expression(mesh: Mesh | AbstractMesh) -> str:
+    """Auto axes as ``make_mesh`` makes them, others as JAX does."""
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return f"make_mesh({dict(mesh.shape)!r})"
+    types = ", ".join(f"jax.sharding.{kind}" for kind in mesh.axis_types)
+    sizes = tuple(mesh.shape.values())
+    return f"jax.make_mesh({sizes!r}, {tuple(mesh.shape)!r}, axis_types=({types},))"
 
 
 def _constructor(layer_type: type) -> str:

@@ -6,6 +6,7 @@ starts with ``$``: a type or function by name, a mesh by its axis sizes, a layer
 
 import dataclasses
 import json
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,12 +70,23 @@ def edits_from_json(text: str, mesh: Mesh | AbstractMesh | None) -> list[Edit]:
     reader = _Reader(mesh)
     edits: list[Edit] = []
     problems: list[str] = []
-    for number, written in enumerate(data.get("edits", []), 1):
+    if not isinstance(data.get("edits"), list):
+        raise RuleTypeError('this recipe has no list of "edits". Give the text of to_json().')
+    for number, written in enumerate(data["edits"], 1):
         try:
             edits.append(reader.edit(written))
-        except (RuleTypeError, KeyError, TypeError) as error:
-            told = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            problems.append(f"edit {number}: {told}")
+        except RuleTypeError as error:
+            problems.append(f"edit {number}: {error}")
+        except MeshError:
+            raise
+        except KeyError as error:
+            problems.append(f"edit {number}: {error} is missing.")
+        except Exception as error:
+            # Text that was changed by hand can be wrong in any way.
+            problems.append(
+                f"edit {number} is not as to_json() writes it: {error} "
+                f"({reprlib.repr(written)}). Write the recipe again."
+            )
     raise_all(RuleTypeError, "this recipe cannot be read:", problems)
     return edits
 
@@ -141,6 +153,7 @@ def _write(value: Any) -> Any:
                     "axes": list(map(list, value.shape.items())),
                     "types": [kind.name for kind in value.axis_types],
                     "abstract": isinstance(value, AbstractMesh),
+                    "devices": _own_devices(value),
                 }
             }
         case AxisRules():
@@ -172,6 +185,18 @@ def _write(value: Any) -> Any:
         f"{expression(value)} of type {type(value).__name__} has no form in JSON. "
         "Make it in a function of the layer, defined at the top level of a module."
     )
+
+
+def _own_devices(mesh: Mesh | AbstractMesh) -> list[int] | None:
+    """The ids of a mesh's devices, if they are not those, and in that order, of ``make_mesh``."""
+    if isinstance(mesh, AbstractMesh):
+        return None
+    try:
+        usual: Any = make_mesh(dict(mesh.shape)).devices.flat
+    except MeshError:
+        usual = ()
+    own = [device.id for device in mesh.devices.flat]
+    return None if own == [device.id for device in usual] else own
 
 
 def _has_own_memory(sharding: NamedSharding) -> bool:
@@ -270,6 +295,8 @@ class _Reader:
         types = tuple(AxisType[name] for name in written["types"])
         if written["abstract"]:
             return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
+        if written.get("devices") is not None:
+            return self._mesh_of_devices(written["devices"], axes, types)
         try:
             made = make_mesh(axes)
         except MeshError as error:
@@ -278,3 +305,16 @@ class _Reader:
                 "Recipe.from_json(text, mesh=mesh)."
             ) from None
         return made if made.axis_types == types else Mesh(made.devices, made.axis_names, types)
+
+    def _mesh_of_devices(
+        self, ids: list[int], axes: dict[str, int], types: tuple[AxisType, ...]
+    ) -> Mesh:
+        devices = {device.id: device for device in jax.devices()}
+        missing = [number for number in ids if number not in devices]
+        if missing:
+            raise MeshError(
+                f"the recipe's mesh has the devices {ids}, and there are none here with the ids "
+                f"{missing}. Give the recipe another mesh: Recipe.from_json(text, mesh=mesh)."
+            )
+        ordered = np.array([devices[number] for number in ids]).reshape(tuple(axes.values()))
+        return Mesh(ordered, tuple(axes), axis_types=types)

@@ -83,25 +83,31 @@ def reference_to(value: Any) -> str | None:
         return None
     qualname = getattr(value, "__qualname__", None)
     module = getattr(value, "__module__", None)
-    if isinstance(value, types.MethodType) and not isinstance(value.__self__, type):
-        return None
-    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType):
-        if isinstance(value, types.MethodType):
-            module = value.__self__.__module__
-        candidates = []
-        if module is not None and qualname is not None:
-            root = module.partition(".")[0]
-            if root == _LIBRARY:
-                candidates += [f"{_LIBRARY}:{qualname}", f"{_LIBRARY}.layers:{qualname}"]
-            if root == "penzai" and qualname in dir(pz.nn):
-                candidates.append(f"pz.nn:{qualname}")
-            # What a script or notebook defines has a name that no other process can import.
-            if module != "__main__":
-                candidates.append(f"{module}:{qualname}")
-        for candidate in candidates:
+    if isinstance(value, types.MethodType):
+        if not isinstance(value.__self__, type):
+            return None
+        module = value.__self__.__module__
+    if isinstance(qualname, str) and isinstance(module, str):
+        for candidate in _candidates(module, qualname):
             if is_reference(candidate) and _resolves_to(candidate, value):
                 return candidate
     return _policy_reference(value)
+
+
+def _candidates(module: str, qualname: str) -> list[str]:
+    """References that an object may have, those of public modules first."""
+    root = module.partition(".")[0]
+    candidates = []
+    if root == _LIBRARY:
+        candidates += [f"{_LIBRARY}:{qualname}", f"{_LIBRARY}.layers:{qualname}"]
+    if root == "penzai" and qualname in dir(pz.nn):
+        candidates.append(f"pz.nn:{qualname}")
+    if root == "jax":
+        candidates += [f"{public}:{qualname}" for public in ("jax.numpy", "jax.nn", "jax.lax")]
+    # What a script or notebook defines has a name that no other process can import.
+    if module != "__main__":
+        candidates.append(f"{module}:{qualname}")
+    return candidates
 
 
 def _resolves_to(reference: str, value: Any) -> bool:

@@ -359,3 +359,10 @@ class TestDifferences:
 def test_a_layer_may_be_compared_alone():
     layer = linear("w")
     assert check_equivalent(layer, InPrecision(layer, "float32"), features())
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_models_that_give_no_finite_number_alike_are_equivalent(value):
+    linear = pz.nn.Linear.from_config("w", jax.random.key(0), {"a": 4}, {"b": 4})
+    model = pz.nn.Sequential([linear, pz.nn.Elementwise(lambda x: jnp.full_like(x, value))])
+    assert check_equivalent(model, jit_root().apply(model), pz.nx.ones({"a": 4}))

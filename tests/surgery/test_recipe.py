@@ -201,7 +201,7 @@ class TestJson:
         )
         assert "Did you mean 'Jitted'?" in name
         assert "has no known form" in form
-        assert missing == "edit 4: 'where' is missing"
+        assert missing == "edit 4: 'where' is missing."
 
 
 class TestReport:
@@ -265,3 +265,70 @@ def test_what_a_script_defines_itself_is_not_written_as_json(monkeypatch):
     assert repr(recipe) == "Recipe(replace('pz.nn:Linear', mine))"
     with pytest.raises(RuleTypeError, match="cannot be written as JSON"):
         recipe.to_json()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        insert_after(Block, ConstrainShardingByName(MESH, penzai_shard.tensor_parallel())),
+        insert_after(
+            Block,
+            ConstrainShardingByName(
+                MESH, penzai_shard.data_parallel() | fully_sharded(("data", "model"), min_size=64)
+            ),
+        ),
+        insert_after(Block, ConstrainShardingByName(MESH, AxisRules() | {"a": None})),
+        insert_after(Block, ConstrainSharding(NamedSharding(MESH, PartitionSpec(None, "data")))),
+        insert_after(Block, ConstrainShardingByName(jax.make_mesh((8,), ("data",)))),
+        insert_after(Block, pz.nn.Elementwise(jnp.tanh)),
+        insert_after(Block, pz.nn.Elementwise(jax.nn.silu)),
+        insert_after(Block, pz.nn.ConstantRescale(by=float("inf"))),
+    ],
+    ids=lambda edit: repr(edit)[:60],
+)
+def test_what_users_write_evaluates_back_and_goes_through_json(edit):
+    recipe = Recipe(edit)
+    assert eval(repr(recipe), {**PUBLIC, "jax": jax}) == recipe
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+def test_the_devices_of_a_mesh_and_their_order_are_kept_in_json():
+    turned = jax.sharding.Mesh(MESH.devices[::-1], MESH.axis_names, axis_types=MESH.axis_types)
+    some = make_mesh({"data": 2}, jax.devices()[2:4])
+    for mesh in (turned, some):
+        recipe = Recipe(insert_after(Block, ConstrainShardingByName(mesh)))
+        (edit,) = Recipe.from_json(recipe.to_json())
+        assert edit.what.mesh == mesh
+    elsewhere = recipe.to_json().replace("3\n", "99\n")
+    with pytest.raises(MeshError, match=r"none here with the ids \[99\].*from_json\(text, mesh"):
+        Recipe.from_json(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"edits": 5}, 'has no list of "edits"'),
+        ({}, 'has no list of "edits"'),
+        ({"edits": [5]}, r"edit 1 is not as to_json\(\) writes it"),
+        (
+            {"edits": [{"edit": "wrap", "where": {"root": True}, "what": {"$mesh": 3}}]},
+            r"edit 1 is not as to_json\(\) writes it",
+        ),
+        ({"edits": [{"edit": "wrap", "where": {"root": True}}]}, "edit 1: 'what' is missing"),
+    ],
+)
+def test_text_that_was_changed_by_hand_is_refused(change, told):
+    text = json.dumps({"format": "penzai_shard recipe", "version": 1, **change})
+    with pytest.raises(RuleTypeError, match=told):
+        Recipe.from_json(text)
+
+
+@pytest.mark.parametrize("make", [wrap, insert_after])
+def test_a_function_that_gives_no_layer_is_refused(make):
+    with pytest.raises(RuleTypeError, match="gave None where a layer belongs"):
+        Recipe(make(pz.nn.Linear, lambda layer: None)).apply(mlp(1))
+
+
+def test_a_slip_in_a_policy_is_told_when_the_recipe_is_applied():
+    with pytest.raises(RuleTypeError, match="dots"):
+        Recipe(wrap(pz.nn.Linear, Checkpointed, policy="dot")).apply(mlp(1))
