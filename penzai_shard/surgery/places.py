@@ -1,5 +1,6 @@
 """Where an edit applies: by type, predicate, path pattern or root, narrowed by what is around."""
 
+import abc
 import dataclasses
 import inspect
 import reprlib
@@ -184,7 +185,7 @@ def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
-class Tracker:
+class Tracker(abc.ABC):
     """Follows one place down a tree.
 
     A tracker with ``has_state`` is given a state for each node, made from its parent's; None as
@@ -193,9 +194,9 @@ class Tracker:
 
     has_state = False
 
+    @abc.abstractmethod
     def decide(self, node_type: type, is_layer: bool) -> bool | None:
         """Whether nodes of a type match, where the type alone tells; None where it does not."""
-        raise NotImplementedError
 
     def root(self, node: Any) -> Any:
         """The state of the root."""

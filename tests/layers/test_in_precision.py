@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from penzai import pz
+from penzai.deprecated.v1 import pz as v1
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import Checkpointed, InPrecision, Jitted, RolledLayerStack
@@ -283,7 +284,6 @@ def test_explicit_meshes_come_out_on_the_auto_twin():
 
 
 def test_the_first_api_s_models_are_cast_and_their_norms_kept():
-    v1 = pytest.importorskip("penzai.deprecated.v1.pz")
     norm = v1.nn.LayerNorm.from_config(across_axes={"embedding": 8})
     model = v1.nn.initialize_parameters(norm, jax.random.key(0))
     assert is_sensitive(model)
