@@ -177,7 +177,7 @@ def measure(layout: str, blocks: int, embedding: int, batch: int, rounds: int) -
     raw_x = named_x.data_array
     slots, variables = pz.unbind_params(edited(model, mesh, layout, embedding))
     for variable in variables:
-        whole = layout == "fsdp" and variable.value.data_array.size <= embedding
+        whole = variable.value.data_array.size <= embedding
         rules = {} if whole else RULES
         variable.value = name_to_name_device_put(variable.value, mesh, rules)
     parameters = tuple(variable.freeze() for variable in variables)
