@@ -229,7 +229,9 @@ def insert_before(
     """Puts a layer before the layers at a place.
 
     In a list of ``sublayers`` it goes into the list. Elsewhere an ``InsertedSequence``, a
-    ``pz.nn.Sequential`` that ``strip`` knows, takes the place of the layer.
+    ``pz.nn.Sequential`` that ``strip`` knows, takes the place of the layer. A layer of Penzai's
+    or of your own goes in as a copy that equals it and is an instance of its class, of a subclass
+    by which ``strip`` knows it.
 
     Args:
         where: As in ``wrap``.

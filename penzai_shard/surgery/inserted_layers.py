@@ -2,7 +2,7 @@
 
 Layers of this library are known by their type, so that they come off whoever put them in, and
 also from a model that was rebuilt, trained or loaded. Layers of somebody else's that a recipe put
-in carry a mark instead, which lasts as long as the object.
+in carry a mark instead: Penzai's as their class, which lasts, others as long as the object.
 """
 
 import dataclasses

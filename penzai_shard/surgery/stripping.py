@@ -153,9 +153,9 @@ def strip(model: Any, layers: Any = None) -> Any:
 
     Layers of this library are known by their types, whoever put them in. Layers of somebody
     else's come off if a recipe inserted them, or put them around a layer that they hold in a
-    field; that is known as long as the model is made of the objects that the recipe gave, and
-    lost when it is rebuilt by ``jax.tree.map`` or loaded. Name their types then. What ``replace``
-    put in stays, apart from ``RolledLayerStack``.
+    field. Of Penzai's classes that is known for good, also after training, placing or
+    ``jax.tree.map``; of other classes (Equinox modules, say) until the tree is rebuilt: name
+    their types then. What ``replace`` put in stays, apart from ``RolledLayerStack``.
 
     Args:
         model: The model; it stays as it is.

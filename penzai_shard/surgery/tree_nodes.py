@@ -12,7 +12,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-from penzai.core.struct import Struct, is_pytree_dataclass_type, is_pytree_node_field
+from penzai.core.struct import (
+    Struct,
+    is_pytree_dataclass_type,
+    is_pytree_node_field,
+    pytree_dataclass,
+)
 from penzai.core.variables import AbstractVariable
 
 from penzai_shard.tree_paths import key_text
@@ -27,11 +32,13 @@ OTHER = "other"
 _BUILTIN_SHAPES: dict[type, str] = {list: LIST, tuple: TUPLE, dict: DICT}
 
 PUT_IN_MARK = "_put_in_by_recipe"
-"""Entry in the ``__dict__`` of a layer of somebody else's that a recipe put in.
+"""Attribute of a layer of somebody else's that a recipe put in.
 
-It is no field, so values, structure and ``==`` do not know it. It holds the name of the field
-with the layer's former self (``sublayers`` where that is one in a list of layers), or None if the
-layer is to be removed as a whole.
+It holds the name of the field with the layer's former self (``sublayers`` where that is one in a
+list of layers), or None if the layer is to be removed as a whole. It is no field, so ``==`` does
+not know it. Penzai's classes have it on a subclass made for it, which every rebuilding of the tree
+keeps (training, placing, ``jax.tree.map``); objects of other classes have it themselves, and lose
+it then.
 """
 
 Keys = Sequence[Any]
@@ -157,17 +164,16 @@ def with_fields(node: Any, changes: Mapping[str, Any]) -> Any:
         return made
     for name in kept:
         attributes[name] = changes[name] if name in changes else getattr(node, name)
-    if PUT_IN_MARK in old:
-        attributes[PUT_IN_MARK] = old[PUT_IN_MARK]
     return made
 
 
 def mark_of(node: Any) -> tuple[bool, str | None]:
     """Whether a recipe put this node in, and the field that holds its former self, if any."""
-    attributes = getattr(node, "__dict__", None)
-    if not isinstance(attributes, dict) or PUT_IN_MARK not in attributes:
-        return False, None
-    return True, attributes[PUT_IN_MARK]
+    attributes = vars(type(node))
+    if PUT_IN_MARK not in attributes:
+        own = getattr(node, "__dict__", None)
+        attributes = own if isinstance(own, dict) else {}
+    return (True, attributes[PUT_IN_MARK]) if PUT_IN_MARK in attributes else (False, None)
 
 
 def with_mark(node: Any, field: str | None) -> Any:
@@ -180,18 +186,47 @@ def with_mark(node: Any, field: str | None) -> Any:
     Returns:
         The copy; the object itself if it is of a kind that cannot carry the mark.
     """
-    if kind_of(node).shape not in (STRUCT, OTHER) or not isinstance(
-        getattr(node, "__dict__", None), dict
-    ):
+    shape = kind_of(node).shape
+    if shape not in (STRUCT, OTHER) or not isinstance(getattr(node, "__dict__", None), dict):
         return node
+    if shape == STRUCT:
+        return _copied(node, _marked_type(_unmarked_type(node), field))
     made = object.__new__(type(node))
-    made.__dict__.update(with_fields(node, {}).__dict__ if _is_struct(node) else node.__dict__)
+    made.__dict__.update(node.__dict__)
     made.__dict__[PUT_IN_MARK] = field
     return made
 
 
-def _is_struct(node: Any) -> bool:
-    return kind_of(node).shape == STRUCT
+def _copied(node: Any, node_type: type) -> Any:
+    """A node of one of Penzai's classes as one of another class with the same fields."""
+    made: Any = object.__new__(node_type)
+    made.__dict__.update((name, getattr(node, name)) for name in kind_of(node).kept)
+    return made
+
+
+def _unmarked_type(node: Any) -> type:
+    node_type = type(node)
+    return node_type.__base__ if PUT_IN_MARK in vars(node_type) else node_type  # type: ignore[return-value]
+
+
+@functools.cache
+def _marked_type(node_type: Any, field: str | None) -> type:
+    """A subclass that carries a mark, and is its base class to users in all else."""
+
+    def equal(self: Any, other: Any) -> Any:
+        if not isinstance(other, node_type) or _unmarked_type(other) is not node_type:
+            return NotImplemented
+        return _copied(self, node_type) == _copied(other, node_type)
+
+    def reduce(self: Any) -> Any:
+        return with_mark, (_copied(self, node_type), field)
+
+    names = ("__module__", "__qualname__", "__doc__", "__hash__")
+    body = {name: getattr(node_type, name) for name in names}
+    body |= {PUT_IN_MARK: field, "__eq__": equal, "__reduce__": reduce, "__annotations__": {}}
+    made = type(node_type)(node_type.__name__, (node_type,), body)
+    inherits = bool(dataclasses.fields(node_type))
+    return pytree_dataclass(made, init=False, eq=False, has_implicitly_inherited_fields=inherits)
 
 
 def _with_mark_of(node: Any, made: Any) -> Any:

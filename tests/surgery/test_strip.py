@@ -2,16 +2,25 @@
 
 import copy
 import itertools
+import pickle
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+import treescope
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penzai import pz
 from penzai.toolshed import save_intermediates
 
-from penzai_shard import make_mesh
+from penzai_shard import (
+    TrainState,
+    make_mesh,
+    name_to_name_device_put,
+    param_dict,
+    with_params,
+)
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import Checkpointed, ConstrainShardingByName, Jitted, Scoped
 from penzai_shard.surgery import (
@@ -243,12 +252,13 @@ def test_the_layer_that_was_given_is_not_marked():
     assert strip(pz.nn.Sequential([layer])) == pz.nn.Sequential([layer])
 
 
-def test_layers_of_others_in_a_rebuilt_model_come_off_by_name():
+def test_layers_of_others_come_off_by_name_too():
     model = mlp(1)
     edited = Recipe(insert_after(Block, pz.nn.Identity())).apply(model)
     rebuilt = jax.tree.map(lambda leaf: leaf, edited)
-    assert strip(rebuilt) == rebuilt
+    assert strip(rebuilt) == model
     assert strip(rebuilt, layers=pz.nn.Identity) == model
+    assert strip(rebuilt, layers=Checkpointed) == rebuilt
 
 
 def test_what_was_replaced_stays():
@@ -262,3 +272,48 @@ def test_layers_are_types():
         strip(mlp(1), layers=pz.nn.Identity())
     with pytest.raises(RuleTypeError, match="takes layer types, not 'Jitted'"):
         strip(mlp(1), layers="Jitted")
+
+
+@pytest.mark.parametrize(
+    "rebuild",
+    [
+        lambda model: jax.tree.map(lambda leaf: leaf, model),
+        lambda model: pz.bind_variables(*pz.unbind_variables(model)),
+        lambda model: pz.select(model).at_instances_of(Block).apply(Checkpointed),
+        lambda model: with_params(model, param_dict(model)),
+        lambda model: name_to_name_device_put(model, MESH, {}),
+        lambda model: TrainState.initial_state(model, optax.sgd(0.1), jax.random.key(0)).model,
+    ],
+    ids=["tree map", "bind", "selector", "with_params", "placed", "train state"],
+)
+def test_layers_of_somebody_else_s_come_off_a_model_that_was_rebuilt(rebuild):
+    model = mlp(2)
+    recipe = Recipe(
+        insert_after(pz.nn.Linear, pz.nn.Identity()),
+        insert_before(Block, lambda layer: pz.nn.ConstantRescale(by=1.0)),
+        wrap(Block, lambda layer: pz.nn.Sequential([layer, pz.nn.Identity()])),
+        insert_after("**/delta", pz.nn.Identity()),
+    )
+    edited = recipe.apply(model)
+    assert pz.select(edited).at_instances_of(pz.nn.Identity).count() > 4
+    unbound = pz.unbind_variables(strip(rebuild(edited)))[0]
+    assert unbound == pz.unbind_variables(model)[0]
+    assert jax.tree.structure(unbound) == jax.tree.structure(pz.unbind_variables(model)[0])
+
+
+def test_an_inserted_layer_is_what_was_given_to_all_who_look():
+    layer = pz.nn.ConstantRescale(by=2.0)
+    inserted = Recipe(insert_after(pz.nn.Linear, layer)).apply(mlp(1))
+    (found,) = pz.select(inserted).at_instances_of(pz.nn.ConstantRescale).get_sequence()[:1]
+    assert found == layer
+    assert layer == found
+    assert hash(found) == hash(layer)
+    assert repr(found) == repr(layer)
+    assert treescope.render_to_text(found) == treescope.render_to_text(layer)
+    assert found(3.0) == layer(3.0)
+
+
+def test_an_inserted_layer_that_was_pickled_comes_off():
+    model = pz.nn.Sequential([pz.nn.Identity()])
+    edited = Recipe(insert_after(pz.nn.Identity, pz.nn.ConstantRescale(by=2.0))).apply(model)
+    assert strip(pickle.loads(pickle.dumps(edited))) == model
