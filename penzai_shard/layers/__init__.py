@@ -8,6 +8,7 @@ from penzai_shard.layers.jitted import Jitted
 from penzai_shard.layers.rolled_layer_stack import LayerStackError, RolledLayerStack
 from penzai_shard.layers.scoped import Scoped
 from penzai_shard.layers.shard_mapped import ManualRegionError, ShardMapped
+from penzai_shard.layers.wrapper_layer import WrapperLayer
 
 __all__ = [
     "Checkpointed",
@@ -20,6 +21,7 @@ __all__ = [
     "RolledLayerStack",
     "Scoped",
     "ShardMapped",
+    "WrapperLayer",
     "clear_compiled_structures",
     "resolve_policy",
 ]

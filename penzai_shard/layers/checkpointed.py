@@ -10,6 +10,7 @@ from penzai import pz
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.remat_policies import POLICIES, named_policy
+from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import auto_context, onto_auto_twin
 from penzai_shard.named_leaves import is_array_like
 
@@ -73,7 +74,7 @@ def _without_fixed_leaves(arguments: tuple[Any, ...]) -> tuple[Callable[..., Any
 
 
 @pz.pytree_dataclass
-class Checkpointed(pz.nn.Layer):
+class Checkpointed(WrapperLayer):
     """Wraps a layer so that its intermediates are computed again in the backward pass.
 
     Output, gradients, parameter names and the updates of state variables stay those of the

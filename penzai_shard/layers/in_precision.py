@@ -17,6 +17,7 @@ from penzai import pz
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import variable_threading
+from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import auto_context, onto_auto_twin
 
 SENSITIVE_LAYERS: tuple[type, ...] = (
@@ -54,7 +55,7 @@ def is_sensitive(layer: Any) -> bool:
 
 
 @pz.pytree_dataclass
-class InPrecision(pz.nn.Layer):
+class InPrecision(WrapperLayer):
     """Wraps a layer so that it computes in another precision.
 
     The argument, the side inputs and the parameters are cast on the way in, and the output is
@@ -141,7 +142,7 @@ class InPrecision(pz.nn.Layer):
 
 
 @pz.pytree_dataclass
-class _Kept(pz.nn.Layer):
+class _Kept(WrapperLayer):
     """A layer that is computed in another dtype than those around it.
 
     Attributes:

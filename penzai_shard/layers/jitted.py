@@ -9,6 +9,7 @@ from penzai import pz
 
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.model_reading import Inputs, ModelReading
+from penzai_shard.layers.wrapper_layer import WrapperLayer
 
 _READING = "_model_reading"
 # Arguments of these types hold no variable.
@@ -16,7 +17,7 @@ _PLAIN_ARGUMENTS = (pz.nx.NamedArray, jax.Array, np.ndarray)
 
 
 @pz.pytree_dataclass
-class Jitted(pz.nn.Layer):
+class Jitted(WrapperLayer):
     """Wraps a layer so that every call of it runs compiled.
 
     Output, gradients, parameter names and the updates of variables stay those of the wrapped

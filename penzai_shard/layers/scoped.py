@@ -6,11 +6,12 @@ from typing import Any
 import jax
 from penzai import pz
 
+from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import auto_context
 
 
 @pz.pytree_dataclass
-class Scoped(pz.nn.Layer):
+class Scoped(WrapperLayer):
     """Wraps a layer so that its operations carry a name.
 
     The name shows in the profiler, in jaxprs and in the metadata of compiled operations, those

@@ -22,6 +22,7 @@ from penzai_shard.layers import variable_threading
 from penzai_shard.layers.manual_region import Region, manual_axes
 from penzai_shard.layers.region_boundary import take_apart
 from penzai_shard.layers.region_call import ManualRegionError, RegionCall
+from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, onto_auto_twin
 from penzai_shard.rule_kinds import nearest_name
 
@@ -29,7 +30,7 @@ __all__ = ["ManualRegionError", "ShardMapped"]
 
 
 @pz.pytree_dataclass
-class ShardMapped(pz.nn.Layer):
+class ShardMapped(WrapperLayer):
     """Wraps a layer so that it runs per device under ``jax.shard_map``, as FSDP does.
 
     Every parameter is gathered where it is used, over the mesh axes that ``parameter_rules``

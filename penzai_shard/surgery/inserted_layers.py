@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from penzai import pz
 
-from penzai_shard.layers import RolledLayerStack
+from penzai_shard.layers import RolledLayerStack, WrapperLayer
 from penzai_shard.surgery.tree_nodes import kind_of, mark_of
 
 Role = Literal["wrapper", "passer", "sequence", "rolled"]
@@ -71,6 +71,8 @@ def _library_role(node_type: Hashable) -> Role | None:
     if issubclass(node_type, RolledLayerStack):
         return "rolled"
     for base in node_type.__mro__:
+        if base is WrapperLayer:
+            return "wrapper"
         if base.__module__.startswith(_LAYERS_MODULE) and issubclass(base, pz.nn.Layer):
             return (
                 "wrapper"

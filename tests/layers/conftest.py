@@ -55,7 +55,7 @@ def counting_mlp() -> Any:
     return pz.nn.Sequential([*mlp().sublayers, counter()])
 
 
-def llama() -> Any:
+def llama(use_layer_stack: bool = False) -> Any:
     return llamalike_common.build_llamalike_transformer(
         llamalike_common.LlamalikeTransformerConfig(
             num_kv_heads=2,
@@ -67,6 +67,7 @@ def llama() -> Any:
             vocab_size=16,
             mlp_variant="swiglu",
             tie_embedder_and_logits=False,
+            use_layer_stack=use_layer_stack,
         ),
         init_base_rng=jax.random.key(0),
         name="transformer",
