@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices for every test, chosen before JAX starts."""
+"""Eight simulated CPU devices for every test, chosen before JAX starts; tables 100 wide."""
 
 import os
 
@@ -14,3 +14,5 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# The width of every table and console that is not given one, whatever terminal the tests run in.
+os.environ["COLUMNS"] = "100"

@@ -25,9 +25,11 @@ from penzai_shard.rule_kinds import (
     mesh_shape_of,
     nearest_name,
 )
+from penzai_shard.rule_table import RuleTable
+from penzai_shard.text_tables import NotebookView
 
 
-class AxisRules:
+class AxisRules(NotebookView):
     """Which logical axis goes to which mesh axis; immutable and hashable.
 
     Rules are built from a mapping; from ordered pairs, in which the same logical axis may come
@@ -149,6 +151,10 @@ class AxisRules:
             )
             or "AxisRules({})"
         )
+
+    def notebook_table(self) -> RuleTable:
+        """The rules as a table."""
+        return RuleTable(self.rules, repr(self))
 
     @property
     def logical_axes(self) -> tuple[LogicalAxis, ...]:

@@ -1,26 +1,46 @@
 """The errors that this library raises, and the one form their messages have.
 
 Every error collects all offenders and is raised once. Each offender is one line that names the
-path, the logical axis, the sizes, the rule, and a fix that can be pasted.
+path, the logical axis, the sizes, the rule, and a fix that can be pasted. In the message, lines
+that differ only in the numbers of their paths, as those of equal blocks do, are one line.
 """
 
 import importlib
+import itertools
+import re
 import types
 from collections.abc import Sequence
+
+# A message has at most so many lines of problems.
+SHOWN_PROBLEMS = 38
+
+# Fewer lines alike than this are easier to read one by one.
+FEWEST_ALIKE = 3
+
+_NUMBER = re.compile(r"\d+")
+# A path in the middle of a message: words with slashes or dots between them.
+_PATH = re.compile(r"[\w\[\]]*[A-Za-z_][\w\[\]]*(?:[./][\w\[\]-]+)+")
 
 
 class ShardingError(ValueError):
     """Base of every error that this library raises about a layout.
 
+    The message shows offenders alike as one line, and at most about 40 lines.
+
     Attributes:
-        problems: One line per offender, in the order in which they were found.
+        problems: One line per offender, all of them, in the order in which they were found.
     """
 
     problems: tuple[str, ...]
 
     def __init__(self, headline: str, problems: Sequence[str] = ()) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join([headline, *(f"  {problem}" for problem in self.problems)]))
+        lines = grouped_problems(self.problems)
+        if len(lines) > SHOWN_PROBLEMS:
+            hidden = sum(count for _, count in lines[SHOWN_PROBLEMS:])
+            last = f"and {hidden:,} more; all are in error.problems"
+            lines = [*lines[:SHOWN_PROBLEMS], (last, hidden)]
+        super().__init__("\n".join([headline, *(f"  {line}" for line, _ in lines)]))
 
 
 class RuleTypeError(ShardingError, TypeError):
@@ -49,6 +69,70 @@ class MissingExtraError(ImportError):
 
 class ShardingWarning(UserWarning):
     """Something is allowed but looks like a mistake, such as a rule one letter off a name."""
+
+
+def grouped_problems(problems: Sequence[str]) -> list[tuple[str, int]]:
+    """Problems for people: those that differ only in the numbers of their paths are one line.
+
+    Args:
+        problems: Lines of the form ``path: what is wrong``.
+
+    Returns:
+        Lines, each with how many problems it stands for, in the order of the first of each.
+        Three or more alike are one line, in which a number that differs is written ``*``.
+
+    >>> grouped_problems([f"block_{i}/up: does not divide." for i in (0, 1, 2, 5)] + ["b: no."])
+    [('block_*/up (4 times, * = 0-2, 5): does not divide.', 4), ('b: no.', 1)]
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for problem in problems:
+        groups.setdefault(_alike(problem), []).append(problem)
+    lines: list[tuple[str, int]] = []
+    for (_, rest), members in groups.items():
+        if len(members) < FEWEST_ALIKE:
+            lines += [(member, 1) for member in members]
+        else:
+            lines.append((_group_line(rest, members), len(members)))
+    return lines
+
+
+def _alike(problem: str) -> tuple[str, str]:
+    """What problems of one group have in common: the path without numbers, and the rest."""
+    path, found, rest = problem.partition(": ")
+    if not found:
+        return problem, ""
+    # What a message repeats of its path, such as a name nearly the same, is folded with it.
+    numbers = set(_NUMBER.findall(path))
+
+    def folded(match: re.Match[str]) -> str:
+        return _NUMBER.sub(lambda n: "*" if n.group() in numbers else n.group(), match.group())
+
+    return _NUMBER.sub("*", path), _PATH.sub(folded, rest)
+
+
+def _group_line(rest: str, members: Sequence[str]) -> str:
+    if not rest:
+        return f"{members[0]} ({len(members)} times)"
+    paths = [member.partition(": ")[0] for member in members]
+    columns = list(zip(*(map(int, _NUMBER.findall(path)) for path in paths), strict=True))
+    varying = {column for column in columns if len(set(column)) > 1}
+    kept = iter(columns)
+    path = _NUMBER.sub(lambda n: "*" if next(kept) in varying else n.group(), paths[0])
+    told = f"{len(members)} times"
+    if len(varying) == 1:
+        told += f", * = {_ranges(sorted(set(*varying)))}"
+    return f"{path} ({told}): {rest}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-2, 5`` for 0, 1, 2, 5; only the ends where there are many gaps."""
+    runs = [
+        [number for _, number in run]
+        for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ]
+    if len(runs) > 6:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def raise_all(error: type[ShardingError], headline: str, problems: Sequence[str]) -> None:

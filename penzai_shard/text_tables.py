@@ -1,30 +1,105 @@
-"""Tables for people: rich in a terminal where rich is installed, plain text anywhere else."""
+"""Tables for people: plain text of any width, colours through rich, HTML in notebooks.
+
+One layout serves text and rich. It breaks lines at spaces, and paths after a slash, never within a
+word. Where a table is too wide for that, each row starts with its first cell on a line of its own.
+"""
 
 import abc
-import io
-import sys
-from collections.abc import Iterator, Sequence
+import html
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
+# Where there is no terminal to ask, as in a pipe.
+PLAIN_WIDTH = 100
+# A table in a notebook shows at most so many rows; its text shows them all.
+NOTEBOOK_ROWS = 250
 
-class TextTable(abc.ABC):
-    """A value that prints as a table with lines below it.
+Segments = list[tuple[str, str]]
+"""One line: pieces of text, each with its rich style."""
+
+_GAP = "  "
+_INDENT = "    "
+_WORDS = re.compile(r"\S+\s*|\s+")
+_PATH_PARTS = re.compile(r"[^\s/]*/|[^\s/]+|\s+")
+# Middle tones, to be read on light and on dark pages.
+_HTML_STYLES = {"green": "color:#2a9d4a", "red": "color:#e5484d", "bold": "font-weight:600"}
+_CSS = (
+    ".pzs-table{border-collapse:collapse;font-size:90%;margin:.3em 0}"
+    "table.pzs-table th,table.pzs-table td{text-align:left;vertical-align:top;padding:.15em .7em;"
+    "background:none;color:inherit;border:0;border-bottom:1px solid rgba(128,128,128,.3);"
+    "max-width:34em;white-space:normal;word-break:normal;overflow-wrap:normal}"
+    "table.pzs-table .r{text-align:right;font-variant-numeric:tabular-nums}"
+    "table.pzs-table .n{white-space:nowrap}"
+)
+
+
+class NotebookView(abc.ABC):
+    """A value that a notebook shows as a table, its verdict first.
+
+    Jupyter takes ``_repr_html_``, with treescope as the default renderer and without it; inside
+    another value that treescope renders, the verdict stands for the table, which unfolds.
+    """
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def notebook_table(self) -> "TextTable":
+        """The table to show."""
+
+    def _repr_html_(self) -> str:
+        return self.notebook_table().html()
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        """The verdict, and under it the text of the table."""
+        del subtree_renderer
+        from treescope import rendering_parts
+
+        table = self.notebook_table()
+        first = table.text_verdict() or " | ".join(table.headings)
+        return rendering_parts.build_foldable_tree_node_from_children(
+            prefix=rendering_parts.text(f"<{type(self).__name__}: {printable(first)}"),
+            children=[rendering_parts.text(line) for line in table.plain_text().splitlines()[1:]],
+            suffix=rendering_parts.text(">"),
+            path=path,
+        )
+
+
+class TextTable(NotebookView):
+    """A value that prints as a table: a verdict, the rows, and lines below them.
+
+    ``str`` and ``repr`` are plain text as wide as the terminal, whatever standard output is;
+    colours come through rich alone (``rich.print(table)``).
 
     Attributes:
         headings: One per column.
         right_aligned: The headings of columns of numbers, which are not wrapped either.
         unwrapped: The headings of other columns that are not wrapped.
-        wide: What a terminal needs, in columns, to show the last column too; 0 for always.
+        paths: The headings of columns of paths, which are broken after a slash.
+        below: The heading of a last column that a narrow table shows below each row, if any.
+        wide: The width, in columns, from which on the table is not narrow; 0 for whatever its
+            words need.
     """
 
     headings: ClassVar[tuple[str, ...]]
     right_aligned: ClassVar[frozenset[str]] = frozenset()
     unwrapped: ClassVar[frozenset[str]] = frozenset()
+    paths: ClassVar[frozenset[str]] = frozenset()
+    below: ClassVar[str | None] = None
     wide: ClassVar[int] = 0
 
     @abc.abstractmethod
     def text_rows(self) -> Sequence[tuple[str, ...]]:
         """The rows, one text per column."""
+
+    def text_verdict(self) -> str:
+        """The first line, which says what comes of it all; empty for none."""
+        return ""
+
+    def verdict_style(self) -> str:
+        """The rich style of the verdict."""
+        return "bold"
 
     @abc.abstractmethod
     def text_summary(self) -> Sequence[str]:
@@ -35,54 +110,194 @@ class TextTable(abc.ABC):
         del row, heading
         return ""
 
-    def plain_text(self) -> str:
-        """The table as text without colours or control characters."""
-        rows = self.text_rows()
-        widths = [
-            max(len(line[i]) for line in [self.headings, *rows]) for i in range(len(self.headings))
-        ]
-        widths[-1] = len(self.headings[-1])
-        ruled = tuple("-" * width for width in widths)
-        text = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in (self.headings, ruled, *rows)
-        ]
-        return "\n".join([*text, *self.text_summary()])
+    def notebook_table(self) -> "TextTable":
+        """This table."""
+        return self
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """The table for rich's ``print`` and consoles; a narrow one does without the last column
-        if it is not ``wide`` enough."""
-        from rich.table import Table
-        from rich.text import Text
+    def plain_text(self, width: int | None = None) -> str:
+        """The table as text without colours or control characters.
 
-        shown = self.headings if options.max_width >= self.wide else self.headings[:-1]
-        table = Table(header_style="bold", row_styles=["", "dim"], box=None, pad_edge=False)
-        for heading in shown:
-            right = heading in self.right_aligned
-            table.add_column(
-                heading,
-                justify="right" if right else "left",
-                overflow="fold",
-                no_wrap=right or heading in self.unwrapped,
-            )
-        for number, row in enumerate(self.text_rows()):
-            cells = zip(shown, row, strict=False)
-            table.add_row(*(Text(cell, self.style_of(number, name)) for name, cell in cells))
-        yield table
-        for line in self.text_summary():
-            yield Text(line)
+        Args:
+            width: How wide it may be, in columns; by default as wide as the terminal, or
+                ``PLAIN_WIDTH`` where there is none. A word that is longer is not broken.
+        """
+        if width is None:
+            width = shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns
+        lines = ("".join(text for text, _ in line).rstrip() for line in self._lines(width))
+        return "\n".join(lines)
 
     def __str__(self) -> str:
-        """Rich in a terminal where rich is installed, plain text otherwise."""
-        if sys.stdout.isatty():
-            try:
-                from rich.console import Console
-            except ModuleNotFoundError:
-                return self.plain_text()
-            written = io.StringIO()
-            Console(file=written, force_terminal=True, width=Console().width).print(self)
-            return written.getvalue().rstrip("\n")
         return self.plain_text()
 
     def __repr__(self) -> str:
-        return str(self)
+        return self.plain_text()
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """The table for rich's ``print`` and consoles, as wide as the console."""
+        from rich.text import Text
+
+        for line in self._lines(options.max_width):
+            yield Text.assemble(*line)
+
+    def html(self) -> str:
+        """The table as a piece of HTML that needs nothing else, for light and dark pages."""
+        rows = self.text_rows()
+        classes = [
+            "r n" if heading in self.right_aligned else "n" if heading in self.unwrapped else ""
+            for heading in self.headings
+        ]
+        parts = [f"<style>{_CSS}</style>"]
+        if verdict := self.text_verdict():
+            parts.append(_element("div", verdict, style=self.verdict_style()))
+        parts.append('<table class="pzs-table"><thead><tr>')
+        parts += [_element("th", h, kind) for h, kind in zip(self.headings, classes, strict=True)]
+        parts.append("</tr></thead><tbody>")
+        for number, row in enumerate(rows[:NOTEBOOK_ROWS]):
+            parts.append("<tr>")
+            for heading, kind, cell in zip(self.headings, classes, row, strict=True):
+                style = self.style_of(number, heading)
+                parts.append(_element("td", cell, kind, style, heading in self.paths))
+            parts.append("</tr>")
+        parts.append("</tbody></table>")
+        notes = list(self.text_summary())
+        if len(rows) > NOTEBOOK_ROWS:
+            notes.append(f"and {len(rows) - NOTEBOOK_ROWS:,} more rows; print shows them all")
+        parts += [_element("div", line) for line in notes]
+        return "".join(parts)
+
+    def _lines(self, width: int) -> Iterator[Segments]:
+        if verdict := self.text_verdict():
+            yield from _paragraph(verdict, width, self.verdict_style())
+        rows = [tuple(map(printable, row)) for row in self.text_rows()]
+        columns = list(range(len(self.headings)))
+        widths = self._widths(columns, rows, width, may_cut=width >= self.wide)
+        narrow = widths is None
+        below = len(columns) - 1 if narrow and self.headings[-1] == self.below else None
+        if widths is None:
+            columns = [i for i in columns[1:] if i != below]
+            widths = self._widths(columns, rows, width - len(_INDENT))
+        if widths is None:
+            widths = [self._least(i, rows) for i in columns]
+
+        def lines_of(row: Sequence[str], styles: Sequence[str]) -> Iterator[Segments]:
+            if narrow:
+                at_slash = self.headings[0] in self.paths
+                yield from _paragraph(row[0], width, styles[0] or "bold", "", at_slash)
+            for line in self._row_lines(columns, widths, row, styles):
+                yield [(_INDENT, ""), *line] if narrow else line
+            if below is not None:
+                yield from _paragraph(row[below], width, styles[below], _INDENT)
+
+        yield from lines_of(self.headings, ["bold"] * len(self.headings))
+        rule = "-" * _total(widths) if narrow else _GAP.join("-" * each for each in widths)
+        yield [((_INDENT.replace(" ", "-") if narrow else "") + rule, "bold")]
+        for number, row in enumerate(rows):
+            yield from lines_of(row, [self.style_of(number, heading) for heading in self.headings])
+        for line in self.text_summary():
+            yield from _paragraph(line, width, "")
+
+    def _row_lines(
+        self, columns: list[int], widths: list[int], row: Sequence[str], style: Sequence[str]
+    ) -> Iterator[Segments]:
+        cells = [
+            wrapped(row[i], width, self.headings[i] in self.paths)
+            for i, width in zip(columns, widths, strict=True)
+        ]
+        for line in range(max(map(len, cells), default=0)):
+            segments: Segments = []
+            for i, width, cell in zip(columns, widths, cells, strict=True):
+                text = cell[line] if line < len(cell) else ""
+                right = self.headings[i] in self.right_aligned
+                segments.append((text.rjust(width) if right else text.ljust(width), style[i]))
+                segments.append((_GAP, ""))
+            yield segments[:-1]
+
+    def _least(self, column: int, rows: Sequence[Sequence[str]]) -> int:
+        """The width of a column that breaks no word in it."""
+        heading = self.headings[column]
+        cells = [heading, *(row[column] for row in rows)]
+        if heading in self.right_aligned | self.unwrapped:
+            return max(map(len, cells))
+        pattern = _PATH_PARTS if heading in self.paths else _WORDS
+        return max(len(p.rstrip()) for cell in {*cells, "-"} for p in pattern.findall(cell))
+
+    def _widths(
+        self,
+        columns: list[int],
+        rows: Sequence[Sequence[str]],
+        width: int,
+        may_cut: bool = True,
+    ) -> list[int] | None:
+        """Widths that fit, the widest columns cut first; None if a word would be broken."""
+        natural = [max(len(line[i]) for line in [self.headings, *rows]) for i in columns]
+        if _total(natural) <= width:
+            return natural
+        least = [self._least(i, rows) for i in columns]
+        if not may_cut or _total(least) > width:
+            return None
+        cap = max(natural)
+        while (
+            _total(cut := [max(a, min(b, cap)) for a, b in zip(least, natural, strict=True)])
+            > width
+        ):
+            cap -= 1
+        return cut
+
+
+def printable(text: str) -> str:
+    r"""Text with control characters written out, so that it cannot steer a terminal.
+
+    >>> printable("a\x1b[31mb")
+    'a\\x1b[31mb'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def wrapped(text: str, width: int, at_slash: bool = False) -> list[str]:
+    """Text in lines of at most ``width``, broken at spaces only, and after slashes on request.
+
+    >>> wrapped("model/block_0/attention/query.weights", 20, at_slash=True)
+    ['model/block_0/', 'attention/', 'query.weights']
+    """
+    if len(text) <= width:
+        return [text]
+    lines = [""]
+    for piece in (_PATH_PARTS if at_slash else _WORDS).findall(text):
+        if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return [line.rstrip() for line in lines]
+
+
+def _paragraph(
+    text: str, width: int, style: str, indent: str = "", at_slash: bool = False
+) -> Iterator[Segments]:
+    """A text over the whole width; lines after the first stand further in."""
+    text = printable(text)
+    lines = [text]
+    if len(indent) + len(text) > width:
+        lines = wrapped(text, max(width - len(indent) - len(_INDENT), 1), at_slash)
+    for number, line in enumerate(lines):
+        yield [(indent + _INDENT * (number > 0), ""), (line, style)]
+
+
+def _total(widths: Iterable[int]) -> int:
+    widths = list(widths)
+    return sum(widths) + len(_GAP) * max(len(widths) - 1, 0)
+
+
+def _element(tag: str, text: str, kind: str = "", style: str = "", path: bool = False) -> str:
+    css = ";".join(_HTML_STYLES[word] for word in style.split() if word in _HTML_STYLES)
+    attributes = (f' class="{kind}"' if kind else "") + (f' style="{css}"' if css else "")
+    words = []
+    for word in printable(text).split(" "):
+        shown = html.escape(word)
+        if path:
+            shown = shown.replace("/", "/<wbr>")
+        elif "-" in word:
+            # A browser would break a line after a hyphen, and so within an arrow.
+            shown = f'<span class="n">{shown}</span>'
+        words.append(shown)
+    return f"<{tag}{attributes}>{' '.join(words)}</{tag}>"

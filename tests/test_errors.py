@@ -58,3 +58,95 @@ def test_an_absent_module_names_the_extra_that_brings_it():
 
 def test_a_present_module_is_returned():
     assert errors.require_extra("json", "train").dumps([1]) == "[1]"
+
+
+def indivisible(path):
+    return (
+        f"{path}: logical axis 'heads' (3) does not divide over mesh axis 'model' (2), asked by "
+        "rule 'heads' -> 'model'. Pad it to 4, or map 'heads' to None."
+    )
+
+
+def test_offenders_alike_in_equal_blocks_are_one_line_with_a_count_and_all_are_kept():
+    names = ("query", "key", "value", "output")
+    problems = [indivisible(f"lm/block_{i}/attention/{n}.w") for i in range(96) for n in names]
+    error = errors.PlanError("no valid layout:", problems)
+    assert error.problems == tuple(problems)
+    assert str(error).splitlines() == [
+        "no valid layout:",
+        *(
+            "  " + indivisible(f"lm/block_*/attention/{name}.w (96 times, * = 0-95)")
+            for name in names
+        ),
+    ]
+
+
+def test_a_plan_of_96_blocks_with_an_indivisible_axis_is_refused_in_a_handful_of_lines():
+    import jax
+    from penzai import pz
+
+    from penzai_shard import make_plan
+
+    weights = {
+        f"block_{i}": {
+            "attention": {"query": pz.nx.zeros({"heads": 3}), "up": pz.nx.ones({"a": 8})}
+        }
+        for i in range(96)
+    }
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    with pytest.raises(errors.PlanError) as caught:
+        make_plan(weights, mesh, {"heads": "model", "a": "data"})
+    assert str(caught.value) == "no valid layout for some arrays:\n  " + indivisible(
+        "block_*/attention/query (96 times, * = 0-95)"
+    )
+    assert len(caught.value.problems) == 96
+    expected = {indivisible(f"block_{i}/attention/query") for i in range(96)}
+    assert set(caught.value.problems) == expected
+
+
+def test_different_messages_are_never_one_line():
+    problems = [f"block_{i}/up: length {i} does not divide." for i in range(5)]
+    assert str(errors.PlanError("no:", problems)).splitlines()[1:] == [f"  {p}" for p in problems]
+
+
+def test_one_or_two_offenders_keep_their_whole_path():
+    problems = [indivisible("block_0/w"), indivisible("block_1/w")]
+    assert str(errors.PlanError("no:", problems)).splitlines()[1:] == [f"  {p}" for p in problems]
+
+
+def test_only_the_numbers_that_differ_are_folded():
+    problems = [indivisible(f"stage_2/block_{i}/w") for i in (0, 1, 2, 5, 7, 8)]
+    line = "stage_2/block_*/w (6 times, * = 0-2, 5, 7-8)"
+    assert str(errors.PlanError("no:", problems)).splitlines()[1:] == ["  " + indivisible(line)]
+    problems = [indivisible(f"stage_{i}/block_{j}/w") for i in range(2) for j in range(2)]
+    line = "stage_*/block_*/w (4 times)"
+    assert str(errors.PlanError("no:", problems)).splitlines()[1:] == ["  " + indivisible(line)]
+
+
+def test_a_path_repeated_in_the_message_is_folded_with_it():
+    problems = [
+        f"block_{i}.up: not in the checkpoint, which has 'block_{i}/up' of 32 by 1.5."
+        for i in range(4)
+    ]
+    assert str(errors.CheckpointMismatchError("no:", problems)).splitlines()[1:] == [
+        "  block_*.up (4 times, * = 0-3): not in the checkpoint, which has 'block_*/up' of 32 by "
+        "1.5."
+    ]
+
+
+def test_a_long_message_ends_after_about_40_lines_and_says_where_the_rest_is():
+    problems = [f"name{'x' * i}: wrong." for i in range(1000)]
+    error = errors.PlanError("no:", problems)
+    lines = str(error).splitlines()
+    assert len(lines) == 40
+    assert lines[-1] == "  and 962 more; all are in error.problems"
+    assert error.problems == tuple(problems)
+
+
+def test_an_error_survives_pickling_whole():
+    import pickle
+
+    error = errors.PlanError("no:", [indivisible(f"block_{i}/w") for i in range(5)])
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert again.problems == error.problems

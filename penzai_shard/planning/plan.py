@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import warnings
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -17,6 +18,7 @@ from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.planning.layout_table import LayoutTable
 from penzai_shard.planning.plan_table import PlanTable
 from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnIndivisible, nearest_name
+from penzai_shard.text_tables import NotebookView
 
 OnUnnamed: TypeAlias = Literal["error", "replicate", "infer"]
 
@@ -60,7 +62,7 @@ class LeafPlan:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class ShardingPlan:
+class ShardingPlan(NotebookView):
     """A decision for every array of a tree. Pure data: it holds no arrays.
 
     Attributes:
@@ -131,7 +133,7 @@ class ShardingPlan:
         )
 
     def table(self, *, collapse: bool = True) -> PlanTable:
-        """The plan as a table to print: rich in a terminal, plain text elsewhere.
+        """The plan as a table: plain text for ``print``, coloured by ``rich.print``.
 
         Args:
             collapse: Show arrays that differ only in the numbers in their paths, such as those
@@ -156,6 +158,13 @@ class ShardingPlan:
             unused_rules=tuple(str(rule) for rule in self.unused_rules),
             collapse=collapse,
         )
+
+    def notebook_table(self) -> PlanTable:
+        """The table, arrays alike in one row."""
+        return self.table()
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        return self.table().__rich_console__(console, options)
 
     def __repr__(self) -> str:
         return str(self.table())

@@ -27,20 +27,24 @@ def bytes_text(count: int) -> str:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PlanTable(TextTable):
-    """Rows and totals of a plan; ``print`` shows them.
+    """Rows and totals of a plan; ``print`` and notebooks show them.
 
     Attributes:
         rows: One row of texts per array, or per group of arrays alike.
+        verdict: What the plan costs, in one line.
         summary: Lines below the table.
     """
 
     headings = ("array", "count", "logical axes/mesh axes", "dtype", "per device", "reason")
     right_aligned = frozenset({"count", "per device"})
     unwrapped = frozenset({"dtype"})
-    # What a terminal needs to show the reasons legibly.
-    wide = 110
+    paths = frozenset({"array"})
+    # From here on the reasons have room beside the rest.
+    below = "reason"
+    wide = 140
 
     rows: tuple[tuple[str, ...], ...]
+    verdict: str
     summary: tuple[str, ...]
 
     @classmethod
@@ -69,17 +73,22 @@ class PlanTable(TextTable):
             held = bytes_text(sum(member[3] for member in members))
             shown.append((path, str(len(members)), axes, dtype, held, reason))
         arrays = sum(len(members) for members in groups.values())
-        summary = [
+        verdict = (
             f"{arrays} arrays, {bytes_text(total_bytes)}; on mesh ({mesh}) each device holds "
             f"{bytes_text(bytes_per_device)}, of which replicated {bytes_text(replicated_bytes)}"
-        ]
+        )
+        summary = []
         if unused_rules:
             summary.append("rules that match nothing here: " + "; ".join(unused_rules))
-        return cls(tuple(shown), tuple(summary))
+        return cls(tuple(shown), verdict, tuple(summary))
 
     def text_rows(self) -> tuple[tuple[str, ...], ...]:
         """The rows."""
         return self.rows
+
+    def text_verdict(self) -> str:
+        """What the plan costs."""
+        return self.verdict
 
     def text_summary(self) -> tuple[str, ...]:
         """The lines below the table."""

@@ -73,6 +73,7 @@ class EditReport(TextTable):
 
     headings = ("edit", "count", "paths", "before", "after")
     right_aligned = frozenset({"count"})
+    paths = frozenset({"paths"})
 
     rows: tuple[EditRow, ...]
     model: str
@@ -116,10 +117,18 @@ class EditReport(TextTable):
         """The rows, paths alike folded into one."""
         return self.table()
 
-    def text_summary(self) -> list[str]:
-        """Totals, and what does not fit."""
+    def text_verdict(self) -> str:
+        """Whether the recipe fits, and how much it does."""
         places = sum(row.count for row in self.rows)
         edits = "1 edit" if len(self.rows) == 1 else f"{len(self.rows)} edits"
         changed = "1 place" if places == 1 else f"{places} places"
-        summary = [f"{edits} of {self.model}, {changed}"]
-        return summary + [f"does not fit: {row.problem}" for row in self.rows if row.problem]
+        fits = "" if self.ok else ": does NOT fit"
+        return f"{edits} of {self.model}, {changed}{fits}"
+
+    def verdict_style(self) -> str:
+        """Red where an edit does not fit."""
+        return "bold" if self.ok else "bold red"
+
+    def text_summary(self) -> list[str]:
+        """What does not fit."""
+        return [f"does not fit: {row.problem}" for row in self.rows if row.problem]

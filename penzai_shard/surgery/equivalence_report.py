@@ -81,6 +81,7 @@ class EquivalenceReport(TextTable):
 
     headings = ("compared", "arrays", "worst at", "ulps", "relative", "allowed", "")
     right_aligned = frozenset({"arrays", "ulps", "relative", "allowed"})
+    paths = frozenset({"worst at"})
 
     comparisons: tuple[Comparison, ...]
     divergence: Divergence | None = None
@@ -144,8 +145,16 @@ class EquivalenceReport(TextTable):
             for comparison in self.comparisons
         ]
 
+    def text_verdict(self) -> str:
+        """Whether the models agree."""
+        return "equivalent" if self.ok else "NOT equivalent"
+
+    def verdict_style(self) -> str:
+        """Green or red."""
+        return "bold green" if self.ok else "bold red"
+
     def text_summary(self) -> list[str]:
-        """Problems, the first layer to differ, notes, and the verdict."""
+        """Problems, the first layer to differ, and notes."""
         lines = [
             f"{comparison.what}: {problem}"
             for comparison in self.comparisons
@@ -153,8 +162,7 @@ class EquivalenceReport(TextTable):
         ]
         if self.divergence is not None:
             lines.append(f"first to differ: {self.divergence}")
-        lines += self.notes
-        return [*lines, "equivalent" if self.ok else "NOT equivalent"]
+        return [*lines, *self.notes]
 
     def style_of(self, row: int, heading: str) -> str:
         """Green or red for the verdict."""

@@ -618,15 +618,19 @@ def test_json_writes_several_mesh_axes_as_a_list(mesh):
     assert read[1]["names"] == ["('a', 1)"]
 
 
-def test_the_table_is_plain_text_outside_a_terminal(mesh):
+def test_the_table_is_plain_text(mesh, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     text = str(make_plan(weights(), mesh, RULES).table())
     lines = text.splitlines()
-    assert lines[0].startswith("array  count  logical axes/mesh axes")
+    assert lines[0] == (
+        "3 arrays, 1.0 KiB; on mesh (data=4, model=2) each device holds 136 B, "
+        "of which replicated 0 B"
+    )
+    assert lines[1].startswith("array  count  logical axes/mesh axes")
     assert "\x1b" not in text
     down = next(line for line in lines if line.startswith("down"))
     assert "neurons=16/model, embedding=8/data" in down
     assert "64 B" in down
-    assert "3 arrays, 1.0 KiB; on mesh (data=4, model=2) each device holds 136 B" in lines[-1]
     assert repr(make_plan(weights(), mesh, RULES)) == text
 
 
@@ -648,26 +652,23 @@ def test_a_single_array_keeps_its_number_in_a_folded_table(mesh):
     assert make_plan({"w1": weights()["up"]}, mesh, RULES).table().rows[0][0] == "w1"
 
 
-def test_the_table_is_rich_in_a_terminal(mesh, monkeypatch):
+def test_a_plan_is_plain_text_in_a_terminal_too_so_that_a_file_gets_no_colours(mesh, monkeypatch):
+    plan = make_plan(weights(), mesh, RULES)
+    plain = plan.table().plain_text()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    text = str(make_plan(weights(), mesh, RULES).table())
-    assert "\x1b[" in text
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert str(plan) == repr(plan) == str(plan.table()) == repr(plan.table()) == plain
+    assert "\x1b" not in plain
+
+
+def test_rich_prints_a_plan_with_colours(mesh):
+    written = io.StringIO()
+    Console(file=written, force_terminal=True, width=200).print(make_plan(weights(), mesh, RULES))
+    assert "\x1b[1m" in written.getvalue()
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", written.getvalue())
     assert "neurons=16/model, embedding=8/data" in plain
     assert "each device holds 136 B" in plain
-
-
-def test_the_table_in_a_terminal_without_rich_is_plain_text(mesh, monkeypatch):
-    table = make_plan(weights(), mesh, RULES).table()
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    for name in list(sys.modules):
-        if name == "rich" or name.startswith("rich."):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert str(table) == table.plain_text()
 
 
 def test_rich_prints_names_in_brackets_as_they_are(mesh):

@@ -221,11 +221,11 @@ class TestReport:
     def test_it_is_a_table(self):
         report = Recipe(wrap(Block, Checkpointed), jit_root()).report(mlp(2))
         assert report.plain_text().splitlines() == [
-            "edit                       count  paths        before      after",
-            "-------------------------  -----  -----------  ----------  -----",
-            "wrap(Block, Checkpointed)  2      sublayers/*  Block       Checkpointed(Block)",
-            "wrap(ROOT, Jitted)         1      the root     Sequential  Jitted(Sequential)",
             "2 edits of Sequential, 3 places",
+            "edit                       count  paths        before      after",
+            "-------------------------  -----  -----------  ----------  -------------------",
+            "wrap(Block, Checkpointed)      2  sublayers/*  Block       Checkpointed(Block)",
+            "wrap(ROOT, Jitted)             1  the root     Sequential  Jitted(Sequential)",
         ]
         assert repr(report) == str(report) == report.plain_text()
 
