@@ -30,6 +30,7 @@ from penzai_shard.placement import (
     abstract_model,
     initialize_parameters_sharded,
     name_to_name_device_put,
+    place,
     sharded_init,
 )
 from penzai_shard.planning import (
@@ -101,6 +102,7 @@ __all__ = [
     "name_to_name_device_put",
     "name_to_name_sharding",
     "param_dict",
+    "place",
     "rematerialise_blocks",
     "replace",
     "restore_params",

@@ -21,6 +21,7 @@ from penzai_shard.rule_kinds import (
     OnIndivisible,
     Rule,
     array_text,
+    check_option,
     mesh_axes_text,
     mesh_shape_of,
     nearest_name,
@@ -269,10 +270,7 @@ class AxisRules(NotebookView):
                 f"the names {names} have logical axis {repeated!r} twice. "
                 "Give every dimension a name of its own."
             )
-        if on_indivisible not in ("error", "replicate"):
-            raise RuleTypeError(
-                f"on_indivisible must be 'error' or 'replicate', not {on_indivisible!r}."
-            )
+        check_option("on_indivisible", on_indivisible)
         shape = mesh_shape_of(mesh)
         self.check_mesh(shape)
         return decide(self.rules, names, sizes, tuple(shape.items()), on_indivisible)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from penzai import pz
-from penzai.core.variables import LabeledVariable, LabeledVariableValue
+from penzai.core.variables import AutoStateVarLabel, LabeledVariable, LabeledVariableValue
 
 from penzai_shard.reduced_statistics import align_names
 from penzai_shard.rule_kinds import LogicalAxis
@@ -29,7 +29,7 @@ class NamedLeaf:
     """One array of a tree: what it is and what its dimensions are called.
 
     Attributes:
-        path: Where it is; for a parameter or state variable, its label.
+        path: Where it is; for a parameter or state variable, its label, unless that is automatic.
         names: The logical axis of each dimension in the order of the data, None for a positional
             dimension; None altogether for an array without names.
         shape: Its shape.
@@ -169,6 +169,10 @@ def _map_unit(node: Any, visit: Visit, path: str, place: str) -> Any:
         case "variable":
             return _map_unit(node.freeze(), visit, path, place)
         case "variable_value":
+            if isinstance(node.label, AutoStateVarLabel):
+                # An automatic label is the id of an object, which says nothing to anyone.
+                value = _map_tree(node.value, visit, path, place)
+                return dataclasses.replace(node, value=value)
             label = str(node.label)
             value = _map_tree(node.value, visit, label, join_paths(place, label))
             return dataclasses.replace(node, value=value)

@@ -1,30 +1,46 @@
 """Putting models on a mesh by logical axis names, and making them there in the first place."""
 
 import contextlib
+import dataclasses
+import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from penzai import pz
 from penzai.core.variables import AbstractVariable, AbstractVariableValue, AutoStateVarLabel
 
-from penzai_shard.errors import MeshError, ShardingError, raise_all
+from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.initializer_splitting import run_split, split_initializer
-from penzai_shard.meshes import auto_twin, has_explicit_axes
-from penzai_shard.planning import OnUnnamed, make_plan, name_to_name_sharding
+from penzai_shard.meshes import AnyMesh, auto_twin, has_explicit_axes
+from penzai_shard.planning import PlanRequest, ShardingPlan, sharding_tree
+from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
 
-def name_to_name_device_put(tree: Any, mesh: Mesh, axis_name_to_mesh_name: Any = None) -> Any:
-    """Puts a tree of named arrays on a mesh, each laid out by its logical axis names.
+def place(
+    tree: Any,
+    plan_or_mesh: ShardingPlan | Mesh,
+    rules: Any = None,
+    *,
+    axis_name_to_mesh_name: Any = None,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: OnUnnamed = "error",
+) -> Any:
+    """Puts a tree of arrays, a model or a train state on a mesh, each array as planned.
 
     Args:
-        tree: A tree of named arrays, also with NumPy data, or a model. Every array in it must
-            have names, scalars excepted.
-        mesh: The mesh. One with Explicit axes is treated as its twin with Auto axes.
-        axis_name_to_mesh_name: Rules, in any form that ``AxisRules`` reads; None maps each
-            logical axis to the mesh axis of the same name.
+        tree: Any tree that ``make_plan`` takes, its arrays concrete; also with NumPy data.
+        plan_or_mesh: A plan, which is carried out exactly as it was printed; or a mesh, to plan
+            for with the rules and options. A mesh with Explicit axes is treated as its twin with
+            Auto axes.
+        rules: Rules in any form that ``AxisRules`` reads; None maps each logical axis to the
+            mesh axis of the same name. Not with a plan.
+        axis_name_to_mesh_name: The same under Penzai's name; give one of the two.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
 
     Returns:
         The tree with its arrays placed. Mutable variables in it are new ones with the same labels
@@ -32,7 +48,66 @@ def name_to_name_device_put(tree: Any, mesh: Mesh, axis_name_to_mesh_name: Any =
         the tree does so in the result.
 
     Raises:
+        ShardingError: Some array has no valid layout, or the plan is of another tree: its paths,
+            logical axes, shapes or dtypes differ. Nothing has been placed then.
+
+    Warns:
+        ShardingWarning: As ``make_plan`` does.
+
+    >>> from penzai_shard.meshes import make_mesh
+    >>> from penzai_shard.planning import make_plan
+    >>> plan = make_plan(
+    ...     {"w": pz.nx.ones({"a": 6, "b": 8})},
+    ...     make_mesh({"data": 4, "model": 2}),
+    ...     {"a": "data", "b": "model"},
+    ...     on_indivisible="replicate",
+    ... )
+    >>> place({"w": pz.nx.zeros({"a": 6, "b": 8})}, plan)["w"].data_array.sharding.spec
+    P(None, 'model')
+    """
+    request = PlanRequest.read(
+        "place",
+        plan_or_mesh,
+        rules,
+        axis_name_to_mesh_name=axis_name_to_mesh_name,
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+        places=True,
+    )
+    return _put(tree, sharding_tree(request, tree))
+
+
+def name_to_name_device_put(
+    tree: Any,
+    mesh: Mesh,
+    axis_name_to_mesh_name: Any = None,
+    *,
+    rules: Any = None,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: OnUnnamed = "error",
+) -> Any:
+    """Puts a tree of named arrays on a mesh, each laid out by its logical axis names.
+
+    ``place`` under the name, and with the arguments, of
+    ``penzai.toolshed.sharding_util.name_to_name_device_put``.
+
+    Args:
+        tree: A tree of named arrays, also with NumPy data, or a model.
+        mesh: The mesh. One with Explicit axes is treated as its twin with Auto axes.
+        axis_name_to_mesh_name: Rules, in any form that ``AxisRules`` reads; None maps each
+            logical axis to the mesh axis of the same name.
+        rules: The same; give one of the two.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+
+    Returns:
+        What ``place`` returns.
+
+    Raises:
         ShardingError: Some array has no valid layout; nothing has been placed then.
+
+    Warns:
+        ShardingWarning: As ``make_plan`` does.
 
     >>> from penzai_shard.meshes import make_mesh
     >>> mesh = make_mesh({"data": 4, "model": 2})
@@ -40,8 +115,20 @@ def name_to_name_device_put(tree: Any, mesh: Mesh, axis_name_to_mesh_name: Any =
     >>> placed.data_array.sharding.spec
     P('data',)
     """
-    _check_has_devices(mesh)
-    shardings = name_to_name_sharding(tree, mesh, axis_name_to_mesh_name)
+    request = PlanRequest.read(
+        "name_to_name_device_put",
+        mesh,
+        rules,
+        axis_name_to_mesh_name=axis_name_to_mesh_name,
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+        places=True,
+    )
+    return _put(tree, sharding_tree(request, tree))
+
+
+def _put(tree: Any, shardings: Any) -> Any:
+    """``jax.device_put`` that gives a model new variables instead of failing on mutable ones."""
     treedef: Any
     nodes, treedef = jax.tree_util.tree_flatten(tree)
     targets = treedef.flatten_up_to(shardings)
@@ -68,8 +155,12 @@ def _place_of(index: int, node: Any) -> int:
 def sharded_init(
     initializer: Callable[..., Any],
     *args: Any,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     axis_name_to_mesh_name: Any = None,
+    rules: Any = None,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: OnUnnamed = "error",
+    plan: ShardingPlan | None = None,
     **kwargs: Any,
 ) -> Any:
     """Builds a model with every array laid out over a mesh from the start.
@@ -93,16 +184,25 @@ def sharded_init(
         mesh: The mesh. One with Explicit axes is treated as its twin with Auto axes.
         axis_name_to_mesh_name: Rules, in any form that ``AxisRules`` reads; None maps each
             logical axis to the mesh axis of the same name.
-        **kwargs: Passed on.
+        rules: The same; give one of the two.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+        plan: A plan to carry out instead of mesh, rules and options, as ``make_plan`` gives it
+            for ``abstract_model(initializer, *args, **kwargs)``.
+        **kwargs: Passed on. The names above are never passed on: an initialiser that has a
+            parameter of such a name gets it by ``functools.partial``.
 
     Returns:
         The model. Its variables are new, with the initialiser's labels and metadata, and shared
         where the initialiser's are. State variables that had no label of their own get a new
-        automatic one. Arrays without names, such as the epsilon of a normalisation, are
-        replicated over the mesh.
+        automatic one.
 
     Raises:
-        ShardingError: Some array has no valid layout; nothing has been computed then.
+        ShardingError: Some array has no valid layout, or the plan is of another model; nothing
+            has been computed then.
+
+    Warns:
+        ShardingWarning: As ``make_plan`` does.
 
     >>> from penzai.models import simple_mlp
     >>> from penzai_shard.meshes import make_mesh
@@ -118,14 +218,77 @@ def sharded_init(
     >>> dict(weights.named_axes), weights.data_array.sharding.spec
     ({'features': 8, 'features_out': 16}, P(None, 'model'))
     """
+    own = {
+        "mesh": mesh,
+        "axis_name_to_mesh_name": axis_name_to_mesh_name,
+        "rules": rules,
+        "on_indivisible": None if on_indivisible == "error" else on_indivisible,
+        "on_unnamed": None if on_unnamed == "error" else on_unnamed,
+        "plan": plan,
+    }
+    _check_builder(initializer, args, kwargs, [name for name in own if own[name] is not None])
+    request = PlanRequest.read(
+        "sharded_init",
+        mesh,
+        rules,
+        axis_name_to_mesh_name=axis_name_to_mesh_name,
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+        plan=plan,
+        places=True,
+    )
     tree = _initialize_on_mesh(
-        _unbound(initializer), args, kwargs, mesh, axis_name_to_mesh_name, "replicate"
+        _unbound(initializer), args, kwargs, request, as_planned=_bound_frozen
     )
     return _bind(tree["model"], tree["variables"])
 
 
+def _check_builder(
+    initializer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[str]
+) -> None:
+    """Refuses what cannot build a model, and arguments that both it and ``sharded_init`` have."""
+    if not callable(initializer):
+        raise RuleTypeError(
+            f"sharded_init builds a model and needs the function that does, not a "
+            f"{type(initializer).__name__}. Give the function and its arguments: "
+            "sharded_init(build_model, seed=0, mesh=mesh, rules=rules). "
+            "A model that exists already is placed with place(model, mesh, rules)."
+        )
+    try:
+        signature = inspect.signature(initializer)
+        bound = {*signature.bind_partial(*args).arguments}
+    except (TypeError, ValueError):
+        return  # No signature to look at, or arguments that the call itself will refuse.
+    while isinstance(initializer, functools.partial):
+        bound |= initializer.keywords.keys()
+        initializer = initializer.func
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    name_of_builder = getattr(initializer, "__name__", type(initializer).__name__)
+    raise_all(
+        RuleTypeError,
+        "sharded_init and the function that it calls have parameters of the same name:",
+        [
+            f"{name}=: is taken by sharded_init and not passed on to {name_of_builder}, which has "
+            f"a parameter {name!r} too. Give it that one first, or leave it at its default so: "
+            f"functools.partial({name_of_builder}, {name}=...)."
+            for name in given
+            if name in signature.parameters
+            and signature.parameters[name].kind in by_keyword
+            and name not in bound
+        ],
+    )
+
+
 def initialize_parameters_sharded(
-    model_def: Any, rng: jax.Array, mesh: Mesh, axis_name_to_mesh_name: Any = None
+    model_def: Any,
+    rng: jax.Array,
+    mesh: Mesh | None = None,
+    axis_name_to_mesh_name: Any = None,
+    *,
+    rules: Any = None,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: OnUnnamed = "error",
+    plan: ShardingPlan | None = None,
 ) -> Any:
     """Initialises a model of ``penzai.deprecated.v1``, every parameter laid out over a mesh.
 
@@ -137,6 +300,11 @@ def initialize_parameters_sharded(
         mesh: The mesh. One with Explicit axes is treated as its twin with Auto axes.
         axis_name_to_mesh_name: Rules, in any form that ``AxisRules`` reads; None maps each
             logical axis to the mesh axis of the same name.
+        rules: The same; give one of the two.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+        plan: A plan to carry out instead of mesh, rules and options, as ``make_plan`` gives it
+            for ``model_def``.
 
     Returns:
         The model with initialised ``pz.nn.Parameter``s of the same names. The rest of it is what
@@ -161,13 +329,28 @@ def initialize_parameters_sharded(
     """
     v1 = importlib.import_module("penzai.deprecated.v1.pz")
     uninitialized = v1.select(model_def).at_instances_of(v1.nn.UninitializedParameter)
+    request = PlanRequest.read(
+        "initialize_parameters_sharded",
+        mesh,
+        rules,
+        axis_name_to_mesh_name=axis_name_to_mesh_name,
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+        plan=plan,
+        places=True,
+    )
+    if request.given is not None:
+        # Only the parameters are made; a plan of the whole model says more.
+        names = {parameter.name for parameter in uninitialized.get_sequence()}
+        leaves = tuple(leaf for leaf in request.given.leaves if leaf.path in names)
+        given = dataclasses.replace(request.given, leaves=leaves)
+        request = dataclasses.replace(request, given=given)
     parameters = _initialize_on_mesh(
         lambda key: v1.nn.initialize_parameters(uninitialized.get_sequence(), key),
         (rng,),
         {},
-        mesh,
-        axis_name_to_mesh_name,
-        "error",
+        request,
+        as_planned=lambda parameters: parameters,
     )
     return uninitialized.set_sequence(parameters)
 
@@ -222,7 +405,9 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _refuse_empty_slots(tree: dict[str, Any]) -> None:
-    filled = {value.get_slot() for value in tree["variables"]}
+    # A model may also come unbound, with its values beside it.
+    beside = pz.select(tree["model"]).at_instances_of(AbstractVariableValue).get_sequence()
+    filled = {value.get_slot() for value in (*tree["variables"], *beside)}
     slots = pz.select(tree["model"]).at_instances_of(pz.ParameterSlot).get_sequence()
     raise_all(
         ShardingError,
@@ -269,21 +454,44 @@ def _initialize_on_mesh(
     initializer: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    mesh: Mesh,
-    rules: Any,
-    on_unnamed: OnUnnamed,
+    request: PlanRequest,
+    as_planned: Callable[[Any], Any],
 ) -> Any:
-    """Runs an initialiser that returns arrays, laid out by their names."""
-    _check_has_devices(mesh)
-    with _auto_axes_context(mesh):
+    """Runs an initialiser that returns arrays, laid out as a plan says.
+
+    Args:
+        initializer: Returns a tree of arrays, in which every variable is frozen.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        request: What is asked of the plan.
+        as_planned: The tree as its plan is made: a model, from its parts.
+    """
+    with _auto_axes_context(request.mesh):
         traced, structs = _trace(initializer, args, kwargs)
-        plan = make_plan(structs, mesh, rules, on_unnamed=on_unnamed)
-        # All variables are frozen here, so that the plan has one entry for each traced output.
-        shardings = [leaf.sharding for leaf in plan.leaves]
+        shardings = _output_shardings(structs, request, as_planned)
         results = run_split(split_initializer(traced, shardings))
     return jax.tree_util.tree_unflatten(
         jax.tree_util.tree_structure(structs), [results[i] for i in range(len(shardings))]
     )
+
+
+def _output_shardings(
+    structs: Any, request: PlanRequest, as_planned: Callable[[Any], Any]
+) -> list[Sharding | None]:
+    """The planned layout of each array of the tree, in its order."""
+    leaves, treedef = jax.tree_util.tree_flatten(structs)
+    planned = request.plan(as_planned(structs)).sharding_tree()
+    # The model has shared variables at several places, and its arrays in another order.
+    numbered = as_planned(jax.tree_util.tree_unflatten(treedef, range(len(leaves))))
+    planned_structure: Any
+    numbers, planned_structure = jax.tree_util.tree_flatten(numbered)
+    found = dict(zip(numbers, planned_structure.flatten_up_to(planned), strict=True))
+    return [found[number] for number in range(len(leaves))]
+
+
+def _bound_frozen(tree: dict[str, Any]) -> Any:
+    _refuse_empty_slots(tree)
+    return pz.bind_variables(tree["model"], tree["variables"])
 
 
 def _trace(
@@ -311,7 +519,7 @@ def _relabelled(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _auto_axes_context(mesh: Mesh | None) -> Iterator[None]:
+def _auto_axes_context(mesh: AnyMesh | None) -> Iterator[None]:
     """In a context mesh (``jax.set_mesh``), that of the arrays to be made, with Auto axes.
 
     Initialisers are written for arrays without a layout in their type, and arrays of one mesh
@@ -324,11 +532,3 @@ def _auto_axes_context(mesh: Mesh | None) -> Iterator[None]:
     twin: Any = auto_twin(current if mesh is None else mesh)
     with jax.set_mesh(twin):
         yield
-
-
-def _check_has_devices(mesh: Any) -> None:
-    if not isinstance(mesh, Mesh):
-        raise MeshError(
-            f"cannot place arrays on this {type(mesh).__name__}: it has no devices. "
-            "Plan with make_plan on it, or use make_mesh({...}) to place."
-        )

@@ -4,16 +4,34 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
+from penzai_shard.errors import RuleTypeError
 from penzai_shard.meshes import AnyMesh
 
 LogicalAxis: TypeAlias = Hashable
 MeshAxes: TypeAlias = str | tuple[str, ...] | None
 OnIndivisible: TypeAlias = Literal["error", "replicate"]
+OnUnnamed: TypeAlias = Literal["error", "replicate", "infer"]
+
+_OPTIONS = {"on_indivisible": OnIndivisible, "on_unnamed": OnUnnamed}
 
 # A name this similar to one that exists is probably a slip of the finger.
 _NEAR = 0.8
+
+
+def check_option(option: str, value: Any) -> None:
+    """Checks the value of the option ``on_indivisible`` or ``on_unnamed``.
+
+    Raises:
+        RuleTypeError: It is not one of the option's values.
+
+    >>> check_option("on_indivisible", "replicate")
+    """
+    allowed = get_args(_OPTIONS[option])
+    if not isinstance(value, str) or value not in allowed:
+        *most, last = map(repr, allowed)
+        raise RuleTypeError(f"{option} must be {', '.join(most)} or {last}, not {value!r}.")
 
 
 def nearest_name(name: Any, names: Iterable[Any]) -> str | None:

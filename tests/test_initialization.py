@@ -209,7 +209,9 @@ def test_outputs_that_are_keys_integers_booleans_or_empty(mesh):
         }
 
     rules = {"a": "data", "b": "model"}
-    built = sharded_init(initializer, jax.random.key(0), mesh=mesh, axis_name_to_mesh_name=rules)
+    built = sharded_init(
+        initializer, jax.random.key(0), mesh=mesh, rules=rules, on_unnamed="replicate"
+    )
     expected = jax.jit(initializer)(jax.random.key(0))
     assert jax.tree.structure(built) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(built), jax.tree.leaves(expected), strict=True):
@@ -273,7 +275,7 @@ def test_an_array_returned_twice_has_two_buffers(mesh):
         return [weights, weights, jnp.ones(3), jnp.ones(3), 1.0, 1.0]
 
     built = sharded_init(
-        initializer, jax.random.key(0), mesh=mesh, axis_name_to_mesh_name={"a": "data"}
+        initializer, jax.random.key(0), mesh=mesh, rules={"a": "data"}, on_unnamed="replicate"
     )
     pointers = [
         array.addressable_shards[0].data.unsafe_buffer_pointer() for array in jax.tree.leaves(built)
@@ -287,7 +289,7 @@ def test_an_argument_that_is_returned_survives_donation_of_the_result(mesh, plac
     if placed:
         kept = jax.device_put(kept, NamedSharding(mesh, PartitionSpec()))
     built = [
-        sharded_init(lambda array: array, kept, mesh=mesh),
+        sharded_init(lambda array: array, kept, mesh=mesh, on_unnamed="replicate"),
         abstract_model(lambda array: array, kept),
     ]
     for array in built:

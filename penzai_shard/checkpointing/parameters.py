@@ -94,7 +94,7 @@ def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     path = save_params(f"{directory}/params", {"w": pz.nx.ones({"a": 2})})
     ...     like = {"w": pz.nx.zeros({"a": 2})}
-    ...     restored = restore_params(path, like, jax.make_mesh((8,), ("data",)))
+    ...     restored = restore_params(path, like, jax.make_mesh((8,), ("data",)), {})
     >>> restored["w"].unwrap("a").tolist()
     [1.0, 1.0]
     """

@@ -2,14 +2,18 @@
 
 from penzai_shard.planning.axis_naming import name_axes
 from penzai_shard.planning.layout_table import LayoutTable, shared_named_sharding
-from penzai_shard.planning.name_shardings import name_to_name_sharding
-from penzai_shard.planning.plan import LeafPlan, OnUnnamed, ShardingPlan, make_plan, plan_tree
+from penzai_shard.planning.name_shardings import name_to_name_sharding, sharding_tree
+from penzai_shard.planning.plan import LeafPlan, ShardingPlan
+from penzai_shard.planning.plan_request import PlanRequest, make_plan
 from penzai_shard.planning.plan_table import PlanTable, bytes_text
+from penzai_shard.planning.planning_trees import plan_tree
+from penzai_shard.rule_kinds import OnUnnamed
 
 __all__ = [
     "LayoutTable",
     "LeafPlan",
     "OnUnnamed",
+    "PlanRequest",
     "PlanTable",
     "ShardingPlan",
     "bytes_text",
@@ -17,5 +21,6 @@ __all__ = [
     "name_axes",
     "name_to_name_sharding",
     "plan_tree",
+    "sharding_tree",
     "shared_named_sharding",
 ]

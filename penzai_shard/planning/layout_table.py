@@ -15,7 +15,7 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.meshes import AnyMesh, auto_twin
 from penzai_shard.named_leaves import NamedLeaf
-from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible
+from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, check_option
 
 
 @functools.lru_cache(maxsize=4096)
@@ -62,10 +62,7 @@ class LayoutTable:
                 f"a mesh is needed, not {type(mesh).__name__}: {mesh!r}. "
                 "Make one: make_mesh({'data': 4, 'model': 2})."
             )
-        if on_indivisible not in ("error", "replicate"):
-            raise RuleTypeError(
-                f"on_indivisible must be 'error' or 'replicate', not {on_indivisible!r}."
-            )
+        check_option("on_indivisible", on_indivisible)
         self.mesh = auto_twin(mesh)
         self.rules = AxisRules.of(rules)
         self.rules.check_mesh(self.mesh)

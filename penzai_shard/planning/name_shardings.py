@@ -4,10 +4,12 @@ from typing import Any
 
 from penzai import pz
 
+from penzai_shard.errors import RuleTypeError
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import dimension_names
 from penzai_shard.planning.layout_table import LayoutTable
-from penzai_shard.planning.plan import OnUnnamed, plan_tree
+from penzai_shard.planning.plan_request import PlanRequest
+from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed
 
 
 def name_to_name_sharding(
@@ -16,10 +18,14 @@ def name_to_name_sharding(
     axis_name_to_mesh_name: Any = None,
     ignore_unnamed_arrays: bool = False,
     as_shape_dtype_struct: bool = False,
+    *,
+    rules: Any = None,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: OnUnnamed = "error",
 ) -> Any:
     """The sharding tree of a tree of named arrays.
 
-    The signature is that of ``penzai.toolshed.sharding_util.name_to_name_sharding``. What it
+    Takes what ``penzai.toolshed.sharding_util.name_to_name_sharding`` takes, and more. What it
     decides is the plan of ``make_plan``; what is new: positional dimensions stay unsharded, specs
     have no trailing ``None``, and rules that cannot be kept are errors.
 
@@ -29,9 +35,12 @@ def name_to_name_sharding(
         axis_name_to_mesh_name: Rules, in any form that ``AxisRules`` reads; None maps each
             logical axis to the mesh axis of the same name.
         ignore_unnamed_arrays: Whether arrays without names get None, for JAX to infer, instead
-            of being an error.
+            of being an error: the same as ``on_unnamed="infer"``.
         as_shape_dtype_struct: Whether to give ``jax.ShapeDtypeStruct``s with ``.sharding``
             instead, as Orbax takes them.
+        rules: The same as ``axis_name_to_mesh_name``; give one of the two.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
 
     Returns:
         A tree like the input with ``NamedSharding``s (or structs) in place of the data arrays,
@@ -40,21 +49,56 @@ def name_to_name_sharding(
     Raises:
         ShardingError: As ``make_plan`` does.
 
+    Warns:
+        ShardingWarning: As ``make_plan`` does.
+
     >>> from penzai_shard.meshes import make_mesh
     >>> mesh = make_mesh({"data": 4, "model": 2})
     >>> tree = {"w": pz.nx.ones({"in": 8, "out": 4})}
     >>> name_to_name_sharding(tree, mesh, {"out": "model"})["w"].data_array.spec
     P(None, 'model')
     """
-    if not as_shape_dtype_struct:
-        quick = _QuickTree(LayoutTable(mesh, axis_name_to_mesh_name))
+    if ignore_unnamed_arrays:
+        if on_unnamed not in ("error", "infer"):
+            raise RuleTypeError(
+                "name_to_name_sharding: ignore_unnamed_arrays=True means on_unnamed='infer', and "
+                f"on_unnamed={on_unnamed!r} is given. Give one of them."
+            )
+        on_unnamed = "infer"
+    request = PlanRequest.read(
+        "name_to_name_sharding",
+        mesh,
+        rules,
+        axis_name_to_mesh_name=axis_name_to_mesh_name,
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+    )
+    return (
+        request.plan(tree).restore_structs()
+        if as_shape_dtype_struct
+        else sharding_tree(request, tree)
+    )
+
+
+def sharding_tree(request: PlanRequest, tree: Any) -> Any:
+    """``request.plan(tree).sharding_tree()``, in less time.
+
+    >>> import jax
+    >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    >>> request = PlanRequest.read("place", mesh, {"a": "data"})
+    >>> sharding_tree(request, [pz.nx.ones({"a": 2})])[0].data_array.spec
+    P('data',)
+    """
+    if request.given is None:
+        quick = _QuickTree(request.table())
         try:
-            return quick.shardings(tree)
+            shardings = quick.shardings(tree)
         except _NeedsPlan:
             pass
-    on_unnamed: OnUnnamed = "infer" if ignore_unnamed_arrays else "error"
-    plan = plan_tree(tree, mesh, axis_name_to_mesh_name, on_unnamed=on_unnamed)
-    return plan.restore_structs() if as_shape_dtype_struct else plan.sharding_tree()
+        else:
+            request.warn_of_rules(quick.logical_axes())
+            return shardings
+    return request.plan(tree).sharding_tree()
 
 
 class _NeedsPlan(Exception):
@@ -71,6 +115,10 @@ class _QuickTree:
     def __init__(self, table: LayoutTable) -> None:
         self.table = table
         self.made: dict[Any, Any] = {}
+
+    def logical_axes(self) -> set[LogicalAxis]:
+        """The logical axes of the arrays that were laid out."""
+        return {name for named_array in self.made.values() for name in named_array.named_axes}
 
     def shardings(self, tree: Any) -> Any:
         kind = type(tree)

@@ -4,23 +4,18 @@ import dataclasses
 import functools
 import json
 import math
-import warnings
 from collections.abc import Iterator
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.errors import PlanError, RuleTypeError, ShardingWarning, raise_all
+from penzai_shard.errors import PlanError, raise_all
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.named_leaves import NamedLeaf, map_arrays
-from penzai_shard.planning.layout_table import LayoutTable
 from penzai_shard.planning.plan_table import PlanTable
-from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnIndivisible, nearest_name
+from penzai_shard.rule_kinds import LogicalAxis, NameRule
 from penzai_shard.text_tables import NotebookView
-
-OnUnnamed: TypeAlias = Literal["error", "replicate", "infer"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,17 +114,23 @@ class ShardingPlan(NotebookView):
     @functools.cached_property
     def total_bytes(self) -> int:
         """The size of all arrays, each counted once, in bytes."""
-        return sum(math.prod(leaf.shape) * _itemsize(leaf.dtype) for leaf in self.leaves)
+        return sum(math.prod(leaf.shape) * itemsize(leaf.dtype) for leaf in self.leaves)
+
+    @functools.cached_property
+    def logical_axes(self) -> frozenset[LogicalAxis]:
+        """The logical axes that the arrays have."""
+        return frozenset(
+            name for leaf in self.leaves for name in leaf.names or () if name is not None
+        )
 
     @functools.cached_property
     def unused_rules(self) -> tuple[NameRule, ...]:
         """The rules whose logical axis no array has. That is no error: one set of rules serves
         parameters and activations."""
-        present = _names_present(self.leaves)
         return tuple(
             rule
             for rule in self.rules.rules
-            if isinstance(rule, NameRule) and rule.logical_axis not in present
+            if isinstance(rule, NameRule) and rule.logical_axis not in self.logical_axes
         )
 
     def table(self, *, collapse: bool = True) -> PlanTable:
@@ -199,137 +200,13 @@ class ShardingPlan(NotebookView):
         )
 
 
-def make_plan(
-    tree: Any,
-    mesh: AnyMesh,
-    rules: Any = None,
-    *,
-    on_indivisible: OnIndivisible = "error",
-    on_unnamed: OnUnnamed = "error",
-) -> ShardingPlan:
-    """Decides the layout of every array of a tree. Touches no device.
+def itemsize(dtype: Any) -> int:
+    """The size of one element in bytes; 0 where the dtype is not known.
 
-    Args:
-        tree: Any pytree: models with ``Parameter``s and ``StateVariable``s or their frozen
-            values, models of Penzai's first API, named arrays and views, optimizer states, plain
-            arrays; concrete or made of ``jax.ShapeDtypeStruct``s.
-        mesh: The mesh, concrete or abstract. Explicit axes are treated as Auto ones.
-        rules: ``AxisRules``, or anything they can be read from; None maps each logical axis to
-            the mesh axis of the same name.
-        on_indivisible: ``"replicate"`` leaves dimensions unsharded whose length does not divide,
-            and says so in the reason; by default that is an error.
-        on_unnamed: What becomes of arrays without names that have dimensions: an error, a copy
-            on every device (``"replicate"``), or left to JAX (``"infer"``). Scalars have nothing
-            to name and are replicated, unless JAX is to infer.
-
-    Returns:
-        The plan.
-
-    Raises:
-        RuleTypeError: The rules or options cannot be read.
-        MeshError: A rule names a mesh axis that the mesh does not have.
-        PlanError: Some arrays have no valid layout; all of them are told at once.
-
-    Warns:
-        ShardingWarning: A rule matches nothing and its name is nearly one that is there.
-
-    >>> from penzai import pz
-    >>> mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
-    >>> weights = {"up": pz.nx.ones({"embedding": 8, "neurons": 16})}
-    >>> plan = make_plan(weights, mesh, {"embedding": "data", "neurons": "model"})
-    >>> plan.leaves[0].spec, plan.leaves[0].shard_shape, plan.bytes_per_device
-    (P('data', 'model'), (2, 8), 64)
+    >>> import numpy as np
+    >>> itemsize(np.dtype("float32")), itemsize(None)
+    (4, 0)
     """
-    plan = plan_tree(tree, mesh, rules, on_indivisible=on_indivisible, on_unnamed=on_unnamed)
-    _warn_of_near_names(plan)
-    return plan
-
-
-def plan_tree(
-    tree: Any,
-    mesh: AnyMesh,
-    rules: Any = None,
-    *,
-    on_indivisible: OnIndivisible = "error",
-    on_unnamed: OnUnnamed = "error",
-) -> ShardingPlan:
-    """``make_plan`` without its warning, for trees such as activations that see few of the rules.
-
-    >>> plan_tree({}, jax.sharding.AbstractMesh((2,), ("data",))).leaves
-    ()
-    """
-    if on_unnamed not in ("error", "replicate", "infer"):
-        raise RuleTypeError(
-            f"on_unnamed must be 'error', 'replicate' or 'infer', not {on_unnamed!r}."
-        )
-    table = LayoutTable(mesh, rules, on_indivisible)
-    leaves: list[LeafPlan] = []
-    problems: list[str] = []
-
-    def plan_leaf(leaf: NamedLeaf) -> int:
-        leaf_plan, found = _plan_leaf(leaf, table, on_unnamed)
-        problems.extend(f"{leaf.path or 'the array'}: {problem}" for problem in found)
-        leaves.append(leaf_plan)
-        return len(leaves) - 1
-
-    indexed = map_arrays(tree, plan_leaf)
-    raise_all(PlanError, "no valid layout for some arrays:", problems)
-    slots, treedef = jax.tree_util.tree_flatten(indexed)
-    return ShardingPlan(table.mesh, table.rules, tuple(leaves), treedef, tuple(slots))
-
-
-def _plan_leaf(
-    leaf: NamedLeaf, table: LayoutTable, on_unnamed: OnUnnamed
-) -> tuple[LeafPlan, tuple[str, ...]]:
-    problems: tuple[str, ...] = ()
-    spec: PartitionSpec | None = PartitionSpec()
-    if leaf.names is not None:
-        layout = table.layout(leaf)
-        spec, reason, problems = layout.spec, layout.reason, layout.problems
-    elif on_unnamed == "infer":
-        spec, reason = None, "no names: left to JAX"
-    elif leaf.dtype is None:
-        reason = ""
-        problems = (
-            f"a {type(leaf.array).__name__} is not an array. "
-            "Keep it out of the tree, for instance as a static field.",
-        )
-    elif not leaf.shape:
-        reason = "scalar: replicated"
-    elif on_unnamed == "replicate":
-        reason = "no names: replicated"
-    else:
-        reason = ""
-        problems = (
-            f"this array of shape {leaf.shape} has no logical axis names. "
-            "Name it with pz.nx.wrap(array).tag(...) or name_axes(tree, {...}), "
-            'or pass on_unnamed="replicate".',
-        )
-    sharding = None if spec is None else table.sharding(spec)
-    shard_shape = _shard_shape(leaf.shape, spec, table.mesh)
-    held = math.prod(shard_shape) * _itemsize(leaf.dtype)
-    plan = LeafPlan(
-        leaf.path, leaf.names, leaf.shape, leaf.dtype, spec, sharding, reason, shard_shape, held
-    )
-    return plan, problems
-
-
-def _shard_shape(
-    shape: tuple[int, ...], spec: PartitionSpec | None, mesh: AnyMesh
-) -> tuple[int, ...]:
-    if spec is None:
-        return shape
-    parts = [
-        math.prod(mesh.shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry))
-        if entry
-        else 1
-        for entry in spec
-    ]
-    parts += [1] * (len(shape) - len(parts))
-    return tuple(size // count for size, count in zip(shape, parts, strict=True))
-
-
-def _itemsize(dtype: Any) -> int:
     return 0 if dtype is None else dtype.itemsize
 
 
@@ -349,21 +226,3 @@ def _axes_text(leaf: LeafPlan) -> str:
 
 def _json_entry(entry: Any) -> Any:
     return list(entry) if isinstance(entry, tuple) else entry
-
-
-def _names_present(leaves: tuple[LeafPlan, ...]) -> set[LogicalAxis]:
-    return {name for leaf in leaves for name in leaf.names or () if name is not None}
-
-
-def _warn_of_near_names(plan: ShardingPlan) -> None:
-    present = _names_present(plan.leaves)
-    ruled = set(plan.rules.logical_axes)
-    for rule in plan.unused_rules:
-        near = nearest_name(rule.logical_axis, present - ruled)
-        if near is not None:
-            warnings.warn(
-                f"rule {rule} matches no logical axis of this tree, which has {near!r}. "
-                f"Did you mean {near!r}?",
-                ShardingWarning,
-                stacklevel=3,
-            )

@@ -5,10 +5,20 @@ from typing import Any
 import jax
 
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.planning import make_plan
+from penzai_shard.planning import PlanRequest, ShardingPlan, sharding_tree
+from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
 
-def shard_batch(batch: Any, mesh: AnyMesh, rules: Any = None) -> Any:
+def shard_batch(
+    batch: Any,
+    mesh: AnyMesh | None = None,
+    rules: Any = None,
+    *,
+    axis_name_to_mesh_name: Any = None,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: OnUnnamed = "error",
+    plan: ShardingPlan | None = None,
+) -> Any:
     """Places a batch on a mesh, each named array as the rules say.
 
     Args:
@@ -17,12 +27,19 @@ def shard_batch(batch: Any, mesh: AnyMesh, rules: Any = None) -> Any:
         mesh: The mesh. Explicit axes are treated as Auto ones.
         rules: Rules in any form that ``AxisRules`` reads; None maps each logical axis to the
             mesh axis of the same name.
+        axis_name_to_mesh_name: The same under Penzai's name; give one of the two.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+        plan: A plan to carry out instead of mesh, rules and options.
 
     Returns:
         The batch, its arrays on the mesh. Arrays that lie so already are not copied.
 
     Raises:
-        ShardingError: An array has no names, or has no valid layout; all are told at once.
+        ShardingError: An array has no names, or has no valid layout; all are reported at once.
+
+    Warns:
+        ShardingWarning: As ``make_plan`` does.
 
     >>> import numpy as np
     >>> from penzai import pz
@@ -31,4 +48,14 @@ def shard_batch(batch: Any, mesh: AnyMesh, rules: Any = None) -> Any:
     >>> shard_batch(batch, make_mesh({"data": 8}), {"batch": "data"})["x"].data_array.sharding.spec
     P('data',)
     """
-    return jax.device_put(batch, make_plan(batch, mesh, rules).sharding_tree())
+    request = PlanRequest.read(
+        "shard_batch",
+        mesh,
+        rules,
+        axis_name_to_mesh_name=axis_name_to_mesh_name,
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+        plan=plan,
+        places=True,
+    )
+    return jax.device_put(batch, sharding_tree(request, batch))

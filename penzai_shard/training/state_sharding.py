@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.planning import make_plan
+from penzai_shard.planning import make_plan, plan_tree
 from penzai_shard.training.train_state import FIELDS, TrainState, peek
 
 
@@ -60,9 +60,9 @@ def train_state_sharding(
     with_params = make_plan({"params": params}, mesh, rules, on_unnamed=on_unnamed)
     planned = (
         with_params.sharding_tree()
-        | make_plan(others, mesh, rules, on_unnamed="replicate").sharding_tree()
+        | plan_tree(others, mesh, rules, on_unnamed="replicate").sharding_tree()
     )
-    opt_state = make_plan(
+    opt_state = plan_tree(
         {"opt_state": peek(train_state, "opt_state")},
         mesh,
         rules if optimizer_rules is None else optimizer_rules,

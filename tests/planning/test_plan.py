@@ -418,7 +418,7 @@ def test_options_of_a_wrong_kind_are_refused(mesh, options, told):
 
 @pytest.mark.parametrize("no_mesh", [None, {"data": 4}, 8])
 def test_what_is_no_mesh_is_refused(no_mesh):
-    with pytest.raises(RuleTypeError, match=r"a mesh is needed, .* make_mesh"):
+    with pytest.raises(RuleTypeError, match=r"a mesh is needed, .*make_mesh"):
         make_plan(weights(), no_mesh, {})
 
 

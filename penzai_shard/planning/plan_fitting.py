@@ -1,0 +1,92 @@
+"""Carrying a plan over to the tree that it was made for, or to one just like it.
+
+A plan is usually made before there are arrays: from an abstract model, whose variables are frozen
+and may come in another order. What counts is that the same arrays are there under the same paths.
+"""
+
+import collections
+from typing import Any
+
+import jax
+
+from penzai_shard.errors import PlanError, raise_all
+from penzai_shard.named_leaves import NamedLeaf, map_arrays
+from penzai_shard.planning.plan import LeafPlan, ShardingPlan
+from penzai_shard.rule_kinds import array_text
+
+
+def fitted_plan(plan: ShardingPlan, tree: Any, called: str = "place") -> ShardingPlan:
+    """The same decisions for another tree with the same arrays.
+
+    Args:
+        plan: A plan.
+        tree: A tree whose arrays have the paths, logical axes, shapes and dtypes that the plan was
+            made for; concrete or abstract, its variables mutable or frozen, in any order.
+        called: The function that was called, for messages.
+
+    Returns:
+        The plan, so that its sharding tree has the structure of this tree.
+
+    Raises:
+        PlanError: The arrays differ; all differences are reported at once.
+
+    >>> from penzai import pz
+    >>> from penzai_shard.planning.planning_trees import plan_tree
+    >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    >>> plan = plan_tree({"w": pz.nx.ones({"a": 2})}, mesh, {"a": "data"})
+    >>> fitted_plan(plan, {"w": pz.nx.zeros({"a": 2})}).leaves == plan.leaves
+    True
+    >>> fitted_plan(plan, {"w": pz.nx.zeros({"b": 2})})
+    Traceback (most recent call last):
+    penzai_shard.errors.PlanError: place: the plan was made for another tree. Plan this one: ...
+      w: is [a=2] in the plan and [b=2] in the tree.
+    """
+    indices: dict[str, list[int]] = collections.defaultdict(list)
+    for index, planned in enumerate(plan.leaves):
+        indices[planned.path].append(index)
+    occurred: collections.Counter[str] = collections.Counter()
+    problems: list[str] = []
+
+    def find(leaf: NamedLeaf) -> int:
+        candidates = indices.get(leaf.path)
+        if not candidates:
+            problems.append(f"{leaf.path or 'the array'}: is in the tree and not in the plan.")
+            return -1
+        # A variable that occurs several times is one array in the plan or several, depending on
+        # whether the tree held it as one object.
+        index = candidates[min(occurred[leaf.path], len(candidates) - 1)]
+        occurred[leaf.path] += 1
+        problems.extend(_difference(plan.leaves[index], leaf))
+        return index
+
+    fitted = map_arrays(tree, find)
+    problems += [
+        f"{path or 'the array'}: is in the plan and not in the tree."
+        for path in indices
+        if path not in occurred
+    ]
+    headline = f"{called}: the plan was made for another tree. Plan this one: make_plan(tree, ...)"
+    raise_all(PlanError, headline, problems)
+    slots, treedef = jax.tree_util.tree_flatten(fitted)
+    return ShardingPlan(plan.mesh, plan.rules, plan.leaves, treedef, tuple(slots))
+
+
+def _difference(planned: LeafPlan, leaf: NamedLeaf) -> list[str]:
+    unknown = planned.dtype is None or leaf.dtype is None
+    same_dtype = unknown or planned.dtype == leaf.dtype
+    if planned.names == leaf.names and planned.shape == leaf.shape and same_dtype:
+        return []
+    texts = [
+        _array_text(names, shape) if same_dtype else f"{dtype}{_array_text(names, shape)}"
+        for names, shape, dtype in (
+            (planned.names, planned.shape, planned.dtype),
+            (leaf.names, leaf.shape, leaf.dtype),
+        )
+    ]
+    return [f"{leaf.path or 'the array'}: is {texts[0]} in the plan and {texts[1]} in the tree."]
+
+
+def _array_text(names: Any, shape: tuple[int, ...]) -> str:
+    if names is None:
+        return f"{list(shape)} without names"
+    return array_text(names, shape)

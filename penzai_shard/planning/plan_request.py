@@ -1,0 +1,270 @@
+"""The arguments of every function that plans, read in one place.
+
+Rules come under two names (``rules=`` and Penzai's ``axis_name_to_mesh_name=``), a plan that was
+made before can stand in for them, and two options say what is relaxed. ``PlanRequest`` reads them,
+refuses what cannot be meant, and plans.
+"""
+
+import dataclasses
+import math
+import sys
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+from jax.sharding import Mesh
+
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.errors import MeshError, RuleTypeError, ShardingWarning
+from penzai_shard.meshes import AnyMesh, auto_twin
+from penzai_shard.planning.layout_table import LayoutTable
+from penzai_shard.planning.plan import ShardingPlan
+from penzai_shard.planning.plan_fitting import fitted_plan
+from penzai_shard.planning.planning_trees import plan_with
+from penzai_shard.rule_kinds import (
+    LogicalAxis,
+    NameRule,
+    OnIndivisible,
+    OnUnnamed,
+    check_option,
+    nearest_name,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """What a caller asked for: a plan that exists, or a mesh with rules and options.
+
+    Attributes:
+        called: The function that was called, for messages.
+        mesh: The mesh, with Auto axes.
+        rules: The rules.
+        rules_given: Whether the caller gave any rules; if not, ``rules`` are the identity.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+        given: The plan to carry out, if the caller gave one.
+    """
+
+    called: str
+    mesh: AnyMesh
+    rules: AxisRules
+    rules_given: bool = True
+    on_indivisible: OnIndivisible = "error"
+    on_unnamed: OnUnnamed = "error"
+    given: ShardingPlan | None = None
+
+    @classmethod
+    def read(
+        cls,
+        called: str,
+        mesh: Any,
+        rules: Any = None,
+        *,
+        axis_name_to_mesh_name: Any = None,
+        on_indivisible: Any = "error",
+        on_unnamed: Any = "error",
+        plan: Any = None,
+        places: bool = False,
+    ) -> "PlanRequest":
+        """Reads the arguments of a function that plans.
+
+        Args:
+            called: The name of that function.
+            mesh: The mesh; for a function that carries plans out also a plan.
+            rules: Rules in any form that ``AxisRules`` reads, or None.
+            axis_name_to_mesh_name: The same under Penzai's name; only one of them is given.
+            on_indivisible: ``"error"`` or ``"replicate"``.
+            on_unnamed: ``"error"``, ``"replicate"`` or ``"infer"``.
+            plan: A plan to be carried out, instead of mesh, rules and options.
+            places: Whether the function puts arrays on devices, so that it takes plans, and
+                needs a mesh that has some.
+
+        Raises:
+            RuleTypeError: Arguments contradict each other, or cannot be read.
+            MeshError: A rule names a mesh axis that is not there, or a mesh has no devices.
+
+        >>> from penzai_shard.meshes import make_mesh
+        >>> mesh = make_mesh({"data": 8})
+        >>> PlanRequest.read("place", mesh, axis_name_to_mesh_name={"batch": "data"}).rules
+        AxisRules({'batch': 'data'})
+        """
+        for option, value in (("on_indivisible", on_indivisible), ("on_unnamed", on_unnamed)):
+            check_option(option, value)
+        if rules is not None and axis_name_to_mesh_name is not None:
+            raise RuleTypeError(
+                f"{called}: rules and axis_name_to_mesh_name are two names of one argument, and "
+                "both are given. Give one of them; two sets of rules are combined as "
+                "AxisRules(first) | second."
+            )
+        rules = axis_name_to_mesh_name if rules is None else rules
+        if isinstance(mesh, ShardingPlan):
+            if plan is not None:
+                raise RuleTypeError(f"{called}: two plans are given. Give one.")
+            mesh, plan = None, mesh
+        if plan is not None:
+            relaxed = on_indivisible != "error" or on_unnamed != "error"
+            return cls._of_plan(called, plan, mesh, rules is not None or relaxed, places)
+        if mesh is None:
+            or_plan = ", or a plan: plan=make_plan(tree, mesh, rules)" if places else ""
+            raise RuleTypeError(
+                f"{called}: a mesh is needed, for instance mesh=make_mesh({{'data': 4, "
+                f"'model': 2}}){or_plan}."
+            )
+        # The table checks mesh and rules.
+        table = LayoutTable(mesh, rules, on_indivisible)
+        if places:
+            _check_has_devices(called, table.mesh)
+        return cls(called, table.mesh, table.rules, rules is not None, on_indivisible, on_unnamed)
+
+    @classmethod
+    def _of_plan(
+        cls, called: str, plan: Any, mesh: Any, with_more: bool, places: bool
+    ) -> "PlanRequest":
+        if not isinstance(plan, ShardingPlan):
+            raise RuleTypeError(
+                f"{called}: plan must be a ShardingPlan, not {type(plan).__name__}: {plan!r}. "
+                "Make one: make_plan(tree, mesh, rules)."
+            )
+        if not places:
+            raise RuleTypeError(
+                f"{called} makes a plan and needs a mesh for it, not a plan. "
+                "To carry the plan out, call place(tree, plan)."
+            )
+        if with_more:
+            raise RuleTypeError(
+                f"{called}: a plan is given, and rules or options too, which the plan has decided "
+                "already. Give either; other rules make another plan: make_plan(tree, mesh, rules)."
+            )
+        if mesh is not None and (not hasattr(mesh, "axis_types") or auto_twin(mesh) != plan.mesh):
+            sizes = ", ".join(f"{name}={size}" for name, size in plan.mesh.shape.items())
+            raise MeshError(
+                f"{called}: the plan was made for another mesh ({sizes}) than the one given. "
+                "Leave the mesh out, or plan for this one: make_plan(tree, mesh, rules)."
+            )
+        _check_has_devices(called, plan.mesh)
+        return cls(called, plan.mesh, plan.rules, given=plan)
+
+    def table(self) -> LayoutTable:
+        """The layouts that the rules give on the mesh."""
+        return LayoutTable(self.mesh, self.rules, self.on_indivisible)
+
+    def plan(self, tree: Any) -> ShardingPlan:
+        """The plan of a tree: the given one, if it fits exactly, or a new one.
+
+        Raises:
+            PlanError: Some arrays have no valid layout, or the given plan is of another tree.
+
+        Warns:
+            ShardingWarning: The rules look like a mistake; see ``warn_of_rules``.
+        """
+        if self.given is not None:
+            return fitted_plan(self.given, tree, self.called)
+        plan = plan_with(self.table(), tree, self.on_unnamed)
+        self.warn_of_rules(plan.logical_axes)
+        return plan
+
+    def warn_of_rules(self, present: Collection[LogicalAxis]) -> None:
+        """Warns of rules that are probably not what was meant.
+
+        Args:
+            present: The logical axes that there are.
+
+        Warns:
+            ShardingWarning: A rule matches nothing, and its name is nearly one that is there; or
+                no rules were given, and no logical axis has the name of a mesh axis.
+        """
+        ruled = set(self.rules.logical_axes)
+        for rule in self.rules.rules:
+            if not isinstance(rule, NameRule) or rule.logical_axis in present:
+                continue
+            near = nearest_name(rule.logical_axis, set(present) - ruled)
+            if near is not None:
+                _warn_caller(
+                    f"rule {rule} matches no logical axis of this tree, which has {near!r}. "
+                    f"Did you mean {near!r}?"
+                )
+        if self.rules_given or not present or math.prod(self.mesh.shape.values()) == 1:
+            return
+        if not set(self.mesh.shape) & set(present):
+            axes = sorted(map(str, present))
+            shown = ", ".join(map(repr, axes[:6])) + (", ..." if len(axes) > 6 else "")
+            sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+            example = {axes[0]: next(iter(self.mesh.shape))}
+            _warn_caller(
+                f"{self.called} was given no rules, and none of the logical axes ({shown}) has "
+                f"the name of a mesh axis ({sizes}), so every device gets a whole copy. Say what "
+                f"is split over what, for instance rules={example!r}, or that copies are wanted: "
+                "rules={}."
+            )
+
+
+def make_plan(
+    tree: Any,
+    mesh: AnyMesh,
+    rules: Any = None,
+    *,
+    axis_name_to_mesh_name: Any = None,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: OnUnnamed = "error",
+) -> ShardingPlan:
+    """Decides the layout of every array of a tree. Touches no device.
+
+    Args:
+        tree: Any pytree: models with ``Parameter``s and ``StateVariable``s or their frozen
+            values, models of Penzai's first API, named arrays and views, optimizer states, plain
+            arrays; concrete or made of ``jax.ShapeDtypeStruct``s.
+        mesh: The mesh, concrete or abstract. Explicit axes are treated as Auto ones.
+        rules: ``AxisRules``, or anything they can be read from; None maps each logical axis to
+            the mesh axis of the same name.
+        axis_name_to_mesh_name: The same under Penzai's name; give one of the two.
+        on_indivisible: ``"replicate"`` leaves dimensions unsharded whose length does not divide,
+            and says so in the reason; by default that is an error.
+        on_unnamed: What becomes of arrays without names that have dimensions: an error, a copy
+            on every device (``"replicate"``), or left to JAX (``"infer"``). Scalars have nothing
+            to name and are replicated, unless JAX is to infer.
+
+    Returns:
+        The plan.
+
+    Raises:
+        RuleTypeError: The rules or options cannot be read.
+        MeshError: A rule names a mesh axis that the mesh does not have.
+        PlanError: Some arrays have no valid layout; all of them are reported at once.
+
+    Warns:
+        ShardingWarning: A rule matches nothing and its name is nearly one that is there; or no
+            rules are given, and no logical axis has the name of a mesh axis.
+
+    >>> import jax
+    >>> from penzai import pz
+    >>> mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    >>> weights = {"up": pz.nx.ones({"embedding": 8, "neurons": 16})}
+    >>> plan = make_plan(weights, mesh, {"embedding": "data", "neurons": "model"})
+    >>> plan.leaves[0].spec, plan.leaves[0].shard_shape, plan.bytes_per_device
+    (P('data', 'model'), (2, 8), 64)
+    """
+    return PlanRequest.read(
+        "make_plan",
+        mesh,
+        rules,
+        axis_name_to_mesh_name=axis_name_to_mesh_name,
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+    ).plan(tree)
+
+
+def _check_has_devices(called: str, mesh: Any) -> None:
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"{called} cannot put arrays on this {type(mesh).__name__}: it has no devices. "
+            "Plan with make_plan on it, or use make_mesh({...}) to place."
+        )
+
+
+def _warn_caller(message: str) -> None:
+    """Warns with the line of whoever called into this library."""
+    package = __name__.partition(".")[0]
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, ShardingWarning, stacklevel=level)

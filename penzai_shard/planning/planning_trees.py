@@ -1,0 +1,104 @@
+"""Deciding for every array of a tree, by a table of layouts."""
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from penzai_shard.errors import PlanError, raise_all
+from penzai_shard.meshes import AnyMesh
+from penzai_shard.named_leaves import NamedLeaf, map_arrays
+from penzai_shard.planning.layout_table import LayoutTable
+from penzai_shard.planning.plan import LeafPlan, ShardingPlan, itemsize
+from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed, check_option
+
+
+def plan_tree(
+    tree: Any,
+    mesh: AnyMesh,
+    rules: Any = None,
+    *,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: OnUnnamed = "error",
+) -> ShardingPlan:
+    """``make_plan`` without its warnings, for trees such as activations that see few of the rules.
+
+    >>> plan_tree({}, jax.sharding.AbstractMesh((2,), ("data",))).leaves
+    ()
+    """
+    return plan_with(LayoutTable(mesh, rules, on_indivisible), tree, on_unnamed)
+
+
+def plan_with(table: LayoutTable, tree: Any, on_unnamed: OnUnnamed = "error") -> ShardingPlan:
+    """The plan of a tree by a table of layouts.
+
+    >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    >>> plan_with(LayoutTable(mesh, {}), {}).leaves
+    ()
+    """
+    check_option("on_unnamed", on_unnamed)
+    leaves: list[LeafPlan] = []
+    problems: list[str] = []
+
+    def plan_leaf(leaf: NamedLeaf) -> int:
+        leaf_plan, found = _plan_leaf(leaf, table, on_unnamed)
+        problems.extend(f"{leaf.path or 'the array'}: {problem}" for problem in found)
+        leaves.append(leaf_plan)
+        return len(leaves) - 1
+
+    indexed = map_arrays(tree, plan_leaf)
+    raise_all(PlanError, "no valid layout for some arrays:", problems)
+    slots, treedef = jax.tree_util.tree_flatten(indexed)
+    return ShardingPlan(table.mesh, table.rules, tuple(leaves), treedef, tuple(slots))
+
+
+def _plan_leaf(
+    leaf: NamedLeaf, table: LayoutTable, on_unnamed: OnUnnamed
+) -> tuple[LeafPlan, tuple[str, ...]]:
+    problems: tuple[str, ...] = ()
+    spec: PartitionSpec | None = PartitionSpec()
+    if leaf.names is not None:
+        layout = table.layout(leaf)
+        spec, reason, problems = layout.spec, layout.reason, layout.problems
+    elif on_unnamed == "infer":
+        spec, reason = None, "no names: left to JAX"
+    elif leaf.dtype is None:
+        reason = ""
+        problems = (
+            f"a {type(leaf.array).__name__} is not an array. "
+            "Keep it out of the tree, for instance as a static field.",
+        )
+    elif not leaf.shape:
+        reason = "scalar: replicated"
+    elif on_unnamed == "replicate":
+        reason = "no names: replicated"
+    else:
+        reason = ""
+        problems = (
+            f"this array of shape {leaf.shape} has no logical axis names. "
+            "Name it with pz.nx.wrap(array).tag(...) or name_axes(tree, {...}), "
+            'or pass on_unnamed="replicate".',
+        )
+    sharding = None if spec is None else table.sharding(spec)
+    shard_shape = _shard_shape(leaf.shape, spec, table.mesh)
+    held = math.prod(shard_shape) * itemsize(leaf.dtype)
+    plan = LeafPlan(
+        leaf.path, leaf.names, leaf.shape, leaf.dtype, spec, sharding, reason, shard_shape, held
+    )
+    return plan, problems
+
+
+def _shard_shape(
+    shape: tuple[int, ...], spec: PartitionSpec | None, mesh: AnyMesh
+) -> tuple[int, ...]:
+    if spec is None:
+        return shape
+    parts = [
+        math.prod(mesh.shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry))
+        if entry
+        else 1
+        for entry in spec
+    ]
+    parts += [1] * (len(shape) - len(parts))
+    return tuple(size // count for size, count in zip(shape, parts, strict=True))
