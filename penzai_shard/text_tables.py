@@ -38,8 +38,8 @@ _CSS = (
 class NotebookView(abc.ABC):
     """A value that a notebook shows as a table, its verdict first.
 
-    Jupyter takes ``_repr_html_``, with treescope as the default renderer and without it; inside
-    another value that treescope renders, the verdict stands for the table, which unfolds.
+    Jupyter takes ``_repr_html_``, with treescope as the default renderer and without it. Inside
+    another value that treescope renders, the verdict stands for the table, and unfolds to it.
     """
 
     __slots__ = ()
@@ -52,17 +52,14 @@ class NotebookView(abc.ABC):
         return self.notebook_table().html()
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        """The verdict, and under it the text of the table."""
+        """The verdict; treescope itself adds the HTML, folded."""
         del subtree_renderer
         from treescope import rendering_parts
 
         table = self.notebook_table()
-        first = table.text_verdict() or " | ".join(table.headings)
-        return rendering_parts.build_foldable_tree_node_from_children(
-            prefix=rendering_parts.text(f"<{type(self).__name__}: {printable(first)}"),
-            children=[rendering_parts.text(line) for line in table.plain_text().splitlines()[1:]],
-            suffix=rendering_parts.text(">"),
-            path=path,
+        verdict = printable(table.text_verdict() or " | ".join(table.headings))
+        return rendering_parts.build_one_line_tree_node(
+            line=rendering_parts.text(f"<{type(self).__name__}: {verdict}>"), path=path
         )
 
 
@@ -123,7 +120,7 @@ class TextTable(NotebookView):
         """
         if width is None:
             width = shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns
-        lines = ("".join(text for text, _ in line).rstrip() for line in self._lines(width))
+        lines = ("".join(text for text, _ in line).rstrip() for line in self.lines(width))
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -136,7 +133,7 @@ class TextTable(NotebookView):
         """The table for rich's ``print`` and consoles, as wide as the console."""
         from rich.text import Text
 
-        for line in self._lines(options.max_width):
+        for line in self.lines(options.max_width):
             yield Text.assemble(*line)
 
     def html(self) -> str:
@@ -148,7 +145,9 @@ class TextTable(NotebookView):
         ]
         parts = [f"<style>{_CSS}</style>"]
         if verdict := self.text_verdict():
-            parts.append(_element("div", verdict, style=self.verdict_style()))
+            # A code host that drops styles shows it in bold all the same.
+            shown = _element("strong", verdict, style=self.verdict_style())
+            parts.append(f"<div>{shown}</div>")
         parts.append('<table class="pzs-table"><thead><tr>')
         parts += [_element("th", h, kind) for h, kind in zip(self.headings, classes, strict=True)]
         parts.append("</tr></thead><tbody>")
@@ -165,7 +164,8 @@ class TextTable(NotebookView):
         parts += [_element("div", line) for line in notes]
         return "".join(parts)
 
-    def _lines(self, width: int) -> Iterator[Segments]:
+    def lines(self, width: int) -> Iterator[Segments]:
+        """The verdict, the table and the lines below it, none of them wider than it must be."""
         if verdict := self.text_verdict():
             yield from _paragraph(verdict, width, self.verdict_style())
         rows = [tuple(map(printable, row)) for row in self.text_rows()]
