@@ -66,6 +66,8 @@ from penzai_shard.training import (
     train_state_sharding,
 )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "ROOT",
     "AxisRules",
@@ -84,6 +86,7 @@ __all__ = [
     "ShardingPlan",
     "ShardingWarning",
     "TrainState",
+    "__version__",
     "abstract_model",
     "build_train_step_fn",
     "check_equivalent",

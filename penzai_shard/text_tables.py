@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 # Where there is no terminal to ask, as in a pipe.
 PLAIN_WIDTH = 100
+# More lines than this in one cell are worse to read than the narrow layout.
+MOST_LINES = 4
 # A table in a notebook shows at most so many rows; its text shows them all.
 NOTEBOOK_ROWS = 250
 
@@ -170,12 +172,12 @@ class TextTable(NotebookView):
             yield from _paragraph(verdict, width, self.verdict_style())
         rows = [tuple(map(printable, row)) for row in self.text_rows()]
         columns = list(range(len(self.headings)))
-        widths = self._widths(columns, rows, width, may_cut=width >= self.wide)
+        widths = self._widths(columns, rows, width)
         narrow = widths is None
         below = len(columns) - 1 if narrow and self.headings[-1] == self.below else None
         if widths is None:
             columns = [i for i in columns[1:] if i != below]
-            widths = self._widths(columns, rows, width - len(_INDENT))
+            widths = self._widths(columns, rows, width - len(_INDENT), outermost=False)
         if widths is None:
             widths = [self._least(i, rows) for i in columns]
 
@@ -226,22 +228,27 @@ class TextTable(NotebookView):
         columns: list[int],
         rows: Sequence[Sequence[str]],
         width: int,
-        may_cut: bool = True,
+        outermost: bool = True,
     ) -> list[int] | None:
-        """Widths that fit, the widest columns cut first; None if a word would be broken."""
+        """Widths that fit, the widest columns cut first; None if a word would be broken, or, of
+        the outermost layout, if it is better narrow."""
         natural = [max(len(line[i]) for line in [self.headings, *rows]) for i in columns]
         if _total(natural) <= width:
             return natural
         least = [self._least(i, rows) for i in columns]
-        if not may_cut or _total(least) > width:
+        if _total(least) > width or (outermost and width < self.wide):
             return None
         cap = max(natural)
-        while (
-            _total(cut := [max(a, min(b, cap)) for a, b in zip(least, natural, strict=True)])
-            > width
+        while _total(cut := [max(a, min(b, cap)) for a, b in zip(least, natural, strict=True)]) > (
+            width
         ):
             cap -= 1
-        return cut
+        crowded = any(
+            len(wrapped(row[i], each, self.headings[i] in self.paths)) > MOST_LINES
+            for row in rows
+            for i, each in zip(columns, cut, strict=True)
+        )
+        return None if crowded and outermost else cut
 
 
 def printable(text: str) -> str:

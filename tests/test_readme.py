@@ -1,11 +1,14 @@
 """The README's commands are those that CI runs, and its tour works as printed."""
 
+import os
 import re
+import subprocess
+import sys
+import textwrap
+import tomllib
 from pathlib import Path
 
-import jax
-import numpy as np
-from penzai import pz
+import penzai_shard
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,45 +34,54 @@ def test_the_constraints_pin_exact_versions_and_name_no_index():
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+", line)
 
 
-def test_the_tour_runs_as_printed(tmp_path, monkeypatch, capsys):
-    from penzai.models.transformer.variants import llamalike_common
+def test_every_python_block_runs_as_pasted_twice_in_one_process_and_one_folder(tmp_path):
+    """In a fresh interpreter, as somebody would who pastes the blocks in their order."""
+    pasted = "\n".join(blocks("python"))
+    script = f"{pasted}\n{pasted}\n" + textwrap.dedent(
+        """
+        import numpy as np
 
-    from penzai_shard.cli.demo import next_byte_loss
+        trained, again = pzs.param_dict(model), pzs.param_dict(restored)
+        assert trained.keys() == again.keys()
+        for name, value in trained.items():
+            np.testing.assert_array_equal(
+                np.asarray(value.data_array), np.asarray(again[name].data_array)
+            )
+        assert same == recipe
+        # Nothing of the tour is left without its memory.
+        for kept in (model, state, restored, tokens, logits, bare, edited):
+            for leaf in jax.tree_util.tree_leaves(pz.freeze_variables(kept)):
+                assert not (isinstance(leaf, jax.Array) and leaf.is_deleted())
+        """
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        cwd=tmp_path,
+        env={**environment, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if "loss" in line]
+    assert len(losses) == 6
+    assert losses[:3] == losses[3:]
+    assert losses[2] < losses[0]
+    for shown in ("each device holds", "4 edits of TransformerLM, 7 places\n", "\nequivalent"):
+        assert done.stdout.count(shown) == 2, shown
 
-    def build_model(seed):
-        config = llamalike_common.LlamalikeTransformerConfig(
-            num_kv_heads=4,
-            query_head_multiplier=1,
-            embedding_dim=16,
-            projection_dim=4,
-            mlp_hidden_dim=32,
-            num_decoder_blocks=1,
-            vocab_size=16,
-            mlp_variant="swiglu",
-            tie_embedder_and_logits=False,
-        )
-        return llamalike_common.build_llamalike_transformer(
-            config, init_base_rng=jax.random.key(seed), name="transformer"
-        )
 
-    monkeypatch.chdir(tmp_path)
-    tokens = pz.nx.wrap(np.arange(8 * 9, dtype=np.int32).reshape(8, 9) % 16, "batch", "seq")
-    namespace = {"build_model": build_model, "loss_fn": next_byte_loss, "tokens": tokens}
-    tour, surgery = blocks("python")
-    exec(compile(tour, "README.md", "exec"), namespace)
-    assert "each device holds" in capsys.readouterr().out
-    assert np.isfinite(float(namespace["aux"]["loss"]))
-    trained = namespace["pzs"].param_dict(namespace["state"].model)
-    restored = namespace["pzs"].param_dict(namespace["restored"])
-    for name, value in trained.items():
-        np.testing.assert_array_equal(
-            np.asarray(value.data_array), np.asarray(restored[name].data_array)
-        )
+def test_the_extras_that_the_readme_lists_are_those_of_the_package():
+    told = set(
+        re.findall(r"^\| `(\w+)` \| .* \| .* \|$", README.split("## A tour")[0], re.MULTILINE)
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert told | {"test"} == set(project["optional-dependencies"])
 
-    namespace["bare"] = build_model(0)
-    namespace["inputs"] = tokens
-    exec(compile(surgery.replace("expect=2", "expect=1"), "README.md", "exec"), namespace)
-    assert namespace["same"] == namespace["recipe"]
-    shown = capsys.readouterr().out
-    assert "insert_after(TransformerBlock, ConstrainShardingByName(...))" in shown
-    assert "equivalent" in shown
+
+def test_the_version_is_told_in_one_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" not in project["project"]
+    assert project["tool"]["hatch"]["version"]["path"] == "penzai_shard/__init__.py"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", penzai_shard.__version__)
