@@ -1,9 +1,11 @@
 """The whole job on one small model: plan, initialise, edit, train, save, restore, compare."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +35,8 @@ LEAST_BATCH_SIZE = 16
 CONTEXT = 64
 SAMPLE_LENGTH = 160
 PARAMETERS_FOLDER = "parameters"
+RECORDS = ("plan.json", "training.json", "sample.txt")
+SIMULATED_DEVICES = 8
 
 Model = Callable[[pz.nx.NamedArray], pz.nx.NamedArray]
 
@@ -58,12 +62,14 @@ class Layouts:
 
     @classmethod
     def for_shape(cls, shape: dict[str, int]) -> "Layouts":
-        """FSDP and tensor parallelism to train; other sizes and other rules to restore."""
-        if set(shape) != {"data", "model"}:
+        """FSDP and tensor parallelism to train; other sizes and other rules to restore. A mesh axis
+        that is left out has size 1."""
+        if not set(shape) <= {"data", "model"}:
             raise DemoFailure(
                 f"the demo's mesh has the mesh axes data and model, not {', '.join(shape)}: "
                 "write for instance --mesh data=4,model=2."
             )
+        shape = {"data": 1, "model": 1} | shape
         return cls(
             train_shape=shape,
             restore_shape={"data": shape["model"], "model": shape["data"]},
@@ -72,7 +78,14 @@ class Layouts:
         )
 
 
-def run_demo(*, steps: int, shape: dict[str, int] | None, out: Path, seed: int) -> None:
+def run_demo(
+    *,
+    steps: int,
+    shape: dict[str, int] | None,
+    out: Path,
+    seed: int,
+    simulated: int | None = None,
+) -> None:
     """Runs the demo and prints what it does.
 
     Args:
@@ -81,24 +94,28 @@ def run_demo(*, steps: int, shape: dict[str, int] | None, out: Path, seed: int) 
             None.
         out: Folder to write to; made if needed.
         seed: Seed of the initialisation, the batches and the sampling.
+        simulated: How many devices to simulate on the CPU; if None, the accelerators are used,
+            and eight simulated devices where there are none.
 
     Raises:
-        DemoFailure: A step failed, or did not give what it promises.
+        DemoFailure: The options do not fit together, or a step failed, or did not give what it
+            promises.
         ShardingError: The mesh cannot be made or the model cannot be laid out on it.
     """
     console = Console()
     if steps < 1:
         raise DemoFailure(f"--steps must be at least 1, not {steps}.")
-    out.mkdir(parents=True, exist_ok=True)
-    devices = _devices(math.prod(shape.values()) if shape else 8)
-    layouts = Layouts.for_shape(shape or _shape_for(len(devices)))
+    layouts = None if shape is None else Layouts.for_shape(shape)
+    _prepare_folder(out)
+    devices = _devices(simulated, None if shape is None else math.prod(shape.values()))
+    layouts = layouts or Layouts.for_shape(_shape_for(len(devices)))
     mesh = make_mesh(layouts.train_shape, devices)
     corpus = Corpus.help_pages()
 
     _headline(console, f"1. Plan on {_mesh_text(layouts.train_shape)}")
     abstract = abstract_model(build_model, seed)
     plan = make_plan(abstract, mesh, layouts.train_rules, on_unnamed="replicate")
-    console.print(plan.table())
+    console.print(plan)
     other_mesh = make_mesh(layouts.restore_shape, devices)
     other_rules = layouts.restore_rules
     # Refused here, if at all, and not after the training.
@@ -203,25 +220,26 @@ def _train(
         TextColumn("step"),
         MofNCompleteColumn(),
         BarColumn(),
-        TextColumn("loss {task.fields[loss]:.3f} nats/byte, {task.fields[rate]:,.0f} tokens/s"),
+        TextColumn("{task.fields[told]}"),
         TimeRemainingColumn(),
     ]
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=steps, loss=math.nan, rate=0.0)
+        task = progress.add_task("training", total=steps, told="compiling")
         for done in range(1, steps + 1):
             tokens = shard_batch(next(batches), mesh, data_parallel())
             state, aux = step(state, tokens=tokens)
             history.append(float(aux["loss"]))
             if not math.isfinite(history[-1]):
                 raise DemoFailure(f"the loss is {history[-1]} at step {done}: training diverged.")
+            told = f"loss {history[-1]:.3f} nats/byte"
             if done == 1:
                 # The first step compiles; the rate is that of the others.
                 first = time.perf_counter() - start
                 start = time.perf_counter()
-            rate = (
-                (done - 1) * layouts.batch_size * CONTEXT / max(time.perf_counter() - start, 1e-9)
-            )
-            progress.update(task, advance=1, loss=history[-1], rate=rate)
+            else:
+                seen = (done - 1) * layouts.batch_size * CONTEXT
+                told += f", {seen / (time.perf_counter() - start):,.0f} tokens/s"
+            progress.update(task, advance=1, told=told)
     entropy = corpus.unigram_entropy()
     last = float(np.mean(history[-10:]))
     console.print(
@@ -286,14 +304,10 @@ def _write_records(
     agreement: dict[str, float],
     line: str,
 ) -> list[Path]:
-    records = {
-        "plan.json": plan.to_json(),
-        "training.json": json.dumps({"loss": history, **agreement}, indent=2),
-        "sample.txt": line,
-    }
-    for name, text in records.items():
+    losses = json.dumps({"loss": history, **agreement}, indent=2)
+    for name, text in zip(RECORDS, (plan.to_json(), losses, line), strict=True):
         (out / name).write_text(text + "\n", encoding="utf-8")
-    return [out / PARAMETERS_FOLDER, *(out / name for name in records)]
+    return [out / name for name in (PARAMETERS_FOLDER, *RECORDS)]
 
 
 def _arrays(tree: Any) -> list[jax.Array]:
@@ -301,16 +315,50 @@ def _arrays(tree: Any) -> list[jax.Array]:
     return [leaf for leaf in jax.tree_util.tree_leaves(frozen) if isinstance(leaf, jax.Array)]
 
 
-def _devices(simulated: int) -> list[jax.Device]:
-    """All accelerators, or simulated CPU devices if there are none."""
-    # Takes effect because nothing has asked for devices yet; accelerators stay the default.
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        try:
-            jax.config.update("jax_num_cpu_devices", simulated)
-        except RuntimeError:
-            # Devices exist already, as when called from Python: those are used.
-            return jax.devices()
-    return jax.devices()
+def _prepare_folder(out: Path) -> None:
+    """Makes the folder, and finds out whether all can be written there, before any work is done."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise DemoFailure(
+            f"--out {out}: cannot write there ({error.strerror}). Give another folder."
+        ) from error
+    for name in RECORDS:
+        if (out / name).is_dir():
+            raise DemoFailure(f"--out {out}: {name} is a folder there. Give another folder.")
+
+
+def _devices(simulated: int | None, wanted: int | None) -> list[jax.Device]:
+    """The devices to use: those asked for, else all accelerators, else eight simulated ones.
+
+    Args:
+        simulated: How many devices to simulate, if that was asked for.
+        wanted: How many the mesh needs; by default all there are.
+    """
+    if simulated is not None and simulated < 1:
+        raise DemoFailure(f"--simulate-devices must be at least 1, not {simulated}.")
+    if simulated is not None or "xla_force_host_platform_device_count" not in os.environ.get(
+        "XLA_FLAGS", ""
+    ):
+        # Takes effect if nothing has asked for devices yet; accelerators stay the default.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", simulated or SIMULATED_DEVICES)
+    devices = jax.devices() if simulated is None else jax.devices("cpu")
+    if simulated is not None and len(devices) < simulated:
+        raise DemoFailure(
+            f"--simulate-devices {simulated}: JAX has started with {len(devices)} CPU devices, "
+            "and cannot make more. Unset XLA_FLAGS, or ask in a new process."
+        )
+    devices = devices[:simulated]
+    wanted = len(devices) if wanted is None else wanted
+    if wanted > len(devices):
+        raise DemoFailure(
+            f"--mesh needs {wanted} devices, and there are {len(devices)}. Give a smaller mesh, or "
+            f"simulate them on the CPU: --simulate-devices {wanted}."
+        )
+    return devices[:wanted]
 
 
 def _shape_for(devices: int) -> dict[str, int]:

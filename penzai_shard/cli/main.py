@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import penzai_shard
 from penzai_shard.errors import MeshError, MissingExtraError, ShardingError
 
 
@@ -36,6 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="penzai-shard", description="Model surgery and sharding by axis name, for JAX."
     )
+    parser.add_argument(
+        "--version", action="version", version=f"%(prog)s {penzai_shard.__version__}"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
         "demo",
@@ -43,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         description=(
             "Builds a byte-level transformer, prints its plan, initialises it sharded, trains it "
             "on Python's help pages, saves it, and restores it on another mesh. Runs on the "
-            "accelerators there are, else on simulated CPU devices."
+            "accelerators there are, else on eight simulated CPU devices."
         ),
     )
     demo.add_argument("--steps", type=int, default=250, help="training steps (default 250)")
@@ -52,6 +56,13 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         metavar="data=4,model=2",
         help="sizes of the mesh axes data and model (default: 4 x 2, or what the devices allow)",
+    )
+    demo.add_argument(
+        "--simulate-devices",
+        type=int,
+        default=None,
+        metavar="N",
+        help="simulate N devices on the CPU, even where there are accelerators",
     )
     demo.add_argument(
         "--out", type=Path, default=Path("penzai-shard-demo"), metavar="DIR", help="where to write"
@@ -81,7 +92,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     try:
         shape = None if options.mesh is None else mesh_shape(options.mesh)
-        run_demo(steps=options.steps, shape=shape, out=options.out, seed=options.seed)
+        run_demo(
+            steps=options.steps,
+            shape=shape,
+            out=options.out,
+            seed=options.seed,
+            simulated=options.simulate_devices,
+        )
     except KeyboardInterrupt:
         print("\npenzai-shard: stopped.", file=sys.stderr)
         return 130

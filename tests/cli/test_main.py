@@ -1,12 +1,17 @@
 """What the command line promises: exit codes, one clear line, and a demo that works."""
 
+import functools
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
+import penzai_shard
 from penzai_shard.cli import demo
 from penzai_shard.cli.corpus import Corpus
 from penzai_shard.cli.main import main, mesh_shape
@@ -23,10 +28,20 @@ def test_an_unreadable_mesh_is_refused_with_an_example(text):
         mesh_shape(text)
 
 
-def test_the_demo_does_the_whole_job_on_another_mesh_and_names_its_files(tmp_path, capsys):
+def test_the_demo_does_the_whole_job_on_another_mesh_and_names_its_files(tmp_path, monkeypatch):
+    # As a terminal of 80 columns sees it, with every state of the progress bar.
+    written = io.StringIO()
+    terminal = functools.partial(Console, file=written, force_terminal=True, width=80)
+    monkeypatch.setattr(demo, "Console", terminal)
     out = tmp_path / "made" / "here"
     assert main(["demo", "--steps", "3", "--mesh", "data=2,model=4", "--out", str(out)]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.getvalue()))
+    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
+    bars = [line for line in lines if line.startswith("step ")]
+    assert "compiling" in bars[0]
+    assert re.search(r"loss \d\.\d{3} nats/byte, [\d,]+ tokens/s", bars[-1])
+    assert not any("nan" in bar or "inf" in bar for bar in bars)
+    printed = " ".join(" ".join(lines).split())
     assert "on mesh (data=2, model=4) each device holds" in printed
     assert "2 constraints inserted" in printed
     assert "parameters: largest difference 0.0 over 21 arrays" in printed
@@ -46,8 +61,22 @@ def test_the_demo_does_the_whole_job_on_another_mesh_and_names_its_files(tmp_pat
     [
         (["--steps", "0"], "--steps must be at least 1, not 0"),
         (["--mesh", "rows=4,columns=2"], "the mesh axes data and model, not rows, columns"),
-        (["--mesh", "data=5,model=2"], "it needs 10 devices, and there are 8"),
         (["--mesh", "nonsense"], "cannot read mesh 'nonsense'"),
+        (
+            ["--mesh", "data=64"],
+            "--mesh needs 64 devices, and there are 8. Give a smaller mesh, or simulate them on "
+            "the CPU: --simulate-devices 64.",
+        ),
+        (["--mesh", "data=5,model=2"], "--mesh needs 10 devices, and there are 8."),
+        (["--simulate-devices", "0"], "--simulate-devices must be at least 1, not 0."),
+        (
+            ["--simulate-devices", "64"],
+            "JAX has started with 8 CPU devices, and cannot make more.",
+        ),
+        (
+            ["--simulate-devices", "2", "--mesh", "data=4"],
+            "--mesh needs 4 devices, and there are 2.",
+        ),
     ],
 )
 def test_a_failing_demo_exits_with_one_clear_line(arguments, told, tmp_path, capsys):
@@ -87,21 +116,74 @@ def test_a_missing_extra_names_the_extra(monkeypatch, tmp_path, capsys):
     assert "pip install 'penzai-shard[cli]'" in capsys.readouterr().err
 
 
-def test_python_m_runs_the_command_line_and_simulates_devices_when_there_is_one_cpu(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    code = "from penzai_shard.cli.demo import _devices; print(len(_devices(8)))"
-    counted = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert counted.stdout.strip() == "8"
-    shown = subprocess.run(
-        [sys.executable, "-m", "penzai_shard", "demo", "--help"],
-        env=environment,
+def unusable_folders(tmp_path):
+    """Things that ``--out`` cannot be, each with what is told."""
+    (tmp_path / "a_file").write_text("mine")
+    (tmp_path / "taken" / "plan.json").mkdir(parents=True)
+    (tmp_path / "mine" / "parameters").mkdir(parents=True)
+    (tmp_path / "mine" / "parameters" / "letter.txt").write_text("keep me")
+    return {
+        "a_file": "cannot write there (File exists). Give another folder.",
+        "a_file/below": "cannot write there (Not a directory). Give another folder.",
+        "taken": "plan.json is a folder there. Give another folder.",
+        "mine": "it exists and is no checkpoint",
+    }
+
+
+@pytest.mark.parametrize("name", ["a_file", "a_file/below", "taken"])
+def test_an_unusable_folder_is_told_before_any_work(name, monkeypatch, tmp_path, capsys):
+    def work(*_, **__):
+        raise AssertionError("this is work")
+
+    told = unusable_folders(tmp_path)[name]
+    for step in ("_devices", "abstract_model", "sharded_init"):
+        monkeypatch.setattr(demo, step, work)
+    monkeypatch.setattr(Corpus, "help_pages", work)
+    assert main(["demo", "--out", str(tmp_path / name)]) == 1
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "mine" / "plan.json").exists()
+
+
+def test_a_mesh_takes_no_more_devices_than_it_needs_and_an_axis_left_out_is_1():
+    assert len(demo._devices(None, 4)) == 4
+    assert len(demo._devices(None, None)) == 8
+    assert demo.Layouts.for_shape({"model": 4}).train_shape == {"data": 1, "model": 4}
+
+
+def run_in_a_new_process(*arguments, **environment):
+    kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**kept, **environment},
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
-    for option in ("--steps", "--mesh", "--out", "--seed"):
+
+
+def test_a_large_mesh_simulates_no_devices_unasked_and_as_many_as_asked_for(tmp_path):
+    refused = run_in_a_new_process(
+        "-m", "penzai_shard", "demo", "--mesh", "data=64", "--out", str(tmp_path)
+    )
+    assert refused.returncode == 1
+    assert "there are 8" in refused.stderr
+    assert "--simulate-devices 64" in refused.stderr
+    code = "from penzai_shard.cli.demo import _devices; print(len(_devices(12, 10)))"
+    assert run_in_a_new_process("-c", code).stdout.strip() == "10"
+
+
+def test_the_version_is_told_by_the_command_and_the_package(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"penzai-shard {penzai_shard.__version__}\n"
+
+
+def test_python_m_runs_the_command_line_and_simulates_devices_when_there_is_one_cpu(tmp_path):
+    code = "from penzai_shard.cli.demo import _devices; print(len(_devices(None, None)))"
+    assert run_in_a_new_process("-c", code).stdout.strip() == "8"
+    shown = run_in_a_new_process("-m", "penzai_shard", "demo", "--help")
+    for option in ("--steps", "--mesh", "--simulate-devices", "--out", "--seed"):
         assert option in shown.stdout
 
 
