@@ -28,6 +28,7 @@ from penzai_shard.meshes import make_mesh
 from penzai_shard.placement import abstract_model, sharded_init
 from penzai_shard.planning import ShardingPlan, bytes_text, make_plan
 from penzai_shard.rule_presets import data_parallel, fully_sharded, tensor_parallel
+from penzai_shard.text_tables import printable
 from penzai_shard.training import TrainState, build_train_step_fn, shard_batch, train_state_sharding
 
 # Rounded up to what both meshes divide.
@@ -156,7 +157,7 @@ def run_demo(
 
     _headline(console, "8. Sample from the restored model")
     line = _sample(restored, corpus, other_mesh, seed)
-    console.print(line, markup=False, highlight=False)
+    console.print(printable(line), markup=False, highlight=False)
 
     _headline(console, "Files")
     for path in _write_records(out, plan, history, agreement, line):
