@@ -6,6 +6,8 @@ compiled. What a compiled function depends on is kept here, without any array or
 
 import collections
 import dataclasses
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +19,6 @@ from penzai_shard.meshes import auto_context, onto_auto_twin, shardings_on_auto_
 
 MOST_STRUCTURES_KEPT = 128
 """How many structures stay compiled after the last model that has one is gone."""
-
 
 CONSTANT, FIXED = -1, -2
 """Places of leaves that are no variables: arrays, and anything else."""
@@ -119,65 +120,103 @@ class Structure:
     donate_argument: bool
 
 
-def compile_structure(structure: Structure) -> Callable[..., tuple[Any, dict[int, Any]]]:
+class _Tracing(threading.local):
+    """The structures whose functions this thread is tracing now, by id."""
+
+    now: frozenset[int] = frozenset()
+
+
+tracing = _Tracing()
+
+
+class CompiledStructure:
     """The jitted function for a structure.
 
     Args:
         structure: The structure.
 
-    Returns:
-        ``run(arrays, constants, argument, side_inputs, extras) -> (output, reassigned)``.
-        ``extras`` is None, or a tuple of the frozen variables that occur in the argument or side
-        inputs only, whose slots, and those of the model's own variables, are then bound there.
-        ``reassigned`` maps the index of each variable that the call reassigned, extras counted
-        after the model's own, to what ``variable_threading.assign`` takes.
+    Attributes:
+        structure: The structure.
+        key: What ``tracing.now`` holds while this thread traces ``run``.
+        run: ``run(arrays, constants, argument, side_inputs, extras) -> (output, reassigned)``.
+            ``extras`` is None, or a tuple of the frozen variables that occur in the argument or
+            side inputs only, whose slots, and those of the model's own variables, are then bound
+            there. ``reassigned`` maps the index of each variable that the call reassigned, extras
+            counted after the model's own, to what ``variable_threading.assign`` takes.
     """
+
+    __slots__ = ("key", "run", "structure")
+
+    def __init__(self, structure: Structure) -> None:
+        def run(
+            arrays: Sequence[Any],
+            constants: Sequence[Any],
+            argument: Any,
+            side_inputs: dict[str, Any],
+            extras: tuple[Any, ...] | None,
+        ) -> tuple[Any, dict[int, Any]]:
+            outer = tracing.now
+            tracing.now = outer | {id(structure)}
+            try:
+                with auto_context():
+                    return _run(
+                        structure,
+                        *onto_auto_twin((arrays, constants, argument, side_inputs, extras)),
+                    )
+            finally:
+                tracing.now = outer
+
+        run.__name__ = run.__qualname__ = f"Jitted_{_root_name(structure.body)}"
+        options: dict[str, Any] = {}
+        if structure.in_shardings is not None:
+            options["in_shardings"] = (None, None, structure.in_shardings.tree(), None, None)
+        if structure.out_shardings is not None:
+            options["out_shardings"] = (structure.out_shardings.tree(), None)
+        if structure.donate_argument:
+            options["donate_argnums"] = (2,)
+        self.structure = structure
+        self.key = id(structure)
+        self.run: Callable[..., tuple[Any, dict[int, Any]]] = jax.jit(run, **options)
+
+    def outside_of_itself(self) -> "CompiledStructure":
+        """This, or another like it if this thread is tracing this one now.
+
+        JAX refuses to trace a function inside its own trace, as a layer asks for that compiles
+        itself in its own call.
+        """
+        return CompiledStructure(self.structure) if self.key in tracing.now else self
+
+
+def _run(
+    structure: Structure,
+    arrays: Sequence[Any],
+    constants: Sequence[Any],
+    argument: Any,
+    side_inputs: dict[str, Any],
+    extras: tuple[Any, ...] | None,
+) -> tuple[Any, dict[int, Any]]:
+    """What ``CompiledStructure.run`` compiles."""
     plain_count = len(structure.plain)
-
-    def run(
-        arrays: Sequence[Any],
-        constants: Sequence[Any],
-        argument: Any,
-        side_inputs: dict[str, Any],
-        extras: tuple[Any, ...] | None,
-    ) -> tuple[Any, dict[int, Any]]:
-        with auto_context():
-            arrays, constants, argument, side_inputs, extras = onto_auto_twin(
-                (arrays, constants, argument, side_inputs, extras)
-            )
-            variables = [
-                plain.thaw(array)
-                for plain, array in zip(structure.plain, arrays[:plain_count], strict=True)
-            ]
-            general = jax.tree_util.tree_unflatten(structure.general, arrays[plain_count:])
-            variables += variable_threading.thaw(general)
-            remaining = {CONSTANT: iter(constants), FIXED: iter(structure.fixed)}
-            body = jax.tree_util.tree_unflatten(
-                structure.body,
-                [
-                    variables[place] if place >= 0 else next(remaining[place])
-                    for place in structure.places
-                ],
-            )
-            if extras is not None:
-                variables += variable_threading.thaw(extras)
-                argument, side_inputs = pz.bind_variables(
-                    (argument, side_inputs), variables, allow_unused=True
-                )
-            before = variable_threading.contents(variables)
-            output = body(argument, **side_inputs)
-            variable_threading.check_no_variable(output, "Jitted")
-            return output, variable_threading.reassigned(variables, before)
-
-    run.__name__ = run.__qualname__ = f"Jitted_{_root_name(structure.body)}"
-    options: dict[str, Any] = {}
-    if structure.in_shardings is not None:
-        options["in_shardings"] = (None, None, structure.in_shardings.tree(), None, None)
-    if structure.out_shardings is not None:
-        options["out_shardings"] = (structure.out_shardings.tree(), None)
-    if structure.donate_argument:
-        options["donate_argnums"] = (2,)
-    return jax.jit(run, **options)
+    variables = [
+        plain.thaw(array)
+        for plain, array in zip(structure.plain, arrays[:plain_count], strict=True)
+    ]
+    general = jax.tree_util.tree_unflatten(structure.general, arrays[plain_count:])
+    variables += variable_threading.thaw(general)
+    remaining = {CONSTANT: iter(constants), FIXED: iter(structure.fixed)}
+    body = jax.tree_util.tree_unflatten(
+        structure.body,
+        [variables[place] if place >= 0 else next(remaining[place]) for place in structure.places],
+    )
+    if extras is not None:
+        variables += variable_threading.thaw(extras)
+        argument, side_inputs = pz.bind_variables(
+            (argument, side_inputs), variables, allow_unused=True
+        )
+    before = variable_threading.contents(variables)
+    output = body(argument, **side_inputs)
+    variable_threading.check_no_variable(output, "Jitted")
+    return output, variable_threading.reassigned(variables, before)
 
 
 def _root_name(body: Any) -> str:
@@ -185,33 +224,30 @@ def _root_name(body: Any) -> str:
     return "leaf" if root is None else root[0].__name__
 
 
-_compiled: collections.OrderedDict[Structure, Callable[..., Any]] = collections.OrderedDict()
+_kept = functools.lru_cache(MOST_STRUCTURES_KEPT)(CompiledStructure)
 
 
-def compiled_function(structure: Structure) -> Callable[..., tuple[Any, dict[int, Any]]]:
-    """The jitted function for a structure, the same one for every equal structure.
+def compiled_structure(structure: Structure) -> CompiledStructure:
+    """The compiled form of a structure, the same one for every equal structure.
+
+    Any number of threads may ask at once; all that ask for equal structures get one.
 
     Args:
         structure: The structure.
 
     Returns:
-        What ``compile_structure`` gives. The functions used last are kept; a structure that
-        cannot be compared, for instance one with an array in a static field, gets its own.
+        The compiled form. Those used last are kept; a structure that cannot be compared, for
+        instance one with an array in a static field, gets its own.
     """
     try:
-        function = _compiled.get(structure)
+        with variable_threading.EXCHANGE:
+            return _kept(structure)
     except Exception:
         # A hash or an == of somebody else's class failed, in whatever way it does.
-        return compile_structure(structure)
-    if function is None:
-        function = _compiled[structure] = compile_structure(structure)
-        if len(_compiled) > MOST_STRUCTURES_KEPT:
-            _compiled.popitem(last=False)
-    else:
-        _compiled.move_to_end(structure)
-    return function
+        return CompiledStructure(structure)
 
 
 def clear_compiled_structures() -> None:
     """Forgets all compiled functions that no model at hand uses."""
-    _compiled.clear()
+    with variable_threading.EXCHANGE:
+        _kept.cache_clear()

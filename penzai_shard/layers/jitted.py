@@ -1,14 +1,20 @@
 """Compiling a layer while it stays an ordinary part of the model."""
 
 import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from penzai import pz
 
+from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import variable_threading
+from penzai_shard.layers.compiled_structure import tracing
 from penzai_shard.layers.model_reading import Inputs, ModelReading
+from penzai_shard.layers.unfit_calls import unfit_call
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 
 _READING = "_model_reading"
@@ -33,7 +39,11 @@ class Jitted(WrapperLayer):
     Auto twin. Works eagerly and inside other transformations, and in and around layers of
     ``penzai.deprecated.v1``.
 
+    Any number of threads may call one layer, or layers that share variables. Calls that assign
+    variables have the effect of calls one after the other: one that another overtook runs again.
+
     What is compiled stays in memory for the last structures used; it holds no arrays of a model.
+    What is removed from the body in place is let go by the next call.
 
     Attributes:
         body: The layer.
@@ -66,39 +76,104 @@ class Jitted(WrapperLayer):
         Raises:
             ValueError: The layer returned a mutable variable.
             VariableConflictError: Two different variables have the same label.
+            RuleTypeError: The model is abstract, or an input is not an array.
+            MeshError: Parameters and inputs do not all lie on the same devices.
+            RuntimeError: Another thread assigned the variables that this call assigns, and the
+                argument was donated, so that the call cannot run again.
         """
+        given = argument, side_inputs
         reading: ModelReading | None = self.__dict__.get(_READING)
-        inputs = None if reading is None else reading.inputs()
-        if reading is None or inputs is None:
-            reading, inputs = self._read()
-        arrays, constants, variables = inputs
-        extras = None
-        if (
-            side_inputs or not isinstance(argument, _PLAIN_ARGUMENTS)
-        ) and variable_threading.contains_variable((argument, side_inputs)):
-            (argument, side_inputs), outer = pz.unbind_variables((argument, side_inputs))
-            own = set(map(id, variables))
-            added = [variable for variable in outer if id(variable) not in own]
-            variables = [*variables, *added]
-            variable_threading.check_distinct_slots(variables)
-            extras = tuple(variable.freeze() for variable in added)
-        output, changed = reading.compiled(arrays, constants, argument, side_inputs, extras)
-        for index, content in changed.items():
-            variable_threading.assign(variables[index], content)
-        return output
+        while True:
+            inputs = None if reading is None else reading.inputs()
+            if reading is None or inputs is None:
+                reading, inputs = self._read()
+            arrays, constants, variables = inputs
+            added, extras = (), None
+            if (
+                side_inputs or not isinstance(argument, _PLAIN_ARGUMENTS)
+            ) and variable_threading.contains_variable((argument, side_inputs)):
+                (argument, side_inputs), outer = pz.unbind_variables((argument, side_inputs))
+                own = set(map(id, variables))
+                added = tuple(variable for variable in outer if id(variable) not in own)
+                variables = [*variables, *added]
+                variable_threading.check_distinct_slots(variables)
+                extras = variable_threading.frozen_together(added)
+            compiled = reading.compiled
+            if compiled.key in tracing.now:
+                compiled = compiled.outside_of_itself()
+            try:
+                output, changed = compiled.run(arrays, constants, argument, side_inputs, extras)
+            except (TypeError, ValueError) as error:
+                problem = unfit_call(error, self.body, *given)
+                if problem is None:
+                    raise
+                raise problem from None
+            if not changed:
+                return output
+            with variable_threading.EXCHANGE:
+                if _as_before(reading.arrays, arrays) and _as_before(
+                    functools.partial(_frozen_leaves, added), jax.tree_util.tree_leaves(extras)
+                ):
+                    for index, content in changed.items():
+                        variable_threading.assign(variables[index], content)
+                    return output
+            # Another thread gave a variable a new value while this call computed with the old
+            # one. Its own update would be lost if this call assigned; so it starts from the new.
+            if self.donate_argument:
+                raise RuntimeError(
+                    f"another thread assigned variables of Jitted({type(self.body).__name__}) "
+                    "while this call ran, and the argument was donated, so that it cannot be run "
+                    "again. Pass donate_argument=False, or call from one thread at a time."
+                )
+            argument, side_inputs = given
 
     def _read(self) -> tuple[ModelReading, Inputs]:
-        """Reads the body, and keeps the reading until the body is edited or garbage collected."""
-        reading = ModelReading(
-            self.body, self.in_shardings, self.out_shardings, self.donate_argument
-        )
-        inputs = reading.inputs()
+        """Reads the body, and keeps the reading until the body is edited or the layer is gone."""
+        with variable_threading.EXCHANGE:
+            reading = ModelReading(
+                self.body, self.in_shardings, self.out_shardings, self.donate_argument
+            )
+            inputs = reading.inputs()
         if inputs is None:
             raise RuntimeError("the model changed while it was being read")
         # Not a field: no part of the tree, of ==, of copies or of what is pickled or shown.
         self.__dict__[_READING] = reading
         return reading, inputs
 
+    def __hash__(self) -> int:
+        """The hash of the fields, as Penzai's layers have it.
+
+        Raises:
+            RuleTypeError: A field cannot be hashed. ``jax.jit(layer)`` asks for it.
+        """
+        try:
+            return hash((type(self), *self.attributes_dict().values()))
+        except TypeError:
+            raise RuleTypeError(
+                f"Jitted({type(self.body).__name__}) cannot be hashed, as jax.jit(layer) and "
+                "jax.checkpoint(layer) ask for, because it holds lists. It is compiled as it is: "
+                "call layer(argument). Inside a larger compiled function, give it the model as an "
+                "argument: jax.jit(lambda model, x: model(x))(pz.freeze_variables(layer), x)."
+            ) from None
+
     def __getstate__(self) -> dict[str, Any]:
         """The fields alone, for ``copy`` and ``pickle``."""
         return self.attributes_dict()
+
+
+def _frozen_leaves(variables: Sequence[Any]) -> list[Any]:
+    return jax.tree_util.tree_leaves(variable_threading.frozen_together(variables))
+
+
+def _as_before(read: Callable[[], Sequence[Any] | None], before: Sequence[Any]) -> bool:
+    """Whether reading variables still gives the same objects as before."""
+    now = read()
+    if now is None or _identical(now, before):
+        return now is not None
+    # Variables of other libraries may make new arrays whenever they are read: no sign of a change.
+    again = read()
+    return again is not None and not _identical(now, again)
+
+
+def _identical(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    return len(first) == len(second) and all(map(operator.is_, first, second))

@@ -8,18 +8,16 @@ at again before it is used, with a number of Python calls that does not depend o
 Labels and metadata of variables are taken as they were when the model was read, as no layer
 computes with them.
 
-To see an edit, a reading keeps the objects that it saw. It never keeps the values of variables.
-What somebody removes from a model in place is let go by the next call, which reads the model
-again, and by the next full garbage collection, which ends all readings.
+To see an edit, a reading keeps the objects that it saw; it never keeps the values of variables.
+It belongs to one layer, and ends with it. What somebody removes from a model in place is let go
+by the layer's next call, which reads the model again.
 """
 
 import collections
 import dataclasses
 import functools
-import gc
 import operator
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -33,16 +31,15 @@ from penzai_shard.layers.compiled_structure import (
     CONSTANT,
     FIXED,
     ByEquality,
+    CompiledStructure,
     PlainVariable,
     ShardingTree,
     Structure,
-    compile_structure,
-    compiled_function,
+    compiled_structure,
 )
 from penzai_shard.named_leaves import is_array_like
 
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
-_FULL_COLLECTION = 2
 
 
 class Inputs(NamedTuple):
@@ -69,21 +66,24 @@ class ModelReading:
         donate_argument: Whether the argument's buffers may be used for the output.
 
     Attributes:
-        compiled: The compiled function for the model's structure.
+        compiled: The compiled form of the model's structure.
 
     Raises:
         VariableConflictError: Two different variables of the model have the same label.
-
-    >>> import jax.numpy as jnp
-    >>> reading = ModelReading(pz.nn.Elementwise(jnp.sin))
-    >>> reading.inputs()
-    Inputs(arrays=[], constants=[], variables=[])
     """
 
-    __slots__ = ("__weakref__", "_seen", "compiled")
-
-    compiled: Callable[..., tuple[Any, dict[int, Any]]]
-    _seen: "_Seen | None"
+    __slots__ = (
+        "_axes",
+        "_bare",
+        "_bare_types",
+        "_constants",
+        "_containers",
+        "_general",
+        "_general_structure",
+        "_named",
+        "_variables",
+        "compiled",
+    )
 
     def __init__(
         self,
@@ -96,12 +96,20 @@ class ModelReading:
         distinct = {id(leaf): leaf for leaf in leaves if variable_threading.is_variable(leaf)}
         variable_threading.check_distinct_slots(distinct.values())
         others = [leaf for leaf in leaves if id(leaf) not in distinct]
-        seen = _Seen(
-            containers=_Containers(model),
-            constants=[leaf for leaf in others if is_array_like(leaf)],
-            variables=list(distinct.values()),
-        )
-        index_of = {id(variable): index for index, variable in enumerate(seen.variables)}
+        self._containers = _Containers(model)
+        self._constants = [leaf for leaf in others if is_array_like(leaf)]
+        self._named = list(filter(_holds_named_array, distinct.values()))
+        self._bare = list(filter(_holds_bare_array, distinct.values()))
+        plain = [*self._named, *self._bare]
+        known = set(map(id, plain))
+        self._general = [variable for key, variable in distinct.items() if key not in known]
+        self._variables = [*plain, *self._general]
+        self._axes = [variable._raw_value.named_axes for variable in self._named]
+        self._bare_types = [type(variable._raw_value) for variable in self._bare]
+        self._general_structure: Any = jax.tree_util.tree_structure(self._frozen_general())
+        index_of = {id(variable): index for index, variable in enumerate(self._variables)}
+        metadata = [dict(variable.metadata) for variable in plain]
+        axes = [*(tuple(axes.items()) for axes in self._axes), *(None for _ in self._bare)]
         structure = Structure(
             body=tree,
             places=tuple(
@@ -110,109 +118,50 @@ class ModelReading:
             ),
             fixed=tuple(leaf for leaf in others if not is_array_like(leaf)),
             plain=tuple(
-                PlainVariable(type(variable), variable.label, ByEquality(metadata), axes)
-                for variable, metadata, axes in zip(
-                    seen.plain,
-                    seen.metadata,
-                    [*(tuple(axes.items()) for axes in seen.axes), *(None for _ in seen.bare)],
-                    strict=True,
-                )
+                PlainVariable(type(variable), variable.label, ByEquality(own), names)
+                for variable, own, names in zip(plain, metadata, axes, strict=True)
             ),
-            general=_structure_without_sharing(seen.general),
+            general=_structure_without_sharing(self._general),
             in_shardings=ShardingTree.of(in_shardings),
             out_shardings=ShardingTree.of(out_shardings),
             donate_argument=donate_argument,
         )
-        shareable = not any(map(_holds_array, seen.metadata))
-        self.compiled = (compiled_function if shareable else compile_structure)(structure)
-        self._seen = seen
-        _readings.add(self)
+        shareable = not any(map(_holds_array, metadata))
+        self.compiled = (compiled_structure if shareable else CompiledStructure)(structure)
 
     def inputs(self) -> Inputs | None:
         """What a call takes from the model, or None if the model is no longer as it was read."""
-        seen = self._seen
-        if seen is None:
-            return None
         try:
-            return seen.inputs()
+            arrays = self.arrays() if self._containers.unchanged() else None
         except Exception:
             # Something is not what it was, in a way that comparing it cannot cope with. Reading
             # the model again tells what it is, or says what is wrong with it.
             return None
+        return None if arrays is None else Inputs(arrays, self._constants, self._variables)
 
-    def end(self) -> None:
-        """Lets go of the model."""
-        self._seen = None
-
-
-_readings: "weakref.WeakSet[ModelReading]" = weakref.WeakSet()
-
-
-def _end_readings(phase: str, info: dict[str, int]) -> None:
-    if phase == "start" and info["generation"] == _FULL_COLLECTION:
-        for reading in _readings:
-            reading.end()
-
-
-gc.callbacks.append(_end_readings)
-
-
-class _Seen:
-    """The objects of a model that calls depend on."""
-
-    __slots__ = (
-        "axes",
-        "bare",
-        "bare_types",
-        "constants",
-        "containers",
-        "general",
-        "general_structure",
-        "metadata",
-        "named",
-        "plain",
-        "variables",
-    )
-
-    def __init__(
-        self, containers: "_Containers", constants: list[Any], variables: list[Any]
-    ) -> None:
-        self.containers = containers
-        self.constants = constants
-        self.named = [variable for variable in variables if _holds_named_array(variable)]
-        self.bare = [variable for variable in variables if _holds_bare_array(variable)]
-        self.plain = [*self.named, *self.bare]
-        known = set(map(id, self.plain))
-        self.general = [variable for variable in variables if id(variable) not in known]
-        self.variables = [*self.plain, *self.general]
-        self.axes = [variable._raw_value.named_axes for variable in self.named]
-        self.bare_types = [type(variable._raw_value) for variable in self.bare]
-        self.metadata = [dict(variable.metadata) for variable in self.plain]
-        self.general_structure: Any = jax.tree_util.tree_structure(self._frozen_general())
-
-    def inputs(self) -> Inputs | None:
-        if not self.containers.unchanged():
-            return None
-        # Comprehensions over one attribute, and comparisons of whole lists, in which identical
-        # elements are equal at once, are the fastest loops that Python has for this.
-        values = [variable._raw_value for variable in self.named]
-        if [value.named_axes for value in values] != self.axes:
-            return None
-        arrays = [value.data_array for value in values]
-        if self.bare:
-            bare = [variable._raw_value for variable in self.bare]
-            if [type(value) for value in bare] != self.bare_types:
+    def arrays(self) -> list[Any] | None:
+        """The arrays that the variables hold now; None if they hold them in another form."""
+        with variable_threading.EXCHANGE:
+            # Comprehensions over one attribute, and comparisons of whole lists, in which
+            # identical elements are equal at once, are the fastest loops that Python has here.
+            values = [variable._raw_value for variable in self._named]
+            if [value.named_axes for value in values] != self._axes:
                 return None
-            arrays += bare
-        if self.general:
-            leaves, structure = jax.tree_util.tree_flatten(self._frozen_general())
-            if structure != self.general_structure:
-                return None
-            arrays += leaves
-        return Inputs(arrays, self.constants, self.variables)
+            arrays = [value.data_array for value in values]
+            if self._bare:
+                bare = [variable._raw_value for variable in self._bare]
+                if [type(value) for value in bare] != self._bare_types:
+                    return None
+                arrays += bare
+            if self._general:
+                leaves, structure = jax.tree_util.tree_flatten(self._frozen_general())
+                if structure != self._general_structure:
+                    return None
+                arrays += leaves
+        return arrays
 
     def _frozen_general(self) -> list[Any]:
-        return [variable.freeze() for variable in self.general]
+        return [variable.freeze() for variable in self._general]
 
 
 def _holds_named_array(variable: Any) -> bool:

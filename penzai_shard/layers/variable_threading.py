@@ -5,6 +5,7 @@ the wrapped call the variables that were reassigned, and only those, leave it as
 ones were is known while tracing, so the keys of that output are part of its static structure.
 """
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ from penzai.core.variables import (
 )
 
 PLAIN_VARIABLES = (pz.Parameter, pz.StateVariable)
+
+EXCHANGE = threading.RLock()
+"""Held while the values of a model's variables are read or assigned together, never while a model
+runs. Reentrant, as reading a model runs other people's code, which may call a layer in turn."""
 
 
 def is_variable(leaf: Any) -> bool:
@@ -43,6 +48,12 @@ def thaw(values: Iterable[AbstractVariableValue]) -> list[AbstractVariable]:
             variable.metadata = dict(metadata)
         variables.append(variable)
     return variables
+
+
+def frozen_together(variables: Iterable[AbstractVariable]) -> tuple[AbstractVariableValue, ...]:
+    """The values of the variables at one moment, between the assignments of other threads."""
+    with EXCHANGE:
+        return tuple(variable.freeze() for variable in variables)
 
 
 def contents(variables: Iterable[AbstractVariable]) -> list[Any]:

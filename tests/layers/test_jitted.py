@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 from penzai.core.variables import VariableConflictError
 
-from penzai_shard.layers import Jitted, clear_compiled_structures
+from penzai_shard.layers import Jitted, clear_compiled_structures, compiled_structure
+from penzai_shard.layers.model_reading import ModelReading
 from penzai_shard.planning import name_to_name_sharding
 
 TRACED = collections.Counter()
@@ -398,19 +399,14 @@ def test_a_replaced_value_is_not_kept_alive(small):
     assert jitted(small.features()) is not None
 
 
-@pytest.mark.parametrize("after", ["collection", "call"])
-def test_a_removed_sublayer_is_not_kept_alive(small, after):
+def test_a_removed_sublayer_is_let_go_by_the_next_call(small):
     model = small.counting_mlp()
     jitted = Jitted(model)
     jitted(small.features())
     variable = weakref.ref(model.sublayers[-1].count)
     layer = weakref.ref(model.sublayers.pop())
-    if after == "collection":
-        gc.collect()
-    else:
-        jitted(small.features())
-    assert layer() is variable() is None
     jitted(small.features())
+    assert layer() is variable() is None
 
 
 def test_a_collection_between_calls_does_not_compile_again(traced):
@@ -488,11 +484,14 @@ def test_works_with_jit_switched_off(small):
     np.testing.assert_allclose(output.data_array, expected.data_array, rtol=2e-5, atol=2e-5)
 
 
-def test_keeps_the_last_structures_only(monkeypatch):
-    from penzai_shard.layers import compiled_structure
-
+def test_keeps_the_last_structures_only():
     clear_compiled_structures()
-    monkeypatch.setattr(compiled_structure, "MOST_STRUCTURES_KEPT", 2)
-    for depth in range(4):
-        Jitted(pz.nn.Sequential([pz.nn.Identity()] * depth))(jnp.ones(()))
-    assert len(compiled_structure._compiled) == 2
+    for depth in range(compiled_structure.MOST_STRUCTURES_KEPT + 5):
+        compiled_structure.compiled_structure(structure_of(pz.nn.Identity(), depth))
+    assert compiled_structure._kept.cache_info().currsize == compiled_structure.MOST_STRUCTURES_KEPT
+    clear_compiled_structures()
+    assert compiled_structure._kept.cache_info().currsize == 0
+
+
+def structure_of(model, depth):
+    return ModelReading(pz.nn.Sequential([model] * depth)).compiled.structure

@@ -1,0 +1,149 @@
+"""Calls that JAX refuses are refused in terms of parameters, inputs and devices."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from penzai import pz
+
+from penzai_shard.errors import MeshError, RuleTypeError
+from penzai_shard.layers import Jitted, Scoped
+from penzai_shard.placement import abstract_model, place
+
+
+def message(error, call):
+    with pytest.raises(error) as raised:
+        call()
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__
+    return str(raised.value)
+
+
+def test_an_input_on_other_devices_than_the_model(small):
+    jitted = Jitted(small.placed(small.mlp(), small.AUTO))
+    pair = Mesh(jax.devices()[:2], ("pair",))
+    expected = (
+        "Jitted(MLP) was called with arrays on different devices:\n"
+        "  argument: lies on {}, the model on a mesh data=4, model=2 as "
+        "mlp/Affine_0/Linear.weights. Place it there: shard_batch(x, mesh, rules)."
+    )
+    for value, where in (
+        (small.placed(small.features(), pair), "a mesh pair=2"),
+        (jax.device_put(small.features(), jax.devices()[3]), "device 3"),
+    ):
+        assert message(MeshError, lambda value=value: jitted(value)) == expected.format(where)
+    fixed = small.placed(small.features(), small.AUTO, PartitionSpec("data"))
+    assert jitted(fixed).data_array.shape == (8, 4)
+
+
+def test_side_inputs_and_single_devices(small):
+    @pz.pytree_dataclass
+    class Masked(pz.nn.Layer):
+        body: Any
+
+        def __call__(self, value, /, *, mask, **side_inputs):
+            return self.body(value) * mask["causal"]
+
+    model = jax.device_put(pz.freeze_variables(small.mlp()), jax.devices()[1])
+    value = jax.device_put(jnp.ones(()), jax.devices()[2])
+    assert message(
+        MeshError, lambda: Jitted(Masked(model))(small.features(), mask={"causal": value})
+    ) == (
+        "Jitted(Masked) was called with arrays on different devices:\n"
+        "  mask/causal: lies on device 2, the model on device 1 as mlp/Affine_0/Linear.weights. "
+        "Place it there: jax.device_put(x, jax.devices()[1])."
+    )
+    unused = Jitted(model)(small.features(), mask={"causal": value})
+    assert unused.data_array.devices() == {jax.devices()[1]}
+
+
+def test_a_model_in_two_places(small):
+    model = small.placed(small.mlp(), small.AUTO)
+    parameter = pz.unbind_variables(model)[1][1]
+    parameter.value = jax.device_put(parameter.value, jax.devices()[0])
+    text = message(MeshError, lambda: Jitted(model)(small.features()))
+    assert text == (
+        "Jitted(MLP) was called with arrays on different devices:\n"
+        f"  {parameter.label}: lies on device 0, most of the model on a mesh data=4, model=2 as "
+        "mlp/Affine_0/Linear.weights. Place the whole model: place(model, mesh, rules)."
+    )
+    placed = place(model, small.AUTO, {})
+    assert Jitted(placed)(small.features()).data_array.shape == (8, 4)
+
+
+def test_uncommitted_arrays_go_anywhere(small):
+    jitted = Jitted(small.placed(small.mlp(), small.AUTO))
+    assert jitted(small.features()).data_array.shape == (8, 4)
+
+
+def test_an_abstract_model(small):
+    jitted = Jitted(abstract_model(small.mlp))
+    text = message(RuleTypeError, lambda: jitted(small.features()))
+    assert text.splitlines()[:2] == [
+        "Jitted(MLP) was called as an abstract model, whose parameters have no values. Build it "
+        "with sharded_init, fill it with restore_params or with_params, or trace it: "
+        "jax.eval_shape(model, x).",
+        "  mlp/Affine_0/Linear.weights: has a shape and no value.",
+    ]
+    assert jax.eval_shape(jitted, small.features()).named_shape == {"batch": 8, "features": 4}
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda layer, x: layer("text"), "argument: 'text' is not an array."),
+        (lambda layer, x: layer(x, mode="train"), "mode: 'train' is not an array."),
+        (lambda layer, x: layer({"a": x, "b": [len]}), "argument/b/0: <built-in function len> is"),
+        (
+            lambda layer, x: layer(np.asarray(["text"])),
+            "argument: array(['text'], dtype='<U4') is not an array that a device can hold.",
+        ),
+        (
+            lambda layer, x: layer(jax.eval_shape(lambda: x)),
+            "argument: is a jax.ShapeDtypeStruct, which has a shape and no value.",
+        ),
+    ],
+)
+def test_inputs_that_are_not_arrays(small, call, problem):
+    layer = Jitted(small.mlp())
+    text = message(RuleTypeError, lambda: call(layer, small.features()))
+    assert text.startswith(f"Jitted(MLP) cannot take these inputs:\n  {problem}")
+
+
+def test_errors_of_the_layer_itself_are_not_touched(small):
+    @pz.pytree_dataclass
+    class Refuses(pz.nn.Layer):
+        def __call__(self, value, /, **side_inputs):
+            raise ValueError("its own reason")
+
+    with pytest.raises(ValueError, match=r"^its own reason"):
+        Jitted(Refuses())(small.placed(small.features(), small.AUTO))
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("wrapper", [lambda layer: layer, lambda layer: Scoped(layer, "scope")])
+def test_compiling_what_is_compiled(small, transform, wrapper):
+    layer = wrapper(Jitted(small.mlp()))
+    with pytest.raises(RuleTypeError) as raised:
+        transform(layer)(small.features())
+    assert str(raised.value) == (
+        "Jitted(MLP) cannot be hashed, as jax.jit(layer) and jax.checkpoint(layer) ask for, "
+        "because it holds lists. It is compiled as it is: call layer(argument). Inside a larger "
+        "compiled function, give it the model as an argument: "
+        "jax.jit(lambda model, x: model(x))(pz.freeze_variables(layer), x)."
+    )
+    x = small.features()
+    expected = layer(x)
+    fixed = jax.jit(lambda model, x: model(x))(pz.freeze_variables(layer), x)
+    np.testing.assert_allclose(fixed.data_array, expected.data_array, rtol=2e-5)
+
+
+def test_what_can_be_hashed_is_as_before():
+    layer = Jitted(pz.nn.Elementwise(jnp.sin))
+    assert hash(layer) == hash(Jitted(pz.nn.Elementwise(jnp.sin)))
+    assert float(jax.jit(layer)(1.0)) == pytest.approx(float(jnp.sin(1.0)))
+    assert re.search("Jitted", str(jax.make_jaxpr(layer)(1.0)))
