@@ -9,9 +9,10 @@ from penzai_shard.surgery.equivalence_report import (
     EquivalenceReport,
     NotEquivalentError,
 )
-from penzai_shard.surgery.inserted_layers import InsertedSequence
+from penzai_shard.surgery.inserted_layers import Inserted, InsertedSequence, Original
 from penzai_shard.surgery.places import ROOT, Where
 from penzai_shard.surgery.recipe import Recipe
+from penzai_shard.surgery.references import Ref
 from penzai_shard.surgery.standard_recipes import (
     constrain_blocks,
     jit_root,
@@ -31,9 +32,12 @@ __all__ = [
     "EditReport",
     "EditRow",
     "EquivalenceReport",
+    "Inserted",
     "InsertedSequence",
     "NotEquivalentError",
+    "Original",
     "Recipe",
+    "Ref",
     "Where",
     "check_equivalent",
     "constrain_blocks",

@@ -5,8 +5,8 @@ import re
 from collections import Counter
 from typing import Any
 
-from penzai_shard.surgery.inserted_layers import library_role
-from penzai_shard.surgery.tree_nodes import mark_of
+from penzai_shard.surgery.inserted_layers import library_role, original_in
+from penzai_shard.surgery.tree_nodes import children_of, kind_of
 from penzai_shard.text_tables import TextTable
 
 _NUMBER = re.compile(r"\d+")
@@ -53,13 +53,18 @@ def type_text(node: Any) -> str:
     >>> type_text(Jitted(pz.nn.Identity()))
     'Jitted(Identity)'
     """
-    field = mark_of(node)[1]
-    if library_role(type(node)) == "wrapper":
-        field = "body"
+    role = library_role(type(node))
+    if role in ("inserted", "original"):
+        return type_text(node.body)
     name = type(node).__name__
-    if field == "sublayers":
-        return f"{name}({', '.join(map(type_text, node.sublayers))})"
-    return name if field is None else f"{name}({type_text(getattr(node, field))})"
+    if role == "wrapper":
+        return f"{name}({type_text(node.body)})"
+    if original_in(node) is None:
+        return name
+    held = [child for _, child in children_of(node)]
+    if len(held) == 1 and isinstance(held[0], list | tuple):
+        held = list(held[0])
+    return f"{name}({', '.join(type_text(part) for part in held if kind_of(part).is_layer)})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -4,41 +4,37 @@ An edit is a value. It says where, what, and how often, and knows nothing of any
 """
 
 import dataclasses
-import difflib
 import functools
-import re
+import operator
 import reprlib
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 
 from penzai_shard.errors import RuleTypeError
-from penzai_shard.surgery.expressions import expression
-from penzai_shard.surgery.inserted_layers import library_role
-from penzai_shard.surgery.places import PlaceLike, Where, _Root, wants_path
-from penzai_shard.surgery.references import display_name, is_reference, resolve
-from penzai_shard.surgery.rewriting import SEQUENCE_FIELD, Match, Rewriter
-from penzai_shard.surgery.tree_nodes import (
-    LEAF,
-    STRUCT,
-    Keys,
-    children_of,
-    keys_text,
-    kind_of,
-    names_of,
-    with_fields,
-    with_mark,
+from penzai_shard.surgery.expressions import expression, last_name
+from penzai_shard.surgery.inserted_layers import (
+    Inserted,
+    Original,
+    inserted_sequence,
+    library_role,
 )
+from penzai_shard.surgery.places import PlaceLike, Where, _Root, called_with_path, wants_path
+from penzai_shard.surgery.references import Ref, display_name, named
+from penzai_shard.surgery.refusals import EditRefused
+from penzai_shard.surgery.rewriting import Change, Match, Rewriter, replaced
+from penzai_shard.surgery.stripping import strip
+from penzai_shard.surgery.suggestions import nearest_places
+from penzai_shard.surgery.tree_nodes import Keys, kind_of
 
 EditKind = Literal["wrap", "insert_before", "insert_after", "replace"]
 
 _MOST_NAMED = 5
 
 
-# A type or function by reference, as expressions write it: 'pz.nn:Linear'.
-_REFERENCE_LITERAL = re.compile(r"'[\w.]+:(?:\w+\.)*(\w+)'")
+def _ref(reference: str) -> str:
+    return f"Ref({reference!r})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,17 +75,21 @@ class Edit:
     nested: bool = False
 
     def __repr__(self) -> str:
-        arguments = [_where_expression(self.where), expression(self.what)]
+        arguments = self._arguments()
         if self.where.within is not None:
-            arguments.append(f"within={_where_expression(self.where.within)}")
+            arguments.insert(2, f"within={_where_expression(self.where.within)}")
         if self.where.outside is not None:
-            arguments.append(f"outside={_where_expression(self.where.outside)}")
-        arguments += [f"{name}={expression(value)}" for name, value in self.options]
+            arguments.insert(2, f"outside={_where_expression(self.where.outside)}")
         if self.nested:
             arguments.append("nested=True")
         if self.expect is not None:
             arguments.append(f"expect={self.expect}")
         return f"{self.kind}({', '.join(arguments)})"
+
+    def _arguments(self) -> list[str]:
+        """The place, what is done there, and its options."""
+        options = [f"{name}={expression(value, _ref)}" for name, value in self.options]
+        return [_where_expression(self.where), expression(self.what), *options]
 
     @property
     def title(self) -> str:
@@ -98,13 +98,13 @@ class Edit:
         >>> wrap("pz.nn:Linear", "penzai_shard.layers:Checkpointed", policy="dots").title
         "wrap(Linear, Checkpointed, policy='dots')"
         """
-        what = self.what if callable(self.what) and hasattr(self.what, "__qualname__") else None
+        is_named = callable(self.what) and hasattr(self.what, "__qualname__")
         shown = [
-            _where_expression(self.where),
-            f"{type(self.what).__name__}(...)" if what is None else expression(what),
-            *(f"{name}={expression(value)}" for name, value in self.options),
+            _where_expression(self.where, short=True),
+            expression(self.what, last_name) if is_named else f"{type(self.what).__name__}(...)",
+            *(f"{name}={expression(value, last_name)}" for name, value in self.options),
         ]
-        return _REFERENCE_LITERAL.sub(r"\1", f"{self.kind}({', '.join(shown)})")
+        return f"{self.kind}({', '.join(shown)})"
 
     def run(self, model: Any, record: bool = False) -> Outcome:
         """Carries the edit out.
@@ -115,10 +115,15 @@ class Edit:
 
         Returns:
             The edited model, the places, and the problem if the number of places is wrong.
+
+        Raises:
+            EditRefused: At some place the edit cannot be made.
         """
-        tracker = self.where.tracker(layers_only=self.kind != "replace")
+        finder = self.where.finder(layers_only=self.kind != "replace")
         change, same_everywhere = self._change()
-        rewriter = Rewriter(tracker, change, same_everywhere, self.nested, record)
+        rewriter = Rewriter(
+            finder, change, inserted_sequence, same_everywhere, lambda node: self.nested, record
+        )
         edited = rewriter.run(model)
         if self._fits(rewriter.count):
             return Outcome(edited, rewriter.count, tuple(rewriter.matches))
@@ -130,23 +135,21 @@ class Edit:
     def _fits(self, count: int) -> bool:
         return count > 0 if self.expect is None else count == self.expect
 
-    def _change(self) -> tuple[Callable[[Any, Keys], tuple[Any, ...]], bool]:
-        if self.kind in ("insert_before", "insert_after"):
-            make, same_everywhere = self._inserted()
-            if self.kind == "insert_before":
-                return lambda node, path: (make(node, path), node), same_everywhere
-            return lambda node, path: (node, make(node, path)), same_everywhere
-        call, same_everywhere = _caller(self.what, dict(self.options))
-        if self.kind == "replace":
-            return lambda node, path: (call(node, path),), same_everywhere
-        return lambda node, path: (_marked_wrapper(call(node, path), node),), same_everywhere
-
-    def _inserted(self) -> tuple[Callable[[Any, Keys], Any], bool]:
+    def _change(self) -> tuple[Change, bool]:
+        """What the edit makes of a node, and whether that is the same whatever the path."""
+        change = _CHANGES[self.kind]
         if _is_layer(self.what):
-            layer = _marked(self.what)
-            return lambda node, path: layer, True
-        call, same_everywhere = _caller(self.what, dict(self.options))
-        return lambda node, path: _marked(call(node, path)), same_everywhere
+            layer = _inserted(self.what, ())
+            return functools.partial(change, lambda node, keys: layer), True
+        options = dict(self.options)
+        call = called_with_path(self.what, options, "the function")
+        is_same = wants_path(self.what, frozenset(options)) is None
+        if self.kind.startswith("insert"):
+            return (
+                functools.partial(change, lambda node, keys: _inserted(call(node, keys), keys)),
+                is_same,
+            )
+        return functools.partial(change, call), is_same
 
     def _problem(self, model: Any, matches: tuple[Match, ...]) -> str:
         count = len(matches)
@@ -157,7 +160,8 @@ class Edit:
                 if self.expect is None
                 else "Correct the place, or give expect=0."
             )
-            return f"{self!r}: nothing matches{asked}. {nearest_places(model, self)} {fix}"
+            near = nearest_places(model, self.where, layers_only=self.kind != "replace")
+            return f"{self!r}: nothing matches{asked}. {near} {fix}"
         paths = [match.path_text or "the root" for match in matches[:_MOST_NAMED]]
         more = f" and {count - len(paths)} more" if count > len(paths) else ""
         places = "1 place matches" if count == 1 else f"{count} places match"
@@ -181,7 +185,8 @@ def wrap(
 
     Args:
         where: A layer type or a tuple of types; a predicate of the layer, or of the layer and
-            its path; a path pattern; ``"module:name"`` of a type or predicate; ``ROOT``. Where
+            its path; a path pattern; ``"module:name"`` or a ``Ref`` of a type or predicate, which
+            is imported; ``ROOT``. Where
             one match lies in another, the outer one counts. Patterns match the path of a node
             from the model's root, such as ``body/sublayers/0``; each part of a pattern matches a
             key or the snake-case name of a type (or a ``NamedGroup``'s name), so that
@@ -193,11 +198,13 @@ def wrap(
             a predicate is true, and at or below a path that matches a pattern.
         outside: Only what does not lie inside such a place.
         nested: Also change matches inside of matches, the inner ones first.
-        **options: Further arguments of the wrapper. ``"module:name"`` of something that can be
-            imported stands for it.
+        **options: Further arguments of the wrapper. Text is text; ``Ref("module:name")`` stands
+            for what it names.
 
     Returns:
-        The edit, for ``Recipe``.
+        The edit, for ``Recipe``. A wrapper of this library goes around the layer as it is. One of
+        somebody else's goes into an ``Inserted``, and the layer in it into an ``Original``, by
+        which ``strip`` knows them; both run what they hold and show its attributes.
 
     Raises:
         RuleTypeError: The place or the wrapper cannot be read as one.
@@ -206,15 +213,8 @@ def wrap(
     >>> wrap("pz.nn:Linear", Checkpointed, policy="dots", expect=2)
     wrap('pz.nn:Linear', Checkpointed, policy='dots', expect=2)
     """
-    wrapper, options = _function(wrapper, options, "wrap")
-    return Edit(
-        "wrap",
-        Where.of(where, within, outside),
-        wrapper,
-        tuple(options.items()),
-        _read_expect(expect),
-        nested,
-    )
+    place = Where.of(where, within, outside)
+    return make_edit("wrap", place, named(wrapper), options, expect, nested)
 
 
 def insert_before(
@@ -229,9 +229,9 @@ def insert_before(
     """Puts a layer before the layers at a place.
 
     In a list of ``sublayers`` it goes into the list. Elsewhere an ``InsertedSequence``, a
-    ``pz.nn.Sequential`` that ``strip`` knows, takes the place of the layer. A layer of Penzai's
-    or of your own goes in as a copy that equals it and is an instance of its class, of a subclass
-    by which ``strip`` knows it.
+    ``pz.nn.Sequential`` that ``strip`` knows, takes the place of the layer. A layer that is not one
+    of this library's constraint layers goes in inside of an ``Inserted``, by which ``strip`` knows
+    it.
 
     Args:
         where: As in ``wrap``.
@@ -251,7 +251,8 @@ def insert_before(
     >>> insert_before("pz.nn:Linear", pz.nn.Identity())
     insert_before('pz.nn:Linear', pz.nn.Identity())
     """
-    return _insert("insert_before", where, layer, expect, within, outside, nested)
+    place = Where.of(where, within, outside)
+    return make_edit("insert_before", place, named(layer), {}, expect, nested)
 
 
 def insert_after(
@@ -283,7 +284,8 @@ def insert_after(
     >>> insert_after("**/attention", pz.nn.Identity(), within="pz.nn:Residual")
     insert_after('**/attention', pz.nn.Identity(), within='pz.nn:Residual')
     """
-    return _insert("insert_after", where, layer, expect, within, outside, nested)
+    place = Where.of(where, within, outside)
+    return make_edit("insert_after", place, named(layer), {}, expect, nested)
 
 
 def replace(
@@ -320,64 +322,61 @@ def replace(
     >>> replace("pz.nn:LayerStack", RolledLayerStack.from_layer_stack, unroll=2)
     replace('pz.nn:LayerStack', RolledLayerStack.from_layer_stack, unroll=2)
     """
-    function, options = _function(function, options, "replace")
-    return Edit(
-        "replace",
-        Where.of(where, within, outside),
-        function,
-        tuple(options.items()),
-        _read_expect(expect),
-        nested,
-    )
+    place = Where.of(where, within, outside)
+    return make_edit("replace", place, named(function), options, expect, nested)
 
 
-def _insert(
-    kind: Literal["insert_before", "insert_after"],
-    where: PlaceLike,
-    layer: Any,
+def make_edit(
+    kind: EditKind,
+    where: Where,
+    what: Any,
+    options: Mapping[str, Any],
     expect: int | None,
-    within: PlaceLike,
-    outside: PlaceLike,
     nested: bool,
 ) -> Edit:
-    if isinstance(layer, str) and is_reference(layer):
-        layer = resolve(layer)
-    if isinstance(layer, type):
+    """Makes an edit of parts that were read, and checks that they go together.
+
+    Args:
+        kind: Which edit.
+        where: The place.
+        what: The wrapper, layer or function itself.
+        options: Further keyword arguments; ``Ref`` in them stands for what it names.
+        expect: How many places there must be.
+        nested: Whether places inside of places count too.
+
+    Returns:
+        The edit.
+
+    Raises:
+        RuleTypeError: They do not.
+    """
+    is_insert = kind.startswith("insert")
+    if is_insert and isinstance(what, type):
+        name = display_name(what)
         raise RuleTypeError(
-            f"{kind}: {display_name(layer)} is a class. Give an instance, such as "
-            f"{display_name(layer)}(...), or a function of the layer at the place."
+            f"{kind}: {name} is a class. Give an instance, such as {name}(...), or a function of "
+            "the layer at the place."
         )
-    options: dict[str, Any] = {}
-    if not _is_layer(layer):
-        layer, options = _function(layer, {}, kind)
-    place = Where.of(where, within, outside)
-    return Edit(kind, place, layer, tuple(options.items()), _read_expect(expect), nested)
+    if not (is_insert and _is_layer(what)):
+        what, options = _read_function(kind, what, options)
+    if expect is not None and (type(expect) is not int or expect < 0):
+        raise RuleTypeError(
+            f"expect is the number of places, or None for one or more, not {expect!r}."
+        )
+    if type(nested) is not bool:
+        raise RuleTypeError(f"nested is True or False, not {nested!r}.")
+    return Edit(kind, where, what, tuple(options.items()), expect, nested)
 
 
-def _read_expect(expect: Any) -> int | None:
-    if expect is None or (isinstance(expect, int) and not isinstance(expect, bool) and expect >= 0):
-        return expect
-    raise RuleTypeError(f"expect is the number of places, or None for one or more, not {expect!r}.")
-
-
-def _is_layer(value: Any) -> bool:
-    """Whether a value is a layer, and not a function that makes one."""
-    if isinstance(value, type):
-        return False
-    return jax.tree_util.default_registry.flatten_one_level(value) is not None and callable(value)
-
-
-def _function(
-    function: Any, options: Mapping[str, Any], kind: EditKind
+def _read_function(
+    kind: EditKind, function: Any, options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Reads a function or class, and checks that it can be called with a layer and options."""
+    """A function or class that can be called with a layer and these options."""
     if isinstance(function, str):
-        if not is_reference(function):
-            raise RuleTypeError(
-                f"{kind}: {function!r} is no reference to a function. "
-                "Write module:name, for instance 'pz.nn:Linear'."
-            )
-        function = resolve(function)
+        raise RuleTypeError(
+            f"{kind}: {function!r} is not a reference to a function. "
+            "Write module:name, for instance 'pz.nn:Linear'."
+        )
     if isinstance(function, functools.partial) and not function.args:
         options = {**function.keywords, **options}
         function = function.func
@@ -385,12 +384,15 @@ def _function(
         wanted = (
             "a layer or a function that makes one"
             if kind.startswith("insert")
-            else ("a class or a function of the layer")
+            else "a class or a function of the layer"
         )
         raise RuleTypeError(
             f"{kind} needs {wanted}, not {reprlib.repr(function)} "
             f"of type {type(function).__name__}."
         )
+    role = library_role(function) if isinstance(function, type) else None
+    if kind == "wrap" and role not in (None, "wrapper"):
+        raise RuleTypeError(f"wrap: {function.__name__} {_NOT_WRAPPERS[role]}")
     options = {name: _read_option(value) for name, value in options.items()}
     try:
         wants_path(function, frozenset(options))
@@ -399,171 +401,135 @@ def _function(
     return function, options
 
 
+_NOT_WRAPPERS = {
+    "passer": "is not a wrapper: it holds no layer. Put an instance of it before or after the "
+    "layers, with insert_before or insert_after.",
+    "rolled": "is not a wrapper: it takes the place of a layer stack. "
+    "Write replace(pz.nn.LayerStack, RolledLayerStack.from_layer_stack).",
+    "inserted": "says that what it holds is to be taken off again. The edits put it where it is "
+    "needed; give them your own layers.",
+    "original": "says what an inserted layer was put around. The edits put it where it is needed.",
+    "sequence": "holds a list of layers. Use insert_before or insert_after.",
+}
+
+
 def _read_option(value: Any) -> Any:
-    """An option, references in it resolved; a text that names nothing stays a text."""
-    if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(map(_read_option, value))
-    if isinstance(value, str) and is_reference(value):
-        try:
-            return resolve(value)
-        except RuleTypeError:
-            return value
+    """An option, each ``Ref`` in it replaced by what it names; a text stays a text."""
+    if isinstance(value, Ref):
+        return value.resolve()
+    if type(value) in (tuple, list):
+        return type(value)(map(_read_option, value))
+    if type(value) is dict:
+        return {key: _read_option(part) for key, part in value.items()}
     return value
 
 
-def _caller(
-    function: Callable[..., Any], options: dict[str, Any]
-) -> tuple[Callable[[Any, Keys], Any], bool]:
-    """A function of a node and its linked path, and whether it leaves the path alone."""
-    match wants_path(function, frozenset(options)):
-        case "position":
-            return (
-                lambda node, path: function(node, keys_text(path), **options),
-                False,
-            )
-        case "keyword":
-            return (
-                lambda node, path: function(node, path=keys_text(path), **options),
-                False,
-            )
-    return lambda node, path: function(node, **options), True
+def _is_layer(value: Any) -> bool:
+    """Whether a value is a layer, and not a function that makes one."""
+    if isinstance(value, type) or not callable(value):
+        return False
+    return jax.tree_util.default_registry.flatten_one_level(value) is not None
 
 
-def _refuse_nothing(layer: Any) -> None:
-    if layer is None:
-        raise RuleTypeError(
-            "an edit's function gave None where a layer belongs. Return the layer from it."
+def _inserted(layer: Any, keys: Keys) -> Any:
+    """A layer to insert; in an ``Inserted`` if its type alone does not say that it comes off."""
+    _check_layer(layer, keys)
+    is_known = library_role(type(layer)) in ("passer", "inserted")
+    return layer if is_known else Inserted(layer)
+
+
+def _check_layer(layer: Any, keys: Keys) -> None:
+    if _is_layer(layer):
+        return
+    if isinstance(layer, type):
+        raise EditRefused(
+            keys, f"the function gave the class {layer.__name__} and not a layer. Return "
+            f"{layer.__name__}(...)."
+        )  # fmt: skip
+    if callable(layer):
+        raise EditRefused(
+            keys, f"the function gave {reprlib.repr(layer)}, which is not a pytree: its parameters "
+            "would be lost. Make it a layer, such as a pz.nn.Layer with @pz.pytree_dataclass."
+        )  # fmt: skip
+    gave = "None" if layer is None else f"{reprlib.repr(layer)} of type {type(layer).__name__}"
+    raise EditRefused(
+        keys, f"the function gave {gave} where a layer belongs. Return the layer from it."
+    )
+
+
+def _check_place(node: Any, keys: Keys) -> None:
+    if not callable(node):
+        raise EditRefused(
+            keys,
+            f"{type(node).__name__} is not a layer, so that nothing can be put around it, before "
+            "it or after it. Use replace, or name a layer.",
         )
 
 
-def _marked(layer: Any) -> Any:
-    """A layer to insert; marked, as a copy, if it is not one of this library's."""
-    _refuse_nothing(layer)
-    return layer if library_role(type(layer)) is not None else with_mark(layer, None)
+def _insert_before(make: Callable[[Any, Keys], Any], node: Any, keys: Keys) -> tuple[Any, ...]:
+    return _insert_after(make, node, keys)[::-1]
 
 
-def _marked_wrapper(wrapper: Any, node: Any) -> Any:
-    """A layer put around a node; marked if it is not this library's but holds it in a field."""
-    _refuse_nothing(wrapper)
-    if wrapper is node or library_role(type(wrapper)) is not None:
-        return wrapper
-    if kind_of(wrapper).shape != STRUCT and not hasattr(wrapper, "__dict__"):
-        return wrapper
-    for key, child in children_of(wrapper):
-        if child is node and isinstance(key, str) and getattr(wrapper, key, None) is node:
-            return with_mark(wrapper, key)
-        if (
-            key == SEQUENCE_FIELD
-            and _is_list_in_struct(wrapper, child)
-            and any(part is node for part in child)
-        ):
-            beside = [part if part is node else _marked(part) for part in child]
-            return with_mark(with_fields(wrapper, {SEQUENCE_FIELD: beside}), SEQUENCE_FIELD)
-    return wrapper
+def _insert_after(make: Callable[[Any, Keys], Any], node: Any, keys: Keys) -> tuple[Any, ...]:
+    _check_place(node, keys)
+    return node, make(node, keys)
 
 
-def _is_list_in_struct(parent: Any, child: Any) -> bool:
-    return kind_of(parent).shape == STRUCT and type(child) is list
+def _replace(make: Callable[[Any, Keys], Any], node: Any, keys: Keys) -> tuple[Any, ...]:
+    made = make(node, keys)
+    if kind_of(node).is_layer and (isinstance(made, type) or not callable(made)):
+        _check_layer(made, keys)
+    return (made,)
 
 
-def _where_expression(where: Where) -> str:
+def _wrap(make: Callable[[Any, Keys], Any], node: Any, keys: Keys) -> tuple[Any, ...]:
+    """A layer put around a node.
+
+    This library's wrappers go around it as they are. Everything else goes into an ``Inserted``,
+    the node in it into an ``Original``.
+    """
+    _check_place(node, keys)
+    made = inside = make(node, keys)
+    while inside is not node and library_role(type(inside)) == "wrapper":
+        inside = inside.body
+    if inside is node:
+        return (made,)
+    _check_layer(made, keys)
+    marked = replaced(made, node, Original(node))
+    if marked is not made:
+        return (Inserted(marked, holds_original=True),)
+    if not _is_same(strip(made), strip(node)):
+        raise EditRefused(
+            keys,
+            f"the function gave {display_name(type(made))}, which does not hold the "
+            f"{display_name(type(node))} that it was given. Put that into it, or use replace.",
+        )
+    return (made,)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two trees are built alike of the same objects."""
+    structure: Any
+    leaves, structure = jax.tree_util.tree_flatten(one)
+    other_leaves, other_structure = jax.tree_util.tree_flatten(other)
+    return structure == other_structure and all(map(operator.is_, leaves, other_leaves))
+
+
+_CHANGES: dict[EditKind, Callable[..., tuple[Any, ...]]] = {
+    "wrap": _wrap,
+    "insert_before": _insert_before,
+    "insert_after": _insert_after,
+    "replace": _replace,
+}
+
+
+def _where_expression(where: Where, short: bool = False) -> str:
     """The place itself; what narrows it is written beside it."""
+    form = last_name if short else repr
     match where.what:
         case tuple() as kinds:
-            names = [expression(kind) for kind in kinds]
+            names = [expression(kind, form) for kind in kinds]
             return names[0] if len(names) == 1 else f"({', '.join(names)})"
         case _Root() as root:
             return repr(root)
-    return expression(where.what)
-
-
-def _all_nodes(model: Any) -> list[tuple[Keys, Any]]:
-    """Every node that is no leaf, with its path, in the order of the model."""
-    found: list[tuple[Keys, Any]] = []
-    waiting: list[tuple[Keys, Any]] = [((), model)]
-    while waiting:
-        path, node = waiting.pop()
-        if kind_of(node).shape == LEAF:
-            continue
-        found.append((path, node))
-        waiting.extend(reversed([((*path, key), child) for key, child in children_of(node)]))
-    return found
-
-
-def nearest_places(model: Any, edit: Edit) -> str:
-    """What the model has that is most like a place which it does not have, as a sentence.
-
-    Args:
-        model: The model.
-        edit: An edit that matched nothing.
-
-    Returns:
-        For types the nearest types, for patterns the nearest parts and paths.
-    """
-    where = edit.where
-    if where.within is not None or where.outside is not None:
-        alone = dataclasses.replace(
-            edit, where=Where(where.what), expect=None, what=lambda node: node, options=(),
-            kind="replace" if edit.kind == "replace" else "wrap",
-        )  # fmt: skip
-        count = alone.run(model).count
-        if count:
-            return f"Without within= and outside= there would be {count}."
-    nodes = _all_nodes(model)
-    if isinstance(where.what, tuple):
-        return _nearest_types(where.what, [node for _, node in nodes])
-    if isinstance(where.what, str):
-        return _nearest_paths(where.what, nodes)
-    return f"The predicate is false for all {len(nodes)} nodes that were asked."
-
-
-def _nearest_types(wanted: tuple[type, ...], nodes: list[Any]) -> str:
-    counts = Counter(type(node) for node in nodes if kind_of(node).is_layer)
-    same_name = [
-        f"{found.__module__}.{found.__qualname__} ({count})"
-        for found, count in counts.items()
-        if any(found.__name__ == kind.__name__ for kind in wanted)
-    ]
-    if same_name:
-        return f"The model has another type of that name: {', '.join(same_name)}."
-    by_name = {kind.__name__: count for kind, count in counts.items()}
-    if not by_name:
-        return "The model has no layers."
-    near = [
-        name
-        for kind in wanted
-        for name in difflib.get_close_matches(kind.__name__, by_name, _MOST_NAMED, 0.5)
-    ]
-    common = [name for name, _ in Counter(by_name).most_common(_MOST_NAMED)]
-    shown = list(dict.fromkeys(near or common))
-    described = ", ".join(f"{name} ({by_name[name]})" for name in shown)
-    return f"{'Nearest in the model' if near else 'The model has'}: {described}."
-
-
-def _nearest_paths(pattern: str, nodes: list[tuple[Keys, Any]]) -> str:
-    layers = [(keys_text(path), node) for path, node in nodes if kind_of(node).is_layer]
-    known = {part for path, _ in layers for part in path.split("/") if part}
-    known |= {name for _, node in layers for name in names_of(node)}
-    near = []
-    meant: list[str] = []
-    for part in pattern.split("/"):
-        if part and not any(letter in part for letter in "*?") and part not in known:
-            close = difflib.get_close_matches(part, known, 1, 0.5)
-            meant += close
-            near.append(
-                f"nothing is called {part!r}" + (f", nearest is {close[0]!r}" if close else "")
-            )
-    plain = pattern.replace("*", "").replace("//", "/")
-
-    def rank(place: tuple[str, Any]) -> tuple[bool, float]:
-        path, node = place
-        names = {*path.split("/")[-1:], *names_of(node)}
-        text = "/".join([path, *names_of(node)])
-        return not names & set(meant), -difflib.SequenceMatcher(None, plain, text).ratio()
-
-    ranked = [
-        f"{path} ({type(node).__name__})"
-        for path, node in sorted((place for place in layers if place[0]), key=rank)
-    ]
-    sentence = f"In the model {'; '.join(near)}. " if near else ""
-    return sentence + f"Nearest paths: {', '.join(ranked[:3]) or 'none'}."
+    return expression(where.what, form)

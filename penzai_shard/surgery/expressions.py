@@ -1,11 +1,12 @@
 """Values as Python expressions that evaluate back, with this library's public names.
 
 Layers of Penzai need ``pz`` too, shardings ``jax``. Types and functions of other libraries are
-written as references, such as ``'pz.nn:Linear'``, which edits read wherever they take a type or
-function.
+written as references, such as ``'pz.nn:Linear'``: as text where edits take a type or function, as
+``Ref('pz.nn:Softmax')`` in options.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,11 +20,21 @@ from penzai_shard.surgery.tree_nodes import STRUCT, kind_of
 _LIBRARY = __name__.partition(".")[0]
 
 
-def expression(value: Any) -> str:
+def last_name(reference: str) -> str:
+    """The last name in a reference, for titles.
+
+    >>> last_name("pz.nn:Linear")
+    'Linear'
+    """
+    return reference.rpartition(":")[2].rpartition(".")[2]
+
+
+def expression(value: Any, write: Callable[[str], str] = repr) -> str:
     """A value as an expression.
 
     Args:
         value: What is given to an edit: a type, a function, a layer, a mesh, rules, plain data.
+        write: How to write the reference to a type or function of another library.
 
     Returns:
         The expression. Lambdas, arrays and the like are named without being evaluable.
@@ -48,12 +59,13 @@ def expression(value: Any) -> str:
         case float() if not np.isfinite(value):
             return f"float({str(value)!r})"
         case dict() if type(value) is dict:
-            items = (f"{expression(k)}: {expression(v)}" for k, v in value.items())
+            items = (f"{expression(k, write)}: {expression(v, write)}" for k, v in value.items())
             return "{" + ", ".join(items) + "}"
-        case list() if type(value) is list:
-            return "[" + ", ".join(map(expression, value)) + "]"
-        case tuple() if type(value) is tuple:
-            return "(" + ", ".join(map(expression, value)) + (",)" if len(value) == 1 else ")")
+        case list() | tuple() if type(value) in (list, tuple):
+            parts = ", ".join(expression(part, write) for part in value)
+            if type(value) is list:
+                return f"[{parts}]"
+            return f"({parts},)" if len(value) == 1 else f"({parts})"
         case np.dtype():
             return repr(str(value))
         case jax.Array() | np.ndarray():
@@ -62,11 +74,12 @@ def expression(value: Any) -> str:
     if reference is not None:
         module, _, name = reference.partition(":")
         is_public = module == _LIBRARY or module.startswith(f"{_LIBRARY}.layers")
-        return name if is_public else repr(reference)
+        return name if is_public else write(reference)
     if isinstance(value, type):
         return value.__qualname__
-    if getattr(value, "__module__", None) == "__main__" and "<" not in value.__qualname__:
-        return value.__qualname__
+    qualname = getattr(value, "__qualname__", "<")
+    if getattr(value, "__module__", None) == "__main__" and "<" not in qualname:
+        return str(qualname)
     code = getattr(value, "__code__", None)
     if code is not None:
         return f"<{value.__name__} of {value.__module__}, line {code.co_firstlineno}>".replace(
@@ -74,7 +87,8 @@ def expression(value: Any) -> str:
         )
     if dataclasses.is_dataclass(value) and kind_of(value).shape == STRUCT:
         fields = [
-            f"{field.name}={_field_expression(getattr(value, field.name))}"
+            # A layer's fields take a type or function itself, and no reference to one.
+            f"{field.name}={expression(getattr(value, field.name), _dotted)}"
             for field in dataclasses.fields(value)
             if not _is_default(field, getattr(value, field.name))
         ]
@@ -83,11 +97,8 @@ def expression(value: Any) -> str:
     return repr(value)
 
 
-def _field_expression(value: Any) -> str:
-    """A value in a layer's field, which is not read as a reference."""
-    shown = expression(value)
-    reference = reference_to(value)
-    return shown if reference is None or shown != repr(reference) else reference.replace(":", ".")
+def _dotted(reference: str) -> str:
+    return reference.replace(":", ".")
 
 
 def _mesh_expression(mesh: Mesh | AbstractMesh) -> str:

@@ -1,8 +1,9 @@
-"""Which layers of a model are this library's, and what the model was before they came.
+"""Which layers of a model are not the model's own, and what the model was before they came.
 
-Layers of this library are known by their type, so that they come off whoever put them in, and
-also from a model that was rebuilt, trained or loaded. Layers of somebody else's that a recipe put
-in carry a mark instead: Penzai's as their class, which lasts, others as long as the object.
+All that a recipe puts in is visible in the tree, as layers of this library: they are known by
+their types, in every process and after every rebuilding of the tree. A layer of somebody else's
+lies in an ``Inserted``; if it was put around a layer of the model, that one lies in an
+``Original`` in it.
 """
 
 import dataclasses
@@ -13,11 +14,66 @@ from typing import Any, Literal
 from penzai import pz
 
 from penzai_shard.layers import RolledLayerStack, WrapperLayer
-from penzai_shard.surgery.tree_nodes import kind_of, mark_of
+from penzai_shard.surgery.rewriting import replaced
+from penzai_shard.surgery.tree_nodes import children_of, with_fields
 
-Role = Literal["wrapper", "passer", "sequence", "rolled"]
+Role = Literal["wrapper", "passer", "rolled", "sequence", "inserted", "original"]
 
-_LAYERS_MODULE = "penzai_shard.layers"
+_LAYERS_PACKAGE = "penzai_shard.layers."
+
+
+class _PassingWrapper(WrapperLayer):
+    """A wrapper that does nothing but to pass everything on."""
+
+    def __call__(self, *args: Any, **side_inputs: Any) -> Any:
+        """Runs the layer.
+
+        Args:
+            *args: The layer's inputs.
+            **side_inputs: The layer's side inputs.
+
+        Returns:
+            The layer's output.
+        """
+        return self.body(*args, **side_inputs)
+
+
+@pz.pytree_dataclass
+class Inserted(_PassingWrapper):
+    """Holds a layer that a recipe put into a model, so that ``strip`` can take it off again.
+
+    It runs the layer, and attributes of the layer are read through it. Nothing else changes.
+    Layers of this library that need no such sign, such as ``Jitted`` and ``ConstrainSharding``,
+    go in without it.
+
+    Attributes:
+        body: The layer.
+        holds_original: Whether the layer was put around a layer of the model, which then lies
+            somewhere in it, in an ``Original``.
+
+    >>> Inserted(pz.nn.ConstantRescale(by=2.0))(3.0)
+    6.0
+    """
+
+    body: Any
+    holds_original: bool = dataclasses.field(default=False, metadata={"pytree_node": False})
+
+
+@pz.pytree_dataclass
+class Original(_PassingWrapper):
+    """Holds a layer of the model inside of an ``Inserted`` layer that was put around it.
+
+    It runs the layer, and attributes of the layer are read through it. What happens to the layer
+    inside, and to the layers around, is free: ``strip`` leaves what is in here.
+
+    Attributes:
+        body: The layer.
+
+    >>> Original(pz.nn.ConstantRescale(by=2.0))(3.0)
+    6.0
+    """
+
+    body: Any
 
 
 @pz.pytree_dataclass(has_implicitly_inherited_fields=True)
@@ -48,12 +104,15 @@ def inserted_sequence(layers: Iterable[Any]) -> InsertedSequence:
 def library_role(node_type: type) -> Role | None:
     """What a layer type of this library does to a model; None for all other types.
 
+    A class that somebody else derived from one of this library's is somebody else's.
+
     Args:
         node_type: A type.
 
     Returns:
         ``"wrapper"`` for one that runs its ``body``, ``"passer"`` for one that passes its input
-        on, ``"rolled"`` for the rolled layer stack, ``"sequence"`` for ``InsertedSequence``.
+        on, ``"rolled"`` for the rolled layer stack, and what the name says for ``Inserted``,
+        ``Original`` and ``InsertedSequence``.
 
     >>> from penzai_shard.layers import ConstrainSharding, Jitted
     >>> library_role(Jitted), library_role(ConstrainSharding), library_role(pz.nn.Linear)
@@ -63,54 +122,91 @@ def library_role(node_type: type) -> Role | None:
     return _library_role(key)
 
 
+_ROLES: dict[Any, Role] = {
+    Inserted: "inserted",
+    Original: "original",
+    InsertedSequence: "sequence",
+    RolledLayerStack: "rolled",
+}
+
+
 @functools.lru_cache(maxsize=4096)
 def _library_role(node_type: Hashable) -> Role | None:
     assert isinstance(node_type, type)
-    if issubclass(node_type, InsertedSequence):
-        return "sequence"
-    if issubclass(node_type, RolledLayerStack):
-        return "rolled"
-    for base in node_type.__mro__:
-        if base is WrapperLayer:
-            return "wrapper"
-        if base.__module__.startswith(_LAYERS_MODULE) and issubclass(base, pz.nn.Layer):
-            return (
-                "wrapper"
-                if any(field.name == "body" for field in dataclasses.fields(base))
-                else "passer"
-            )
+    if node_type in _ROLES:
+        return _ROLES[node_type]
+    if not (
+        node_type.__module__.startswith(_LAYERS_PACKAGE) and issubclass(node_type, pz.nn.Layer)
+    ):
+        return None
+    return "wrapper" if issubclass(node_type, WrapperLayer) else "passer"
+
+
+def vanishes(node: Any) -> bool:
+    """Whether nothing is left of a node when all that was put into a model is taken off.
+
+    >>> vanishes(Inserted(pz.nn.Identity())), vanishes(pz.nn.Identity())
+    (True, False)
+    """
+    match library_role(type(node)):
+        case "passer":
+            return True
+        case "wrapper" | "original":
+            return vanishes(node.body)
+        case "inserted":
+            return not node.holds_original
+        case "sequence":
+            return all(map(vanishes, node.sublayers))
+    return False
+
+
+def original_in(node: Any) -> Original | None:
+    """The ``Original`` in a node that was put around it; None if there is none.
+
+    Pairs of ``Inserted`` and ``Original`` lie in one another like brackets: what was put around a
+    node later is passed over.
+
+    >>> layer = Inserted(Inserted(Original(Original(pz.nn.Identity())), holds_original=True))
+    >>> original_in(layer.body)
+    Original(body=Identity())
+    """
+    role = library_role(type(node))
+    if role == "original":
+        return node
+    if role == "inserted":
+        own = original_in(node.body) if node.holds_original else None
+        return None if own is None else original_in(own.body)
+    found = (original_in(child) for _, child in children_of(node))
+    return next((original for original in found if original is not None), None)
+
+
+def surrounded(node: Any) -> Any:
+    """The one layer of a model that a node was put around; None if it was not put around one.
+
+    >>> from penzai_shard.layers import Jitted
+    >>> surrounded(Jitted(pz.nn.Identity())), surrounded(pz.nn.Identity())
+    (Identity(), None)
+    """
+    match library_role(type(node)):
+        case "wrapper" | "original":
+            return node.body
+        case "inserted" if node.holds_original:
+            original = original_in(node.body)
+            return None if original is None else original.body
+        case "sequence":
+            left = [layer for layer in node.sublayers if not vanishes(layer)]
+            return left[0] if len(left) == 1 else None
     return None
 
 
-def body_field(node: Any, layers: tuple[type, ...] | None) -> tuple[bool, str | None]:
-    """Whether a node is to be taken off, and the field with what is then left of it.
-
-    Args:
-        node: A node of a model.
-        layers: The types to be taken off; None for everything that this library put in.
-
-    Returns:
-        A truth value, and the field's name, or None if nothing is left.
-    """
-    role = library_role(type(node))
-    is_put_in, field = mark_of(node)
-    if is_put_in and field == "sublayers":
-        return False, None
-    if layers is not None:
-        if not isinstance(node, layers) or role in ("sequence", "rolled"):
-            return False, None
-        if not is_put_in:
-            field = "body" if "body" in kind_of(node).kept or hasattr(node, "body") else None
-        return True, field
-    if role in ("wrapper", "passer"):
-        return True, "body" if role == "wrapper" else None
-    return is_put_in, field
-
-
-def is_inserted_sequence(node: Any) -> bool:
-    """Whether a node is a list of layers around one original layer, and comes off with the rest.
-
-    >>> is_inserted_sequence(InsertedSequence([])), is_inserted_sequence(pz.nn.Sequential([]))
-    (True, False)
-    """
-    return library_role(type(node)) == "sequence" or mark_of(node) == (True, "sublayers")
+def with_surrounded(node: Any, layer: Any) -> Any:
+    """A node like another, put around another layer; see ``surrounded``."""
+    match library_role(type(node)):
+        case "inserted":
+            original = original_in(node.body)
+            new = with_surrounded(original, layer)
+            return with_fields(node, {"body": replaced(node.body, original, new)})
+        case "sequence":
+            layers = [part if vanishes(part) else layer for part in node.sublayers]
+            return with_fields(node, {"sublayers": layers})
+    return with_fields(node, {"body": layer})

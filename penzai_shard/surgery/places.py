@@ -1,19 +1,18 @@
 """Where an edit applies: by type, predicate, path pattern or root, narrowed by what is around."""
 
-import abc
+from __future__ import annotations
+
 import dataclasses
 import inspect
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.surgery.path_patterns import PathPattern
-from penzai_shard.surgery.references import is_reference, resolve
-from penzai_shard.surgery.tree_nodes import (
-    Keys,
-    keys_text,
-)
+from penzai_shard.surgery.references import display_name, named
+from penzai_shard.surgery.refusals import raised
+from penzai_shard.surgery.tree_nodes import Keys, keys_text
 
 PlaceLike: TypeAlias = Any
 """A type, a tuple of types, a predicate, a path pattern, a reference, ``ROOT`` or a ``Where``."""
@@ -44,11 +43,11 @@ class Where:
     """
 
     what: tuple[type, ...] | str | Callable[..., Any] | _Root
-    within: "Where | None" = None
-    outside: "Where | None" = None
+    within: Where | None = None
+    outside: Where | None = None
 
     @classmethod
-    def of(cls, place: PlaceLike, within: PlaceLike = None, outside: PlaceLike = None) -> "Where":
+    def of(cls, place: PlaceLike, within: PlaceLike = None, outside: PlaceLike = None) -> Where:
         """Reads a place in any form that edits take.
 
         Args:
@@ -78,32 +77,30 @@ class Where:
             place = place.what
         return cls(_read_what(place), narrowed_within, narrowed_outside)
 
-    def tracker(self, layers_only: bool) -> "Tracker":
-        """What follows this place while a tree is walked.
+    def finder(self, layers_only: bool) -> Finder:
+        """What finds this place while a tree is walked.
 
         Args:
             layers_only: Whether predicates and patterns are for nodes that can be called alone.
 
         Returns:
-            A fresh tracker.
+            A finder.
         """
-        made: Tracker
         if isinstance(self.what, tuple):
-            made = TypesTracker(self.what)
+            made = find_types(self.what)
         elif isinstance(self.what, str):
-            made = PatternTracker(self.what, layers_only)
+            made = find_pattern(self.what, layers_only)
         elif isinstance(self.what, _Root):
-            made = RootTracker()
+            made = find_root()
         else:
-            made = PredicateTracker(self.what, layers_only)
+            made = find_predicate(self.what, layers_only)
         if self.within is not None or self.outside is not None:
-            made = NarrowedTracker(made, self.within, self.outside)
+            made = _narrowed(made, self.within, self.outside)
         return made
 
 
 def _read_what(place: Any) -> Any:
-    if isinstance(place, str) and is_reference(place):
-        place = resolve(place)
+    place = named(place)
     if isinstance(place, str):
         if not place.strip("/"):
             raise RuleTypeError(
@@ -114,17 +111,14 @@ def _read_what(place: Any) -> Any:
     if isinstance(place, type):
         return (place,)
     if isinstance(place, tuple | list):
-        types = tuple(
-            resolve(part) if isinstance(part, str) and is_reference(part) else part
-            for part in place
-        )
+        types = tuple(map(named, place))
         if types and all(isinstance(part, type) for part in types):
             return types
     elif isinstance(place, _Root) or callable(place):
         return place
     raise RuleTypeError(
-        f"{reprlib.repr(place)} is no place for an edit. Give a layer type or a tuple of them, a "
-        "predicate, a path pattern such as '**/attention/**', or ROOT."
+        f"{reprlib.repr(place)} is not a place for an edit. Give a layer type or a tuple of "
+        "them, a predicate, a path pattern such as '**/attention/**', or ROOT."
     )
 
 
@@ -155,7 +149,11 @@ def wants_path(function: Callable[..., Any], given: frozenset[str] = frozenset()
     ]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     unknown = given - {parameter.name for parameter in parameters}
-    name = getattr(function, "__qualname__", repr(function))
+    name = display_name(function)
+    if not positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise RuleTypeError(f"{name} takes no layer. Give a function or class that does.")
+    if positional and positional[0].name in given:
+        raise RuleTypeError(f"{name}'s {positional[0].name!r} is the layer itself. Leave it out.")
     if unknown and not takes_any:
         raise RuleTypeError(f"{name} takes no argument {sorted(unknown)[0]!r}. Leave it out.")
     required = [
@@ -166,7 +164,7 @@ def wants_path(function: Callable[..., Any], given: frozenset[str] = frozenset()
         and parameter.name not in given
     ]
     if len(required) > 2 or any(p.kind is p.KEYWORD_ONLY for p in required):
-        missing = [parameter.name for parameter in required[1:]]
+        missing = [p.name for p in required if p.kind is p.KEYWORD_ONLY or p is not positional[0]]
         raise RuleTypeError(
             f"{name} needs {', '.join(missing)} beside the layer. "
             f"Give them as keyword arguments of the edit: {missing[0]}=..."
@@ -177,6 +175,38 @@ def wants_path(function: Callable[..., Any], given: frozenset[str] = frozenset()
     return "keyword" if is_named else None
 
 
+def called_with_path(
+    function: Callable[..., Any],
+    options: Mapping[str, Any],
+    what: str,
+    read: Callable[[Any], Any] = lambda answer: answer,
+) -> Callable[[Any, Keys], Any]:
+    """A function of a node and its keys, which calls another in the way that that one wants.
+
+    Args:
+        function: A function of a node, or of a node and its path; or a class.
+        options: Further keyword arguments.
+        what: What to call the function in an error.
+        read: What makes the result of the function's answer.
+
+    Returns:
+        The function. What the other one raises comes out as ``EditRefused``, with the path.
+    """
+    way = wants_path(function, frozenset(options))
+
+    def call(node: Any, keys: Keys) -> Any:
+        try:
+            if way is None:
+                return read(function(node, **options))
+            if way == "position":
+                return read(function(node, keys_text(keys), **options))
+            return read(function(node, path=keys_text(keys), **options))
+        except Exception as error:
+            raise raised(f"{what} {display_name(function)}", keys, error) from error
+
+    return call
+
+
 def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     # The metaclass of Penzai's classes hides the arguments of their constructors.
     if isinstance(function, type) and "__init__" in dir(function):
@@ -185,200 +215,133 @@ def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
-class Tracker(abc.ABC):
-    """Follows one place down a tree.
-
-    A tracker with ``has_state`` is given a state for each node, made from its parent's; None as
-    a state says that neither the node nor anything below it can match.
-    """
-
-    has_state = False
-
-    @abc.abstractmethod
-    def decide(self, node_type: type, is_layer: bool) -> bool | None:
-        """Whether nodes of a type match, where the type alone tells; None where it does not."""
-
-    def root(self, node: Any) -> Any:
-        """The state of the root."""
-        return True
-
-    def child(self, state: Any, parent: Any, keys: Keys, child: Any) -> Any:
-        """The state of a child.
-
-        Args:
-            state: The state of its parent.
-            parent: The parent.
-            keys: The child's path.
-            child: The child.
-        """
-        return state
-
-    def matches(self, node: Any, keys: Keys, state: Any) -> bool:
-        """Whether a node is at this place; asked only where the type does not tell."""
-        return False
-
-
-class TypesTracker(Tracker):
-    """Finds instances of types."""
-
-    def __init__(self, types: tuple[type, ...]) -> None:
-        self._types = types
-
-    def decide(self, node_type: type, is_layer: bool) -> bool | None:
-        """See ``Tracker``."""
-        return issubclass(node_type, self._types)
-
-    def matches(self, node: Any, keys: Keys, state: Any) -> bool:
-        """See ``Tracker``."""
-        return isinstance(node, self._types)
-
-
-class RootTracker(Tracker):
-    """Finds the root alone."""
-
-    has_state = True
-
-    def decide(self, node_type: type, is_layer: bool) -> bool | None:
-        """See ``Tracker``."""
-        return None
-
-    def child(self, state: Any, parent: Any, keys: Keys, child: Any) -> Any:
-        """See ``Tracker``."""
-        return None
-
-    def matches(self, node: Any, keys: Keys, state: Any) -> bool:
-        """See ``Tracker``."""
-        return not keys
-
-
-class PredicateTracker(Tracker):
-    """Finds the nodes for which a function is true."""
-
-    def __init__(self, predicate: Callable[..., Any], layers_only: bool) -> None:
-        self._predicate = predicate
-        self._layers_only = layers_only
-        self._wants_path = wants_path(predicate)
-
-    def decide(self, node_type: type, is_layer: bool) -> bool | None:
-        """See ``Tracker``."""
-        return False if self._layers_only and not is_layer else None
-
-    def matches(self, node: Any, keys: Keys, state: Any) -> bool:
-        """See ``Tracker``."""
-        if self._wants_path == "position":
-            return bool(self._predicate(node, keys_text(keys)))
-        if self._wants_path == "keyword":
-            return bool(self._predicate(node, path=keys_text(keys)))
-        return bool(self._predicate(node))
-
-
-class PatternTracker(Tracker):
-    """Finds the nodes whose readable path matches a pattern."""
-
-    has_state = True
-
-    def __init__(self, pattern: str, layers_only: bool) -> None:
-        self._pattern = PathPattern(pattern)
-        self._layers_only = layers_only
-
-    def decide(self, node_type: type, is_layer: bool) -> bool | None:
-        """See ``Tracker``."""
-        return False if self._layers_only and not is_layer else None
-
-    def root(self, node: Any) -> Any:
-        """See ``Tracker``."""
-        return self._pattern.start()
-
-    def child(self, state: Any, parent: Any, keys: Keys, child: Any) -> Any:
-        """See ``Tracker``."""
-        return self._pattern.step(state, keys[-1], child)
-
-    def matches(self, node: Any, keys: Keys, state: Any) -> bool:
-        """See ``Tracker``."""
-        return self._pattern.ends_at(state)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Around:
-    """Whether a node lies inside a place, and how the walk to that place stands."""
+class Finder:
+    """One place, as a walk down a tree asks for it.
 
-    is_inside: bool
-    state: Any
-
-
-class _Surroundings:
-    """Follows a place that narrows another.
-
-    A type or a predicate stands for what lies strictly inside such a node. A path pattern stands
-    for the paths that match it, and for what lies below them.
+    Attributes:
+        by_type: Whether nodes of a type match, where the type alone tells; None where it does
+            not. It is also given whether the type is a layer's.
+        matches: Whether a node with these keys, in this state, is at the place; asked where the
+            type does not tell.
+        step: The state of a child, of its parent's state, the parent, the child's keys and the
+            child. None as a state says that neither the node nor anything below it can match;
+            None instead of a function, that there are no states.
+        start: The state of the root.
     """
 
-    def __init__(self, where: Where) -> None:
-        self._tracker = where.tracker(layers_only=False)
-        self._counts_itself = isinstance(where.what, str)
-
-    def root(self, node: Any) -> _Around:
-        state = self._tracker.root(node)
-        return _Around(self._counts_itself and self._tracker.matches(node, (), state), state)
-
-    def child(self, around: _Around, parent: Any, keys: Keys, child: Any) -> _Around:
-        if around.is_inside:
-            return around
-        is_inside = not self._counts_itself and (
-            around.state is not None and self._tracker.matches(parent, keys[:-1], around.state)
-        )
-        if is_inside:
-            return _Around(True, None)
-        state = around.state
-        if state is not None:
-            state = self._tracker.child(state, parent, keys, child)
-        is_inside = (
-            self._counts_itself and state is not None and self._tracker.matches(child, keys, state)
-        )
-        return _Around(is_inside, state)
+    by_type: Callable[[type, bool], bool | None]
+    matches: Callable[[Any, Keys, Any], bool]
+    step: Callable[[Any, Any, Keys, Any], Any] | None = None
+    start: Callable[[Any], Any] = lambda node: True
 
 
-class NarrowedTracker(Tracker):
-    """Finds what another tracker finds, inside or outside of other places."""
+def find_types(types: tuple[type, ...]) -> Finder:
+    """Finds instances of types."""
+    return Finder(
+        lambda node_type, is_layer: issubclass(node_type, types),
+        lambda node, keys, state: isinstance(node, types),
+    )
 
-    has_state = True
 
-    def __init__(self, base: Tracker, within: Where | None, outside: Where | None) -> None:
-        self._base = base
-        self._within = None if within is None else _Surroundings(within)
-        self._outside = None if outside is None else _Surroundings(outside)
+def find_root() -> Finder:
+    """Finds the root alone."""
+    return Finder(
+        lambda node_type, is_layer: None,
+        lambda node, keys, state: not keys,
+        lambda state, parent, keys, child: None,
+    )
 
-    def decide(self, node_type: type, is_layer: bool) -> bool | None:
-        """See ``Tracker``."""
-        return False if self._base.decide(node_type, is_layer) is False else None
 
-    def root(self, node: Any) -> Any:
-        """See ``Tracker``."""
-        return (
-            self._base.root(node),
-            None if self._within is None else self._within.root(node),
-            None if self._outside is None else self._outside.root(node),
-        )
+def find_object(wanted: Any) -> Finder:
+    """Finds one object, wherever it is."""
+    return Finder(
+        lambda node_type, is_layer: None if node_type is type(wanted) else False,
+        lambda node, keys, state: node is wanted,
+    )
 
-    def child(self, state: Any, parent: Any, keys: Keys, child: Any) -> Any:
-        """See ``Tracker``."""
-        base, within, outside = state
-        base = self._base.child(base, parent, keys, child)
-        if base is None:
+
+def find_predicate(predicate: Callable[..., Any], layers_only: bool) -> Finder:
+    """Finds the nodes for which a function is true."""
+    call = called_with_path(predicate, {}, "the predicate", bool)
+    return Finder(_type_of_layer(layers_only), lambda node, keys, state: call(node, keys))
+
+
+def find_pattern(text: str, layers_only: bool) -> Finder:
+    """Finds the nodes whose readable path matches a pattern."""
+    pattern = PathPattern(text)
+    return Finder(
+        _type_of_layer(layers_only),
+        lambda node, keys, state: pattern.ends_at(state),
+        lambda state, parent, keys, child: pattern.step(state, keys[-1], child),
+        lambda node: pattern.start(),
+    )
+
+
+def _type_of_layer(layers_only: bool) -> Callable[[type, bool], bool | None]:
+    return lambda node_type, is_layer: False if layers_only and not is_layer else None
+
+
+def _narrowed(base: Finder, within: Where | None, outside: Where | None) -> Finder:
+    """Finds what another finder finds, inside or outside of other places."""
+    around = [(_inside(place), is_wanted) for place, is_wanted in ((within, True), (outside, False))
+              if place is not None]  # fmt: skip
+
+    def start(node: Any) -> Any:
+        return base.start(node), [inside[0](node) for inside, _ in around]
+
+    def step(state: Any, parent: Any, keys: Keys, child: Any) -> Any:
+        own, places = state
+        if base.step is not None:
+            own = base.step(own, parent, keys, child)
+        if own is None:
             return None
-        if self._outside is not None:
-            outside = self._outside.child(outside, parent, keys, child)
-            if outside.is_inside:
-                return None
-        if self._within is not None:
-            within = self._within.child(within, parent, keys, child)
-        return base, within, outside
-
-    def matches(self, node: Any, keys: Keys, state: Any) -> bool:
-        """See ``Tracker``."""
-        base, within, outside = state
-        return (
-            (within is None or within.is_inside)
-            and (outside is None or not outside.is_inside)
-            and self._base.matches(node, keys, base)
+        places = [
+            inside[1](place, parent, keys, child)
+            for (inside, _), place in zip(around, places, strict=True)
+        ]
+        left = any(
+            place[0] and not is_wanted for (_, is_wanted), place in zip(around, places, strict=True)
         )
+        return None if left else (own, places)
+
+    def matches(node: Any, keys: Keys, state: Any) -> bool:
+        own, places = state
+        return all(
+            place[0] is is_wanted for (_, is_wanted), place in zip(around, places, strict=True)
+        ) and base.matches(node, keys, own)
+
+    return Finder(
+        lambda node_type, is_layer: False if base.by_type(node_type, is_layer) is False else None,
+        matches,
+        step,
+        start,
+    )
+
+
+def _inside(where: Where) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """How to follow whether a node lies inside a place: the root's state, and the next one.
+
+    A state is whether the node is inside, and how the walk to the place stands. A type or a
+    predicate stands for what lies strictly inside such a node. A path pattern stands for the paths
+    that match it, and for what lies below them.
+    """
+    finder = where.finder(layers_only=False)
+    counts_itself = isinstance(where.what, str)
+
+    def start(node: Any) -> tuple[bool, Any]:
+        state = finder.start(node)
+        return counts_itself and finder.matches(node, (), state), state
+
+    def step(around: tuple[bool, Any], parent: Any, keys: Keys, child: Any) -> tuple[bool, Any]:
+        is_inside, state = around
+        if is_inside or state is None:
+            return around
+        if not counts_itself and finder.matches(parent, keys[:-1], state):
+            return True, None
+        if finder.step is not None:
+            state = finder.step(state, parent, keys, child)
+        is_there = counts_itself and state is not None and finder.matches(child, keys, state)
+        return is_there, state
+
+    return start, step

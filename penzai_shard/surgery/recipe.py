@@ -1,15 +1,16 @@
 """A list of edits as one value: declared once, applied to any model, counted, shown, taken back."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
 from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
 from penzai_shard.surgery.edit_report import EditReport, EditRow
-from penzai_shard.surgery.edits import Edit
+from penzai_shard.surgery.edits import Edit, Outcome
 from penzai_shard.surgery.recipe_json import edits_from_json, edits_to_json
+from penzai_shard.surgery.refusals import EditRefused
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -40,7 +41,7 @@ class Recipe:
     >>> model = pz.nn.Sequential([linear])
     >>> edited = recipe.apply(model)
     >>> [type(layer).__name__ for layer in edited.body.sublayers]
-    ['Linear', 'Identity']
+    ['Linear', 'Inserted']
     >>> strip(edited) == model
     True
     """
@@ -114,16 +115,31 @@ class Recipe:
         Raises:
             SelectionError: Some edit matched nothing, or not the number of places that it
                 expects; all such edits are told, with the nearest types or paths of the model.
+            RuleTypeError: A function of an edit raised, gave something that is not a layer, or
+                dropped the layer that it was to wrap; or JAX cannot take such a model.
         """
         problems: list[str] = []
         edited = model
-        for number, edit in enumerate(self.edits, 1):
-            outcome = edit.run(edited)
+        for number, outcome in self._outcomes(model):
             edited = outcome.model
             if outcome.problem:
                 problems.append(f"edit {number}, {outcome.problem}")
         raise_all(SelectionError, f"this recipe does not fit the {type(model).__name__}:", problems)
         return edited
+
+    def _outcomes(self, model: Any, record: bool = False) -> Iterator[tuple[int, Outcome]]:
+        """What each edit does, by its number, to what those before left."""
+        edited = model
+        for number, edit in enumerate(self.edits, 1):
+            try:
+                outcome = edit.run(edited, record)
+            except EditRefused as error:
+                raise RuleTypeError(
+                    f"this recipe cannot be applied to the {type(model).__name__}:",
+                    [f"edit {number}, {edit!r}, {error.line}"],
+                ) from error.__cause__
+            edited = outcome.model
+            yield number, outcome
 
     def report(self, model: Any) -> EditReport:
         """Says what the edits would do to a model.
@@ -133,13 +149,14 @@ class Recipe:
 
         Returns:
             A table with the places of each edit, what stood there before and what stands there
-            after. Edits that do not fit are told in it, and are no error.
+            after. Edits that do not fit are told in it, and are not an error.
+
+        Raises:
+            RuleTypeError: As in ``apply``.
         """
         rows = []
-        edited = model
-        for edit in self.edits:
-            outcome = edit.run(edited, record=True)
-            edited = outcome.model
+        for number, outcome in self._outcomes(model, record=True):
+            edit = self.edits[number - 1]
             rows.append(
                 EditRow(
                     edit=repr(edit),
@@ -172,21 +189,42 @@ class Recipe:
         return edits_to_json(self.edits)
 
     @classmethod
-    def from_json(cls, text: str, *, mesh: Mesh | AbstractMesh | None = None) -> "Recipe":
+    def from_json(
+        cls,
+        text: str,
+        *,
+        mesh: Mesh | AbstractMesh | None = None,
+        allow: Iterable[str] = (),
+    ) -> "Recipe":
         """Reads what ``to_json`` wrote.
 
-        It imports the modules that the text names: read only what you trust.
+        Nothing is run but the import of the modules that the text names, and those are of
+        penzai_shard, penzai and jax. Functions that it may name are those that are defined there:
+        in ``penzai_shard.layers``, ``penzai_shard.surgery`` and penzai what is called with a layer,
+        and in jax the values of options and fields, such as policies. All else is refused until it
+        is allowed, and private names always are. Applying a recipe calls what it names.
 
         Args:
             text: The text.
             mesh: The mesh to use wherever the recipe has one; by default each is made anew from
                 its axis sizes. Its mesh axes must have the same names.
+            allow: Names of further packages or modules whose types and functions may be used;
+                they are imported.
 
         Returns:
             The recipe.
 
         Raises:
-            RuleTypeError: The text is no recipe, or names what cannot be imported.
+            RuleTypeError: The text is not a recipe, or names what cannot be imported or is not
+                allowed; all such are told, with the ``allow=`` to add.
             MeshError: A mesh cannot be made here, or the one given lacks a mesh axis.
+
+        >>> Recipe.from_json('{"format": "penzai_shard recipe", "version": 1, "edits": ['
+        ...     '{"edit": "wrap", "where": {"root": true}, "what": {"$ref": "os:system"}}]}')
+        Traceback (most recent call last):
+        penzai_shard.errors.RuleTypeError: this recipe cannot be read. If you trust all that it
+        names: Recipe.from_json(text, allow=('os',)):
+          edit 1: 'os:system' needs the module 'os', which is not one of those that a recipe may
+          use unasked. If you trust it, give allow=('os',).
         """
-        return cls(*edits_from_json(text, mesh))
+        return cls(*edits_from_json(text, mesh, allow))

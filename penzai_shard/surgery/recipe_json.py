@@ -7,7 +7,7 @@ starts with ``$``: a type or function by name, a mesh by its axis sizes, a layer
 import dataclasses
 import json
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +19,17 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import MeshError, RuleTypeError, raise_all
 from penzai_shard.meshes import make_mesh
 from penzai_shard.rule_kinds import IdentityRule, LargestDimensionRule, NameRule
-from penzai_shard.surgery.edits import Edit
+from penzai_shard.surgery.edits import Edit, make_edit
 from penzai_shard.surgery.expressions import expression
 from penzai_shard.surgery.places import ROOT, Where
-from penzai_shard.surgery.references import reference_to, resolve
+from penzai_shard.surgery.references import is_reference, reference_to
 from penzai_shard.surgery.tree_nodes import STRUCT, kind_of
+from penzai_shard.surgery.trusted_references import (
+    NotAllowedError,
+    Role,
+    TrustedReferences,
+    is_private,
+)
 
 _FORMAT = "penzai_shard recipe"
 _VERSION = 1
@@ -48,47 +54,71 @@ def edits_to_json(edits: Sequence[Edit]) -> str:
             written.append(_write_edit(edit))
         except _CannotWrite as error:
             problems.append(f"edit {number}, {edit!r}: {error}")
+        except RecursionError:
+            problems.append(f"edit {number}, {edit.kind}: an option contains itself.")
     raise_all(RuleTypeError, "this recipe cannot be written as JSON:", problems)
     return json.dumps({"format": _FORMAT, "version": _VERSION, "edits": written}, indent=2)
 
 
-def edits_from_json(text: str, mesh: Mesh | AbstractMesh | None) -> list[Edit]:
+def edits_from_json(
+    text: Any, mesh: Mesh | AbstractMesh | None, allow: Iterable[str]
+) -> list[Edit]:
     """Reads edits; see ``Recipe.from_json``."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RuleTypeError(f"this is no recipe: {error}. Give the text of to_json().") from error
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise RuleTypeError(
-            f'this JSON is no recipe: it has no "format": "{_FORMAT}". Give the text of to_json().'
-        )
-    if data.get("version") != _VERSION:
-        raise RuleTypeError(
-            f"this recipe has version {data.get('version')!r}, and {_VERSION} is known. "
-            "Read it with the penzai_shard that wrote it, or write it again."
-        )
-    reader = _Reader(mesh)
+    references = TrustedReferences.of(allow)
     edits: list[Edit] = []
     problems: list[str] = []
-    if not isinstance(data.get("edits"), list):
-        raise RuleTypeError('this recipe has no list of "edits". Give the text of to_json().')
-    for number, written in enumerate(data["edits"], 1):
+    packages: dict[str, None] = {}
+    for number, written in enumerate(_written_edits(text), 1):
+        reader = _Reader(mesh, references)
         try:
             edits.append(reader.edit(written))
-        except RuleTypeError as error:
-            problems.append(f"edit {number}: {error}")
         except MeshError:
             raise
-        except KeyError as error:
-            problems.append(f"edit {number}: {error} is missing.")
+        except (RuleTypeError, KeyError, _Abandoned) as error:
+            own = f"{error} is missing." if isinstance(error, KeyError) else str(error)
+            told = [*map(str, reader.refused)] or [own]
+            problems += [f"edit {number}: {problem}" for problem in told]
         except Exception as error:
             # Text that was changed by hand can be wrong in any way.
             problems.append(
                 f"edit {number} is not as to_json() writes it: {error} "
                 f"({reprlib.repr(written)}). Write the recipe again."
             )
-    raise_all(RuleTypeError, "this recipe cannot be read:", problems)
+        packages |= dict.fromkeys(refusal.package for refusal in reader.refused)
+    headline = "this recipe cannot be read"
+    if packages:
+        names = ", ".join(map(repr, [*references.allow, *packages]))
+        headline += f". If you trust all that it names: Recipe.from_json(text, allow=({names},))"
+    raise_all(RuleTypeError, f"{headline}:", problems)
     return edits
+
+
+def _written_edits(text: Any) -> list[Any]:
+    """The list of edits in a text, which is what ``edits_to_json`` wrote as far as that goes."""
+    if not isinstance(text, str):
+        raise RuleTypeError(
+            f"a recipe is read from text, and this is of type {type(text).__name__}. "
+            "Give the text of to_json(); decode bytes first."
+        )
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RuleTypeError(
+            f"this is not a recipe: {error}. Give the text of to_json()."
+        ) from error
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise RuleTypeError(
+            f'this JSON is not a recipe: it has no "format": "{_FORMAT}". '
+            "Give the text of to_json()."
+        )
+    if data.get("version") != _VERSION:
+        raise RuleTypeError(
+            f"this recipe has version {data.get('version')!r}, and {_VERSION} is known. "
+            "Read it with the penzai_shard that wrote it, or write it again."
+        )
+    if not isinstance(data.get("edits"), list):
+        raise RuleTypeError('this recipe has no list of "edits". Give the text of to_json().')
+    return data["edits"]
 
 
 def _write_edit(edit: Edit) -> dict[str, Any]:
@@ -122,13 +152,17 @@ def _write_where(where: Where) -> dict[str, Any]:
 
 def _reference(value: Any) -> str:
     reference = reference_to(value)
-    if reference is not None:
-        return reference
     kind = "class" if isinstance(value, type) else "function"
-    raise _CannotWrite(
-        f"{expression(value)} cannot be imported by name. "
-        f"Define the {kind} at the top level of a module."
-    )
+    if reference is None:
+        is_in_script = getattr(value, "__module__", None) == "__main__"
+        where = " outside of the script or notebook that defines it" if is_in_script else ""
+        raise _CannotWrite(
+            f"{expression(value)} cannot be imported by name{where}. "
+            f"Define the {kind} at the top level of a module."
+        )
+    if is_private(reference.partition(":")[2]):
+        raise _CannotWrite(f"{reference!r} is private. Give the {kind} a public name.")
+    return reference
 
 
 def _write(value: Any) -> Any:
@@ -209,11 +243,25 @@ def _write_rule(rule: Any) -> dict[str, Any]:
     return {"rule": names[type(rule)], **fields}
 
 
-class _Reader:
-    """Reads written values; knows the mesh to use in place of those written."""
+class _Abandoned(Exception):
+    """An edit refers to what may not be used; the reader has the refusals."""
 
-    def __init__(self, mesh: Mesh | AbstractMesh | None) -> None:
+
+class _Reader:
+    """Reads one written edit.
+
+    Args:
+        mesh: The mesh to use in place of those written.
+        references: How to resolve references.
+
+    Attributes:
+        refused: The references that lead to packages which were not allowed.
+    """
+
+    def __init__(self, mesh: Mesh | AbstractMesh | None, references: TrustedReferences) -> None:
         self._mesh = mesh
+        self._references = references
+        self.refused: list[NotAllowedError] = []
         self._forms: dict[str, Callable[[Any], Any]] = {
             "$float": float,
             "$spec": lambda parts: PartitionSpec(*map(self.value, parts)),
@@ -223,23 +271,31 @@ class _Reader:
             "$dtype": jax.numpy.dtype,
             "$tuple": lambda parts: tuple(map(self.value, parts)),
             "$dict": lambda items: {self.value(key): self.value(part) for key, part in items},
-            "$ref": resolve,
+            "$ref": lambda reference: self._resolve(reference, "value"),
         }
 
     def edit(self, written: Any) -> Edit:
-        if written["edit"] not in _EDIT_KINDS:
-            raise RuleTypeError(
-                f"{written['edit']!r} is no edit. Use one of {', '.join(_EDIT_KINDS)}."
-            )
-        options = written.get("options", {})
-        return Edit(
-            written["edit"],
-            self._where(written["where"]),
-            self.value(written["what"]),
-            tuple((name, self.value(value)) for name, value in options.items()),
-            written.get("expect"),
-            written.get("nested", False),
+        kind, what = written["edit"], written["what"]
+        if kind not in _EDIT_KINDS:
+            raise RuleTypeError(f"{kind!r} is not an edit. Use one of {', '.join(_EDIT_KINDS)}.")
+        where = self._where(written["where"])
+        options = {name: self.value(part) for name, part in written.get("options", {}).items()}
+        if not isinstance(what, dict):
+            raise RuleTypeError(f'{what!r} is not a layer or a function. Write {{"$ref": ...}}.')
+        what = self._resolve(what["$ref"], "function") if "$ref" in what else self.value(what)
+        if self.refused:
+            raise _Abandoned
+        return make_edit(
+            kind, where, what, options, written.get("expect"), written.get("nested", False)
         )
+
+    def _resolve(self, reference: Any, role: Role) -> Any:
+        """The object of a reference; None, and a note, if its package is not allowed."""
+        try:
+            return self._references.resolve(reference, role)
+        except NotAllowedError as error:
+            self.refused.append(error)
+            return None
 
     def value(self, written: Any) -> Any:
         if isinstance(written, list):
@@ -247,8 +303,9 @@ class _Reader:
         if not isinstance(written, dict):
             return written
         if "$layer" in written:
+            layer_type = self._resolve(written["$layer"], "layer type")
             fields = {name: self.value(part) for name, part in written["fields"].items()}
-            return resolve(written["$layer"]).from_attributes(**fields)
+            return None if self.refused else layer_type.from_attributes(**fields)
         for form, read in self._forms.items():
             if form in written:
                 return read(written[form])
@@ -257,18 +314,21 @@ class _Reader:
     def _where(self, written: Any) -> Where:
         what: Any
         if "types" in written:
-            what = tuple(map(resolve, written["types"]))
+            what = tuple([self._resolve(name, "type") for name in written["types"]])
         elif "path" in written:
             what = written["path"]
+            if not isinstance(what, str) or is_reference(what):
+                raise RuleTypeError(f"{what!r} is not a path pattern.")
         elif "root" in written:
             what = ROOT
         else:
-            what = resolve(written["predicate"])
-        return Where(
-            what,
-            self._where(written["within"]) if "within" in written else None,
-            self._where(written["outside"]) if "outside" in written else None,
-        )
+            what = self._resolve(written["predicate"], "function")
+        narrowed = [
+            self._where(written[around]) if around in written else None
+            for around in ("within", "outside")
+        ]
+        # What may not be used is told instead of the edit; any place will do for it.
+        return Where.of(Where(ROOT) if self.refused else what, *narrowed)
 
     def _rule(self, written: Any) -> Any:
         fields = {name: self.value(part) for name, part in written.items() if name != "rule"}

@@ -4,13 +4,17 @@ Every node is looked at once. Subtrees without a match are the same objects in t
 places that share a node still share one afterwards, as long as they were edited alike.
 """
 
+import collections
 import dataclasses
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from penzai_shard.surgery.inserted_layers import inserted_sequence
-from penzai_shard.surgery.places import Tracker
+from penzai import pz
+
+from penzai_shard.surgery.places import Finder, find_object
+from penzai_shard.surgery.refusals import EditRefused
 from penzai_shard.surgery.tree_nodes import (
     LEAF,
     LIST,
@@ -18,8 +22,10 @@ from penzai_shard.surgery.tree_nodes import (
     TUPLE,
     Keys,
     children_of,
+    first_cycle,
     keys_text,
     kind_of,
+    nodes_of,
     with_children,
     with_fields,
 )
@@ -58,31 +64,37 @@ class Rewriter:
     """Carries out one edit on one tree.
 
     Args:
-        tracker: Where.
-        change: Gives what shall stand in the place of a node: one thing, or several to run in
-            order.
+        finder: Where.
+        change: Gives what shall stand in the place of a node: one thing, several to run in order,
+            or nothing.
+        joined: Makes one thing of several, where there is no list of layers to put them in.
         same_everywhere: Whether ``change`` depends on the node alone, and not on its path.
-        nested: Whether to look for matches in matches, the inner ones being changed first.
+        enters: Whether to look for matches in a match, the inner ones being changed first.
         record: Whether to keep the matches, and not only their number.
 
     Attributes:
+        removed: What stands for a node that was removed where no list can be shortened.
         count: The number of matches.
         matches: The matches, if they are kept.
     """
 
     def __init__(
         self,
-        tracker: Tracker,
+        finder: Finder,
         change: Change,
-        same_everywhere: bool,
-        nested: bool,
+        joined: Callable[[tuple[Any, ...]], Any] = tuple,
+        same_everywhere: bool = True,
+        enters: Callable[[Any], bool] = lambda node: False,
         record: bool = False,
     ) -> None:
-        self._tracker = tracker
-        self._has_state = tracker.has_state
+        self._decide = finder.by_type
+        self._matches = finder.matches
+        self._step = finder.step
+        self._start = finder.start
         self._change = change
+        self._join = joined
         self._same_everywhere = same_everywhere
-        self._nested = nested
+        self._enters = enters
         self._rows: dict[type, _Row] = {}
         # The keys from the root to the node at hand. One list, and not a path per node, because
         # most nodes never need theirs.
@@ -95,17 +107,25 @@ class Rewriter:
         # Nodes that the tree itself does not keep alive: their ids must not be used again.
         self._kept_alive: list[Any] = []
         self._record = record
+        self.removed = pz.nn.Identity()
         self.count = 0
         self.matches: list[Match] = []
 
     def run(self, tree: Any) -> Any:
-        """The edited tree; the tree itself if nothing changed."""
-        row = self._row(tree)
-        return self._visit(tree, self._tracker.root(tree) if self._has_state else True, row)
+        """The edited tree; the tree itself if nothing changed.
+
+        Raises:
+            EditRefused: The tree contains itself, or is too deep, or has a dictionary that JAX
+                cannot take; or ``change`` or a predicate raised it.
+        """
+        try:
+            return self._visit(tree, self._start(tree), self._row(tree))
+        except RecursionError:
+            raise _too_deep(tree) from None
 
     def _row(self, node: Any) -> _Row:
         kind = kind_of(node)
-        decided = self._tracker.decide(type(node), kind.is_layer)
+        decided = self._decide(type(node), kind.is_layer)
         shape = LEAF if kind.shape is STRUCT and not kind.fields else kind.shape
         row = self._rows[type(node)] = (decided, shape, kind.fields)
         return row
@@ -113,14 +133,16 @@ class Rewriter:
     def _visit(self, node: Any, state: Any, row: _Row) -> Any:
         """What takes the place of a node where one thing is wanted."""
         decided = row[0]
-        if decided is False or not (decided or self._tracker.matches(node, self._keys, state)):
+        if decided is False or not (decided or self._matches(node, self._keys, state)):
             return self._visit_children(node, state, row)
         items = self._items(node, state)
         if len(items) == 1:
             return items[0]
+        if not items:
+            return self.removed
         joined = self._joined.get(id(items))
         if joined is None:
-            joined = self._joined[id(items)] = inserted_sequence(items)
+            joined = self._joined[id(items)] = self._join(items)
         return joined
 
     def _visit_children(self, node: Any, state: Any, row: _Row) -> Any:
@@ -135,7 +157,7 @@ class Rewriter:
 
     def _visit_struct(self, node: Any, state: Any, fields: tuple[str, ...]) -> Any:
         changes: dict[str, Any] | None = None
-        rows, keys, has_state = self._rows, self._keys, self._has_state
+        rows, keys, step = self._rows, self._keys, self._step
         child_state = state
         for name in fields:
             child = getattr(node, name)
@@ -144,13 +166,11 @@ class Rewriter:
             if decided is False and shape is LEAF:
                 continue
             keys.append(name)
-            if has_state:
-                child_state = self._tracker.child(state, node, keys, child)
+            if step is not None:
+                child_state = step(state, node, keys, child)
             if child_state is None:
                 made = child
-            elif decided is not False and (
-                decided or self._tracker.matches(child, keys, child_state)
-            ):
+            elif decided is not False and (decided or self._matches(child, keys, child_state)):
                 made = self._visit(child, child_state, row)
             elif shape is STRUCT:
                 made = self._visit_struct(child, child_state, child_fields)
@@ -174,7 +194,7 @@ class Rewriter:
     def _visit_list(self, nodes: Any, state: Any, splice: bool) -> Any:
         new: list[Any] = []
         is_changed = False
-        rows, keys, has_state = self._rows, self._keys, self._has_state
+        rows, keys, step = self._rows, self._keys, self._step
         child_state = state
         for index, child in enumerate(nodes):
             row = rows.get(type(child)) or self._row(child)
@@ -183,14 +203,14 @@ class Rewriter:
                 new.append(child)
                 continue
             keys.append(index)
-            if has_state:
-                child_state = self._tracker.child(state, nodes, keys, child)
+            if step is not None:
+                child_state = step(state, nodes, keys, child)
             if child_state is None:
                 made = child
             elif (
                 splice
                 and decided is not False
-                and (decided or self._tracker.matches(child, keys, child_state))
+                and (decided or self._matches(child, keys, child_state))
             ):
                 items = self._items(child, child_state)
                 keys.pop()
@@ -215,6 +235,8 @@ class Rewriter:
         return made
 
     def _visit_other(self, node: Any, state: Any) -> Any:
+        if isinstance(node, dict):
+            _check_keys(node, self._keys)
         children = children_of(node)
         new: list[Any] = []
         # A node like this may make its children when it is asked for them.
@@ -223,8 +245,8 @@ class Rewriter:
             row = self._rows.get(type(child)) or self._row(child)
             self._keys.append(key)
             child_state = state
-            if self._has_state:
-                child_state = self._tracker.child(state, node, self._keys, child)
+            if self._step is not None:
+                child_state = self._step(state, node, self._keys, child)
             new.append(child if child_state is None else self._visit(child, child_state, row))
             self._keys.pop()
         if all(made is child for made, (_, child) in zip(new, children, strict=True)):
@@ -238,7 +260,9 @@ class Rewriter:
 
     def _items(self, node: Any, state: Any) -> tuple[Any, ...]:
         """What takes the place of a node that matches."""
-        inner = self._visit_children(node, state, self._rows[type(node)]) if self._nested else node
+        inner = node
+        if self._enters(node):
+            inner = self._visit_children(node, state, self._rows[type(node)])
         items = self._changed.get(id(inner)) if self._same_everywhere else None
         if items is None:
             items = self._change(inner, self._keys)
@@ -259,3 +283,52 @@ def _has_parts(made: Any, node: Any, changes: dict[str, Any], fields: tuple[str,
         getattr(made, name) is (changes[name] if name in changes else getattr(node, name))
         for name in fields
     )
+
+
+def replaced(tree: Any, old: Any, new: Any) -> Any:
+    """A tree with one object in the place of another; the tree itself if it does not hold that.
+
+    >>> layer = pz.nn.Identity()
+    >>> replaced({"a": [layer, pz.nn.Identity()]}, layer, 3)
+    {'a': [3, Identity()]}
+    """
+    return Rewriter(find_object(old), lambda node, keys: (new,)).run(tree)
+
+
+def _check_keys(node: dict[Any, Any], keys: Keys) -> None:
+    if isinstance(node, collections.OrderedDict):
+        return
+    try:
+        sorted(node)
+    except TypeError:
+        kinds = list({type(key): key for key in node}.values())
+        raise EditRefused(
+            keys,
+            f"JAX cannot sort the keys of this dictionary, such as "
+            f"{' and '.join(map(repr, kinds[:2]))}, and takes no tree that has it. "
+            "Use keys of one type.",
+        ) from None
+
+
+def _too_deep(tree: Any) -> EditRefused:
+    cycle = first_cycle(tree)
+    if cycle is not None:
+        above, below = cycle
+        return EditRefused(
+            below,
+            f"this is the same {type(_at(tree, above)).__name__} as at "
+            f"{keys_text(above) or 'the root'}: the model contains itself, and no JAX function "
+            "takes such a tree. Take it out of itself.",
+        )
+    deepest = max((keys for keys, _ in nodes_of(tree)), key=len, default=())
+    return EditRefused(
+        (),
+        f"the model is nested {len(deepest)} levels deep, and Python's limit of recursion is "
+        f"{sys.getrecursionlimit()}. Raise it: sys.setrecursionlimit({20 * len(deepest) + 1000}).",
+    )
+
+
+def _at(tree: Any, keys: Keys) -> Any:
+    for key in keys:
+        tree = dict(children_of(tree))[key]
+    return tree

@@ -1,129 +1,102 @@
-"""Taking off a model what this library put in."""
+"""Taking off a model what was put into it."""
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
-from penzai import pz
-
 from penzai_shard.errors import RuleTypeError
-from penzai_shard.layers import RolledLayerStack
-from penzai_shard.surgery.inserted_layers import (
-    body_field,
-    is_inserted_sequence,
-    library_role,
-)
+from penzai_shard.surgery.inserted_layers import Inserted, Original, library_role, original_in
+from penzai_shard.surgery.places import Finder
 from penzai_shard.surgery.references import display_name
-from penzai_shard.surgery.rewriting import SEQUENCE_FIELD
-from penzai_shard.surgery.tree_nodes import (
-    LEAF,
-    STRUCT,
-    children_of,
-    kind_of,
-    mark_of,
-    with_children,
-    with_fields,
-)
+from penzai_shard.surgery.refusals import EditRefused
+from penzai_shard.surgery.rewriting import Rewriter
+from penzai_shard.surgery.tree_nodes import Keys
 
 
-class _Removed:
-    """What is left of a layer that is taken off as a whole."""
-
-    def __repr__(self) -> str:
-        return "REMOVED"
-
-
-REMOVED = _Removed()
-
-
-class Stripper:
-    """Takes layers off one model; what is shared stays shared.
+class _Stripping:
+    """Which nodes of one model come off, and what is left of each, from the inside out.
 
     Args:
-        layers: The types to take off; None for everything that this library put in.
+        layers: The types to take off; None for everything that was put in.
     """
 
     def __init__(self, layers: tuple[type, ...] | None) -> None:
         self._layers = layers
-        # By id, of nodes that changed alone. The node is kept alive beside its result, so that
-        # its id stays its own.
-        self._known: dict[int, tuple[Any, Any]] = {}
-        # For each type its shape, its fields, and whether nodes of it may be taken off.
-        self._rows: dict[type, tuple[str, tuple[str, ...], bool]] = {}
+        # Of this library's layers the very type counts, of all others subclasses too.
+        self._others = tuple(kind for kind in layers or () if library_role(kind) is None)
+        # The originals that nothing was found around so far, by id.
+        self._left: dict[int, Original] = {}
 
-    def strip(self, node: Any) -> Any:
-        """What a node was before; ``REMOVED`` if it was not there."""
-        shape, fields, is_suspect = self._rows.get(type(node)) or self._row(node)
-        if shape is LEAF:
-            return node
-        known = self._known.get(id(node))
-        if known is not None:
-            return known[1]
-        if is_suspect or mark_of(node)[0]:
-            stripped = self._strip_suspect(node)
-        elif shape is STRUCT:
-            stripped = self._strip_struct(node, fields)
-        else:
-            stripped = self._strip_other(node)
-        if stripped is not node:
-            self._known[id(node)] = (node, stripped)
-        return stripped
-
-    def _row(self, node: Any) -> tuple[str, tuple[str, ...], bool]:
-        kind = kind_of(node)
-        is_suspect = library_role(type(node)) is not None or (
-            self._layers is not None and isinstance(node, self._layers)
+    def run(self, model: Any) -> Any:
+        self._rewriter = Rewriter(
+            Finder(self._is_suspect, lambda node, keys, state: False),
+            self._rest,
+            enters=lambda node: not self._comes_off_whole(node),
         )
-        row = self._rows[type(node)] = (kind.shape, kind.fields, is_suspect)
-        return row
-
-    def _strip_suspect(self, node: Any) -> Any:
-        is_off, field = body_field(node, self._layers)
-        if is_off:
-            return REMOVED if field is None else self.strip(getattr(node, field))
-        role = library_role(type(node))
-        if role == "rolled" and (
-            self._layers is None or issubclass(RolledLayerStack, self._layers)
-        ):
-            node = node.to_layer_stack()
-        stripped = self._strip_struct(node, kind_of(node).fields)
-        if is_inserted_sequence(node) and len(stripped.sublayers) < 2:
-            return stripped.sublayers[0] if stripped.sublayers else REMOVED
+        stripped = self._rewriter.run(model)
+        if self._left and self._layers is None:
+            # Someone took these out of the layers around them.
+            stripped = Rewriter(
+                Finder(lambda kind, _: kind is Original, lambda node, keys, state: False),
+                lambda node, keys: (node.body,),
+                enters=lambda node: True,
+            ).run(stripped)
         return stripped
 
-    def _strip_struct(self, node: Any, fields: tuple[str, ...]) -> Any:
-        changes = {}
-        for name in fields:
-            child = getattr(node, name)
-            if name == SEQUENCE_FIELD and type(child) in (list, tuple):
-                new = self._strip_sequence(child)
-            else:
-                new = _in_place(self.strip(child))
-            if new is not child:
-                changes[name] = new
-        return with_fields(node, changes) if changes else node
+    def _is_suspect(self, node_type: type, is_layer: bool) -> bool:
+        return library_role(node_type) is not None or issubclass(node_type, self._others)
 
-    def _strip_other(self, node: Any) -> Any:
-        children = [child for _, child in children_of(node)]
-        stripped = [_in_place(self.strip(child)) for child in children]
-        same = all(map(operator.is_, stripped, children))
-        return node if same else with_children(node, stripped)
+    def _is_wanted(self, node: Any) -> bool:
+        layers = self._layers
+        return layers is None or type(node) in layers or isinstance(node, self._others)
 
-    def _strip_sequence(self, layers: Any) -> Any:
-        known = self._known.get(id(layers))
-        if known is not None:
-            return known[1]
-        left = [new for new in map(self.strip, layers) if new is not REMOVED]
-        if len(left) == len(layers) and all(map(operator.is_, left, layers)):
-            return layers
-        result = left if type(layers) is list else tuple(left)
-        self._known[id(layers)] = (layers, result)
-        return result
+    def _comes_off_whole(self, node: Any) -> bool:
+        return (
+            type(node) is Inserted
+            and not node.holds_original
+            and (self._is_wanted(node) or self._is_wanted(node.body))
+        )
 
+    def _rest(self, node: Any, keys: Keys) -> tuple[Any, ...]:
+        """What is left of a node in whose inside nothing is left to be taken off."""
+        match library_role(type(node)):
+            case "original":
+                self._left[id(node)] = node
+                return (node,)
+            case "inserted":
+                return () if self._comes_off_whole(node) else self._rest_of_inserted(node, keys)
+            case "sequence":
+                return (node,) if len(node.sublayers) > 1 else tuple(node.sublayers)
+            case _ if not self._is_wanted(node):
+                return (node,)
+            case "wrapper":
+                return self._one(node.body)
+            case "passer":
+                return ()
+            case "rolled":
+                return (node.to_layer_stack(),)
+        # A type of somebody else's that was named.
+        original = original_in(node)
+        if original is not None:
+            return (original,)
+        return self._one(node.body) if hasattr(node, "body") else ()
 
-def _in_place(stripped: Any) -> Any:
-    """Where no list can be shortened, a layer that does nothing stands for one removed."""
-    return pz.nn.Identity() if stripped is REMOVED else stripped
+    def _rest_of_inserted(self, node: Inserted, keys: Keys) -> tuple[Any, ...]:
+        original = original_in(node.body) if node.holds_original else None
+        if original is not None and (self._is_wanted(node) or node.body is original):
+            self._left.pop(id(original), None)
+            return self._one(original.body)
+        if node.holds_original and self._is_wanted(node):
+            name = type(node.body).__name__
+            raise EditRefused(
+                keys,
+                f"a recipe put {name} around a layer, and that layer is not in it any more: its "
+                "Original(...) was replaced or taken out. Put penzai_shard.surgery.Original(layer) "
+                f"around what belongs in its place, or put the place itself in order first.",
+            )
+        return (node,)
+
+    def _one(self, body: Any) -> tuple[Any, ...]:
+        return () if body is self._rewriter.removed else (body,)
 
 
 def read_layer_types(layers: Any) -> tuple[type, ...] | None:
@@ -143,7 +116,7 @@ def read_layer_types(layers: Any) -> tuple[type, ...] | None:
 
 
 def strip(model: Any, layers: Any = None) -> Any:
-    """Takes off what this library put into a model, and gives the original back.
+    """Takes off what was put into a model, and gives the original back.
 
     Wrapper layers leave their body, constraint layers vanish from the lists they are in, a layer
     that a recipe had to put into a sequence of its own comes back to its place, and a rolled layer
@@ -151,23 +124,25 @@ def strip(model: Any, layers: Any = None) -> Any:
     parameters, with whatever values they have now. A model without anything to take off comes
     back as it is.
 
-    Layers of this library are known by their types, whoever put them in. Layers of somebody
-    else's come off if a recipe inserted them, or put them around a layer that they hold in a
-    field. Of Penzai's classes that is known for good, also after training, placing or
-    ``jax.tree.map``; of other classes (Equinox modules, say) until the tree is rebuilt: name
-    their types then. What ``replace`` put in stays, apart from ``RolledLayerStack``.
+    All is known by its type, also after training, placing, pickling or ``jax.tree.map``. Layers of
+    this library come off whoever put them in; classes that somebody else derived from them are
+    somebody else's. Layers of somebody else's come off if a recipe put them in, and thereby into
+    an ``Inserted``. What ``replace`` put in stays, apart from ``RolledLayerStack``.
 
     Args:
         model: The model; it stays as it is.
-        layers: A layer type, or several, to take off no others. Of types of somebody else's,
-            those with a field ``body`` leave it, and all others vanish.
+        layers: A layer type, or several, to take off no others. Of this library's types the very
+            type counts, of all others subclasses too. Of types of somebody else's, those that a
+            recipe put around a layer, or with a field ``body``, leave that, and all others vanish.
 
     Returns:
         The model without them.
 
     Raises:
-        RuleTypeError: ``layers`` holds something that is no type.
+        RuleTypeError: ``layers`` holds something that is not a type; or what a recipe had put a
+            layer around was taken out by hand.
 
+    >>> from penzai import pz
     >>> from penzai_shard.layers import Checkpointed, Jitted
     >>> layer = pz.nn.Identity()
     >>> strip(Jitted(Checkpointed(layer))) is layer
@@ -175,4 +150,4 @@ def strip(model: Any, layers: Any = None) -> Any:
     >>> strip(Jitted(Checkpointed(layer)), layers=Jitted)
     Checkpointed(body=Identity(), policy=None)
     """
-    return _in_place(Stripper(read_layer_types(layers)).strip(model))
+    return _Stripping(read_layer_types(layers)).run(model)

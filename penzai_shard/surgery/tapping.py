@@ -13,9 +13,8 @@ import numpy as np
 from penzai import pz
 
 from penzai_shard.surgery.differences import canonical_leaves, to_numpy
-from penzai_shard.surgery.inserted_layers import body_field, is_inserted_sequence
+from penzai_shard.surgery.inserted_layers import surrounded, vanishes, with_surrounded
 from penzai_shard.surgery.rewriting import SEQUENCE_FIELD
-from penzai_shard.surgery.stripping import REMOVED, Stripper
 from penzai_shard.surgery.tree_nodes import LEAF, children_of, keys_text, kind_of, with_children
 
 
@@ -98,13 +97,8 @@ class Tap(pz.nn.Layer):
 
 def _name_of(layer: Any) -> str:
     """The name of the layer's type, without what this library put around it."""
-    is_off, field = body_field(layer, None)
-    if is_off and field is not None:
-        return _name_of(getattr(layer, field))
-    if is_inserted_sequence(layer):
-        left = Stripper(None).strip(layer)
-        return type(layer).__name__ if left is layer or left is REMOVED else _name_of(left)
-    return _name_of(layer.body) if isinstance(layer, Tap) else type(layer).__name__
+    inner = layer.body if isinstance(layer, Tap) else surrounded(layer)
+    return type(layer).__name__ if inner is None else _name_of(inner)
 
 
 def tapped(model: Any, recorder: Recorder) -> Any:
@@ -132,56 +126,38 @@ def tapped(model: Any, recorder: Recorder) -> Any:
 class _Tapper:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._stripper = Stripper(None)
 
     def tap(self, node: Any, keys: tuple[Any, ...]) -> Any:
         kind = kind_of(node)
         if kind.shape == LEAF:
             return node
         inside = self._inside(node, keys)
-        if not kind.is_layer or self._stripper.strip(node) is REMOVED:
+        if not kind.is_layer or vanishes(node):
             return inside
         return Tap(inside, keys_text(keys), self._recorder)
 
     def _inside(self, node: Any, keys: tuple[Any, ...]) -> Any:
         """The node with taps below it, and none of its own at these keys."""
-        is_off, field = body_field(node, None)
-        children = children_of(node)
-        if is_off:
-            return with_children(
-                node,
-                [self._inside(child, keys) if name == field else child for name, child in children],
-            )
-        if is_inserted_sequence(node) and self._vanishes(node):
-            return with_children(node, [self._original_alone(node.sublayers, keys)])
+        if vanishes(node):
+            return node
+        inner = surrounded(node)
+        if inner is not None:
+            return with_surrounded(node, self._inside(inner, keys))
         return with_children(
             node,
             [
                 self._listed(child, (*keys, name))
                 if name == SEQUENCE_FIELD and type(child) in (list, tuple)
                 else self.tap(child, (*keys, name))
-                for name, child in children
+                for name, child in children_of(node)
             ],
         )
-
-    def _vanishes(self, sequence: Any) -> bool:
-        kept = [layer for layer in sequence.sublayers if self._stays(layer)]
-        return len(kept) < 2
-
-    def _stays(self, layer: Any) -> bool:
-        return self._stripper.strip(layer) is not REMOVED
-
-    def _original_alone(self, layers: Any, keys: tuple[Any, ...]) -> Any:
-        return [self._inside(layer, keys) if self._stays(layer) else layer for layer in layers]
 
     def _listed(self, layers: Any, keys: tuple[Any, ...]) -> Any:
         """A list of layers, counted as if those that were put in were not there."""
         result = []
         count = 0
         for layer in layers:
-            if self._stays(layer):
-                result.append(self.tap(layer, (*keys, count)))
-                count += 1
-            else:
-                result.append(layer)
+            result.append(self.tap(layer, (*keys, count)))
+            count += not vanishes(layer)
         return result if type(layers) is list else tuple(result)

@@ -5,19 +5,15 @@ type; Penzai's classes, lists and dictionaries are then read directly, and every
 pytree through JAX. Mutable variables are leaves: what they hold is theirs.
 """
 
+import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from penzai.core.struct import (
-    Struct,
-    is_pytree_dataclass_type,
-    is_pytree_node_field,
-    pytree_dataclass,
-)
+from penzai.core.struct import Struct, is_pytree_dataclass_type, is_pytree_node_field
 from penzai.core.variables import AbstractVariable
 
 from penzai_shard.tree_paths import key_text
@@ -29,17 +25,12 @@ TUPLE = "tuple"
 DICT = "dict"
 OTHER = "other"
 
-_BUILTIN_SHAPES: dict[type, str] = {list: LIST, tuple: TUPLE, dict: DICT}
-
-PUT_IN_MARK = "_put_in_by_recipe"
-"""Attribute of a layer of somebody else's that a recipe put in.
-
-It holds the name of the field with the layer's former self (``sublayers`` where that is one in a
-list of layers), or None if the layer is to be removed as a whole. It is no field, so ``==`` does
-not know it. Penzai's classes have it on a subclass made for it, which every rebuilding of the tree
-keeps (training, placing, ``jax.tree.map``); objects of other classes have it themselves, and lose
-it then.
-"""
+_BUILTIN_SHAPES: dict[type, str] = {
+    list: LIST,
+    tuple: TUPLE,
+    dict: DICT,
+    collections.defaultdict: OTHER,
+}
 
 Keys = Sequence[Any]
 """The keys from the root to a node. Text is made of them only where it is needed."""
@@ -65,7 +56,7 @@ class NodeKind:
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind_of_type(node_type: Hashable) -> NodeKind | None:
+def kind_of_type(node_type: Hashable) -> NodeKind | None:
     """The kind of a type as far as the type alone tells; None if an object must be asked."""
     assert isinstance(node_type, type)
     builtin = _BUILTIN_SHAPES.get(node_type)
@@ -96,7 +87,7 @@ def kind_of(node: Any) -> NodeKind:
     """
     node_type = type(node)
     key: Any = node_type
-    kind = _kind_of_type(key) or _kinds_of_others.get(node_type)
+    kind = kind_of_type(key) or _kinds_of_others.get(node_type)
     if kind is None:
         if jax.tree_util.default_registry.flatten_one_level(node) is None:
             # Not kept: the type may be registered as a pytree later.
@@ -145,7 +136,7 @@ def with_children(node: Any, children: Sequence[Any]) -> Any:
         case "dict":
             return dict(zip(node, children, strict=True))
     structure: Any = jax.tree_util.tree_structure(node, is_leaf=lambda part: part is not node)
-    return _with_mark_of(node, structure.unflatten(children))
+    return structure.unflatten(children)
 
 
 def with_fields(node: Any, changes: Mapping[str, Any]) -> Any:
@@ -167,73 +158,43 @@ def with_fields(node: Any, changes: Mapping[str, Any]) -> Any:
     return made
 
 
-def mark_of(node: Any) -> tuple[bool, str | None]:
-    """Whether a recipe put this node in, and the field that holds its former self, if any."""
-    attributes = vars(type(node))
-    if PUT_IN_MARK not in attributes:
-        own = getattr(node, "__dict__", None)
-        attributes = own if isinstance(own, dict) else {}
-    return (True, attributes[PUT_IN_MARK]) if PUT_IN_MARK in attributes else (False, None)
+def nodes_of(tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every node that is not a leaf, with its keys, in the order of the tree; made as it is asked.
 
-
-def with_mark(node: Any, field: str | None) -> Any:
-    """A shallow copy of a layer that is marked as put in by a recipe.
-
-    Args:
-        node: The layer. The object itself stays unmarked.
-        field: The field that holds what the layer was put around, or None.
-
-    Returns:
-        The copy; the object itself if it is of a kind that cannot carry the mark.
+    >>> [keys for keys, _ in nodes_of({"b": [1, (2,)]})]
+    [(), ('b',), ('b', 1)]
     """
-    shape = kind_of(node).shape
-    if shape not in (STRUCT, OTHER) or not isinstance(getattr(node, "__dict__", None), dict):
-        return node
-    if shape == STRUCT:
-        return _copied(node, _marked_type(_unmarked_type(node), field))
-    made = object.__new__(type(node))
-    made.__dict__.update(node.__dict__)
-    made.__dict__[PUT_IN_MARK] = field
-    return made
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
+    while waiting:
+        keys, node = waiting.pop()
+        if kind_of(node).shape == LEAF:
+            continue
+        yield keys, node
+        waiting.extend(reversed([((*keys, key), child) for key, child in children_of(node)]))
 
 
-def _copied(node: Any, node_type: type) -> Any:
-    """A node of one of Penzai's classes as one of another class with the same fields."""
-    made: Any = object.__new__(node_type)
-    made.__dict__.update((name, getattr(node, name)) for name in kind_of(node).kept)
-    return made
+def first_cycle(tree: Any) -> tuple[Keys, Keys] | None:
+    """Where a tree contains itself: the keys of a node and, below it, those of the same node.
 
-
-def _unmarked_type(node: Any) -> type:
-    node_type = type(node)
-    return node_type.__base__ if PUT_IN_MARK in vars(node_type) else node_type  # type: ignore[return-value]
-
-
-@functools.cache
-def _marked_type(node_type: Any, field: str | None) -> type:
-    """A subclass that carries a mark, and is its base class to users in all else."""
-
-    def equal(self: Any, other: Any) -> Any:
-        if not isinstance(other, node_type) or _unmarked_type(other) is not node_type:
-            return NotImplemented
-        return _copied(self, node_type) == _copied(other, node_type)
-
-    def reduce(self: Any) -> Any:
-        return with_mark, (_copied(self, node_type), field)
-
-    names = ("__module__", "__qualname__", "__doc__", "__hash__")
-    body = {name: getattr(node_type, name) for name in names}
-    body |= {PUT_IN_MARK: field, "__eq__": equal, "__reduce__": reduce, "__annotations__": {}}
-    made = type(node_type)(node_type.__name__, (node_type,), body)
-    inherits = bool(dataclasses.fields(node_type))
-    return pytree_dataclass(made, init=False, eq=False, has_implicitly_inherited_fields=inherits)
-
-
-def _with_mark_of(node: Any, made: Any) -> Any:
-    is_put_in, field = mark_of(node)
-    if is_put_in:
-        made.__dict__[PUT_IN_MARK] = field
-    return made
+    >>> ring = []
+    >>> ring.append({"a": ring})
+    >>> first_cycle(ring)
+    ((), (0, 'a'))
+    """
+    above: dict[int, tuple[Any, ...]] = {}
+    # A node twice: to enter it, and, with None, to leave it.
+    waiting: list[tuple[tuple[Any, ...] | None, Any]] = [((), tree)]
+    while waiting:
+        keys, node = waiting.pop()
+        if keys is None:
+            del above[id(node)]
+        elif id(node) in above:
+            return above[id(node)], keys
+        elif kind_of(node).shape != LEAF:
+            above[id(node)] = keys
+            waiting.append((None, node))
+            waiting.extend(((*keys, key), child) for key, child in reversed(children_of(node)))
+    return None
 
 
 def keys_text(keys: Keys) -> str:

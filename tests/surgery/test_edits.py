@@ -13,6 +13,7 @@ from penzai_shard.errors import RuleTypeError, SelectionError
 from penzai_shard.layers import Checkpointed, Jitted, Scoped
 from penzai_shard.surgery import (
     ROOT,
+    Inserted,
     InsertedSequence,
     Recipe,
     insert_after,
@@ -152,19 +153,20 @@ class TestWhatEditsDo:
         model, layer = pz.nn.Sequential([linear("w")]), pz.nn.Identity()
         after = Recipe(insert_after(pz.nn.Linear, layer)).apply(model)
         before = Recipe(insert_before(pz.nn.Linear, layer)).apply(model)
-        assert after == pz.select(model).at_instances_of(pz.nn.Linear).insert_after(layer)
-        assert before == pz.select(model).at_instances_of(pz.nn.Linear).insert_before(layer)
+        linears, inserted = pz.select(model).at_instances_of(pz.nn.Linear), Inserted(layer)
+        assert after == linears.insert_after(inserted)
+        assert before == linears.insert_before(inserted)
 
     def test_a_tuple_of_sublayers_stays_a_tuple(self):
         model = pz.nn.NamedGroup("group", (pz.nn.Identity(),))
         edited = Recipe(insert_after(pz.nn.Identity, pz.nn.ConstantRescale(by=2.0))).apply(model)
-        assert edited.sublayers == (pz.nn.Identity(), pz.nn.ConstantRescale(by=2.0))
+        assert edited.sublayers == (pz.nn.Identity(), Inserted(pz.nn.ConstantRescale(by=2.0)))
 
     def test_elsewhere_a_sequence_takes_the_place(self):
         model = pz.nn.Residual(linear("w"))
         edited = Recipe(insert_after(pz.nn.Linear, pz.nn.Identity())).apply(model)
         assert isinstance(edited.delta, InsertedSequence)
-        assert types_of(edited.delta.sublayers) == ["Linear", "Identity"]
+        assert types_of(edited.delta.sublayers) == ["Linear", "Inserted"]
 
     def test_branches_that_are_not_run_in_order_are_not_added_to(self):
         model = pz.nn.BranchAndAddTogether([pz.nn.Identity(), pz.nn.Identity()])
@@ -175,7 +177,7 @@ class TestWhatEditsDo:
     def test_insertion_at_the_root(self):
         model = mlp(1)
         edited = Recipe(insert_before(ROOT, pz.nn.Identity())).apply(model)
-        assert types_of(edited.sublayers) == ["Identity", "Sequential"]
+        assert types_of(edited.sublayers) == ["Inserted", "Sequential"]
 
     def test_a_function_may_make_the_layer_to_insert(self):
         recipe = Recipe(
@@ -383,7 +385,7 @@ class TestErrors:
             insert_after(pz.nn.Linear, pz.nn.Identity)
 
     def test_what_is_no_place_is_refused(self):
-        with pytest.raises(RuleTypeError, match="3 is no place for an edit"):
+        with pytest.raises(RuleTypeError, match="3 is not a place for an edit"):
             wrap(3, Jitted)
         with pytest.raises(RuleTypeError, match=r"empty path pattern\. Write ROOT"):
             wrap("", Jitted)

@@ -1,0 +1,39 @@
+"""What stops an edit in the middle of a model, and where."""
+
+from penzai_shard.errors import RuleTypeError
+from penzai_shard.surgery.tree_nodes import Keys, keys_text
+
+# Beyond this depth it is the walk that has no room left on Python's stack, and not what it calls.
+_DEEP = 150
+
+
+class EditRefused(RuleTypeError):
+    """An edit cannot be carried out at one place of a model.
+
+    Args:
+        keys: The keys of the place.
+        reason: Why not, and what to do.
+    """
+
+    def __init__(self, keys: Keys, reason: str) -> None:
+        self.line = f"at {keys_text(keys) or 'the root'}: {reason}"
+        super().__init__(self.line)
+
+
+def raised(what: str, keys: Keys, error: Exception) -> Exception:
+    """The error to raise for one that a function of the user's raised.
+
+    Args:
+        what: The function.
+        keys: The keys of the node that it was given.
+        error: What it raised.
+
+    Returns:
+        An ``EditRefused``. The error itself if it is not the function's own.
+
+    >>> str(raised("the predicate is_block", ["layers", 0], KeyError("size")))
+    "at layers/0: the predicate is_block raised KeyError: 'size'"
+    """
+    if isinstance(error, EditRefused) or (isinstance(error, RecursionError) and len(keys) > _DEEP):
+        return error
+    return EditRefused(keys, f"{what} raised {type(error).__name__}: {error}")
