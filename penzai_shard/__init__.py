@@ -14,7 +14,15 @@ from penzai_shard.checkpointing import (
     save_train_state,
     with_params,
 )
-from penzai_shard.errors import ShardingError, ShardingWarning
+from penzai_shard.errors import (
+    CheckpointDamagedError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    ShardingError,
+    ShardingWarning,
+)
 from penzai_shard.layers import (
     Checkpointed,
     ConstrainSharding,
@@ -73,6 +81,11 @@ __version__ = "0.1.0"
 __all__ = [
     "ROOT",
     "AxisRules",
+    "CheckpointDamagedError",
+    "CheckpointExistsError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointWriteError",
     "Checkpointed",
     "ConstrainSharding",
     "ConstrainShardingByName",

@@ -63,6 +63,22 @@ class CheckpointMismatchError(ShardingError):
     """A checkpoint and the model it should fill differ in names, shapes, dtypes or axes."""
 
 
+class CheckpointDamagedError(ShardingError):
+    """A checkpoint is not as it was saved: bytes changed, or parts are missing."""
+
+
+class CheckpointExistsError(ShardingError, FileExistsError):
+    """There is something at the path already, and overwriting it was not asked for."""
+
+
+class CheckpointNotFoundError(ShardingError, FileNotFoundError):
+    """There is nothing at the path, or nothing that Orbax wrote."""
+
+
+class CheckpointWriteError(ShardingError, OSError):
+    """A checkpoint cannot be written; what was at the path is still there."""
+
+
 class MissingExtraError(ImportError):
     """An optional dependency is absent; the message says which extra installs it."""
 

@@ -4,20 +4,13 @@ Orbax, which writes and reads them, is loaded when it is first used.
 """
 
 from penzai_shard.checkpointing.array_records import ArrayRecord
-from penzai_shard.checkpointing.orbax_store import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    Manifest,
-    read_manifest,
-)
+from penzai_shard.checkpointing.manifest import Manifest, read_manifest
 from penzai_shard.checkpointing.parameter_dict import param_dict, with_params
 from penzai_shard.checkpointing.parameters import restore_params, restore_structs, save_params
 from penzai_shard.checkpointing.train_states import restore_train_state, save_train_state
 
 __all__ = [
     "ArrayRecord",
-    "CheckpointExistsError",
-    "CheckpointNotFoundError",
     "Manifest",
     "param_dict",
     "read_manifest",

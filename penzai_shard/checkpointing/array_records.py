@@ -6,7 +6,10 @@ travel in the checkpoint's metadata, in the form that this module reads and writ
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -109,22 +112,66 @@ def key_impl_of(array: Any) -> str | None:
     return found[0]
 
 
-def axes_to_json(axes: AxisTexts | None) -> list[str | None] | None:
-    """The stored form of the axes: a list with null for each positional dimension.
+@functools.cache
+def key_struct(impl: str) -> jax.ShapeDtypeStruct:
+    """The struct of one typed key of a PRNG implementation.
 
-    >>> axes_to_json((None, "embedding"))
-    [None, 'embedding']
+    >>> key_struct("rbg").dtype
+    key<rbg>
     """
-    return None if axes is None else list(axes)
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl))
 
 
-def axes_from_json(stored: Sequence[str | None] | None) -> AxisTexts | None:
-    """Reads what ``axes_to_json`` gave.
+@functools.cache
+def key_data_shape(impl: str) -> tuple[int, ...]:
+    """The shape of the numbers that make up one key.
 
-    >>> axes_from_json([None, "embedding"])
-    (None, 'embedding')
+    >>> key_data_shape("rbg")
+    (4,)
     """
-    return None if stored is None else tuple(stored)
+    return tuple(jax.eval_shape(jax.random.key_data, key_struct(impl)).shape)
+
+
+def checksum_of(content: Any) -> str:
+    """A checksum of anything that JSON can hold.
+
+    >>> checksum_of({"b": 1, "a": 2}) == checksum_of({"a": 2, "b": 1})
+    True
+    """
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def record_to_json(name: str, record: ArrayRecord) -> dict[str, Any]:
+    """The stored form of a record, with a checksum of the array's name and of all it says.
+
+    >>> record_to_json("w", ArrayRecord((2, 3), "float32", ("a", None)))["axes"]
+    ['a', None]
+    """
+    entry = {**dataclasses.asdict(record), "shape": list(record.shape)}
+    entry["axes"] = None if record.axes is None else list(record.axes)
+    return {**entry, "checksum": checksum_of([name, entry])}
+
+
+def record_from_json(name: str, stored: Any) -> ArrayRecord | None:
+    """Reads what ``record_to_json`` gave; None if it is not as it was written.
+
+    >>> stored = record_to_json("w", ArrayRecord((2,), "float32", ("a",)))
+    >>> record_from_json("w", stored), record_from_json("v", stored)
+    (ArrayRecord(shape=(2,), dtype='float32', axes=('a',), key_impl=None), None)
+    """
+    if not isinstance(stored, Mapping):
+        return None
+    entry = dict(stored)
+    if entry.pop("checksum", None) != checksum_of([name, entry]):
+        return None
+    axes = entry["axes"]
+    return ArrayRecord(
+        tuple(entry["shape"]),
+        entry["dtype"],
+        None if axes is None else tuple(axes),
+        entry["key_impl"],
+    )
 
 
 def refuse_permuted_positions(tree: Any, doing: str) -> None:

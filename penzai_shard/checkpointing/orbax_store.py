@@ -1,113 +1,69 @@
-"""Writing and reading a flat dictionary of arrays with Orbax, axis names in its metadata.
+"""Writing and reading a flat dictionary of arrays with Orbax.
 
-Everything that is particular to Orbax is in this module: paths that must be absolute, arrays that
-it cannot store (empty ones, typed keys), limits on concurrent reading, the form of its metadata.
+Everything that is particular to Orbax' arrays is in this module: those that it cannot store
+(empty ones, typed keys), limits on concurrent reading, threads that outlive a failure.
 """
 
 import contextlib
-import dataclasses
-import functools
+import errno
 import math
 import os
-import pathlib
-import types
-from collections.abc import Mapping
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
+from penzai_shard import errors
 from penzai_shard.checkpointing.array_records import (
     ArrayRecord,
-    axes_from_json,
-    axes_to_json,
     is_abstract,
+    key_data_shape,
     record_of,
 )
+from penzai_shard.checkpointing.locations import (
+    PathLike,
+    absolute_path,
+    is_remote,
+    path_object,
+    refuse_existing,
+)
+from penzai_shard.checkpointing.manifest import Manifest, seal, section_of, stored_name
+from penzai_shard.checkpointing.orbax_calls import first_line, orbax, without_noise
+from penzai_shard.checkpointing.replacement import Replacement
 from penzai_shard.errors import (
+    CheckpointDamagedError,
     CheckpointMismatchError,
+    CheckpointWriteError,
     ShardingError,
     raise_all,
-    require_extra,
 )
 from penzai_shard.named_leaves import NamedLeaf
-from penzai_shard.tree_paths import path_text
 
-PathLike = str | os.PathLike[str]
-
-_SECTION = "penzai_shard"
-_VERSION = 1
-_MARKERS = ("orbax.checkpoint", "_CHECKPOINT_METADATA", "_METADATA")
 # Reading as much as possible at once holds every array twice in host memory for a while. With
 # this bound a restore of 2 GiB peaked at 2.6 instead of 3.3 GiB, and was as fast.
 _READ_BYTES = 256 * 2**20
 _SHARED_SLICE_BYTES = 2**20
-
-
-class CheckpointExistsError(ShardingError, FileExistsError):
-    """There is something at the path already, and overwriting it was not asked for."""
-
-
-class CheckpointNotFoundError(ShardingError, FileNotFoundError):
-    """There is nothing at the path, or nothing that Orbax wrote."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint holds, known without reading any array.
-
-    Attributes:
-        path: Where it is.
-        kind: ``"params"`` or ``"train_state"``; None if plain Orbax wrote it.
-        records: Every array by name.
-        stored_tree: The structure in which Orbax keeps the arrays: a tree of their names.
-        chunks: By name, the shape of the pieces in which the numbers can be read.
-        prefix: What stands before each name in the checkpoint, if this is a part of one.
-    """
-
-    path: str
-    kind: str | None
-    records: Mapping[str, ArrayRecord]
-    stored_tree: Any
-    chunks: Mapping[str, tuple[int, ...]]
-    prefix: str = ""
-
-    def part(self, name: str) -> "Manifest":
-        """The part of a checkpoint whose arrays' names begin with ``name/``, without that."""
-        start = f"{name}/"
-
-        def inside(table: Mapping[str, Any]) -> dict[str, Any]:
-            return {
-                full.removeprefix(start): entry
-                for full, entry in table.items()
-                if full.startswith(start)
-            }
-
-        return dataclasses.replace(
-            self,
-            records=inside(self.records),
-            chunks=inside(self.chunks),
-            prefix=self.prefix + start,
-        )
-
-    @property
-    def has_axes(self) -> bool:
-        """Whether the axis names were kept."""
-        return self.kind is not None
+_SECONDS_TO_STOP = 5.0
 
 
 def save_arrays(
     path: PathLike, leaves: Mapping[str, NamedLeaf], *, kind: str, overwrite: bool
 ) -> str:
-    """Writes arrays under their names.
+    """Writes arrays under their names, so that the path has a whole checkpoint at every moment.
 
     Args:
         path: Directory to make. Relative paths start at the working directory.
         leaves: The arrays by name.
         kind: ``"params"`` or ``"train_state"``, kept in the metadata.
-        overwrite: Replace a checkpoint that is there. Orbax removes it first.
+        overwrite: Replace a checkpoint that is there, once the new one is complete.
 
     Returns:
         The absolute path.
@@ -115,109 +71,132 @@ def save_arrays(
     Raises:
         CheckpointExistsError: The path exists and may not be replaced.
         CheckpointMismatchError: Some arrays cannot be saved.
+        CheckpointWriteError: It cannot be written: no permission, a full disk.
     """
-    ocp = _orbax()
+    ocp = orbax()
     where = absolute_path(path)
-    _refuse_existing(ocp, where, overwrite)
+    _on_one_process(lambda: refuse_existing(where, overwrite))
     raise_all(
         CheckpointMismatchError,
         f"cannot save to {where}:",
         [problem for name, leaf in leaves.items() if (problem := _unsavable(name, leaf))],
     )
-    entries: dict[str, Any] = {}
-    stored: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        record = record_of(leaf)
-        entry: dict[str, Any] = {"axes": axes_to_json(record.axes)}
-        if record.key_impl is not None:
-            entry["key_impl"] = record.key_impl
-        if 0 in record.shape:
-            # Orbax refuses arrays without elements. Shape and dtype say all there is.
-            entry["empty"] = {"shape": list(record.shape), "dtype": record.dtype}
-        elif record.key_impl is not None:
-            with mesh_context(leaf.array.sharding):
-                stored[name] = jax.random.key_data(leaf.array)
-        else:
-            stored[name] = _storable(leaf)
-        entries[name] = entry
+    records = {name: record_of(leaf) for name, leaf in leaves.items()}
+    # Orbax refuses arrays without elements. Their records say all there is.
+    stored = {
+        name: _storable(leaf) for name, leaf in leaves.items() if 0 not in records[name].shape
+    }
     if not stored:
         raise CheckpointMismatchError(
             f"cannot save to {where}: there is no array with elements to save."
         )
-    metadata = {_SECTION: {"version": _VERSION, "kind": kind, "arrays": entries}}
     context = ocp.Context()
     # Several processes share the writing of replicated arrays, for which every device cuts its
     # slice out. That compiles a program per shape and device, so it is kept for what is worth it:
     # one process wrote 20 small replicated arrays in 0.6 s without it, and in 19 s with it.
     context.array.saving.use_replica_parallel = jax.process_count() > 1
     context.array.saving.min_slice_bytes_for_replica_parallel = _SHARED_SLICE_BYTES
-    with context:
-        ocp.save(where, stored, overwrite=overwrite, custom_metadata=metadata)
+    # Made in the background, a directory that cannot be made leaves threads waiting for it for
+    # five minutes, and the interpreter for them.
+    context.asynchronous.create_directories_asynchronously = False
+    size = sum(array.size * array.dtype.itemsize for array in stored.values())
+    with without_noise(), _written_beside(where, size) as beside:
+        with context:
+            ocp.save(beside, stored, custom_metadata=section_of(records, kind))
+        _on_one_process(lambda: seal(path_object(beside), leaves))
     return where
 
 
-def read_manifest(path: PathLike) -> Manifest:
-    """Reads what a checkpoint holds, but no array.
+@contextlib.contextmanager
+def _written_beside(where: str, size: int) -> Iterator[str]:
+    """Where to write what then comes to a path in one step, or not at all.
 
     Args:
-        path: The checkpoint's directory.
-
-    Returns:
-        Its manifest.
-
-    Raises:
-        CheckpointNotFoundError: There is no Orbax checkpoint at the path.
-        CheckpointMismatchError: It was written by a later version of this library, or what it
-            holds is no tree of arrays.
+        where: The path.
+        size: Number of bytes to be written, for messages.
     """
-    ocp = _orbax()
-    where = absolute_path(path)
-    if not _exists(ocp, where):
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint at {where}: the path does not exist.{_nearby(where)}"
-        )
+    if is_remote(where):
+        # Orbax marks a directory in an object store as complete once it is; nothing is replaced.
+        yield where
+        return
+    replacement = Replacement(where)
+    before = set(threading.enumerate())
     try:
-        found = ocp.metadata(where)
-    except ocp.errors.InvalidLayoutError as error:
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint at {where}: Orbax does not recognise the directory."
-            f"{_nearby(where)}"
-        ) from error
-    section = (found.custom_metadata or {}).get(_SECTION)
-    if section is not None and section["version"] > _VERSION:
-        raise CheckpointMismatchError(
-            f"the checkpoint at {where} has format {section['version']}, and this version of "
-            f"penzai_shard reads up to {_VERSION}. Update it: pip install -U penzai-shard"
+        _on_one_process(replacement.begin)
+        yield str(replacement.new)
+        _on_one_process(replacement.commit)
+    except BaseException as error:
+        replacement.stop_writers()
+        _wait_for_new_threads(before)
+        if isinstance(error, ShardingError) or not isinstance(error, Exception):
+            raise
+        known = _known_reason(error, where, size)
+        kept = " What is at the path stays as it was." if os.path.lexists(where) else ""
+        text = f"cannot save to {where}: {known or first_line(error)}{kept}"
+        raise CheckpointWriteError(text) from (None if known else error)
+    finally:
+        replacement.discard()
+
+
+def _wait_for_new_threads(before: set[threading.Thread]) -> None:
+    """Waits for the threads of a save that failed, which end once their directory is gone."""
+    deadline = time.monotonic() + _SECONDS_TO_STOP
+    for thread in set(threading.enumerate()) - before:
+        # Idle workers and loops of asyncio stay for as long as they are referred to.
+        if not thread.daemon and not thread.name.startswith("asyncio_"):
+            # Orbax' own threads override this to raise what they failed with.
+            threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
+
+
+def _known_reason(error: Exception, where: str, size: int) -> str:
+    """What the operating system refused, and what to do; empty if it was something else."""
+    code = getattr(error, "errno", None)
+    if code is None:
+        # Orbax' storage reports the code within its text.
+        found = re.search(r"os_error_code='(\d+)'", str(error))
+        code = int(found[1]) if found else None
+    folder = _first_existing(os.path.dirname(where))
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = shutil.disk_usage(folder).free
+        return (
+            f"the disk is full. The arrays take {size:,} bytes, and {free:,} are free. Make room, "
+            "or choose another disk."
         )
-    entries = {} if section is None else section["arrays"]
-    records: dict[str, ArrayRecord] = {}
-    chunks: dict[str, tuple[int, ...]] = {}
-    names: list[str] = []
-    problems: list[str] = []
-    stored, structure = jax.tree_util.tree_flatten_with_path(
-        found.metadata, is_leaf=lambda node: hasattr(node, "shape") and hasattr(node, "dtype")
-    )
-    for key_path, array in stored:
-        name = _stored_name(key_path)
-        names.append(name)
-        if getattr(array, "shape", None) is None or name in records:
-            problems.append(f"{name}: is no array, or not the only one of this name.")
-            continue
-        records[name] = _stored_record(array, entries.get(name, {}))
-        layout = getattr(array, "storage_metadata", None)
-        if layout is not None and layout.chunk_shape is not None:
-            chunks[name] = tuple(layout.chunk_shape)
-    raise_all(CheckpointMismatchError, f"the checkpoint at {where} cannot be read:", problems)
-    for name, entry in entries.items():
-        if "empty" in entry:
-            records[name] = ArrayRecord(
-                tuple(entry["empty"]["shape"]),
-                entry["empty"]["dtype"],
-                axes_from_json(entry["axes"]),
-                entry.get("key_impl"),
-            )
-    kind = None if section is None else section["kind"]
-    return Manifest(where, kind, records, jax.tree_util.tree_unflatten(structure, names), chunks)
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return (
+            f"the directory {folder} may not be written ({os.strerror(code)}). Choose one that "
+            "may, or change its permissions."
+        )
+    if code in (errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
+        what = "takes no new directories" if os.path.isdir(folder) else "is a file"
+        return f"{folder} {what}. Choose another path."
+    return f"{os.strerror(code)}." if code else ""
+
+
+def _first_existing(where: str) -> str:
+    while not os.path.lexists(where) and where != os.path.dirname(where):
+        where = os.path.dirname(where)
+    return where
+
+
+def _on_one_process(act: Callable[[], None]) -> None:
+    """Has the first process do something to the file system; all raise what it raised."""
+    if jax.process_count() == 1:
+        act()
+        return
+    failed: Exception | None = None
+    if jax.process_index() == 0:
+        try:
+            act()
+        except Exception as error:
+            failed = error
+    text = f"{type(failed).__name__}:{failed}".encode()[:4096] if failed else b""
+    told = multihost_utils.broadcast_one_to_all(np.frombuffer(text.ljust(4096), np.uint8))
+    if failed is not None:
+        raise failed
+    kind, _, message = bytes(np.asarray(told)).decode(errors="replace").strip().partition(":")
+    if kind:
+        raise getattr(errors, kind, CheckpointWriteError)(message)
 
 
 def load_arrays(
@@ -232,8 +211,11 @@ def load_arrays(
 
     Returns:
         The arrays by name, in the shardings asked for.
+
+    Raises:
+        CheckpointDamagedError: The numbers cannot be read.
     """
-    ocp = _orbax()
+    ocp = orbax()
     structs = {
         name: _data_struct(struct, manifest.records[name])
         for name, struct in wanted.items()
@@ -245,24 +227,23 @@ def load_arrays(
         context.memory.read_concurrent_bytes = _read_bytes(manifest, structs)
         # Arrays that nobody wants are left out of the tree given to Orbax.
         context.pytree.loading.partial_load = True
-        with context:
-            tree = ocp.load(
-                manifest.path,
-                _pruned(
-                    manifest.stored_tree,
-                    {manifest.prefix + name: struct for name, struct in structs.items()},
-                    manifest.records,
-                ),
-            )
+        tree = _pruned(
+            manifest.stored_tree,
+            {manifest.prefix + name: struct for name, struct in structs.items()},
+            manifest.records,
+        )
+        with context, without_noise():
+            tree = _loaded(manifest, tree)
         loaded = {
-            _stored_name(key_path).removeprefix(manifest.prefix): array
+            stored_name(key_path, manifest.kind).removeprefix(manifest.prefix): array
             for key_path, array in jax.tree_util.tree_leaves_with_path(tree)
         }
     arrays: dict[str, jax.Array] = {}
     for name, struct in wanted.items():
         impl = manifest.records[name].key_impl
-        array = loaded.get(name)
-        if array is None:
+        if name in structs:
+            array = loaded[name]
+        else:
             data = _data_struct(struct, manifest.records[name])
             array = jax.device_put(np.zeros(data.shape, data.dtype), data.sharding)
         if impl is not None:
@@ -273,14 +254,17 @@ def load_arrays(
     return arrays
 
 
-def absolute_path(path: PathLike) -> str:
-    """The form of a path that Orbax takes: absolute, or with a scheme such as ``gs://``.
-
-    >>> absolute_path("gs://bucket/run/params")
-    'gs://bucket/run/params'
-    """
-    text = os.fspath(path)
-    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+def _loaded(manifest: Manifest, tree: Any) -> Any:
+    try:
+        return orbax().load(manifest.directory, tree)
+    except (jax.errors.JaxRuntimeError, MemoryError):
+        # Not for the checkpoint's sake: a device has no room for it.
+        raise
+    except Exception as error:
+        raise CheckpointDamagedError(
+            f"the numbers in the checkpoint at {manifest.path} cannot be read: "
+            f"{first_line(error)} Restore another copy of it."
+        ) from error
 
 
 def mesh_context(sharding: Sharding) -> contextlib.AbstractContextManager[Any]:
@@ -292,52 +276,6 @@ def mesh_context(sharding: Sharding) -> contextlib.AbstractContextManager[Any]:
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return jax.set_mesh(sharding.mesh)
     return contextlib.nullcontext()
-
-
-@functools.cache
-def _orbax() -> types.ModuleType:
-    return require_extra("orbax.checkpoint.experimental.v1", "checkpoint")
-
-
-def _exists(ocp: types.ModuleType, where: str) -> bool:
-    return bool(ocp.Context().file.path_class(where).exists())
-
-
-def _refuse_existing(ocp: types.ModuleType, where: str, overwrite: bool) -> None:
-    if not _exists(ocp, where):
-        return
-    if not overwrite:
-        raise CheckpointExistsError(
-            f"cannot save to {where}: it exists. "
-            "Pass overwrite=True to replace it, or choose another path."
-        )
-    directory = ocp.Context().file.path_class(where)
-    if not _is_checkpoint(directory) and (not directory.is_dir() or any(directory.iterdir())):
-        # Overwriting removes the whole directory, so it must be one that Orbax made.
-        raise CheckpointExistsError(
-            f"cannot save to {where}: it exists and is no checkpoint, so overwrite=True does not "
-            f"remove it. Choose a new directory: {where.rstrip('/')}/params"
-        )
-
-
-def _is_checkpoint(directory: Any) -> bool:
-    """Whether a directory has the files that every Orbax checkpoint has.
-
-    Orbax' own test also takes directories of anything else for old checkpoints.
-    """
-    return any((directory / marker).exists() for marker in _MARKERS)
-
-
-def _nearby(where: str) -> str:
-    """Names the checkpoints next to or inside a path that is none."""
-    if "://" in where:
-        return ""
-    path = pathlib.Path(where)
-    parent = path if path.is_dir() else path.parent
-    if not parent.is_dir():
-        return ""
-    found = [str(entry) for entry in sorted(parent.iterdir())[:100] if _is_checkpoint(entry)]
-    return f" Did you mean {' or '.join(found[:3])}?" if found else ""
 
 
 def _unsavable(name: str, leaf: NamedLeaf) -> str:
@@ -361,34 +299,12 @@ def _unsavable(name: str, leaf: NamedLeaf) -> str:
 
 
 def _storable(leaf: NamedLeaf) -> Any:
-    if isinstance(leaf.array, jax.Array):
+    if not isinstance(leaf.array, jax.Array):
+        return np.asarray(leaf.array, leaf.dtype)
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf.array
-    return np.asarray(leaf.array, leaf.dtype)
-
-
-def _stored_name(key_path: Any) -> str:
-    # A NamedArray that plain Orbax saved is a dictionary with its data array.
-    name = path_text(key_path)
-    return name.removesuffix("/data_array")
-
-
-def _stored_record(array: Any, entry: Mapping[str, Any]) -> ArrayRecord:
-    shape, dtype = tuple(array.shape), str(jnp.dtype(array.dtype))
-    impl = entry.get("key_impl")
-    if impl is not None:
-        key = _key_struct(impl)
-        shape, dtype = shape[: len(shape) - len(_key_data_shape(impl))], str(key.dtype)
-    return ArrayRecord(shape, dtype, axes_from_json(entry.get("axes")), impl)
-
-
-@functools.cache
-def _key_struct(impl: str) -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(lambda: jax.random.key(0, impl=impl))
-
-
-@functools.cache
-def _key_data_shape(impl: str) -> tuple[int, ...]:
-    return tuple(jax.eval_shape(jax.random.key_data, _key_struct(impl)).shape)
+    with mesh_context(leaf.array.sharding):
+        return jax.random.key_data(leaf.array)
 
 
 def _data_struct(struct: jax.ShapeDtypeStruct, record: ArrayRecord) -> jax.ShapeDtypeStruct:
@@ -396,7 +312,7 @@ def _data_struct(struct: jax.ShapeDtypeStruct, record: ArrayRecord) -> jax.Shape
     if record.key_impl is None:
         return struct
     # The key's own dimensions are whole on each device: a spec says nothing of further dimensions.
-    shape = (*struct.shape, *_key_data_shape(record.key_impl))
+    shape = (*struct.shape, *key_data_shape(record.key_impl))
     return jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=struct.sharding)
 
 

@@ -14,7 +14,9 @@ from penzai_shard.checkpointing.comparison import (
     Extra,
     Tolerance,
 )
-from penzai_shard.checkpointing.orbax_store import PathLike, read_manifest, save_arrays
+from penzai_shard.checkpointing.locations import PathLike
+from penzai_shard.checkpointing.manifest import read_manifest
+from penzai_shard.checkpointing.orbax_store import save_arrays
 from penzai_shard.checkpointing.parameter_dict import (
     abstract_state_variables,
     arrays_by_path,
@@ -77,8 +79,9 @@ def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
             shared path.
         model: What ``param_dict`` takes: a model, or a dictionary of arrays by name. A value that
             is a tree of arrays is stored under ``name/path``.
-        overwrite: Whether to replace a checkpoint at the path. It is removed before the new one
-            is written, but not before everything is known to be savable.
+        overwrite: Whether to replace a checkpoint at the path. The new one is written beside it
+            and put in its place in one step, so that the path has a whole checkpoint at every
+            moment, also if the process is killed or the disk fills.
 
     Returns:
         The absolute path.
@@ -87,6 +90,7 @@ def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
         CheckpointExistsError: The path exists and may not be replaced.
         CheckpointMismatchError: Some parameters cannot be saved: they have no values, for
             instance.
+        CheckpointWriteError: It cannot be written: no permission, a full disk.
         MissingExtraError: Orbax is not installed.
 
     >>> import tempfile
@@ -144,6 +148,7 @@ def restore_params(
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at the path.
+        CheckpointDamagedError: The checkpoint is not as it was saved.
         CheckpointMismatchError: With one line per parameter that is missing, superfluous, or of
             other logical axes, order, sizes or dtype.
         PlanError: Some parameter has no valid layout.

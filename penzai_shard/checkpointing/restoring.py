@@ -11,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from penzai_shard.checkpointing.array_records import ArrayRecord
 from penzai_shard.checkpointing.comparison import Tolerance, Wording, compare
-from penzai_shard.checkpointing.orbax_store import Manifest, load_arrays, mesh_context
+from penzai_shard.checkpointing.manifest import Manifest
+from penzai_shard.checkpointing.orbax_store import load_arrays, mesh_context
 from penzai_shard.errors import CheckpointMismatchError, MeshError, ShardingWarning, raise_all
 
 
@@ -64,14 +65,9 @@ def restore_arrays(
         wording=wording,
         tolerance=tolerance,
     )
-    if not manifest.has_axes:
+    if manifest.caveat:
         warnings.warn(
-            f"the checkpoint at {manifest.path} was written without logical axis names, so that "
-            "only names, shapes and dtypes could be compared: an axis that was renamed or "
-            "swapped with another of its length goes unnoticed. Save it with save_params to keep "
-            "the axes.",
-            ShardingWarning,
-            stacklevel=3,
+            f"the checkpoint at {manifest.path} {manifest.caveat}", ShardingWarning, stacklevel=3
         )
     arrays = load_arrays(
         manifest,

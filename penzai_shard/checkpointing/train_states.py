@@ -16,7 +16,9 @@ from penzai_shard.checkpointing.comparison import (
     Extra,
     Tolerance,
 )
-from penzai_shard.checkpointing.orbax_store import PathLike, read_manifest, save_arrays
+from penzai_shard.checkpointing.locations import PathLike
+from penzai_shard.checkpointing.manifest import read_manifest
+from penzai_shard.checkpointing.orbax_store import save_arrays
 from penzai_shard.checkpointing.parameter_dict import with_own_label
 from penzai_shard.checkpointing.restoring import Target, refuse_abstract_mesh, restore_arrays
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
@@ -35,8 +37,9 @@ def save_train_state(path: PathLike, train_state: Any, *, overwrite: bool = Fals
             shared path.
         train_state: A ``TrainState``, or any pytree of arrays and named arrays. Random keys keep
             their implementation.
-        overwrite: Whether to replace a checkpoint at the path. It is removed before the new one
-            is written, but not before everything is known to be savable.
+        overwrite: Whether to replace a checkpoint at the path. The new one is written beside it
+            and put in its place in one step, so that the path has a whole checkpoint at every
+            moment, also if the process is killed or the disk fills.
 
     Returns:
         The absolute path.
@@ -45,6 +48,7 @@ def save_train_state(path: PathLike, train_state: Any, *, overwrite: bool = Fals
         CheckpointExistsError: The path exists and may not be replaced.
         CheckpointMismatchError: Some arrays cannot be saved, for instance since the state was
             donated to a step.
+        CheckpointWriteError: It cannot be written: no permission, a full disk.
         MissingExtraError: Orbax is not installed.
 
     >>> import tempfile
@@ -106,6 +110,7 @@ def restore_train_state(
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at the path.
+        CheckpointDamagedError: The checkpoint is not as it was saved.
         CheckpointMismatchError: With one line per array that is missing, superfluous, or of other
             logical axes, order, sizes or dtype.
         PlanError: Some array has no valid layout.

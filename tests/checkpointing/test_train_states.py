@@ -9,14 +9,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard.checkpointing import (
-    CheckpointNotFoundError,
     param_dict,
     read_manifest,
     restore_train_state,
     save_params,
     save_train_state,
 )
-from penzai_shard.errors import CheckpointMismatchError, PlanError, RuleTypeError
+from penzai_shard.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    PlanError,
+    RuleTypeError,
+)
 from penzai_shard.meshes import auto_twin
 from penzai_shard.planning import make_plan
 from penzai_shard.training import TrainState, build_train_step_fn, train_state_sharding

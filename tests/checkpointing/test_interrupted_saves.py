@@ -1,0 +1,263 @@
+"""What is at a path after a save to it was killed, ran out of disk, or was interrupted."""
+
+import errno
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from penzai import pz
+
+from penzai_shard.checkpointing import replacement, restore_params, save_params
+from penzai_shard.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+)
+
+HERE = pathlib.Path(__file__).parent
+ONES = {"w": pz.nx.ones({"a": 8, "b": 2})}
+TWOS = {"w": ONES["w"] * 2}
+
+
+def run_python(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=HERE.parent.parent,
+        check=False,
+        timeout=120,
+        **options,
+    )
+
+
+def restored(path, wide):
+    array = restore_params(path, ONES, wide, {"a": "data"})["w"].data_array
+    (value,) = np.unique(np.asarray(array))
+    return float(value)
+
+
+@pytest.mark.parametrize("mode", ["exchange", "renames"])
+def test_a_save_stopped_at_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path, mode):
+    done = run_python(HERE / "stopped_saves.py", tmp_path, mode, 10)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = []
+    for value, stop, first, second, beside in json.loads(done.stdout.splitlines()[-1]):
+        old, new = [value] if value else "CheckpointNotFoundError", [value + 1]
+        assert first in (old, new), (value, stop, first)
+        seen.append((value > 0, first == new))
+        # The next save works, and clears what the stopped one left.
+        assert second == [value + 2], (value, stop)
+        assert not [name for name in beside if name.startswith(".")], (value, stop, beside)
+    assert {(True, False), (True, True)} <= set(seen)
+    assert len(seen) >= 12
+
+
+SAVE_FOR_EVER = """
+import itertools, sys
+from penzai import pz
+from penzai_shard import save_params
+for n in itertools.count(int(sys.argv[2])):
+    save_params(sys.argv[1], {"w": pz.nx.ones({"a": 8, "b": 2}) * n}, overwrite=True)
+    print(n, flush=True)
+"""
+
+
+def test_a_killed_process_leaves_the_old_or_the_new_checkpoint(tmp_path, wide):
+    path = tmp_path / "params"
+    last = 0
+    for delay in (0.02, 0.06):
+        command = [sys.executable, "-c", SAVE_FOR_EVER, str(path), str(last + 1)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            last = int(process.stdout.readline())
+            time.sleep(delay)
+            process.send_signal(signal.SIGKILL)
+            last = int((process.stdout.read().split() or [last])[-1])
+        value = restored(path, wide)
+        assert value in (last, last + 1)
+        last = int(value)
+    save_params(path, TWOS, overwrite=True)
+    assert os.listdir(tmp_path) == ["params"]
+
+
+FAIL_TO_SAVE = """
+import resource, sys
+import numpy as np
+from penzai import pz
+from penzai_shard import save_params
+if "limit" in sys.argv:
+    import signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+numbers = np.random.default_rng(0).normal(size=(8, 1_000_000)).astype("float32")
+save_params(sys.argv[1], {"w": pz.nx.wrap(numbers).tag("a", "b")}, overwrite=True)
+"""
+
+
+def test_a_full_disk_is_one_error_and_keeps_what_was_there(tmp_path, wide):
+    path = save_params(tmp_path / "params", ONES)
+    start = time.monotonic()
+    done = run_python("-c", FAIL_TO_SAVE, path, "limit")
+    assert time.monotonic() - start < 30
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert len(done.stderr.splitlines()) < 25
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith(
+        f"penzai_shard.errors.CheckpointWriteError: cannot save to {path}: the disk is full. The "
+        "arrays take 32,000,000 bytes, and "
+    )
+    assert error.endswith("choose another disk. What is at the path stays as it was.")
+    assert os.listdir(tmp_path) == ["params"]
+    assert restored(path, wide) == 1
+    save_params(path, TWOS, overwrite=True)
+    assert restored(path, wide) == 2
+
+
+def test_a_process_ends_soon_after_an_interrupt(tmp_path, wide):
+    path = save_params(tmp_path / "params", ONES)
+    code = FAIL_TO_SAVE.replace("save_params(sys", "print(1, flush=True)\nsave_params(sys")
+    with subprocess.Popen(
+        [sys.executable, "-c", code, path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        process.stdout.readline()
+        # Until the save has begun to write.
+        staging = replacement.staging_of(pathlib.Path(path))
+        while not list(staging.glob("*/*/state")) and process.poll() is None:
+            time.sleep(0.001)
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        errors = process.stderr.read()
+    assert time.monotonic() - start < 20
+    if process.returncode:
+        assert errors.splitlines()[-1] == "KeyboardInterrupt"
+        assert errors.count("Traceback") == 1
+        assert restored(path, wide) == 1
+    assert os.listdir(tmp_path) == ["params"]
+
+
+def test_paths_that_cannot_be_written_are_refused_at_once(tmp_path):
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(CheckpointWriteError) as caught:
+        save_params(tmp_path / "file" / "params", ONES)
+    assert str(caught.value) == (
+        f"cannot save to {tmp_path}/file/params: {tmp_path}/file is a file. Choose another path."
+    )
+    with pytest.raises(CheckpointExistsError, match=r"file: it is a file, and a checkpoint is a"):
+        save_params(tmp_path / "file", ONES, overwrite=True)
+    with pytest.raises(CheckpointWriteError, match=r"/proc takes no new directories\. Choose"):
+        save_params("/proc/params", ONES)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("name", ["EACCES", "EROFS"])
+def test_a_directory_that_may_not_be_written_is_refused(tmp_path, monkeypatch, name):
+    code = getattr(errno, name)
+
+    def refuse(*_, **__):
+        raise OSError(code, os.strerror(code), "anything")
+
+    monkeypatch.setattr(pathlib.Path, "mkdir", refuse)
+    with pytest.raises(CheckpointWriteError) as caught:
+        save_params(tmp_path / "params", ONES)
+    assert str(caught.value) == (
+        f"cannot save to {tmp_path}/params: the directory {tmp_path} may not be written "
+        f"({os.strerror(code)}). Choose one that may, or change its permissions."
+    )
+
+
+def test_the_process_ends_soon_after_a_refused_path(tmp_path):
+    (tmp_path / "file").write_text("text")
+    start = time.monotonic()
+    done = run_python("-c", FAIL_TO_SAVE, tmp_path / "file" / "params")
+    assert time.monotonic() - start < 20
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.splitlines()[-1].endswith("Choose another path.")
+
+
+def test_a_removal_cut_short_is_replaced(tmp_path, wide):
+    path = pathlib.Path(save_params(tmp_path / "params", ONES))
+    for name in (
+        "_CHECKPOINT_METADATA",
+        "orbax.checkpoint",
+        replacement.SUFFIX,
+        "penzai_shard.json",
+    ):
+        (path / name).unlink(missing_ok=True)
+    (path / "state" / "_METADATA").unlink()
+    with pytest.raises(CheckpointExistsError, match="Pass overwrite=True"):
+        save_params(path, TWOS)
+    save_params(path, TWOS, overwrite=True)
+    assert restored(path, wide) == 2
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "d/notes.txt", "state/d/model.bin", ".git/config"])
+def test_what_orbax_never_made_is_not_replaced(tmp_path, name):
+    file = tmp_path / "mine" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("text")
+    with pytest.raises(CheckpointExistsError, match="it exists and is no checkpoint, so"):
+        save_params(tmp_path / "mine", ONES, overwrite=True)
+    assert file.read_text() == "text"
+
+
+def test_temporary_directories_are_not_proposed(tmp_path, wide):
+    path = pathlib.Path(save_params(tmp_path / "params", ONES))
+    shutil.copytree(path, tmp_path / "params.orbax-checkpoint-tmp")
+    shutil.copytree(path, tmp_path / f".other{replacement.SUFFIX}")
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        restore_params(tmp_path / "param", ONES, wide)
+    assert str(caught.value) == (
+        f"there is no checkpoint at {tmp_path}/param: the path does not exist. Did you mean {path}?"
+    )
+    save_params(path, TWOS, overwrite=True)
+    assert os.listdir(tmp_path) == ["params"]
+
+
+def test_a_save_in_progress_is_not_cleared_away(tmp_path):
+    busy = replacement.Replacement(str(tmp_path / "busy"))
+    busy.begin()
+    save_params(tmp_path / "other", ONES)
+    assert busy.new.parent.is_dir()
+    with pytest.raises(CheckpointExistsError, match="another process is saving there now"):
+        save_params(tmp_path / "busy", ONES)
+    assert busy.new.parent.is_dir()
+    busy.discard()
+    assert os.listdir(tmp_path) == ["other"]
+
+
+def test_a_link_keeps_pointing_at_what_is_replaced(tmp_path, wide):
+    path = save_params(tmp_path / "runs" / "params", ONES)
+    (tmp_path / "latest").symlink_to(path)
+    save_params(tmp_path / "latest", TWOS, overwrite=True)
+    assert (tmp_path / "latest").is_symlink()
+    assert restored(path, wide) == restored(tmp_path / "latest", wide) == 2
+
+
+def test_a_failed_commit_keeps_what_was_there(tmp_path, wide, monkeypatch):
+    path = save_params(tmp_path / "params", ONES)
+    monkeypatch.setattr(replacement, "_exchanged", lambda *_: False)
+    rename = os.rename
+
+    def fail_to_put_in_place(source, target):
+        if str(target) == path and "new" in str(source):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail_to_put_in_place)
+    with pytest.raises(CheckpointWriteError, match=r"Input/output error\. What is at the path"):
+        save_params(path, {"w": jnp.zeros(3)}, overwrite=True)
+    assert restored(path, wide) == 1
+    assert os.listdir(tmp_path) == ["params"]
