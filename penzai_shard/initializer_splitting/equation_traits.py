@@ -60,6 +60,11 @@ def is_jit(primitive: Any) -> bool:
     return primitive.name in ("jit", "pjit")
 
 
+def runs_on_its_own_mesh(equation: jex_core.JaxprEqn) -> bool:
+    """Whether the equation is written for the devices of a mesh, as ``jax.shard_map`` is."""
+    return equation.primitive.name == "shard_map"
+
+
 def element_count(avals: list[Any]) -> int:
     """How many elements arrays of these types have together."""
     return sum(math.prod(getattr(aval, "shape", ())) for aval in avals)
