@@ -206,7 +206,8 @@ class _Remover:
         if self.devices is None or not isinstance(sharding, NamedSharding):
             return
         if isinstance(sharding.mesh, Mesh) and sharding.device_set != self.devices:
-            ids = sorted(device.id for device in sharding.device_set)
+            devices: Any = sharding.device_set
+            ids = sorted(device.id for device in devices)
             shape = getattr(equation.outvars[0].aval, "shape", ())
             self.problems.append(
                 f"a value of shape {tuple(shape)} is constrained to {sharding.spec} on devices "

@@ -249,7 +249,8 @@ def _refuse_other_devices(leaves: Sequence[Any], structure: Any, shardings: Sequ
 
 def _mesh_text(sharding: NamedSharding) -> str:
     sizes = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
-    ids = sorted(device.id for device in sharding.device_set)
+    devices: Any = sharding.device_set
+    ids = sorted(device.id for device in devices)
     consecutive = ids == list(range(ids[0], ids[-1] + 1)) and len(ids) > 2
     devices = f"{ids[0]} to {ids[-1]}" if consecutive else ", ".join(map(str, ids))
     return f"({sizes}) of device{'s' * (len(ids) > 1)} {devices}"

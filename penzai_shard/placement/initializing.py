@@ -103,6 +103,7 @@ def sharded_init(
         plan=plan,
         places=True,
     )
+    request = dataclasses.replace(request, keep_others=True)
     tree = _initialize_on_mesh(
         _unbound(initializer), args, kwargs, request, as_planned=_bound_frozen
     )

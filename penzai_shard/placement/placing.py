@@ -6,6 +6,7 @@ import jax
 from jax.sharding import Mesh
 from penzai.core.variables import AbstractVariable, AbstractVariableValue
 
+from penzai_shard.named_leaves import is_array_like
 from penzai_shard.planning import PlanRequest, ShardingPlan, sharding_tree
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
@@ -44,6 +45,7 @@ def place(
     Warns:
         ShardingWarning: As ``make_plan`` does.
 
+    >>> from penzai import pz
     >>> from penzai_shard.meshes import make_mesh
     >>> from penzai_shard.planning import make_plan
     >>> plan = make_plan(
@@ -99,6 +101,7 @@ def name_to_name_device_put(
     Warns:
         ShardingWarning: As ``make_plan`` does.
 
+    >>> from penzai import pz
     >>> from penzai_shard.meshes import make_mesh
     >>> mesh = make_mesh({"data": 4, "model": 2})
     >>> placed = name_to_name_device_put(pz.nx.ones({"batch": 8}), mesh, {"batch": "data"})
@@ -125,16 +128,20 @@ def _put(tree: Any, shardings: Any) -> Any:
     # Each variable once, however often it occurs, and everything in one call.
     values: dict[int, Any] = {}
     layouts: dict[int, Any] = {}
+    others: dict[int, Any] = {}
     for index, (node, target) in enumerate(zip(nodes, targets, strict=True)):
+        place = _place_of(index, node)
         is_variable = isinstance(node, AbstractVariable)
-        values.setdefault(_place_of(index, node), node.freeze() if is_variable else node)
-        layouts.setdefault(_place_of(index, node), target)
-    placed = jax.device_put(values, layouts)
-    bound = {
+        if is_variable or is_array_like(node):
+            values.setdefault(place, node.freeze() if is_variable else node)
+            layouts.setdefault(place, target)
+        else:
+            others[place] = node
+    placed = others | {
         place: value.unfreeze_as_copy() if isinstance(value, AbstractVariableValue) else value
-        for place, value in placed.items()
+        for place, value in jax.device_put(values, layouts).items()
     }
-    return treedef.unflatten([bound[_place_of(index, node)] for index, node in enumerate(nodes)])
+    return treedef.unflatten([placed[_place_of(index, node)] for index, node in enumerate(nodes)])
 
 
 def _place_of(index: int, node: Any) -> int:

@@ -103,7 +103,8 @@ class TracedInitializer:
             The arrays by their number among the leaves.
         """
         arrays = self.arrays
-        chosen = None if wanted is None else {arrays.index(i) for i in wanted}
+        position_of = {index: position for position, index in enumerate(arrays)}
+        chosen = None if wanted is None else {position_of[index] for index in wanted}
         with no_mesh_context():
             results = run_split(split_initializer(self.program, shardings, chosen))
         return {arrays[position]: array for position, array in results.items()}

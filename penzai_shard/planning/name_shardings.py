@@ -1,5 +1,6 @@
 """Sharding trees by name in one call, fast enough for a hundred thousand arrays."""
 
+import contextlib
 from collections.abc import Collection
 from typing import Any
 
@@ -91,17 +92,17 @@ def sharding_tree(request: PlanRequest, tree: Any) -> Any:
     >>> sharding_tree(request, [pz.nx.ones({"a": 2})])[0].data_array.spec
     P('data',)
     """
-    if request.given is not None:
-        return request.plan(tree).sharding_tree()
-    shardings, logical_axes = shardings_and_axes(request, tree)
-    warn_caller(request.doubts(logical_axes))
-    return shardings
+    if request.given is None:
+        quick = _QuickTree(request.table())
+        with contextlib.suppress(_NeedsPlan):
+            shardings = quick.shardings(tree)
+            warn_caller(request.doubts(quick.logical_axes()))
+            return shardings
+    return request.plan(tree).sharding_tree()
 
 
 def shardings_and_axes(request: PlanRequest, tree: Any) -> tuple[Any, Collection[LogicalAxis]]:
-    """The sharding tree of a tree by new decisions, and the logical axes of its arrays.
-
-    Warns of nothing; otherwise as ``sharding_tree``.
+    """The sharding tree of activations, and their logical axes; without any warning.
 
     >>> import jax
     >>> request = PlanRequest.read("place", jax.sharding.AbstractMesh((2,), ("data",)), {})

@@ -20,7 +20,7 @@ from penzai_shard.meshes import AnyMesh, auto_twin
 from penzai_shard.planning.layout_table import LayoutTable
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.plan_fitting import fitted_plan
-from penzai_shard.planning.planning_trees import plan_with
+from penzai_shard.planning.planning_trees import NAMELESS_MODULE, plan_with
 from penzai_shard.rule_kinds import (
     LogicalAxis,
     NameRule,
@@ -43,6 +43,8 @@ class PlanRequest:
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``.
         given: The plan to carry out, if the caller gave one.
+        keep_others: Whether all leaves that are not arrays stay as they are, instead of functions
+            and classes alone.
     """
 
     called: str
@@ -52,6 +54,7 @@ class PlanRequest:
     on_indivisible: OnIndivisible = "error"
     on_unnamed: OnUnnamed = "error"
     given: ShardingPlan | None = None
+    keep_others: bool = False
 
     @classmethod
     def read(
@@ -158,9 +161,9 @@ class PlanRequest:
             ShardingWarning: The rules look like a mistake; see ``doubts``.
         """
         if self.given is not None:
-            return fitted_plan(self.given, tree, self.called)
-        plan = plan_with(self.table(), tree, self.on_unnamed)
-        warn_caller(self.doubts(plan.logical_axes))
+            return fitted_plan(self.given, tree, self.called, self.keep_others)
+        plan = plan_with(self.table(), tree, self.on_unnamed, self.keep_others)
+        warn_caller((*self.doubts(plan.logical_axes), *_nameless_modules(plan)))
         return plan
 
     def doubts(self, present: Collection[LogicalAxis]) -> tuple[str, ...]:
@@ -266,7 +269,8 @@ def make_plan(
 
     Warns:
         ShardingWarning: A rule matches nothing and its name is nearly one that is there; or no
-            rules are given, and no logical axis has the name of a mesh axis.
+            rules are given, and no logical axis has the name of a mesh axis; or arrays of
+            Equinox modules, which never have names, are copied to every device.
 
     >>> import jax
     >>> from penzai import pz
@@ -292,6 +296,19 @@ def _check_has_devices(called: str, mesh: Any) -> None:
             f"{called} cannot put arrays on this {type(mesh).__name__}: it has no devices. "
             "Plan with make_plan on it, or use make_mesh({...}) to place."
         )
+
+
+def _nameless_modules(plan: ShardingPlan) -> list[str]:
+    paths = [leaf.path for leaf in plan.leaves if leaf.reason == NAMELESS_MODULE]
+    if not paths:
+        return []
+    arrays = f"the array {paths[0]} is" if len(paths) == 1 else f"{len(paths)} arrays are"
+    return [
+        f"{arrays} in Equinox modules, which give no names to logical axes, so that every device "
+        "gets a whole copy. Name what is to be split, for instance "
+        f'name_axes(module, {{"**/weight": ("out", "in"), ...}}), or pass on_unnamed="replicate" '
+        "if copies are wanted."
+    ]
 
 
 def _sorted_names(names: Collection[LogicalAxis]) -> list[LogicalAxis]:
