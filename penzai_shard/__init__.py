@@ -70,6 +70,7 @@ from penzai_shard.surgery import (
     wrap,
 )
 from penzai_shard.training import (
+    StatefulTrainer,
     TrainState,
     build_train_step_fn,
     shard_batch,
@@ -102,6 +103,7 @@ __all__ = [
     "ShardingError",
     "ShardingPlan",
     "ShardingWarning",
+    "StatefulTrainer",
     "TrainState",
     "__version__",
     "abstract_model",

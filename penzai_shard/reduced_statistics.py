@@ -71,19 +71,23 @@ def align_names(
         for chosen in itertools.combinations(range(len(lengths)), len(shape))
         if tuple(lengths[i] for i in chosen) == shape
     ]
+    axes = ", ".join(f"{name}={size}" for name, size in sizes.items())
     if not fits:
-        told = ", ".join(f"{name}={size}" for name, size in sizes.items())
         return AlignedNames(
             (None,) * len(shape),
             problem=(
-                f"its logical axes ({told}) do not fit its data of shape {shape}. "
-                "Name the array anew: pz.nx.wrap(data).tag(...)"
+                f"its logical axes ({axes}) do not fit its data of shape {shape}. "
+                "Name the array anew with pz.nx.wrap(data).tag(...)"
             ),
         )
     chosen = fits[0] if len(fits) == 1 else _told_apart(fits, lengths, path, part)
     if chosen is None:
         return AlignedNames(
-            (None,) * len(shape), "statistic that fits several of its parameter's dimensions"
+            (None,) * len(shape),
+            problem=(
+                f"its data of shape {shape} fits several of its logical axes ({axes}). "
+                "Name the array anew with pz.nx.wrap(data).tag(...)"
+            ),
         )
     return AlignedNames(tuple(names[i] for i in chosen), "statistic of some dimensions")
 

@@ -6,7 +6,6 @@ Large trees have few distinct layouts. Arrays with equal names and sizes get the
 
 import dataclasses
 import functools
-import reprlib
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -60,7 +59,7 @@ class LayoutTable:
     ) -> None:
         if not hasattr(mesh, "axis_types") or not hasattr(mesh, "shape"):
             raise RuleTypeError(
-                f"a mesh is needed, not {type(mesh).__name__}: {reprlib.repr(mesh)}. "
+                f"a mesh is needed, not {type(mesh).__name__}: {mesh!r}. "
                 "Make one: make_mesh({'data': 4, 'model': 2})."
             )
         check_option("on_indivisible", on_indivisible)

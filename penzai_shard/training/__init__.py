@@ -2,11 +2,13 @@
 
 from penzai_shard.training.batches import shard_batch
 from penzai_shard.training.state_sharding import train_state_sharding
+from penzai_shard.training.stateful_trainer import StatefulTrainer
 from penzai_shard.training.train_state import TrainState
 from penzai_shard.training.train_step import LossFunction, TrainStep, build_train_step_fn
 
 __all__ = [
     "LossFunction",
+    "StatefulTrainer",
     "TrainState",
     "TrainStep",
     "build_train_step_fn",

@@ -2,15 +2,22 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from penzai_shard.errors import ShardingError, require_extra
-from penzai_shard.training.loss_contract import check_signature, fit_state, read_result
-from penzai_shard.training.microbatches import split_inputs
+from penzai_shard.errors import ShardingError
+from penzai_shard.training.aux_outputs import AuxReductions
+from penzai_shard.training.loss_contract import (
+    check_signature,
+    fit_leaves,
+    fit_state,
+    read_result,
+)
+from penzai_shard.training.microbatches import Microbatches, split_inputs
 from penzai_shard.training.model_variables import VariableTable
+from penzai_shard.training.optimizer_calls import update_parameters
 from penzai_shard.tree_paths import array_path_text
 
 _FIX_LOSS_STATE = (
@@ -19,6 +26,7 @@ _FIX_LOSS_STATE = (
 )
 _FIX_STATE_VAR = "Assign values of the same shape and dtype: variable.value = new.astype(...)."
 _FIX_OPT_STATE = "Use an optimizer whose update keeps the form that its init made."
+_FIX_PARAMS = "Use an optimizer whose updates have the form of the parameters."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +37,13 @@ class GradientStep:
         loss_fn: ``loss_fn(model, rng, state, **inputs) -> (loss, new_state, aux)``.
         accumulate_steps: Number of microbatches that the gradient is averaged over.
         batch_axis: Logical axis that inputs are split along.
+        aux_reductions: How auxiliary outputs of several microbatches become one.
     """
 
     loss_fn: Callable[..., Any]
     accumulate_steps: int
     batch_axis: str
+    aux_reductions: AuxReductions
 
     def __call__(
         self,
@@ -58,110 +68,153 @@ class GradientStep:
             auxiliary output.
 
         Raises:
-            ShardingError: The loss function broke its contract, or the inputs cannot be split.
+            ShardingError: The loss function or the optimizer broke its contract, or the inputs
+                cannot be split.
         """
         check_signature(self.loss_fn, inputs)
-        rng = jax.random.fold_in(constant["root_rng"], changing["step"])
-
-        def gradient(
-            rng: jax.Array, state_vars: Any, loss_fn_state: Any, inputs: Mapping[str, Any]
-        ) -> tuple[Any, jax.Array, Any, Any, Any]:
-            def loss_of(trainable: dict[str, Any]) -> tuple[jax.Array, Any]:
-                model, bound = variables.bind_for_loss(
-                    constant["unbound_model"], trainable | constant["frozen"], state_vars
-                )
-                result = self.loss_fn(model=model, rng=rng, state=loss_fn_state, **inputs)
-                loss, new_state, aux = read_result(result)
-                new_vars = {name: variable.value for name, variable in bound.items()}
-                new_vars = fit_state(state_vars, new_vars, "state_vars", _FIX_STATE_VAR)
-                new_state = fit_state(loss_fn_state, new_state, "loss_fn_state", _FIX_LOSS_STATE)
-                return loss, (loss, new_vars, new_state, aux)
-
-            grads, rest = jax.grad(loss_of, has_aux=True)(changing["trainable"])
-            return grads, *rest
-
-        if self.accumulate_steps == 1:
-            grads, loss, state_vars, loss_fn_state, aux = gradient(
-                rng, changing["state_vars"], changing["loss_fn_state"], inputs
-            )
-        else:
-            grads, loss, state_vars, loss_fn_state, aux = self._accumulate(
-                gradient, rng, changing, inputs
-            )
-        optax = require_extra("optax", "train")
+        parts = self.accumulate_steps
+        batch = _Batch(
+            self.loss_fn,
+            variables,
+            constant,
+            jax.random.fold_in(constant["root_rng"], changing["step"]),
+            _Carried(changing["state_vars"], changing["loss_fn_state"]),
+            inputs,
+            None if parts == 1 else split_inputs(inputs, parts, self.batch_axis),
+            parts,
+        )
         trainable, opt_state = changing["trainable"], changing["opt_state"]
-        extra = {}
-        if isinstance(optimizer_def, optax.GradientTransformationExtraArgs):
-            # Optimizers that watch the loss ask for it by this name.
-            extra["value"] = loss
-        updates, new_opt_state = optimizer_def.update(grads, opt_state, trainable, **extra)
+        grads, loss, carried, auxes = batch.gradient(trainable)
+        new_trainable, new_opt_state = update_parameters(
+            optimizer_def,
+            grads,
+            opt_state,
+            trainable,
+            value=loss,
+            value_fn=batch.value,
+            grad_fn=lambda params: batch.gradient(params)[0],
+        )
         return {
             "step": changing["step"] + 1,
-            "trainable": optax.apply_updates(trainable, updates),
-            "opt_state": _in_old_dtypes(opt_state, new_opt_state),
-            "state_vars": state_vars,
-            "loss_fn_state": loss_fn_state,
-        }, aux
+            "trainable": _in_old_form(trainable, new_trainable, "params", _FIX_PARAMS),
+            "opt_state": _in_old_form(opt_state, new_opt_state, "opt_state", _FIX_OPT_STATE),
+            "state_vars": carried.state_vars,
+            "loss_fn_state": carried.loss_fn_state,
+        }, self.aux_reductions.reduce(auxes, parts)
 
-    def _accumulate(
-        self,
-        gradient: Callable[..., Any],
-        rng: jax.Array,
-        changing: Mapping[str, Any],
-        inputs: Mapping[str, Any],
-    ) -> tuple[Any, jax.Array, Any, Any, Any]:
-        """Averages over microbatches, one after the other in one loop."""
-        parts = self.accumulate_steps
-        split = split_inputs(inputs, parts, self.batch_axis)
+
+class _Carried(NamedTuple):
+    """What passes from one evaluation of the loss to the next."""
+
+    state_vars: Any
+    loss_fn_state: Any
+
+
+class _Gradient(NamedTuple):
+    grads: Any
+    loss: jax.Array
+    carried: _Carried
+    auxes: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """The loss of one batch as a function of the trainable parameters alone.
+
+    Attributes:
+        split: The inputs in microbatches; None if the batch is evaluated whole.
+    """
+
+    loss_fn: Callable[..., Any]
+    variables: VariableTable
+    constant: Mapping[str, Any]
+    rng: jax.Array
+    carried: _Carried
+    inputs: Mapping[str, Any]
+    split: Microbatches | None
+    parts: int
+
+    def value(self, trainable: Any) -> jax.Array:
+        """The loss; of microbatches, their mean."""
+        if self.split is None:
+            return self._loss(trainable, self.rng, self.carried, self.inputs)[0]
+
+        def body(carried: _Carried, xs: Any) -> Any:
+            loss, (_, carried, _) = self._loss(trainable, *self._part(carried, xs))
+            return carried, loss
+
+        return jnp.mean(jax.lax.scan(body, self.carried, self._parts())[1])
+
+    def gradient(self, trainable: Any) -> _Gradient:
+        """Gradient, loss, new state, and auxiliary outputs, along a new first dimension; of
+        microbatches the gradient and the loss are averaged, one after the other in one loop."""
+        gradient_of = jax.grad(self._loss, has_aux=True)
+        if self.split is None:
+            grads, (loss, carried, aux) = gradient_of(
+                trainable, self.rng, self.carried, self.inputs
+            )
+            return _Gradient(grads, loss, carried, jax.tree.map(lambda x: x[None], aux))
 
         def body(carry: Any, xs: Any) -> Any:
-            total, state_vars, loss_fn_state = carry
-            index, sliced = xs
-            grads, loss, state_vars, loss_fn_state, aux = gradient(
-                jax.random.fold_in(rng, index), state_vars, loss_fn_state, split.part(sliced)
-            )
+            total, carried = carry
+            grads, (loss, carried, aux) = gradient_of(trainable, *self._part(carried, xs))
             total = jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, grads)
-            return (total, state_vars, loss_fn_state), (loss, aux)
+            return (total, carried), (loss, aux)
 
-        trainable = changing["trainable"]
         # Sums of many small gradients need more digits than half precision has.
         zeros = jax.tree.map(
             lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), trainable
         )
-        (total, state_vars, loss_fn_state), (losses, auxes) = jax.lax.scan(
-            body,
-            (zeros, changing["state_vars"], changing["loss_fn_state"]),
-            (jnp.arange(parts), split.stacked),
+        (total, carried), (losses, auxes) = jax.lax.scan(body, (zeros, self.carried), self._parts())
+        grads = jax.tree.map(lambda t, p: (t / self.parts).astype(p.dtype), total, trainable)
+        return _Gradient(grads, jnp.mean(losses), carried, auxes)
+
+    def _parts(self) -> Any:
+        assert self.split is not None
+        return jnp.arange(self.parts), self.split.stacked
+
+    def _part(self, carried: _Carried, xs: Any) -> tuple[jax.Array, _Carried, Any]:
+        """Random key, state and inputs of one microbatch."""
+        assert self.split is not None
+        index, sliced = xs
+        return jax.random.fold_in(self.rng, index), carried, self.split.part(sliced)
+
+    def _loss(
+        self, trainable: dict[str, Any], rng: jax.Array, carried: _Carried, inputs: Any
+    ) -> tuple[jax.Array, tuple[jax.Array, _Carried, Any]]:
+        """One evaluation of the loss function."""
+        model, bound = self.variables.bind_for_loss(
+            self.constant["unbound_model"], trainable | self.constant["frozen"], carried.state_vars
         )
-        grads = jax.tree.map(lambda t, p: (t / parts).astype(p.dtype), total, trainable)
-        return grads, jnp.mean(losses), state_vars, loss_fn_state, jax.tree.map(_summary, auxes)
+        result = self.loss_fn(model=model, rng=rng, state=carried.loss_fn_state, **inputs)
+        loss, new_state, aux = read_result(result)
+        new_vars = {name: variable.value for name, variable in bound.items()}
+        new = _Carried(
+            fit_state(carried.state_vars, new_vars, "state_vars", _FIX_STATE_VAR),
+            fit_state(carried.loss_fn_state, new_state, "loss_fn_state", _FIX_LOSS_STATE),
+        )
+        return loss, (loss, new, jax.tree.map(jnp.asarray, aux))
 
 
-def _summary(values: jax.Array) -> jax.Array:
-    """Of one auxiliary output: the mean if it is floating, else what the last microbatch gave."""
-    return jnp.mean(values, axis=0) if jnp.issubdtype(values.dtype, jnp.inexact) else values[-1]
-
-
-def _in_old_dtypes(old: Any, new: Any) -> Any:
-    """The optimizer's new state in the dtypes that its init chose, as the layout is for these.
+def _in_old_form(old: Any, new: Any, what: str, fix: str) -> Any:
+    """What the optimizer made, in the structure, shapes and dtypes that the layout is for.
 
     Updates computed in mixed precision can come out wider than the state that they are for.
     """
     old_def: Any = jax.tree.structure(old)
     if old_def != jax.tree.structure(new):
         raise ShardingError(
-            "the optimizer's state must keep its form from step to step: "
-            f"{old_def} became {jax.tree.structure(new)}. {_FIX_OPT_STATE}"
+            f"{what} must keep its form from step to step, and the optimizer changed it: "
+            f"{old_def} became {jax.tree.structure(new)}. {fix}"
         )
     flat, treedef = jax.tree_util.tree_flatten_with_path(old)
+    before = [jnp.asarray(leaf) for _, leaf in flat]
+    after = [
+        _in_dtype_of(leaf, jnp.asarray(other))
+        for leaf, other in zip(before, jax.tree.leaves(new), strict=True)
+    ]
     paths = [array_path_text(path) for path, _ in flat]
-    before = {path: jnp.asarray(leaf) for path, (_, leaf) in zip(paths, flat, strict=True)}
-    after = {
-        path: _in_dtype_of(before[path], jnp.asarray(leaf))
-        for path, leaf in zip(paths, jax.tree.leaves(new), strict=True)
-    }
-    fitted = fit_state(before, after, "opt_state", _FIX_OPT_STATE)
-    return jax.tree.unflatten(treedef, [fitted[path] for path in paths])
+    return jax.tree.unflatten(treedef, fit_leaves(paths, before, after, what, fix))
 
 
 def _in_dtype_of(old: jax.Array, new: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """What a loss function must take and give, checked while its step is traced."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +10,38 @@ import numpy as np
 from penzai import pz
 
 from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.named_leaves import is_array_like
 from penzai_shard.tree_paths import array_path_text, join_paths
 
 RESERVED = ("model", "rng", "state")
+_FIX_AUX = "Leave it out of the auxiliary outputs; of a variable return its .value."
+_FIX_STATE = "Carry arrays in the state, and keep other things where the loss function is defined."
 _CONTRACT = "loss_fn(model, rng, state, **inputs) -> (loss, new_state, aux)"
+
+
+def not_arrays(tree: Any, what: str, fix: str) -> list[str]:
+    """One line for each leaf of a tree that cannot go through a compiled program.
+
+    Args:
+        tree: The tree.
+        what: Name of the tree for messages.
+        fix: What to do about such a leaf.
+
+    >>> not_arrays({"x": 1.0, "tag": "a"}, "input", "Drop it.")
+    ["input/tag: is the str 'a', not an array. Drop it."]
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [
+        f"{join_paths(what, array_path_text(path))}: is {_value_text(leaf)}, not an array. {fix}"
+        for path, leaf in flat
+        if not is_array_like(leaf)
+    ]
+
+
+def _value_text(value: Any) -> str:
+    text = repr(value)
+    kind = f"the {type(value).__name__}" if len(text) <= 40 else f"a {type(value).__name__}"
+    return f"{kind} {text}" if len(text) <= 40 else kind
 
 
 def check_signature(loss_fn: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
@@ -53,7 +81,8 @@ def read_result(result: Any) -> tuple[jax.Array, Any, Any]:
         The loss as a scalar array without names, the new state, and the auxiliary output.
 
     Raises:
-        ShardingError: It is not a triple, or the loss is not a floating scalar.
+        ShardingError: It is not a triple, the loss is not a floating scalar, or the rest is not
+            made of arrays.
 
     >>> read_result((pz.nx.wrap(2.0), None, {}))[1:]
     (None, {})
@@ -62,9 +91,14 @@ def read_result(result: Any) -> tuple[jax.Array, Any, Any]:
         got = f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
         raise ShardingError(
             f"the loss function returned {got}; it must be {_CONTRACT}. "
-            "Return (loss, state, {}) if there is nothing else to tell."
+            "Return (loss, state, {}) if there is nothing else to report."
         )
     loss, state, aux = result
+    problems = [
+        *not_arrays(aux, "aux", _FIX_AUX),
+        *not_arrays(state, "new_state", _FIX_STATE),
+    ]
+    raise_all(ShardingError, "the loss function returned something that is not an array:", problems)
     if pz.nx.is_namedarray(loss):
         if loss.named_shape:
             axes = ", ".join(f"{name}={size}" for name, size in loss.named_shape.items())
@@ -74,6 +108,11 @@ def read_result(result: Any) -> tuple[jax.Array, Any, Any]:
                 f"Return its mean: loss.untag({names}).mean()."
             )
         loss = loss.unwrap()
+    if not is_array_like(loss):
+        raise ShardingError(
+            f"the loss is a {type(loss).__name__}, not an array; it must be a floating scalar. "
+            "Return (loss, state, aux) in this order."
+        )
     if np.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise ShardingError(
             f"the loss is of shape {np.shape(loss)} and dtype {jnp.result_type(loss)}; "
@@ -118,19 +157,46 @@ def fit_state(old: Any, new: Any, what: str, fix: str) -> Any:
             if p not in old_paths
         ]
         raise ShardingError(headline, problems or [f"{what}: {old_def} became {new_def}. {fix}"])
+    before, after = ([leaf for _, leaf in flat] for flat in (old_flat, new_flat))
+    return jax.tree.unflatten(new_def, fit_leaves(old_paths, before, after, what, fix))
+
+
+def fit_leaves(
+    paths: Sequence[str], old: Sequence[Any], new: Sequence[Any], what: str, fix: str
+) -> list[Any]:
+    """`fit_state` leaf by leaf.
+
+    Args:
+        paths: Path of each leaf.
+        old: The arrays and named arrays that the step started with.
+        new: Those that it ended with.
+        what: Name of the state for messages.
+        fix: What to do if they do not agree.
+
+    Returns:
+        The new ones, with strong types and the old order of axes.
+
+    Raises:
+        ShardingError: A shape or dtype changed; all offenders are listed.
+
+    >>> fit_leaves(["w"], [jnp.ones(2)], [jnp.ones(3)], "params", "Keep it.")
+    Traceback (most recent call last):
+    penzai_shard.errors.ShardingError: params must keep its form from step to step:
+      params/w: was float32 of shape (2,), became float32 of shape (3,). Keep it.
+    """
     problems = []
     fitted = []
-    for path, (_, before), (_, after) in zip(old_paths, old_flat, new_flat, strict=True):
+    for path, before, after in zip(paths, old, new, strict=True):
         if _form(before) != _form(after):
             problems.append(
                 f"{join_paths(what, path)}: was {_form(before)}, became {_form(after)}. {fix}"
             )
-        elif is_named(before):
+        elif pz.nx.is_namedarray(before):
             fitted.append(jax.tree.map(_strong, after.order_like(before)))
         else:
             fitted.append(_strong(after))
-    raise_all(ShardingError, headline, problems)
-    return jax.tree.unflatten(new_def, fitted)
+    raise_all(ShardingError, f"{what} must keep its form from step to step:", problems)
+    return fitted
 
 
 def _strong(leaf: Any) -> Any:

@@ -8,11 +8,12 @@ and trees of bare weights, in which every leaf counts as a parameter named by it
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from penzai import pz
 from penzai.core.variables import (
     AbstractVariable,
@@ -23,6 +24,7 @@ from penzai.core.variables import (
 )
 
 from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.named_leaves import is_array_like
 from penzai_shard.tree_paths import path_text
 
 TrainablePredicate = Callable[[Any], bool]
@@ -61,7 +63,7 @@ class VariableEntry:
     def thawed(self, value: Any) -> Any:
         """The variable as the model held it: a new mutable one if it was mutable."""
         frozen = self.frozen(value)
-        if not self.mutable or not all(_is_array_like(leaf) for leaf in jax.tree.leaves(value)):
+        if not self.mutable or not all(_is_array(leaf) for leaf in jax.tree.leaves(value)):
             # Shape structs and shardings cannot be put into a mutable variable.
             return frozen
         variable = frozen.unfreeze_as_copy()
@@ -81,6 +83,29 @@ class VariableEntry:
         if type(mine) is not type(theirs):
             return False
         return _same(getattr(mine, "metadata", None), getattr(theirs, "metadata", None))
+
+
+@jax.tree_util.register_static
+class StaticLeaf:
+    """Stands in a model for a leaf that is not an array, such as a function: static data.
+
+    >>> jax.tree.leaves(StaticLeaf(max)), StaticLeaf(max) == StaticLeaf(max)
+    ([], True)
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StaticLeaf) or type(self.value) is not type(other.value):
+            return False
+        return _same(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+    def __repr__(self) -> str:
+        return f"StaticLeaf({self.value!r})"
 
 
 class VariableTable:
@@ -167,16 +192,19 @@ class VariableTable:
 
 
 def fill_slots(tree: Any, values: Mapping[AbstractVariableSlot, Any]) -> Any:
-    """Replaces each slot that has a value.
+    """Replaces each slot that has a value, and puts leaves that are not arrays back.
 
     >>> fill_slots([ParameterSlot(label="w"), 2], {ParameterSlot(label="w"): 1})
     [1, 2]
     """
 
     def fill(leaf: Any) -> Any:
+        if isinstance(leaf, StaticLeaf):
+            return leaf.value
         return values.get(leaf, leaf) if isinstance(leaf, AbstractVariableSlot) else leaf
 
-    return jax.tree.map(fill, tree, is_leaf=lambda x: isinstance(x, AbstractVariableSlot))
+    is_leaf = (AbstractVariableSlot, StaticLeaf)
+    return jax.tree.map(fill, tree, is_leaf=lambda x: isinstance(x, is_leaf))
 
 
 def split_model(
@@ -189,8 +217,10 @@ def split_model(
         trainable: Decides which parameters the optimizer changes. It gets the parameter as the
             model holds it: a ``pz.Parameter``, a v1 parameter, or, for a tree of weights, a
             ``pz.ParameterValue`` labelled with the path. By default a parameter is trainable
-            unless its metadata says ``{"trainable": False}`` (v1: unless it is a
-            ``FrozenParameter``; bare weights: if it is floating).
+            unless it is frozen (a ``pz.ParameterValue``, as ``pz.freeze_params`` gives; v1: a
+            ``FrozenParameter``) or its metadata says ``{"trainable": False}``; bare weights are
+            if they are floating. Parameters of shape structs, which can only be frozen ones,
+            count as if they were not.
 
     Returns:
         The model with slots for variables, parameter values by name, state variables' values by
@@ -198,7 +228,7 @@ def split_model(
 
     Raises:
         ShardingError: The model is unbound or uninitialised, two variables have the same name,
-            or a parameter that should be trained is not floating.
+            a parameter that should be trained is not floating, or every parameter is frozen.
 
     >>> unbound, params, state_vars, table = split_model({"layer": {"w": jnp.ones(3)}})
     >>> list(params), table.trainable_names
@@ -229,7 +259,7 @@ def split_model(
     for key_path, leaf in flat:
         path = path_text(key_path)
         if not isinstance(leaf, is_variable):
-            leaves.append(leaf)
+            leaves.append(leaf if is_array_like(leaf) else StaticLeaf(leaf))
             continue
         if isinstance(leaf, (AbstractVariableSlot, *v1_unready)):
             problems.append(
@@ -248,7 +278,7 @@ def split_model(
             )
             continue
         if entry.name in entries:
-            if seen[entry.name].value is leaf.value:
+            if _is_copy(leaf, seen[entry.name]):
                 leaves.append(entry.slot())
             else:
                 problems.append(
@@ -267,6 +297,8 @@ def split_model(
         (params if entry.kind == "parameter" else state_vars)[entry.name] = leaf.value
         leaves.append(entry.slot())
     raise_all(ShardingError, "cannot make a train state of this model:", problems)
+    if trainable is None:
+        _refuse_all_frozen(entries.values())
     unbound = jax.tree.unflatten(treedef, leaves)
     return unbound, params, state_vars, VariableTable(tuple(entries.values()))
 
@@ -279,8 +311,12 @@ def _split_weights(
     params: dict[str, Any] = {}
     entries = []
     problems = []
+    leaves: list[Any] = []
     for key_path, leaf in flat:
         name = path_text(key_path)
+        if not pz.nx.is_namedarray(leaf) and not is_array_like(leaf):
+            leaves.append(StaticLeaf(leaf))
+            continue
         if name in params:
             problems.append(
                 f"{name}: two weights have this path. Rename one of the keys that contain '/'."
@@ -294,8 +330,9 @@ def _split_weights(
             problems.append(f"{name}: a trainable weight must be floating. Exclude it.")
         params[name] = leaf
         entries.append(VariableEntry(name, "parameter", None, False, wanted))
+        leaves.append(entries[-1].slot())
     raise_all(ShardingError, "cannot make a train state of these weights:", problems)
-    unbound = jax.tree.unflatten(treedef, [entry.slot() for entry in entries])
+    unbound = jax.tree.unflatten(treedef, leaves)
     return unbound, params, {}, VariableTable(tuple(entries))
 
 
@@ -317,6 +354,8 @@ def _entry(
     if isinstance(frozen, pz.ParameterValue):
         name = frozen.label if isinstance(frozen.label, str) else str(frozen.label)
         default = bool(frozen.metadata.get("trainable", True))
+        # A shape struct cannot be in a mutable variable, so of an abstract model it says nothing.
+        default = default and (mutable or _is_abstract(frozen.value))
     elif isinstance(frozen, AbstractVariableValue):
         return None
     else:
@@ -324,6 +363,52 @@ def _entry(
         default = not isinstance(frozen, v1_frozen)
     wanted = default if trainable is None else bool(trainable(variable))
     return VariableEntry(name, "parameter", template, mutable, wanted)
+
+
+def _is_copy(variable: Any, first: Any) -> bool:
+    """Whether a variable is another copy of a frozen one, as trees of frozen ones come to hold.
+
+    A frozen parameter is a plain value: placing a model, ``jax.tree.map`` and checkpoints give
+    each of its places an object, and arrays, of its own.
+    """
+    if variable.value is first.value:
+        return True
+    if type(variable) is not type(first) or isinstance(first, AbstractVariable):
+        return False
+    my_form: Any
+    their_form: Any
+    mine, my_form = jax.tree.flatten(variable.value)
+    theirs, their_form = jax.tree.flatten(first.value)
+    return bool(my_form == their_form) and all(map(_equal_arrays, mine, theirs))
+
+
+def _equal_arrays(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if np.shape(a) != np.shape(b) or _dtype_of(a) != _dtype_of(b):
+        return False
+    if any(isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer) for x in (a, b)):
+        return True
+    if jnp.issubdtype(_dtype_of(a), jax.dtypes.prng_key):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    if getattr(a, "sharding", None) == getattr(b, "sharding", None):
+        return bool(jnp.array_equal(a, b, equal_nan=jnp.issubdtype(_dtype_of(a), jnp.inexact)))
+    return bool(np.array_equal(np.asarray(a), np.asarray(b)))
+
+
+def _refuse_all_frozen(entries: Iterable[VariableEntry]) -> None:
+    parameters = [entry for entry in entries if entry.kind == "parameter"]
+    frozen = [
+        entry.name
+        for entry in parameters
+        if not entry.mutable and entry.template.__class__ is pz.ParameterValue
+    ]
+    if frozen and not any(entry.trainable for entry in parameters):
+        raise ShardingError(
+            f"nothing of this model would be trained: {len(frozen)} of its {len(parameters)} "
+            f"parameters are frozen ({frozen[0]!r} and so on). Say which to train: "
+            "TrainState.initial_state(..., trainable=lambda parameter: True)."
+        )
 
 
 def _v1_types() -> tuple[tuple[type, ...], tuple[type, ...], tuple[type, ...]]:
@@ -334,8 +419,12 @@ def _v1_types() -> tuple[tuple[type, ...], tuple[type, ...], tuple[type, ...]]:
     return (module.Parameter,), (module.FrozenParameter,), (module.UninitializedParameter,)
 
 
-def _is_array_like(leaf: Any) -> bool:
+def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and not isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _is_abstract(value: Any) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value))
 
 
 def _is_floating(value: Any) -> bool:

@@ -16,6 +16,18 @@ from penzai_shard.meshes import auto_twin
 from penzai_shard.planning import shared_named_sharding
 
 
+def deleted(leaves: Iterable[Any]) -> bool:
+    """Whether the memory of any array was given away, as donation does.
+
+    >>> deleted([1, jnp.ones(2)])
+    False
+    """
+    return any(
+        isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+        for leaf in leaves
+    )
+
+
 def is_traced(leaves: Iterable[Any]) -> bool:
     """Whether any leaf is a tracer, so that there is nothing to place.
 
@@ -142,43 +154,60 @@ def without_shared_buffers(leaves: Sequence[Any], others: Iterable[Any]) -> list
     return result
 
 
-def equal_constants_once(leaves: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
-    """The distinct arrays among some, and which of them each one is.
+Packing = tuple[tuple[int, int | None], ...]
 
-    Models repeat scalars, such as a norm's epsilon, in every block. Passing each to a program
-    again would cost time at every call.
+
+def packed_scalars(leaves: Sequence[Any]) -> tuple[list[Any], Packing]:
+    """The arrays, scalars that are alike in all but their value put into one array.
+
+    Models repeat scalars, such as a norm's epsilon, in every block. Passing each to a program by
+    itself would cost time at every call.
 
     Args:
         leaves: Placed arrays.
 
     Returns:
-        The distinct ones, and the position among them of every leaf.
+        The arrays to pass, and for every leaf which of them it is, or is in and where. That
+        depends on dtypes and layouts, not on values.
 
-    >>> equal_constants_once([jnp.asarray(1.0), jnp.ones(2), jnp.asarray(1.0)])[1]
-    (0, 1, 0)
+    >>> passed, packing = packed_scalars([jnp.asarray(1.0), jnp.ones(2), jnp.asarray(3.0)])
+    >>> packing, [float(x) for x in unpacked(passed, packing)[::2]]
+    (((1, 0), (0, None), (1, 1)), [1.0, 3.0])
     """
-    scalars = [
-        leaf
-        for leaf in leaves
-        if isinstance(leaf, jax.Array)
+    passed: list[Any] = []
+    where: list[tuple[int, int | None]] = []
+    alike: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if _is_packable(leaf):
+            key = (leaf.dtype, leaf.weak_type, leaf.sharding, leaf.committed)
+            alike.setdefault(key, []).append(i)
+            where.append((-1, None))
+        else:
+            where.append((len(passed), None))
+            passed.append(leaf)
+    for (_, _, sharding, committed), members in alike.items():
+        for position, i in enumerate(members):
+            where[i] = (len(passed), position)
+        packed = jax.lax.concatenate([jax.lax.reshape(leaves[i], (1,)) for i in members], 0)
+        passed.append(jax.device_put(packed, sharding) if committed else packed)
+    return passed, tuple(where)
+
+
+def _is_packable(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, jax.Array)
         and not leaf.ndim
         and leaf.is_fully_replicated
         and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    )
+
+
+def unpacked(passed: Sequence[Any], packing: Packing) -> list[Any]:
+    """The leaves that `packed_scalars` packed, weak types kept."""
+    return [
+        passed[i] if j is None else jax.lax.index_in_dim(passed[i], j, keepdims=False)
+        for i, j in packing
     ]
-    texts = {
-        id(leaf): (value.tobytes(), leaf.dtype, leaf.weak_type, leaf.sharding, leaf.committed)
-        for leaf, value in zip(scalars, jax.device_get(scalars), strict=True)
-    }
-    distinct: list[Any] = []
-    positions: dict[Any, int] = {}
-    index = []
-    for leaf in leaves:
-        key = texts.get(id(leaf), id(leaf))
-        if key not in positions:
-            positions[key] = len(distinct)
-            distinct.append(leaf)
-        index.append(positions[key])
-    return distinct, tuple(index)
 
 
 def _buffers(leaf: Any) -> set[int]:
@@ -187,6 +216,23 @@ def _buffers(leaf: Any) -> set[int]:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
+
+
+def spread(prefix: Any, tree: Any) -> list[Any]:
+    """For every leaf of a tree the leaf of a prefix that it is under.
+
+    Raises:
+        ValueError: It is no prefix of the tree.
+
+    >>> spread({"a": 1, "b": 2}, {"a": [5, 6], "b": 7})
+    [1, 1, 2]
+    """
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(prefix)
+    below = treedef.flatten_up_to(tree)
+    return [
+        leaf for leaf, subtree in zip(leaves, below, strict=True) for _ in jax.tree.leaves(subtree)
+    ]
 
 
 def sharding_text(sharding: Sharding) -> str:

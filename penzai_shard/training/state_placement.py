@@ -1,18 +1,21 @@
 """Laying out a new train state as the model's parameters already lie."""
 
 import collections
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.meshes import auto_context
 from penzai_shard.named_leaves import with_data
-from penzai_shard.planning import make_plan
+from penzai_shard.planning import OnUnnamed, plan_tree
 from penzai_shard.reduced_statistics import align_names
+from penzai_shard.training.optimizer_calls import initial_optimizer_state
 from penzai_shard.training.state_layout import (
     as_array,
     canonical,
@@ -28,23 +31,30 @@ Parts = dict[str, Any]
 
 
 def place_initial_parts(
-    changing: Parts, constant: Parts, init: Callable[[Any], Any], trainable: frozenset[str]
+    changing: Parts,
+    constant: Parts,
+    optimizer_def: Any,
+    trainable: frozenset[str],
+    on_unnamed: OnUnnamed = "error",
 ) -> tuple[Parts, Parts, Any]:
     """Places the parts of a new state and makes the optimizer's part of it.
 
     Args:
         changing: Trees that steps will replace, ``"params"`` among them.
         constant: Trees that steps only read; their weak types are kept.
-        init: The optimizer's ``init``.
+        optimizer_def: The optimizer.
         trainable: Names of the parameters that the optimizer is to know.
+        on_unnamed: What becomes of its arrays that are not made of a parameter's dimensions.
 
     Returns:
         The changing parts, the constant parts, and the optimizer's state. On one device they
         stay where they are; if any array lies on a mesh, all do.
 
     Raises:
-        ShardingError: Some array is committed to other devices than the rest.
+        ShardingError: Some array is committed to other devices than the rest, or the optimizer
+            cannot take these parameters.
     """
+    init = functools.partial(initial_optimizer_state, optimizer_def)
 
     def chosen(params: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in params.items() if name in trainable}
@@ -54,7 +64,10 @@ def place_initial_parts(
     leaves = jax.tree.leaves((changing, constant))
     mesh = None if is_traced(leaves) else mesh_of(leaves)
     if mesh is None:
-        opt_state = jax.tree.map(with_strong_type, init(chosen(changing["params"])))
+        # What the optimizer hands out may be its own, such as a random key, or a parameter.
+        opt_state = jax.tree.map(
+            lambda leaf: jnp.copy(with_strong_type(leaf)), init(chosen(changing["params"]))
+        )
         return changing, constant, opt_state
     changing, constant = jax.tree.map(lambda leaf: settled(leaf, mesh), (changing, constant))
     flat, _ = jax.tree_util.tree_flatten_with_path(changing | constant)
@@ -66,14 +79,16 @@ def place_initial_parts(
     params = chosen(changing["params"])
     with auto_context():
         abstract = jax.eval_shape(init, params)
-        shardings = shardings_like_params(abstract, params, mesh)
+        shardings = shardings_like_params(abstract, params, mesh, on_unnamed)
         opt_state = jax.jit(
             lambda params: jax.tree.map(with_strong_type, init(params)), out_shardings=shardings
         )(params)
     return changing, constant, opt_state
 
 
-def shardings_like_params(opt_state: Any, params: Mapping[str, Any], mesh: Mesh) -> Any:
+def shardings_like_params(
+    opt_state: Any, params: Mapping[str, Any], mesh: Mesh, on_unnamed: OnUnnamed = "error"
+) -> Any:
     """A sharding for every array of an optimizer state, read off the parameters' own layouts.
 
     Each dimension of each parameter gets a logical axis of its own, ruled by where that dimension
@@ -83,10 +98,14 @@ def shardings_like_params(opt_state: Any, params: Mapping[str, Any], mesh: Mesh)
         opt_state: State whose shardings are wanted, usually abstract.
         params: The placed parameters that it was made for, by name.
         mesh: Their mesh, with Auto axes.
+        on_unnamed: What becomes of arrays that are not made of a parameter's dimensions.
 
     Returns:
         A tree of ``NamedSharding``s with the structure of ``opt_state``: moments lie as their
-        parameters, statistics of some dimensions as these dimensions, all else on every device.
+        parameters, statistics of some dimensions as these dimensions, scalars on every device.
+
+    Raises:
+        PlanError: Some arrays are not made of a parameter's dimensions.
 
     >>> import optax
     >>> from penzai_shard.meshes import make_mesh
@@ -109,7 +128,7 @@ def shardings_like_params(opt_state: Any, params: Mapping[str, Any], mesh: Mesh)
         return {name: _renamed(statistic, *templates[name]) for name, statistic in node.items()}
 
     ruled = jax.tree.map(named, opt_state, is_leaf=is_per_parameter)
-    plan = make_plan(ruled, mesh, list(rules.items()), on_unnamed="replicate")
+    plan = plan_tree({"opt_state": ruled}, mesh, list(rules.items()), on_unnamed=on_unnamed)
     return jax.tree.unflatten(jax.tree.structure(opt_state), jax.tree.leaves(plan.sharding_tree()))
 
 
@@ -136,13 +155,15 @@ def _renamed(statistic: Any, treedef: Any, templates: list[pz.nx.NamedArray]) ->
         parts = treedef.flatten_up_to(statistic)
     except ValueError:
         # Not kept for this parameter, for instance masked out.
-        return jax.tree.leaves(statistic)
-    return [_with_names(part, template) for part, template in zip(parts, templates, strict=True)]
+        return statistic
+    if not all(map(_fits, parts, templates)):
+        # Not made of the parameter's dimensions, as a matrix of second moments.
+        return statistic
+    return [with_data(template, part) for part, template in zip(parts, templates, strict=True)]
 
 
-def _with_names(part: Any, template: pz.nx.NamedArray) -> Any:
-    leaves = jax.tree.leaves(part)
-    if any(align_names(template.named_axes, tuple(leaf.shape)).problem for leaf in leaves):
-        # Not made of the parameter's dimensions, as a matrix of second moments: no names.
-        return leaves
-    return with_data(template, part)
+def _fits(part: Any, template: pz.nx.NamedArray) -> bool:
+    return not any(
+        align_names(template.named_axes, tuple(leaf.shape)).problem
+        for leaf in jax.tree.leaves(part)
+    )

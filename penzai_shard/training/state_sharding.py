@@ -4,8 +4,10 @@ from typing import Any
 
 import jax
 
+from penzai_shard.errors import RuleTypeError
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.planning import make_plan, plan_tree
+from penzai_shard.planning import PlanRequest, plan_fields
+from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 from penzai_shard.training.train_state import FIELDS, TrainState, peek
 
 
@@ -15,16 +17,18 @@ def train_state_sharding(
     rules: Any = None,
     optimizer_rules: Any = None,
     *,
-    on_unnamed: Any = "error",
+    axis_name_to_mesh_name: Any = None,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: OnUnnamed = "error",
 ) -> TrainState:
     """The sharding of every array of a train state.
 
     For ``jax.device_put(state, shardings)`` and for ``train_state_shardings`` of
-    ``build_train_step_fn``. Parameters, state variables, named constants and the named part of
-    the loss function's state lie as the rules say, the optimizer's state under its own rules if
-    there are any. With parameters replicated and the optimizer's state sharded this is stage 1 of
-    ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054). Scalars, keys, and other arrays without
-    names are replicated over the mesh, so that nothing sits on one device.
+    ``build_train_step_fn``. Parameters, state variables, constants and the loss function's state
+    lie as the rules say, the optimizer's state under its own rules if there are any. With
+    parameters replicated and the optimizer's state sharded this is stage 1 of ZeRO (Rajbhandari
+    et al. 2020, arXiv:1910.02054). Scalars and keys are replicated over the mesh, so that nothing
+    sits on one device.
 
     Args:
         train_state: A state, concrete or abstract, such as the result of
@@ -33,13 +37,20 @@ def train_state_sharding(
         rules: Rules in any form that ``AxisRules`` reads; None maps each logical axis to the
             mesh axis of the same name.
         optimizer_rules: Rules for the optimizer's state; None takes ``rules``.
-        on_unnamed: What becomes of parameters without names: ``"error"`` or ``"replicate"``.
+        axis_name_to_mesh_name: The same as ``rules`` under Penzai's name; give one of the two.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``. It also decides on what an optimizer keeps that is not
+            made of its parameter's dimensions, such as a matrix of second moments. Leaves that
+            JAX is to infer are None, and so not declared to a train step.
 
     Returns:
         A tree like the state, a ``NamedSharding`` with a canonical spec in place of each array.
 
     Raises:
-        ShardingError: As ``make_plan`` does, for parameters and optimizer state.
+        ShardingError: As ``make_plan`` does; the arrays of all fields are reported at once.
+
+    Warns:
+        ShardingWarning: As ``make_plan`` does.
 
     >>> import jax.numpy as jnp, optax
     >>> from penzai import pz
@@ -51,22 +62,21 @@ def train_state_sharding(
     >>> shardings.params["w"].data_array.spec, shardings.opt_state[0].trace["w"].data_array.spec
     (P(None, 'model'), P('data',))
     """
-    params = peek(train_state, "params")
-    treedef = jax.tree.structure(train_state)
-    others = {
-        name: peek(train_state, name)
-        for name in ("step", "root_rng", "state_vars", "loss_fn_state", "unbound_model")
-    }
-    with_params = make_plan({"params": params}, mesh, rules, on_unnamed=on_unnamed)
-    planned = (
-        with_params.sharding_tree()
-        | plan_tree(others, mesh, rules, on_unnamed="replicate").sharding_tree()
-    )
-    opt_state = plan_tree(
-        {"opt_state": peek(train_state, "opt_state")},
+    if not isinstance(train_state, TrainState):
+        raise RuleTypeError(
+            f"train_state_sharding takes a TrainState, not a {type(train_state).__name__}. "
+            "For another tree: make_plan(tree, mesh, rules).sharding_tree()."
+        )
+    request = PlanRequest.read(
+        "train_state_sharding",
         mesh,
-        rules if optimizer_rules is None else optimizer_rules,
-        on_unnamed="replicate",
-    ).sharding_tree()
-    planned |= opt_state
-    return jax.tree.unflatten(treedef, jax.tree.leaves([planned[field] for field in FIELDS]))
+        rules,
+        axis_name_to_mesh_name=axis_name_to_mesh_name,
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+    )
+    plans = plan_fields(
+        request, {name: peek(train_state, name) for name in FIELDS}, optimizer_rules
+    )
+    leaves = [sharding for name in FIELDS for sharding in plans[name].shardings()]
+    return jax.tree.unflatten(jax.tree.structure(train_state), leaves)

@@ -1,18 +1,17 @@
-"""A train state as one flat list of arrays plus an interned structure.
+"""A train state as one flat list of arrays plus a structure.
 
 Flattening a model of named arrays takes Python time per array. A train step therefore does it
 once: from then on a state is a list of arrays and a reference to its structure, and the trees are
 built only when somebody asks for them.
 """
 
-import dataclasses
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from penzai_shard.training.model_variables import VariableTable
+from penzai_shard.training.optimizer_identity import OptimizerIdentity
 from penzai_shard.tree_paths import array_path_text, join_paths
 
 STEPPED_SECTIONS = ("step", "trainable", "opt_state", "state_vars", "loss_fn_state")
@@ -29,25 +28,36 @@ FIELD_OF_SECTION = {section: section for section in SECTIONS} | {
 class StateStructure:
     """The tree structures of all sections of a train state, without any array.
 
-    Equal structures are one object (see `intern_structure`), so comparing two is comparing
-    identities.
+    Two are equal if the same program serves both.
 
     Attributes:
         treedefs: Tree structure of each section, in the order of ``SECTIONS``.
         variables: Table of the model's variables.
-        optimizer_def: The optimizer.
+        optimizer: The optimizer.
         stepped_slices: Where each stepped section lies in the list of stepped leaves.
         kept_slices: The same for the leaves that a step leaves alone.
     """
 
     def __init__(
-        self, treedefs: tuple[Any, ...], variables: VariableTable, optimizer_def: Any
+        self, treedefs: tuple[Any, ...], variables: VariableTable, optimizer: OptimizerIdentity
     ) -> None:
         self.treedefs = dict(zip(SECTIONS, treedefs, strict=True))
         self.variables = variables
-        self.optimizer_def = optimizer_def
+        self.optimizer = optimizer
         self.stepped_slices = self._slices(STEPPED_SECTIONS)
         self.kept_slices = self._slices(KEPT_SECTIONS)
+        self._parts = (treedefs, variables, optimizer)
+        self._hash = hash(self._parts)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, StateStructure):
+            return NotImplemented
+        return self._hash == other._hash and self._parts == other._parts
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def _slices(self, sections: tuple[str, ...]) -> dict[str, slice]:
         slices = {}
@@ -82,42 +92,6 @@ class StateStructure:
                 yield join_paths(FIELD_OF_SECTION[section], array_path_text(key_path))
 
 
-_STRUCTURES: weakref.WeakValueDictionary[Any, StateStructure] = weakref.WeakValueDictionary()
-
-
-def intern_structure(
-    treedefs: tuple[Any, ...], variables: VariableTable, optimizer_def: Any
-) -> StateStructure:
-    """The one structure object for these tree structures; it lives while a state uses it."""
-    key = (treedefs, variables, _Identified.of(optimizer_def))
-    structure = _STRUCTURES.get(key)
-    if structure is None:
-        structure = StateStructure(treedefs, variables, optimizer_def)
-        _STRUCTURES[key] = structure
-    return structure
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Identified:
-    """Stands for an object that cannot be hashed, by identity."""
-
-    value: Any
-
-    @classmethod
-    def of(cls, value: Any) -> Any:
-        try:
-            hash(value)
-        except TypeError:
-            return cls(value)
-        return value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identified) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 class FlatState:
     """A train state as flat lists.
 
@@ -128,7 +102,7 @@ class FlatState:
         kept: Arrays that a train step only reads: random key, frozen parameters and the model's
             constants.
         program: What produced it, if a train step did; its layout is then known to be right.
-        passed: What that program takes for ``kept``: equal constants only once.
+        passed: What that program takes for ``kept``: scalars packed into few arrays.
     """
 
     __slots__ = ("kept", "passed", "program", "stepped", "structure")

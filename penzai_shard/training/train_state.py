@@ -11,18 +11,24 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
+from penzai_shard.rule_kinds import OnUnnamed, check_option
+from penzai_shard.training.loss_contract import not_arrays
 from penzai_shard.training.model_variables import (
     TrainablePredicate,
     VariableTable,
     split_model,
 )
+from penzai_shard.training.optimizer_calls import check_optimizer
+from penzai_shard.training.optimizer_identity import OptimizerIdentity
+from penzai_shard.training.state_layout import deleted
 from penzai_shard.training.state_placement import place_initial_parts
 from penzai_shard.training.state_structure import (
     FIELD_OF_SECTION,
     SECTIONS,
     STEPPED_SECTIONS,
     FlatState,
-    intern_structure,
+    StateStructure,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +65,8 @@ class TrainState:
         root_rng: Key that each step derives its own from.
         loss_fn_state: Whatever the loss function carries along.
         unbound_model: The model with slots instead of variables.
-        optimizer_def: The optax optimizer (static).
+        optimizer_def: The optax optimizer (static). Two states of equal optimizers have the same
+            structure; see `OptimizerIdentity`.
         variables: What the model's variables were (static).
 
     >>> import optax
@@ -89,6 +96,7 @@ class TrainState:
         loss_fn_state: Any = None,
         *,
         trainable: TrainablePredicate | None = None,
+        on_unnamed: OnUnnamed = "error",
     ) -> "TrainState":
         """The state before the first step.
 
@@ -104,17 +112,29 @@ class TrainState:
                 dictionary by name.
             root_rng: Random key of the whole run.
             loss_fn_state: What the loss function gets as ``state`` in the first step.
-            trainable: Which parameters to train; see `split_model`. By default all whose
-                metadata does not say ``{"trainable": False}``.
+            trainable: Which parameters to train; see `split_model`. By default all that are not
+                frozen, and whose metadata does not say ``{"trainable": False}``.
+            on_unnamed: What becomes of arrays that the optimizer keeps and that are not made of
+                a parameter's dimensions, if the model lies on a mesh: an error, or a copy on
+                every device (``"replicate"``).
 
         Returns:
             The state. Of an abstract model (``ShapeDtypeStruct`` leaves, or under
             ``jax.eval_shape``) the state is abstract too.
 
         Raises:
-            ShardingError: The model has no values, a name is used twice, or a parameter that
-                should be trained is not floating.
+            ShardingError: The model has no values, a name is used twice, a parameter that
+                should be trained is not floating, or every parameter is frozen.
+            RuleTypeError: The optimizer or the key is something else.
         """
+        check_optimizer(optimizer_def)
+        _check_key(root_rng)
+        check_option("on_unnamed", on_unnamed)
+        raise_all(
+            ShardingError,
+            "the loss function's state must be made of arrays:",
+            not_arrays(loss_fn_state, "loss_fn_state", "Keep it where the loss is defined."),
+        )
         unbound_model, params, state_vars, variables = split_model(model, trainable)
         changing = {
             "step": jnp.zeros((), jnp.int32),
@@ -126,7 +146,7 @@ class TrainState:
 
         def build(changing: Any, constant: Any) -> TrainState:
             changing, constant, opt_state = place_initial_parts(
-                changing, constant, optimizer_def.init, variables.trainable_names
+                changing, constant, optimizer_def, variables.trainable_names, on_unnamed
             )
             return cls(
                 opt_state=opt_state,
@@ -142,7 +162,13 @@ class TrainState:
 
     @property
     def model(self) -> Any:
-        """The model with the current values in new variables, their metadata kept."""
+        """The model with the current values in new variables, their metadata kept.
+
+        Raises:
+            ShardingError: The state was donated to a step.
+        """
+        if is_donated(self):
+            raise ShardingError(donation_text(self))
         return self.variables.bind(
             peek(self, "unbound_model"), peek(self, "params"), peek(self, "state_vars")
         )
@@ -159,6 +185,8 @@ class TrainState:
         return value
 
     def __repr__(self) -> str:
+        if is_donated(self):
+            return f"TrainState(donated: {donation_text(self)})"
         return f"TrainState(step={self.step}, {self.variables!r})"
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
@@ -182,26 +210,84 @@ def peek(state: TrainState, field: str) -> Any:
 
 def _flatten_with_keys(state: TrainState) -> tuple[Sequence[Any], Any]:
     children = [(jax.tree_util.GetAttrKey(name), peek(state, name)) for name in FIELDS]
-    return children, (state.optimizer_def, state.variables)
+    return children, (optimizer_of(state), state.variables)
 
 
 def _flatten(state: TrainState) -> tuple[Sequence[Any], Any]:
-    return [peek(state, name) for name in FIELDS], (state.optimizer_def, state.variables)
+    return [peek(state, name) for name in FIELDS], (optimizer_of(state), state.variables)
 
 
-def _unflatten(static: tuple[Any, VariableTable], children: Iterable[Any]) -> TrainState:
-    fields = dict(zip((*FIELDS, *_STATIC), (*children, *static), strict=True))
-    return TrainState(**fields)
+def _unflatten(
+    static: tuple[OptimizerIdentity, VariableTable], children: Iterable[Any]
+) -> TrainState:
+    optimizer, variables = static
+    values = (*children, optimizer.definition, variables)
+    state = TrainState(**dict(zip((*FIELDS, *_STATIC), values, strict=True)))
+    state.__dict__["_optimizer"] = optimizer
+    return state
 
 
 jax.tree_util.register_pytree_with_keys(TrainState, _flatten_with_keys, _unflatten, _flatten)
+
+
+def with_own_buffers(state: TrainState) -> TrainState:
+    """A state like another, in which all that a step would donate is copied."""
+    flat = to_flat(state)
+    copied = [
+        jax.device_put(jnp.copy(leaf), leaf.sharding)
+        if isinstance(leaf, jax.Array) and leaf.committed
+        else jnp.copy(leaf)
+        for leaf in flat.stepped
+    ]
+    return from_flat(FlatState(flat.structure, copied, flat.kept, flat.program, flat.passed))
+
+
+def optimizer_of(state: TrainState) -> OptimizerIdentity:
+    """The identity of a state's optimizer, read once per state."""
+    known: OptimizerIdentity | None = state.__dict__.get("_optimizer")
+    if known is None or known.definition is not state.optimizer_def:
+        known = state.__dict__["_optimizer"] = OptimizerIdentity.of(state.optimizer_def)
+    return known
+
+
+def is_donated(state: TrainState) -> bool:
+    """Whether a train step took the memory of a state."""
+    flat: FlatState | None = state.__dict__.get("_flat")
+    if flat is not None and not any(name in state.__dict__ for name in FIELDS):
+        return deleted(flat.stepped)
+    return deleted(jax.tree.leaves([peek(state, FIELD_OF_SECTION[s]) for s in STEPPED_SECTIONS]))
+
+
+def donation_text(state: TrainState) -> str:
+    """By which step a state was donated, and what to keep."""
+    step = peek(state, "step")
+    # A step does not take the number along, so that it can still be said here.
+    by = "a step" if deleted([step]) else f"the step from {int(step)} to {int(step) + 1}"
+    return (
+        f"this train state was donated to {by}, which reused its memory. Keep the state that the "
+        "step returned: state, aux = step(state, ...). To go on from this one too, copy it before "
+        "the step, jax.tree.map(jnp.copy, state), or build the step with "
+        "donate_params_and_state=False."
+    )
+
+
+def _check_key(root_rng: Any) -> None:
+    dtype = getattr(root_rng, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and root_rng.shape == ():
+        return
+    if dtype == jnp.uint32 and root_rng.ndim == 1:
+        return  # A key of jax.random.PRNGKey.
+    got = f"{root_rng!r}" if dtype is None else f"an array of {dtype}{list(root_rng.shape)}"
+    seed = root_rng if isinstance(root_rng, int) and not isinstance(root_rng, bool) else 0
+    raise RuleTypeError(f"root_rng must be a random key, not {got}. Write jax.random.key({seed}).")
 
 
 def from_flat(flat: FlatState) -> TrainState:
     """A state whose fields are built when they are read."""
     state = object.__new__(TrainState)
     state.__dict__["_flat"] = flat
-    state.__dict__["optimizer_def"] = flat.structure.optimizer_def
+    state.__dict__["optimizer_def"] = flat.structure.optimizer.definition
+    state.__dict__["_optimizer"] = flat.structure.optimizer
     state.__dict__["variables"] = flat.structure.variables
     return state
 
@@ -237,10 +323,10 @@ def to_flat(state: TrainState) -> FlatState:
         leaves, treedef = jax.tree.flatten(section_of(state, section))
         into.extend(leaves)
         treedefs.append(treedef)
-    structure = intern_structure(tuple(treedefs), state.variables, state.optimizer_def)
+    structure = StateStructure(tuple(treedefs), state.variables, optimizer_of(state))
     if (
         flat is not None
-        and structure is flat.structure
+        and structure == flat.structure
         and all(map(_is, stepped, flat.stepped))
         and all(map(_is, kept, flat.kept))
     ):

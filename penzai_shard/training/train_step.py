@@ -4,6 +4,7 @@ A step flattens its state once, when the state was made or changed by hand. From
 a list of arrays to one compiled program and wraps the list that comes back.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -11,35 +12,35 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
-from penzai_shard.meshes import (
-    auto_context,
-    has_explicit_axes,
-    onto_auto_twin,
-    shardings_on_auto_twin,
-)
+from penzai_shard.meshes import auto_context, has_explicit_axes, onto_auto_twin
+from penzai_shard.named_leaves import is_array_like
+from penzai_shard.training.aux_outputs import AuxReductions, AuxShardings
+from penzai_shard.training.declared_layout import DeclaredInputs, DeclaredState, as_declared
 from penzai_shard.training.gradient_step import GradientStep
 from penzai_shard.training.loss_contract import RESERVED
 from penzai_shard.training.state_layout import (
+    Packing,
     as_array,
-    canonical,
     device_problems,
-    equal_constants_once,
     is_traced,
     mesh_of,
+    packed_scalars,
     settled,
-    sharding_text,
+    unpacked,
     with_strong_type,
     without_shared_buffers,
 )
 from penzai_shard.training.state_structure import (
-    FIELD_OF_SECTION,
     KEPT_SECTIONS,
     STEPPED_SECTIONS,
     FlatState,
     StateStructure,
 )
+from penzai_shard.training.step_failures import explained, refuse_donated, refuse_inputs
 from penzai_shard.training.train_state import TrainState, from_flat, to_flat
-from penzai_shard.tree_paths import array_path_text, join_paths
+
+# A step keeps the programs of so many structures and layouts of states.
+MOST_PROGRAMS = 32
 
 
 class LossFunction(Protocol):
@@ -58,8 +59,10 @@ def build_train_step_fn(
     donate_params_and_state: bool = False,
     input_kwarg_shardings: Mapping[str, Any] | None = None,
     train_state_shardings: Any = None,
+    aux_output_shardings: Any = None,
     accumulate_steps: int = 1,
     batch_axis: str = "batch",
+    aux_reduction: str | Mapping[str, Any] | None = None,
 ) -> "TrainStep":
     """Builds the function that does one step of training.
 
@@ -80,21 +83,27 @@ def build_train_step_fn(
             Arrays that JAX is free to place are placed so; arrays that lie otherwise are an
             error.
         train_state_shardings: Declared layout of the state, as `train_state_sharding` makes it,
-            or one sharding for everything. Leaves that are None are not declared.
+            or one sharding for everything. Leaves that are None are not declared. It may be of
+            a state with another optimizer of the same form.
+        aux_output_shardings: The layout of the auxiliary outputs: one sharding for all, or a tree
+            of shardings that the outputs extend; None, also in the tree, leaves it to JAX.
         accumulate_steps: Number of microbatches. Above 1, every named input that has the batch
-            axis is split (strided, so that each device keeps its examples), the gradients are
-            averaged, floating auxiliary outputs too, and of other auxiliary outputs the last
-            microbatch's counts; state passes from one microbatch to the next. All in one
+            axis is split (strided, so that each device keeps its examples), and gradients and
+            losses are averaged; state passes from one microbatch to the next. All in one
             compiled loop.
         batch_axis: The logical axis to split inputs along.
+        aux_reduction: How the auxiliary outputs of the microbatches become one: ``"mean"``,
+            ``"sum"``, ``"max"``, ``"min"`` or ``"last"``, for all of them or by key or path, such
+            as ``{"loss": "mean", "accuracy": "sum"}``. Floating outputs that are not named are
+            averaged; others are refused.
 
     Returns:
         ``step(train_state, **inputs) -> (train_state, aux)``.
 
     Raises:
-        ShardingError: Donation was asked for without compilation, or ``accumulate_steps`` is
-            not a positive integer. Calling the step raises it where state, inputs or loss
-            function are not as described here.
+        ShardingError: Donation was asked for without compilation, or an argument cannot be
+            read. Calling the step raises it where state, inputs or loss function are not as
+            described here.
 
     >>> import jax.numpy as jnp, optax
     >>> def loss_fn(model, rng, state, x):
@@ -106,6 +115,11 @@ def build_train_step_fn(
     >>> float(aux["loss"]), state.params["w"].tolist()
     (3.0, [1.0, 1.0, 1.0])
     """
+    if not callable(loss_fn):
+        raise RuleTypeError(
+            f"loss_fn must be a function, not {loss_fn!r}. Write loss_fn(model, rng, state, "
+            "**inputs) -> (loss, new_state, aux)."
+        )
     if donate_params_and_state and not jit:
         raise ShardingError(
             "donate_params_and_state=True needs compilation. Pass jit=True, or do not donate."
@@ -119,18 +133,20 @@ def build_train_step_fn(
             f"accumulate_steps must be a positive integer, not {accumulate_steps!r}."
         )
     return TrainStep(
-        GradientStep(loss_fn, accumulate_steps, batch_axis),
+        GradientStep(loss_fn, accumulate_steps, batch_axis, AuxReductions.of(aux_reduction)),
         jit=jit,
         donate=donate_params_and_state,
-        input_shardings=dict(input_kwarg_shardings or {}),
+        input_shardings=input_kwarg_shardings,
         declared=train_state_shardings,
+        aux_shardings=aux_output_shardings,
     )
 
 
 class TrainStep:
     """A train step; made by ``build_train_step_fn``.
 
-    It keeps compiled programs, one per structure and layout of a state, but no state.
+    It keeps the compiled programs last used, one per structure and layout of a state, but no
+    state. Several threads may call it.
     """
 
     def __init__(
@@ -139,21 +155,27 @@ class TrainStep:
         *,
         jit: bool,
         donate: bool,
-        input_shardings: dict[str, Any],
+        input_shardings: Any,
         declared: Any,
+        aux_shardings: Any,
     ) -> None:
         self._computation = computation
         self._jit = jit
         self._donate = donate
-        self._input_shardings = shardings_on_auto_twin(input_shardings)
-        self._declared = shardings_on_auto_twin(declared)
+        self._input_shardings = DeclaredInputs({} if input_shardings is None else input_shardings)
+        self._declared = None if declared is None else DeclaredState(declared)
+        self._aux_shardings = AuxShardings(aux_shardings)
         self._programs: dict[Any, _Program] = {}
+        self._lock = threading.Lock()
 
-    def __call__(self, train_state: TrainState, /, **inputs: Any) -> tuple[TrainState, Any]:
+    def __call__(
+        self, train_state: TrainState, /, *positional: Any, **inputs: Any
+    ) -> tuple[TrainState, Any]:
         """Does one step.
 
         Args:
             train_state: The state to start from. Donated if the step was built so.
+            *positional: Refused: inputs go by keyword.
             **inputs: Inputs of the loss function; trees of arrays.
 
         Returns:
@@ -164,6 +186,8 @@ class TrainStep:
                 ``build_train_step_fn``.
         """
         flat = _flat_of(train_state)
+        if positional:
+            _refuse_positional(positional)
         leaves = self._checked_inputs(inputs)
         program = flat.program
         if (
@@ -175,9 +199,15 @@ class TrainStep:
                 return self._inline(flat, inputs)
             flat, program = self._prepare(flat, leaves)
         if self._input_shardings:
-            inputs = self._placed_inputs(inputs)
-        with auto_context():
-            stepped, aux = program.run(flat.stepped, flat.passed, inputs)
+            inputs = self._input_shardings.placed(inputs)
+        try:
+            with auto_context():
+                stepped, aux = program.run(flat.stepped[0], flat.stepped[1:], flat.passed, inputs)
+        except (ValueError, TypeError, RuntimeError) as error:
+            better = explained(error, flat, inputs)
+            if better is None:
+                raise
+            raise better from error
         new = FlatState(flat.structure, stepped, flat.kept, program, flat.passed)
         return from_flat(new), aux
 
@@ -201,17 +231,19 @@ class TrainStep:
             program = self._program(
                 flat.structure,
                 [getattr(leaf, "sharding", None) for leaf in flat.stepped],
-                tuple(range(len(flat.kept))),
+                tuple((i, None) for i in range(len(flat.kept))),
             )
         else:
             flat, program = self._prepare(flat, self._checked_inputs(inputs))
         if self._input_shardings:
-            inputs = self._placed_inputs(inputs)
+            inputs = self._input_shardings.placed(inputs)
         with auto_context():
-            return program.run.lower(flat.stepped, flat.passed, inputs)
+            return program.run.lower(flat.stepped[0], flat.stepped[1:], flat.passed, inputs)
 
     def _checked_inputs(self, inputs: dict[str, Any]) -> list[Any]:
         leaves = jax.tree.leaves(inputs)
+        if not all(map(is_array_like, leaves)):
+            refuse_inputs(inputs)
         if not inputs.keys().isdisjoint(RESERVED):
             taken = sorted(inputs.keys() & set(RESERVED))
             raise ShardingError(
@@ -226,6 +258,7 @@ class TrainStep:
     def _prepare(self, flat: FlatState, inputs: list[Any]) -> tuple[FlatState, "_Program"]:
         """Settles a state that did not come from this step, and finds its program."""
         structure = flat.structure
+        refuse_donated(flat)
         stepped = [with_strong_type(leaf) for leaf in flat.stepped]
         kept = [as_array(leaf) for leaf in flat.kept]
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in stepped + kept):
@@ -233,174 +266,57 @@ class TrainStep:
                 "this train state is abstract. Fill it before training, for instance with "
                 "restore_train_state(path, state, mesh, rules)."
             )
-        declared = self._declared_shardings(structure)
-        if declared is not None:
-            stepped, kept = self._as_declared(structure, stepped, kept, declared)
+        if self._declared is not None:
+            stepped, kept = as_declared(structure, stepped, kept, self._declared.of(structure))
         mesh = mesh_of(stepped) or mesh_of(kept) or mesh_of(inputs)
-        if declared is None and not any(map(_is_committed, (*stepped, *kept, *inputs))):
-            # JAX was free to place everything, and stays so: the result mixes with any other.
-            if self._donate:
-                stepped = without_shared_buffers(stepped, kept)
-            passed, index = equal_constants_once(kept)
-            program = self._program(structure, None, index)
-            return FlatState(structure, stepped, kept, program, passed), program
-        with auto_context():
-            stepped = [settled(leaf, mesh) for leaf in stepped]
-            kept = [settled(leaf, mesh) for leaf in kept]
-        raise_all(
-            ShardingError,
-            "the arrays of this train state lie on different devices:",
-            device_problems(
-                structure.paths(STEPPED_SECTIONS + KEPT_SECTIONS), stepped + kept, mesh
-            ),
-        )
+        # JAX was free to place everything, and stays so: the result mixes with any other.
+        free = self._declared is None and not any(map(_is_committed, (*stepped, *kept, *inputs)))
+        if not free:
+            with auto_context():
+                stepped = [settled(leaf, mesh) for leaf in stepped]
+                kept = [settled(leaf, mesh) for leaf in kept]
+            raise_all(
+                ShardingError,
+                "the arrays of this train state lie on different devices:",
+                device_problems(
+                    structure.paths(STEPPED_SECTIONS + KEPT_SECTIONS), stepped + kept, mesh
+                ),
+            )
         if self._donate:
-            stepped = without_shared_buffers(stepped, kept)
-        passed, index = equal_constants_once(kept)
-        program = self._program(structure, [leaf.sharding for leaf in stepped], index)
+            # The step's number, which comes first, is not donated.
+            stepped[1:] = without_shared_buffers(stepped[1:], [stepped[0], *kept])
+        with auto_context():
+            passed, packing = packed_scalars(kept)
+        shardings = None if free else [leaf.sharding for leaf in stepped]
+        program = self._program(structure, shardings, packing)
         return FlatState(structure, stepped, kept, program, passed), program
 
     def _program(
         self,
         structure: StateStructure,
         shardings: list[Sharding | None] | None,
-        kept_index: tuple[int, ...],
+        packing: Packing,
     ) -> "_Program":
         """The program for a structure and a layout; None is that of a state JAX may place."""
-        declared = self._declared_shardings(structure)
-        if declared is not None and shardings is not None:
+        if self._declared is not None and shardings is not None:
             shardings = [
-                own if told is None else told
-                for own, told in zip(shardings, declared[0], strict=True)
+                own if wanted is None else wanted
+                for own, wanted in zip(shardings, self._declared.of(structure)[0], strict=True)
             ]
-        key = (structure, None if shardings is None else tuple(shardings), kept_index)
-        if key not in self._programs:
-            self._programs[key] = _Program(self, structure, shardings, kept_index)
-        return self._programs[key]
-
-    def _declared_shardings(
-        self, structure: StateStructure
-    ) -> tuple[list[Sharding | None], list[Sharding | None]] | None:
-        """The declared sharding of every stepped and every kept leaf, None where undeclared."""
-        declared = self._declared
-        if declared is None:
-            return None
-        if isinstance(declared, Sharding):
-            counts = [
-                sum(structure.treedefs[section].num_leaves for section in sections)
-                for sections in (STEPPED_SECTIONS, KEPT_SECTIONS)
-            ]
-            return [declared] * counts[0], [declared] * counts[1]
-        problems = []
-        lists: list[list[Any]] = []
-        for sections in (STEPPED_SECTIONS, KEPT_SECTIONS):
-            found: list[Any] = []
-            for section in sections:
-                tree = getattr(declared, FIELD_OF_SECTION[section], None)
-                if FIELD_OF_SECTION[section] == "params" and isinstance(tree, Mapping):
-                    wanted = section == "trainable"
-                    names = structure.variables.trainable_names
-                    tree = {
-                        name: value for name, value in tree.items() if (name in names) == wanted
-                    }
-                treedef = structure.treedefs[section]
-                if tree is None or isinstance(tree, Sharding):
-                    found.extend([tree] * treedef.num_leaves)
-                    continue
-                try:
-                    found.extend(treedef.flatten_up_to(tree))
-                except (ValueError, TypeError) as error:
-                    problems.append(f"{FIELD_OF_SECTION[section]}: {error}")
-            lists.append(found)
-        fix = "Make them anew: train_state_sharding(state, mesh, rules)."
-        raise_all(
-            ShardingError,
-            f"train_state_shardings are not shaped like this train state. {fix}",
-            problems,
-        )
-        bad = [
-            f"a {type(leaf).__name__} stands where a sharding should be. {fix}"
-            for leaf in lists[0] + lists[1]
-            if leaf is not None and not isinstance(leaf, Sharding)
-        ]
-        raise_all(ShardingError, "train_state_shardings hold something else:", bad[:3])
-        return lists[0], lists[1]
-
-    def _as_declared(
-        self,
-        structure: StateStructure,
-        stepped: list[Any],
-        kept: list[Any],
-        declared: tuple[list[Sharding | None], list[Sharding | None]],
-    ) -> tuple[list[Any], list[Any]]:
-        """The state with exactly the declared shardings, if it lies so already."""
-        problems = []
-        results: list[list[Any]] = []
-        for sections, leaves, shardings in (
-            (STEPPED_SECTIONS, stepped, declared[0]),
-            (KEPT_SECTIONS, kept, declared[1]),
-        ):
-            placed = []
-            for i, (leaf, told) in enumerate(zip(leaves, shardings, strict=True)):
-                if told is None or leaf.sharding == told:
-                    placed.append(leaf)
-                elif canonical(leaf.sharding).is_equivalent_to(told, leaf.ndim):
-                    placed.append(jax.device_put(leaf, told))
-                else:
-                    path = list(structure.paths(sections))[i]
-                    problems.append(
-                        f"{path}: has {sharding_text(leaf.sharding)}, "
-                        f"declared {sharding_text(told)}."
-                    )
-            results.append(placed)
-        raise_all(
-            ShardingError,
-            "the train state does not lie as declared in train_state_shardings. "
-            "Place it once before training: state = jax.device_put(state, shardings).",
-            problems,
-        )
-        return results[0], results[1]
-
-    def _placed_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs under their declared shardings."""
-        unknown = sorted(self._input_shardings.keys() - inputs.keys())
-        raise_all(
-            ShardingError,
-            "input_kwarg_shardings name inputs that this step did not get:",
-            [f"{name}: the inputs are {sorted(inputs)}. Pass or drop it." for name in unknown],
-        )
-        problems: list[str] = []
-
-        def place(key_path: Any, leaf: Any, told: Any, name: str) -> Any:
-            if told is None or isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
-                return leaf
-            if not isinstance(leaf, jax.Array) or not leaf.committed:
-                return jax.device_put(leaf, told)
-            if leaf.sharding == told:
-                return leaf
-            if canonical(leaf.sharding).is_equivalent_to(told, leaf.ndim):
-                return jax.device_put(leaf, told)
-            path = join_paths(name, array_path_text(key_path))
-            problems.append(
-                f"input {path}: has {sharding_text(leaf.sharding)}, declared "
-                f"{sharding_text(told)}. Place it so: jax.device_put(..., sharding), "
-                "or shard_batch(batch, mesh, rules)."
-            )
-            return leaf
-
-        placed = dict(inputs)
-        for name, shardings in self._input_shardings.items():
-            flat, treedef = jax.tree_util.tree_flatten_with_path(inputs[name])
-            told = jax.tree.leaves(
-                jax.tree.broadcast(shardings, inputs[name], is_leaf=lambda x: x is None),
-                is_leaf=lambda x: x is None,
-            )
-            placed[name] = jax.tree.unflatten(
-                treedef,
-                [place(path, leaf, t, name) for (path, leaf), t in zip(flat, told, strict=True)],
-            )
-        raise_all(ShardingError, "some inputs do not lie as declared:", problems)
-        return placed
+        if not structure.optimizer.is_current():
+            # Something that the optimizer reads was changed, so that it is no longer what the
+            # structure says. Its program is not shared.
+            return _Program(self, structure, shardings, packing)
+        key = (structure, None if shardings is None else tuple(shardings), packing)
+        with self._lock:
+            program = self._programs.pop(key, None)
+            if program is None:
+                program = _Program(self, structure, shardings, packing)
+            # The last used are at the end.
+            self._programs[key] = program
+            while len(self._programs) > MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+        return program
 
     def _inline(self, flat: FlatState, inputs: dict[str, Any]) -> tuple[TrainState, Any]:
         """The step as part of a surrounding trace, which owns layout and compilation."""
@@ -408,12 +324,12 @@ class TrainStep:
         kept = [as_array(leaf) for leaf in flat.kept]
         with auto_context():
             new, aux = _flat_step(self._computation, flat.structure, stepped, kept, inputs)
-            declared = self._declared_shardings(flat.structure)
-            if declared is not None:
+            if self._declared is not None:
                 new = [
-                    leaf if told is None else jax.lax.with_sharding_constraint(leaf, told)
-                    for leaf, told in zip(new, declared[0], strict=True)
+                    leaf if wanted is None else jax.lax.with_sharding_constraint(leaf, wanted)
+                    for leaf, wanted in zip(new, self._declared.of(flat.structure)[0], strict=True)
                 ]
+            aux = self._aux_shardings.place(aux, jax.lax.with_sharding_constraint)
         return from_flat(FlatState(flat.structure, new, kept)), aux
 
 
@@ -425,28 +341,31 @@ class _Program:
         owner: TrainStep,
         structure: StateStructure,
         shardings: list[Sharding | None] | None,
-        kept_index: tuple[int, ...],
+        packing: Packing,
     ) -> None:
         self.owner = owner
         self.free = shardings is None
-        computation = owner._computation
+        computation, aux_shardings = owner._computation, owner._aux_shardings
 
-        def train_step(stepped: list[Any], passed: list[Any], inputs: dict[str, Any]) -> Any:
-            kept = [passed[i] for i in kept_index]
-            return _flat_step(computation, structure, stepped, kept, inputs)
+        def train_step(step: Any, rest: list[Any], passed: list[Any], inputs: Any) -> Any:
+            kept = unpacked(passed, packing)
+            new, aux = _flat_step(computation, structure, [step, *rest], kept, inputs)
+            # Checked while tracing, when the outputs are first known.
+            aux_shardings.of(aux)
+            return new, aux
 
-        def eager_train_step(stepped: list[Any], passed: list[Any], inputs: dict[str, Any]) -> Any:
-            new, aux = train_step(stepped, passed, inputs)
-            if shardings is None:
-                return new, aux
-            return [jax.device_put(x, s) for x, s in zip(new, shardings, strict=True)], aux
+        def eager_train_step(step: Any, rest: list[Any], passed: list[Any], inputs: Any) -> Any:
+            new, aux = train_step(step, rest, passed, inputs)
+            if shardings is not None:
+                new = [jax.device_put(x, s) for x, s in zip(new, shardings, strict=True)]
+            return new, aux_shardings.place(aux, jax.device_put)
 
         self.run: Any = eager_train_step
         if owner._jit:
             self.run = jax.jit(
                 train_step,
-                donate_argnums=(0,) if owner._donate else (),
-                out_shardings=(shardings, None),
+                donate_argnames=("rest",) if owner._donate else (),
+                out_shardings=(shardings, aux_shardings.tree),
             )
 
 
@@ -463,12 +382,21 @@ def _flat_step(
         {section: structure.build(section, stepped, kept) for section in KEPT_SECTIONS},
         inputs,
         structure.variables,
-        structure.optimizer_def,
+        structure.optimizer.definition,
     )
     leaves: list[Any] = []
     for section in STEPPED_SECTIONS:
         leaves.extend(structure.treedefs[section].flatten_up_to(new[section]))
     return leaves, aux
+
+
+def _refuse_positional(positional: tuple[Any, ...]) -> None:
+    many = len(positional) > 1 or not isinstance(positional[0], Mapping)
+    fix = "step(state, x=x, y=y)" if many else "step(state, **batch)"
+    raise RuleTypeError(
+        f"a train step takes its inputs by keyword, and got {len(positional)} by position. "
+        f"Write {fix}."
+    )
 
 
 def _is_committed(leaf: Any) -> bool:

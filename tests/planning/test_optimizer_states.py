@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 from penzai_shard import fully_sharded, make_mesh, make_plan, tensor_parallel
+from penzai_shard.errors import PlanError
 
 RULES = {"embedding": "data", "neurons": "model", "vocabulary": "model", "heads": "model"}
 
@@ -236,8 +237,52 @@ def test_a_state_after_an_update_under_jit_keeps_its_plan(mesh):
         assert array.sharding == sharding
 
 
-def test_a_statistic_that_cannot_be_told_apart_is_replicated_and_says_so(mesh):
+def test_a_statistic_that_fits_several_dimensions_is_replicated_only_when_asked_for(mesh):
     statistic = pz.nx.NamedArray(collections.OrderedDict(embedding=256, neurons=256), jnp.ones(256))
-    (leaf,) = make_plan({"mean": statistic}, mesh, RULES).leaves
+    with pytest.raises(PlanError, match="no valid layout") as caught:
+        make_plan({"mean": statistic}, mesh, RULES)
+    assert caught.value.problems == (
+        "mean: its data of shape (256,) fits several of its logical axes (embedding=256, "
+        "neurons=256). Name the array anew with pz.nx.wrap(data).tag(...), or pass "
+        'on_unnamed="replicate" for a copy on every device.',
+    )
+    (leaf,) = make_plan({"mean": statistic}, mesh, RULES, on_unnamed="replicate").leaves
     assert leaf.spec == P()
-    assert "fits several of its parameter's dimensions" in leaf.reason
+    assert leaf.reason == "names do not fit: replicated"
+
+
+def square_preconditioner():
+    """Keeps a matrix of second moments for each dimension, as Shampoo does."""
+
+    def init(params):
+        return jax.tree.map(lambda p: tuple(jnp.eye(size) for size in p.shape), params)
+
+    return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+
+
+UNLIKE_PARAMETERS = {
+    "galore": lambda: optax.contrib.galore(1e-3, rank=4),
+    "preconditioner": square_preconditioner,
+    "lbfgs": lambda: optax.lbfgs(),
+    "flatten": lambda: optax.flatten(optax.adam(1e-3)),
+}
+
+
+@pytest.mark.parametrize("optimizer", list(UNLIKE_PARAMETERS))
+def test_states_unlike_their_parameters_are_replicated_only_when_asked_for(mesh, optimizer):
+    weights = {name: pz.nx.ones(SIZES[name]) for name in ("up", "scale")}
+    abstract = jax.eval_shape(UNLIKE_PARAMETERS[optimizer]().init, weights)
+    with pytest.raises(PlanError) as caught:
+        make_plan(abstract, mesh, RULES)
+    asked = make_plan(abstract, mesh, RULES, on_unnamed="replicate")
+    refused = {problem.split(":")[0] for problem in caught.value.problems}
+    replicated = {leaf.path for leaf in asked.leaves if leaf.reason.endswith(": replicated")}
+    assert refused == {path for path in replicated if dict_of(asked)[path].shape}
+    assert all(dict_of(asked)[path].spec == P() for path in refused)
+    assert all('on_unnamed="replicate"' in problem for problem in caught.value.problems)
+    moments = [leaf for leaf in asked.leaves if leaf.shape == (128, 256)]
+    assert all(leaf.spec == P("data", "model") for leaf in moments)
+
+
+def dict_of(plan):
+    return {leaf.path: leaf for leaf in plan.leaves}

@@ -78,7 +78,12 @@ def test_every_part_has_its_own_randomness_and_aux_is_summed_up():
         "seen": pz.StateVariable(value=0, label="seen"),
     }
     state = initial(model, loss_fn_state={"count": 0})
-    step = build_train_step_fn(loss_fn, accumulate_steps=4, batch_axis="batch")
+    step = build_train_step_fn(
+        loss_fn,
+        accumulate_steps=4,
+        batch_axis="batch",
+        aux_reduction={"last": "last", "key": "last"},
+    )
     state, aux = step(state, x=pz.nx.ones({"batch": 8}))
     step_key = jax.random.fold_in(jax.random.key(3), 0)
     draws = [jax.random.uniform(jax.random.fold_in(step_key, i)) for i in range(4)]

@@ -324,19 +324,24 @@ def test_python_calls_per_step_do_not_grow_with_the_model():
     assert calls(2) == calls(40) < 100
 
 
-def test_equal_constants_are_passed_once(linear, batch):
-    model = [
-        {"w": pz.Parameter(value=linear.weights["w"], label="w"), "eps": [0.5] * 4},
-        {"eps": [0.5, 0.25]},
-    ]
+def test_scalar_constants_are_passed_in_one_array_and_keep_their_weak_types(linear, batch):
+    def model(epsilons):
+        return [
+            {"w": pz.Parameter(value=linear.weights["w"], label="w"), "eps": list(epsilons[:4])},
+            {"eps": list(epsilons[4:])},
+        ]
 
     def loss_fn(model, rng, state, x, y):
         assert model[0]["eps"][0].weak_type
         loss, state, _ = linear.loss_fn({"w": model[0]["w"].value}, rng, state, x, y)
         return loss, state, {"eps": model[0]["eps"] + model[1]["eps"]}
 
-    state, aux = build_train_step_fn(loss_fn)(initial(model), **batch)
-    assert [float(x) for x in aux["eps"]] == [0.5] * 5 + [0.25]
-    assert len(state.__dict__["_flat"].kept) == 7
-    assert len(state.__dict__["_flat"].passed) == 3
-    assert [float(x) for x in state.model[1]["eps"]] == [0.5, 0.25]
+    step = build_train_step_fn(loss_fn)
+    for epsilons in ([0.5, 0.5, 0.5, 0.5, 0.5, 0.25], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]):
+        state, aux = step(initial(model(epsilons)), **batch)
+        assert [float(x) for x in aux["eps"]] == epsilons
+        assert len(state.__dict__["_flat"].kept) == 7
+        assert len(state.__dict__["_flat"].passed) == 2
+        assert [float(x) for x in state.model[1]["eps"]] == epsilons[4:]
+    (program,) = step._programs.values()  # No value is part of a program's key.
+    assert program.run._cache_size() == 1

@@ -1,0 +1,218 @@
+"""A loss function's auxiliary outputs: put together over microbatches, and laid out.
+
+Under gradient accumulation a loss function is called once per microbatch, and what it reports is
+of one microbatch alone. Whether the whole batch's value is the sum, the mean or the last of these
+cannot be seen from an array, so it is said, by the output's path.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+
+from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
+from penzai_shard.meshes import shardings_on_auto_twin
+from penzai_shard.rule_kinds import nearest_name
+from penzai_shard.training.state_layout import spread
+from penzai_shard.tree_paths import array_path_text, join_paths
+
+_REDUCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "mean": lambda values: jnp.mean(values, axis=0),
+    "sum": lambda values: jnp.sum(values, axis=0),
+    "max": lambda values: jnp.max(values, axis=0),
+    "min": lambda values: jnp.min(values, axis=0),
+    "last": lambda values: values[-1],
+}
+_WORDS = ", ".join(map(repr, _REDUCTIONS))
+
+
+@dataclasses.dataclass(frozen=True)
+class AuxReductions:
+    """How auxiliary outputs of several microbatches become one.
+
+    Attributes:
+        declared: The word for each path, or the one for everything under the empty path.
+    """
+
+    declared: Mapping[str, str]
+
+    @classmethod
+    def of(cls, declared: Any) -> "AuxReductions":
+        """Reads a declaration.
+
+        Args:
+            declared: One word for all outputs; a mapping from outputs, by key or by path, to
+                words or to further mappings; or None.
+
+        Raises:
+            RuleTypeError: It is something else.
+
+        >>> AuxReductions.of({"loss": "mean", "accuracy": {"count": "sum"}}).declared
+        {'loss': 'mean', 'accuracy/count': 'sum'}
+        """
+        found: dict[str, str] = {}
+        problems: list[str] = []
+
+        def read(path: str, value: Any) -> None:
+            if isinstance(value, Mapping):
+                for key, inner in value.items():
+                    read(join_paths(path, str(key)), inner)
+            elif isinstance(value, str) and value in _REDUCTIONS:
+                found[path] = value
+            else:
+                where = f"{path}: " if path else ""
+                problems.append(f"{where}it must be one of {_WORDS}, not {value!r}.")
+
+        if declared is not None:
+            read("", declared)
+        raise_all(RuleTypeError, "aux_reduction cannot be read:", problems)
+        return cls(found)
+
+    def reduce(self, stacked: Any, parts: int) -> Any:
+        """Puts the auxiliary outputs of all microbatches together.
+
+        Args:
+            stacked: The outputs, those of all microbatches along a new first dimension.
+            parts: Number of microbatches. Of one, only declared outputs are touched, so that
+                they have the same dtype for any number.
+
+        Returns:
+            One tree of outputs. Floating ones that are not declared are averaged.
+
+        Raises:
+            ShardingError: An output that is not floating is not declared, a declaration names
+                no output, or its word does not fit the output.
+        """
+        flat, treedef = jax.tree_util.tree_flatten_with_path(stacked)
+        paths = [array_path_text(path) for path, _ in flat]
+        problems = self._unknown(paths)
+        results = []
+        for path, (_, values) in zip(paths, flat, strict=True):
+            word = self._word(path)
+            floating = jnp.issubdtype(values.dtype, jnp.inexact)
+            if word is None and parts == 1:
+                results.append(values[0])
+            elif word is None and not floating:
+                problems.append(_undeclared(path, values, parts))
+            elif word != "last" and jnp.issubdtype(values.dtype, jax.dtypes.extended):
+                problems.append(f"{path}: {word!r} is not defined for {values.dtype}. Say 'last'.")
+            else:
+                results.append(_REDUCTIONS[word or "mean"](values))
+        raise_all(
+            ShardingError,
+            f"the auxiliary outputs of {parts} microbatches cannot be put together:",
+            problems,
+        )
+        return jax.tree.unflatten(treedef, results)
+
+    def _word(self, path: str) -> str | None:
+        """The word of the longest declared path that leads to an output."""
+        leading = [
+            key for key in self.declared if not key or path == key or path.startswith(key + "/")
+        ]
+        return self.declared[max(leading, key=len)] if leading else None
+
+    def _unknown(self, paths: list[str]) -> list[str]:
+        problems = []
+        for key in self.declared:
+            if key and not any(path == key or path.startswith(key + "/") for path in paths):
+                near = nearest_name(key, set(paths))
+                hint = f"Did you mean {near!r}?" if near else f"The outputs are {_some(paths)}."
+                problems.append(f"aux_reduction names {key!r}, which is not an output. {hint}")
+        return problems
+
+
+def _undeclared(path: str, values: jax.Array, parts: int) -> str:
+    word = "last" if jnp.issubdtype(values.dtype, jax.dtypes.extended) else "sum"
+    fix = repr({path: word} if path else word)
+    return (
+        f"{path or 'the output'}: of {values.dtype}, which is not averaged by itself. Say how its "
+        f"{parts} values become one: aux_reduction={fix}, or another of {_WORDS}."
+    )
+
+
+def _some(paths: list[str]) -> str:
+    return ", ".join(map(repr, paths[:5])) + (", ..." if len(paths) > 5 else "") or "none"
+
+
+_FREE = object()
+
+
+class AuxShardings:
+    """The declared layout of auxiliary outputs.
+
+    Args:
+        declared: A sharding for all, or a tree of shardings that the outputs extend; None, also
+            in the tree, leaves the layout to JAX.
+
+    Raises:
+        RuleTypeError: Something else stands where a sharding should be.
+
+    >>> AuxShardings(None).tree is None
+    True
+    """
+
+    def __init__(self, declared: Any) -> None:
+        flat, _ = jax.tree_util.tree_flatten_with_path(declared, is_leaf=lambda x: x is None)
+        raise_all(
+            RuleTypeError,
+            "aux_output_shardings must hold shardings:",
+            [
+                f"{array_path_text(path) or 'it'}: is {leaf!r}, not a sharding. Pass "
+                "NamedSharding(mesh, PartitionSpec(...)), or None to leave it to JAX."
+                for path, leaf in flat
+                if leaf is not None and not isinstance(leaf, Sharding)
+            ],
+        )
+        self.tree = shardings_on_auto_twin(declared)
+        # None is no leaf of a tree, and the outputs may hold it too.
+        self._marked = jax.tree.map(
+            lambda leaf: _FREE if leaf is None else leaf, self.tree, is_leaf=lambda x: x is None
+        )
+
+    def place(self, aux: Any, put: Callable[[Any, Sharding], Any]) -> Any:
+        """The outputs, ``put(output, sharding)`` in place of each that has one declared."""
+        leaves, treedef = jax.tree.flatten(aux)
+        wanted = self.of(aux)
+        return jax.tree.unflatten(
+            treedef,
+            [x if w is None else put(x, w) for x, w in zip(leaves, wanted, strict=True)],
+        )
+
+    def of(self, aux: Any) -> list[Sharding | None]:
+        """The declared sharding of every array of some outputs, in order.
+
+        Args:
+            aux: The outputs, concrete or traced.
+
+        Raises:
+            ShardingError: The declaration is not shaped like the outputs, or does not fit them.
+        """
+        flat, _ = jax.tree_util.tree_flatten_with_path(aux)
+        try:
+            wanted = spread(self._marked, aux)
+        except ValueError as error:
+            paths = [array_path_text(path) for path, _ in flat]
+            raise ShardingError(
+                "aux_output_shardings are not shaped like the auxiliary outputs, which are "
+                f"{_some(paths)}: {error}"
+            ) from error
+        shardings = [None if leaf is _FREE else leaf for leaf in wanted]
+        problems = []
+        for (path, leaf), sharding in zip(flat, shardings, strict=True):
+            if sharding is None:
+                continue
+            text = array_path_text(path) or "the output"
+            spec = getattr(sharding, "spec", ())
+            if len(spec) > leaf.ndim:
+                problems.append(f"{text}: of shape {leaf.shape} has fewer dimensions than {spec}.")
+                continue
+            try:
+                sharding.shard_shape(leaf.shape)
+            except ValueError as error:
+                problems.append(f"{text}: of shape {leaf.shape}: {error}")
+        raise_all(ShardingError, "aux_output_shardings do not fit:", problems)
+        return shardings

@@ -1,0 +1,243 @@
+"""A trainer that keeps its state, for notebooks: ``trainer.step(**batch)``."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from penzai_shard.errors import RuleTypeError
+from penzai_shard.meshes import AnyMesh
+from penzai_shard.placement import place
+from penzai_shard.planning import PlanRequest
+from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
+from penzai_shard.training.batches import shard_batch
+from penzai_shard.training.model_variables import TrainablePredicate
+from penzai_shard.training.state_sharding import train_state_sharding
+from penzai_shard.training.train_state import TrainState, with_own_buffers
+from penzai_shard.training.train_step import LossFunction, TrainStep, build_train_step_fn
+
+if TYPE_CHECKING:
+    import optax
+
+
+class StatefulTrainer:
+    """A train state and its step in one object, as ``penzai.toolshed.basic_training`` has it.
+
+    Each ``trainer.step(**batch)`` replaces the state. Memory is donated from step to step, and
+    what was handed out stays usable: the step after a look at ``state`` or ``model`` works on a
+    copy. Unlike Penzai's trainer it does not change the model that it was made of.
+
+    Args:
+        train_state: The state to start from.
+        loss_fn: As for ``build_train_step_fn``.
+        mesh: The mesh to train on; without one everything stays where the state is.
+        rules: Which logical axis goes to which mesh axis, for the state and for the batches.
+        axis_name_to_mesh_name: The same under Penzai's name; give one of the two.
+        optimizer_rules: Other rules for the optimizer's state.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``, of batches too.
+        jit: Whether to compile.
+        donate_states: Whether a step may reuse the memory of the state before it.
+        accumulate_steps: As for ``build_train_step_fn``.
+        batch_axis: As for ``build_train_step_fn``.
+        aux_reduction: As for ``build_train_step_fn``.
+        aux_output_shardings: As for ``build_train_step_fn``.
+
+    Raises:
+        ShardingError: Some array has no valid layout, or an argument cannot be read.
+
+    >>> import jax.numpy as jnp, optax
+    >>> def loss_fn(model, rng, state, x):
+    ...     loss = jnp.sum((model["w"] - x) ** 2)
+    ...     return loss, state, {"loss": loss}
+    >>> trainer = StatefulTrainer.build(
+    ...     root_rng=jax.random.key(0),
+    ...     model={"w": jnp.zeros(3)},
+    ...     optimizer_def=optax.sgd(0.25),
+    ...     loss_fn=loss_fn,
+    ... )
+    >>> [float(trainer.step(x=jnp.ones(3))["loss"]) for _ in range(3)]
+    [3.0, 0.75, 0.1875]
+    >>> trainer.model["w"].tolist(), trainer
+    ([0.875, 0.875, 0.875], StatefulTrainer(step=3, 1 trainable, 0 frozen, 0 state variables))
+    """
+
+    def __init__(
+        self,
+        train_state: TrainState,
+        loss_fn: LossFunction | Callable[..., tuple[Any, Any, Any]],
+        *,
+        mesh: AnyMesh | None = None,
+        rules: Any = None,
+        axis_name_to_mesh_name: Any = None,
+        optimizer_rules: Any = None,
+        on_indivisible: OnIndivisible = "error",
+        on_unnamed: OnUnnamed = "error",
+        jit: bool = True,
+        donate_states: bool = True,
+        accumulate_steps: int = 1,
+        batch_axis: str = "batch",
+        aux_reduction: str | Mapping[str, Any] | None = None,
+        aux_output_shardings: Any = None,
+    ) -> None:
+        self._request: PlanRequest | None = None
+        self.shardings: TrainState | None = None
+        given = (rules, axis_name_to_mesh_name, optimizer_rules)
+        if mesh is not None:
+            self._request = PlanRequest.read(
+                "StatefulTrainer",
+                mesh,
+                rules,
+                axis_name_to_mesh_name=axis_name_to_mesh_name,
+                on_indivisible=on_indivisible,
+                on_unnamed=on_unnamed,
+                places=True,
+            )
+            self.shardings = train_state_sharding(
+                _checked(train_state),
+                mesh,
+                self._request.rules if self._request.rules_given else None,
+                optimizer_rules,
+                on_indivisible=on_indivisible,
+                on_unnamed=on_unnamed,
+            )
+        elif any(rule is not None for rule in given):
+            raise RuleTypeError("rules need a mesh: pass mesh=make_mesh({...}) too.")
+        self.loss_fn = loss_fn
+        self.step_fn: TrainStep = build_train_step_fn(
+            loss_fn,
+            jit=jit,
+            donate_params_and_state=donate_states and jit,
+            train_state_shardings=self.shardings,
+            aux_output_shardings=aux_output_shardings,
+            accumulate_steps=accumulate_steps,
+            batch_axis=batch_axis,
+            aux_reduction=aux_reduction,
+        )
+        self._donates = donate_states and jit
+        self._state: TrainState
+        self._handed_out: bool
+        self.state = train_state
+
+    @classmethod
+    def build(
+        cls,
+        root_rng: jax.Array,
+        model: Any,
+        optimizer_def: "optax.GradientTransformation",
+        loss_fn: LossFunction | Callable[..., tuple[Any, Any, Any]],
+        initial_loss_fn_state: Any = None,
+        *,
+        trainable: TrainablePredicate | None = None,
+        mesh: AnyMesh | None = None,
+        rules: Any = None,
+        axis_name_to_mesh_name: Any = None,
+        on_indivisible: OnIndivisible = "error",
+        on_unnamed: OnUnnamed = "error",
+        **options: Any,
+    ) -> "StatefulTrainer":
+        """A trainer of a model, with the arguments of Penzai's ``StatefulTrainer.build``.
+
+        Args:
+            root_rng: Random key of the whole run.
+            model: As for ``TrainState.initial_state``. It stays usable.
+            optimizer_def: An optax optimizer.
+            loss_fn: As for ``build_train_step_fn``.
+            initial_loss_fn_state: What the loss function gets as ``state`` in the first step.
+            trainable: As for ``TrainState.initial_state``.
+            mesh: As for the class; the model's parameters are placed on it before the optimizer's
+                state is made.
+            rules: As for the class.
+            axis_name_to_mesh_name: As for the class.
+            on_indivisible: As for ``make_plan``.
+            on_unnamed: As for ``make_plan``.
+            **options: Further arguments of the class.
+        """
+        layout: dict[str, Any] = {
+            "rules": rules,
+            "axis_name_to_mesh_name": axis_name_to_mesh_name,
+            "on_indivisible": on_indivisible,
+            "on_unnamed": on_unnamed,
+        }
+        if mesh is not None:
+            request = PlanRequest.read("StatefulTrainer.build", mesh, places=True, **layout)
+            model = place(model, request.plan(model))
+        train_state = TrainState.initial_state(
+            model,
+            optimizer_def,
+            root_rng,
+            initial_loss_fn_state,
+            trainable=trainable,
+            on_unnamed=on_unnamed,
+        )
+        return cls(train_state, loss_fn, mesh=mesh, **layout, **options)
+
+    def step(self, **inputs: Any) -> Any:
+        """Does one step of training.
+
+        Args:
+            **inputs: Inputs of the loss function. On a mesh, named arrays are placed by the rules.
+
+        Returns:
+            The loss function's auxiliary output.
+
+        Raises:
+            ShardingError: As a step of ``build_train_step_fn``. The state is as before then.
+        """
+        if self._request is not None:
+            request = self._request
+            inputs = shard_batch(
+                inputs,
+                request.mesh,
+                request.rules if request.rules_given else None,
+                on_indivisible=request.on_indivisible,
+                on_unnamed=request.on_unnamed,
+            )
+        state = self._state
+        if self._donates and self._handed_out:
+            state = with_own_buffers(state)
+        self._state, aux = self.step_fn(state, **inputs)
+        self._handed_out = False
+        return aux
+
+    @property
+    def state(self) -> TrainState:
+        """The train state. It may be kept, and may be set, for instance to a restored one."""
+        self._handed_out = True
+        return self._state
+
+    @state.setter
+    def state(self, train_state: TrainState) -> None:
+        state = _checked(train_state)
+        if self.shardings is not None:
+            state = jax.device_put(state, self.shardings)
+        self._state = state
+        self._handed_out = True
+
+    @property
+    def model(self) -> Any:
+        """The model with the current values, in new variables."""
+        return self.state.model
+
+    @property
+    def root_rng(self) -> Any:
+        """Random key of the whole run."""
+        return self._state.root_rng
+
+    @property
+    def optimizer_def(self) -> Any:
+        """The optimizer."""
+        return self._state.optimizer_def
+
+    def __repr__(self) -> str:
+        variables = repr(self._state.variables).removeprefix("VariableTable(")
+        return f"StatefulTrainer(step={int(self._state.step)}, {variables}"
+
+
+def _checked(train_state: Any) -> TrainState:
+    if not isinstance(train_state, TrainState):
+        raise RuleTypeError(
+            f"a StatefulTrainer takes a TrainState, not a {type(train_state).__name__}. For a "
+            "model: StatefulTrainer.build(root_rng=..., model=..., optimizer_def=..., loss_fn=...)."
+        )
+    return train_state

@@ -1,0 +1,123 @@
+"""What is wrong when a compiled step refuses its arguments, in the words of the train state.
+
+A step does not look at every array before every call. JAX does, and names what it refuses by
+positions in the program; here the same is said by paths.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from penzai_shard.errors import ShardingError
+from penzai_shard.training.loss_contract import not_arrays
+from penzai_shard.training.state_layout import deleted, sharding_text
+from penzai_shard.training.state_structure import KEPT_SECTIONS, STEPPED_SECTIONS, FlatState
+from penzai_shard.training.train_state import donation_text, from_flat
+from penzai_shard.tree_paths import array_path_text
+
+FIX_INPUT = (
+    "Pass arrays; give anything else to the loss function itself, for instance with "
+    "functools.partial."
+)
+_POSITION = re.compile(r"\b(rest|step)(?:\[(\d+)\])?(?= of )")
+
+
+def refuse_inputs(inputs: Mapping[str, Any]) -> None:
+    """Raises for inputs that are not arrays, if there are any."""
+    problems = not_arrays(dict(inputs), "", FIX_INPUT)
+    if problems:
+        raise ShardingError("the inputs of a step must be arrays:", problems)
+
+
+def refuse_donated(flat: FlatState) -> None:
+    """Raises if a state was donated to an earlier step."""
+    if deleted(flat.stepped):
+        raise ShardingError(donation_text(from_flat(flat)))
+    if deleted(flat.kept):
+        paths = zip(flat.structure.paths(KEPT_SECTIONS), flat.kept, strict=True)
+        gone = [path for path, leaf in paths if deleted([leaf])]
+        raise ShardingError(
+            "arrays of this train state were deleted or donated elsewhere:",
+            [f"{path}: its memory is gone. Make the state from a copy." for path in gone],
+        )
+
+
+def explained(error: Exception, flat: FlatState, inputs: Mapping[str, Any]) -> ShardingError | None:
+    """What to say instead of an error of JAX about the arguments of a step.
+
+    Args:
+        error: The error.
+        flat: The state that the step was called with.
+        inputs: Its inputs.
+
+    Returns:
+        An error of this library; None if the error is about something else.
+    """
+    if isinstance(error, ShardingError):
+        return None
+    try:
+        refuse_donated(flat)
+    except ShardingError as donated:
+        return donated
+    named = [
+        (array_path_text(path), leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(dict(inputs))[0]
+    ]
+    problems = [
+        f"{path}: its memory is gone, as it was donated or deleted. Make the batch anew."
+        for path, leaf in named
+        if deleted([leaf])
+    ]
+    problems += [
+        f"{path}: it is abstract, a {type(leaf).__name__}. Pass an array."
+        for path, leaf in named
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    if problems:
+        return ShardingError("some inputs hold no values:", problems)
+    if "ncompatible devices" not in str(error):
+        return None
+    state = next(leaf for leaf in flat.stepped if isinstance(leaf, jax.Array))
+    devices = _devices(state)
+    problems = [
+        f"input {path}: lies on {_place(leaf)}, the train state on {_place(state)}. Place it with "
+        "the state: shard_batch(batch, mesh, rules), with the state's mesh."
+        for path, leaf in named
+        if isinstance(leaf, jax.Array) and leaf.committed and _devices(leaf) != devices
+    ]
+    if problems:
+        return ShardingError("the inputs lie on other devices than the train state:", problems)
+    return ShardingError(
+        "the loss function uses arrays or constraints on other devices than the train state, which "
+        f"lies on {_place(state)}. Make its constraint layers and its closures for the same mesh. "
+        f"JAX says: {_with_paths(str(error), flat)}"
+    )
+
+
+def _devices(array: jax.Array) -> Any:
+    sharding = array.sharding
+    if isinstance(sharding, NamedSharding):
+        # Of two meshes with the same devices the order counts too.
+        return tuple(sharding.mesh.devices.flat)
+    return tuple(sorted(sharding.device_set, key=lambda device: device.id))
+
+
+def _place(array: jax.Array) -> str:
+    text = sharding_text(array.sharding)
+    ids = [device.id for device in _devices(array)]
+    return f"{text} (devices {', '.join(map(str, ids))})" if 1 < len(ids) <= 16 else text
+
+
+def _with_paths(text: str, flat: FlatState) -> str:
+    """JAX's message with paths of the train state in place of positions."""
+    paths = list(flat.structure.paths(STEPPED_SECTIONS))
+
+    def path_of(match: re.Match[str]) -> str:
+        if match[1] == "step" or match[2] is None:
+            return "step"
+        return paths[1 + int(match[2])]
+
+    return _POSITION.sub(path_of, text)
