@@ -7,10 +7,11 @@ hold different ones.
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from penzai_shard.axis_rules import AxisRules
@@ -31,12 +32,12 @@ def varying_axes(value: Any) -> frozenset[str]:
     """The manual mesh axes along which devices may hold different values.
 
     Args:
-        value: An array, a tracer, or a ``jax.ShapeDtypeStruct``.
+        value: An array, a tracer, or what stands for its type.
 
     >>> varying_axes(jax.numpy.ones(2))
     frozenset()
     """
-    kind = value if isinstance(value, jax.ShapeDtypeStruct) else jax.typeof(value)
+    kind = jax.typeof(value) if isinstance(value, jax.Array | np.ndarray) else value
     tracked = getattr(kind, "manual_axis_type", None) or getattr(kind, "mat", None)
     varying = getattr(kind, "vma", None) if tracked is None else tracked.varying
     return frozenset(varying or ())
@@ -69,6 +70,9 @@ class Region:
         activation_rules: Rules for everything else.
         manual: The mesh axes that the region takes over.
         min_size: Parameters with fewer elements than this are not split.
+        keep_split: The logical axes over which parameters stay split inside.
+        per_device: Whether the layer is written for one device's part.
+        assume_independent: Operations that are taken to treat elements independently.
     """
 
     mesh: AnyMesh
@@ -76,6 +80,9 @@ class Region:
     activation_rules: AxisRules
     manual: tuple[str, ...]
     min_size: int = 0
+    keep_split: tuple[Hashable, ...] = ()
+    per_device: bool = False
+    assume_independent: tuple[str, ...] = ()
 
     def parameter_specs(self, tree: Any) -> list[PartitionSpec]:
         """The specs of the arrays of a tree, over the manual mesh axes alone."""

@@ -26,7 +26,7 @@ class BoundaryLeaf:
             positional one; None altogether for a bare array.
         view: For a ``pz.nx.NamedArrayView``, which dimension of its data each positional axis is,
             and the names in their order; None for a ``pz.nx.NamedArray``.
-        fixed: For a leaf that is no array, the leaf; it does not go through the boundary.
+        fixed: For a leaf that is not an array, the leaf; it does not go through the boundary.
     """
 
     names: tuple[Hashable | None, ...] | None = None
@@ -66,12 +66,24 @@ class BoundaryTree:
     structure: ByEquality
     leaves: tuple[BoundaryLeaf, ...]
 
+    def array_names(self) -> list[tuple[Hashable | None, ...] | None]:
+        """For each array the logical axis of each of its dimensions, None for a bare array."""
+        return [leaf.names for leaf in self.leaves if leaf.fixed is None]
+
+    def built_alike(self, other: "BoundaryTree") -> bool:
+        """Whether another tree has the same structure and names, whatever is not an array."""
+        mine, theirs = (
+            [(leaf.names, leaf.view, leaf.fixed is None) for leaf in tree.leaves]
+            for tree in (self, other)
+        )
+        return self.structure == other.structure and mine == theirs
+
     def put_together(self, arrays: Sequence[Any], *, fixed: bool = True) -> Any:
         """The tree with the given arrays, of any lengths, in place of its own.
 
         Args:
             arrays: One array for each leaf that is one.
-            fixed: Whether leaves that are no arrays are in it; None stands for them otherwise.
+            fixed: Whether leaves that are not arrays are in it; None stands for them otherwise.
 
         Returns:
             The tree.

@@ -1,57 +1,57 @@
-"""One call of a layer inside a manual region: gather, run, check, hand out.
+"""One call of a layer inside a manual region: read its program, gather, run, hand out.
 
-The layer is traced twice: once with the global lengths, which says what comes out, and once with
-those of one device's part.
+The program is read before it runs: traced with the global lengths and with those of one device's
+part, and followed operation by operation. A layer that is written for one device's part is not.
 """
 
 import dataclasses
-import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 from penzai import pz
 
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.layers import variable_threading
-from penzai_shard.layers.manual_region import Region, varying_axes
+from penzai_shard.layers.manual_region import Region
+from penzai_shard.layers.program_locations import exception_location_text
+from penzai_shard.layers.program_reading import collectives
 from penzai_shard.layers.region_boundary import BoundaryTree, take_apart
-from penzai_shard.layers.split_axis_mixing import mixed_lengths
+from penzai_shard.layers.region_gathering import Typing, gather, spec_of
+from penzai_shard.layers.region_outputs import (
+    ManualRegionError,
+    Output,
+    followed_outputs,
+    unfollowed_outputs,
+)
+from penzai_shard.layers.region_random import base_keys, fold_position
+from penzai_shard.layers.split_axis_mixing import Problem, SplitFlow
+from penzai_shard.layers.split_dimensions import Flow, Split
 from penzai_shard.rule_kinds import sized_mesh_axes_text
-from penzai_shard.tree_paths import path_text
 
-SplitNames = Mapping[str, Sequence[Hashable]]
+_LONGEST = 400
+"""How many characters of another library's message are shown."""
 
-
-class ManualRegionError(ShardingError):
-    """A layer cannot run per device under the given rules; every offender is told."""
-
-
-class _NotReplicatedError(ManualRegionError):
-    """Something differs between devices that should hold the same."""
+Arrays = tuple[list[Any], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Output:
-    """One array that leaves the region.
+class _Program:
+    """What a layer's program gives, and how it may run.
 
     Attributes:
-        path: Where it is, for people.
-        names: The logical axis of each of its dimensions, None for a positional one.
-        shape: Its global shape.
-        mesh_axes: The mesh axes of each of its dimensions.
+        run: The layer, from one device's arrays to those of its output.
+        boundary: Its output without the arrays.
+        slots: A readable text for each variable.
+        outputs: Its arrays.
+        typings: What JAX may know in it, the best first.
     """
 
-    path: str
-    names: tuple[Hashable | None, ...]
-    shape: tuple[int, ...]
-    mesh_axes: tuple[tuple[str, ...], ...]
-
-    def dimension_text(self, dimension: int) -> str:
-        """A dimension, for people."""
-        name = self.names[dimension]
-        return f"positional dimension {dimension}" if name is None else f"logical axis {name!r}"
+    run: Callable[..., list[Any]]
+    boundary: BoundaryTree
+    slots: list[str]
+    outputs: list[Output]
+    typings: list[Typing]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,95 +83,13 @@ class RegionCall:
 
         Raises:
             PlanError: A length does not divide.
-            ManualRegionError: Something differs between devices that should hold the same.
+            ManualRegionError: The layer does not treat the elements of a split logical axis
+                independently.
         """
-        region = self.region
-        arrays = (list(weight_arrays), list(activation_arrays))
-        weight_specs = region.parameter_specs(self.weights.put_together(arrays[0], fixed=False))
-        activation_specs = region.activation_specs(
-            self.activations.put_together(arrays[1], fixed=False)
-        )
-        split_names = self._split_names(arrays[1], activation_specs)
-        built: list[tuple[BoundaryTree, list[str]]] = []
+        return _Run(self, (list(weight_arrays), list(activation_arrays))).results()
 
-        def run_globally(weight_arrays: Any, activation_arrays: Any) -> Any:
-            result, slots = self._call_body(weight_arrays, activation_arrays)
-            boundary, arrays = take_apart(result)
-            built.append((boundary, slots))
-            return arrays, result
-
-        # Traced and not run. The second result is the first one's shapes.
-        whole, (structs, result) = jax.make_jaxpr(run_globally, return_shape=True)(*arrays)
-        boundary, slots = built[-1]
-        output_specs = region.activation_specs(boundary.put_together(structs, fixed=False))
-        outputs = self._outputs(result, boundary, structs, output_specs)
-
-        def run_per_device(
-            gather_varying: bool, weight_arrays: Any, activation_arrays: Any
-        ) -> list[Any]:
-            gathered = [
-                _gather(
-                    array,
-                    region.mesh_axes(spec, array.ndim),
-                    split_names if gather_varying else (),
-                )
-                for array, spec in zip(weight_arrays, weight_specs, strict=True)
-            ]
-
-            # Inlined, this leaves no trace in the program, and what was traced is at hand.
-            @functools.partial(jax.jit, inline=True)
-            def run_locally(gathered: Any, activation_arrays: Any) -> Any:
-                return self._call_body(gathered, activation_arrays, tuple(split_names))[0]
-
-            try:
-                part = run_locally.trace(gathered, activation_arrays).jaxpr
-                local = run_locally(gathered, activation_arrays)
-            except Exception as error:
-                error.add_note(_note(split_names))
-                raise
-            handed_out = self._hand_out(result, boundary, outputs, local, split_names)
-            lengths = self._lengths(arrays[1])
-            raise_all(
-                ManualRegionError,
-                "the layer mixes elements that lie on different devices:",
-                _mixing_problems(mixed_lengths(whole, part), split_names, lengths),
-            )
-            return handed_out
-
-        def mapped(gather_varying: bool) -> list[Any]:
-            return jax.shard_map(
-                functools.partial(run_per_device, gather_varying),
-                mesh=region.mesh,
-                in_specs=(weight_specs, activation_specs),
-                out_specs=output_specs,
-                axis_names=set(region.manual),
-            )(*arrays)
-
-        try:
-            output_arrays = mapped(True)
-        except _NotReplicatedError as error:
-            # To JAX, a gathered parameter varies between the devices, and with it all that is
-            # computed from it alone. Gathered as the same on all devices it does not, and what
-            # still differs does depend on a part of the activations.
-            try:
-                output_arrays = mapped(False)
-            except _NotReplicatedError as final:
-                headline = str(final).split("\n", 1)[0]
-                raise ManualRegionError(headline, final.problems) from None
-            del error
-        after = boundary.put_together(output_arrays)
-        changed = {
-            index: after["changed"][slot]
-            for index, slot in enumerate(slots)
-            if slot in after["changed"]
-        }
-        return after["output"], changed
-
-    def _call_body(
-        self,
-        weight_arrays: Sequence[Any],
-        activation_arrays: Sequence[Any],
-        fold_axes: tuple[str, ...] = (),
+    def call_body(
+        self, weight_arrays: Sequence[Any], activation_arrays: Sequence[Any]
     ) -> tuple[dict[str, Any], list[str]]:
         """Runs the layer on arrays of whatever lengths.
 
@@ -187,218 +105,349 @@ class RegionCall:
             for index, variable in enumerate(variables)
         ]
         before = variable_threading.contents(variables)
-        tree = pz.bind_variables((body, given["argument"], given["side_inputs"]), variables)
-        body, argument, side_inputs = _fold_random_streams(tree, fold_axes)
+        body, argument, side_inputs = pz.bind_variables(
+            (body, given["argument"], given["side_inputs"]), variables
+        )
         output = body(argument, **side_inputs)
         variable_threading.check_no_variable(output, "ShardMapped")
         changed = variable_threading.reassigned(variables, before)
         by_slot = {slots[index]: content for index, content in changed.items()}
         return {"output": output, "changed": by_slot}, slots
 
-    def _split_names(
-        self, arrays: Sequence[Any], specs: Sequence[PartitionSpec]
-    ) -> dict[str, list[Hashable]]:
-        """The logical axes of activations that are split, by mesh axis in the mesh's order."""
-        found: dict[str, list[Hashable]] = {}
-        leaves = [leaf for leaf in self.activations.leaves if leaf.fixed is None]
-        for leaf, array, spec in zip(leaves, arrays, specs, strict=True):
-            names = leaf.names or (None,) * array.ndim
-            for name, entry in zip(names, self.region.mesh_axes(spec, array.ndim), strict=True):
-                for mesh_axis in entry:
-                    if name not in found.setdefault(mesh_axis, []):
-                        found[mesh_axis].append(name)
-        return {name: found[name] for name in self.region.manual if name in found}
 
-    def _lengths(self, arrays: Sequence[Any]) -> dict[Hashable, int]:
-        """The global length of each logical axis of the activations."""
-        leaves = [leaf for leaf in self.activations.leaves if leaf.fixed is None]
-        return {
-            name: size
-            for leaf, array in zip(leaves, arrays, strict=True)
-            for name, size in zip(leaf.names or (), array.shape, strict=False)
-            if name is not None
-        }
+class _Run:
+    """One call with its arrays: the weights', then the activations'."""
 
-    def _outputs(
-        self,
-        result: Any,
-        boundary: BoundaryTree,
-        structs: Sequence[Any],
-        specs: Sequence[PartitionSpec],
-    ) -> list[_Output]:
-        places = jax.tree_util.tree_leaves_with_path(result, is_leaf=pz.nx.is_namedarray)
-        leaves = [
-            (path_text(path).removeprefix("changed/"), leaf.names)
-            for (path, _), leaf in zip(places, boundary.leaves, strict=True)
-            if leaf.fixed is None
-        ]
-        return [
-            _Output(
-                path,
-                names or (None,) * len(struct.shape),
-                tuple(struct.shape),
-                tuple(self.region.mesh_axes(spec, len(struct.shape))),
+    def __init__(self, call: RegionCall, arrays: Arrays) -> None:
+        self.call, self.arrays = call, arrays
+        self.region = region = call.region
+        self.specs = (
+            region.parameter_specs(call.weights.put_together(arrays[0], fixed=False)),
+            region.activation_specs(call.activations.put_together(arrays[1], fixed=False)),
+        )
+        self.dimensions = tuple(
+            [
+                list(
+                    zip(
+                        names or (None,) * array.ndim,
+                        region.mesh_axes(spec, array.ndim),
+                        strict=True,
+                    )
+                )
+                for names, array, spec in zip(tree.array_names(), own, specs, strict=True)
+            ]
+            for tree, own, specs in zip(
+                (call.weights, call.activations), arrays, self.specs, strict=True
             )
-            for (path, names), struct, spec in zip(leaves, structs, specs, strict=True)
-        ]
+        )
+        self.random_axes = self._in_order(
+            name for array in self.dimensions[1] for _, entry in array for name in entry
+        )
+        self.keys = (base_keys(call.weights), base_keys(call.activations))
 
-    def _hand_out(
-        self,
-        template: Any,
-        boundary: BoundaryTree,
-        outputs: Sequence[_Output],
-        local: Any,
-        split_names: SplitNames,
-    ) -> list[Any]:
-        """The arrays that one device hands out, after checking that they are what they should."""
-        structure: Any = jax.tree_util.tree_structure(local, is_leaf=pz.nx.is_namedarray)
-        if structure != boundary.structure.value:
+    def _in_order(self, mesh_axes: Iterable[str]) -> tuple[str, ...]:
+        found = set(mesh_axes)
+        return tuple(name for name in self.region.manual if name in found)
+
+    def results(self) -> tuple[Any, dict[int, Any]]:
+        """What ``RegionCall.run`` returns."""
+        program = self._read()
+        for typing in program.typings:
+            try:
+                arrays = self._run(program, typing)
+                break
+            except Exception:
+                # What is known here JAX cannot always tell; untracked, it need not.
+                if typing is program.typings[-1]:
+                    raise
+        after = program.boundary.put_together(arrays)
+        changed = {
+            index: after["changed"][slot]
+            for index, slot in enumerate(program.slots)
+            if slot in after["changed"]
+        }
+        return after["output"], changed
+
+    def _run(self, program: "_Program", typing: Typing) -> list[Any]:
+        def run(*arrays: Any) -> list[Any]:
+            local = program.run(*self._inside(arrays, typing))
+            return [
+                output.own_part(array, self.region)
+                for output, array in zip(program.outputs, local, strict=True)
+            ]
+
+        specs = [spec_of(output.mesh_axes) for output in program.outputs]
+        return self._mapped(run, typing, specs)(*self.arrays)
+
+    def _mapped(self, function: Callable[..., Any], typing: Typing, out_specs: Any) -> Any:
+        return jax.shard_map(
+            function,
+            mesh=self.region.mesh,
+            in_specs=self.specs,
+            out_specs=out_specs,
+            axis_names=set(self.region.manual),
+            check_vma=typing is not Typing.UNTRACKED,
+        )
+
+    def _inside(self, arrays: Any, typing: Typing) -> Arrays:
+        """One device's arrays as the layer sees them."""
+        weights, activations = arrays
+        kept = self.region.keep_split
+        varying = {*self.random_axes, *(n for flow in self._flows()[0] for n in flow.mesh_axes)}
+        gathered = [
+            gather(
+                array,
+                [() if name in kept else entry for name, entry in dimensions],
+                varying if typing is Typing.VARYING else (),
+                typing,
+            )
+            for array, dimensions in zip(weights, self.dimensions[0], strict=True)
+        ]
+        return (
+            fold_position(gathered, self.keys[0], self.random_axes),
+            fold_position(activations, self.keys[1], self.random_axes),
+        )
+
+    def _flows(self, parts: int | None = None) -> tuple[list[Flow], list[Flow]]:
+        """What is known of each array inside; with as many parts as there are, or as given."""
+        return tuple(  # type: ignore[return-value]
+            [
+                Flow(
+                    tuple(
+                        Split(entry, parts or self.region.parts(entry), name)
+                        if self.region.parts(entry) > 1
+                        and (stays or name in self.region.keep_split)
+                        else None
+                        for name, entry in array
+                    ),
+                    random=bool(self.random_axes) and index in keys,
+                )
+                for index, array in enumerate(arrays)
+            ]
+            for stays, arrays, keys in zip((False, True), self.dimensions, self.keys, strict=True)
+        )
+
+    # Reading the program.
+
+    def _read(self) -> "_Program":
+        try:
+            return self._read_typed(Typing.VARYING)
+        except ShardingError:
+            raise
+        except Exception:
+            # JAX refuses, for one, a loop that starts with the same on all devices and turns it
+            # into something that differs.
+            pass
+        try:
+            return self._read_typed(Typing.UNTRACKED)
+        except ShardingError:
+            raise
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def _read_typed(self, typing: Typing) -> "_Program":
+        read: list[_Program] = []
+
+        def dry(*arrays: Any) -> list[Any]:
+            read.append(self._read_inside(self._inside(arrays, typing), typing))
+            return []
+
+        jax.eval_shape(self._mapped(dry, typing, []), *self.arrays)
+        return read[-1]
+
+    def _read_inside(self, local: Arrays, typing: Typing) -> "_Program":
+        body, built = self._body()
+        # Compiled in line it leaves no trace in the program, and is traced once for both uses.
+        program = jax.jit(body, inline=True)
+        part = program.trace(*local).jaxpr
+        tracked = typing is not Typing.UNTRACKED
+        typings = [*Typing] if tracked else [typing]
+        own = [atom.aval for atom in part.jaxpr.outvars]
+        boundary, slots = built[-1]
+        if self.region.per_device:
+            outputs = unfollowed_outputs(self.region, boundary, own, tracked)
+            return _Program(program, boundary, slots, outputs, typings)
+        self._check_collectives(part)
+        structs = tuple([_struct(array) for array in arrays] for arrays in self.arrays)
+        whole, results = jax.make_jaxpr(body, return_shape=True)(*structs)
+        if not built[-1][0].built_alike(boundary):
             raise ManualRegionError(
                 "the layer returns something else per device than for whole arrays: "
-                f"{structure} instead of {boundary.structure.value}."
+                f"{boundary.structure.value} instead of {built[-1][0].structure.value}."
             )
-        ordered = jax.tree_util.tree_leaves(
-            pz.nx.order_like(local, template), is_leaf=pz.nx.is_namedarray
-        )
-        arrays = [
-            leaf if described.names is None else leaf.data_array
-            for leaf, described in zip(ordered, boundary.leaves, strict=True)
-            if described.fixed is None
+        boundary = built[-1][0]
+        problems, flows = self._follow(body, whole, part)
+        outputs = followed_outputs(self.region, boundary, results, flows)
+        self._check(problems, flows, outputs, own)
+        return _Program(program, boundary, slots, outputs, typings)
+
+    def _body(self) -> tuple[Callable[..., list[Any]], list[tuple[BoundaryTree, list[str]]]]:
+        built: list[tuple[BoundaryTree, list[str]]] = []
+
+        def body(weights: Any, activations: Any) -> list[Any]:
+            result, slots = self.call.call_body(weights, activations)
+            boundary, arrays = take_apart(result)
+            built.append((boundary, slots))
+            return arrays
+
+        return body, built
+
+    def _follow(self, body: Any, whole: Any, part: Any) -> tuple[list[Problem], list[Flow]]:
+        problems, flows = self._followed(whole, part)
+        lengths = [
+            size // self.region.parts(dim.mesh_axes)
+            for arrays, found in zip(self.arrays, self._flows(), strict=True)
+            for array, flow in zip(arrays, found, strict=True)
+            for size, dim in zip(array.shape, flow.dims, strict=True)
+            if isinstance(dim, Split)
         ]
-        problems: list[str] = []
-        differing: list[str] = []
-        handed_out = []
-        for array, output in zip(arrays, outputs, strict=True):
-            array, problem = self._own_part(jax.numpy.asarray(array), output)
-            problems += [f"{output.path}: {problem}"] if problem else []
-            mentioned = {name for mesh_axes in output.mesh_axes for name in mesh_axes}
-            extra = varying_axes(array) - mentioned
-            for mesh_axis in self.region.manual:
-                if mesh_axis in extra:
-                    differing.append(self._difference(output, mesh_axis, split_names))
-            handed_out.append(array)
-        headline = "the layer cannot run per device:"
-        raise_all(ManualRegionError, headline, problems)
-        raise_all(_NotReplicatedError, headline, differing)
-        return handed_out
+        if not any(flow.refused for flow in flows) or 1 not in lengths:
+            return problems, flows
+        # Some functions of JAX trace to other operations where a length is 1. They are followed in
+        # the whole and in another that is twice as long.
+        doubled = tuple(
+            [
+                _struct(array, [2 if isinstance(dim, Split) else 1 for dim in flow.dims])
+                for array, flow in zip(arrays, found, strict=True)
+            ]
+            for arrays, found in zip(self.arrays, self._flows(), strict=True)
+        )
+        try:
+            longer = jax.make_jaxpr(body)(*doubled)
+        except Exception:
+            return problems, flows
+        of_longer = self._followed(longer, whole, parts=2)
+        if any(flow.refused for flow in of_longer[1]):
+            return of_longer
+        return self._followed(whole, part, part_of_one=True)
 
-    def _own_part(self, array: Any, output: _Output) -> tuple[Any, str]:
-        """A device's part of an output; devices that computed the whole keep their part of it."""
-        for dimension, mesh_axes in enumerate(output.mesh_axes):
-            whole = output.shape[dimension]
-            expected = whole // self.region.parts(mesh_axes)
-            size = array.shape[dimension]
-            if size == expected:
-                continue
-            what = f"{output.dimension_text(dimension)} ({whole})"
-            over = sized_mesh_axes_text(mesh_axes, self.region.mesh.shape) if mesh_axes else ""
-            if size != whole:
-                return array, (
-                    f"{what} has length {size} on each device, and not {expected}. A split logical "
-                    "axis must keep its name, and its elements be computed one by one."
-                )
-            if varying_axes(array) & set(mesh_axes):
-                return array, (
-                    f"{what} should be split over {over}, and each device computed another whole "
-                    f"of it. Map it to None in activation_rules."
-                )
-            array = jax.lax.dynamic_slice_in_dim(
-                array, _position(mesh_axes) * expected, expected, dimension
-            )
-        return array, ""
+    def _followed(
+        self, whole: Any, part: Any, parts: int | None = None, part_of_one: bool = False
+    ) -> tuple[list[Problem], list[Flow]]:
+        given = [flow for flows in self._flows(parts) for flow in flows]
+        analysis = SplitFlow(
+            frozenset(dim for flow in given for dim in flow.dims if isinstance(dim, Split)),
+            frozenset(n for n in self.random_axes if self.region.mesh.shape[n] > 1),
+            frozenset(self.region.assume_independent),
+            part_of_one,
+        )
+        return analysis.problems, list(analysis.results(whole, part, given))
 
-    def _difference(self, output: _Output, mesh_axis: str, split_names: SplitNames) -> str:
-        names = split_names.get(mesh_axis, ())
-        over = sized_mesh_axes_text((mesh_axis,), self.region.mesh.shape)
-        listed = " and ".join(repr(name) for name in names)
-        if not names:
-            return f"{output.path}: it differs between the devices along {over}."
-        own = [name for name in output.names if name is not None]
-        has = f"has {', '.join(map(repr, own))}" if own else "has no logical axes"
-        return (
-            f"{output.path}: it {has}, and depends on logical axis {listed}, which is split over "
-            f"{over}, so every device would hold another value. Compute it outside of the layer, "
-            f"or map {listed} to None in activation_rules, "
-            f"or leave {mesh_axis!r} out of manual_axes."
+    # What is refused.
+
+    def _split_text(self) -> str:
+        lengths = {
+            (name, entry): size
+            for arrays, found in zip(self.arrays, self.dimensions, strict=True)
+            for array, dimensions in zip(arrays, found, strict=True)
+            for size, (name, entry) in zip(array.shape, dimensions, strict=True)
+        }
+        split = dict.fromkeys(
+            (dim.name, dim.mesh_axes)
+            for flows in self._flows()
+            for flow in flows
+            for dim in flow.dims
+            if isinstance(dim, Split)
+        )
+        return "; ".join(
+            f"{name!r} ({lengths[name, axes]}) over "
+            f"{sized_mesh_axes_text(axes, self.region.mesh.shape)}"
+            for name, axes in split
         )
 
-
-def _gather(array: Any, mesh_axes: Sequence[tuple[str, ...]], varying: Any) -> Any:
-    """A whole parameter from the devices' parts of it.
-
-    The transpose of the gather is the scatter of the gradients' sum where the devices see
-    different activations, and taking one's own part of the gradient where they see the same.
-    """
-    for dimension, entry in enumerate(mesh_axes):
-        groups: list[tuple[str, ...]] = []
-        for name in entry:
-            if groups and (name in varying) == (groups[-1][0] in varying):
-                groups[-1] += (name,)
-            else:
-                groups.append((name,))
-        # The last mesh axis of an entry is the one whose parts are neighbours.
-        for group in reversed(groups):
-            to = "varying" if group[0] in varying else "invarying"
-            array = jax.lax.all_gather(array, group, axis=dimension, tiled=True, to=to)
-    return array
-
-
-def _position(mesh_axes: Sequence[str]) -> Any:
-    """The device's position along some mesh axes, the first of them counting most."""
-    position: Any = 0
-    for name in mesh_axes:
-        position = position * jax.lax.axis_size(name) + jax.lax.axis_index(name)
-    return position
-
-
-def _fold_random_streams(tree: Any, mesh_axes: tuple[str, ...]) -> Any:
-    """The tree with other random numbers for every position along some mesh axes."""
-    if not mesh_axes:
-        return tree
-    return jax.tree_util.tree_map(
-        lambda node: (
-            dataclasses.replace(
-                node, base_key=jax.random.fold_in(node.base_key, _position(mesh_axes))
-            )
-            if isinstance(node, pz.RandomStream)
-            else node
-        ),
-        tree,
-        is_leaf=lambda node: isinstance(node, pz.RandomStream),
-    )
-
-
-def _mixing_problems(
-    mixed: Sequence[tuple[str, int, int]],
-    split_names: SplitNames,
-    lengths: Mapping[Hashable, int],
-) -> list[str]:
-    problems = []
-    for operation, whole, part in dict.fromkeys(mixed):
-        split = [
-            (name, mesh_axis)
-            for mesh_axis, names in split_names.items()
-            for name in names
-            if lengths.get(name) == whole
-        ]
-        names = " or ".join(f"{name!r} (split over {axis!r})" for name, axis in split)
-        fix = " and ".join(repr(name) for name, _ in split)
-        problems.append(
-            f"{operation} over {whole} elements"
-            + (f" of logical axis {names}" if split else "")
-            + f", of which each device holds {part}. Map {fix or 'that logical axis'} to None in "
-            "activation_rules, or wrap only layers that compute its elements one by one."
+    def _check(
+        self,
+        problems: Sequence[Problem],
+        flows: Sequence[Flow],
+        outputs: Sequence[Output],
+        own: Sequence[Any],
+    ) -> None:
+        raise_all(
+            ManualRegionError,
+            "the layer does not treat the elements that lie on different devices independently"
+            f" (split: {self._split_text()}):",
+            [
+                f"{problem.where}: {problem.reason}. Needed for {_listed(needing)}. Do it outside "
+                "of the layer, or map the logical axis to None in activation_rules; if the "
+                "elements are independent after all, say "
+                f"assume_independent=({problem.operation!r},)."
+                for index, problem in enumerate(problems)
+                if (
+                    needing := [
+                        o.path for o, f in zip(outputs, flows, strict=True) if index in f.refused
+                    ]
+                )
+            ],
         )
-    return problems
+        raise_all(
+            ManualRegionError,
+            "the layer cannot run per device:",
+            [
+                text
+                for output, flow, aval in zip(outputs, flows, own, strict=True)
+                for text in output.problems(flow, aval.shape, self.region)
+            ],
+        )
+
+    def _check_collectives(self, part: Any) -> None:
+        raise_all(
+            ManualRegionError,
+            "the layer moves data between devices itself:",
+            [
+                f"{where}: a layer that calls jax.lax.{name} is written for one device's part. Say "
+                "per_device=True to run it as it is, unchecked."
+                for name, where in collectives(part)
+            ],
+        )
+
+    def _fail(self, error: Exception) -> None:
+        """Says what is known of a layer that cannot be traced on one device's part."""
+        first = " ".join(str(error).split("\n---", 1)[0].split())
+        first = f"{first[:_LONGEST]} ..." if len(first) > _LONGEST else first
+        where = exception_location_text(error)
+        if isinstance(error, NameError) and "axis name" in str(error):
+            raise ManualRegionError(
+                f"the layer uses a mesh axis that the region does not take over{where}: {first}. "
+                f"It takes over {self.region.manual}; see manual_axes."
+            ) from error
+        if self.region.per_device:
+            return
+
+        def dry(*_: Any) -> list[Any]:
+            jax.eval_shape(self._body()[0], *structs)
+            return []
+
+        structs = tuple([_struct(array) for array in arrays] for arrays in self.arrays)
+        # A layer that fails on whole arrays too fails by its own error.
+        jax.eval_shape(self._mapped(dry, Typing.UNTRACKED, []), *self.arrays)
+        raise ManualRegionError(
+            "the layer works on whole arrays, and fails on one device's part of them:",
+            [
+                f"{type(error).__name__}{where}: {first}. Each device sees its part of the "
+                f"activations (split: {self._split_text()}). A logical axis that the layer "
+                "contracts, or that a parameter has too, must be mapped to None in "
+                "activation_rules."
+            ],
+        ) from error
 
 
-def _note(split_names: SplitNames) -> str:
-    split = "; ".join(
-        f"{', '.join(map(repr, names))} over mesh axis {mesh_axis!r}"
-        for mesh_axis, names in split_names.items()
-    )
-    return (
-        f"Inside ShardMapped each device sees its part of the activations (split: {split or '-'})."
-        " A logical axis that the layer contracts, or that a parameter has too, must be mapped to "
-        "None in activation_rules."
-    )
+def _named(
+    names: Sequence[Hashable | None] | None, mesh_axes: Sequence[tuple[str, ...]]
+) -> list[tuple[Hashable | None, tuple[str, ...]]]:
+    return list(zip(names or (None,) * len(mesh_axes), mesh_axes, strict=True))
+
+
+def _needing(problem: int, outputs: Sequence[Output], flows: Sequence[Flow]) -> list[str]:
+    return [o.path for o, f in zip(outputs, flows, strict=True) if problem in f.refused]
+
+
+def _listed(paths: Sequence[str]) -> str:
+    shown = ", ".join(paths[:3])
+    return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
+
+
+def _struct(array: Any, times: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
+    shape = tuple(n * m for n, m in zip(array.shape, times or [1] * array.ndim, strict=True))
+    weak = bool(getattr(jax.typeof(array), "weak_type", False))
+    return jax.ShapeDtypeStruct(shape, array.dtype, weak_type=weak)

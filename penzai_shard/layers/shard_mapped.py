@@ -21,7 +21,8 @@ from penzai_shard.errors import MeshError, raise_all
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.manual_region import Region, manual_axes
 from penzai_shard.layers.region_boundary import take_apart
-from penzai_shard.layers.region_call import ManualRegionError, RegionCall
+from penzai_shard.layers.region_call import RegionCall
+from penzai_shard.layers.region_outputs import ManualRegionError
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, onto_auto_twin
 from penzai_shard.rule_kinds import nearest_name
@@ -87,6 +88,13 @@ class ShardMapped(WrapperLayer):
         default=None, metadata={"pytree_node": False}
     )
     min_size: int = dataclasses.field(default=0, metadata={"pytree_node": False})
+    keep_split: str | tuple[str, ...] = dataclasses.field(
+        default=(), metadata={"pytree_node": False}
+    )
+    per_device: bool = dataclasses.field(default=False, metadata={"pytree_node": False})
+    assume_independent: str | tuple[str, ...] = dataclasses.field(
+        default=(), metadata={"pytree_node": False}
+    )
 
     def __call__(self, argument: Any, /, **side_inputs: Any) -> Any:
         """Runs the layer per device.
@@ -131,12 +139,8 @@ class ShardMapped(WrapperLayer):
 
     def _region(self) -> Region:
         mesh = auto_twin(self.mesh)
-        if self.manual_axes is None:
-            wanted = tuple(mesh.axis_names)
-        elif isinstance(self.manual_axes, str):
-            wanted = (self.manual_axes,)
-        else:
-            wanted = tuple(self.manual_axes)
+        every = tuple(mesh.axis_names)
+        wanted = every if self.manual_axes is None else _as_tuple(self.manual_axes)
         _check_manual_axes(wanted, mesh)
         return Region(
             mesh=mesh,
@@ -144,7 +148,14 @@ class ShardMapped(WrapperLayer):
             activation_rules=AxisRules.of(self.activation_rules),
             manual=tuple(name for name in mesh.axis_names if name in wanted),
             min_size=self.min_size,
+            keep_split=_as_tuple(self.keep_split),
+            per_device=bool(self.per_device),
+            assume_independent=_as_tuple(self.assume_independent),
         )
+
+
+def _as_tuple(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _check_manual_axes(wanted: Sequence[str], mesh: AnyMesh) -> None:

@@ -1,0 +1,83 @@
+"""Where in the user's source an operation of a traced program comes from."""
+
+import functools
+import pathlib
+import sysconfig
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import penzai
+
+_JAX = pathlib.Path(jax.__file__).parent
+_PENZAI_CORE = pathlib.Path(penzai.__file__).parent / "core"
+_OWN = pathlib.Path(__file__).parents[1]
+_STANDARD_LIBRARY = pathlib.Path(sysconfig.get_paths()["stdlib"])
+_THIRD_PARTY = "site-packages"
+_ENTRY = str(pathlib.Path(__file__).with_name("region_call.py"))
+_CALL = ".__call__"
+
+
+def location_text(chain: Sequence[Any]) -> str:
+    """An operation, the layers that do it, and its source line.
+
+    Args:
+        chain: The equations of a traced program that call each other, the operation last.
+
+    Returns:
+        Such as ``'rev' (in 'flip') of Sequential > Reverse (model.py:12)``.
+
+    >>> jaxpr = jax.make_jaxpr(lambda x: x[::-1])(jax.numpy.ones(3))
+    >>> location_text(jaxpr.eqns[:1]).split(" (")[0]
+    "'rev'"
+    """
+    if not chain:
+        return "a result"
+    text = repr(chain[-1].primitive.name)
+    calls = [name for one in chain if isinstance(name := one.params.get("name"), str)]
+    if calls:
+        text += f" (in {calls[-1]!r})"
+    frames: list[Any] = []
+    for equation in chain:
+        # A function that was compiled before brings the frames of its first caller.
+        own = _user_frames(equation)
+        if own[: len(frames)] == frames:
+            frames = own
+    scopes = str(chain[-1].source_info.name_stack).split("/")
+    path = "/".join(scope for scope in scopes if not scope.endswith("()"))
+    if path:
+        text += f" at {path!r}"
+    layers = [name.removesuffix(_CALL) for _, name, _ in frames if name.endswith(_CALL)]
+    if layers:
+        text += f" of {' > '.join(name.rsplit('.', 1)[-1] for name in layers)}"
+    return text + (f" ({pathlib.Path(frames[-1][0]).name}:{frames[-1][2]})" if frames else "")
+
+
+def _user_frames(equation: Any) -> list[tuple[str, str, int]]:
+    """File, function and line of each call outside of libraries' internals, outermost first."""
+    traceback = equation.source_info.traceback
+    frames = [
+        (f.file_name, f.function_name, f.line_num) for f in (traceback.frames if traceback else ())
+    ]
+    of_region = next((i for i, (file, *_) in enumerate(frames) if file == _ENTRY), len(frames))
+    return [frame for frame in reversed(frames[:of_region]) if not _is_internal(frame[0])]
+
+
+@functools.cache
+def _is_internal(file: str) -> bool:
+    path = pathlib.Path(file)
+    if any(path.is_relative_to(internal) for internal in (_JAX, _PENZAI_CORE, _OWN)):
+        return True
+    return path.is_relative_to(_STANDARD_LIBRARY) and _THIRD_PARTY not in path.parts
+
+
+def exception_location_text(error: BaseException) -> str:
+    """The source line in the user's code at which an exception was raised."""
+    found = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not _is_internal(code.co_filename):
+            found = f" ({pathlib.Path(code.co_filename).name}:{traceback.tb_lineno})"
+        traceback = traceback.tb_next
+    return found

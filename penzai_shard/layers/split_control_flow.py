@@ -1,0 +1,96 @@
+"""How split dimensions pass through loops and branches, whose bodies are programs themselves."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from penzai_shard.layers.program_reading import same_value
+from penzai_shard.layers.split_dimensions import (
+    Dimension,
+    Flow,
+    MixesElementsError,
+    Split,
+    join_flows,
+)
+
+
+class Follows(Protocol):
+    """What follows a program."""
+
+    def results(self, whole: Any, part: Any, flows: Sequence[Flow]) -> tuple[Flow, ...]:
+        """What the results of a program are, from what its inputs are."""
+
+
+def _scan(analysis: Follows, here: Any, there: Any, flows: Sequence[Flow]) -> Sequence[Flow]:
+    params = here.params
+    if not same_value(params["reverse"], there.params["reverse"]):
+        raise MixesElementsError("its direction depends on the length of a split dimension")
+    first, rest = params["num_consts"], params["num_consts"] + params["num_carry"]
+    constants, carry, along = list(flows[:first]), list(flows[first:rest]), list(flows[rest:])
+    turns: Dimension = None
+    if params["length"] != there.params["length"] or any(flow.dims[0] for flow in along):
+        splits = {flow.dims[0] for flow in along}
+        if carry or len(splits) != 1 or not isinstance(turns := splits.pop(), Split):
+            raise MixesElementsError("it takes a turn for each element of a split dimension")
+    inner = [dataclasses.replace(flow, dims=flow.dims[1:]) for flow in along]
+    programs = params["jaxpr"], there.params["jaxpr"]
+    carry, results = _turns(analysis, *programs, constants, carry, inner)
+    return [*carry, *(dataclasses.replace(f, dims=(turns, *f.dims)) for f in results)]
+
+
+def _turns(
+    analysis: Follows,
+    here: Any,
+    there: Any,
+    constants: Sequence[Flow],
+    carry: Sequence[Flow],
+    along: Sequence[Flow] = (),
+) -> tuple[list[Flow], list[Flow]]:
+    """What the carried values and the results of a loop's turn are, after any number of turns."""
+    carry = list(carry)
+    while True:
+        found = analysis.results(here, there, [*constants, *carry, *along])
+        after = [join_flows(pair) for pair in zip(carry, found[: len(carry)], strict=True)]
+        if after == carry:
+            return carry, list(found[len(carry) :])
+        carry = after
+
+
+def _while(analysis: Follows, here: Any, there: Any, flows: Sequence[Flow]) -> Sequence[Flow]:
+    params = here.params
+    first = params["cond_nconsts"]
+    rest = first + params["body_nconsts"]
+    tested, constants = flows[:first], flows[first:rest]
+    programs = [(p["body_jaxpr"], p["cond_jaxpr"]) for p in (params, there.params)]
+    carry, _ = _turns(analysis, programs[0][0], programs[1][0], constants, flows[rest:])
+    (condition,) = analysis.results(programs[0][1], programs[1][1], [*tested, *carry])
+    return _decided(condition, carry)
+
+
+def _cond(analysis: Follows, here: Any, there: Any, flows: Sequence[Flow]) -> Sequence[Flow]:
+    branches = zip(here.params["branches"], there.params["branches"], strict=True)
+    found = [analysis.results(one, other, flows[1:]) for one, other in branches]
+    return _decided(flows[0], [join_flows(column) for column in zip(*found, strict=True)])
+
+
+def _decided(condition: Flow, flows: Sequence[Flow]) -> list[Flow]:
+    """Values that depend on a condition."""
+    if condition.partial:
+        raise MixesElementsError("it decides by a gradient that is summed over the devices")
+    return [
+        dataclasses.replace(
+            flow,
+            random=flow.random or condition.random,
+            refused=flow.refused | condition.refused,
+            zero=False,
+        )
+        for flow in flows
+    ]
+
+
+CONTROL: dict[str, Callable[[Follows, Any, Any, Sequence[Flow]], Sequence[Flow]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}
+"""The rule of each operation that runs other programs any number of times."""
