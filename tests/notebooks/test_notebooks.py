@@ -1,37 +1,16 @@
-"""Every notebook runs from top to bottom in a fresh kernel, and is stored without outputs."""
+"""Every notebook runs from top to bottom in a fresh kernel, and is stored with its outputs."""
 
-import asyncio
-import os
-from pathlib import Path
+import getpass
+import json
+import re
+import socket
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-SECONDS_PER_NOTEBOOK = 180
+from tests.notebooks.stored_notebooks import FOLDER, NOTEBOOKS, as_stored, read, run
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-
-
-def read(path):
-    return nbformat.read(path, as_version=nbformat.NO_CONVERT)
-
-
-def run(notebook, folder):
-    """Runs a notebook in place: a new kernel with 8 simulated devices, in a folder of its own."""
-    client = NotebookClient(
-        notebook, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    )
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONWARNINGS": "default",
-    }
-    execution = client.async_execute(env=environment)
-    asyncio.run(asyncio.wait_for(execution, SECONDS_PER_NOTEBOOK))
 
 
 def texts_on_stderr(notebook):
@@ -48,22 +27,59 @@ def test_the_notebooks_are_where_the_readme_says():
     assert FOLDER / "jitting_and_sharding.ipynb" in NOTEBOOKS
 
 
+def kinds_of_outputs(notebook):
+    """For each code cell, what kinds of output it has."""
+    return {
+        cell.id: [
+            (output.output_type, sorted(output.get("data", [output.get("name")])))
+            for output in cell.outputs
+        ]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    }
+
+
 @pytest.mark.notebook
 @each_notebook
-def test_notebook_runs_without_error_or_warning(path, tmp_path):
-    notebook = read(path)
+def test_notebook_runs_without_error_or_warning_and_shows_what_is_stored(path, tmp_path):
+    stored = read(path)
+    notebook = nbformat.from_dict(stored)
     run(notebook, tmp_path)
     # A warning in a tutorial is a thing that its reader cannot judge.
     assert texts_on_stderr(notebook) == []
     assert list(tmp_path.iterdir()) == []
+    # Times and rounding differ from run to run; what is shown where does not.
+    assert kinds_of_outputs(as_stored(notebook)) == kinds_of_outputs(stored)
 
 
 @each_notebook
-def test_notebook_is_stored_without_outputs(path):
-    cells = [cell for cell in read(path).cells if cell.cell_type == "code"]
-    assert cells
-    assert [cell.id for cell in cells if cell.outputs or cell.execution_count is not None] == []
-    assert [cell.id for cell in cells if cell.metadata] == []
+def test_notebook_is_stored_as_run_from_top_to_bottom_with_small_outputs(path):
+    notebook = read(path)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert as_stored(notebook) == notebook
+    assert path.stat().st_size < 300_000
+
+
+@each_notebook
+def test_notebook_shows_pictures_and_tables_on_a_code_host(path):
+    outputs = [output for cell in read(path).cells for output in cell.get("outputs", [])]
+    shown = [kind for output in outputs for kind in output.get("data", {})]
+    assert shown.count("image/png") >= 2
+    assert shown.count("text/html") >= 2
+    assert "stderr" not in {output.get("name") for output in outputs}
+
+
+@each_notebook
+def test_what_is_stored_names_no_place_or_machine_and_warns_of_nothing(path):
+    for cell in read(path).cells:
+        for output in cell.get("outputs", []):
+            data = {k: v for k, v in output.get("data", {}).items() if not k.startswith("image/p")}
+            text = json.dumps([output.get("text", ""), data])
+            assert not re.search(r"(?<![\w.:/<*])/(?:[\w.-]+/)+[\w.-]+", text), text
+            assert not re.search(r"warning|\\u001b|<script", text, re.IGNORECASE), text
+            assert socket.gethostname() not in text
+            assert getpass.getuser() not in re.findall(r"\w+", text.replace("the root", ""))
 
 
 @each_notebook

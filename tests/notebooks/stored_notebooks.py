@@ -1,0 +1,113 @@
+"""Runs the notebooks, and makes of a run what is stored: pictures and text that a code host shows.
+
+``python -m tests.notebooks.stored_notebooks`` runs them all and stores their outputs.
+"""
+
+import asyncio
+import os
+import pathlib
+import re
+import tempfile
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = pathlib.Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+SECONDS_PER_NOTEBOOK = 180
+# A long text, such as that of a whole model, is stored up to here.
+STORED_LINES = 25
+STORED_COLUMNS = 120
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_SAYS_NOTHING = re.compile(r"<(IPython\.core\.display\.HTML object|Figure size .*)>")
+
+
+def read(path):
+    return nbformat.read(path, as_version=nbformat.NO_CONVERT)
+
+
+def run(notebook, folder):
+    """Runs a notebook in place: a new kernel with 8 simulated devices, in a folder of its own."""
+    # Its first import on a machine takes long and says so; that is nothing of the notebook's.
+    import matplotlib.font_manager  # noqa: F401
+
+    client = NotebookClient(
+        notebook, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    kept = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    environment = {
+        **kept,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONWARNINGS": "default",
+    }
+    execution = client.async_execute(env=environment)
+    asyncio.run(asyncio.wait_for(execution, SECONDS_PER_NOTEBOOK))
+
+
+def as_stored(notebook):
+    """A copy of a notebook that was run, with what a code host shows of its outputs.
+
+    Interactive views are scripts, which no code host runs: their text stands for them.
+    """
+    stored = nbformat.from_dict(notebook)
+    for cell in stored.cells:
+        cell.metadata = {}
+        if cell.cell_type == "code":
+            cell.outputs = _stored_outputs(cell.outputs)
+    stored.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    return stored
+
+
+def _stored_outputs(outputs):
+    kept = []
+    for output in outputs:
+        if output.output_type == "stream":
+            text = _ESCAPES.sub("", output.text)
+            if kept and kept[-1].output_type == "stream" and kept[-1].name == output.name:
+                kept[-1].text += text
+            else:
+                kept.append(nbformat.from_dict({**output, "text": text}))
+            continue
+        data = _stored_data(output.data)
+        if data:
+            kept.append(nbformat.from_dict({**output, "data": data, "metadata": {}}))
+    return kept
+
+
+def _stored_data(data):
+    kept = {kind: data[kind] for kind in ("image/png", "image/svg+xml") if kind in data}
+    if "<script" not in data.get("text/html", "<script"):
+        kept["text/html"] = data["text/html"]
+    text = _ESCAPES.sub("", data.get("text/plain", ""))
+    if text and not _SAYS_NOTHING.fullmatch(text):
+        kept["text/plain"] = _clipped(text)
+    return kept
+
+
+def _clipped(text):
+    lines = text.splitlines()
+    shown = [
+        line if len(line) <= STORED_COLUMNS else f"{line[:STORED_COLUMNS]}..."
+        for line in lines[:STORED_LINES]
+    ]
+    if len(lines) > STORED_LINES:
+        shown.append(f"... and {len(lines) - STORED_LINES} more lines")
+    return "\n".join(shown)
+
+
+def main():
+    for path in NOTEBOOKS:
+        notebook = read(path)
+        with tempfile.TemporaryDirectory() as folder:
+            run(notebook, folder)
+        nbformat.write(as_stored(notebook), path)
+        print(f"{path.name}: {path.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""In a real kernel, plans, rules and reports show a table, with treescope and without it."""
+
+import json
+import re
+
+import nbformat
+import pytest
+
+from tests.notebooks.stored_notebooks import run
+
+SET_UP = """
+import json, time
+import jax, optax, treescope
+from penzai import pz
+import penzai_shard as pzs
+
+
+def block(i):
+    key = jax.random.key(i)
+    sizes = {"embedding": 8}, {"neurons": 16}
+    return pz.nn.Sequential([
+        pz.nn.Linear.from_config(f"model/block_{i}/mlp/up", key, *sizes),
+        pz.nn.Elementwise(jax.nn.relu),
+        pz.nn.Linear.from_config(f"model/block_{i}/mlp/down", key, *sizes[::-1]),
+    ])
+
+
+def build(blocks):
+    return pz.nn.Sequential([block(i) for i in range(blocks)])
+
+
+mesh = pzs.make_mesh({"data": 4, "model": 2})
+rules = pzs.data_parallel() | pzs.tensor_parallel(axes=("neurons",))
+model = pzs.abstract_model(build, 96)
+plan = pzs.make_plan(model, mesh, rules)
+recipe = pzs.Recipe(
+    pzs.insert_after(pz.nn.Linear, pzs.ConstrainShardingByName(mesh, rules)),
+    pzs.wrap("sublayers/*/sublayers/1", pzs.Scoped, name="relu"),
+)
+report = recipe.report(model)
+small = build(1)
+x = pz.nx.ones({"batch": 4, "embedding": 8})
+proof = pzs.check_equivalent(small, pzs.jit_root().apply(small), x)
+state = pzs.TrainState.initial_state(build(1), optax.adamw(1e-3), jax.random.key(0))
+"""
+
+# What is shown, with the start of its verdict and something of its table.
+VIEWS = {
+    "plan": ("192 arrays, ", "model/block_*/mlp/down.weights"),
+    "plan.table()": ("192 arrays, ", "model/block_*/mlp/up.weights"),
+    "plan.table(collapse=False)": ("192 arrays, ", "model/block_17/mlp/up.weights"),
+    "rules": ("2 rules, to mesh axes data, model", "neurons"),
+    "report": ("2 edits of Sequential, 288 places", "sublayers/*/sublayers/*"),
+    "proof": ("equivalent", "gradients"),
+}
+# Run in the kernel: how much and how long each view is.
+MEASURED = """
+def measured(value):
+    start = time.perf_counter()
+    shown = value._repr_html_()
+    return len(shown), time.perf_counter() - start
+
+
+print(json.dumps({expression: measured(eval(expression)) for expression in EXPRESSIONS}))
+"""
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """The outputs of a notebook by its cells: every view without treescope, and then with it."""
+    cells = [
+        SET_UP,
+        *VIEWS,
+        MEASURED.replace("EXPRESSIONS", repr(list(VIEWS))),
+        "treescope.basic_interactive_setup(autovisualize_arrays=True)",
+        *(f"{view} # with treescope" for view in VIEWS),
+        "{'plan': plan, 'rules': rules, 'report': report}",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    run(notebook, tmp_path_factory.mktemp("views"))
+    return {cell.source: cell.outputs for cell in notebook.cells}
+
+
+def without_tags(text):
+    return re.sub(r"<style>.*?</style>|<[^>]*>", "", text)
+
+
+@pytest.mark.parametrize("ending", ["", " # with treescope"], ids=["bare", "treescope"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_notebook_shows_a_table_with_the_verdict_first(outputs, view, ending):
+    (output,) = outputs[view + ending]
+    verdict, something = VIEWS[view]
+    shown = output.data["text/html"]
+    assert without_tags(shown).startswith(verdict)
+    assert "<table" in shown
+    assert something in without_tags(shown)
+    assert "<script" not in shown
+    # No private field, and no address of an object.
+    assert not re.search(r"\b_treedef|_leaf_of_slot|0x[0-9a-f]{6}", shown)
+    assert "\x1b" not in output.data["text/plain"]
+
+
+def test_views_of_96_blocks_are_small_and_fast(outputs):
+    (cell,) = [source for source in outputs if "def measured" in source]
+    measured = json.loads(outputs[cell][0].text)
+    assert measured.keys() == VIEWS.keys()
+    for size, seconds in measured.values():
+        assert size < 200_000
+        assert seconds < 1
+
+
+def test_inside_another_value_treescope_shows_verdicts(outputs):
+    shown = outputs["{'plan': plan, 'rules': rules, 'report': report}"]
+    assert sum(len(output.data["text/html"]) for output in shown) < 200_000
+    (last,) = [output for output in shown if output.output_type == "execute_result"]
+    assert "2 edits of Sequential, 288 places" in last.data["text/plain"]
