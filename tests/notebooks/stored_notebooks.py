@@ -91,13 +91,12 @@ def _stored_data(data):
 
 def _clipped(text):
     lines = text.splitlines()
-    shown = [
-        line if len(line) <= STORED_COLUMNS else f"{line[:STORED_COLUMNS]}..."
-        for line in lines[:STORED_LINES]
-    ]
     if len(lines) > STORED_LINES:
-        shown.append(f"... and {len(lines) - STORED_LINES} more lines")
-    return "\n".join(shown)
+        lines[STORED_LINES - 1 :] = [f"... and {len(lines) - STORED_LINES + 1} more lines"]
+    return "\n".join(
+        line if len(line) <= STORED_COLUMNS else f"{line[: STORED_COLUMNS - 3]}..."
+        for line in lines
+    )
 
 
 def main():
