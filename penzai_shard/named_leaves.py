@@ -39,6 +39,8 @@ class NamedLeaf:
             sizes of all of them: its layout is that of the parameter, where they are kept.
         note: How the names were found, where that is not plain; empty otherwise.
         problem: Why the names cannot be right; empty when they can.
+        in_nameless_module: Whether it has no names because it is in a module of Equinox, whose
+            arrays never have any.
     """
 
     path: str
@@ -49,6 +51,7 @@ class NamedLeaf:
     whole: tuple[tuple[LogicalAxis | None, ...], tuple[int, ...]] | None = None
     note: str = ""
     problem: str = ""
+    in_nameless_module: bool = False
 
 
 Visit = Callable[[NamedLeaf], Any]
@@ -83,6 +86,9 @@ def _unit_kind(node_type: Hashable) -> str | None:
             return "v1_parameter"
         if issubclass(node_type, v1.UninitializedParameter):
             return "v1_uninitialized"
+    equinox = sys.modules.get("equinox")
+    if equinox is not None and issubclass(node_type, equinox.Module):
+        return "nameless_module"
     return None
 
 
@@ -92,6 +98,10 @@ def is_named_unit(node: Any) -> bool:
     >>> is_named_unit(pz.nx.ones({"a": 2})), is_named_unit({"w": 1})
     (True, False)
     """
+    return _unit_kind(node.__class__) not in (None, "nameless_module")
+
+
+def _is_known(node: Any) -> bool:
     return _unit_kind(node.__class__) is not None
 
 
@@ -130,7 +140,13 @@ def map_arrays(tree: Any, visit: Visit, path: str = "") -> Any:
     return _map_tree(tree, visit, path, path)
 
 
-def _map_tree(tree: Any, visit: Visit, path: str, place: str) -> Any:
+def _map_tree(
+    tree: Any,
+    visit: Visit,
+    path: str,
+    place: str,
+    is_leaf: Callable[[Any], bool] = _is_known,
+) -> Any:
     """``map_arrays``, with the place in the whole tree where labels stand for the path."""
     seen: dict[int, Any] = {}
 
@@ -146,7 +162,7 @@ def _map_tree(tree: Any, visit: Visit, path: str, place: str) -> Any:
             return visit(_coefficients_leaf(node, here))
         return _map_unit(node, visit, here, there)
 
-    return jax.tree_util.tree_map_with_path(at_unit, tree, is_leaf=is_named_unit)
+    return jax.tree_util.tree_map_with_path(at_unit, tree, is_leaf=is_leaf)
 
 
 def leaves_of(tree: Any, path: str = "") -> list[NamedLeaf]:
@@ -164,6 +180,8 @@ def _map_unit(node: Any, visit: Visit, path: str, place: str) -> Any:
     match _unit_kind(node.__class__):
         case None:
             return visit(_plain_leaf(node, path))
+        case "nameless_module":
+            return _map_tree(node, _in_nameless_module(visit), path, place, is_leaf=is_named_unit)
         case "named_array" | "named_array_view":
             return _map_named_array(node, visit, path, place)
         case "variable":
@@ -181,6 +199,12 @@ def _map_unit(node: Any, visit: Visit, path: str, place: str) -> Any:
             return dataclasses.replace(node, value=value)
         case _:
             return _map_unit(node.as_empty_parameter(), visit, path, place)
+
+
+def _in_nameless_module(visit: Visit) -> Visit:
+    return lambda leaf: visit(
+        dataclasses.replace(leaf, in_nameless_module=True) if leaf.names is None else leaf
+    )
 
 
 def _plain_leaf(value: Any, path: str) -> NamedLeaf:

@@ -16,6 +16,11 @@ OnUnnamed: TypeAlias = Literal["error", "replicate", "infer"]
 
 _OPTIONS = {"on_indivisible": OnIndivisible, "on_unnamed": OnUnnamed}
 
+# Logical axes that activations of most models have and parameters have not.
+_ACTIVATION_AXES = frozenset(
+    {"batch", "seq", "sequence", "kv_seq", "tokens", "kv_tokens", "positions", "time", "length"}
+)
+
 # A name this similar to one that exists is probably a slip of the finger.
 _NEAR = 0.8
 
@@ -75,11 +80,26 @@ class NameRule:
         mesh_axes: The mesh axes, major first; empty for "leave it unsharded".
         yields: Whether the rule steps aside, instead of being an error, where an earlier rule has
             already given one of its mesh axes to another dimension of the same array.
+        for_activations: Whether a preset made the rule for activations, so that parameters are
+            not expected to have its logical axis. Says nothing about what the rule does.
     """
 
     logical_axis: LogicalAxis
     mesh_axes: tuple[str, ...]
     yields: bool = False
+    for_activations: bool = dataclasses.field(default=False, compare=False)
+
+    @property
+    def is_expected_to_be_unused(self) -> bool:
+        """Whether it is no surprise that some tree has nothing of this logical axis.
+
+        >>> NameRule("batch", ("data",)).is_expected_to_be_unused
+        True
+        >>> NameRule("embeding", ("data",)).is_expected_to_be_unused
+        False
+        """
+        # The rules of a preset that yield are alternatives, of which few trees have all.
+        return self.yields or self.for_activations or self.logical_axis in _ACTIVATION_AXES
 
     def __str__(self) -> str:
         return f"{self.logical_axis!r} -> {mesh_axes_text(self.mesh_axes)}"

@@ -33,7 +33,11 @@ def data_parallel(
     >>> data_parallel()
     AxisRules({'batch': 'data'})
     """
-    return AxisRules([(batch_axis, mesh_axis)])
+    return AxisRules.from_rules(
+        dataclasses.replace(rule, for_activations=True)
+        for rule in AxisRules([(batch_axis, mesh_axis)]).rules
+        if isinstance(rule, NameRule)
+    )
 
 
 def fully_sharded(mesh_axis: str | tuple[str, ...] = "data", min_size: int = 2**18) -> AxisRules:

@@ -60,6 +60,16 @@ def is_jit(primitive: Any) -> bool:
     return primitive.name in ("jit", "pjit")
 
 
+def runs_on_its_own_mesh(equation: jex_core.JaxprEqn) -> bool:
+    """Whether the equation is written for the devices of a mesh, as ``jax.shard_map`` is."""
+    return equation.primitive.name == "shard_map"
+
+
+def needs_its_own_mesh(equation: jex_core.JaxprEqn) -> bool:
+    """Whether the equation, or one inside it, is written for the devices of a mesh."""
+    return runs_on_its_own_mesh(equation) or any(map(_jaxpr_needs_mesh, _inner_jaxprs(equation)))
+
+
 def element_count(avals: list[Any]) -> int:
     """How many elements arrays of these types have together."""
     return sum(math.prod(getattr(aval, "shape", ())) for aval in avals)
@@ -114,6 +124,11 @@ def keeps_values_in_any_layout(equation: jex_core.JaxprEqn) -> bool:
 @functools.lru_cache(maxsize=512)
 def _jaxpr_keeps_values(jaxpr: jex_core.Jaxpr) -> bool:
     return all(keeps_values_in_any_layout(equation) for equation in jaxpr.eqns)
+
+
+@functools.lru_cache(maxsize=512)
+def _jaxpr_needs_mesh(jaxpr: jex_core.Jaxpr) -> bool:
+    return any(map(needs_its_own_mesh, jaxpr.eqns))
 
 
 @functools.lru_cache(maxsize=512)

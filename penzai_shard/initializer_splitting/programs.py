@@ -189,7 +189,9 @@ class _Grouper:
         codes.append(tuple(numbering[number] for number in piece.outputs))
         shardings = tuple(self.shardings[position] for position in piece.positions)
         has_effects = any(step.equation.effects for step in steps)
-        on_one_device = (
+        on_one_device = not any(
+            equation_traits.needs_its_own_mesh(step.equation) for step in steps
+        ) and (
             not piece.positions
             # JAX does not divide an empty result over devices; placing one afterwards does.
             or any(0 in self.trace.types[number].shape for number in piece.outputs)

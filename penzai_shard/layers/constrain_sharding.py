@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 from penzai import pz
 
 from penzai_shard.axis_rules import AxisRules
+from penzai_shard.errors import MeshError, raise_all
 from penzai_shard.meshes import (
     AnyMesh,
     auto_context,
@@ -24,7 +25,9 @@ from penzai_shard.meshes import (
     onto_auto_twin,
     shardings_on_auto_twin,
 )
-from penzai_shard.planning import name_to_name_sharding
+from penzai_shard.planning import PlanRequest, shardings_and_axes, warn_caller
+from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
+from penzai_shard.tree_paths import array_path_text
 
 
 @pz.pytree_dataclass
@@ -71,7 +74,7 @@ class ConstrainSharding(pz.nn.Layer):
         return hash((ConstrainSharding, structure, *shardings))
 
 
-@pz.pytree_dataclass
+@pz.pytree_dataclass(init=False, use_mutable_proxy_in_init=False)
 class ConstrainShardingByName(pz.nn.Layer):
     """Pins the sharding of a tree of named arrays by the names of their logical axes.
 
@@ -83,6 +86,9 @@ class ConstrainShardingByName(pz.nn.Layer):
         mesh: The mesh. An Explicit mesh means its Auto twin.
         axis_name_to_mesh_name: Which logical axis goes to which mesh axis, in any form that
             ``AxisRules`` reads; None maps each logical axis to the mesh axis of the same name.
+            The constructor takes it as ``rules`` too.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``; ``"infer"`` leaves arrays without names unpinned.
 
     >>> from penzai_shard.meshes import make_mesh
     >>> mesh = make_mesh({"data": 4, "model": 2})
@@ -96,6 +102,36 @@ class ConstrainShardingByName(pz.nn.Layer):
     axis_name_to_mesh_name: AxisRules | Mapping[Any, Any] | Sequence[Any] | None = (
         dataclasses.field(default=None, metadata={"pytree_node": False})
     )
+    on_indivisible: OnIndivisible = dataclasses.field(
+        default="error", metadata={"pytree_node": False}
+    )
+    on_unnamed: OnUnnamed = dataclasses.field(default="error", metadata={"pytree_node": False})
+
+    def __init__(
+        self,
+        mesh: AnyMesh,
+        axis_name_to_mesh_name: Any = None,
+        *,
+        rules: Any = None,
+        on_indivisible: OnIndivisible = "error",
+        on_unnamed: OnUnnamed = "error",
+    ) -> None:
+        PlanRequest.read(
+            "ConstrainShardingByName",
+            mesh,
+            rules,
+            axis_name_to_mesh_name=axis_name_to_mesh_name,
+            on_indivisible=on_indivisible,
+            on_unnamed=on_unnamed,
+        )
+        given = axis_name_to_mesh_name if rules is None else rules
+        for name, value in (
+            ("mesh", mesh),
+            ("axis_name_to_mesh_name", given),
+            ("on_indivisible", on_indivisible),
+            ("on_unnamed", on_unnamed),
+        ):
+            object.__setattr__(self, name, value)
 
     def __call__(self, tree: Any, /, **side_inputs: Any) -> Any:
         """Constrains the tree.
@@ -109,17 +145,29 @@ class ConstrainShardingByName(pz.nn.Layer):
 
         Raises:
             ShardingError: An array has no names, or no valid layout under the rules.
+
+        Warns:
+            ShardingWarning: The rules look like a mistake: one is nearly the name of a logical
+                axis of the tree, or none names any of them.
         """
-        rules = AxisRules.of(self.axis_name_to_mesh_name)
-        mesh = _without_manual_extent(auto_twin(self.mesh))
+        request = PlanRequest.read(
+            "ConstrainShardingByName",
+            _without_manual_extent(auto_twin(self.mesh)),
+            self.axis_name_to_mesh_name,
+            on_indivisible=self.on_indivisible,
+            on_unnamed=self.on_unnamed,
+        )
         structure: Any
         leaves, structure = jax.tree_util.tree_flatten(tree)
-        shardings = _shardings_by_name(structure, tuple(map(_abstract, leaves)), mesh, rules)
+        shardings, doubts = _layout_by_name(structure, tuple(map(_abstract, leaves)), request)
+        warn_caller(doubts)
         return _constrain(leaves, structure, shardings)
 
     def __hash__(self) -> int:
         """Lets the layer be given to ``jax.jit``, whatever form the rules have."""
-        return hash((ConstrainShardingByName, self.mesh, AxisRules.of(self.axis_name_to_mesh_name)))
+        rules = AxisRules.of(self.axis_name_to_mesh_name)
+        options = (self.on_indivisible, self.on_unnamed)
+        return hash((ConstrainShardingByName, self.mesh, rules, options))
 
 
 def _is_none(node: Any) -> bool:
@@ -132,12 +180,13 @@ def _abstract(leaf: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _shardings_by_name(
-    structure: Any, leaves: tuple[Any, ...], mesh: AnyMesh, rules: AxisRules
-) -> tuple[Any, ...]:
-    """The sharding of each leaf; trees of the same names and shapes are planned once."""
+def _layout_by_name(
+    structure: Any, leaves: tuple[Any, ...], request: PlanRequest
+) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """The sharding of each leaf, and what is to be warned of; equal trees are planned once."""
     tree = jax.tree_util.tree_unflatten(structure, leaves)
-    return tuple(structure.flatten_up_to(name_to_name_sharding(tree, mesh, rules)))
+    shardings, logical_axes = shardings_and_axes(request, tree)
+    return tuple(structure.flatten_up_to(shardings)), request.doubts_of_constraint(logical_axes)
 
 
 def _manual_axes() -> frozenset[Any]:
@@ -159,6 +208,7 @@ def _without_manual_extent(mesh: AnyMesh) -> AnyMesh:
 
 
 def _constrain(leaves: Sequence[Any], structure: Any, shardings: Sequence[Any]) -> Any:
+    _refuse_other_devices(leaves, structure, shardings)
     inside_shard_map = bool(_manual_axes())
     constrain = _constrain_rest if inside_shard_map else _constrain_array
     with contextlib.nullcontext() if inside_shard_map else auto_context():
@@ -167,6 +217,43 @@ def _constrain(leaves: Sequence[Any], structure: Any, shardings: Sequence[Any]) 
             for leaf, sharding in zip(leaves, shardings, strict=True)
         ]
     return jax.tree_util.tree_unflatten(structure, constrained)
+
+
+def _refuse_other_devices(leaves: Sequence[Any], structure: Any, shardings: Sequence[Any]) -> None:
+    """Refuses arrays of a mesh of other devices: a constraint says how an array lies on its own."""
+    conflicts = {
+        index: (leaf.sharding, sharding)
+        for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
+        if isinstance(leaf, jax.Array)
+        and not isinstance(leaf, jax.core.Tracer)
+        and isinstance(leaf.sharding, NamedSharding)
+        and isinstance(sharding, NamedSharding)
+        and not isinstance(sharding.mesh, AbstractMesh)
+        and leaf.sharding.device_set != sharding.device_set
+    }
+    if not conflicts:
+        return
+    numbered = jax.tree_util.tree_unflatten(structure, range(len(leaves)))
+    paths = [array_path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+    raise_all(
+        MeshError,
+        "a constraint is for other devices than what flows through it:",
+        [
+            f"{paths[index] or 'the array'}: lies on the mesh {_mesh_text(own)}, and the "
+            f"constraint is for {_mesh_text(wanted)}. Make the constraint with the mesh of the "
+            "model, or place the input on it: place(x, mesh, rules)."
+            for index, (own, wanted) in conflicts.items()
+        ],
+    )
+
+
+def _mesh_text(sharding: NamedSharding) -> str:
+    sizes = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
+    devices: Any = sharding.device_set
+    ids = sorted(device.id for device in devices)
+    consecutive = ids == list(range(ids[0], ids[-1] + 1)) and len(ids) > 2
+    devices = f"{ids[0]} to {ids[-1]}" if consecutive else ", ".join(map(str, ids))
+    return f"({sizes}) of device{'s' * (len(ids) > 1)} {devices}"
 
 
 def _constrain_array(array: Any, sharding: Any) -> Any:

@@ -3,9 +3,13 @@
 from penzai_shard.planning.axis_naming import name_axes
 from penzai_shard.planning.field_plans import plan_fields
 from penzai_shard.planning.layout_table import LayoutTable, shared_named_sharding
-from penzai_shard.planning.name_shardings import name_to_name_sharding, sharding_tree
+from penzai_shard.planning.name_shardings import (
+    name_to_name_sharding,
+    sharding_tree,
+    shardings_and_axes,
+)
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan
-from penzai_shard.planning.plan_request import PlanRequest, make_plan
+from penzai_shard.planning.plan_request import PlanRequest, make_plan, warn_caller
 from penzai_shard.planning.plan_table import PlanTable, bytes_text
 from penzai_shard.planning.planning_trees import plan_tree
 from penzai_shard.rule_kinds import OnUnnamed
@@ -24,5 +28,7 @@ __all__ = [
     "plan_fields",
     "plan_tree",
     "sharding_tree",
+    "shardings_and_axes",
     "shared_named_sharding",
+    "warn_caller",
 ]

@@ -6,6 +6,7 @@ Large trees have few distinct layouts. Arrays with equal names and sizes get the
 
 import dataclasses
 import functools
+import reprlib
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -59,7 +60,7 @@ class LayoutTable:
     ) -> None:
         if not hasattr(mesh, "axis_types") or not hasattr(mesh, "shape"):
             raise RuleTypeError(
-                f"a mesh is needed, not {type(mesh).__name__}: {mesh!r}. "
+                f"a mesh is needed, not {type(mesh).__name__}: {reprlib.repr(mesh)}. "
                 "Make one: make_mesh({'data': 4, 'model': 2})."
             )
         check_option("on_indivisible", on_indivisible)

@@ -1,5 +1,7 @@
 """Sharding trees by name in one call, fast enough for a hundred thousand arrays."""
 
+import contextlib
+from collections.abc import Collection
 from typing import Any
 
 from penzai import pz
@@ -8,7 +10,8 @@ from penzai_shard.errors import RuleTypeError
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import dimension_names
 from penzai_shard.planning.layout_table import LayoutTable
-from penzai_shard.planning.plan_request import PlanRequest
+from penzai_shard.planning.plan_request import PlanRequest, warn_caller
+from penzai_shard.planning.planning_trees import plan_with
 from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed
 
 
@@ -91,14 +94,27 @@ def sharding_tree(request: PlanRequest, tree: Any) -> Any:
     """
     if request.given is None:
         quick = _QuickTree(request.table())
-        try:
+        with contextlib.suppress(_NeedsPlan):
             shardings = quick.shardings(tree)
-        except _NeedsPlan:
-            pass
-        else:
-            request.warn_of_rules(quick.logical_axes())
+            warn_caller(request.doubts(quick.logical_axes()))
             return shardings
     return request.plan(tree).sharding_tree()
+
+
+def shardings_and_axes(request: PlanRequest, tree: Any) -> tuple[Any, Collection[LogicalAxis]]:
+    """The sharding tree of activations, and their logical axes; without any warning.
+
+    >>> import jax
+    >>> request = PlanRequest.read("place", jax.sharding.AbstractMesh((2,), ("data",)), {})
+    >>> shardings_and_axes(request, [pz.nx.ones({"a": 2})])[1]
+    {'a'}
+    """
+    quick = _QuickTree(request.table())
+    try:
+        return quick.shardings(tree), quick.logical_axes()
+    except _NeedsPlan:
+        plan = plan_with(request.table(), tree, request.on_unnamed)
+        return plan.sharding_tree(), plan.logical_axes
 
 
 class _NeedsPlan(Exception):

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -64,13 +64,17 @@ class ShardingPlan(NotebookView):
         mesh: The mesh that the layouts are for, with Auto axes.
         rules: The rules that were applied.
         leaves: One ``LeafPlan`` per array; a variable that occurs several times counts once.
+        others: Paths of leaves that are not arrays, such as the functions in an Equinox module,
+            and stay as they are.
     """
 
     mesh: AnyMesh
     rules: AxisRules
     leaves: tuple[LeafPlan, ...]
+    # The structure of the tree, and for each of its leaves the number of its plan; -1 for others.
     _treedef: Any
     _leaf_of_slot: tuple[int, ...]
+    others: tuple[str, ...] = ()
 
     def sharding_tree(self) -> Any:
         """The tree with a ``NamedSharding`` in place of every data array.
@@ -82,9 +86,9 @@ class ShardingPlan(NotebookView):
         return self._fill([leaf.sharding for leaf in self.leaves])
 
     def shardings(self) -> list[NamedSharding | None]:
-        """The sharding of every array of the tree in the order of its leaves, None where JAX is
-        to infer it; an array that occurs twice is there twice."""
-        return [self.leaves[i].sharding for i in self._leaf_of_slot]
+        """The sharding of every leaf of the tree in order, None where JAX is to infer it and for
+        what is not an array; an array that occurs twice is there twice."""
+        return [None if i < 0 else self.leaves[i].sharding for i in self._leaf_of_slot]
 
     def restore_structs(self) -> Any:
         """The tree with a ``jax.ShapeDtypeStruct`` carrying its sharding for every data array.
@@ -103,7 +107,7 @@ class ShardingPlan(NotebookView):
 
     def _fill(self, per_leaf: list[Any]) -> Any:
         return jax.tree_util.tree_unflatten(
-            self._treedef, [per_leaf[i] for i in self._leaf_of_slot]
+            self._treedef, [None if i < 0 else per_leaf[i] for i in self._leaf_of_slot]
         )
 
     @functools.cached_property
@@ -161,9 +165,30 @@ class ShardingPlan(NotebookView):
             total_bytes=self.total_bytes,
             bytes_per_device=self.bytes_per_device,
             replicated_bytes=self.replicated_bytes,
-            unused_rules=tuple(str(rule) for rule in self.unused_rules),
+            remarks=(*self._remarks_on_rules(), *self._remarks_on_others()),
             collapse=collapse,
         )
+
+    def _remarks_on_rules(self) -> list[str]:
+        """What is to be said of rules that match nothing: of mistakes first, and loudly."""
+        expected = [rule for rule in self.unused_rules if rule.is_expected_to_be_unused]
+        strange = [rule for rule in self.unused_rules if not rule.is_expected_to_be_unused]
+        remarks = []
+        if strange:
+            has = ", ".join(map(repr, sorted(self.logical_axes, key=str))) or "none"
+            remarks.append(
+                f"UNKNOWN HERE, a slip of the pen? {_rules_text(strange)} "
+                f"(the logical axes are {has})"
+            )
+        if expected:
+            remarks.append(f"for other arrays, such as activations: {_rules_text(expected)}")
+        return remarks
+
+    def _remarks_on_others(self) -> list[str]:
+        if not self.others:
+            return []
+        shown = ", ".join(self.others[:3]) + (", ..." if len(self.others) > 3 else "")
+        return [f"{len(self.others)} leaves are not arrays and stay as they are: {shown}"]
 
     def notebook_table(self) -> PlanTable:
         """The table, arrays alike in one row."""
@@ -203,6 +228,10 @@ class ShardingPlan(NotebookView):
             },
             indent=2,
         )
+
+
+def _rules_text(rules: Sequence[NameRule]) -> str:
+    return "; ".join(map(str, rules))
 
 
 def itemsize(dtype: Any) -> int:

@@ -12,10 +12,13 @@ import jax
 from penzai_shard.errors import PlanError, raise_all
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan
+from penzai_shard.planning.planning_trees import stays_as_it_is
 from penzai_shard.rule_kinds import array_text
 
 
-def fitted_plan(plan: ShardingPlan, tree: Any, called: str = "place") -> ShardingPlan:
+def fitted_plan(
+    plan: ShardingPlan, tree: Any, called: str = "place", keep_others: bool = False
+) -> ShardingPlan:
     """The same decisions for another tree with the same arrays.
 
     Args:
@@ -23,6 +26,7 @@ def fitted_plan(plan: ShardingPlan, tree: Any, called: str = "place") -> Shardin
         tree: A tree whose arrays have the paths, logical axes, shapes and dtypes that the plan was
             made for; concrete or abstract, its variables mutable or frozen, in any order.
         called: The function that was called, for messages.
+        keep_others: As for ``plan_with``.
 
     Returns:
         The plan, so that its sharding tree has the structure of this tree.
@@ -45,9 +49,13 @@ def fitted_plan(plan: ShardingPlan, tree: Any, called: str = "place") -> Shardin
     for index, planned in enumerate(plan.leaves):
         indices[planned.path].append(index)
     occurred: collections.Counter[str] = collections.Counter()
+    others: list[str] = []
     problems: list[str] = []
 
     def find(leaf: NamedLeaf) -> int:
+        if stays_as_it_is(leaf, keep_others):
+            others.append(leaf.path)
+            return -1
         candidates = indices.get(leaf.path)
         if not candidates:
             problems.append(f"{leaf.path or 'the array'}: is in the tree and not in the plan.")
@@ -68,7 +76,7 @@ def fitted_plan(plan: ShardingPlan, tree: Any, called: str = "place") -> Shardin
     headline = f"{called}: the plan was made for another tree. Plan this one: make_plan(tree, ...)"
     raise_all(PlanError, headline, problems)
     slots, treedef = jax.tree_util.tree_flatten(fitted)
-    return ShardingPlan(plan.mesh, plan.rules, plan.leaves, treedef, tuple(slots))
+    return ShardingPlan(plan.mesh, plan.rules, plan.leaves, treedef, tuple(slots), tuple(others))
 
 
 def _difference(planned: LeafPlan, leaf: NamedLeaf) -> list[str]:

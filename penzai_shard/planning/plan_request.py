@@ -9,7 +9,7 @@ import dataclasses
 import math
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -20,7 +20,7 @@ from penzai_shard.meshes import AnyMesh, auto_twin
 from penzai_shard.planning.layout_table import LayoutTable
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.plan_fitting import fitted_plan
-from penzai_shard.planning.planning_trees import plan_with
+from penzai_shard.planning.planning_trees import NAMELESS_MODULE, plan_with
 from penzai_shard.rule_kinds import (
     LogicalAxis,
     NameRule,
@@ -43,6 +43,8 @@ class PlanRequest:
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``.
         given: The plan to carry out, if the caller gave one.
+        keep_others: Whether all leaves that are not arrays stay as they are, instead of functions
+            and classes alone.
     """
 
     called: str
@@ -52,6 +54,7 @@ class PlanRequest:
     on_indivisible: OnIndivisible = "error"
     on_unnamed: OnUnnamed = "error"
     given: ShardingPlan | None = None
+    keep_others: bool = False
 
     @classmethod
     def read(
@@ -155,47 +158,80 @@ class PlanRequest:
             PlanError: Some arrays have no valid layout, or the given plan is of another tree.
 
         Warns:
-            ShardingWarning: The rules look like a mistake; see ``warn_of_rules``.
+            ShardingWarning: The rules look like a mistake; see ``doubts``.
         """
         if self.given is not None:
-            return fitted_plan(self.given, tree, self.called)
-        plan = plan_with(self.table(), tree, self.on_unnamed)
-        self.warn_of_rules(plan.logical_axes)
+            return fitted_plan(self.given, tree, self.called, self.keep_others)
+        plan = plan_with(self.table(), tree, self.on_unnamed, self.keep_others)
+        warn_caller((*self.doubts(plan.logical_axes), *_nameless_modules(plan)))
         return plan
 
-    def warn_of_rules(self, present: Collection[LogicalAxis]) -> None:
-        """Warns of rules that are probably not what was meant.
+    def doubts(self, present: Collection[LogicalAxis]) -> tuple[str, ...]:
+        """What about the rules is probably not meant, as messages of warnings.
 
         Args:
             present: The logical axes that there are.
 
-        Warns:
-            ShardingWarning: A rule matches nothing, and its name is nearly one that is there; or
-                no rules were given, and no logical axis has the name of a mesh axis.
+        Returns:
+            One message for each rule that matches nothing and whose name is nearly one that is
+            there; or one if no rules were given, and no logical axis has the name of a mesh axis.
         """
-        ruled = set(self.rules.logical_axes)
-        for rule in self.rules.rules:
-            if not isinstance(rule, NameRule) or rule.logical_axis in present:
-                continue
-            near = nearest_name(rule.logical_axis, set(present) - ruled)
-            if near is not None:
-                _warn_caller(
-                    f"rule {rule} matches no logical axis of this tree, which has {near!r}. "
-                    f"Did you mean {near!r}?"
-                )
-        if self.rules_given or not present or math.prod(self.mesh.shape.values()) == 1:
-            return
-        if not set(self.mesh.shape) & set(present):
-            axes = sorted(map(str, present))
-            shown = ", ".join(map(repr, axes[:6])) + (", ..." if len(axes) > 6 else "")
-            sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
-            example = {axes[0]: next(iter(self.mesh.shape))}
-            _warn_caller(
-                f"{self.called} was given no rules, and none of the logical axes ({shown}) has "
-                f"the name of a mesh axis ({sizes}), so every device gets a whole copy. Say what "
-                f"is split over what, for instance rules={example!r}, or that copies are wanted: "
-                "rules={}."
-            )
+        return *self._near_names(present), *self._rules_left_out(present)
+
+    def doubts_of_constraint(self, present: Collection[LogicalAxis]) -> tuple[str, ...]:
+        """``doubts`` about rules that are to pin what flows through a layer.
+
+        A constraint of which no rule applies is not idle, as it is in a plan of parameters: it
+        makes every device compute everything.
+        """
+        doubts = self.doubts(present)
+        rules = self.rules.rules
+        if doubts or not rules or not self.rules_given or not self._is_split(present):
+            return doubts
+        # The rules of a preset are alternatives, of which a value need not have any.
+        if any(not isinstance(rule, NameRule) or rule.yields for rule in rules):
+            return doubts
+        if set(self.rules.logical_axes) & set(present):
+            return doubts
+        axes = _sorted_names(present)
+        example = {axes[0]: next(iter(self.mesh.shape))}
+        return (
+            f"the rules of this constraint ({'; '.join(map(str, rules))}) name none of the "
+            f"logical axes of what flows through it ({_listed(axes)}), so every device gets a "
+            f"whole copy of it. Name one of them, for instance {example!r}, or write "
+            f"{ {axes[0]: None}!r} if copies are wanted.",
+        )
+
+    def _near_names(self, present: Collection[LogicalAxis]) -> list[str]:
+        free = set(present) - set(self.rules.logical_axes)
+        near = {
+            rule: nearest_name(rule.logical_axis, free)
+            for rule in self.rules.rules
+            if isinstance(rule, NameRule) and rule.logical_axis not in present
+        }
+        return [
+            f"rule {rule} matches no logical axis of this tree, which has {name!r}. "
+            f"Did you mean {name!r}?"
+            for rule, name in near.items()
+            if name is not None
+        ]
+
+    def _rules_left_out(self, present: Collection[LogicalAxis]) -> list[str]:
+        if self.rules_given or not self._is_split(present) or set(self.mesh.shape) & set(present):
+            return []
+        axes = _sorted_names(present)
+        sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        example = {axes[0]: next(iter(self.mesh.shape))}
+        return [
+            f"{self.called} was given no rules, and none of the logical axes ({_listed(axes)}) has "
+            f"the name of a mesh axis ({sizes}), so every device gets a whole copy. Say what is "
+            f"split over what, for instance rules={example!r}, or that copies are wanted: "
+            "rules={}."
+        ]
+
+    def _is_split(self, present: Collection[LogicalAxis]) -> bool:
+        """Whether there is anything to split, and more than one part to split it into."""
+        return bool(present) and math.prod(self.mesh.shape.values()) > 1
 
 
 def make_plan(
@@ -233,7 +269,8 @@ def make_plan(
 
     Warns:
         ShardingWarning: A rule matches nothing and its name is nearly one that is there; or no
-            rules are given, and no logical axis has the name of a mesh axis.
+            rules are given, and no logical axis has the name of a mesh axis; or arrays of
+            Equinox modules, which never have names, are copied to every device.
 
     >>> import jax
     >>> from penzai import pz
@@ -261,10 +298,35 @@ def _check_has_devices(called: str, mesh: Any) -> None:
         )
 
 
-def _warn_caller(message: str) -> None:
-    """Warns with the line of whoever called into this library."""
+def _nameless_modules(plan: ShardingPlan) -> list[str]:
+    paths = [leaf.path for leaf in plan.leaves if leaf.reason == NAMELESS_MODULE]
+    if not paths:
+        return []
+    arrays = f"the array {paths[0]} is" if len(paths) == 1 else f"{len(paths)} arrays are"
+    return [
+        f"{arrays} in Equinox modules, which give no names to logical axes, so that every device "
+        "gets a whole copy. Name what is to be split, for instance "
+        f'name_axes(module, {{"**/weight": ("out", "in"), ...}}), or pass on_unnamed="replicate" '
+        "if copies are wanted."
+    ]
+
+
+def _sorted_names(names: Collection[LogicalAxis]) -> list[LogicalAxis]:
+    return sorted(names, key=str)
+
+
+def _listed(names: Sequence[LogicalAxis]) -> str:
+    return ", ".join(map(repr, names[:6])) + (", ..." if len(names) > 6 else "")
+
+
+def warn_caller(messages: Iterable[str]) -> None:
+    """Warns with the line of whoever called into this library.
+
+    >>> warn_caller([])
+    """
     package = __name__.partition(".")[0]
     level, frame = 2, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, ShardingWarning, stacklevel=level)
+    for message in messages:
+        warnings.warn(message, ShardingWarning, stacklevel=level)

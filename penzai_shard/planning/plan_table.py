@@ -56,7 +56,7 @@ class PlanTable(TextTable):
         total_bytes: int,
         bytes_per_device: int,
         replicated_bytes: int,
-        unused_rules: tuple[str, ...],
+        remarks: tuple[str, ...],
         collapse: bool,
     ) -> "PlanTable":
         """Makes the table; see ``ShardingPlan.table``."""
@@ -77,10 +77,7 @@ class PlanTable(TextTable):
             f"{arrays} arrays, {bytes_text(total_bytes)}; on mesh ({mesh}) each device holds "
             f"{bytes_text(bytes_per_device)}, of which replicated {bytes_text(replicated_bytes)}"
         )
-        summary = []
-        if unused_rules:
-            summary.append("rules that match nothing here: " + "; ".join(unused_rules))
-        return cls(tuple(shown), verdict, tuple(summary))
+        return cls(tuple(shown), verdict, remarks)
 
     def text_rows(self) -> tuple[tuple[str, ...], ...]:
         """The rows."""

@@ -13,6 +13,9 @@ from penzai_shard.planning.layout_table import LayoutTable
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan, itemsize
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed, check_option
 
+# Why an array lies whole on every device though nobody asked for it.
+NAMELESS_MODULE = "no names, as in any Equinox module: replicated"
+
 
 def plan_tree(
     tree: Any,
@@ -30,8 +33,17 @@ def plan_tree(
     return plan_with(LayoutTable(mesh, rules, on_indivisible), tree, on_unnamed)
 
 
-def plan_with(table: LayoutTable, tree: Any, on_unnamed: OnUnnamed = "error") -> ShardingPlan:
+def plan_with(
+    table: LayoutTable, tree: Any, on_unnamed: OnUnnamed = "error", keep_others: bool = False
+) -> ShardingPlan:
     """The plan of a tree by a table of layouts.
+
+    Args:
+        table: The layouts.
+        tree: The tree.
+        on_unnamed: As for ``make_plan``.
+        keep_others: Whether all leaves that are not arrays stay as they are, instead of functions
+            and classes alone.
 
     >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
     >>> plan_with(LayoutTable(mesh, {}), {}).leaves
@@ -39,9 +51,13 @@ def plan_with(table: LayoutTable, tree: Any, on_unnamed: OnUnnamed = "error") ->
     """
     check_option("on_unnamed", on_unnamed)
     leaves: list[LeafPlan] = []
+    others: list[str] = []
     problems: list[str] = []
 
     def plan_leaf(leaf: NamedLeaf) -> int:
+        if stays_as_it_is(leaf, keep_others):
+            others.append(leaf.path)
+            return -1
         leaf_plan, found = _plan_leaf(leaf, table, on_unnamed)
         problems.extend(f"{leaf.path or 'the array'}: {problem}" for problem in found)
         leaves.append(leaf_plan)
@@ -50,7 +66,22 @@ def plan_with(table: LayoutTable, tree: Any, on_unnamed: OnUnnamed = "error") ->
     indexed = map_arrays(tree, plan_leaf)
     raise_all(PlanError, "no valid layout for some arrays:", problems)
     slots, treedef = jax.tree_util.tree_flatten(indexed)
-    return ShardingPlan(table.mesh, table.rules, tuple(leaves), treedef, tuple(slots))
+    return ShardingPlan(
+        table.mesh, table.rules, tuple(leaves), treedef, tuple(slots), tuple(others)
+    )
+
+
+def stays_as_it_is(leaf: NamedLeaf, keep_others: bool) -> bool:
+    """Whether a leaf is not an array and not meant to be one.
+
+    Models of other libraries have functions and classes among their leaves. Text, or an array of
+    it, is more likely a mistake, unless whoever made the tree keeps ``others``.
+
+    >>> stays_as_it_is(NamedLeaf("activation", None, (), None, len), keep_others=False)
+    True
+    """
+    is_other = leaf.names is None and leaf.dtype is None
+    return is_other and (keep_others or callable(leaf.array))
 
 
 def _plan_leaf(
@@ -78,6 +109,8 @@ def _plan_leaf(
     elif unfit:
         reason = ""
         problems = (f'{leaf.problem}, or pass on_unnamed="replicate" for a copy on every device.',)
+    elif leaf.in_nameless_module:
+        reason = NAMELESS_MODULE
     else:
         reason = ""
         problems = (

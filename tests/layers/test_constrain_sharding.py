@@ -1,5 +1,6 @@
 """Constraint layers: a layout for what flows through, and no other change."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,9 +11,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.errors import MeshError, PlanError, ShardingError
+from penzai_shard.errors import (
+    MeshError,
+    PlanError,
+    RuleTypeError,
+    ShardingError,
+    ShardingWarning,
+)
 from penzai_shard.layers import ConstrainSharding, ConstrainShardingByName
-from penzai_shard.meshes import auto_twin
+from penzai_shard.meshes import auto_twin, make_mesh
+from penzai_shard.placement import place
+from penzai_shard.rule_presets import fully_sharded, tensor_parallel
 
 MESHES = ["AUTO", "EXPLICIT"]
 
@@ -177,6 +186,119 @@ def test_unknown_mesh_axes_are_refused(small):
         by_name(small, rules={"batch": "dta"})(small.features())
 
 
+# Rules that are not what was meant
+
+
+@pytest.mark.parametrize("transform", [lambda function: function, jax.jit])
+def test_a_slip_of_the_pen_warns_with_the_name_that_flows_through(small, transform):
+    layer = by_name(small, rules={"bacth": "data"})
+    with pytest.warns(
+        ShardingWarning, match=r"'bacth' -> 'data' .* Did you mean 'batch'\?"
+    ) as caught:
+        transform(layer)(small.features())
+    assert caught[0].filename == __file__ or transform is jax.jit
+
+
+def test_every_call_warns_also_when_the_layout_is_known(small):
+    layer = by_name(small, rules={"bacth": "data"})
+    for _ in range(2):
+        with pytest.warns(ShardingWarning, match="Did you mean 'batch'"):
+            layer(small.features())
+
+
+@pytest.mark.parametrize("rules", [{"rows": "data"}, {"rows": "data", "heads": "model"}])
+def test_rules_that_name_nothing_warn_of_the_copies_that_they_make(small, rules):
+    match = (
+        r"\('rows' -> 'data'.*\) name none of the logical axes of what flows through it \('batch', "
+        r"'features'\), so every device gets a whole copy.*{'batch': 'data'}, or write "
+        r"{'batch': None} if copies are wanted"
+    )
+    with pytest.warns(ShardingWarning, match=match):
+        output = by_name(small, rules=rules)(small.features())
+    assert output.data_array.sharding.spec == PartitionSpec()
+
+
+def test_rules_left_out_warn_of_the_copies_that_they_make(small):
+    with pytest.warns(ShardingWarning, match=r"ConstrainShardingByName was given no rules"):
+        ConstrainShardingByName(small.AUTO)(small.features())
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"batch": None},
+        {"rows": "data", "batch": None},
+        {"rows": "data", "features": "model"},
+        tensor_parallel(),
+        fully_sharded(min_size=2**20),
+        AxisRules({"rows": "data"}) | tensor_parallel(),
+    ],
+    ids=str,
+)
+def test_copies_that_are_wanted_are_silent(small, rules):
+    by_name(small, rules=rules)(small.features())
+
+
+def test_what_has_nothing_to_split_is_silent(small):
+    by_name(small)({"scale": jnp.float32(1)})
+    ConstrainShardingByName(make_mesh({"data": 1}, jax.devices()[:1]), {"rows": "data"})(
+        small.features()
+    )
+
+
+def test_one_of_several_values_with_a_name_that_rules_name_is_enough(small):
+    by_name(small)({"x": small.features(), "positions": pz.nx.ones({"seq": 4})})
+
+
+# Options and arguments, as everywhere
+
+
+def test_rules_have_two_names_and_options_are_taken(small):
+    layer = ConstrainShardingByName(
+        small.AUTO, rules={"batch": "data"}, on_indivisible="replicate", on_unnamed="replicate"
+    )
+    assert layer.axis_name_to_mesh_name == {"batch": "data"}
+    odd = {"x": pz.nx.ones({"batch": 6}), "mask": jnp.ones((3, 3)), "y": pz.nx.ones({"batch": 4})}
+    output = layer(odd)
+    specs = [leaf.sharding.spec for leaf in jax.tree_util.tree_leaves(output)]
+    assert specs == [PartitionSpec(), PartitionSpec(), PartitionSpec("data")]
+    with pytest.raises(RuleTypeError, match="two names of one argument"):
+        ConstrainShardingByName(small.AUTO, {"batch": "data"}, rules={"batch": "data"})
+    with pytest.raises(RuleTypeError, match="on_unnamed must be 'error', 'replicate' or 'infer'"):
+        ConstrainShardingByName(small.AUTO, {}, on_unnamed="skip")
+    with pytest.raises(RuleTypeError, match="a mesh is needed, not Identity"):
+        ConstrainShardingByName(pz.nn.Identity())
+    assert dataclasses.replace(layer, on_unnamed="error").on_indivisible == "replicate"
+    assert dataclasses.replace(layer) == layer
+    assert layer != ConstrainShardingByName(small.AUTO, {"batch": "data"})
+
+
+def test_arrays_without_names_are_left_alone_on_request(small):
+    mask = jax.device_put(jnp.ones((8, 8)), NamedSharding(small.AUTO, PartitionSpec("model")))
+    layer = ConstrainShardingByName(small.AUTO, {"batch": "data"}, on_unnamed="infer")
+    output = layer({"x": small.features(), "mask": mask})
+    assert output["mask"].sharding == mask.sharding
+
+
+def test_what_lies_on_other_devices_is_refused_with_its_path():
+    first, second = (
+        make_mesh({"data": 4}, devices) for devices in (jax.devices()[:4], jax.devices()[4:])
+    )
+    x = place({"x": pz.nx.ones({"batch": 8})}, first, {"batch": "data"})
+    match = (
+        r"x: lies on the mesh \(data=4\) of devices 0 to 3, and the constraint is for \(data=4\) "
+        r"of devices 4 to 7"
+    )
+    for layer in (
+        ConstrainShardingByName(second, {"batch": "data"}),
+        ConstrainSharding(NamedSharding(second, PartitionSpec("data"))),
+    ):
+        with pytest.raises(MeshError, match=match):
+            layer(x)
+        layer(place(x, second, {"batch": "data"}))
+
+
 def test_goes_in_and_out_of_a_model_with_selectors(small):
     model = small.mlp()
     selection = pz.select(model).at_instances_of(pz.nn.Affine)
@@ -194,11 +316,11 @@ def test_layouts_are_planned_once_per_shape(small, monkeypatch):
     from penzai_shard.layers import constrain_sharding
 
     planned = []
-    plan = constrain_sharding.name_to_name_sharding
+    plan = constrain_sharding.shardings_and_axes
     monkeypatch.setattr(
         constrain_sharding,
-        "name_to_name_sharding",
-        lambda tree, *rest: planned.append(tree) or plan(tree, *rest),
+        "shardings_and_axes",
+        lambda request, tree: planned.append(tree) or plan(request, tree),
     )
     layer = by_name(small, rules={"batch": "data", "unused": None})
     for batch in (8, 8, 4, 8):

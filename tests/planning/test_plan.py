@@ -18,7 +18,14 @@ from penzai import pz
 from penzai.deprecated.v1 import pz as pz_v1
 from rich.console import Console
 
-from penzai_shard import AxisRules, fully_sharded, make_mesh, make_plan, tensor_parallel
+from penzai_shard import (
+    AxisRules,
+    data_parallel,
+    fully_sharded,
+    make_mesh,
+    make_plan,
+    tensor_parallel,
+)
 from penzai_shard.errors import MeshError, PlanError, RuleTypeError, ShardingWarning
 from penzai_shard.meshes import auto_twin, has_explicit_axes
 
@@ -442,7 +449,22 @@ def test_rules_that_match_nothing_are_listed(mesh):
         "'batch' -> 'data'",
         "'vocabulary' -> None",
     ]
-    assert "rules that match nothing here: 'batch' -> 'data'" in str(plan.table())
+    assert plan.table().text_summary() == (
+        "UNKNOWN HERE, a slip of the pen? 'vocabulary' -> None "
+        "(the logical axes are 'embedding', 'neurons')",
+        "for other arrays, such as activations: 'batch' -> 'data'",
+    )
+
+
+@pytest.mark.parametrize(
+    "rules", [{"batch": "data", "seq": "model"}, data_parallel(batch_axis="examples")], ids=str
+)
+def test_rules_for_activations_do_not_stand_out_in_a_plan_of_parameters(mesh, rules):
+    plan = make_plan(weights(), mesh, AxisRules(RULES) | rules | tensor_parallel())
+    (remark,) = plan.table().text_summary()
+    assert remark.startswith("for other arrays, such as activations: ")
+    assert "'vocabulary' -> 'model'" in remark
+    assert data_parallel(batch_axis="examples") == AxisRules({"examples": "data"})
 
 
 def test_a_rule_one_letter_off_warns_with_the_name_and_the_place_of_the_call(mesh):

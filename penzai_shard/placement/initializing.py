@@ -1,155 +1,21 @@
-"""Putting models on a mesh by logical axis names, and making them there in the first place."""
+"""Making models on a mesh by logical axis names, or without any memory."""
 
-import contextlib
 import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh
 from penzai import pz
-from penzai.core.variables import AbstractVariable, AbstractVariableValue, AutoStateVarLabel
+from penzai.core.variables import AbstractVariableValue, AutoStateVarLabel
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
-from penzai_shard.initializer_splitting import run_split, split_initializer
-from penzai_shard.meshes import AnyMesh, auto_twin, has_explicit_axes
-from penzai_shard.planning import PlanRequest, ShardingPlan, sharding_tree
+from penzai_shard.placement.tracing import TracedInitializer
+from penzai_shard.planning import PlanRequest, ShardingPlan
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
-
-
-def place(
-    tree: Any,
-    plan_or_mesh: ShardingPlan | Mesh,
-    rules: Any = None,
-    *,
-    axis_name_to_mesh_name: Any = None,
-    on_indivisible: OnIndivisible = "error",
-    on_unnamed: OnUnnamed = "error",
-) -> Any:
-    """Puts a tree of arrays, a model or a train state on a mesh, each array as planned.
-
-    Args:
-        tree: Any tree that ``make_plan`` takes, its arrays concrete; also with NumPy data.
-        plan_or_mesh: A plan, which is carried out exactly as it was printed; or a mesh, to plan
-            for with the rules and options. A mesh with Explicit axes is treated as its twin with
-            Auto axes.
-        rules: Rules in any form that ``AxisRules`` reads; None maps each logical axis to the
-            mesh axis of the same name. Not with a plan.
-        axis_name_to_mesh_name: The same under Penzai's name; give one of the two.
-        on_indivisible: As for ``make_plan``.
-        on_unnamed: As for ``make_plan``.
-
-    Returns:
-        The tree with its arrays placed. Mutable variables in it are new ones with the same labels
-        and metadata; the given ones keep their arrays. A variable that occurs several times in
-        the tree does so in the result.
-
-    Raises:
-        ShardingError: Some array has no valid layout, or the plan is of another tree: its paths,
-            logical axes, shapes or dtypes differ. Nothing has been placed then.
-
-    Warns:
-        ShardingWarning: As ``make_plan`` does.
-
-    >>> from penzai_shard.meshes import make_mesh
-    >>> from penzai_shard.planning import make_plan
-    >>> plan = make_plan(
-    ...     {"w": pz.nx.ones({"a": 6, "b": 8})},
-    ...     make_mesh({"data": 4, "model": 2}),
-    ...     {"a": "data", "b": "model"},
-    ...     on_indivisible="replicate",
-    ... )
-    >>> place({"w": pz.nx.zeros({"a": 6, "b": 8})}, plan)["w"].data_array.sharding.spec
-    P(None, 'model')
-    """
-    request = PlanRequest.read(
-        "place",
-        plan_or_mesh,
-        rules,
-        axis_name_to_mesh_name=axis_name_to_mesh_name,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
-        places=True,
-    )
-    return _put(tree, sharding_tree(request, tree))
-
-
-def name_to_name_device_put(
-    tree: Any,
-    mesh: Mesh,
-    axis_name_to_mesh_name: Any = None,
-    *,
-    rules: Any = None,
-    on_indivisible: OnIndivisible = "error",
-    on_unnamed: OnUnnamed = "error",
-) -> Any:
-    """Puts a tree of named arrays on a mesh, each laid out by its logical axis names.
-
-    ``place`` under the name, and with the arguments, of
-    ``penzai.toolshed.sharding_util.name_to_name_device_put``.
-
-    Args:
-        tree: A tree of named arrays, also with NumPy data, or a model.
-        mesh: The mesh. One with Explicit axes is treated as its twin with Auto axes.
-        axis_name_to_mesh_name: Rules, in any form that ``AxisRules`` reads; None maps each
-            logical axis to the mesh axis of the same name.
-        rules: The same; give one of the two.
-        on_indivisible: As for ``make_plan``.
-        on_unnamed: As for ``make_plan``.
-
-    Returns:
-        What ``place`` returns.
-
-    Raises:
-        ShardingError: Some array has no valid layout; nothing has been placed then.
-
-    Warns:
-        ShardingWarning: As ``make_plan`` does.
-
-    >>> from penzai_shard.meshes import make_mesh
-    >>> mesh = make_mesh({"data": 4, "model": 2})
-    >>> placed = name_to_name_device_put(pz.nx.ones({"batch": 8}), mesh, {"batch": "data"})
-    >>> placed.data_array.sharding.spec
-    P('data',)
-    """
-    request = PlanRequest.read(
-        "name_to_name_device_put",
-        mesh,
-        rules,
-        axis_name_to_mesh_name=axis_name_to_mesh_name,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
-        places=True,
-    )
-    return _put(tree, sharding_tree(request, tree))
-
-
-def _put(tree: Any, shardings: Any) -> Any:
-    """``jax.device_put`` that gives a model new variables instead of failing on mutable ones."""
-    treedef: Any
-    nodes, treedef = jax.tree_util.tree_flatten(tree)
-    targets = treedef.flatten_up_to(shardings)
-    # Each variable once, however often it occurs, and everything in one call.
-    values: dict[int, Any] = {}
-    layouts: dict[int, Any] = {}
-    for index, (node, target) in enumerate(zip(nodes, targets, strict=True)):
-        is_variable = isinstance(node, AbstractVariable)
-        values.setdefault(_place_of(index, node), node.freeze() if is_variable else node)
-        layouts.setdefault(_place_of(index, node), target)
-    placed = jax.device_put(values, layouts)
-    bound = {
-        place: value.unfreeze_as_copy() if isinstance(value, AbstractVariableValue) else value
-        for place, value in placed.items()
-    }
-    return treedef.unflatten([bound[_place_of(index, node)] for index, node in enumerate(nodes)])
-
-
-def _place_of(index: int, node: Any) -> int:
-    """One number per leaf of a tree, the same for each occurrence of one variable."""
-    return -id(node) if isinstance(node, AbstractVariable) else index
 
 
 def sharded_init(
@@ -237,6 +103,7 @@ def sharded_init(
         plan=plan,
         places=True,
     )
+    request = dataclasses.replace(request, keep_others=True)
     tree = _initialize_on_mesh(
         _unbound(initializer), args, kwargs, request, as_planned=_bound_frozen
     )
@@ -385,21 +252,15 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     >>> model.sublayers[0].sublayers[0].weights.value.data_array
     ShapeDtypeStruct(shape=(8, 16), dtype=float32)
     """
-    with _auto_axes_context(None):
-        traced, structs = _trace(_unbound(initializer), args, kwargs)
-        leaves, treedef = jax.tree_util.tree_flatten(structs)
-        numbered = jax.tree_util.tree_unflatten(treedef, range(len(leaves)))
-        wanted = {
-            index
-            for node in jax.tree_util.tree_leaves(numbered, is_leaf=_is_parameter_value)
-            if not _is_parameter_value(node)
-            for index in jax.tree_util.tree_leaves(node)
-        }
-        split = split_initializer(traced, [None] * len(leaves), wanted)
-        computed = run_split(split)
-    tree = jax.tree_util.tree_unflatten(
-        treedef, [computed.get(index, struct) for index, struct in enumerate(leaves)]
-    )
+    traced = TracedInitializer.trace(_unbound(initializer), args, kwargs)
+    wanted = {
+        index
+        for node in jax.tree_util.tree_leaves(traced.numbered, is_leaf=_is_parameter_value)
+        if not _is_parameter_value(node)
+        for index in jax.tree_util.tree_leaves(node)
+        if isinstance(index, int)
+    }
+    tree = traced.filled(traced.run([None] * len(traced.arrays), wanted))
     _refuse_empty_slots(tree)
     return _bind(tree["model"], tree["variables"], keep_frozen=_is_parameter_value)
 
@@ -466,69 +327,16 @@ def _initialize_on_mesh(
         request: What is asked of the plan.
         as_planned: The tree as its plan is made: a model, from its parts.
     """
-    with _auto_axes_context(request.mesh):
-        traced, structs = _trace(initializer, args, kwargs)
-        shardings = _output_shardings(structs, request, as_planned)
-        results = run_split(split_initializer(traced, shardings))
-    return jax.tree_util.tree_unflatten(
-        jax.tree_util.tree_structure(structs), [results[i] for i in range(len(shardings))]
-    )
-
-
-def _output_shardings(
-    structs: Any, request: PlanRequest, as_planned: Callable[[Any], Any]
-) -> list[Sharding | None]:
-    """The planned layout of each array of the tree, in its order."""
-    leaves, treedef = jax.tree_util.tree_flatten(structs)
-    planned = request.plan(as_planned(structs)).sharding_tree()
+    traced = TracedInitializer.trace(initializer, args, kwargs, request.mesh)
+    planned = request.plan(as_planned(traced.tree)).sharding_tree()
     # The model has shared variables at several places, and its arrays in another order.
-    numbered = as_planned(jax.tree_util.tree_unflatten(treedef, range(len(leaves))))
     planned_structure: Any
-    numbers, planned_structure = jax.tree_util.tree_flatten(numbered)
-    found = dict(zip(numbers, planned_structure.flatten_up_to(planned), strict=True))
-    return [found[number] for number in range(len(leaves))]
+    numbers, planned_structure = jax.tree_util.tree_flatten(as_planned(traced.numbered))
+    layouts = zip(numbers, planned_structure.flatten_up_to(planned), strict=True)
+    found = {number: sharding for number, sharding in layouts if isinstance(number, int)}
+    return traced.filled(traced.run([found[number] for number in traced.arrays]))
 
 
 def _bound_frozen(tree: dict[str, Any]) -> Any:
     _refuse_empty_slots(tree)
     return pz.bind_variables(tree["model"], tree["variables"])
-
-
-def _trace(
-    initializer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any]:
-    """An initialiser as a jaxpr without arguments, and the structs that it returns."""
-    args, kwargs = _with_auto_axes((args, kwargs))
-    return jax.make_jaxpr(lambda: initializer(*args, **kwargs), return_shape=True)()
-
-
-def _with_auto_axes(tree: Any) -> Any:
-    """The tree with arrays on meshes with Explicit axes relabelled; the tree itself if none is."""
-    leaves, treedef = jax.tree_util.tree_flatten(tree)
-    relabelled = [_relabelled(leaf) for leaf in leaves]
-    if all(new is old for new, old in zip(relabelled, leaves, strict=True)):
-        return tree
-    return jax.tree_util.tree_unflatten(treedef, relabelled)
-
-
-def _relabelled(leaf: Any) -> Any:
-    sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
-    if not isinstance(sharding, NamedSharding) or not has_explicit_axes(sharding.mesh):
-        return leaf
-    return jax.device_put(leaf, NamedSharding(auto_twin(sharding.mesh), sharding.spec))
-
-
-@contextlib.contextmanager
-def _auto_axes_context(mesh: AnyMesh | None) -> Iterator[None]:
-    """In a context mesh (``jax.set_mesh``), that of the arrays to be made, with Auto axes.
-
-    Initialisers are written for arrays without a layout in their type, and arrays of one mesh
-    cannot be made in the context of another. Outside any context mesh, nothing is changed.
-    """
-    current = jax.sharding.get_mesh()
-    if current.empty:
-        yield
-        return
-    twin: Any = auto_twin(current if mesh is None else mesh)
-    with jax.set_mesh(twin):
-        yield

@@ -1,0 +1,149 @@
+"""Putting arrays, models and train states on a mesh as a plan says."""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from penzai.core.variables import AbstractVariable, AbstractVariableValue
+
+from penzai_shard.named_leaves import is_array_like
+from penzai_shard.planning import PlanRequest, ShardingPlan, sharding_tree
+from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
+
+
+def place(
+    tree: Any,
+    plan_or_mesh: ShardingPlan | Mesh,
+    rules: Any = None,
+    *,
+    axis_name_to_mesh_name: Any = None,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: OnUnnamed = "error",
+) -> Any:
+    """Puts a tree of arrays, a model or a train state on a mesh, each array as planned.
+
+    Args:
+        tree: Any tree that ``make_plan`` takes, its arrays concrete; also with NumPy data.
+        plan_or_mesh: A plan, which is carried out exactly as it was printed; or a mesh, to plan
+            for with the rules and options. A mesh with Explicit axes is treated as its twin with
+            Auto axes.
+        rules: Rules in any form that ``AxisRules`` reads; None maps each logical axis to the
+            mesh axis of the same name. Not with a plan.
+        axis_name_to_mesh_name: The same under Penzai's name; give one of the two.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+
+    Returns:
+        The tree with its arrays placed. Mutable variables in it are new ones with the same labels
+        and metadata; the given ones keep their arrays. A variable that occurs several times in
+        the tree does so in the result.
+
+    Raises:
+        ShardingError: Some array has no valid layout, or the plan is of another tree: its paths,
+            logical axes, shapes or dtypes differ. Nothing has been placed then.
+
+    Warns:
+        ShardingWarning: As ``make_plan`` does.
+
+    >>> from penzai import pz
+    >>> from penzai_shard.meshes import make_mesh
+    >>> from penzai_shard.planning import make_plan
+    >>> plan = make_plan(
+    ...     {"w": pz.nx.ones({"a": 6, "b": 8})},
+    ...     make_mesh({"data": 4, "model": 2}),
+    ...     {"a": "data", "b": "model"},
+    ...     on_indivisible="replicate",
+    ... )
+    >>> place({"w": pz.nx.zeros({"a": 6, "b": 8})}, plan)["w"].data_array.sharding.spec
+    P(None, 'model')
+    """
+    request = PlanRequest.read(
+        "place",
+        plan_or_mesh,
+        rules,
+        axis_name_to_mesh_name=axis_name_to_mesh_name,
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+        places=True,
+    )
+    return _put(tree, sharding_tree(request, tree))
+
+
+def name_to_name_device_put(
+    tree: Any,
+    mesh: Mesh,
+    axis_name_to_mesh_name: Any = None,
+    *,
+    rules: Any = None,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: OnUnnamed = "error",
+) -> Any:
+    """Puts a tree of named arrays on a mesh, each laid out by its logical axis names.
+
+    ``place`` under the name, and with the arguments, of
+    ``penzai.toolshed.sharding_util.name_to_name_device_put``.
+
+    Args:
+        tree: A tree of named arrays, also with NumPy data, or a model.
+        mesh: The mesh. One with Explicit axes is treated as its twin with Auto axes.
+        axis_name_to_mesh_name: Rules, in any form that ``AxisRules`` reads; None maps each
+            logical axis to the mesh axis of the same name.
+        rules: The same; give one of the two.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+
+    Returns:
+        What ``place`` returns.
+
+    Raises:
+        ShardingError: Some array has no valid layout; nothing has been placed then.
+
+    Warns:
+        ShardingWarning: As ``make_plan`` does.
+
+    >>> from penzai import pz
+    >>> from penzai_shard.meshes import make_mesh
+    >>> mesh = make_mesh({"data": 4, "model": 2})
+    >>> placed = name_to_name_device_put(pz.nx.ones({"batch": 8}), mesh, {"batch": "data"})
+    >>> placed.data_array.sharding.spec
+    P('data',)
+    """
+    request = PlanRequest.read(
+        "name_to_name_device_put",
+        mesh,
+        rules,
+        axis_name_to_mesh_name=axis_name_to_mesh_name,
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+        places=True,
+    )
+    return _put(tree, sharding_tree(request, tree))
+
+
+def _put(tree: Any, shardings: Any) -> Any:
+    """``jax.device_put`` that gives a model new variables instead of failing on mutable ones."""
+    treedef: Any
+    nodes, treedef = jax.tree_util.tree_flatten(tree)
+    targets = treedef.flatten_up_to(shardings)
+    # Each variable once, however often it occurs, and everything in one call.
+    values: dict[int, Any] = {}
+    layouts: dict[int, Any] = {}
+    others: dict[int, Any] = {}
+    for index, (node, target) in enumerate(zip(nodes, targets, strict=True)):
+        place = _place_of(index, node)
+        is_variable = isinstance(node, AbstractVariable)
+        if is_variable or is_array_like(node):
+            values.setdefault(place, node.freeze() if is_variable else node)
+            layouts.setdefault(place, target)
+        else:
+            others[place] = node
+    placed = others | {
+        place: value.unfreeze_as_copy() if isinstance(value, AbstractVariableValue) else value
+        for place, value in jax.device_put(values, layouts).items()
+    }
+    return treedef.unflatten([placed[_place_of(index, node)] for index, node in enumerate(nodes)])
+
+
+def _place_of(index: int, node: Any) -> int:
+    """One number per leaf of a tree, the same for each occurrence of one variable."""
+    return -id(node) if isinstance(node, AbstractVariable) else index
