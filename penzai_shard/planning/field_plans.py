@@ -7,7 +7,7 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import PlanError, raise_all
 from penzai_shard.planning.layout_table import LayoutTable
 from penzai_shard.planning.plan import ShardingPlan
-from penzai_shard.planning.plan_request import PlanRequest
+from penzai_shard.planning.plan_request import PlanRequest, warn_caller
 from penzai_shard.planning.planning_trees import plan_with
 
 # Fields of a train state whose arrays are data of a random generator, not of the model.
@@ -57,5 +57,6 @@ def plan_fields(
         except PlanError as error:
             problems.extend(error.problems)
     raise_all(PlanError, "no valid layout for some arrays:", problems)
-    request.warn_of_rules(set().union(*(plan.logical_axes for plan in plans.values())))
+    present = frozenset[Any]().union(*(plan.logical_axes for plan in plans.values()))
+    warn_caller(request.doubts(present))
     return plans
