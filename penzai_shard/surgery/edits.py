@@ -5,30 +5,18 @@ An edit is a value. It says where, what, and how often, and knows nothing of any
 
 import dataclasses
 import functools
-import operator
 import reprlib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
-
-import jax
+from typing import Any
 
 from penzai_shard.errors import RuleTypeError
+from penzai_shard.surgery.changes import CHANGES, EditKind, inserted, is_layer
 from penzai_shard.surgery.expressions import expression, last_name
-from penzai_shard.surgery.inserted_layers import (
-    Inserted,
-    Original,
-    inserted_sequence,
-    library_role,
-)
+from penzai_shard.surgery.inserted_layers import inserted_sequence, library_role
 from penzai_shard.surgery.places import PlaceLike, Where, _Root, called_with_path, wants_path
 from penzai_shard.surgery.references import Ref, display_name, named
-from penzai_shard.surgery.refusals import EditRefused
-from penzai_shard.surgery.rewriting import Change, Match, Rewriter, replaced
-from penzai_shard.surgery.stripping import strip
+from penzai_shard.surgery.rewriting import Change, Match, Rewriter
 from penzai_shard.surgery.suggestions import nearest_places
-from penzai_shard.surgery.tree_nodes import Keys, kind_of
-
-EditKind = Literal["wrap", "insert_before", "insert_after", "replace"]
 
 _MOST_NAMED = 5
 
@@ -137,16 +125,16 @@ class Edit:
 
     def _change(self) -> tuple[Change, bool]:
         """What the edit makes of a node, and whether that is the same whatever the path."""
-        change = _CHANGES[self.kind]
-        if _is_layer(self.what):
-            layer = _inserted(self.what, ())
+        change = CHANGES[self.kind]
+        if is_layer(self.what):
+            layer = inserted(self.what, ())
             return functools.partial(change, lambda node, keys: layer), True
         options = dict(self.options)
         call = called_with_path(self.what, options, "the function")
         is_same = wants_path(self.what, frozenset(options)) is None
         if self.kind.startswith("insert"):
             return (
-                functools.partial(change, lambda node, keys: _inserted(call(node, keys), keys)),
+                functools.partial(change, lambda node, keys: inserted(call(node, keys), keys)),
                 is_same,
             )
         return functools.partial(change, call), is_same
@@ -173,7 +161,7 @@ class Edit:
 
 def wrap(
     where: PlaceLike,
-    wrapper: Callable[..., Any] | str,
+    wrapper: Callable[..., Any] | str | Ref,
     *,
     expect: int | None = None,
     within: PlaceLike = None,
@@ -290,7 +278,7 @@ def insert_after(
 
 def replace(
     where: PlaceLike,
-    function: Callable[..., Any] | str,
+    function: Callable[..., Any] | str | Ref,
     *,
     expect: int | None = None,
     within: PlaceLike = None,
@@ -357,7 +345,7 @@ def make_edit(
             f"{kind}: {name} is a class. Give an instance, such as {name}(...), or a function of "
             "the layer at the place."
         )
-    if not (is_insert and _is_layer(what)):
+    if not (is_insert and is_layer(what)):
         what, options = _read_function(kind, what, options)
     if expect is not None and (type(expect) is not int or expect < 0):
         raise RuleTypeError(
@@ -380,7 +368,7 @@ def _read_function(
     if isinstance(function, functools.partial) and not function.args:
         options = {**function.keywords, **options}
         function = function.func
-    if not callable(function) or _is_layer(function):
+    if not callable(function) or is_layer(function):
         wanted = (
             "a layer or a function that makes one"
             if kind.startswith("insert")
@@ -393,7 +381,10 @@ def _read_function(
     role = library_role(function) if isinstance(function, type) else None
     if kind == "wrap" and role not in (None, "wrapper"):
         raise RuleTypeError(f"wrap: {function.__name__} {_NOT_WRAPPERS[role]}")
-    options = {name: _read_option(value) for name, value in options.items()}
+    try:
+        options = {name: _read_option(value) for name, value in options.items()}
+    except RecursionError:
+        raise RuleTypeError(f"{kind}: an option contains itself. Take it out of itself.") from None
     try:
         wants_path(function, frozenset(options))
     except RuleTypeError as error:
@@ -422,105 +413,6 @@ def _read_option(value: Any) -> Any:
     if type(value) is dict:
         return {key: _read_option(part) for key, part in value.items()}
     return value
-
-
-def _is_layer(value: Any) -> bool:
-    """Whether a value is a layer, and not a function that makes one."""
-    if isinstance(value, type) or not callable(value):
-        return False
-    return jax.tree_util.default_registry.flatten_one_level(value) is not None
-
-
-def _inserted(layer: Any, keys: Keys) -> Any:
-    """A layer to insert; in an ``Inserted`` if its type alone does not say that it comes off."""
-    _check_layer(layer, keys)
-    is_known = library_role(type(layer)) in ("passer", "inserted")
-    return layer if is_known else Inserted(layer)
-
-
-def _check_layer(layer: Any, keys: Keys) -> None:
-    if _is_layer(layer):
-        return
-    if isinstance(layer, type):
-        raise EditRefused(
-            keys, f"the function gave the class {layer.__name__} and not a layer. Return "
-            f"{layer.__name__}(...)."
-        )  # fmt: skip
-    if callable(layer):
-        raise EditRefused(
-            keys, f"the function gave {reprlib.repr(layer)}, which is not a pytree: its parameters "
-            "would be lost. Make it a layer, such as a pz.nn.Layer with @pz.pytree_dataclass."
-        )  # fmt: skip
-    gave = "None" if layer is None else f"{reprlib.repr(layer)} of type {type(layer).__name__}"
-    raise EditRefused(
-        keys, f"the function gave {gave} where a layer belongs. Return the layer from it."
-    )
-
-
-def _check_place(node: Any, keys: Keys) -> None:
-    if not callable(node):
-        raise EditRefused(
-            keys,
-            f"{type(node).__name__} is not a layer, so that nothing can be put around it, before "
-            "it or after it. Use replace, or name a layer.",
-        )
-
-
-def _insert_before(make: Callable[[Any, Keys], Any], node: Any, keys: Keys) -> tuple[Any, ...]:
-    return _insert_after(make, node, keys)[::-1]
-
-
-def _insert_after(make: Callable[[Any, Keys], Any], node: Any, keys: Keys) -> tuple[Any, ...]:
-    _check_place(node, keys)
-    return node, make(node, keys)
-
-
-def _replace(make: Callable[[Any, Keys], Any], node: Any, keys: Keys) -> tuple[Any, ...]:
-    made = make(node, keys)
-    if kind_of(node).is_layer and (isinstance(made, type) or not callable(made)):
-        _check_layer(made, keys)
-    return (made,)
-
-
-def _wrap(make: Callable[[Any, Keys], Any], node: Any, keys: Keys) -> tuple[Any, ...]:
-    """A layer put around a node.
-
-    This library's wrappers go around it as they are. Everything else goes into an ``Inserted``,
-    the node in it into an ``Original``.
-    """
-    _check_place(node, keys)
-    made = inside = make(node, keys)
-    while inside is not node and library_role(type(inside)) == "wrapper":
-        inside = inside.body
-    if inside is node:
-        return (made,)
-    _check_layer(made, keys)
-    marked = replaced(made, node, Original(node))
-    if marked is not made:
-        return (Inserted(marked, holds_original=True),)
-    if not _is_same(strip(made), strip(node)):
-        raise EditRefused(
-            keys,
-            f"the function gave {display_name(type(made))}, which does not hold the "
-            f"{display_name(type(node))} that it was given. Put that into it, or use replace.",
-        )
-    return (made,)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two trees are built alike of the same objects."""
-    structure: Any
-    leaves, structure = jax.tree_util.tree_flatten(one)
-    other_leaves, other_structure = jax.tree_util.tree_flatten(other)
-    return structure == other_structure and all(map(operator.is_, leaves, other_leaves))
-
-
-_CHANGES: dict[EditKind, Callable[..., tuple[Any, ...]]] = {
-    "wrap": _wrap,
-    "insert_before": _insert_before,
-    "insert_after": _insert_after,
-    "replace": _replace,
-}
 
 
 def _where_expression(where: Where, short: bool = False) -> str:

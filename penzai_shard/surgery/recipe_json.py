@@ -55,7 +55,7 @@ def edits_to_json(edits: Sequence[Edit]) -> str:
         except _CannotWrite as error:
             problems.append(f"edit {number}, {edit!r}: {error}")
         except RecursionError:
-            problems.append(f"edit {number}, {edit.kind}: an option contains itself.")
+            problems.append(f"edit {number}, {edit.kind}: a value in it contains itself.")
     raise_all(RuleTypeError, "this recipe cannot be written as JSON:", problems)
     return json.dumps({"format": _FORMAT, "version": _VERSION, "edits": written}, indent=2)
 
@@ -167,7 +167,7 @@ def _reference(value: Any) -> str:
 
 def _write(value: Any) -> Any:
     match value:
-        case None | bool() | int() | str():
+        case None | bool() | int() | str() if type(value) in (type(None), bool, int, str):
             return value
         case float():
             return value if np.isfinite(value) else {"$float": repr(value)}
@@ -205,9 +205,8 @@ def _write(value: Any) -> Any:
                 f"it holds {expression(value)}. Put arrays into the layer with a function of the "
                 "layer at the place, defined at the top level of a module."
             )
-    reference = reference_to(value)
-    if reference is not None:
-        return {"$ref": reference}
+    if reference_to(value) is not None:
+        return {"$ref": _reference(value)}
     if isinstance(value, Struct) and kind_of(value).shape == STRUCT:
         return {
             "$layer": _reference(type(value)),

@@ -150,11 +150,13 @@ def reference_to(value: Any) -> str | None:
         if not isinstance(value.__self__, type):
             return None
         module = value.__self__.__module__
+    if (policy := _policy_reference(value)) is not None:
+        return policy
     if isinstance(qualname, str) and isinstance(module, str):
         for candidate in _candidates(module, qualname):
             if is_reference(candidate) and _resolves_to(candidate, value):
                 return candidate
-    return _policy_reference(value)
+    return None
 
 
 def _candidates(module: str, qualname: str) -> list[str]:
@@ -204,4 +206,4 @@ def display_name(value: Any) -> str:
     >>> display_name(pz.nn.Linear)
     'Linear'
     """
-    return getattr(value, "__qualname__", None) or repr(value)
+    return (getattr(value, "__qualname__", None) or repr(value)).rpartition("<locals>.")[2]

@@ -16,8 +16,13 @@ class EditRefused(RuleTypeError):
     """
 
     def __init__(self, keys: Keys, reason: str) -> None:
+        self._keys, self._reason = tuple(keys), reason
         self.line = f"at {keys_text(keys) or 'the root'}: {reason}"
         super().__init__(self.line)
+
+    def below(self, keys: Keys) -> "EditRefused":
+        """The same in a tree that holds the one it is about, at these keys."""
+        return EditRefused((*keys, *self._keys), self._reason)
 
 
 def raised(what: str, keys: Keys, error: Exception) -> Exception:
