@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.checkpointing import param_dict, restore_params, save_params
+from penzai_shard.checkpointing.locations import absolute_path, refuse_existing
 from penzai_shard.cli.corpus import Corpus
 from penzai_shard.layers import ConstrainShardingByName, Jitted
 from penzai_shard.meshes import make_mesh
@@ -124,7 +125,7 @@ def run_demo(
 
     _headline(console, "2. Initialise, each device its own part")
     start = time.perf_counter()
-    bare = sharded_init(build_model, seed, mesh=mesh, axis_name_to_mesh_name=layouts.train_rules)
+    bare = sharded_init(build_model, seed, plan=plan)
     jax.block_until_ready(_arrays(bare))
     count = sum(leaf.size for leaf in _arrays(param_dict(bare)))
     console.print(f"{count:,} parameters in {time.perf_counter() - start:.1f} s")
@@ -329,6 +330,7 @@ def _prepare_folder(out: Path) -> None:
     for name in RECORDS:
         if (out / name).is_dir():
             raise DemoFailure(f"--out {out}: {name} is a folder there. Give another folder.")
+    refuse_existing(absolute_path(out / PARAMETERS_FOLDER), overwrite=True)
 
 
 def _devices(simulated: int | None, wanted: int | None) -> list[jax.Device]:

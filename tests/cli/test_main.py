@@ -130,7 +130,7 @@ def unusable_folders(tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", ["a_file", "a_file/below", "taken"])
+@pytest.mark.parametrize("name", ["a_file", "a_file/below", "taken", "mine"])
 def test_an_unusable_folder_is_told_before_any_work(name, monkeypatch, tmp_path, capsys):
     def work(*_, **__):
         raise AssertionError("this is work")
