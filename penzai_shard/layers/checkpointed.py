@@ -9,6 +9,7 @@ from penzai import pz
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import variable_threading
+from penzai_shard.layers.first_api_effects import effects_as_variables, variables_as_effects
 from penzai_shard.layers.remat_policies import POLICIES, named_policy
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import auto_context, onto_auto_twin
@@ -51,7 +52,7 @@ def _call_functionally(
     variables = variable_threading.thaw(values)
     before = variable_threading.contents(variables)
     body, argument, side_inputs = pz.bind_variables((body, argument, side_inputs), variables)
-    output = body(argument, **side_inputs)
+    output = variables_as_effects(body)(argument, **side_inputs)
     variable_threading.check_no_variable(output, "Checkpointed")
     return output, variable_threading.reassigned(variables, before)
 
@@ -117,7 +118,9 @@ class Checkpointed(WrapperLayer):
         Raises:
             ValueError: The layer returned a mutable variable.
         """
-        unbound, variables = pz.unbind_variables((self.body, argument, side_inputs))
+        unbound, variables = pz.unbind_variables(
+            (effects_as_variables(self.body), argument, side_inputs)
+        )
         values = tuple(variable.freeze() for variable in variables)
         call, arguments = _without_fixed_leaves((values, *unbound))
         checkpointed = jax.checkpoint(call, policy=resolve_policy(self.policy))

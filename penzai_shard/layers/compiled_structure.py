@@ -15,6 +15,7 @@ import jax
 from penzai import pz
 
 from penzai_shard.layers import variable_threading
+from penzai_shard.layers.first_api_effects import variables_as_effects
 from penzai_shard.meshes import auto_context, onto_auto_twin, shardings_on_auto_twin
 
 MOST_STRUCTURES_KEPT = 128
@@ -214,7 +215,7 @@ def _run(
             (argument, side_inputs), variables, allow_unused=True
         )
     before = variable_threading.contents(variables)
-    output = body(argument, **side_inputs)
+    output = variables_as_effects(body)(argument, **side_inputs)
     variable_threading.check_no_variable(output, "Jitted")
     return output, variable_threading.reassigned(variables, before)
 

@@ -37,6 +37,7 @@ from penzai_shard.layers.compiled_structure import (
     Structure,
     compiled_structure,
 )
+from penzai_shard.layers.first_api_effects import effects_as_variables
 from penzai_shard.named_leaves import is_array_like
 
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
@@ -92,7 +93,7 @@ class ModelReading:
         out_shardings: Any = None,
         donate_argument: bool = False,
     ) -> None:
-        leaves, tree = jax.tree_util.tree_flatten(model)
+        leaves, tree = jax.tree_util.tree_flatten(effects_as_variables(model))
         distinct = {id(leaf): leaf for leaf in leaves if variable_threading.is_variable(leaf)}
         variable_threading.check_distinct_slots(distinct.values())
         others = [leaf for leaf in leaves if id(leaf) not in distinct]

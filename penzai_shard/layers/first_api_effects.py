@@ -1,0 +1,152 @@
+"""What the handlers of Penzai's first API put into a layer while it runs, as variables.
+
+A handler of ``penzai.deprecated.v1`` replaces the references to it in its body by objects that
+hold its state, its side input or its list of side outputs, and calls the body. A transformation
+around a layer inside that body must carry what such an object holds in, and what was assigned
+out; otherwise tracers stay in it.
+"""
+
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+from penzai import pz
+from penzai.core.variables import (
+    AbstractVariable,
+    AbstractVariableSlot,
+    AbstractVariableValue,
+)
+
+_EFFECTS = "penzai.deprecated.v1.data_effects"
+# For each class the field with what it holds. They are looked up, not imported: a layer can hold
+# such objects only if somebody has imported them already.
+_FIELDS = {
+    ("local_state", "LocalStateEffectImpl"): "_state",
+    ("side_input", "SideInputEffectImpl"): "_value",
+    ("side_output", "SideOutputEffectImpl"): (_LIST := "_destination"),
+}
+
+
+def _fields() -> dict[type, str]:
+    return {
+        getattr(module, name): field
+        for (module_name, name), field in _FIELDS.items()
+        if (module := sys.modules.get(f"{_EFFECTS}.{module_name}")) is not None
+    }
+
+
+@pz.pytree_dataclass
+class EffectSlot(AbstractVariableSlot):
+    """Where an effect was in a tree.
+
+    Attributes:
+        number: Which of the tree's effects it is.
+    """
+
+    number: int = dataclasses.field(metadata={"pytree_node": False})
+
+
+@pz.pytree_dataclass
+class EffectValue(AbstractVariableValue):
+    """What an effect holds, to be passed through a transformation.
+
+    Attributes:
+        number: Which of the tree's effects it is.
+        owner: The first of those that write to the same list of side outputs; else ``number``.
+        kind: The class of the effect.
+        others: The fields of the effect besides what it holds.
+        content: What it holds; of a list of side outputs, those that were added, at its owner.
+    """
+
+    number: int = dataclasses.field(metadata={"pytree_node": False})
+    owner: int = dataclasses.field(metadata={"pytree_node": False})
+    kind: type = dataclasses.field(metadata={"pytree_node": False})
+    others: tuple[tuple[str, Any], ...] = dataclasses.field(metadata={"pytree_node": False})
+    content: Any
+
+    def get_slot(self) -> EffectSlot:
+        """The place of the effect."""
+        return EffectSlot(self.number)
+
+    def unfreeze_as_copy(self) -> "EffectVariable":
+        """A new effect of the same kind that holds the same."""
+        field = _fields()[self.kind]
+        content = list(self.content) if field == _LIST else self.content
+        effect = self.kind(**dict(self.others), **{field: content})
+        return EffectVariable(effect, self.number, self.owner)
+
+
+class EffectVariable(AbstractVariable):
+    """An effect in the form that transformations carry.
+
+    Args:
+        effect: The object that the handler put into the layer.
+        number: Which of the tree's effects it is.
+        owner: The first of those that write to the same list of side outputs; else ``number``.
+    """
+
+    def __init__(self, effect: Any, number: int, owner: int) -> None:
+        self.effect = effect
+        self.number = number
+        self.owner = owner
+        self.field = _fields()[type(effect)]
+        # Side outputs that were there before belong to others.
+        self._start = len(effect._destination) if self.field == _LIST else 0
+
+    def get_slot(self) -> EffectSlot:
+        """The place of the effect."""
+        return EffectSlot(self.number)
+
+    def freeze(self) -> EffectValue:
+        """What the effect holds now."""
+        fields = {
+            field.name: getattr(self.effect, field.name)
+            for field in dataclasses.fields(self.effect)
+        }
+        content = fields.pop(self.field)
+        if self.field == _LIST:
+            content = tuple(content[self._start :]) if self.owner == self.number else ()
+        others = tuple(fields.items())
+        return EffectValue(self.number, self.owner, type(self.effect), others, content)
+
+    def update(self, new_frozen_value: AbstractVariableValue) -> None:
+        """Gives the effect what a transformation brought out."""
+        assert isinstance(new_frozen_value, EffectValue)
+        if self.field == _LIST:
+            self.effect._destination[self._start :] = new_frozen_value.content
+        else:
+            setattr(self.effect, self.field, new_frozen_value.content)
+
+
+def effects_as_variables(tree: Any) -> Any:
+    """The tree with a variable for each effect in it; the tree itself if there is none."""
+    fields = _fields()
+    if not fields:
+        return tree
+    structure: Any
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    variables: dict[int, EffectVariable] = {}
+    owners: dict[int, int] = {}
+    for leaf in leaves:
+        if type(leaf) in fields and id(leaf) not in variables:
+            number = len(variables)
+            shared = leaf._destination if fields[type(leaf)] == _LIST else leaf
+            owner = owners.setdefault(id(shared), number)
+            variables[id(leaf)] = EffectVariable(leaf, number, owner)
+    if not variables:
+        return tree
+    return structure.unflatten([variables.get(id(leaf), leaf) for leaf in leaves])
+
+
+def variables_as_effects(tree: Any) -> Any:
+    """The tree with the effects in place of their variables."""
+    structure: Any
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    variables = {leaf.number: leaf for leaf in leaves if isinstance(leaf, EffectVariable)}
+    for variable in variables.values():
+        if variable.owner != variable.number:
+            variable.effect._destination = variables[variable.owner].effect._destination
+    return structure.unflatten(
+        [leaf.effect if isinstance(leaf, EffectVariable) else leaf for leaf in leaves]
+    )
