@@ -6,7 +6,7 @@ constraints that are inserted or taken out never change the dictionary.
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 import jax
@@ -23,8 +23,6 @@ from penzai_shard.tree_paths import join_paths, path_text
 # Looked up and never imported: a tree holds parameters of the first API only if somebody has
 # imported it.
 _V1_PARAMETERS = "penzai.deprecated.v1.nn.parameters"
-
-Move = Callable[[Any], Any]
 
 
 def param_dict(model: Any) -> dict[str, Any]:
@@ -150,14 +148,14 @@ def filled(tree: Any, arrays: Mapping[str, Any]) -> Any:
     return map_arrays(tree, lambda leaf: leaf.array if leaf.dtype is None else arrays[leaf.path])
 
 
-def rebuilt(model: Any, values: Mapping[str, Any], move: Move | None = None) -> Any:
+def rebuilt(model: Any, values: Mapping[str, Any], shardings: Any = None) -> Any:
     """A model with other parameter values and fresh variables.
 
     Args:
         model: What ``param_dict`` takes.
         values: The value of each parameter by name.
-        move: Called with every other array of the model: constants, and what state variables
-            hold. They are kept as they are by default.
+        shardings: The sharding tree of the model's plan: where every other array is put, those of
+            constants and those that state variables hold. They stay where they are by default.
 
     Returns:
         The new model; see ``with_params``.
@@ -167,12 +165,11 @@ def rebuilt(model: Any, values: Mapping[str, Any], move: Move | None = None) -> 
     """
     if is_parameter_mapping(model):
         return _rebuilt_mapping(model, values, "")
-    keep: Move = move or (lambda array: array)
     made: dict[Any, Any] = {}
 
-    def place(node: Any) -> Any:
+    def place(node: Any, layout: Any = None) -> Any:
         if not is_variable(node):
-            return keep(node) if is_array_like(node) else node
+            return _put(node, layout)
         slot = node.get_slot() if isinstance(node, LabeledVariable | LabeledVariableValue) else None
         if slot is None:
             return _v1_parameter_with(node, values[node.name])
@@ -180,12 +177,26 @@ def rebuilt(model: Any, values: Mapping[str, Any], move: Move | None = None) -> 
             value = (
                 values[parameter_name(node)]
                 if _is_parameter(node)
-                else jax.tree_util.tree_map(keep, node.value)
+                else node.value
+                if layout is None
+                else jax.tree_util.tree_map(_put, node.value, layout.value)
             )
             made[slot] = _fresh_variable(node, value)
         return made[slot]
 
-    return jax.tree_util.tree_map(place, model, is_leaf=is_variable)
+    if shardings is None:
+        return jax.tree_util.tree_map(place, model, is_leaf=is_variable)
+    treedef: Any
+    nodes, treedef = jax.tree_util.tree_flatten(model, is_leaf=is_variable)
+    layouts = treedef.flatten_up_to(shardings)
+    return treedef.unflatten([place(*both) for both in zip(nodes, layouts, strict=True)])
+
+
+def _put(leaf: Any, sharding: Any) -> Any:
+    """An array where it shall lie; anything else, and what JAX is to place, as it is."""
+    if sharding is None or not is_array_like(leaf) or isinstance(leaf, jax.core.Tracer):
+        return leaf
+    return jax.device_put(leaf, sharding)
 
 
 def is_parameter_mapping(model: Any) -> TypeGuard[Mapping[str, Any]]:

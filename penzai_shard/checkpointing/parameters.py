@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from penzai_shard.checkpointing.array_records import record_of, refuse_permuted_positions
 from penzai_shard.checkpointing.comparison import (
@@ -24,11 +23,12 @@ from penzai_shard.checkpointing.parameter_dict import (
     param_dict,
     rebuilt,
 )
-from penzai_shard.checkpointing.restoring import Target, refuse_abstract_mesh, restore_arrays
+from penzai_shard.checkpointing.restoring import Target, restore_arrays
 from penzai_shard.errors import CheckpointMismatchError, raise_all
-from penzai_shard.meshes import AnyMesh, auto_twin
-from penzai_shard.planning import OnUnnamed, ShardingPlan, make_plan
-from penzai_shard.rule_kinds import OnIndivisible
+from penzai_shard.meshes import AnyMesh
+from penzai_shard.named_leaves import leaves_of
+from penzai_shard.planning import PlanRequest, ShardingPlan, shared_named_sharding
+from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
 
 def restore_structs(
@@ -36,6 +36,7 @@ def restore_structs(
     mesh: AnyMesh,
     rules: Any = None,
     *,
+    axis_name_to_mesh_name: Any = None,
     on_indivisible: OnIndivisible = "error",
     on_unnamed: OnUnnamed = "error",
 ) -> dict[str, Any]:
@@ -46,6 +47,7 @@ def restore_structs(
         mesh: The mesh to restore onto.
         rules: Which logical axis goes to which mesh axis; ``None`` maps each to the mesh axis of
             the same name.
+        axis_name_to_mesh_name: The same under Penzai's name; give one of the two.
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``.
 
@@ -56,15 +58,25 @@ def restore_structs(
     Raises:
         PlanError: Some parameter has no valid layout.
 
-    >>> mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    Warns:
+        ShardingWarning: As ``make_plan`` does.
+
+    >>> import jax
     >>> from penzai import pz
+    >>> mesh = jax.sharding.AbstractMesh((4,), ("data",))
     >>> structs = restore_structs({"w": pz.nx.ones({"a": 2, "b": 8})}, mesh, {"b": "data"})
     >>> structs["w"].data_array.shape, structs["w"].data_array.sharding.spec
     ((2, 8), P(None, 'data'))
     """
-    return make_plan(
-        param_dict(model), mesh, rules, on_indivisible=on_indivisible, on_unnamed=on_unnamed
-    ).restore_structs()
+    request = PlanRequest.read(
+        "restore_structs",
+        mesh,
+        rules,
+        axis_name_to_mesh_name=axis_name_to_mesh_name,
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+    )
+    return request.plan(param_dict(model)).restore_structs()
 
 
 def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
@@ -94,6 +106,7 @@ def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
         MissingExtraError: Orbax is not installed.
 
     >>> import tempfile
+    >>> import jax
     >>> from penzai import pz
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     path = save_params(f"{directory}/params", {"w": pz.nx.ones({"a": 2})})
@@ -110,9 +123,11 @@ def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
 def restore_params(
     path: PathLike,
     model: Any,
-    mesh: AnyMesh,
+    mesh: Mesh | ShardingPlan | None = None,
     rules: Any = None,
     *,
+    axis_name_to_mesh_name: Any = None,
+    plan: ShardingPlan | None = None,
     on_axis_mismatch: AxisMismatch = "error",
     on_dtype_mismatch: DtypeMismatch = "error",
     on_extra: Extra = "error",
@@ -128,9 +143,12 @@ def restore_params(
         path: The checkpoint's directory. Of a whole train state the parameters are taken.
         model: What ``param_dict`` takes: a model, an abstract model, or a dictionary of named
             arrays or structs. It is not changed.
-        mesh: The mesh to restore onto. Of an Explicit mesh the Auto twin is used.
+        mesh: The mesh to restore onto, or a plan. Of an Explicit mesh the Auto twin is used.
         rules: Which logical axis goes to which mesh axis; ``None`` maps each to the mesh axis of
             the same name.
+        axis_name_to_mesh_name: The same under Penzai's name; give one of the two.
+        plan: A plan of the model to carry out, instead of mesh, rules and options: everything
+            then lies as the plan says.
         on_axis_mismatch: ``"transpose"`` puts parameters right whose logical axes were saved in
             another order. Each device transposes its own part.
         on_dtype_mismatch: ``"cast"`` converts to the model's dtype while reading.
@@ -138,26 +156,27 @@ def restore_params(
         rename_axes: Logical axis names in the checkpoint that have other names in the model, as
             ``{"old": "new"}``.
         on_indivisible: As for ``make_plan``.
-        on_unnamed: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``, also of constants and state variables.
 
     Returns:
-        The same kind of thing, filled, in the layout that ``make_plan`` gives. Of a model: a new
-        model with mutable parameters and state variables, metadata and sharing kept; its
-        constants and state variables are copied to every device unless they lie on the mesh
-        already.
+        The same kind of thing, filled, everything in it in the layout that ``make_plan`` gives.
+        Of a model: a new model with mutable parameters and state variables, metadata and sharing
+        kept; its constants and state variables keep their values, and are put where the plan says.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at the path.
         CheckpointDamagedError: The checkpoint is not as it was saved.
         CheckpointMismatchError: With one line per parameter that is missing, superfluous, or of
             other logical axes, order, sizes or dtype.
-        PlanError: Some parameter has no valid layout.
+        PlanError: Some array has no valid layout, or the plan is of another model.
         MissingExtraError: Orbax is not installed.
 
     Warns:
-        ShardingWarning: The checkpoint was written by plain Orbax, without logical axis names.
+        ShardingWarning: The checkpoint was written by plain Orbax, without logical axis names; or
+            a rule is nearly the name of a logical axis, as ``make_plan`` says.
 
     >>> import tempfile
+    >>> import jax
     >>> from penzai import pz
     >>> mesh = jax.make_mesh((4, 2), ("data", "model"))
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -169,7 +188,16 @@ def restore_params(
     P('data',)
     """
     tolerance = Tolerance(on_axis_mismatch, on_dtype_mismatch, on_extra)
-    refuse_abstract_mesh(mesh)
+    request = PlanRequest.read(
+        "restore_params",
+        mesh,
+        rules,
+        axis_name_to_mesh_name=axis_name_to_mesh_name,
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+        plan=plan,
+        places=True,
+    )
     own = param_dict(model)
     refuse_permuted_positions(own, "restoring")
     raise_all(
@@ -180,36 +208,25 @@ def restore_params(
             for where in abstract_state_variables(model)
         ],
     )
-    plan = make_plan(own, mesh, rules, on_indivisible=on_indivisible, on_unnamed=on_unnamed)
+    shardings = request.plan(model).sharding_tree()
     manifest = read_manifest(path)
     if manifest.kind == "train_state":
         manifest = manifest.part("params")
     arrays = restore_arrays(
         manifest,
-        _targets(own, plan),
+        _targets(own, shardings, request.mesh),
         wording=RESTORING,
         tolerance=tolerance,
         rename_axes=rename_axes,
     )
-    everywhere = NamedSharding(auto_twin(mesh), PartitionSpec())
-
-    def move(array: Any) -> Any:
-        """Constants and state must lie on the mesh too, or no operation can mix them with it."""
-        if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
-            return array
-        if isinstance(array.sharding, NamedSharding) and array.sharding.mesh == everywhere.mesh:
-            return array
-        return jax.device_put(array, everywhere)
-
-    return rebuilt(model, filled(own, arrays), move)
+    return rebuilt(model, filled(own, arrays), shardings)
 
 
-def _targets(own: Mapping[str, Any], plan: ShardingPlan) -> dict[str, Target]:
-    leaves = arrays_by_path(own)
-    shardings = {leaf.path: leaf.sharding for leaf in plan.leaves}
+def _targets(own: Mapping[str, Any], shardings: Any, mesh: AnyMesh) -> dict[str, Target]:
+    planned = {leaf.path: leaf.array for leaf in leaves_of(param_dict(shardings))}
     # What JAX is to place lies nowhere before it is computed; replicated is where it may start.
-    everywhere = NamedSharding(plan.mesh, PartitionSpec())
+    everywhere = shared_named_sharding(mesh, PartitionSpec())
     return {
-        name: Target(record_of(leaf), leaf.dtype, shardings[name] or everywhere)
-        for name, leaf in leaves.items()
+        name: Target(record_of(leaf), leaf.dtype, planned[name] or everywhere)
+        for name, leaf in arrays_by_path(own).items()
     }

@@ -119,7 +119,7 @@ def test_unknown_options_are_refused(square, wide):
 def test_a_layout_that_cannot_be_is_refused(square, wide):
     with pytest.raises(PlanError, match="no valid layout"):
         restore_params(square, SQUARE, wide, {"a": "data", "b": "data"})
-    with pytest.raises(MeshError, match="cannot restore onto a AbstractMesh: it has no devices"):
+    with pytest.raises(MeshError, match="restore_params cannot put arrays on this AbstractMesh: it has no devices"):
         restore_params(square, SQUARE, wide.abstract_mesh, {})
 
 
