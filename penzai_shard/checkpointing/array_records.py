@@ -9,14 +9,14 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from penzai import pz
 
-from penzai_shard.errors import CheckpointMismatchError, raise_all
+from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 from penzai_shard.named_leaves import NamedLeaf, is_named_unit
 from penzai_shard.tree_paths import path_text
 
@@ -174,6 +174,27 @@ def record_from_json(name: str, stored: Any) -> ArrayRecord | None:
     )
 
 
+def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
+    """``jax.tree_util.tree_leaves_with_path``, with an error that one can act on.
+
+    Raises:
+        RuleTypeError: The keys of some dictionary cannot be sorted.
+
+    >>> leaves_with_paths({"a": 1, 0: 2}, lambda node: False)
+    Traceback (most recent call last):
+    penzai_shard.errors.RuleTypeError: a dictionary has keys of different types, which JAX cannot...
+    """
+    try:
+        return list(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf))
+    except ValueError as error:
+        if "keys" not in str(error):
+            raise
+        raise RuleTypeError(
+            "a dictionary has keys of different types, which JAX cannot sort, such as numbers "
+            "beside texts. Make them all text: {str(key): value for key, value in d.items()}."
+        ) from error
+
+
 def refuse_permuted_positions(tree: Any, doing: str) -> None:
     """Refuses named array views whose positional dimensions lie in another order in memory.
 
@@ -192,7 +213,7 @@ def refuse_permuted_positions(tree: Any, doing: str) -> None:
         f"{path_text(key_path)}: its positional dimensions lie in the order "
         f"{tuple(node.data_axis_for_logical_axis)} in memory. Give its data the usual order with "
         ".with_positional_prefix()."
-        for key_path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named_unit)
+        for key_path, node in leaves_with_paths(tree, is_named_unit)
         if isinstance(node, pz.nx.NamedArrayView)
         and list(node.data_axis_for_logical_axis) != sorted(node.data_axis_for_logical_axis)
     ]

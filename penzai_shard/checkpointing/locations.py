@@ -67,7 +67,7 @@ def found_directory(where: str) -> Any:
         )
     if not directory.is_dir():
         raise CheckpointNotFoundError(
-            f"there is no checkpoint at {where}: it is a file.{nearby(where)}"
+            f"there is no checkpoint at {where}: {what_it_is(directory)}{nearby(where)}"
         )
     return directory
 
@@ -118,15 +118,16 @@ def nearby(where: str) -> str:
 
 
 def what_it_is(directory: Any) -> str:
-    """What a directory is that is no checkpoint, as far as its files tell, and what to do."""
-    names = {entry.name for entry in directory.iterdir()}
+    """What lies at a path that is no checkpoint, as far as names tell, and what to do."""
+    is_file = not directory.is_dir()
+    names = {directory.name} if is_file else {entry.name for entry in directory.iterdir()}
     if "config.json" in names or any(name.endswith((".safetensors", ".bin")) for name in names):
         return (
             "it looks like a model of Hugging Face. Load it there, convert it with Penzai, for "
             "instance with penzai.models.transformer.variants.llama."
             "llama_from_huggingface_model, and save that with save_params."
         )
-    return "Orbax does not recognise the directory."
+    return "it is a file." if is_file else "Orbax does not recognise the directory."
 
 
 def _is_checkpoint(directory: Any) -> bool:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from penzai import pz
 from penzai.core.variables import AutoStateVarLabel, LabeledVariable, LabeledVariableValue
 
-from penzai_shard.checkpointing.array_records import is_abstract, record_of
+from penzai_shard.checkpointing.array_records import is_abstract, leaves_with_paths, record_of
 from penzai_shard.checkpointing.comparison import REPLACING, Tolerance, compare
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 from penzai_shard.named_leaves import NamedLeaf, is_array_like, leaves_of, map_arrays
@@ -245,7 +245,7 @@ def abstract_state_variables(model: Any) -> Iterator[str]:
 
 
 def _variables(tree: Any) -> Iterator[tuple[str, Any]]:
-    for key_path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
+    for key_path, node in leaves_with_paths(tree, is_variable):
         if is_variable(node):
             yield path_text(key_path), node
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from penzai_shard.checkpointing.array_records import record_of, refuse_permuted_positions
+from penzai_shard.checkpointing.array_records import refuse_permuted_positions
 from penzai_shard.checkpointing.comparison import (
     RESTORING,
     AxisMismatch,
@@ -13,7 +13,7 @@ from penzai_shard.checkpointing.comparison import (
     Extra,
     Tolerance,
 )
-from penzai_shard.checkpointing.locations import PathLike
+from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.manifest import read_manifest
 from penzai_shard.checkpointing.orbax_store import save_arrays
 from penzai_shard.checkpointing.parameter_dict import (
@@ -23,8 +23,8 @@ from penzai_shard.checkpointing.parameter_dict import (
     param_dict,
     rebuilt,
 )
-from penzai_shard.checkpointing.restoring import Target, restore_arrays
-from penzai_shard.errors import CheckpointMismatchError, raise_all
+from penzai_shard.checkpointing.restoring import restore_arrays
+from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import PlanRequest, ShardingPlan, shared_named_sharding
@@ -116,6 +116,12 @@ def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
     [1.0, 1.0]
     """
     values = param_dict(model)
+    if not values:
+        raise RuleTypeError(
+            f"cannot save to {absolute_path(path)}: this {type(model).__name__} has no parameters. "
+            "Give a model, or a dictionary of arrays by name; save any other tree with "
+            "save_train_state."
+        )
     refuse_permuted_positions(values, "saving")
     return save_arrays(path, arrays_by_path(values), kind="params", overwrite=overwrite)
 
@@ -187,6 +193,7 @@ def restore_params(
     >>> restored["w"].data_array.sharding.spec
     P('data',)
     """
+    absolute_path(path)
     tolerance = Tolerance(on_axis_mismatch, on_dtype_mismatch, on_extra)
     request = PlanRequest.read(
         "restore_params",
@@ -209,24 +216,19 @@ def restore_params(
         ],
     )
     shardings = request.plan(model).sharding_tree()
+    planned = {leaf.path: leaf.array for leaf in leaves_of(param_dict(shardings))}
+    # What JAX is to place lies nowhere before it is computed; replicated is where it may start.
+    everywhere = shared_named_sharding(request.mesh, PartitionSpec())
+    leaves = arrays_by_path(own)
     manifest = read_manifest(path)
     if manifest.kind == "train_state":
         manifest = manifest.part("params")
     arrays = restore_arrays(
         manifest,
-        _targets(own, shardings, request.mesh),
+        leaves,
+        {name: planned[name] or everywhere for name in leaves},
         wording=RESTORING,
         tolerance=tolerance,
         rename_axes=rename_axes,
     )
     return rebuilt(model, filled(own, arrays), shardings)
-
-
-def _targets(own: Mapping[str, Any], shardings: Any, mesh: AnyMesh) -> dict[str, Target]:
-    planned = {leaf.path: leaf.array for leaf in leaves_of(param_dict(shardings))}
-    # What JAX is to place lies nowhere before it is computed; replicated is where it may start.
-    everywhere = shared_named_sharding(mesh, PartitionSpec())
-    return {
-        name: Target(record_of(leaf), leaf.dtype, planned[name] or everywhere)
-        for name, leaf in arrays_by_path(own).items()
-    }

@@ -7,33 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from penzai_shard.checkpointing.array_records import ArrayRecord
+from penzai_shard.checkpointing.array_records import ArrayRecord, record_of
 from penzai_shard.checkpointing.comparison import Tolerance, Wording, compare
 from penzai_shard.checkpointing.manifest import Manifest
 from penzai_shard.checkpointing.orbax_store import load_arrays, mesh_context
-from penzai_shard.errors import CheckpointMismatchError, MeshError, ShardingWarning, raise_all
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """An array to be restored.
-
-    Attributes:
-        record: What it must be.
-        dtype: Its dtype; of typed keys, the key dtype.
-        sharding: Where it shall lie.
-    """
-
-    record: ArrayRecord
-    dtype: Any
-    sharding: Sharding
+from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, ShardingWarning, raise_all
+from penzai_shard.named_leaves import NamedLeaf
 
 
 def restore_arrays(
     manifest: Manifest,
-    targets: Mapping[str, Target],
+    leaves: Mapping[str, NamedLeaf],
+    places: Mapping[str, Sharding],
     *,
     wording: Wording,
     tolerance: Tolerance,
@@ -43,7 +30,8 @@ def restore_arrays(
 
     Args:
         manifest: What the checkpoint holds.
-        targets: What is wanted, by name.
+        leaves: The arrays to be filled, by name.
+        places: By name, where each shall lie.
         wording: How messages call the two sides.
         tolerance: What may differ.
         rename_axes: Logical axis names in the checkpoint that have other names here.
@@ -60,7 +48,7 @@ def restore_arrays(
     stored = renamed_axes(manifest.records, rename_axes or {})
     permutations = compare(
         stored,
-        {name: target.record for name, target in targets.items()},
+        {name: record_of(leaf) for name, leaf in leaves.items()},
         headline=f"the checkpoint at {manifest.path} does not fit {wording.target}:",
         wording=wording,
         tolerance=tolerance,
@@ -72,12 +60,12 @@ def restore_arrays(
     arrays = load_arrays(
         manifest,
         {
-            name: _struct_as_stored(target, permutations.get(name))
-            for name, target in targets.items()
+            name: _struct_as_stored(leaf, places[name], permutations.get(name))
+            for name, leaf in leaves.items()
         },
     )
     for name, permutation in permutations.items():
-        arrays[name] = _transposed(arrays[name], permutation, targets[name].sharding)
+        arrays[name] = _transposed(arrays[name], permutation, places[name])
     return arrays
 
 
@@ -88,10 +76,13 @@ def renamed_axes(
 
     Raises:
         CheckpointMismatchError: A name to be replaced occurs nowhere.
+        RuleTypeError: It is not a mapping of names.
 
     >>> renamed_axes({"w": ArrayRecord((2,), "int32", ("old",))}, {"old": "new"})["w"].axes
     ('new',)
     """
+    if not isinstance(names, Mapping) or not all(isinstance(new, str) for new in names.values()):
+        raise RuleTypeError(f"rename_axes={names!r}: give a dictionary of names, {{'old': 'new'}}.")
     present = {axis for record in records.values() for axis in record.axes or () if axis}
     raise_all(
         CheckpointMismatchError,
@@ -113,29 +104,18 @@ def renamed_axes(
     }
 
 
-def refuse_abstract_mesh(mesh: Any) -> None:
-    """Refuses a mesh without devices, since arrays are to be put on them.
-
-    Raises:
-        MeshError: It is no ``jax.sharding.Mesh``.
-    """
-    if not isinstance(mesh, Mesh):
-        raise MeshError(
-            f"cannot restore onto a {type(mesh).__name__}: it has no devices. "
-            'Make a mesh with make_mesh({"data": 4, "model": 2}).'
-        )
-
-
-def _struct_as_stored(target: Target, permutation: tuple[int, ...] | None) -> jax.ShapeDtypeStruct:
+def _struct_as_stored(
+    leaf: NamedLeaf, sharding: Sharding, permutation: tuple[int, ...] | None
+) -> jax.ShapeDtypeStruct:
     """What to read: the stored order of the axes, laid out so that transposing moves no data."""
-    shape, sharding = target.record.shape, target.sharding
+    shape = leaf.shape
     if permutation is not None:
         shape = tuple(shape[permutation.index(i)] for i in range(len(shape)))
         if isinstance(sharding, NamedSharding):
             entries = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
             spec = PartitionSpec(*(entries[permutation.index(i)] for i in range(len(shape))))
             sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    return jax.ShapeDtypeStruct(shape, target.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
 
 def _transposed(array: jax.Array, permutation: tuple[int, ...], sharding: Sharding) -> jax.Array:

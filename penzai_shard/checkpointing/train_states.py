@@ -2,10 +2,10 @@
 
 import collections
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
-from jax.sharding import Sharding
+from jax.sharding import Mesh, PartitionSpec, Sharding
 from penzai.core.variables import LabeledVariable
 
 from penzai_shard.checkpointing.array_records import record_of, refuse_permuted_positions
@@ -16,16 +16,15 @@ from penzai_shard.checkpointing.comparison import (
     Extra,
     Tolerance,
 )
-from penzai_shard.checkpointing.locations import PathLike
+from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.manifest import read_manifest
 from penzai_shard.checkpointing.orbax_store import save_arrays
 from penzai_shard.checkpointing.parameter_dict import with_own_label
-from penzai_shard.checkpointing.restoring import Target, refuse_abstract_mesh, restore_arrays
+from penzai_shard.checkpointing.restoring import restore_arrays
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
-from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
-from penzai_shard.planning import make_plan, plan_tree
-from penzai_shard.rule_kinds import OnIndivisible
+from penzai_shard.planning import PlanRequest, ShardingPlan, plan_fields, shared_named_sharding
+from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 from penzai_shard.tree_paths import array_path_text, key_text
 
 
@@ -68,17 +67,19 @@ def save_train_state(path: PathLike, train_state: Any, *, overwrite: bool = Fals
 def restore_train_state(
     path: PathLike,
     train_state: Any,
-    mesh: AnyMesh | None = None,
+    mesh: Mesh | ShardingPlan | None = None,
     rules: Any = None,
     *,
+    axis_name_to_mesh_name: Any = None,
     optimizer_rules: Any = None,
+    plan: ShardingPlan | None = None,
     shardings: Any = None,
     on_axis_mismatch: AxisMismatch = "error",
     on_dtype_mismatch: DtypeMismatch = "error",
     on_extra: Extra = "error",
     rename_axes: Mapping[str, str] | None = None,
     on_indivisible: OnIndivisible = "error",
-    on_unnamed: Literal["error", "replicate"] = "error",
+    on_unnamed: OnUnnamed = "error",
 ) -> Any:
     """Restores a train state straight onto a mesh, whatever mesh it was saved from.
 
@@ -87,13 +88,15 @@ def restore_train_state(
     Args:
         path: The checkpoint's directory.
         train_state: A state of the same structure, concrete or abstract. It is not changed.
-        mesh: The mesh to restore onto. Of an Explicit mesh the Auto twin is used.
+        mesh: The mesh to restore onto, or a plan. Of an Explicit mesh the Auto twin is used.
         rules: Which logical axis goes to which mesh axis; ``None`` maps each to the mesh axis of
             the same name.
+        axis_name_to_mesh_name: The same under Penzai's name; give one of the two.
         optimizer_rules: Other rules for the field ``opt_state``.
+        plan: A plan of the state to carry out, instead of mesh, rules and options.
         shardings: In place of mesh and rules: a tree like the state with a sharding for each
-            array, such as ``train_state_sharding`` gives. Without mesh and shardings each array
-            goes where the one in ``train_state`` lies.
+            array, such as ``train_state_sharding`` gives. Without mesh, plan and shardings each
+            array goes where the one in ``train_state`` lies.
         on_axis_mismatch: ``"transpose"`` puts arrays right whose logical axes were saved in
             another order.
         on_dtype_mismatch: ``"cast"`` converts to the state's dtype while reading.
@@ -101,8 +104,7 @@ def restore_train_state(
         rename_axes: Logical axis names in the checkpoint that have other names in the state, as
             ``{"old": "new"}``.
         on_indivisible: As for ``make_plan``.
-        on_unnamed: What becomes of parameters (the field ``params``) without names: an error, or
-            ``"replicate"``. All other arrays without names are replicated.
+        on_unnamed: As for ``make_plan``, in all fields but ``root_rng``, which is replicated.
 
     Returns:
         A state of the same structure with the arrays from the checkpoint. Leaves that are no
@@ -113,34 +115,46 @@ def restore_train_state(
         CheckpointDamagedError: The checkpoint is not as it was saved.
         CheckpointMismatchError: With one line per array that is missing, superfluous, or of other
             logical axes, order, sizes or dtype.
-        PlanError: Some array has no valid layout.
+        PlanError: Some array has no valid layout, or the plan is of another state.
         RuleTypeError: Mesh and shardings are both given, or neither and the state lies nowhere.
         MissingExtraError: Orbax is not installed.
     """
+    absolute_path(path)
     tolerance = Tolerance(on_axis_mismatch, on_dtype_mismatch, on_extra)
     refuse_permuted_positions(train_state, "restoring")
     leaves = _leaves_by_key_path(train_state)
-    if mesh is not None:
+    has_rules = not (rules is axis_name_to_mesh_name is optimizer_rules is None)
+    if mesh is not None or plan is not None:
         if shardings is not None:
             raise RuleTypeError("give either a mesh with rules, or shardings, but not both.")
-        refuse_abstract_mesh(mesh)
-        places = _planned(
-            train_state,
+        request = PlanRequest.read(
+            "restore_train_state",
             mesh,
             rules,
-            rules if optimizer_rules is None else optimizer_rules,
-            on_indivisible,
-            on_unnamed,
+            axis_name_to_mesh_name=axis_name_to_mesh_name,
+            on_indivisible=on_indivisible,
+            on_unnamed=on_unnamed,
+            plan=plan,
+            places=True,
         )
-    elif rules is not None or optimizer_rules is not None:
+        places = _planned(request, train_state, optimizer_rules, leaves)
+    elif has_rules:
         raise RuleTypeError("rules need a mesh: pass mesh=make_mesh({...}) too.")
     elif shardings is not None:
         places = _given(shardings, leaves)
     else:
         places = _present(leaves)
+    manifest = read_manifest(path)
+    if manifest.kind == "params":
+        raise CheckpointMismatchError(
+            f"the checkpoint at {manifest.path} holds parameters alone, as save_params writes "
+            "them, and not a train state. Restore them and begin a new state with them: "
+            "restore_params(path, model, mesh, rules)."
+        )
     arrays = restore_arrays(
-        read_manifest(path),
-        {name: Target(record_of(leaf), leaf.dtype, places[name]) for name, leaf in leaves.items()},
+        manifest,
+        leaves,
+        places,
         wording=RESTORING_STATE,
         tolerance=tolerance,
         rename_axes=rename_axes,
@@ -201,41 +215,33 @@ def _with_arrays(train_state: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def _planned(
+    request: PlanRequest,
     train_state: Any,
-    mesh: AnyMesh,
-    rules: Any,
     optimizer_rules: Any,
-    on_indivisible: OnIndivisible,
-    on_unnamed: Literal["error", "replicate"],
+    leaves: Mapping[str, NamedLeaf],
 ) -> dict[str, Sharding]:
     """The planned place of every array, the optimizer's part under its own rules."""
     arrays_only = map_arrays(train_state, lambda leaf: None if leaf.dtype is None else leaf.array)
-    fields = {
-        key_text(key_path[0]) if key_path else "": child
-        for key_path, child in jax.tree_util.tree_leaves_with_path(
-            arrays_only, is_leaf=lambda node: node is not arrays_only
-        )
-    }
-    params = {name: fields.pop(name) for name in ("params",) if name in fields}
-    opt_state = {name: fields.pop(name) for name in ("opt_state",) if name in fields}
-    plans = (
-        make_plan(params, mesh, rules, on_indivisible=on_indivisible, on_unnamed=on_unnamed),
-        # The rest may well have few of the axes that the rules speak of, and arrays to which no
-        # logical axis belongs.
-        plan_tree(fields, mesh, rules, on_indivisible=on_indivisible, on_unnamed="replicate"),
-        plan_tree(
-            opt_state,
-            mesh,
-            optimizer_rules,
-            on_indivisible=on_indivisible,
-            on_unnamed="replicate",
-        ),
+    if request.given is not None:
+        if optimizer_rules is not None:
+            raise RuleTypeError("optimizer_rules are part of a plan: give either.")
+        plans = [request.plan(arrays_only)]
+    else:
+        fields = {
+            key_text(key_path[0]) if key_path else "": child
+            for key_path, child in jax.tree_util.tree_leaves_with_path(
+                arrays_only, is_leaf=lambda node: node is not arrays_only
+            )
+        }
+        plans = list(plan_fields(request, fields, optimizer_rules).values())
+    # What JAX is to place lies nowhere before it is computed; replicated is where it may start.
+    places: dict[str, Sharding] = dict.fromkeys(
+        leaves, shared_named_sharding(request.mesh, PartitionSpec())
     )
-    return {
-        array_path_text(key_path): sharding
-        for plan in plans
-        for key_path, sharding in jax.tree_util.tree_leaves_with_path(plan.sharding_tree())
-    }
+    for plan in plans:
+        for key_path, sharding in jax.tree_util.tree_leaves_with_path(plan.sharding_tree()):
+            places[array_path_text(key_path)] = sharding
+    return places
 
 
 def _given(shardings: Any, leaves: Mapping[str, NamedLeaf]) -> dict[str, Sharding]:

@@ -10,13 +10,18 @@ from penzai_shard.checkpointing import (
     orbax_store,
     param_dict,
     restore_params,
+    restore_train_state,
     save_params,
+    save_train_state,
+    with_params,
 )
 from penzai_shard.errors import (
     CheckpointExistsError,
     CheckpointMismatchError,
+    CheckpointNotFoundError,
     MeshError,
     PlanError,
+    RuleTypeError,
     ShardingWarning,
 )
 
@@ -119,7 +124,9 @@ def test_unknown_options_are_refused(square, wide):
 def test_a_layout_that_cannot_be_is_refused(square, wide):
     with pytest.raises(PlanError, match="no valid layout"):
         restore_params(square, SQUARE, wide, {"a": "data", "b": "data"})
-    with pytest.raises(MeshError, match="restore_params cannot put arrays on this AbstractMesh: it has no devices"):
+    with pytest.raises(
+        MeshError, match="restore_params cannot put arrays on this AbstractMesh: it has no devices"
+    ):
         restore_params(square, SQUARE, wide.abstract_mesh, {})
 
 
@@ -163,7 +170,9 @@ def test_what_cannot_be_saved_is_told_at_once(tmp_path):
     assert "NumPy's float64 would be restored as float32" in str(caught.value)
     assert "its buffer was donated or deleted" in str(caught.value)
     with pytest.raises(CheckpointMismatchError, match="there is no array with elements to save"):
-        save_params(tmp_path / "params", {})
+        save_params(tmp_path / "params", {"w": jnp.ones(0)})
+    with pytest.raises(RuleTypeError, match=r"this list has no parameters\. Give a model, or a"):
+        save_params(tmp_path / "params", [jnp.ones(2)])
     with pytest.raises(CheckpointMismatchError, match="is being traced"):
         jax.jit(lambda x: save_params(tmp_path / "params", {"w": x}))(jnp.ones(2))
     assert not (tmp_path / "params").exists()
@@ -222,3 +231,63 @@ def test_large_pieces_raise_the_bound_on_reading(tmp_path, wide, monkeypatch):
     path = save_params(tmp_path / "params", SQUARE)
     restored = restore_params(path, SQUARE, wide, {"a": "data"})
     np.testing.assert_array_equal(restored["w"].data_array, SQUARE["w"].data_array)
+
+
+def test_keys_of_different_types_are_refused(tmp_path, wide):
+    one = pz.nx.ones({"a": 8})
+    mixed = {0: one, "b": one}
+    attempts = [
+        lambda: save_params(tmp_path / "params", mixed),
+        lambda: save_params(tmp_path / "params", {"layer": mixed}),
+        lambda: save_train_state(tmp_path / "state", {"params": mixed}),
+        lambda: restore_params(tmp_path / "params", mixed, wide, {}),
+        lambda: restore_train_state(tmp_path / "state", {"params": mixed}, wide, {}),
+        lambda: with_params({"w": one}, mixed),
+    ]
+    for attempt in attempts:
+        with pytest.raises(RuleTypeError, match=r"a dictionary has keys of different types.*Make"):
+            attempt()
+
+
+def test_whole_numbers_as_keys_come_back_as_they_are(tmp_path, wide):
+    values = {"layers": {0: SQUARE["w"], 1: SQUARE["w"] * 2}}
+    path = save_params(tmp_path / "params", values)
+    restored = restore_params(path, values, wide, {"a": "data"})
+    assert list(restored["layers"]) == [0, 1]
+    np.testing.assert_array_equal(restored["layers"][1].data_array, SQUARE["w"].data_array * 2)
+    with pytest.raises(CheckpointMismatchError, match="0: the model wants"):
+        restore_params(path, {0: SQUARE["w"]}, wide, {})
+
+
+@pytest.mark.parametrize("path", [3, None, "", b"", {"w": 1}])
+def test_what_is_not_a_path_is_refused(wide, path):
+    for attempt in (
+        lambda: save_params(path, SQUARE),
+        lambda: restore_params(path, SQUARE, wide, {}),
+        lambda: restore_train_state(path, SQUARE, wide, {}),
+    ):
+        with pytest.raises(RuleTypeError, match="give the path of a directory, such as 'run/par"):
+            attempt()
+
+
+def test_a_model_of_hugging_face_is_known_as_such(tmp_path, wide):
+    directory = tmp_path / "llama"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    text = (
+        "it looks like a model of Hugging Face. Load it there, convert it with Penzai, for "
+        "instance with penzai.models.transformer.variants.llama.llama_from_huggingface_model, and "
+        "save that with save_params."
+    )
+    for path in (directory, directory / "model.safetensors"):
+        for restore in (restore_params, restore_train_state):
+            with pytest.raises(CheckpointNotFoundError) as caught:
+                restore(path, SQUARE, wide, {})
+            assert str(caught.value) == f"there is no checkpoint at {path}: {text}"
+
+
+def test_names_to_rename_must_be_names(square, wide):
+    for wrong in (["a"], {"a": 3}, "ab"):
+        with pytest.raises(RuleTypeError, match=r"give a dictionary of names, \{'old': 'new'\}"):
+            restore_params(square, SQUARE, wide, {}, rename_axes=wrong)

@@ -100,14 +100,6 @@ def test_a_state_variable_without_value_is_refused(tmp_path, mlp, build, wide):
         restore_params(path, abstract, wide, FSDP)
 
 
-def test_constants_that_lie_on_the_mesh_stay_where_they_are(tmp_path, build, wide):
-    layout = NamedSharding(wide, P("data"))
-    model = pz.nn.Sequential([build(), pz.nn.ConstantRescale(jax.device_put(jnp.ones(8), layout))])
-    path = save_params(tmp_path / "params", model)
-    restored = restore_params(path, model, wide, FSDP)
-    assert restored.sublayers[1].by.sharding == layout
-
-
 def test_dictionaries_come_back_as_they_are_nested(tmp_path, wide):
     values = {
         "layer": {"w": pz.nx.arange("a", 8) + pz.nx.zeros({"b": 4})},

@@ -188,7 +188,7 @@ def test_mutable_variables_come_back_as_new_ones(tmp_path, wide):
     path = save_train_state(tmp_path / "state", state)
     assert set(read_manifest(path).records) == {"vars/0/value", "model/0/value"}
     other = {**state, "vars": (pz.StateVariable(jnp.zeros(3, jnp.int32)),)}
-    restored = restore_train_state(path, other, wide, {"a": "data"})
+    restored = restore_train_state(path, other, wide, {"a": "data"}, on_unnamed="replicate")
     assert restored["vars"][0].value.tolist() == [0, 1, 2]
     assert isinstance(restored["model"][0], pz.Parameter)
     assert restored["model"][0] is restored["model"][1]
@@ -246,6 +246,14 @@ def test_parameters_without_names_are_refused_unless_asked(tmp_path, wide):
 def test_a_missing_path_is_refused(tmp_path, mlp, wide):
     with pytest.raises(CheckpointNotFoundError, match="the path does not exist"):
         restore_train_state(tmp_path / "state", train_state(mlp), wide, FSDP)
+
+
+def test_parameters_alone_are_not_a_train_state(tmp_path, mlp, wide):
     path = save_params(tmp_path / "params", mlp)
-    with pytest.raises(CheckpointMismatchError, match="does not fit the train state"):
+    with pytest.raises(CheckpointMismatchError) as caught:
         restore_train_state(path, train_state(mlp), wide, FSDP)
+    assert str(caught.value) == (
+        f"the checkpoint at {path} holds parameters alone, as save_params writes them, and not a "
+        "train state. Restore them and begin a new state with them: "
+        "restore_params(path, model, mesh, rules)."
+    )
