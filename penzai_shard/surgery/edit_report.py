@@ -53,18 +53,25 @@ def type_text(node: Any) -> str:
     >>> type_text(Jitted(pz.nn.Identity()))
     'Jitted(Identity)'
     """
-    role = library_role(type(node))
-    if role in ("inserted", "original"):
-        return type_text(node.body)
-    name = type(node).__name__
-    if role == "wrapper":
-        return f"{name}({type_text(node.body)})"
-    if original_in(node) is None:
-        return name
+    match library_role(type(node)):
+        case "inserted":
+            return _holder_text(node.body) if node.holds_original else type_text(node.body)
+        case "original":
+            return type_text(node.body)
+        case "wrapper":
+            return f"{type(node).__name__}({type_text(node.body)})"
+    return type(node).__name__
+
+
+def _holder_text(node: Any) -> str:
+    """A layer that was put around another, with the layers on the way to that one."""
+    if library_role(type(node)) == "original" or original_in(node) is None:
+        return type_text(node)
     held = [child for _, child in children_of(node)]
     if len(held) == 1 and isinstance(held[0], list | tuple):
         held = list(held[0])
-    return f"{name}({', '.join(type_text(part) for part in held if kind_of(part).is_layer)})"
+    inside = ", ".join(_holder_text(part) for part in held if kind_of(part).is_layer)
+    return f"{type(node).__name__}({inside})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -130,15 +130,18 @@ class Recipe:
     def _outcomes(self, model: Any, record: bool = False) -> Iterator[tuple[int, Outcome]]:
         """What each edit does, by its number, to what those before left."""
         edited = model
+        problems: list[str] = []
         for number, edit in enumerate(self.edits, 1):
             try:
                 outcome = edit.run(edited, record)
             except EditRefused as error:
                 raise RuleTypeError(
                     f"this recipe cannot be applied to the {type(model).__name__}:",
-                    [f"edit {number}, {edit!r}, {error.line}"],
+                    [*problems, f"edit {number}, {edit!r}, {error.line}"],
                 ) from error.__cause__
             edited = outcome.model
+            if outcome.problem:
+                problems.append(f"edit {number}, {outcome.problem}")
             yield number, outcome
 
     def report(self, model: Any) -> EditReport:

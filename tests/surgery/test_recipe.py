@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import sys
 
 import jax
@@ -251,6 +252,20 @@ class TestReport:
         assert report.rows[0].after_types == ("Residual(Elementwise)",)
         report = Recipe(wrap(pz.nn.Elementwise, scaled)).report(mlp(1))
         assert report.rows[0].after_types == ("Sequential(Elementwise, ConstantRescale)",)
+        nested = Recipe(wrap(pz.nn.Elementwise, lambda layer: Jitted(scaled(layer))), jit_root())
+        assert nested.report(mlp(1)).rows[0].after_types == (
+            "Jitted(Sequential(Elementwise, ConstantRescale))",
+        )
+
+    def test_a_notebook_shows_a_small_table_with_the_verdict_first(self):
+        recipe = scope_layers() + Recipe(wrap(Block, scaled)) + rematerialise_blocks(Block)
+        shown = recipe.report(model := mlp(24))._repr_html_()
+        assert len(shown) < 20_000
+        count = len(re.findall("Linear|Elementwise|Sequential|Residual|Block", repr(model)))
+        assert 0 < shown.index(f"3 edits of Sequential, {count + 48} places") < shown.index("<tr>")
+        bad = Recipe(wrap(pz.nn.Attention, Jitted)).report(mlp(1))._repr_html_()
+        assert bad.index("does NOT fit") < bad.index("<tr>")
+        assert treescope.render_to_text(recipe.report(mlp(1))).startswith("<EditReport: 3 edits of")
 
 
 def test_treescope_shows_a_recipe_as_its_repr():

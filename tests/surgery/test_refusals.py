@@ -224,6 +224,12 @@ class TestFunctionsThatRaise:
         assert "at sublayers/0/body: the function" in str(error.value)
         assert len(error.value.problems) == 1
 
+    def test_what_did_not_fit_before_is_told_too(self):
+        recipe = Recipe(wrap(pz.nn.Attention, Jitted), wrap(Block, lambda block: 1 / 0))
+        with pytest.raises(RuleTypeError) as error:
+            recipe.apply(mlp(1))
+        assert [line[:7] for line in error.value.problems] == ["edit 1,", "edit 2,"]
+
     def test_a_function_that_recurses_without_end(self):
         def endless(layer):
             return endless(layer)

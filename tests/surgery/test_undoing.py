@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+import subprocess
 import sys
 from typing import Any
 
@@ -77,7 +78,7 @@ class OwnJitted(Jitted):
     """Somebody's subclass of one of this library's layers."""
 
 
-@pz.pytree_dataclass(has_implicitly_inherited_fields=True)
+@pz.pytree_dataclass(has_implicitly_inherited_fields=True, init=False)
 class OwnConstraint(ConstrainShardingByName):
     """Another."""
 
@@ -284,6 +285,30 @@ def test_every_type_in_an_edited_model_has_a_name_to_import_it_by():
         for node in nodes(recipe.apply(mlp(1))):
             kind = type(node)
             assert getattr(sys.modules[kind.__module__], kind.__qualname__) is kind
+
+
+def test_a_model_that_another_process_edited_comes_off_here():
+    code = (
+        "import pickle, sys\n"
+        "from penzai import pz\n"
+        "from penzai_shard import Recipe, wrap, insert_after\n"
+        "model = pz.nn.Sequential([pz.nn.Residual(pz.nn.Identity()), pz.nn.Softmax('a')])\n"
+        "recipe = Recipe(\n"
+        "    wrap(pz.nn.Softmax, pz.nn.Residual),\n"
+        "    insert_after(pz.nn.Identity, pz.nn.ConstantRescale(by=2.0)),\n"
+        "    wrap(pz.nn.Identity, lambda layer: pz.nn.Sequential([layer, pz.nn.Softmax('b')])),\n"
+        ")\n"
+        "sys.stdout.buffer.write(pickle.dumps((model, recipe.apply(model))))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    model, edited = pickle.loads(done.stdout)
+    here = Recipe(
+        wrap(pz.nn.Softmax, pz.nn.Residual),
+        insert_after(pz.nn.Identity, pz.nn.ConstantRescale(by=2.0)),
+        wrap(pz.nn.Identity, lambda layer: pz.nn.Sequential([layer, pz.nn.Softmax("b")])),
+    ).apply(model)
+    check(here, edited)
+    check(model, strip(edited))
 
 
 def test_what_is_inserted_computes_the_same_and_is_visible():
