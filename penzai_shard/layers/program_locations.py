@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import re
 import sysconfig
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,8 @@ _OWN = pathlib.Path(__file__).parents[1]
 _STANDARD_LIBRARY = pathlib.Path(sysconfig.get_paths()["stdlib"])
 _THIRD_PARTY = "site-packages"
 _ENTRY = str(pathlib.Path(__file__).with_name("region_call.py"))
+_COLLECTIVES = jax.lax.psum.__code__.co_filename
+_ONLY_TRANSFORMED = re.compile(r"(\w+\()+\)+")
 _CALL = ".__call__"
 
 
@@ -33,8 +36,8 @@ def location_text(chain: Sequence[Any]) -> str:
     """
     if not chain:
         return "a result"
-    text = repr(chain[-1].primitive.name)
-    calls = [name for one in chain if isinstance(name := one.params.get("name"), str)]
+    text = repr(public_name(chain[-1]))
+    calls = [name for one in chain if (name := function_name(one)) is not None]
     if calls:
         text += f" (in {calls[-1]!r})"
     frames: list[Any] = []
@@ -44,7 +47,7 @@ def location_text(chain: Sequence[Any]) -> str:
         if own[: len(frames)] == frames:
             frames = own
     scopes = str(chain[-1].source_info.name_stack).split("/")
-    path = "/".join(scope for scope in scopes if not scope.endswith("()"))
+    path = "/".join(scope for scope in scopes if not _ONLY_TRANSFORMED.fullmatch(scope))
     if path:
         text += f" at {path!r}"
     layers = [name.removesuffix(_CALL) for _, name, _ in frames if name.endswith(_CALL)]
@@ -69,6 +72,33 @@ def _is_internal(file: str) -> bool:
     if any(path.is_relative_to(internal) for internal in (_JAX, _PENZAI_CORE, _OWN)):
         return True
     return path.is_relative_to(_STANDARD_LIBRARY) and _THIRD_PARTY not in path.parts
+
+
+def function_name(equation: Any) -> str | None:
+    """The name of the compiled function that an operation calls, if it calls one.
+
+    >>> function_name(jax.make_jaxpr(lambda x: jax.numpy.flip(x))(jax.numpy.ones(3)).eqns[0])
+    'flip'
+    """
+    name = equation.params.get("name")
+    return name.lstrip("_") if isinstance(name, str) else None
+
+
+def public_name(equation: Any) -> str:
+    """The name by which a user called an operation, as far as it can be told.
+
+    >>> public_name(jax.make_jaxpr(lambda x: x[::-1])(jax.numpy.ones(3)).eqns[0])
+    'rev'
+    """
+    traceback = equation.source_info.traceback
+    called = [
+        frame.function_name
+        for frame in (traceback.frames if traceback else ())
+        if frame.file_name == _COLLECTIVES and not frame.function_name.startswith("_")
+    ]
+    name = equation.primitive.name
+    # ``pmean`` does a ``psum_invariant``. The first function of the file is the outermost one.
+    return called[-1] if called and "." not in called[-1] else name
 
 
 def exception_location_text(error: BaseException) -> str:

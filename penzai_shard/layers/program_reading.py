@@ -8,13 +8,12 @@ import numpy as np
 from jax.extend import core
 
 from penzai_shard.layers.manual_region import as_varying, varying_axes
-from penzai_shard.layers.program_locations import location_text
+from penzai_shard.layers.program_locations import location_text, public_name
 
 COLLECTIVE = (
     *("psum", "pmax", "pmin", "pbroadcast", "ppermute", "pgather", "all_gather", "all_to_all"),
     *("ragged_all_to_all", "reduce_scatter", "unreduced_", "axis_index", "psend", "precv"),
 )
-_PUBLIC_NAMES = {"reduce_scatter": "psum_scatter"}
 
 
 def collectives(jaxpr: Any) -> list[tuple[str, str]]:
@@ -29,8 +28,7 @@ def collectives(jaxpr: Any) -> list[tuple[str, str]]:
     found: dict[tuple[str, str], None] = {}
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name.startswith(COLLECTIVE):
-            name = equation.primitive.name.removesuffix("_invariant")
-            found[_PUBLIC_NAMES.get(name, name), location_text([equation])] = None
+            found[public_name(equation), location_text([equation])] = None
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 if hasattr(getattr(inner, "jaxpr", inner), "eqns"):

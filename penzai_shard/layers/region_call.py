@@ -20,6 +20,7 @@ from penzai_shard.layers.region_boundary import BoundaryTree, take_apart
 from penzai_shard.layers.region_gathering import Typing, gather, spec_of
 from penzai_shard.layers.region_outputs import (
     ManualRegionError,
+    NotReplicatedError,
     Output,
     followed_outputs,
     unfollowed_outputs,
@@ -27,7 +28,7 @@ from penzai_shard.layers.region_outputs import (
 from penzai_shard.layers.region_random import base_keys, fold_position
 from penzai_shard.layers.split_axis_mixing import Problem, SplitFlow
 from penzai_shard.layers.split_dimensions import Flow, Split
-from penzai_shard.rule_kinds import sized_mesh_axes_text
+from penzai_shard.rule_kinds import nearest_name, sized_mesh_axes_text
 
 _LONGEST = 400
 """How many characters of another library's message are shown."""
@@ -45,6 +46,7 @@ class _Program:
         slots: A readable text for each variable.
         outputs: Its arrays.
         typings: What JAX may know in it, the best first.
+        may_gather: Whether it may hold the same on all devices where JAX cannot tell.
     """
 
     run: Callable[..., list[Any]]
@@ -52,6 +54,7 @@ class _Program:
     slots: list[str]
     outputs: list[Output]
     typings: list[Typing]
+    may_gather: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +146,7 @@ class _Run:
         self.random_axes = self._in_order(
             name for array in self.dimensions[1] for _, entry in array for name in entry
         )
+        self._check_kept()
         self.keys = (base_keys(call.weights), base_keys(call.activations))
 
     def _in_order(self, mesh_axes: Iterable[str]) -> tuple[str, ...]:
@@ -156,6 +160,13 @@ class _Run:
             try:
                 arrays = self._run(program, typing)
                 break
+            except NotReplicatedError as error:
+                if typing is Typing.INVARYING and not program.may_gather:
+                    raise ManualRegionError(
+                        f"{error}: it differs between the devices, and no operation of the layer "
+                        "makes it the same. Reduce it with jax.lax.psum or pmean, or keep the name "
+                        "of the split logical axis."
+                    ) from None
             except Exception:
                 # What is known here JAX cannot always tell; untracked, it need not.
                 if typing is program.typings[-1]:
@@ -267,7 +278,8 @@ class _Run:
         boundary, slots = built[-1]
         if self.region.per_device:
             outputs = unfollowed_outputs(self.region, boundary, own, tracked)
-            return _Program(program, boundary, slots, outputs, typings)
+            moves = bool(collectives(part))
+            return _Program(program, boundary, slots, outputs, typings, may_gather=moves)
         self._check_collectives(part)
         structs = tuple([_struct(array) for array in arrays] for arrays in self.arrays)
         whole, results = jax.make_jaxpr(body, return_shape=True)(*structs)
@@ -335,6 +347,17 @@ class _Run:
         return analysis.problems, list(analysis.results(whole, part, given))
 
     # What is refused.
+
+    def _check_kept(self) -> None:
+        names = dict.fromkeys(name for array in self.dimensions[0] for name, _ in array if name)
+        problems = []
+        for name in self.region.keep_split:
+            near = None if name in names else nearest_name(name, names)
+            if near is not None:
+                problems.append(
+                    f"keep_split: no parameter has logical axis {name!r}. Did you mean {near!r}?"
+                )
+        raise_all(ManualRegionError, "cannot keep parameters split:", problems)
 
     def _split_text(self) -> str:
         lengths = {

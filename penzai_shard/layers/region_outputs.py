@@ -77,14 +77,12 @@ class Output:
             if isinstance(dim, Split) or dim == UNIFORM:
                 fits = own[dimension] * region.parts(mesh_axes) == self.shape[dimension]
                 if not fits or (isinstance(dim, Split) and dim.mesh_axes != mesh_axes):
-                    split = (
-                        f"holds {dim}" if isinstance(dim, Split) else "depends on a split length"
-                    )
-                    asked = f"asked to be split over {over}" if over else "not asked to be split"
+                    inside = f"{dim}" if isinstance(dim, Split) else "of another length on a device"
+                    asked = f"should be split over {over}" if over else "should be whole"
                     found.append(
-                        f"{self.path}: {what} {split}, and is {asked}. A split logical axis must "
-                        "keep its name; name it, or map it in activation_rules to the same mesh "
-                        "axis."
+                        f"{self.path}: {what} {asked} by activation_rules, and inside it is "
+                        f"{inside}. A split logical axis must keep its name, and be mapped to the "
+                        "same mesh axis in activation_rules."
                     )
             elif region.parts(mesh_axes) > 1 and flow.mesh_axes & set(mesh_axes):
                 found.append(

@@ -41,10 +41,19 @@ class ShardMapped(WrapperLayer):
     who moves what between devices.
 
     The layer must compute the elements of a split logical axis independently of each other, as a
-    transformer block does with those of a batch. An output, or a state variable, that is reduced
-    over a split logical axis differs between the devices, and is refused by name before anything
-    runs. So is a layer that reduces, normalises or contracts over one on the way, unless it moves
-    data between the devices itself.
+    transformer block does with those of a batch. This is checked before anything runs: the
+    layer's program is followed operation by operation, once with the global lengths and once with
+    those of a part. Only operations that are known to treat the elements of every split dimension
+    independently, and not to depend on their number or position, are let through; so are loops,
+    branches, compiled functions, rematerialisation and custom derivatives made of them. Anything
+    else is refused, with the operation, its layers and its source line, if a result depends on
+    it. ``assume_independent`` names operations that you vouch for.
+
+    A layer that moves data between the devices itself (``jax.lax.psum``, ``ppermute``,
+    ``axis_index``, ...) is written for one device's part. ``per_device=True`` runs it as it is:
+    nothing is checked, and nothing says what the whole layer would compute. Of its output, a
+    dimension that ``activation_rules`` split is a part, unless JAX knows that the devices hold the
+    same. With ``keep_split`` parameters stay split in it, for tensor parallelism by hand.
 
     ``pz.RandomStream``s are folded with the device's position along the mesh axes that
     activations are split over: every device draws other numbers for its part of the batch than
@@ -66,6 +75,12 @@ class ShardMapped(WrapperLayer):
             others is left to the compiler.
         min_size: Parameters with fewer elements than this are copies on every device, which is
             cheaper than gathering them; their gradients are summed.
+        keep_split: Logical axes over which parameters stay split inside, instead of being
+            gathered.
+        per_device: Whether the layer is written for one device's part, and runs unchecked.
+        assume_independent: Names of operations (as errors give them, or of functions under
+            ``jax.jit``) that treat the elements of a split logical axis independently, whatever
+            they look like.
 
     >>> from penzai_shard.meshes import make_mesh
     >>> mesh = make_mesh({"data": 8})
@@ -74,6 +89,12 @@ class ShardMapped(WrapperLayer):
     >>> output = sharded(pz.nx.ones({"batch": 16, "embedding": 8}))
     >>> output.data_array.sharding.shard_shape((16, 4))
     (2, 4)
+    >>> ShardMapped(pz.nn.Softmax("batch"), mesh, {}, {"batch": "data"})(output)
+    Traceback (most recent call last):
+        ...
+    penzai_shard.layers.region_outputs.ManualRegionError: the layer does not treat the elements
+    that lie on different devices independently (split: 'batch' (16) over mesh axis 'data' (8)):
+      'reduce_max' of Softmax (basic_ops.py:71): it reduces logical axis 'batch', ...
     """
 
     body: Any
@@ -108,9 +129,10 @@ class ShardMapped(WrapperLayer):
 
         Raises:
             MeshError: A rule or ``manual_axes`` names a mesh axis that the mesh does not have.
-            PlanError: A length does not divide; all offenders are told.
-            ManualRegionError: An output or a state variable differs between devices that should
-                hold the same; all offenders are told.
+            PlanError: A length does not divide; all offenders are reported.
+            ManualRegionError: The layer does not treat the elements of a split logical axis
+                independently, or moves data between devices without ``per_device``; all offenders
+                are reported.
             ValueError: The layer returned a mutable variable.
         """
         region = self._region()

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import core
 
 from penzai_shard.layers.partial_sums import LINEAR, partial_axes
-from penzai_shard.layers.program_locations import location_text
+from penzai_shard.layers.program_locations import function_name, location_text
 from penzai_shard.layers.program_reading import COLLECTIVE, derivative, differentiable, same_value
 from penzai_shard.layers.split_control_flow import CONTROL
 from penzai_shard.layers.split_dimension_rules import RULES
@@ -283,7 +283,7 @@ class _Reading:
         given = [flow for flow in flows if isinstance(flow, Flow)]
         refused = frozenset().union(*(flow.refused for flow in given))
         try:
-            names = {here.primitive.name, here.params.get("name")}
+            names = {here.primitive.name, function_name(here)}
             if names & self.analysis.vouched or (
                 self.analysis.part_of_one and names & _OTHERWISE_AT_LENGTH_ONE and _is_of_jax(here)
             ):
@@ -339,6 +339,12 @@ def _apply(analysis: SplitFlow, here: Any, there: Any, flows: Sequence[Flow]) ->
 def _simple(analysis: SplitFlow, here: Any, there: Any, flows: Sequence[Flow]) -> Sequence[Flow]:
     name = here.primitive.name
     rule = RULES.get(name)
+    outputs = tuple(_shapes(a, b) for a, b in zip(here.outvars, there.outvars, strict=True))
+    whole_everywhere = all(f.plain for f in flows) and all(one == other for one, other in outputs)
+    if rule is None and (name.startswith(COLLECTIVE) or not whole_everywhere):
+        raise MixesElementsError(
+            "it is not known to treat the elements of a split dimension independently"
+        )
     shapes = () if rule is None else rule.shapes
     if shapes is not None:
         for key in sorted({*here.params, *there.params} - _ONLY_LAYOUT - set(shapes)):
@@ -347,13 +353,7 @@ def _simple(analysis: SplitFlow, here: Any, there: Any, flows: Sequence[Flow]) -
                     f"its {key} is {here.params.get(key)} in the whole and {there.params.get(key)}"
                     " in a part"
                 )
-    outputs = tuple(_shapes(a, b) for a, b in zip(here.outvars, there.outvars, strict=True))
     if rule is None:
-        same = all(one == other for one, other in outputs)
-        if name.startswith(COLLECTIVE) or not (same and all(flow.plain for flow in flows)):
-            raise MixesElementsError(
-                "it is not known to treat the elements of a split dimension independently"
-            )
         return [Flow(whole(len(shape))) for shape, _ in outputs]
     op = Operation(
         name,
