@@ -5,6 +5,7 @@ path, the logical axis, the sizes, the rule, and a fix that can be pasted. In th
 that differ only in the numbers of their paths, as those of equal blocks do, are one line.
 """
 
+import functools
 import importlib
 import itertools
 import re
@@ -19,7 +20,7 @@ FEWEST_ALIKE = 3
 
 _NUMBER = re.compile(r"\d+")
 # A path in the middle of a message: words with slashes or dots between them.
-_PATH = re.compile(r"[\w\[\]]*[A-Za-z_][\w\[\]]*(?:[./][\w\[\]-]+)+")
+_PATH = re.compile(r"(?<![\w\]])[\w\[\]]+(?:[./][\w\[\]-]+)+")
 
 
 class ShardingError(ValueError):
@@ -119,11 +120,19 @@ def _alike(problem: str) -> tuple[str, str]:
         return problem, ""
     # What a message repeats of its path, such as a name nearly the same, is folded with it.
     numbers = set(_NUMBER.findall(path))
+    for said in _numbered_paths(rest):
+        folded = _NUMBER.sub(lambda n: "*" if n.group() in numbers else n.group(), said)
+        rest = rest.replace(said, folded)
+    return _NUMBER.sub("*", path), rest
 
-    def folded(match: re.Match[str]) -> str:
-        return _NUMBER.sub(lambda n: "*" if n.group() in numbers else n.group(), match.group())
 
-    return _NUMBER.sub("*", path), _PATH.sub(folded, rest)
+@functools.lru_cache(maxsize=256)
+def _numbered_paths(message: str) -> tuple[str, ...]:
+    """The paths with numbers that a message mentions; figures such as ``1.5`` are none."""
+    paths = dict.fromkeys(_PATH.findall(message))
+    return tuple(
+        p for p in paths if _NUMBER.search(p) and any(map(str.isidentifier, re.split("[./]", p)))
+    )
 
 
 def _group_line(rest: str, members: Sequence[str]) -> str:

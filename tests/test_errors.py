@@ -3,6 +3,8 @@
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penzai_shard import errors
 
@@ -150,3 +152,29 @@ def test_an_error_survives_pickling_whole():
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error)
     assert again.problems == error.problems
+
+
+@given(
+    st.lists(
+        st.builds(
+            "{}{}/{}{}: {}".format,
+            st.sampled_from(["block_", "layers.", "b"]),
+            st.integers(0, 30),
+            st.sampled_from(["w", "up_", "x."]),
+            st.integers(0, 3),
+            st.sampled_from(["is 3 long.", "is 4 long.", "see b1/w2.", "see b2/w2.", ""]),
+        ),
+        max_size=40,
+    )
+)
+def test_folding_loses_no_offender_and_invents_none(problems):
+    lines = errors.grouped_problems(problems)
+    assert sum(count for _, count in lines) == len(problems)
+    covered = set()
+    for line, count in lines:
+        told = re.sub(r" \(\d+ times(, \* = [^)]*)?\)", "", line)
+        pattern = re.escape(told).replace(r"\*", r"\d+")
+        stands_for = [problem for problem in problems if re.fullmatch(pattern, problem)]
+        assert len(stands_for) >= count
+        covered.update(stands_for)
+    assert covered == set(problems)
