@@ -136,7 +136,7 @@ def _numbered_paths(message: str) -> tuple[str, ...]:
 
 
 def _group_line(rest: str, members: Sequence[str]) -> str:
-    if not rest:
+    if ": " not in members[0]:
         return f"{members[0]} ({len(members)} times)"
     paths = [member.partition(": ")[0] for member in members]
     columns = list(zip(*(map(int, _NUMBER.findall(path)) for path in paths), strict=True))
