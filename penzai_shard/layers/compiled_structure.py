@@ -22,7 +22,7 @@ MOST_STRUCTURES_KEPT = 128
 """How many structures stay compiled after the last model that has one is gone."""
 
 CONSTANT, FIXED = -1, -2
-"""Places of leaves that are no variables: arrays, and anything else."""
+"""Places of leaves that are not variables: arrays, and anything else."""
 
 
 class ByEquality:
@@ -103,7 +103,7 @@ class Structure:
     Attributes:
         body: The model's tree, with a leaf for every variable and every constant.
         places: For each leaf, the index of its variable, or CONSTANT, or FIXED.
-        fixed: The leaves that are no arrays, such as functions, in order.
+        fixed: The leaves that are not arrays, such as functions, in order.
         plain: The variables whose value is one array, in the order of their arrays.
         general: The tree of the frozen forms of all other variables, which come after those.
         in_shardings: Sharding of the argument, or None.

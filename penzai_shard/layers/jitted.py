@@ -18,7 +18,7 @@ from penzai_shard.layers.unfit_calls import unfit_call
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 
 _READING = "_model_reading"
-# Arguments of these types hold no variable.
+# Arguments of these types do not hold variables.
 _PLAIN_ARGUMENTS = (pz.nx.NamedArray, jax.Array, np.ndarray)
 
 
@@ -35,7 +35,7 @@ class Jitted(WrapperLayer):
     else.
 
     Variables may live in the layer, in the argument and in the side inputs. Arrays of an Explicit
-    mesh are relabelled onto its Auto twin inside the compiled function, so outputs lie on the
+    mesh are relabelled onto its Auto twin inside the compiled function, so outputs are on the
     Auto twin. Works eagerly and inside other transformations, and in and around layers of
     ``penzai.deprecated.v1``.
 
@@ -77,7 +77,7 @@ class Jitted(WrapperLayer):
             ValueError: The layer returned a mutable variable.
             VariableConflictError: Two different variables have the same label.
             RuleTypeError: The model is abstract, or an input is not an array.
-            MeshError: Parameters and inputs do not all lie on the same devices.
+            MeshError: Parameters and inputs are not all on the same devices.
             RuntimeError: Another thread assigned the variables that this call assigns, and the
                 argument was donated, so that the call cannot run again.
         """
@@ -136,7 +136,7 @@ class Jitted(WrapperLayer):
             inputs = reading.inputs()
         if inputs is None:
             raise RuntimeError("the model changed while it was being read")
-        # Not a field: no part of the tree, of ==, of copies or of what is pickled or shown.
+        # Not a field: not a part of the tree, of ==, of copies or of what is pickled or shown.
         self.__dict__[_READING] = reading
         return reading, inputs
 

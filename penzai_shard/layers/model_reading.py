@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
 
     Attributes:
         arrays: The arrays that the variables hold now.
-        constants: The leaves that are no variables.
+        constants: The arrays that are not variables.
         variables: The variables, in the order in which the compiled function counts them.
     """
 
@@ -236,7 +236,7 @@ class _Containers:
         )
 
     def _visit(self, node: Any, loose: bool) -> None:
-        """Notes the containers at and below ``node``, which is ``loose`` if it lies in one."""
+        """Notes the containers at and below ``node``, which is ``loose`` if it is in one."""
         kind: Any = type(node)
         if kind is list:
             self._lists.append(node)

@@ -19,7 +19,7 @@ PER_LAYER = pz.nn.LayerStackVarBehavior.PER_LAYER
 
 
 class LayerStackError(ShardingError):
-    """A stack cannot be run as a loop; every offender is told."""
+    """A stack cannot be run as a loop; every offender is reported."""
 
 
 @pz.pytree_dataclass
@@ -112,7 +112,7 @@ class RolledLayerStack(pz.nn.LayerStack):
 
         Raises:
             LayerStackError: A state variable does not say how it belongs to the layers, or its
-                value contradicts what it says; or a variable can not be carried through a loop.
+                value contradicts what it says; or a variable cannot be carried through a loop.
         """
         layers = pz.freeze_params(self.stacked_sublayers)
         side_inputs = pz.freeze_params(side_inputs)

@@ -24,7 +24,7 @@ def unfit_call(
 
     Returns:
         ``RuleTypeError`` if a parameter or input is a struct that describes an array, or if an
-        input is not an array; ``MeshError`` if the arrays do not all lie on the same devices.
+        input is not an array; ``MeshError`` if not all arrays are on the same devices.
     """
     name = f"Jitted({type(body).__name__})"
     own = leaves_of(body)
@@ -82,19 +82,19 @@ def _device_problems(own: list[NamedLeaf], inputs: list[NamedLeaf]) -> list[str]
     counts = collections.Counter(_devices(leaf) for leaf in own or inputs)
     ((usual, _),) = counts.most_common(1)
     example = next(leaf for leaf in own or inputs if _devices(leaf) == usual)
-    most = f"{_where(example.array)} as {_title(example)}"
+    most = f"(for instance {_title(example)}) {_where(example.array)}"
     place_input = (
         "shard_batch(x, mesh, rules)"
         if len(usual) > 1
         else f"jax.device_put(x, jax.devices()[{min(device.id for device in usual)}])"
     )
     return [
-        f"{_title(leaf)}: lies {_where(leaf.array)}, most of the model {most}. Place the whole "
+        f"{_title(leaf)}: is {_where(leaf.array)}, and most of the model {most}. Place the whole "
         "model: place(model, mesh, rules)."
         for leaf in own
         if _devices(leaf) != usual
     ] + [
-        f"{leaf.path}: lies {_where(leaf.array)}, {'the model' if own else 'other inputs'} {most}. "
+        f"{leaf.path}: is {_where(leaf.array)}, and {'the model' if own else 'most'} {most}. "
         f"Place it there: {place_input}."
         for leaf in inputs
         if _devices(leaf) != usual

@@ -28,8 +28,8 @@ def test_an_input_on_other_devices_than_the_model(small):
     pair = Mesh(jax.devices()[:2], ("pair",))
     expected = (
         "Jitted(MLP) was called with arrays on different devices:\n"
-        "  argument: lies on {}, the model on a mesh data=4, model=2 as "
-        "mlp/Affine_0/Linear.weights. Place it there: shard_batch(x, mesh, rules)."
+        "  argument: is on {}, and the model (for instance "
+        "mlp/Affine_0/Linear.weights) on a mesh data=4, model=2. Place it there: shard_batch(x, mesh, rules)."
     )
     for value, where in (
         (small.placed(small.features(), pair), "a mesh pair=2"),
@@ -54,7 +54,8 @@ def test_side_inputs_and_single_devices(small):
         MeshError, lambda: Jitted(Masked(model))(small.features(), mask={"causal": value})
     ) == (
         "Jitted(Masked) was called with arrays on different devices:\n"
-        "  mask/causal: lies on device 2, the model on device 1 as mlp/Affine_0/Linear.weights. "
+        "  mask/causal: is on device 2, and the model (for instance "
+        "mlp/Affine_0/Linear.weights) on device 1. "
         "Place it there: jax.device_put(x, jax.devices()[1])."
     )
     unused = Jitted(model)(small.features(), mask={"causal": value})
@@ -68,8 +69,8 @@ def test_a_model_in_two_places(small):
     text = message(MeshError, lambda: Jitted(model)(small.features()))
     assert text == (
         "Jitted(MLP) was called with arrays on different devices:\n"
-        f"  {parameter.label}: lies on device 0, most of the model on a mesh data=4, model=2 as "
-        "mlp/Affine_0/Linear.weights. Place the whole model: place(model, mesh, rules)."
+        f"  {parameter.label}: is on device 0, and most of the model (for instance "
+        "mlp/Affine_0/Linear.weights) on a mesh data=4, model=2. Place the whole model: place(model, mesh, rules)."
     )
     placed = place(model, small.AUTO, {})
     assert Jitted(placed)(small.features()).data_array.shape == (8, 4)
