@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import PartitionSpec, Sharding
 from penzai import pz
 
 from penzai_shard.errors import RuleTypeError
@@ -63,6 +65,20 @@ class Jitted(WrapperLayer):
     out_shardings: Any = dataclasses.field(default=None, metadata={"pytree_node": False})
     donate_argument: bool = dataclasses.field(default=False, metadata={"pytree_node": False})
 
+    def __post_init__(self) -> None:
+        """Refuses what is not a sharding where it is written, not where the model runs."""
+        for name in ("in_shardings", "out_shardings"):
+            wrong = [
+                leaf
+                for leaf in jax.tree_util.tree_leaves(getattr(self, name))
+                if not isinstance(leaf, Sharding | PartitionSpec | Format)
+            ]
+            if wrong:
+                raise RuleTypeError(
+                    f"{name} takes a sharding or a tree of them, not {wrong[0]!r}. Write for "
+                    "instance NamedSharding(mesh, PartitionSpec('data'))."
+                )
+
     def __call__(self, argument: Any, /, **side_inputs: Any) -> Any:
         """Runs the layer compiled.
 
@@ -76,7 +92,7 @@ class Jitted(WrapperLayer):
         Raises:
             ValueError: The layer returned a mutable variable.
             VariableConflictError: Two different variables have the same label.
-            RuleTypeError: The model is abstract, or an input is not an array.
+            RuleTypeError: The model is abstract, an input is not an array, or an array was donated.
             MeshError: Parameters and inputs are not all on the same devices.
             RuntimeError: Another thread assigned the variables that this call assigns, and the
                 argument was donated, so that the call cannot run again.
@@ -103,8 +119,8 @@ class Jitted(WrapperLayer):
                 compiled = compiled.outside_of_itself()
             try:
                 output, changed = compiled.run(arrays, constants, argument, side_inputs, extras)
-            except (TypeError, ValueError) as error:
-                problem = unfit_call(error, self.body, *given)
+            except (RuntimeError, TypeError, ValueError) as error:
+                problem = unfit_call(error, self, *given)
                 if problem is None:
                     raise
                 raise problem from None

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from penzai import pz
 
+from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import auto_context
 
@@ -28,6 +29,14 @@ class Scoped(WrapperLayer):
 
     body: Any
     name: str = dataclasses.field(metadata={"pytree_node": False})
+
+    def __post_init__(self) -> None:
+        """Refuses a name that is not text where it is written, not where the model runs."""
+        if not isinstance(self.name, str):
+            raise RuleTypeError(
+                f"the name of a Scoped layer is text, not {self.name!r}. "
+                "Write for instance Scoped(layer, 'block_3')."
+            )
 
     def __call__(self, argument: Any, /, **side_inputs: Any) -> Any:
         """Runs the layer inside ``jax.named_scope(name)``.

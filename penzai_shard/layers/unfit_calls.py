@@ -5,29 +5,30 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from penzai_shard.errors import MeshError, RuleTypeError, ShardingError
 from penzai_shard.named_leaves import NamedLeaf, is_array_like, leaves_of
 
 
 def unfit_call(
-    error: Exception, body: Any, argument: Any, side_inputs: dict[str, Any]
+    error: Exception, layer: Any, argument: Any, side_inputs: dict[str, Any]
 ) -> ShardingError | None:
     """What is wrong with the arrays of a call that failed; None if it failed for another reason.
 
     Args:
         error: What JAX, or the layer, said.
-        body: The layer.
+        layer: The ``Jitted`` layer.
         argument: Its input.
         side_inputs: Its side inputs.
 
     Returns:
-        ``RuleTypeError`` if a parameter or input is a struct that describes an array, or if an
-        input is not an array; ``MeshError`` if not all arrays are on the same devices.
+        ``RuleTypeError`` if a parameter or input is a struct that describes an array or was
+        donated, or if an input is not an array; ``MeshError`` if not all arrays are on the same
+        devices, or if the argument is placed otherwise than ``in_shardings`` says.
     """
-    name = f"Jitted({type(body).__name__})"
-    own = leaves_of(body)
+    name = f"Jitted({type(layer.body).__name__})"
+    own = leaves_of(layer.body)
     inputs = leaves_of(argument, "argument")
     for key, side_input in side_inputs.items():
         inputs += leaves_of(side_input, key)
@@ -40,11 +41,23 @@ def unfit_call(
         )
     if problems := [problem for leaf in inputs for problem in _input_problems(leaf)]:
         return RuleTypeError(f"{name} cannot take these inputs:", problems)
-    # An array on other devices that the layer does not use is no problem.
-    other_devices = "incompatible devices" in str(error)
-    if other_devices and (problems := _device_problems(own, inputs)):
-        return MeshError(f"{name} was called with arrays on different devices:", problems)
-    return None
+    # From here on by what JAX says, as an array that the layer does not use may be anywhere.
+    said = str(error)
+    deleted = [leaf for leaf in (*own, *inputs) if _is_deleted(leaf.array)]
+    if "deleted" in said and deleted:
+        return RuleTypeError(
+            f"{name} was called with arrays that are no longer there. Whatever donates an array, "
+            "as a train step that donates its state does, returns the one to go on with: take the "
+            "model from the newest state, or call before that with a copy.",
+            [f"{_title(leaf)}: was donated or deleted." for leaf in deleted],
+        )
+    if "incompatible devices" in said:
+        problems = _device_problems(own, inputs)
+    elif "does not match the sharding on the respective arg" in said:
+        problems = _placement_problems(leaves_of(argument, "argument"), layer.in_shardings)
+    if not problems:
+        return None
+    return MeshError(f"{name} was called with arrays in places that do not fit:", problems)
 
 
 def _is_struct(array: Any) -> bool:
@@ -86,19 +99,49 @@ def _device_problems(own: list[NamedLeaf], inputs: list[NamedLeaf]) -> list[str]
     place_input = (
         "shard_batch(x, mesh, rules)"
         if len(usual) > 1
-        else f"jax.device_put(x, jax.devices()[{min(device.id for device in usual)}])"
+        else f"jax.device_put(x, jax.devices()[{usual[0].id}])"
     )
+
+    def place(leaf: NamedLeaf) -> str:
+        same = set(_devices(leaf)) == set(usual)
+        return f"{_where(leaf.array)}{' with the devices in another order' if same else ''}"
+
     return [
-        f"{_title(leaf)}: is {_where(leaf.array)}, and most of the model {most}. Place the whole "
-        "model: place(model, mesh, rules)."
+        f"{_title(leaf)}: is {place(leaf)}, and most of the model {most}. Place the whole model: "
+        "place(model, mesh, rules)."
         for leaf in own
         if _devices(leaf) != usual
     ] + [
-        f"{leaf.path}: is {_where(leaf.array)}, and {'the model' if own else 'most'} {most}. "
+        f"{leaf.path}: is {place(leaf)}, and {'the model' if own else 'most'} {most}. "
         f"Place it there: {place_input}."
         for leaf in inputs
         if _devices(leaf) != usual
     ]
+
+
+def _placement_problems(inputs: list[NamedLeaf], in_shardings: Any) -> list[str]:
+    """One line for every array of the argument that is bound to another layout than declared."""
+    single = in_shardings if isinstance(in_shardings, Sharding) else None
+    return [
+        f"{leaf.path}: is {_where(leaf.array)} as {_layout(leaf.array.sharding)}, and in_shardings "
+        f"places it{'' if single is None else f' as {_layout(single)}'}. Place it so: "
+        "jax.device_put(x, layer.in_shardings)."
+        for leaf in inputs
+        if _is_bound(leaf.array)
+        and (single is None or not leaf.array.sharding.is_equivalent_to(single, leaf.array.ndim))
+    ]
+
+
+def _layout(sharding: Sharding) -> str:
+    return str(sharding.spec) if isinstance(sharding, NamedSharding) else "one piece"
+
+
+def _is_deleted(array: Any) -> bool:
+    return (
+        isinstance(array, jax.Array)
+        and not isinstance(array, jax.core.Tracer)
+        and array.is_deleted()
+    )
 
 
 def _is_bound(array: Any) -> bool:
@@ -110,8 +153,12 @@ def _is_bound(array: Any) -> bool:
     )
 
 
-def _devices(leaf: NamedLeaf) -> frozenset[Any]:
-    return frozenset(leaf.array.sharding.device_set)
+def _devices(leaf: NamedLeaf) -> tuple[Any, ...]:
+    """The devices of an array, in the order that a program of one device mesh must agree on."""
+    sharding = leaf.array.sharding
+    if isinstance(sharding, NamedSharding):
+        return tuple(sharding.mesh.devices.flat)
+    return tuple(sorted(sharding.device_set, key=lambda device: device.id))
 
 
 def _where(array: Any) -> str:

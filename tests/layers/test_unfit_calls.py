@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard.errors import MeshError, RuleTypeError
@@ -27,9 +27,10 @@ def test_an_input_on_other_devices_than_the_model(small):
     jitted = Jitted(small.placed(small.mlp(), small.AUTO))
     pair = Mesh(jax.devices()[:2], ("pair",))
     expected = (
-        "Jitted(MLP) was called with arrays on different devices:\n"
+        "Jitted(MLP) was called with arrays in places that do not fit:\n"
         "  argument: is on {}, and the model (for instance "
-        "mlp/Affine_0/Linear.weights) on a mesh data=4, model=2. Place it there: shard_batch(x, mesh, rules)."
+        "mlp/Affine_0/Linear.weights) on a mesh data=4, model=2. "
+        "Place it there: shard_batch(x, mesh, rules)."
     )
     for value, where in (
         (small.placed(small.features(), pair), "a mesh pair=2"),
@@ -53,7 +54,7 @@ def test_side_inputs_and_single_devices(small):
     assert message(
         MeshError, lambda: Jitted(Masked(model))(small.features(), mask={"causal": value})
     ) == (
-        "Jitted(Masked) was called with arrays on different devices:\n"
+        "Jitted(Masked) was called with arrays in places that do not fit:\n"
         "  mask/causal: is on device 2, and the model (for instance "
         "mlp/Affine_0/Linear.weights) on device 1. "
         "Place it there: jax.device_put(x, jax.devices()[1])."
@@ -68,12 +69,80 @@ def test_a_model_in_two_places(small):
     parameter.value = jax.device_put(parameter.value, jax.devices()[0])
     text = message(MeshError, lambda: Jitted(model)(small.features()))
     assert text == (
-        "Jitted(MLP) was called with arrays on different devices:\n"
+        "Jitted(MLP) was called with arrays in places that do not fit:\n"
         f"  {parameter.label}: is on device 0, and most of the model (for instance "
-        "mlp/Affine_0/Linear.weights) on a mesh data=4, model=2. Place the whole model: place(model, mesh, rules)."
+        "mlp/Affine_0/Linear.weights) on a mesh data=4, model=2. "
+        "Place the whole model: place(model, mesh, rules)."
     )
     placed = place(model, small.AUTO, {})
     assert Jitted(placed)(small.features()).data_array.shape == (8, 4)
+
+
+def test_a_mesh_with_the_devices_in_another_order(small):
+    jitted = Jitted(small.placed(small.mlp(), small.AUTO))
+    backwards = Mesh(small.AUTO.devices[::-1], ("data", "model"))
+    value = small.placed(small.features(), backwards, PartitionSpec("data"))
+    assert message(MeshError, lambda: jitted(value)) == (
+        "Jitted(MLP) was called with arrays in places that do not fit:\n"
+        "  argument: is on a mesh data=4, model=2 with the devices in another order, and the model "
+        "(for instance mlp/Affine_0/Linear.weights) on a mesh data=4, model=2. Place it there: "
+        "shard_batch(x, mesh, rules)."
+    )
+
+
+def test_an_argument_placed_otherwise_than_declared(small):
+    declared = NamedSharding(small.AUTO, PartitionSpec("data"))
+    jitted = Jitted(small.placed(small.mlp(), small.AUTO), in_shardings=declared)
+    value = small.placed(small.features(), small.AUTO, PartitionSpec("model"))
+    assert message(MeshError, lambda: jitted(value)) == (
+        "Jitted(MLP) was called with arrays in places that do not fit:\n"
+        "  argument: is on a mesh data=4, model=2 as P('model',), and in_shardings places it as "
+        "P('data',). Place it so: jax.device_put(x, layer.in_shardings)."
+    )
+    fixed = jax.device_put(value, jitted.in_shardings)
+    assert jitted(fixed).data_array.shape == (8, 4)
+
+
+def test_arrays_that_were_donated(small):
+    model = small.mlp()
+    jitted = Jitted(model)
+    value = jax.device_put(jnp.ones((8, 8)), jax.devices()[0])
+    value.delete()
+    pz.unbind_variables(model)[1][0].value.data_array.delete()
+    text = message(RuleTypeError, lambda: jitted(pz.nx.wrap(value, "batch", "features")))
+    assert text == (
+        "Jitted(MLP) was called with arrays that are no longer there. Whatever donates an array, "
+        "as a train step that donates its state does, returns the one to go on with: take the "
+        "model from the newest state, or call before that with a copy.\n"
+        "  mlp/Affine_0/Linear.weights: was donated or deleted.\n"
+        "  argument: was donated or deleted."
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (
+            lambda layer: Jitted(layer, in_shardings="data"),
+            "in_shardings takes a sharding or a tree of them, not 'data'. Write for instance "
+            "NamedSharding(mesh, PartitionSpec('data')).",
+        ),
+        (
+            lambda layer: Jitted(layer, out_shardings={"x": 3}),
+            "out_shardings takes a sharding or a tree of them, not 3. Write for instance "
+            "NamedSharding(mesh, PartitionSpec('data')).",
+        ),
+        (
+            lambda layer: Scoped(layer, 3),
+            "the name of a Scoped layer is text, not 3. "
+            "Write for instance Scoped(layer, 'block_3').",
+        ),
+    ],
+)
+def test_options_are_refused_where_they_are_written(build, text):
+    with pytest.raises(RuleTypeError) as raised:
+        build(pz.nn.Identity())
+    assert str(raised.value) == text
 
 
 def test_uncommitted_arrays_go_anywhere(small):
