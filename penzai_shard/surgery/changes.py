@@ -6,22 +6,16 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+from penzai import pz
 
 from penzai_shard.surgery.inserted_layers import Inserted, Original, library_role
 from penzai_shard.surgery.references import display_name
 from penzai_shard.surgery.refusals import EditRefused
 from penzai_shard.surgery.rewriting import replaced
 from penzai_shard.surgery.stripping import strip
-from penzai_shard.surgery.tree_nodes import Keys, kind_of
+from penzai_shard.surgery.tree_nodes import Keys, is_layer, kind_of
 
 EditKind = Literal["wrap", "insert_before", "insert_after", "replace"]
-
-
-def is_layer(value: Any) -> bool:
-    """Whether a value is a layer, and not a function that makes one."""
-    if isinstance(value, type) or not callable(value):
-        return False
-    return jax.tree_util.default_registry.flatten_one_level(value) is not None
 
 
 def inserted(layer: Any, keys: Keys) -> Any:
@@ -57,10 +51,11 @@ def _kind_text(value: Any) -> str:
 
 
 def _check_place(node: Any, keys: Keys) -> None:
-    if not callable(node):
+    if not callable(node) or isinstance(node, type):
+        shown = f"the class {node.__name__}" if isinstance(node, type) else type(node).__name__
         raise EditRefused(
             keys,
-            f"{type(node).__name__} is not a layer, so that nothing can be put around it, before "
+            f"{shown} is not a layer, so that nothing can be put around it, before "
             "it or after it. Use replace, or name a layer.",
         )
 
@@ -95,6 +90,9 @@ def _wrap(make: Callable[[Any, Keys], Any], node: Any, keys: Keys) -> tuple[Any,
     if inside is node:
         return (made,)
     _check_layer(made, keys)
+    if isinstance(made, pz.nn.Sequential) and made.sublayers is node:
+        name = type(made).__name__
+        raise EditRefused(keys, f"{name} takes a list of layers. Write {name}([layer]).")
     try:
         marked = replaced(made, node, Original(node))
         if marked is not made:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penzai_shard.errors import RuleTypeError
-from penzai_shard.surgery.changes import CHANGES, EditKind, inserted, is_layer
+from penzai_shard.surgery.changes import CHANGES, EditKind, inserted
 from penzai_shard.surgery.expressions import expression, last_name
 from penzai_shard.surgery.inserted_layers import inserted_sequence, library_role
 from penzai_shard.surgery.places import PlaceLike, Where, _Root, called_with_path, wants_path
 from penzai_shard.surgery.references import Ref, display_name, named
 from penzai_shard.surgery.rewriting import Change, Match, Rewriter
 from penzai_shard.surgery.suggestions import nearest_places
+from penzai_shard.surgery.tree_nodes import is_layer
 
 _MOST_NAMED = 5
 

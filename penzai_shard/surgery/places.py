@@ -12,7 +12,7 @@ from penzai_shard.errors import RuleTypeError
 from penzai_shard.surgery.path_patterns import PathPattern
 from penzai_shard.surgery.references import display_name, named
 from penzai_shard.surgery.refusals import raised
-from penzai_shard.surgery.tree_nodes import Keys, keys_text
+from penzai_shard.surgery.tree_nodes import Keys, is_layer, keys_text
 
 PlaceLike: TypeAlias = Any
 """A type, a tuple of types, a predicate, a path pattern, a reference, ``ROOT`` or a ``Where``."""
@@ -114,6 +114,9 @@ def _read_what(place: Any) -> Any:
         types = tuple(map(named, place))
         if types and all(isinstance(part, type) for part in types):
             return types
+    elif is_layer(place):
+        name = type(place).__name__
+        raise RuleTypeError(f"a place is a type of layer, and {name}(...) is a layer. Give {name}.")
     elif isinstance(place, _Root) or callable(place):
         return place
     raise RuleTypeError(

@@ -65,6 +65,8 @@ def edits_from_json(
 ) -> list[Edit]:
     """Reads edits; see ``Recipe.from_json``."""
     references = TrustedReferences.of(allow)
+    if not isinstance(mesh, Mesh | AbstractMesh | None):
+        raise RuleTypeError(f"mesh= takes a jax.sharding.Mesh, not {reprlib.repr(mesh)}.")
     edits: list[Edit] = []
     problems: list[str] = []
     packages: dict[str, None] = {}
@@ -331,7 +333,12 @@ class _Reader:
 
     def _rule(self, written: Any) -> Any:
         fields = {name: self.value(part) for name, part in written.items() if name != "rule"}
-        return _RULE_KINDS[written["rule"]](**fields)
+        rule = _RULE_KINDS[written["rule"]](**fields)
+        wanted = {"mesh_axes": tuple, "yields": bool, "min_size": int}
+        fits = all(type(fields.get(name, kind())) is kind for name, kind in wanted.items())
+        if not fits or not all(isinstance(axis, str) for axis in fields.get("mesh_axes", ())):
+            raise RuleTypeError(f"{reprlib.repr(written)} is not a rule.")
+        return rule
 
     def _sharding(self, written: Any) -> NamedSharding:
         return NamedSharding(

@@ -78,7 +78,11 @@ class _Stripping:
         original = original_in(node)
         if original is not None:
             return (original,)
-        return self._one(node.body) if hasattr(node, "body") else ()
+        if hasattr(node, "body"):
+            return self._one(node.body)
+        if not keys:
+            raise EditRefused(keys, f"nothing would be left of this {type(node).__name__}.")
+        return ()
 
     def _rest_of_inserted(self, node: Inserted, keys: Keys) -> tuple[Any, ...]:
         original = original_in(node.body) if node.holds_original else None
@@ -91,7 +95,7 @@ class _Stripping:
                 keys,
                 f"a recipe put {name} around a layer, and that layer is not in it any more: its "
                 "Original(...) was replaced or taken out. Put penzai_shard.surgery.Original(layer) "
-                f"around what belongs in its place, or put the place itself in order first.",
+                "around what belongs in its place.",
             )
         return (node,)
 

@@ -97,6 +97,18 @@ def kind_of(node: Any) -> NodeKind:
     return kind
 
 
+def is_layer(value: Any) -> bool:
+    """Whether a value is a layer: one that can be called, and that JAX can take apart.
+
+    >>> from penzai import pz
+    >>> is_layer(pz.nn.Identity()), is_layer(pz.nn.Identity), is_layer([])
+    (True, False, False)
+    """
+    if isinstance(value, type) or not callable(value):
+        return False
+    return jax.tree_util.default_registry.flatten_one_level(value) is not None
+
+
 def children_of(node: Any) -> list[tuple[Any, Any]]:
     """The keys and subtrees directly below a node, in order; none for a leaf.
 

@@ -57,7 +57,9 @@ class TrustedReferences:
         >>> TrustedReferences.of("my_layers").allow
         ('my_layers',)
         """
-        names = (allow,) if isinstance(allow, str) else tuple(allow)
+        names = (
+            (allow,) if isinstance(allow, str) or not isinstance(allow, Iterable) else tuple(allow)
+        )
         for name in names:
             if not isinstance(name, str) or not all(map(str.isidentifier, name.split("."))):
                 raise RuleTypeError(

@@ -11,6 +11,7 @@ import pytest
 from penzai import pz
 
 from penzai_shard import (
+    ROOT,
     Inserted,
     Recipe,
     insert_after,
@@ -176,6 +177,28 @@ def test_nothing_goes_around_what_is_not_a_layer():
     assert "Parameter is not a layer, so that nothing can be put around it" in told
     told = str(refused(insert_after(dict, pz.nn.Identity()), [{"b": pz.nn.Identity()}]))
     assert "at 0: dict is not a layer" in told
+
+
+def test_a_class_is_not_a_model():
+    told = "at the root: the class Linear is not a layer"
+    assert told in str(refused(wrap(ROOT, Jitted), pz.nn.Linear))
+
+
+def test_a_sequence_takes_a_list():
+    told = "Sequential takes a list of layers. Write Sequential([layer])."
+    assert told in str(refused(wrap(pz.nn.Linear, pz.nn.Sequential)))
+
+
+def test_a_layer_is_not_a_place():
+    with pytest.raises(RuleTypeError, match=r"Identity\(...\) is a layer. Give Identity\."):
+        wrap(pz.nn.Identity(), Jitted)
+    with pytest.raises(RuleTypeError, match=r"Block\(...\) is a layer. Give Block\."):
+        wrap(pz.nn.Linear, Jitted, within=Block([]))
+
+
+def test_strip_leaves_something():
+    with pytest.raises(RuleTypeError, match="the root: nothing would be left of this Sequential"):
+        strip(mlp(1), layers=pz.nn.Layer)
 
 
 class TestFunctionsThatRaise:

@@ -265,7 +265,11 @@ class TestAllow:
             Recipe.from_json(text)
         assert Recipe.from_json(text, allow=("jax",))[0].what is jax.checkpoint
 
-    @pytest.mark.parametrize("allow", [[3], "a b", ["os;"], [""]])
+    def test_a_mesh_is_a_mesh(self):
+        with pytest.raises(RuleTypeError, match=r"mesh= takes a jax\.sharding\.Mesh, not 3\."):
+            Recipe.from_json(RECIPES["constraint"].to_json(), mesh=3)
+
+    @pytest.mark.parametrize("allow", [[3], "a b", ["os;"], [""], 3, None])
     def test_names_of_packages_are_names(self, allow):
         with pytest.raises(RuleTypeError, match="allow takes names of packages"):
             Recipe.from_json(text_of(), allow=allow)
@@ -361,10 +365,10 @@ def mutated_text(draw, text):
     """A text with some letters changed, dropped, doubled or moved."""
     letters = list(text)
     for _ in range(draw.randint(1, 3)):
-        at = draw.randrange(len(letters))
+        at = draw.randrange(max(1, len(letters)))
         match draw.randrange(4):
             case 0:
-                letters[at] = draw.choice('"{}[]:,0-e \\$_.aZ\x00\xe9')
+                letters[at : at + 1] = draw.choice('"{}[]:,0-e \\$_.aZ\x00\xe9')
             case 1:
                 del letters[at : at + draw.choice([1, 1, 2, 30])]
             case 2:
