@@ -1,11 +1,12 @@
 """Surgery as data: recipes that edit a model, prove that it computes the same, and come off."""
 
+from penzai_shard.surgery.divergence import Divergence
 from penzai_shard.surgery.edit_report import EditReport, EditRow
 from penzai_shard.surgery.edits import Edit, insert_after, insert_before, replace, wrap
 from penzai_shard.surgery.equivalence import check_equivalent
 from penzai_shard.surgery.equivalence_report import (
+    ArrayComparison,
     Comparison,
-    Divergence,
     EquivalenceReport,
     NotEquivalentError,
 )
@@ -26,6 +27,7 @@ from penzai_shard.surgery.stripping import strip
 
 __all__ = [
     "ROOT",
+    "ArrayComparison",
     "Comparison",
     "Divergence",
     "Edit",

@@ -1,7 +1,6 @@
 """How far two trees of arrays are apart, in units in the last place and relative to their size."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,11 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from penzai_shard.named_leaves import NamedLeaf, leaves_of
-
-# An array whose values are this much smaller than the largest of its group is measured against
-# the group: where the exact result is zero, as for the gradient of a key bias under a softmax,
-# both sides are rounding errors of the larger values.
-_SMALL_IN_GROUP = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +28,13 @@ class Difference:
     problem: str = ""
 
 
-def difference(name: str, original: Any, edited: Any, group_scale: float = 0.0) -> Difference:
+def difference(name: str, original: Any, edited: Any) -> Difference:
     """Compares two arrays.
 
     Args:
         name: What to call them.
         original: An array.
         edited: Another.
-        group_scale: The largest value among all arrays that belong with this one.
 
     Returns:
         The difference; infinite where one has a number and the other has none.
@@ -69,11 +62,10 @@ def difference(name: str, original: Any, edited: Any, group_scale: float = 0.0) 
     if not np.all(equal | finite):
         return Difference(name, np.inf, np.inf, f"{_count(~(equal | finite))} are not finite alike")
     apart = np.abs(np.where(equal, 0, wide_one) - np.where(equal, 0, wide_other)).max()
-    largest = np.abs(np.where(finite, wide_one, 0)).max()
-    scale = max(float(largest), _SMALL_IN_GROUP * group_scale)
     if not apart:
         return Difference(name, ulps, 0.0)
-    return Difference(name, ulps, float(apart) / scale if scale else float(np.inf))
+    largest = float(np.abs(np.where(finite, wide_one, 0)).max())
+    return Difference(name, ulps, float(apart) / largest if largest else float(np.inf))
 
 
 def _count(differs: np.ndarray) -> str:
@@ -138,14 +130,3 @@ def _transposed(leaf: NamedLeaf) -> Any:
     if order == list(range(len(order))):
         return leaf.array
     return jnp.transpose(leaf.array, order)
-
-
-def largest_value(arrays: Sequence[Any]) -> float:
-    """The largest finite magnitude in some arrays; zero if there is none."""
-    largest = 0.0
-    for array in map(to_numpy, arrays):
-        if array.size and jnp.issubdtype(array.dtype, jnp.inexact):
-            magnitudes = np.abs(_widened(array))
-            finite = magnitudes[np.isfinite(magnitudes)]
-            largest = max(largest, float(finite.max()) if finite.size else 0.0)
-    return largest

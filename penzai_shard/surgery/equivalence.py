@@ -1,47 +1,39 @@
-"""Does an edited model still compute the same? Both are run on the same values and compared."""
+"""Does an edited model still compute the same? Both are run on the same values and compared.
 
-from collections.abc import Callable, Mapping, Sequence
+Each model runs twice: as it is, and in float64, where a program shows the function that it
+computes without its rounding. The functions must agree far more closely than the original rounds;
+the results as they are, as closely as the original's own rounding errors reach (``yardsticks``).
+"""
+
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jax_core
 
-from penzai_shard.meshes import auto_context, onto_auto_twin
-from penzai_shard.named_leaves import leaves_of
-from penzai_shard.surgery.differences import (
-    Difference,
-    canonical_leaves,
-    difference,
-    largest_value,
+from penzai_shard.meshes import auto_context
+from penzai_shard.surgery.array_comparisons import (
+    GROUPS,
+    Runs,
+    compared,
+    functions_agree,
+    in_groups,
+    joined_errors,
+    largest_errors,
 )
-from penzai_shard.surgery.equivalence_report import Comparison, Divergence, EquivalenceReport
-from penzai_shard.surgery.model_calls import ModelCall, with_values_of
-from penzai_shard.surgery.tapping import Recorder, Recording, tapped
+from penzai_shard.surgery.divergence import Divergence, first_to_differ
+from penzai_shard.surgery.equivalence_report import ArrayComparison, Comparison, EquivalenceReport
+from penzai_shard.surgery.model_calls import ModelCall
+from penzai_shard.surgery.model_steps import ModelStep, Results, WiderStep
+from penzai_shard.surgery.parameter_values import NamedValues, drawn, is_abstract, some
+from penzai_shard.surgery.program_constants import is_float, widest
+from penzai_shard.surgery.tapping import Recorder, tapped
+from penzai_shard.surgery.wider_arithmetic import Rounding
+from penzai_shard.surgery.yardsticks import Deviation
 
-_COTANGENT_SEED = 20240229
-_MOST_NAMED = 5
-
-Named = dict[str, Any]
-
-
-def tolerance_of(dtypes: Sequence[Any]) -> float:
-    """The relative difference that rounding may make, for the coarsest of some dtypes.
-
-    Another summation order moves a result by a few units in the last place per operation, and
-    more of them after many layers. Twice the machine epsilon to the power 3/4 leaves room for
-    that in every dtype: 1.3e-5 in float32, 5e-2 in bfloat16.
-
-    >>> round(tolerance_of(["float32"]), 7), round(tolerance_of(["float32", "bfloat16"]), 3)
-    (1.28e-05, 0.053)
-    """
-    epsilons = [
-        float(jnp.finfo(dtype).eps)
-        for dtype in map(jnp.dtype, dtypes)
-        if jnp.issubdtype(dtype, jnp.inexact)
-    ]
-    return 2.0 * max(epsilons) ** 0.75 if epsilons else 0.0
+_WIDEST = float(np.finfo(np.float64).eps)
+_ROUNDED_RUNS = 4
+_MAGNIFIED = 2.0**20
 
 
 def check_equivalent(
@@ -50,331 +42,280 @@ def check_equivalent(
     *args: Any,
     gradients: bool = True,
     rtol: float | None = None,
+    same_values: bool = True,
+    added_parameters: bool = False,
     **side_inputs: Any,
 ) -> EquivalenceReport:
     """Runs a model and an edited form of it on the same values, and compares what they compute.
 
-    Compared are the outputs; the gradients of all parameters by name, of the sum of the outputs
-    times fixed random numbers; the state variables after the call; and the names, logical axes,
-    shapes and dtypes of the parameters. The edited model is run with the original's parameters
-    and state. Neither model changes, nor do variables in the inputs.
+    Compared are the parameters and the state variables before the call by name: logical axes,
+    shapes, dtypes and values; the outputs; the state variables after the call; and the gradients
+    of all parameters by name, of the sum of the outputs times fixed random numbers. The edited
+    model is then run on the original's parameters and state. Neither model changes, nor do
+    variables in the inputs.
+
+    Each array is measured against itself, element by element. How far it may be off is derived
+    from the original: its rounding errors are measured by running it in float64, exactly and with
+    every operation rounded at random as its dtype rounds. The edited model as it is may be off by
+    as much as that. Run in float64, where conversions to other dtypes do nothing, it computes the
+    same function only if it agrees far more closely. So an edit that lowers the precision is
+    certified where its errors are those that the original would have in that precision, and a
+    rescale that is smaller than them is found all the same. Integers and truth values must be
+    equal, and numbers that are not finite must be so alike.
 
     If the outputs differ, both models are run once more, compiled with a callback around every
     layer that they have in common, to find the first one whose output differs.
+
+    Abstract models are run on numbers drawn at random.
 
     Args:
         original: A model.
         edited: What a recipe, or anything else, made of it.
         *args: The models' inputs: trees of arrays and variables.
         gradients: Whether to compare gradients too.
-        rtol: The largest difference allowed, relative to the largest value of the array that it
-            is in. By default that of the coarsest dtype that either model computes in; see
-            ``tolerance_of``. Gradients are then allowed twice as much.
+        rtol: A difference that is allowed in any case, relative to the largest value of the array
+            that it is in. None for what rounding explains alone.
+        same_values: Whether parameters and state variables must have the original's values before
+            the call. Give False for an edit that changes them on purpose; the report says so.
+        added_parameters: Whether the edited model may have parameters that the original lacks,
+            such as adapters. They keep their own values, and their gradients are not compared.
         **side_inputs: The models' side inputs.
 
     Returns:
         The report. It is true if the models are equivalent.
 
+    >>> import jax
     >>> from penzai import pz
     >>> from penzai_shard.surgery import Recipe, wrap
     >>> from penzai_shard.layers import Checkpointed
     >>> model = pz.nn.Linear.from_config("w", jax.random.key(0), {"a": 2}, {"b": 3})
     >>> edited = Recipe(wrap("pz.nn:Linear", Checkpointed)).apply(model)
-    >>> print(check_equivalent(model, edited, pz.nx.ones({"a": 2})))
-    compared         arrays  worst at  ulps  relative  allowed
-    ---------------  ------  --------  ----  --------  -------
-    parameters       1       -         0     0         -        same
-    outputs          1       -         0     0         1.3e-05  same
-    state variables  0       -         0     0         1.3e-05  same
-    gradients        1       -         0     0         2.6e-05  same
-    equivalent
+    >>> bool(check_equivalent(model, edited, pz.nx.ones({"a": 2})))
+    True
     """
     with auto_context():
-        return _check(original, edited, args, side_inputs, gradients, rtol)
+        check = _Check((original, edited), (args, side_inputs), rtol or 0.0, gradients)
+        return check.report(same_values, added_parameters)
 
 
-def _check(
-    original: Any,
-    edited: Any,
-    args: tuple[Any, ...],
-    side_inputs: Mapping[str, Any],
-    gradients: bool,
-    rtol: float | None,
-) -> EquivalenceReport:
-    calls = ModelCall(original, args, side_inputs), ModelCall(edited, args, side_inputs)
-    parameters = _compare_parameters(calls[0].parameters, calls[1].parameters)
-    if any(" became " in problem for problem in parameters.problems):
-        note = "The models were not run, because their parameters have different shapes or dtypes."
-        return EquivalenceReport((parameters,), notes=(note,))
-    values = [_values(call, calls[0]) for call in calls]
-    results = []
-    dtypes: set[Any] = set()
-    for call, (own_parameters, state, arrays) in zip(calls, values, strict=True):
-        run = jax.jit(_step(call, gradients))
-        traced = run.trace(own_parameters, state, arrays)
-        _collect_dtypes(traced.jaxpr.jaxpr, dtypes)
-        results.append(traced.lower().compile()(own_parameters, state, arrays))
-    tolerance = tolerance_of(sorted(map(str, dtypes))) if rtol is None else rtol
-    (out, state, grads), (edited_out, edited_state, edited_grads) = results
-    comparisons = [
-        parameters,
-        _compare("outputs", out, edited_out, tolerance),
-        _compare("state variables", state, edited_state, tolerance, extra_is_fine=True),
-    ]
-    notes = []
-    if extra := sorted(set(_groups(edited_state)) - set(_groups(state))):
-        notes.append(f"state variables of the edited model alone: {_some(extra)}")
-    if gradients and not any(_is_inexact(array) for array in out.values()):
-        notes.append("gradients were not compared: no output is a real number")
-    elif gradients:
-        # The backward pass rounds about as often again as the forward pass.
-        allowed = 2 * tolerance if rtol is None else tolerance
-        comparisons.append(_compare("gradients", grads, edited_grads, allowed))
-    divergence = None
-    if not all(comparison.ok for comparison in comparisons[1:3]):
+class _Check:
+    """One comparison of two models."""
+
+    def __init__(
+        self,
+        models: tuple[Any, Any],
+        inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
+        rtol: float,
+        gradients: bool,
+    ) -> None:
+        self._models = models
+        self._inputs = inputs
+        self._calls = ModelCall(models[0], *inputs), ModelCall(models[1], *inputs)
+        self._rtol = rtol
+        self._gradients = gradients
+        self._notes: list[str] = []
+        self._not_compared: list[str] = []
+
+    def report(self, same_values: bool, added_parameters: bool) -> EquivalenceReport:
+        original, edited = self._calls
+        found = NamedValues.of(original.parameters, edited.parameters, same_values)
+        state = NamedValues.of(original.state, edited.state, same_values)
+        parameters = self._parameters(found, added_parameters)
+        if not same_values:
+            self._not_compared.append("values of parameters and of state variables before the call")
+        elif any(is_abstract(value) for call in self._calls for value in call.parameters.values()):
+            self._not_compared.append("values of parameters, which an abstract model lacks")
+        before = _state_before(state)
+        if found.reshaped or state.reshaped:
+            self._notes.append(
+                "The models were not run, because their parameters or state variables have "
+                "different shapes or dtypes."
+            )
+            rest = (Comparison("state variables", problems=before),) if before else ()
+            return self._report((parameters, *rest))
+        for call in self._calls:
+            for values in (call.parameters, call.state):
+                values.update({name: drawn(name, value) for name, value in values.items()})
+        steps = (
+            ModelStep(original, original, self._gradients),
+            ModelStep(edited, original, self._gradients),
+        )
+        runs, comparisons = self._run_and_compare(steps, found.added)
+        comparisons[1] = comparisons[1].with_problems(before)
+        divergence = None
+        if not (comparisons[0].ok and comparisons[1].ok):
+            divergence = self._first_divergence(runs, steps, functions_agree(comparisons))
+        if state.added:
+            self._notes.append(f"state variables of the edited model alone: {some(state.added)}")
+        if self._gradients and not any(is_float(array) for array in runs.own[0][0].values()):
+            self._notes.append("gradients were not compared: no output is a real number")
+            comparisons = comparisons[:2]
+        return self._report((parameters, *comparisons), divergence)
+
+    def _report(
+        self, comparisons: tuple[Comparison, ...], divergence: Divergence | None = None
+    ) -> EquivalenceReport:
+        return EquivalenceReport(
+            comparisons, divergence, tuple(self._notes), tuple(self._not_compared)
+        )
+
+    def _parameters(self, found: NamedValues, added_parameters: bool) -> Comparison:
+        renamed = dict(found.renamed)
+        problems = [
+            f"{name}: parameter is missing from the edited model"
+            + (f"; {renamed[name]} has its values there" if name in renamed else "")
+            for name in found.missing
+        ]
+        if found.added and added_parameters:
+            self._not_compared.append(f"parameters of the edited model alone: {some(found.added)}")
+        else:
+            problems += [f"{name}: parameter of the edited model alone" for name in found.added]
+        problems += [f"{name}: {text}" for name, text in found.reshaped.items()]
+        problems += [f"{name}: parameter has other values" for name in found.changed]
+        arrays = tuple(
+            ArrayComparison(name, relative=relative, own=Deviation(relative, 0.0, np.inf))
+            for name, relative in found.changed.items()
+        )
+        count = len(self._calls[0].parameters)
+        return Comparison("parameters", count, arrays, tuple(problems))
+
+    def _run_and_compare(
+        self, steps: tuple[ModelStep, ModelStep], added: tuple[str, ...]
+    ) -> tuple[Runs, list[Comparison]]:
+        """Runs both models; again with other roundings where the first yardstick is not enough."""
+        own = steps[0].run(), steps[1].run()
+        wider = self._in_float64(steps)
+        runs = self._runs(steps, own, wider)
+        groups = GROUPS if self._gradients else GROUPS[:2]
+
+        def compare() -> list[Comparison]:
+            return compared(runs, groups, self._rtol, added)
+
+        comparisons = compare()
+        if wider and wider[1].has_new_constants and not functions_agree(comparisons):
+            # A constant is known to within half a unit in the last place of its dtype.
+            rounded = [wider[1].run(rounding) for rounding in _roundings()]
+            runs.of_constants = largest_errors(runs.exact[1], rounded)
+            comparisons = compare()
+        coarsest = max(steps[1].epsilons, default=0.0)
+        is_lower = coarsest > min(steps[0].epsilons, default=coarsest)
+        if is_lower and not all(comparison.ok for comparison in comparisons):
+            runs.lower_errors = self._errors(steps, own, wider, runs.exact[0], coarsest)
+            runs.coarsest = coarsest
+            before, comparisons = comparisons, compare()
+            if sum(one.ok for one in comparisons) > sum(one.ok for one in before):
+                self._notes.append(
+                    "The edited model rounds to fewer digits than the original: it may be off by "
+                    f"what the original would be if it rounded all to {_dtype_of(coarsest)}."
+                )
+        return runs, comparisons
+
+    def _in_float64(self, steps: tuple[ModelStep, ModelStep]) -> tuple[WiderStep, WiderStep] | None:
         try:
-            divergence = _first_divergence((original, edited), values, args, side_inputs, tolerance)
+            return steps[0].wider(), steps[1].wider(steps[0])
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
-            notes.append(
+            self._notes.append(
+                "The models do not run in float64, so that a change smaller than rounding is not "
+                f"found ({type(error).__name__}: {reason})."
+            )
+            return None
+
+    def _runs(
+        self,
+        steps: tuple[ModelStep, ModelStep],
+        own: tuple[Results, Results],
+        wider: tuple[WiderStep, WiderStep] | None,
+    ) -> Runs:
+        if wider is None:
+            exact = in_groups(own[0], widest), in_groups(own[1], widest)
+            closeness = 1.0
+        else:
+            exact = wider[0].run(), wider[1].run()
+            finest = min(steps[0].epsilons, default=_WIDEST)
+            # Halfway between what float64 rounds and what the model rounds.
+            closeness = float(np.sqrt(_WIDEST / max(finest, _WIDEST)))
+            if opaque := sorted(wider[0].opaque | wider[1].opaque):
+                self._notes.append(
+                    "not run in float64, so that a change in them that is smaller than rounding "
+                    f"is not found: {', '.join(opaque)}"
+                )
+                closeness = 1.0
+        return Runs(own, exact, self._errors(steps, own, wider, exact[0]), closeness)
+
+    def _errors(
+        self,
+        steps: tuple[ModelStep, ModelStep],
+        own: tuple[Results, Results],
+        wider: tuple[WiderStep, WiderStep] | None,
+        exact: Results,
+        coarsest: float = 0.0,
+    ) -> Results:
+        """The original's rounding errors, where all is rounded at least as coarsely as said."""
+        if wider is None:
+            disturbed = [steps[0].run_disturbed(seed, coarsest) for seed in range(_ROUNDED_RUNS)]
+            return largest_errors(exact, disturbed)
+        # What float64 itself rounds is too small to be added to a float64 number.
+        is_widest = max([coarsest, *steps[0].epsilons], default=0.0) <= _WIDEST
+        scale = _MAGNIFIED if is_widest else 1.0
+        rounded = [wider[0].run(rounding) for rounding in _roundings(coarsest, scale)]
+        errors = in_groups(largest_errors(exact, rounded), lambda error: error / scale)
+        return joined_errors(errors, largest_errors(exact, [own[0]]))
+
+    def _first_divergence(
+        self, runs: Runs, steps: tuple[ModelStep, ModelStep], same_function: bool
+    ) -> Divergence | None:
+        """Runs both models with a tap around every layer that they have in common."""
+        finest, coarsest = (
+            pick([*steps[0].epsilons, *steps[1].epsilons], default=_WIDEST) for pick in (min, max)
+        )
+        in_float64 = runs.closeness < 1 and not same_function
+        tolerance = 2 * coarsest**0.75
+        if in_float64:
+            tolerance = finest if runs.of_constants else float(np.sqrt(_WIDEST * finest))
+        recorders = Recorder(), Recorder()
+        try:
+            calls = [
+                ModelCall(tapped(model, recorder), *self._inputs)
+                for model, recorder in zip(self._models, recorders, strict=True)
+            ]
+            for call in calls:
+                for values in (call.parameters, call.state):
+                    values.update({name: drawn(name, value) for name, value in values.items()})
+            listening = [ModelStep(call, calls[0], gradients=False) for call in calls]
+            if in_float64:
+                listening[0].wider(callbacks=True).run()
+                listening[1].wider(listening[0], callbacks=True).run()
+            else:
+                for step in listening:
+                    step.run()
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            self._notes.append(
                 "the first layer to differ was not found: with a callback around every layer the "
                 f"models do not run ({type(error).__name__}: {reason})"
             )
-    return EquivalenceReport(tuple(comparisons), divergence, tuple(notes))
+            return None
+        originals, edits = (recorder.recordings for recorder in recorders)
+        return first_to_differ(originals, edits, max(tolerance, self._rtol))
 
 
-def _values(call: ModelCall, original: ModelCall) -> tuple[Any, Any, Any]:
-    """What to run a model on: the original's parameters and state, where it has them."""
-    parameters = with_values_of(call.parameters, original.parameters)
-    state = with_values_of(call.state, original.state)
-    # Names may be of any type, and JAX sorts the keys of a dictionary.
-    return onto_auto_twin((list(parameters.values()), list(state.values()), call.arrays))
-
-
-def _step(call: ModelCall, gradients: bool) -> Callable[..., tuple[Named, Named, Named]]:
-    """A function that runs a model, and gives outputs, state and gradients by name."""
-    parameter_names, state_names = list(call.parameters), list(call.state)
-
-    def outputs_of(
-        parameters: list[Any], state: list[Any], arrays: list[Any]
-    ) -> tuple[Any, tuple[Named, Named]]:
-        output, new_state = call(
-            dict(zip(parameter_names, parameters, strict=True)),
-            dict(zip(state_names, state, strict=True)),
-            arrays,
-        )
-        leaves = canonical_leaves(output)
-        named_state = {
-            _joined(str(name), path): array
-            for name, value in new_state.items()
-            for path, array in canonical_leaves(value)
-        }
-        return _weighted_sum([array for _, array in leaves]), (dict(leaves), named_state)
-
-    def step(
-        parameters: list[Any], state: list[Any], arrays: list[Any]
-    ) -> tuple[Named, Named, Named]:
-        if not gradients:
-            _, (outputs, new_state) = outputs_of(parameters, state, arrays)
-            return outputs, new_state, {}
-        grads, (outputs, new_state) = jax.grad(outputs_of, has_aux=True, allow_int=True)(
-            parameters, state, arrays
-        )
-        named = {
-            _joined(str(name), path): array
-            for name, gradient in zip(parameter_names, grads, strict=True)
-            for path, array in canonical_leaves(gradient)
-            if array.dtype != jax.dtypes.float0
-        }
-        return outputs, new_state, named
-
-    return step
-
-
-def _joined(name: str, path: str) -> str:
-    return name if not path or path == name else path if path.startswith(name) else f"{name}/{path}"
-
-
-def _weighted_sum(arrays: Sequence[Any]) -> Any:
-    """The sum of all elements times random numbers that depend on their places alone."""
-    total = jnp.float32(0)
-    for index, array in enumerate(arrays):
-        if not _is_inexact(array):
-            continue
-        key = jax.random.fold_in(jax.random.key(_COTANGENT_SEED), index)
-        weights = jax.random.normal(key, array.shape, jnp.float32)
-        part = jnp.sum(jnp.real(array).astype(jnp.float32) * weights)
-        if jnp.issubdtype(array.dtype, jnp.complexfloating):
-            part += jnp.sum(jnp.imag(array).astype(jnp.float32) * weights)
-        total += part
-    return total
-
-
-def _is_inexact(array: Any) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jnp.inexact))
-
-
-def _collect_dtypes(jaxpr: Any, found: set[Any]) -> None:
-    """The dtypes of all that a traced function computes with, nested functions included."""
-    for equation in jaxpr.eqns:
-        for variable in (*equation.invars, *equation.outvars):
-            dtype = getattr(variable.aval, "dtype", None)
-            if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
-                found.add(jnp.dtype(dtype))
-        for parameter in equation.params.values():
-            for part in parameter if isinstance(parameter, tuple | list) else (parameter,):
-                inner = getattr(part, "jaxpr", part)
-                if isinstance(inner, jax_core.Jaxpr):
-                    _collect_dtypes(inner, found)
-
-
-def _compare_parameters(original: Mapping[Any, Any], edited: Mapping[Any, Any]) -> Comparison:
-    problems = []
-    if missing := [str(name) for name in original if name not in edited]:
-        problems.append(f"missing from the edited model: {_some(missing)}")
-    if added := [str(name) for name in edited if name not in original]:
-        problems.append(f"in the edited model alone: {_some(added)}")
-    for name in original:
-        if name in edited:
-            before, after = _form(original[name]), _form(edited[name])
-            if before != after:
-                problems.append(f"{name}: {before} became {after}")
-    return Comparison("parameters", len(original), problems=tuple(problems))
-
-
-def _form(value: Any) -> str:
-    """Logical axes, shape and dtype, in an order that names alone decide."""
-    described = []
-    for leaf in leaves_of(value):
-        names = leaf.names or (None,) * len(leaf.shape)
-        axes = sorted(
-            f"{name}={size}"
-            for name, size in zip(names, leaf.shape, strict=True)
-            if name is not None
-        )
-        positional = [
-            str(size) for name, size in zip(names, leaf.shape, strict=True) if name is None
-        ]
-        described.append(f"{leaf.dtype}[{', '.join([*positional, *axes])}]")
-    return " ".join(described)
-
-
-def _groups(named: Mapping[str, Any]) -> list[str]:
-    return [name.partition("(")[0] for name in named]
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MOST_NAMED])
-    return shown if len(names) <= _MOST_NAMED else f"{shown} and {len(names) - _MOST_NAMED} more"
-
-
-def _compare(
-    what: str, original: Named, edited: Named, tolerance: float, extra_is_fine: bool = False
-) -> Comparison:
-    problems = []
-    if missing := [name or "the output" for name in original if name not in edited]:
-        problems.append(f"missing from the edited model: {_some(missing)}")
-    added = [name or "the output" for name in edited if name not in original]
-    if added and not extra_is_fine:
-        problems.append(f"in the edited model alone: {_some(added)}")
-    common = [name for name in original if name in edited]
-    differences = _differences(original, edited, common)
-    problems += [f"{found.name}: {found.problem}" for found in differences if found.problem]
-    worst = max(differences, key=lambda found: found.relative, default=None)
-    if worst is None:
-        return Comparison(what, 0, tolerance=tolerance, problems=tuple(problems))
-    return Comparison(
-        what,
-        len(common),
-        worst.name if worst.relative > 0 else "",
-        max(found.ulps for found in differences),
-        worst.relative,
-        tolerance,
-        tuple(problems),
-    )
-
-
-def _differences(original: Named, edited: Named, names: Sequence[str]) -> list[Difference]:
-    scale = largest_value([original[name] for name in names])
-    return [difference(name or "the output", original[name], edited[name], scale) for name in names]
-
-
-def _first_divergence(
-    models: tuple[Any, Any],
-    values: Sequence[tuple[Any, Any, Any]],
-    args: tuple[Any, ...],
-    side_inputs: Mapping[str, Any],
-    tolerance: float,
-) -> Divergence | None:
-    """The first layer, in the order in which they end, whose output is not the original's."""
-    recordings: list[dict[str, Recording]] = []
-    for model, (parameters, state, arrays) in zip(models, values, strict=True):
-        recorder = Recorder()
-        call = ModelCall(tapped(model, recorder), args, side_inputs)
-        jax.block_until_ready(jax.jit(_step(call, gradients=False))(parameters, state, arrays))
-        jax.effects_barrier()
-        recordings.append(recorder.recordings)
-    originals, edits = recordings
-    return _first_to_differ(originals, edits, tolerance)
-
-
-def _first_to_differ(
-    originals: Mapping[str, Recording], edits: Mapping[str, Recording], tolerance: float
-) -> Divergence | None:
-    # Below a layer that was replaced by another, equal paths mean nothing.
-    changed = tuple(
-        f"{path}/"
-        for path, found in originals.items()
-        if path and path in edits and edits[path].layer != found.layer
-    )
-    common = [
-        (path, found)
-        for path, found in sorted(originals.items(), key=lambda item: item[1].order)
-        if path in edits and not path.startswith(changed)
+def _state_before(found: NamedValues) -> tuple[str, ...]:
+    problems = [f"{name}: {text}" for name, text in found.reshaped.items()]
+    problems += [
+        f"{name}: state variable has another value before the call" for name in found.changed
     ]
-    differing = {
-        path: call
-        for path, found in common
-        if (call := _first_call_off(found.outputs, edits[path].outputs, tolerance)) is not None
-    }
-    if not differing:
-        return None
-    first = originals[next(iter(differing))]
-    # In a loop, a layer late in an early turn comes before one early in a later turn.
-    turns = len(first.outputs)
-    path = min(
-        (path for path in differing if len(originals[path].outputs) == turns),
-        key=lambda path: (differing[path], originals[path].order),
-    )
-    found, call = originals[path], differing[path]
-    same = [other for other, _ in common if other not in differing]
-    before = [other for other in same if originals[other].order < found.order]
-    input_off = _apart(found.inputs[call : call + 1], edits[path].inputs[call : call + 1])
-    return Divergence(
-        path,
-        found.layer,
-        _apart(found.outputs[call : call + 1], edits[path].outputs[call : call + 1]),
-        input_differs=input_off > tolerance,
-        after=before[-1] if before else None,
-    )
+    return tuple(problems)
 
 
-def _first_call_off(
-    original: Sequence[Named], edited: Sequence[Named], tolerance: float
-) -> int | None:
-    """The first call of a layer whose values differ; None if there is none."""
-    for call, (one, other) in enumerate(zip(original, edited, strict=False)):
-        if _apart([one], [other]) > tolerance:
-            return call
-    return None
+def _roundings(coarsest: float = 0.0, scale: float = 1.0) -> Iterator[Rounding]:
+    for seed in range(_ROUNDED_RUNS):
+        yield Rounding(np.uint32(seed + 1), np.float64(scale), np.float64(coarsest))
 
 
-def _apart(original: Sequence[Named], edited: Sequence[Named]) -> float:
-    """The largest relative difference over some calls of a layer."""
-    largest = 0.0
-    for one, other in zip(original, edited, strict=False):
-        if one.keys() != other.keys():
-            return float(np.inf)
-        found = _differences(one, other, list(one))
-        largest = max([largest, *(part.relative for part in found)])
-    return largest
+def _dtype_of(epsilon: float) -> str:
+    """The dtype that rounds so coarsely."""
+    for dtype in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        if float(jnp.finfo(dtype).eps) == epsilon:
+            return dtype
+    return f"units of {epsilon:.1g}"

@@ -1,13 +1,54 @@
 """The result of holding an edited model against its original, as a short table."""
 
 import dataclasses
+import re
 
-from penzai_shard.errors import ShardingError
+from penzai_shard.errors import SHOWN_PROBLEMS, ShardingError, grouped_problems
+from penzai_shard.surgery.divergence import Divergence
+from penzai_shard.surgery.yardsticks import Deviation
 from penzai_shard.text_tables import TextTable
+
+_NUMBER = re.compile(r"\d+")
+_FIGURES = ("rounding", "off by", "allowed", "in float64", "allowed there")
 
 
 class NotEquivalentError(ShardingError):
     """An edited model does not compute what its original computes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayComparison:
+    """How far one array of the edited model is from the original's.
+
+    Attributes:
+        name: Its name.
+        ulps: The largest difference between the two models as they are, in units in the last place.
+        relative: The same relative to the largest value of the array.
+        rounding: The largest rounding error of the original, relative to the largest value of
+            the array: the yardstick.
+        own: How far the edited model as it is is from the original in float64.
+        function: How far the two are from each other in float64; None if that is not known.
+        cancels: Whether the exact value is near zero by cancellation, so that the original itself
+            gives little more than its rounding errors.
+    """
+
+    name: str
+    ulps: float = 0.0
+    relative: float = 0.0
+    rounding: float = 0.0
+    own: Deviation = dataclasses.field(default_factory=Deviation)
+    function: Deviation | None = None
+    cancels: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs beyond what rounding explains."""
+        return self.own.ok and (self.function is None or self.function.ok)
+
+    @property
+    def excess(self) -> float:
+        """What is off divided by what is allowed, the larger of the two."""
+        return max(self.own.excess, self.function.excess if self.function else 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,79 +58,108 @@ class Comparison:
     Attributes:
         what: ``"outputs"``, ``"gradients"``, ``"state variables"`` or ``"parameters"``.
         count: How many arrays, or names in the case of the parameters, were compared.
-        worst: Name of the array that is furthest from its counterpart; empty if all are equal.
-        ulps: The largest difference in units in the last place, over all arrays.
-        relative: The largest difference relative to the size of its array.
-        tolerance: The largest relative difference allowed; None where names alone count.
+        arrays: One per array; of the parameters those of which the values differ.
         problems: What differs in more than rounding.
     """
 
     what: str
-    count: int
-    worst: str = ""
-    ulps: float = 0.0
-    relative: float = 0.0
-    tolerance: float | None = None
+    count: int = 0
+    arrays: tuple[ArrayComparison, ...] = ()
     problems: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs beyond the tolerance."""
-        return not self.problems and (self.tolerance is None or self.relative <= self.tolerance)
+        """Whether nothing differs beyond what rounding explains."""
+        return not self.problems and all(array.ok for array in self.arrays)
+
+    @property
+    def furthest(self) -> ArrayComparison | None:
+        """The array that exceeds the most what is allowed, or comes nearest to it."""
+        return max(self.arrays, key=lambda array: (array.excess, array.relative), default=None)
+
+    @property
+    def worst(self) -> str:
+        """Its name; empty if all arrays are equal."""
+        furthest = self.furthest
+        equal = furthest is None or (furthest.excess == 0 and furthest.relative == 0)
+        return "" if furthest is None or equal else furthest.name
+
+    @property
+    def ulps(self) -> float:
+        """The largest difference of an array, in units in the last place."""
+        return max((array.ulps for array in self.arrays), default=0.0)
+
+    @property
+    def relative(self) -> float:
+        """The largest difference of an array, relative to the largest value of that array."""
+        return max((array.relative for array in self.arrays), default=0.0)
+
+    def with_problems(self, problems: tuple[str, ...]) -> "Comparison":
+        """The same with further problems before its own."""
+        return dataclasses.replace(self, problems=(*problems, *self.problems))
 
 
-@dataclasses.dataclass(frozen=True)
-class Divergence:
-    """The first layer whose output differs between the two models.
+@dataclasses.dataclass(frozen=True, repr=False)
+class ArrayTable(TextTable):
+    """All arrays that were compared, those alike in one row; ``print`` shows them.
 
     Attributes:
-        path: Its path in the model without inserted layers; empty for the root.
-        layer: Name of its type.
-        relative: How far its output is off, relative to the size of the output.
-        input_differs: Whether its input was off already: the cause then lies between it and the
-            layer that ran before it.
-        after: The path of the last layer before it whose output was the same; None if there is
-            none.
+        comparisons: What was compared.
     """
 
-    path: str
-    layer: str
-    relative: float
-    input_differs: bool
-    after: str | None
+    headings = ("compared", "array", "count", *_FIGURES, "")
+    right_aligned = frozenset({"count", *_FIGURES})
+    paths = frozenset({"array"})
 
-    def __str__(self) -> str:
-        place = f"{self.layer} at {self.path}" if self.path else f"{self.layer}, the root"
-        off = f"output off by {self.relative:.2g}"
-        if not self.input_differs:
-            return f"{place} ({off}; its input is the same)"
-        before = f" after {self.after}" if self.after else ""
-        return f"{place} ({off}; its input is off already, so look for the cause{before} before it)"
+    comparisons: tuple[Comparison, ...]
+
+    def text_rows(self) -> list[tuple[str, ...]]:
+        """One row per group of arrays whose names differ in numbers alone, with its worst one."""
+        groups: dict[tuple[str, str], list[ArrayComparison]] = {}
+        for comparison in self.comparisons:
+            for array in comparison.arrays:
+                groups.setdefault((comparison.what, _NUMBER.sub("*", array.name)), []).append(array)
+        return [
+            (
+                what,
+                name if len(members) > 1 else members[0].name,
+                str(len(members)),
+                *_figures(max(members, key=lambda array: array.excess)),
+                "same" if all(array.ok for array in members) else "DIFFERENT",
+            )
+            for (what, name), members in groups.items()
+        ]
+
+    def text_summary(self) -> list[str]:
+        """What the columns mean."""
+        return [_LEGEND]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class EquivalenceReport(TextTable):
     """Whether an edited model computes what its original computes; ``print`` shows it as a table.
 
-    It is true where it is ok.
+    It is true where it is ok. It holds names and figures alone, no arrays.
 
     Attributes:
         comparisons: One per group of values.
         divergence: The first layer that differs, if the outputs do and it could be found.
         notes: What else there is to know.
+        not_compared: What the caller or the models left out; the verdict names it.
     """
 
-    headings = ("compared", "arrays", "worst at", "ulps", "relative", "allowed", "")
-    right_aligned = frozenset({"arrays", "ulps", "relative", "allowed"})
+    headings = ("compared", "arrays", "worst at", *_FIGURES, "")
+    right_aligned = frozenset({"arrays", *_FIGURES})
     paths = frozenset({"worst at"})
 
     comparisons: tuple[Comparison, ...]
     divergence: Divergence | None = None
     notes: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs beyond the tolerances."""
+        """Whether nothing differs beyond what rounding explains."""
         return all(comparison.ok for comparison in self.comparisons)
 
     def __bool__(self) -> bool:
@@ -105,6 +175,10 @@ class EquivalenceReport(TextTable):
         """The largest difference of any array, relative to the size of that array."""
         return max((comparison.relative for comparison in self.comparisons), default=0.0)
 
+    def arrays(self) -> ArrayTable:
+        """Every array that was compared, those alike in one row."""
+        return ArrayTable(self.comparisons)
+
     def raise_if_different(self) -> None:
         """Does nothing if the models agree.
 
@@ -114,58 +188,80 @@ class EquivalenceReport(TextTable):
         """
         if self.ok:
             return
-        problems = []
-        for comparison in self.comparisons:
-            if comparison.ok:
-                continue
-            problems += [f"{comparison.what}: {problem}" for problem in comparison.problems]
-            if comparison.tolerance is not None and comparison.relative > comparison.tolerance:
-                problems.append(
-                    f"{comparison.what}: {comparison.worst} is off by {comparison.relative:.2g} "
-                    f"({comparison.ulps:.3g} ulps), and {comparison.tolerance:.2g} is allowed."
-                )
+        problems = [problem for part in self.comparisons for problem in part.problems]
         if self.divergence is not None:
-            problems.append(f"The first layer to differ is {self.divergence}.")
+            problems.insert(0, f"The first layer to differ is {self.divergence}.")
         raise NotEquivalentError(
             "the edited model does not compute what the original computes:", problems
         )
 
-    def text_rows(self) -> list[tuple[str, ...]]:
-        """One row per comparison."""
-        return [
-            (
-                comparison.what,
-                str(comparison.count),
-                comparison.worst or "-",
-                f"{comparison.ulps:.3g}",
-                f"{comparison.relative:.2g}",
-                "-" if comparison.tolerance is None else f"{comparison.tolerance:.2g}",
-                "same" if comparison.ok else "DIFFERENT",
-            )
-            for comparison in self.comparisons
-        ]
-
     def text_verdict(self) -> str:
-        """Whether the models agree."""
-        return "equivalent" if self.ok else "NOT equivalent"
+        """Whether the models agree, and what was not compared."""
+        verdict = "equivalent" if self.ok else "NOT equivalent"
+        if not self.not_compared:
+            return verdict
+        return f"{verdict}; not compared: {'; '.join(self.not_compared)}"
 
     def verdict_style(self) -> str:
         """Green or red."""
         return "bold green" if self.ok else "bold red"
 
-    def text_summary(self) -> list[str]:
-        """Problems, the first layer to differ, and notes."""
-        lines = [
-            f"{comparison.what}: {problem}"
+    def text_rows(self) -> list[tuple[str, ...]]:
+        """One row per comparison, with the array that is furthest off."""
+        return [
+            (
+                comparison.what,
+                str(comparison.count),
+                comparison.worst or "-",
+                *_figures(comparison.furthest),
+                "same" if comparison.ok else "DIFFERENT",
+            )
             for comparison in self.comparisons
-            for problem in comparison.problems
         ]
+
+    def text_summary(self) -> list[str]:
+        """The first layer to differ, problems, notes, and what the columns mean."""
+        lines = []
         if self.divergence is not None:
             lines.append(f"first to differ: {self.divergence}")
-        return [*lines, *self.notes]
+        problems = [problem for part in self.comparisons for problem in part.problems]
+        grouped = [line for line, _ in grouped_problems(problems)]
+        lines += grouped[:SHOWN_PROBLEMS]
+        if len(grouped) > SHOWN_PROBLEMS:
+            lines.append(f"and {len(grouped) - SHOWN_PROBLEMS:,} more; all are in comparisons")
+        cancelling = [a.name for part in self.comparisons for a in part.arrays if a.cancels]
+        if cancelling:
+            names = sorted({_NUMBER.sub("*", name) for name in cancelling})
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            lines.append(
+                f"zero but for rounding, because larger values cancel ({len(cancelling)} arrays, "
+                f"measured against the rounding errors of those): {shown}"
+            )
+        lines += self.notes
+        return [*lines, _LEGEND] if len(self.comparisons) > 1 else lines
 
     def style_of(self, row: int, heading: str) -> str:
         """Green or red for the verdict."""
         if heading:  # The verdict's column has none.
             return ""
         return "green" if self.comparisons[row].ok else "red"
+
+
+_LEGEND = (
+    "rounding: the original's own error, found by running it in float64, exactly and with every "
+    "operation rounded at random as its dtype rounds; off by: the edited model as it is, from the "
+    "original in float64; in float64: both there"
+)
+
+
+def _figures(array: ArrayComparison | None) -> tuple[str, ...]:
+    if array is None:
+        return ("-",) * 5
+    function = array.function
+    return (
+        f"{array.rounding:.1e}",
+        f"{array.own.off_by:.1e}",
+        f"{array.own.allowed:.1e}",
+        f"{function.off_by:.1e}" if function else "-",
+        f"{function.allowed:.1e}" if function else "-",
+    )

@@ -82,8 +82,8 @@ class Tap(pz.nn.Layer):
         came, gave = dict(canonical_leaves(args)), dict(canonical_leaves(output))
 
         def receive(came: dict[str, Any], gave: dict[str, Any]) -> None:
-            recording.inputs.append({name: to_numpy(array) for name, array in came.items()})
-            recording.outputs.append({name: to_numpy(array) for name, array in gave.items()})
+            recording.inputs.append(_copied(came))
+            recording.outputs.append(_copied(gave))
 
         jax.debug.callback(receive, came, gave)
         return output
@@ -93,6 +93,11 @@ class Tap(pz.nn.Layer):
         if name.startswith("__") or "body" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.__dict__["body"], name)
+
+
+def _copied(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays on the host; the program may use their memory for others after the callback."""
+    return {name: to_numpy(array).copy() for name, array in arrays.items()}
 
 
 def _name_of(layer: Any) -> str:
