@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +21,17 @@ from penzai_shard.layers.unfit_calls import unfit_call
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 
 _READING = "_model_reading"
+# After this many runs in vain, a call keeps the others out while it runs.
+_MOST_OVERTAKEN = 16
 # Arguments of these types do not hold variables.
 _PLAIN_ARGUMENTS = (pz.nx.NamedArray, jax.Array, np.ndarray)
+
+
+class _ThisThread(threading.local):
+    is_alone = False
+
+
+_this_thread = _ThisThread()
 
 
 @pz.pytree_dataclass
@@ -94,10 +104,9 @@ class Jitted(WrapperLayer):
             VariableConflictError: Two different variables have the same label.
             RuleTypeError: The model is abstract, an input is not an array, or an array was donated.
             MeshError: Parameters and inputs are not all on the same devices.
-            RuntimeError: Another thread assigned the variables that this call assigns, and the
-                argument was donated, so that the call cannot run again.
         """
         given = argument, side_inputs
+        overtaken = 0
         reading: ModelReading | None = self.__dict__.get(_READING)
         while True:
             inputs = None if reading is None else reading.inputs()
@@ -114,6 +123,8 @@ class Jitted(WrapperLayer):
                 variables = [*variables, *added]
                 variable_threading.check_distinct_slots(variables)
                 extras = variable_threading.frozen_together(added)
+            if self.donate_argument and variables and not _this_thread.is_alone:
+                return self._call_alone(*given)  # It could not be run again.
             compiled = reading.compiled
             if compiled.key in tracing.now:
                 compiled = compiled.outside_of_itself()
@@ -127,21 +138,30 @@ class Jitted(WrapperLayer):
             if not changed:
                 return output
             with variable_threading.EXCHANGE:
-                if _as_before(reading.arrays, arrays) and _as_before(
-                    functools.partial(_frozen_leaves, added), jax.tree_util.tree_leaves(extras)
+                if _this_thread.is_alone or (
+                    _as_before(reading.arrays, arrays)
+                    and _as_before(
+                        functools.partial(_frozen_leaves, added), jax.tree_util.tree_leaves(extras)
+                    )
                 ):
                     for index, content in changed.items():
                         variable_threading.assign(variables[index], content)
                     return output
             # Another thread gave a variable a new value while this call computed with the old
             # one. Its own update would be lost if this call assigned; so it starts from the new.
-            if self.donate_argument:
-                raise RuntimeError(
-                    f"another thread assigned variables of Jitted({type(self.body).__name__}) "
-                    "while this call ran, and the argument was donated, so that it cannot be run "
-                    "again. Pass donate_argument=False, or call from one thread at a time."
-                )
+            overtaken += 1
+            if overtaken == _MOST_OVERTAKEN:
+                return self._call_alone(*given)
             argument, side_inputs = given
+
+    def _call_alone(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
+        """A call during which no other thread's call reads or assigns variables."""
+        with variable_threading.EXCHANGE:
+            _this_thread.is_alone = True
+            try:
+                return self(argument, **side_inputs)
+            finally:
+                _this_thread.is_alone = False
 
     def _read(self) -> tuple[ModelReading, Inputs]:
         """Reads the body, and keeps the reading until the body is edited or the layer is gone."""
