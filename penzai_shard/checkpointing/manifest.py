@@ -28,6 +28,7 @@ from penzai_shard.checkpointing.locations import (
     absolute_path,
     found_directory,
     nearby,
+    path_object,
     what_it_is,
 )
 from penzai_shard.checkpointing.orbax_calls import first_line, orbax, without_noise
@@ -66,6 +67,7 @@ class Manifest:
         records: Every array by name.
         stored_tree: The structure in which Orbax keeps the arrays: a tree of their names.
         chunks: By name, the shape of the pieces in which the numbers can be read.
+        identity: A checksum of Orbax' metadata, which has the time of the save in it.
         caveat: What could not be checked, in words; empty if all could.
         prefix: What stands before each name in the checkpoint, if this is a part of one.
     """
@@ -76,6 +78,7 @@ class Manifest:
     records: Mapping[str, ArrayRecord]
     stored_tree: Any
     chunks: Mapping[str, tuple[int, ...]]
+    identity: str
     caveat: str = ""
     prefix: str = ""
 
@@ -138,6 +141,7 @@ def read_manifest(path: PathLike) -> Manifest:
     """
     where = absolute_path(path)
     directory = found_directory(where)
+    identity = _identity(directory)
     section, problems = _own_section(directory)
     version = _version_of(section)
     if isinstance(version, int) and version > _VERSION:
@@ -148,17 +152,39 @@ def read_manifest(path: PathLike) -> Manifest:
     headline = f"the checkpoint at {where} is not as it was saved. Restore another copy of it:"
     raise_all(CheckpointDamagedError, headline, problems)
     stored, tree = _stored_arrays(where, directory, is_plain=section is None)
+    kind, caveat = None, _PLAIN
     if section is None:
         records = {name: ArrayRecord(tuple(a.shape), _dtype_text(a)) for name, a in stored.items()}
-        return Manifest(where, str(directory), None, records, tree, _chunks(stored), _PLAIN)
-    if version == 1:
+    elif version == 1:
+        kind, caveat = section["kind"], _FIRST_FORMAT
         records, problems = _records_of_version_1(section["arrays"], stored)
     else:
+        kind, caveat = section["kind"], ""
         records = _records(section["arrays"])
-    raise_all(CheckpointDamagedError, headline, problems or _contradictions(records, stored))
-    caveat = _FIRST_FORMAT if version == 1 else ""
-    kind = section["kind"]
-    return Manifest(where, str(directory), kind, records, tree, _chunks(stored), caveat)
+    if kind is not None:
+        problems = problems or _contradictions(records, stored)
+    raise_all(CheckpointDamagedError, headline, problems)
+    return Manifest(where, str(directory), kind, records, tree, _chunks(stored), identity, caveat)
+
+
+def refuse_replaced(manifest: Manifest) -> None:
+    """Refuses arrays that may not be those of the manifest.
+
+    Raises:
+        CheckpointDamagedError: Another save has replaced the checkpoint since it was opened.
+    """
+    if _identity(path_object(manifest.directory)) != manifest.identity:
+        raise CheckpointDamagedError(
+            f"the checkpoint at {manifest.path} was replaced while it was being read. Restore it "
+            "again."
+        )
+
+
+def _identity(directory: Any) -> str:
+    try:
+        return hashlib.sha256((directory / _ORBAX_METADATA).read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def _own_section(directory: Any) -> tuple[Mapping[str, Any] | None, list[str]]:

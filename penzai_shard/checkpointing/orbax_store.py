@@ -35,7 +35,13 @@ from penzai_shard.checkpointing.locations import (
     path_object,
     refuse_existing,
 )
-from penzai_shard.checkpointing.manifest import Manifest, seal, section_of, stored_name
+from penzai_shard.checkpointing.manifest import (
+    Manifest,
+    refuse_replaced,
+    seal,
+    section_of,
+    stored_name,
+)
 from penzai_shard.checkpointing.orbax_calls import first_line, orbax, without_noise
 from penzai_shard.checkpointing.replacement import Replacement
 from penzai_shard.errors import (
@@ -190,13 +196,17 @@ def _on_one_process(act: Callable[[], None]) -> None:
             act()
         except Exception as error:
             failed = error
-    text = f"{type(failed).__name__}:{failed}".encode()[:4096] if failed else b""
+    code = getattr(failed, "errno", None) or 0
+    text = f"{type(failed).__name__}:{code}:{failed}".encode()[:4096] if failed else b""
     told = multihost_utils.broadcast_one_to_all(np.frombuffer(text.ljust(4096), np.uint8))
     if failed is not None:
         raise failed
-    kind, _, message = bytes(np.asarray(told)).decode(errors="replace").strip().partition(":")
+    kind, _, rest = bytes(np.asarray(told)).decode(errors="replace").strip().partition(":")
+    code_text, _, message = rest.partition(":")
+    if hasattr(errors, kind):
+        raise getattr(errors, kind)(message)
     if kind:
-        raise getattr(errors, kind, CheckpointWriteError)(message)
+        raise OSError(int(code_text), message)
 
 
 def load_arrays(
@@ -256,15 +266,18 @@ def load_arrays(
 
 def _loaded(manifest: Manifest, tree: Any) -> Any:
     try:
-        return orbax().load(manifest.directory, tree)
+        loaded = orbax().load(manifest.directory, tree)
     except (jax.errors.JaxRuntimeError, MemoryError):
         # Not for the checkpoint's sake: a device has no room for it.
         raise
     except Exception as error:
+        refuse_replaced(manifest)
         raise CheckpointDamagedError(
             f"the numbers in the checkpoint at {manifest.path} cannot be read: "
             f"{first_line(error)} Restore another copy of it."
         ) from error
+    refuse_replaced(manifest)
+    return loaded
 
 
 def mesh_context(sharding: Sharding) -> contextlib.AbstractContextManager[Any]:

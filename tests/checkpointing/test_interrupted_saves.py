@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from penzai import pz
 
-from penzai_shard.checkpointing import replacement, restore_params, save_params
+from penzai_shard.checkpointing import orbax_store, replacement, restore_params, save_params
 from penzai_shard.errors import (
+    CheckpointDamagedError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointWriteError,
@@ -218,7 +219,7 @@ def test_temporary_directories_are_not_proposed(tmp_path, wide):
     shutil.copytree(path, tmp_path / "params.orbax-checkpoint-tmp")
     shutil.copytree(path, tmp_path / f".other{replacement.SUFFIX}")
     with pytest.raises(CheckpointNotFoundError) as caught:
-        restore_params(tmp_path / "param", ONES, wide)
+        restore_params(tmp_path / "param", ONES, wide, {})
     assert str(caught.value) == (
         f"there is no checkpoint at {tmp_path}/param: the path does not exist. Did you mean {path}?"
     )
@@ -261,3 +262,17 @@ def test_a_failed_commit_keeps_what_was_there(tmp_path, wide, monkeypatch):
         save_params(path, {"w": jnp.zeros(3)}, overwrite=True)
     assert restored(path, wide) == 1
     assert os.listdir(tmp_path) == ["params"]
+
+
+def test_a_checkpoint_replaced_while_it_is_read_is_refused(tmp_path, wide, monkeypatch):
+    values = {"w": pz.nx.wrap(np.arange(64.0, dtype="float32").reshape(8, 8)).tag("a", "b")}
+    path = save_params(tmp_path / "params", values)
+    loaded = orbax_store.orbax().load
+
+    def replace_and_load(*arguments):
+        save_params(path, {"w": values["w"].order_as("b", "a")}, overwrite=True)
+        return loaded(*arguments)
+
+    monkeypatch.setattr(orbax_store.orbax(), "load", replace_and_load)
+    with pytest.raises(CheckpointDamagedError, match="was replaced while it was being read"):
+        restore_params(path, values, wide, {})
