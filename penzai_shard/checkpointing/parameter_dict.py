@@ -89,9 +89,9 @@ def with_params(model: Any, params: Mapping[str, Any]) -> Any:
             be those of the model's parameter; its dtype may differ.
 
     Returns:
-        The new model. Its parameters keep their metadata, shared ones stay shared. Frozen and
-        abstract parameters become mutable ones; only where the values themselves are structs do
-        the parameters stay frozen. State variables are copied.
+        The new model. Its parameters keep their metadata, shared ones stay shared, and frozen
+        ones frozen. Abstract parameters, which can only be frozen, become mutable ones, unless
+        the given values are structs themselves. State variables are copied.
 
     Raises:
         CheckpointMismatchError: With one line per parameter that is missing, superfluous, or of
@@ -302,10 +302,13 @@ def _fresh_variable(node: Any, value: Any) -> Any:
     leaves = jax.tree_util.tree_leaves(value)
     metadata = dict(node.metadata)
     is_parameter = isinstance(node, pz.Parameter | pz.ParameterValue)
-    if all(is_array_like(leaf) and not is_abstract(leaf) for leaf in leaves):
+    # Frozen on purpose, unless it could not be mutable: a mutable variable holds no structs.
+    keeps_frozen = isinstance(node, LabeledVariableValue) and not any(
+        map(is_abstract, jax.tree_util.tree_leaves(node.value))
+    )
+    if not keeps_frozen and all(is_array_like(leaf) and not is_abstract(leaf) for leaf in leaves):
         mutable = pz.Parameter if is_parameter else pz.StateVariable
         return with_own_label(mutable(value=value, label=node.label, metadata=metadata))
-    # A mutable variable turns what it is given into arrays, so it cannot hold structs.
     frozen = pz.ParameterValue if is_parameter else pz.StateVariableValue
     return frozen(value=value, label=node.label, metadata=metadata)
 

@@ -228,7 +228,8 @@ def split_model(
 
     Raises:
         ShardingError: The model is unbound or uninitialised, two variables have the same name,
-            a parameter that should be trained is not floating, or every parameter is frozen.
+            a parameter that should be trained is not floating, or by default nothing
+            would be trained.
 
     >>> unbound, params, state_vars, table = split_model({"layer": {"w": jnp.ones(3)}})
     >>> list(params), table.trainable_names
@@ -298,7 +299,7 @@ def split_model(
         leaves.append(entry.slot())
     raise_all(ShardingError, "cannot make a train state of this model:", problems)
     if trainable is None:
-        _refuse_all_frozen(entries.values())
+        _refuse_untrained(entries.values())
     unbound = jax.tree.unflatten(treedef, leaves)
     return unbound, params, state_vars, VariableTable(tuple(entries.values()))
 
@@ -332,6 +333,8 @@ def _split_weights(
         entries.append(VariableEntry(name, "parameter", None, False, wanted))
         leaves.append(entries[-1].slot())
     raise_all(ShardingError, "cannot make a train state of these weights:", problems)
+    if trainable is None:
+        _refuse_untrained(entries)
     unbound = jax.tree.unflatten(treedef, leaves)
     return unbound, params, {}, VariableTable(tuple(entries))
 
@@ -396,19 +399,18 @@ def _equal_arrays(a: Any, b: Any) -> bool:
     return bool(np.array_equal(np.asarray(a), np.asarray(b)))
 
 
-def _refuse_all_frozen(entries: Iterable[VariableEntry]) -> None:
+def _refuse_untrained(entries: Iterable[VariableEntry]) -> None:
+    """Raises if by default nothing of a model would be trained."""
     parameters = [entry for entry in entries if entry.kind == "parameter"]
-    frozen = [
-        entry.name
-        for entry in parameters
-        if not entry.mutable and entry.template.__class__ is pz.ParameterValue
-    ]
-    if frozen and not any(entry.trainable for entry in parameters):
-        raise ShardingError(
-            f"nothing of this model would be trained: {len(frozen)} of its {len(parameters)} "
-            f"parameters are frozen ({frozen[0]!r} and so on). Say which to train: "
-            "TrainState.initial_state(..., trainable=lambda parameter: True)."
-        )
+    if any(entry.trainable for entry in parameters):
+        return
+    if not parameters:
+        raise ShardingError("nothing of this model would be trained: it has no parameters.")
+    raise ShardingError(
+        f"nothing of this model would be trained: all of its {len(parameters)} parameters are "
+        f"frozen or not floating, such as {parameters[0].name!r}. Say which to train: "
+        "TrainState.initial_state(..., trainable=lambda parameter: True)."
+    )
 
 
 def _v1_types() -> tuple[tuple[type, ...], tuple[type, ...], tuple[type, ...]]:

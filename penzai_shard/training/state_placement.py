@@ -163,6 +163,11 @@ def _renamed(statistic: Any, treedef: Any, templates: list[pz.nx.NamedArray]) ->
 
 
 def _fits(part: Any, template: pz.nx.NamedArray) -> bool:
+    """Whether a statistic is made of a parameter's dimensions; a history has more in front."""
+    whole = tuple(template.named_axes.values())
+    shape = tuple(getattr(part, "shape", ()))
+    if whole and shape[len(shape) - len(whole) :] == whole:
+        return True
     return not any(
         align_names(template.named_axes, tuple(leaf.shape)).problem
         for leaf in jax.tree.leaves(part)

@@ -7,12 +7,13 @@ import jax
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.meshes import AnyMesh
+from penzai_shard.named_leaves import leaves_of
 from penzai_shard.placement import place
-from penzai_shard.planning import PlanRequest
+from penzai_shard.planning import PlanRequest, plan_tree, warn_caller
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
-from penzai_shard.training.batches import shard_batch
 from penzai_shard.training.model_variables import TrainablePredicate
 from penzai_shard.training.state_sharding import train_state_sharding
+from penzai_shard.training.step_failures import refuse_inputs
 from penzai_shard.training.train_state import TrainState, with_own_buffers
 from penzai_shard.training.train_step import LossFunction, TrainStep, build_train_step_fn
 
@@ -115,6 +116,7 @@ class StatefulTrainer:
             aux_reduction=aux_reduction,
         )
         self._donates = donate_states and jit
+        self._looked_at_rules = False
         self._state: TrainState
         self._handed_out: bool
         self.state = train_state
@@ -185,20 +187,29 @@ class StatefulTrainer:
             ShardingError: As a step of ``build_train_step_fn``. The state is as before then.
         """
         if self._request is not None:
-            request = self._request
-            inputs = shard_batch(
-                inputs,
-                request.mesh,
-                request.rules if request.rules_given else None,
-                on_indivisible=request.on_indivisible,
-                on_unnamed=request.on_unnamed,
-            )
+            inputs = self._placed(self._request, inputs)
         state = self._state
         if self._donates and self._handed_out:
             state = with_own_buffers(state)
         self._state, aux = self.step_fn(state, **inputs)
         self._handed_out = False
         return aux
+
+    def _placed(self, request: PlanRequest, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs on the mesh. Rules are looked at once, for the state and them together."""
+        refuse_inputs(inputs)
+        if not self._looked_at_rules:
+            self._looked_at_rules = True
+            leaves = leaves_of((self._state, inputs))
+            warn_caller(request.doubts({name for leaf in leaves for name in leaf.names or ()}))
+        plan = plan_tree(
+            inputs,
+            request.mesh,
+            request.rules,
+            on_indivisible=request.on_indivisible,
+            on_unnamed=request.on_unnamed,
+        )
+        return dict(place(inputs, plan))
 
     @property
     def state(self) -> TrainState:

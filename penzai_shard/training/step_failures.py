@@ -11,7 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from penzai_shard.errors import ShardingError
+from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.named_leaves import is_array_like
 from penzai_shard.training.loss_contract import not_arrays
 from penzai_shard.training.state_layout import deleted, sharding_text
 from penzai_shard.training.state_structure import KEPT_SECTIONS, STEPPED_SECTIONS, FlatState
@@ -43,6 +44,24 @@ def refuse_donated(flat: FlatState) -> None:
             "arrays of this train state were deleted or donated elsewhere:",
             [f"{path}: its memory is gone. Make the state from a copy." for path in gone],
         )
+
+
+def refuse_other_leaves(flat: FlatState) -> None:
+    """Raises for leaves of a state that are not arrays, as one filled in by hand may have."""
+    leaves = zip(
+        flat.structure.paths(STEPPED_SECTIONS + KEPT_SECTIONS),
+        (*flat.stepped, *flat.kept),
+        strict=True,
+    )
+    raise_all(
+        ShardingError,
+        "a train state must be made of arrays:",
+        [
+            f"{path}: is of type {type(leaf).__name__}. Fill it with an array."
+            for path, leaf in leaves
+            if not is_array_like(leaf)
+        ],
+    )
 
 
 def explained(error: Exception, flat: FlatState, inputs: Mapping[str, Any]) -> ShardingError | None:

@@ -30,6 +30,7 @@ from penzai_shard.training.state_structure import (
     FlatState,
     StateStructure,
 )
+from penzai_shard.tree_paths import array_path_text
 
 if TYPE_CHECKING:
     import optax
@@ -135,7 +136,13 @@ class TrainState:
             "the loss function's state must be made of arrays:",
             not_arrays(loss_fn_state, "loss_fn_state", "Keep it where the loss is defined."),
         )
+        if trainable is not None and not callable(trainable):
+            raise RuleTypeError(
+                f"trainable must be a predicate, not {trainable!r}. Write for instance "
+                "trainable=lambda parameter: 'LoRA' in parameter.label."
+            )
         unbound_model, params, state_vars, variables = split_model(model, trainable)
+        _refuse_deleted({"params": params, "state_vars": state_vars, "model": unbound_model})
         changing = {
             "step": jnp.zeros((), jnp.int32),
             "params": params,
@@ -271,6 +278,18 @@ def donation_text(state: TrainState) -> str:
     )
 
 
+def _refuse_deleted(parts: dict[str, Any]) -> None:
+    raise_all(
+        ShardingError,
+        "the memory of this model is gone, for instance since a train step that donates took it:",
+        [
+            f"{array_path_text(path)}: is deleted. Use the model of the last state, state.model."
+            for path, leaf in jax.tree_util.tree_flatten_with_path(parts)[0]
+            if deleted([leaf])
+        ],
+    )
+
+
 def _check_key(root_rng: Any) -> None:
     dtype = getattr(root_rng, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and root_rng.shape == ():
@@ -306,6 +325,8 @@ def to_flat(state: TrainState) -> FlatState:
     flat: FlatState | None = fields.get("_flat")
     if flat is not None and not any(name in fields for name in FIELDS):
         return flat
+    if "params" in fields:
+        _check_names(fields["params"], state.variables)
     treedefs = []
     stepped: list[Any] = []
     kept: list[Any] = []
@@ -345,6 +366,25 @@ def section_of(state: TrainState, section: str) -> Any:
         for name, value in peek(state, "params").items()
         if (name in trainable) == wanted
     }
+
+
+def _check_names(params: Any, variables: VariableTable) -> None:
+    names = [entry.name for entry in variables.parameters]
+    if not isinstance(params, dict):
+        raise ShardingError(
+            f"params of a train state must be a dictionary of {len(names)} values by name, not "
+            f"{type(params).__name__}."
+        )
+    problems = [
+        f"{name}: went missing. Put its value back." for name in names if name not in params
+    ]
+    problems += [
+        f"{name}: is not a parameter of the model. Make the state anew: "
+        "TrainState.initial_state(model, optimizer, key)."
+        for name in params
+        if name not in names
+    ]
+    raise_all(ShardingError, "params of this train state are not those of its model:", problems)
 
 
 def _is(a: Any, b: Any) -> bool:

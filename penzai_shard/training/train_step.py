@@ -5,7 +5,7 @@ a list of arrays to one compiled program and wraps the list that comes back.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -36,7 +36,12 @@ from penzai_shard.training.state_structure import (
     FlatState,
     StateStructure,
 )
-from penzai_shard.training.step_failures import explained, refuse_donated, refuse_inputs
+from penzai_shard.training.step_failures import (
+    explained,
+    refuse_donated,
+    refuse_inputs,
+    refuse_other_leaves,
+)
 from penzai_shard.training.train_state import TrainState, from_flat, to_flat
 
 # A step keeps the programs of so many structures and layouts of states.
@@ -132,6 +137,8 @@ def build_train_step_fn(
         raise RuleTypeError(
             f"accumulate_steps must be a positive integer, not {accumulate_steps!r}."
         )
+    if not isinstance(batch_axis, Hashable):
+        raise RuleTypeError(f"batch_axis must be a logical axis, not {batch_axis!r}.")
     return TrainStep(
         GradientStep(loss_fn, accumulate_steps, batch_axis, AuxReductions.of(aux_reduction)),
         jit=jit,
@@ -266,6 +273,7 @@ class TrainStep:
                 "this train state is abstract. Fill it before training, for instance with "
                 "restore_train_state(path, state, mesh, rules)."
             )
+        refuse_other_leaves(flat)
         if self._declared is not None:
             stepped, kept = as_declared(structure, stepped, kept, self._declared.of(structure))
         mesh = mesh_of(stepped) or mesh_of(kept) or mesh_of(inputs)

@@ -9,6 +9,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
+from penzai_shard.checkpointing import restore_train_state, save_train_state
+from penzai_shard.errors import PlanError
 from penzai_shard.planning import make_plan
 from penzai_shard.training import (
     TrainState,
@@ -215,3 +217,109 @@ def test_parameters_without_names_are_refused_or_replicated(mesh):
         train_state_sharding(state, mesh, RULES)
     shardings = train_state_sharding(state, mesh, RULES, on_unnamed="replicate")
     assert {s.spec for s in jax.tree.leaves(shardings)} == {PartitionSpec()}
+
+
+def small_weights():
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "up": pz.nx.wrap(jax.random.normal(keys[0], (8, 16)) * 0.3, "features", "features_out"),
+        "down": pz.nx.wrap(jax.random.normal(keys[1], (16, 8)) * 0.3, "features_out", "features"),
+        "bias": pz.nx.wrap(jax.random.normal(keys[2], (8,)) * 0.3, "features"),
+    }
+
+
+def small_loss(model, rng, state, x):
+    up = model["up"].unwrap("features", "features_out")
+    down = model["down"].unwrap("features_out", "features")
+    out = jnp.tanh(x.unwrap("batch", "features") @ up) @ down + model["bias"].unwrap("features")
+    return jnp.mean((out - 1) ** 2), state, None
+
+
+def preconditioned():
+    """A matrix of second moments for each dimension, as in Shampoo, made by hand."""
+
+    def init(params):
+        return jax.tree.map(lambda p: tuple(jnp.eye(size) for size in p.shape), params)
+
+    def update(updates, state, params=None):
+        gradients, treedef = jax.tree.flatten(updates)
+        new_state, steps = [], []
+        for gradient, moments in zip(gradients, treedef.flatten_up_to(state), strict=True):
+            new_moments, step = [], gradient
+            for i, moment in enumerate(moments):
+                matrix = jnp.moveaxis(gradient, i, 0).reshape(gradient.shape[i], -1)
+                new_moments.append(0.9 * moment + 0.1 * matrix @ matrix.T)
+                step = jnp.moveaxis(jnp.tensordot(new_moments[-1], step, axes=(1, i)), 0, i)
+            new_state.append(tuple(new_moments))
+            steps.append(-1e-2 * step)
+        return treedef.unflatten(steps), treedef.unflatten(new_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+ASKING = {
+    "lbfgs": lambda: optax.lbfgs(memory_size=3),
+    "backtracking": lambda: optax.chain(
+        optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=4)
+    ),
+    "polyak_sgd": lambda: optax.polyak_sgd(),
+    "sam": lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05)),
+    "opaque sam in a chain": lambda: optax.chain(
+        optax.clip(1.0),
+        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True),
+    ),
+    "sophia": lambda: optax.contrib.sophia(1e-2),
+    "galore": lambda: optax.contrib.galore(1e-2, rank=4),
+    "preconditioned": preconditioned,
+}
+
+
+@pytest.mark.parametrize("name", list(ASKING))
+def test_optimizers_that_ask_for_more_compute_on_a_mesh_what_they_do_on_one_device(name, mesh):
+    x = pz.nx.wrap(jax.random.normal(jax.random.key(5), (16, 8)), "batch", "features")
+    optimizer = ASKING[name]()
+    step = build_train_step_fn(small_loss, donate_params_and_state=True)
+    reference = TrainState.initial_state(small_weights(), optimizer, jax.random.key(0))
+    weights = small_weights()
+    weights = jax.device_put(weights, make_plan(weights, mesh, RULES).sharding_tree())
+    state = TrainState.initial_state(weights, optimizer, jax.random.key(0), on_unnamed="replicate")
+    declared = train_state_sharding(state, mesh, RULES, on_unnamed="replicate")
+    jax.tree.map(lambda leaf, s: leaf.sharding == s or pytest.fail(str(s)), state, declared)
+    for _ in range(3):
+        reference, _ = step(reference, x=x)
+        state, _ = step(state, x=shard_batch(x, mesh, {"batch": "data"}))
+    for key, value in reference.params.items():
+        found = state.params[key].data_array
+        assert jnp.allclose(found, value.data_array, rtol=1e-4, atol=1e-5), key
+        assert jnp.any(found != small_weights()[key].data_array)
+    jax.tree.map(lambda leaf, s: leaf.sharding == s or pytest.fail(str(s)), state, declared)
+
+
+@pytest.mark.parametrize("entry", ["initial_state", "train_state_sharding", "restore"])
+@pytest.mark.parametrize("name", ["galore", "preconditioned"])
+def test_what_is_not_made_of_a_parameter_s_dimensions_is_refused_alike(entry, name, mesh, tmp_path):
+    weights = small_weights()
+    placed = jax.device_put(weights, make_plan(weights, mesh, RULES).sharding_tree())
+
+    def initial(params, **options):
+        return TrainState.initial_state(params, ASKING[name](), jax.random.key(0), **options)
+
+    def enter(**options):
+        if entry == "initial_state":
+            return initial(placed, **options)
+        if entry == "train_state_sharding":
+            return train_state_sharding(initial(weights), mesh, RULES, **options)
+        state = initial(weights)
+        save_train_state(tmp_path / "state", state, overwrite=True)
+        return restore_train_state(tmp_path / "state", state, mesh, RULES, **options)
+
+    with pytest.raises(PlanError) as caught:
+        enter()
+    assert caught.value.problems
+    for problem in caught.value.problems:
+        assert problem.startswith("opt_state/")
+        assert "features" in problem
+        assert 'on_unnamed="replicate"' in problem
+    leaves = jax.tree.leaves(enter(on_unnamed="replicate"))
+    specs = {(leaf if entry == "train_state_sharding" else leaf.sharding).spec for leaf in leaves}
+    assert PartitionSpec("data", "model") in specs
