@@ -401,11 +401,14 @@ def _equal_arrays(a: Any, b: Any) -> bool:
 
 def _refuse_untrained(entries: Iterable[VariableEntry]) -> None:
     """Raises if by default nothing of a model would be trained."""
+    entries = list(entries)
     parameters = [entry for entry in entries if entry.kind == "parameter"]
     if any(entry.trainable for entry in parameters):
         return
-    if not parameters:
+    if not entries:
         raise ShardingError("nothing of this model would be trained: it has no parameters.")
+    if not parameters:
+        return  # A model of state variables alone.
     raise ShardingError(
         f"nothing of this model would be trained: all of its {len(parameters)} parameters are "
         f"frozen or not floating, such as {parameters[0].name!r}. Say which to train: "
