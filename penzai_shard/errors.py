@@ -12,13 +12,14 @@ import re
 import types
 from collections.abc import Sequence
 
+from penzai_shard.path_folding import NUMBER, folded_path, folding_key, varying_numbers
+
 # A message has at most so many lines of problems.
 SHOWN_PROBLEMS = 38
 
 # Fewer lines alike than this are easier to read one by one.
 FEWEST_ALIKE = 3
 
-_NUMBER = re.compile(r"\d+")
 # A path in the middle of a message: words with slashes or dots between them.
 _PATH = re.compile(r"(?<![\w\]])[\w\[\]]+(?:[./][\w\[\]-]+)+")
 
@@ -119,11 +120,11 @@ def _alike(problem: str) -> tuple[str, str]:
     if not found:
         return problem, ""
     # What a message repeats of its path, such as a name nearly the same, is folded with it.
-    numbers = set(_NUMBER.findall(path))
+    numbers = set(NUMBER.findall(path))
     for said in _numbered_paths(rest):
-        folded = _NUMBER.sub(lambda n: "*" if n.group() in numbers else n.group(), said)
+        folded = NUMBER.sub(lambda n: "*" if n.group() in numbers else n.group(), said)
         rest = rest.replace(said, folded)
-    return _NUMBER.sub("*", path), rest
+    return folding_key(path), rest
 
 
 @functools.lru_cache(maxsize=256)
@@ -131,7 +132,7 @@ def _numbered_paths(message: str) -> tuple[str, ...]:
     """The paths with numbers that a message mentions; figures such as ``1.5`` are none."""
     paths = dict.fromkeys(_PATH.findall(message))
     return tuple(
-        p for p in paths if _NUMBER.search(p) and any(map(str.isidentifier, re.split("[./]", p)))
+        p for p in paths if NUMBER.search(p) and any(map(str.isidentifier, re.split("[./]", p)))
     )
 
 
@@ -139,14 +140,13 @@ def _group_line(rest: str, members: Sequence[str]) -> str:
     if ": " not in members[0]:
         return f"{members[0]} ({len(members)} times)"
     paths = [member.partition(": ")[0] for member in members]
-    columns = list(zip(*(map(int, _NUMBER.findall(path)) for path in paths), strict=True))
-    varying = {column for column in columns if len(set(column)) > 1}
-    kept = iter(columns)
-    path = _NUMBER.sub(lambda n: "*" if next(kept) in varying else n.group(), paths[0])
     told = f"{len(members)} times"
+    varying = set(varying_numbers(paths)) - {None}
     if len(varying) == 1:
-        told += f", * = {_ranges(sorted(set(*varying)))}"
-    return f"{path} ({told}): {rest}"
+        told += (
+            f", * = {_ranges(sorted({number for column in varying for number in column or ()}))}"
+        )
+    return f"{folded_path(paths)} ({told}): {rest}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

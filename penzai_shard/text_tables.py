@@ -37,7 +37,7 @@ _CSS = (
 )
 
 
-class NotebookView(abc.ABC):
+class NotebookView:
     """A value that a notebook shows as a table, its verdict first.
 
     Jupyter takes ``_repr_html_``, with treescope as the default renderer and without it. Inside
@@ -46,9 +46,9 @@ class NotebookView(abc.ABC):
 
     __slots__ = ()
 
-    @abc.abstractmethod
     def notebook_table(self) -> "TextTable":
         """The table to show."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its table is.")
 
     def _repr_html_(self) -> str:
         return self.notebook_table().html()
@@ -65,7 +65,7 @@ class NotebookView(abc.ABC):
         )
 
 
-class TextTable(NotebookView):
+class TextTable(NotebookView, abc.ABC):
     """A value that prints as a table: a verdict, the rows, and lines below them.
 
     ``str`` and ``repr`` are plain text as wide as the terminal, whatever standard output is;

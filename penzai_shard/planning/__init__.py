@@ -10,7 +10,7 @@ from penzai_shard.planning.name_shardings import (
 )
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan
 from penzai_shard.planning.plan_request import PlanRequest, make_plan, warn_caller
-from penzai_shard.planning.plan_table import PlanTable, bytes_text
+from penzai_shard.planning.plan_table import PlanTable, axes_text, bytes_text, grouped_rows
 from penzai_shard.planning.planning_trees import plan_tree
 from penzai_shard.rule_kinds import OnUnnamed
 
@@ -21,7 +21,9 @@ __all__ = [
     "PlanRequest",
     "PlanTable",
     "ShardingPlan",
+    "axes_text",
     "bytes_text",
+    "grouped_rows",
     "make_plan",
     "name_axes",
     "name_to_name_sharding",

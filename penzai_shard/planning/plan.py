@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import PlanError, raise_all
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.planning.plan_table import PlanTable
+from penzai_shard.planning.plan_table import PlanTable, axes_text
 from penzai_shard.rule_kinds import LogicalAxis, NameRule
 from penzai_shard.text_tables import NotebookView
 
@@ -245,17 +245,8 @@ def itemsize(dtype: Any) -> int:
 
 
 def _axes_text(leaf: LeafPlan) -> str:
-    """The dimensions with the mesh axes they are split over: ``embedding=128/data, seq=64``."""
-    if not leaf.shape:
-        return "scalar"
-    spec = leaf.spec or ()
-    entries = [*spec, *(None,) * (len(leaf.shape) - len(spec))]
-    names = leaf.names or (None,) * len(leaf.shape)
-    return ", ".join(
-        (f"{size}" if name is None else f"{name}={size}")
-        + ("" if not entry else "/" + (entry if isinstance(entry, str) else "+".join(entry)))
-        for name, size, entry in zip(names, leaf.shape, entries, strict=True)
-    ) + (" (left to JAX)" if leaf.spec is None else "")
+    text = axes_text(leaf.names, leaf.shape, leaf.spec or ())
+    return text if leaf.spec is not None or not leaf.shape else f"{text} (left to JAX)"
 
 
 def _json_entry(entry: Any) -> Any:

@@ -1,14 +1,15 @@
 """A plan as a table."""
 
 import dataclasses
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from penzai_shard.path_folding import folded_path, folding_key
+from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.text_tables import TextTable
 
 Row = tuple[str, str, str, int, str]
 
-_NUMBER = re.compile(r"\d+")
+SCALARS = "(scalars)"
 
 
 def bytes_text(count: int) -> str:
@@ -23,6 +24,54 @@ def bytes_text(count: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def axes_text(
+    names: Sequence[LogicalAxis | None] | None,
+    shape: Sequence[int],
+    spec: Iterable[str | tuple[str, ...] | None],
+) -> str:
+    """The dimensions of an array with the mesh axes that they are split over.
+
+    >>> axes_text(("embedding", "seq"), (128, 64), ("data",))
+    'embedding=128/data, seq=64'
+    """
+    if not shape:
+        return "scalar"
+    entries = [*spec]
+    entries += [None] * (len(shape) - len(entries))
+    return ", ".join(
+        (f"{size}" if name is None else f"{name}={size}")
+        + ("" if not entry else "/" + (entry if isinstance(entry, str) else "+".join(entry)))
+        for name, size, entry in zip(names or (None,) * len(shape), shape, entries, strict=True)
+    )
+
+
+def grouped_rows(rows: Iterable[Row], collapse: bool = True) -> tuple[tuple[str, ...], ...]:
+    """Rows of texts, those alike in one with their count and the sum of their bytes.
+
+    Args:
+        rows: For each array its path, axes, dtype, bytes per device and reason.
+        collapse: Whether arrays are alike that differ in the numbers of their paths only, and
+            all scalars.
+
+    >>> grouped_rows([(f"block_{i}/w", "a=2", "int8", 2, "") for i in range(3)])
+    (('block_*/w', '3', 'a=2', 'int8', '6 B', ''),)
+    """
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        path, axes, dtype, _, reason = row
+        place = path
+        if collapse:
+            place = SCALARS if axes == "scalar" else folding_key(path)
+        groups.setdefault((place, axes, dtype, reason), []).append(row)
+    shown = []
+    for (place, axes, dtype, reason), members in groups.items():
+        paths = [member[0] for member in members]
+        path = SCALARS if place == SCALARS and len(paths) > 1 else folded_path(paths)
+        held = bytes_text(sum(member[3] for member in members))
+        shown.append((path, str(len(members)), axes, dtype, held, reason))
+    return tuple(shown)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -60,24 +109,12 @@ class PlanTable(TextTable):
         collapse: bool,
     ) -> "PlanTable":
         """Makes the table; see ``ShardingPlan.table``."""
-        groups: dict[tuple[str, ...], list[Row]] = {}
-        for row in rows:
-            path, axes, dtype, _, reason = row
-            place = path
-            if collapse:
-                place = "(scalars)" if axes == "scalar" else _NUMBER.sub("*", path)
-            groups.setdefault((place, axes, dtype, reason), []).append(row)
-        shown = []
-        for (place, axes, dtype, reason), members in groups.items():
-            path = members[0][0] if len(members) == 1 else place
-            held = bytes_text(sum(member[3] for member in members))
-            shown.append((path, str(len(members)), axes, dtype, held, reason))
-        arrays = sum(len(members) for members in groups.values())
+        rows = list(rows)
         verdict = (
-            f"{arrays} arrays, {bytes_text(total_bytes)}; on mesh ({mesh}) each device holds "
+            f"{len(rows)} arrays, {bytes_text(total_bytes)}; on mesh ({mesh}) each device holds "
             f"{bytes_text(bytes_per_device)}, of which replicated {bytes_text(replicated_bytes)}"
         )
-        return cls(tuple(shown), verdict, remarks)
+        return cls(grouped_rows(rows, collapse), verdict, remarks)
 
     def text_rows(self) -> tuple[tuple[str, ...], ...]:
         """The rows."""

@@ -132,12 +132,16 @@ class VariableTable:
     def __hash__(self) -> int:
         return self._hash
 
-    def __repr__(self) -> str:
+    def counts(self) -> str:
+        """How many variables there are of each kind, in words."""
         frozen = len(self.parameters) - len(self.trainable_names)
         return (
-            f"VariableTable({len(self.trainable_names)} trainable, {frozen} frozen, "
-            f"{len(self.states)} state variables)"
+            f"{len(self.trainable_names)} trainable, {frozen} frozen, "
+            f"{len(self.states)} state variables"
         )
+
+    def __repr__(self) -> str:
+        return f"VariableTable({self.counts()})"
 
     def bind(
         self,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.rule_kinds import OnUnnamed, check_option
+from penzai_shard.text_tables import NotebookView
 from penzai_shard.training.loss_contract import not_arrays
 from penzai_shard.training.model_variables import (
     TrainablePredicate,
@@ -30,6 +31,7 @@ from penzai_shard.training.state_structure import (
     FlatState,
     StateStructure,
 )
+from penzai_shard.training.state_table import PARTS, StateTable
 from penzai_shard.tree_paths import array_path_text
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ _STATIC = ("optimizer_def", "variables")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class TrainState:
+class TrainState(NotebookView):
     """Everything that a training run carries from step to step: a pytree.
 
     It is an ordinary frozen dataclass to its user. A state that a train step returned holds a
@@ -195,6 +197,19 @@ class TrainState:
         if is_donated(self):
             return f"TrainState(donated: {donation_text(self)})"
         return f"TrainState(step={self.step}, {self.variables!r})"
+
+    def notebook_table(self) -> StateTable:
+        """What the state holds and how it lies, arrays alike in one row."""
+        if is_donated(self):
+            return StateTable((), donation_text(self))
+        step = peek(self, "step")
+        known = isinstance(step, jax.Array) and not isinstance(step, jax.core.Tracer)
+        at = f"step {int(step)}" if known else "a step not known yet"
+        return StateTable.of(
+            f"TrainState at {at}, {self.variables.counts()}",
+            {name: peek(self, name) for name in PARTS},
+            self.variables.trainable_names,
+        )
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         from treescope import repr_lib

@@ -41,6 +41,8 @@ def run(notebook, folder):
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "PYTHONWARNINGS": "default",
+        # This checkout, wherever the kernel's package may be installed from.
+        "PYTHONPATH": str(FOLDER.parent),
     }
     execution = client.async_execute(env=environment)
     asyncio.run(asyncio.wait_for(execution, SECONDS_PER_NOTEBOOK))

@@ -41,7 +41,8 @@ report = recipe.report(model)
 small = build(1)
 x = pz.nx.ones({"batch": 4, "embedding": 8})
 proof = pzs.check_equivalent(small, pzs.jit_root().apply(small), x)
-state = pzs.TrainState.initial_state(build(1), optax.adamw(1e-3), jax.random.key(0))
+placed = pzs.place(build(96), mesh, rules)
+state = pzs.TrainState.initial_state(placed, optax.adamw(1e-3), jax.random.key(0))
 """
 
 # What is shown, with the start of its verdict and something of its table.
@@ -52,6 +53,10 @@ VIEWS = {
     "rules": ("2 rules, to mesh axes data, model", "neurons"),
     "report": ("2 edits of Sequential, 288 places", "sublayers/*/sublayers/*"),
     "proof": ("equivalent", "gradients"),
+    "state": (
+        "TrainState at step 0, 192 trainable, 0 frozen",
+        "opt_state/0/mu/model/block_*/mlp/up",
+    ),
 }
 # Run in the kernel: how much and how long each view is.
 MEASURED = """

@@ -1,0 +1,94 @@
+"""A train state as a table."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from penzai_shard.named_leaves import NamedLeaf, map_arrays
+from penzai_shard.planning import axes_text, bytes_text, grouped_rows
+from penzai_shard.planning.plan_table import Row
+from penzai_shard.text_tables import TextTable
+
+# The fields that are shown, and what they are for.
+PARTS = {
+    "params": "parameter",
+    "opt_state": "optimizer",
+    "state_vars": "state variable",
+    "loss_fn_state": "loss function",
+    "unbound_model": "constant",
+}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class StateTable(TextTable):
+    """What a train state holds and how it lies; ``print`` and notebooks show it.
+
+    Attributes:
+        rows: One row of texts per group of arrays alike.
+        verdict: What there is to know first.
+    """
+
+    headings = ("array", "count", "logical axes/mesh axes", "dtype", "per device", "part")
+    right_aligned = frozenset({"count", "per device"})
+    unwrapped = frozenset({"dtype"})
+    paths = frozenset({"array"})
+
+    rows: tuple[tuple[str, ...], ...]
+    verdict: str
+
+    @classmethod
+    def of(
+        cls,
+        verdict: str,
+        parts: Mapping[str, Any],
+        trainable_names: Iterable[str],
+    ) -> "StateTable":
+        """Makes the table.
+
+        Args:
+            verdict: The start of the first line.
+            parts: The trees of the state by the names in ``PARTS``.
+            trainable_names: The names of the parameters that are trained.
+        """
+        trained = frozenset(trainable_names)
+        rows: list[Row] = []
+        for field, part in PARTS.items():
+            if field == "params":
+                for name, value in parts[field].items():
+                    told = "trained" if name in trained else "frozen"
+                    map_arrays(value, functools.partial(_add_row, rows, told, name))
+            else:
+                map_arrays(parts[field], functools.partial(_add_row, rows, part, None), field)
+        held = bytes_text(sum(row[3] for row in rows))
+        return cls(grouped_rows(rows), f"{verdict}; each device holds {held}")
+
+    def text_rows(self) -> tuple[tuple[str, ...], ...]:
+        """The rows."""
+        return self.rows
+
+    def text_verdict(self) -> str:
+        """What there is to know first."""
+        return self.verdict
+
+    def text_summary(self) -> tuple[str, ...]:
+        """Nothing more."""
+        return ()
+
+
+def _add_row(rows: list[Row], part: str, name: str | None, leaf: NamedLeaf) -> None:
+    if leaf.dtype is None:
+        return
+    known = not isinstance(leaf.array, jax.core.Tracer)
+    sharding = getattr(leaf.array, "sharding", None) if known else None
+    spec: tuple[Any, ...] = ()
+    shape = leaf.shape
+    if isinstance(sharding, NamedSharding):
+        shape, spec = sharding.shard_shape(shape), tuple(sharding.spec)
+    axes = axes_text(leaf.names, leaf.shape, spec)
+    held = math.prod(shape) * leaf.dtype.itemsize
+    rows.append((name or leaf.path, axes, str(leaf.dtype), held, part))
