@@ -137,7 +137,7 @@ class Recipe:
             except EditRefused as error:
                 raise RuleTypeError(
                     f"this recipe cannot be applied to the {type(model).__name__}:",
-                    [*problems, f"edit {number}, {edit!r}, {error.line}"],
+                    [*problems, *(f"edit {number}, {edit!r}, {line}" for line in error.lines)],
                 ) from error.__cause__
             edited = outcome.model
             if outcome.problem:

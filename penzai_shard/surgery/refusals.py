@@ -1,5 +1,7 @@
 """What stops an edit in the middle of a model, and where."""
 
+from collections.abc import Sequence
+
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.surgery.tree_nodes import Keys, keys_text
 
@@ -8,17 +10,28 @@ _DEEP = 150
 
 
 class EditRefused(RuleTypeError):
-    """An edit cannot be carried out at one place of a model.
+    """An edit cannot be carried out at some place of a model.
 
     Args:
         keys: The keys of the place.
         reason: Why not, and what to do.
+        others: What stopped the same edit at other places.
+
+    Attributes:
+        lines: The places, and why not there.
     """
 
-    def __init__(self, keys: Keys, reason: str) -> None:
+    def __init__(self, keys: Keys, reason: str, others: Sequence["EditRefused"] = ()) -> None:
         self._keys, self._reason = tuple(keys), reason
-        self.line = f"at {keys_text(keys) or 'the root'}: {reason}"
-        super().__init__(self.line)
+        self.lines = [f"at {keys_text(keys) or 'the root'}: {reason}"]
+        self.lines += [line for other in others for line in other.lines]
+        super().__init__(self.lines[0], self.lines[1:])
+
+    def with_others(self, others: Sequence["EditRefused"]) -> "EditRefused":
+        """The same, with what happened at other places; its cause is the same too."""
+        made = EditRefused(self._keys, self._reason, others)
+        made.__cause__ = self.__cause__
+        return made
 
     def below(self, keys: Keys) -> "EditRefused":
         """The same in a tree that holds the one it is about, at these keys."""

@@ -201,15 +201,27 @@ def test_strip_leaves_something():
         strip(mlp(1), layers=pz.nn.Layer)
 
 
+def test_all_places_are_told_at_once():
+    def uneven(block, path):
+        return {"0": None, "1": jnp.ones(2), "2": Jitted(block), "3": pz.nn.Identity()}[path[-1]]
+
+    with pytest.raises(RuleTypeError) as error:
+        Recipe(wrap(Block, uneven)).apply(mlp(5))
+    told = [problem.partition("), at ")[2] for problem in error.value.problems]
+    assert [line.partition(": the function ")[0] for line in told] == [
+        f"sublayers/{number}" for number in (0, 1, 3, 4)
+    ]
+    assert told[-1].endswith("the function uneven raised KeyError: '4'")
+
+
 class TestFunctionsThatRaise:
     def test_a_wrapper(self):
         def broken(layer):
             return {}["rate"]
 
         error = refused(wrap(pz.nn.Linear, broken))
-        assert str(error).endswith(
-            f"at {FIRST_LINEAR}: the function broken raised KeyError: 'rate'"
-        )
+        told = f"at {FIRST_LINEAR}: the function broken raised KeyError: 'rate'"
+        assert error.problems[0].endswith(told)
         assert type(error.__cause__) is KeyError
 
     def test_a_predicate_with_the_path_that_it_was_given(self):
@@ -245,7 +257,7 @@ class TestFunctionsThatRaise:
             recipe.apply(mlp(2))
         assert "\n  edit 2, insert_after('tests.surgery" in str(error.value)
         assert "at sublayers/0/body: the function" in str(error.value)
-        assert len(error.value.problems) == 1
+        assert len(error.value.problems) == 2
 
     def test_what_did_not_fit_before_is_told_too(self):
         recipe = Recipe(wrap(pz.nn.Attention, Jitted), wrap(Block, lambda block: 1 / 0))
