@@ -23,14 +23,26 @@ from penzai_shard.layers import (
     WrapperLayer,
 )
 from penzai_shard.meshes import make_mesh
-from penzai_shard.surgery import scope_layers
+from penzai_shard.surgery import (
+    Recipe,
+    constrain_blocks,
+    manual_fsdp,
+    mixed_precision,
+    rematerialise_blocks,
+    roll_layer_stacks,
+    scope_layers,
+    wrap,
+)
+from penzai_shard.surgery.standard_recipes import is_model_layer
+
+MESH = make_mesh({"data": 8})
 
 WRAPPERS = {
     "Jitted": Jitted,
     "Checkpointed": Checkpointed,
     "Scoped": lambda body: Scoped(body, "scope"),
     "InPrecision": lambda body: InPrecision(body, "float32"),
-    "ShardMapped": lambda body: ShardMapped(body, make_mesh({"data": 8}), {}, {}),
+    "ShardMapped": lambda body: ShardMapped(body, MESH, {}, {}),
 }
 
 
@@ -142,31 +154,62 @@ def test_every_wrapper_of_this_library_reads_through():
     assert all(issubclass(kind, WrapperLayer) for kind in wrappers)
 
 
-def sampled(model):
-    sampler = sampling_mode.KVCachingTransformerLM.from_uncached(
-        model, cache_len=8, batch_axes={"batch": 2}
+def sampler_of(model, batch):
+    return sampling_mode.KVCachingTransformerLM.from_uncached(
+        model, cache_len=8, batch_axes={"batch": batch}
     )
-    prompt = pz.nx.wrap(jnp.asarray([[0, 3, 4], [5, 6, 7]]), "batch", "seq")
-    for kind in (lambda layer: layer, Jitted, lambda layer: Scoped(layer, "sampler")):
-        yield simple_decoding_loop.temperature_sample_pyloop(
-            kind(copy_of_state(sampler)), prompt, rng=jax.random.key(1), max_sampling_steps=4
+
+
+def test_penzai_samples_from_a_wrapped_sampler(small):
+    def sampled(layer):
+        return simple_decoding_loop.temperature_sample_pyloop(
+            layer,
+            prompt=pz.nx.wrap(jnp.asarray([[0, 3, 4], [5, 6, 7]]), "batch", "seq"),
+            rng=jax.random.key(1),
+            max_sampling_steps=2,
         ).unwrap("batch", "seq")
 
-
-def copy_of_state(sampler):
-    unbound, state = pz.unbind_variables(sampler)
-    return pz.bind_variables(
-        unbound, [variable.freeze() for variable in state], unfreeze_as_copy=True
-    )
+    model = small.llama()
+    scoped = Jitted(Scoped(sampler_of(scope_layers().apply(model), 2), "sampler"))
+    np.testing.assert_array_equal(sampled(scoped), sampled(Jitted(sampler_of(model, 2))))
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_penzai_samples_from_a_model_wrapped_at_every_layer(small, stacked):
-    bare = small.llama(use_layer_stack=stacked)
-    expected = list(sampled(bare))
-    wrapped = scope_layers().apply(bare)
-    assert type(wrapped) is Scoped
-    for ours, theirs in zip(sampled(wrapped), expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    around_blocks = pz.select(bare).at_instances_of(TransformerBlock).apply(Checkpointed)
-    np.testing.assert_array_equal(next(sampled(Jitted(around_blocks))), expected[0])
+RECIPES = {
+    "constrain_blocks": constrain_blocks(TransformerBlock, MESH, {"batch": "data"}),
+    "rematerialise_blocks": rematerialise_blocks(TransformerBlock),
+    "scope_layers": scope_layers(),
+    "manual_fsdp": manual_fsdp(TransformerBlock, MESH, {"embedding": "data", "batch": "data"}),
+    "mixed_precision": mixed_precision("float32"),
+    "roll_layer_stacks": roll_layer_stacks(),
+    "Jitted everywhere": Recipe(wrap(is_model_layer, Jitted, nested=True)),
+    "Checkpointed everywhere": Recipe(wrap(is_model_layer, Checkpointed, nested=True)),
+}
+
+
+@jax.jit
+def logits_and_cache(model):
+    sampler = sampler_of(model, 8)
+    tokens = pz.nx.wrap(jnp.arange(24).reshape(8, 3) % 16, "batch", "seq")
+    logits = sampler(tokens).unwrap("batch", "seq", "vocabulary")
+    return logits, {state.label: state.value for state in pz.unbind_state_vars(sampler)[1]}
+
+
+@pytest.fixture(scope="module")
+def bare_results(small):
+    """For plain and stacked models the model, and what it computes."""
+    models = {stacked: small.llama(use_layer_stack=stacked) for stacked in (False, True)}
+    return {
+        stacked: (model, logits_and_cache(pz.freeze_variables(model)))
+        for stacked, model in models.items()
+    }
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_model_edited_by_a_recipe_gets_a_key_value_cache(bare_results, name):
+    model, expected = bare_results[name == "roll_layer_stacks"]
+    edited = RECIPES[name].apply(model)
+    assert edited.metadata == model.metadata
+    results = pz.nx.order_like(logits_and_cache(pz.freeze_variables(edited)), expected)
+    assert jax.tree_util.tree_structure(results) == jax.tree_util.tree_structure(expected)
+    for ours, theirs in zip(*map(jax.tree_util.tree_leaves, (results, expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
