@@ -9,6 +9,7 @@ metadata file. What does not match is refused; only what has neither counts as p
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -45,6 +46,7 @@ SEAL = "penzai_shard.json"
 _SECTION = "penzai_shard"
 _VERSION = 2
 _ORBAX_METADATA = "_CHECKPOINT_METADATA"
+_INDICATOR = "orbax.checkpoint"
 _PLAIN = (
     "was written without logical axis names, so that only names, shapes and dtypes could be "
     "compared: an axis that was renamed or swapped with another of its length goes unnoticed. "
@@ -141,6 +143,11 @@ def read_manifest(path: PathLike) -> Manifest:
     """
     where = absolute_path(path)
     directory = found_directory(where)
+    if (directory.parent / SEAL).exists() and not (directory / SEAL).exists():
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint at {where}: it is a part of one. Restore the whole: "
+            f"{os.path.dirname(where.rstrip('/'))}"
+        )
     identity = _identity(directory)
     section, problems = _own_section(directory)
     version = _version_of(section)
@@ -197,6 +204,9 @@ def _own_section(directory: Any) -> tuple[Mapping[str, Any] | None, list[str]]:
             section = (json.loads(outer.read_bytes()).get("custom_metadata") or {}).get(_SECTION)
         except (ValueError, AttributeError, RecursionError):
             problems.append(f"{_ORBAX_METADATA}: cannot be read as JSON.")
+    elif (directory / _INDICATOR).exists():
+        # Orbax writes both, or neither in its older layouts.
+        problems.append(f"{_ORBAX_METADATA}: is missing.")
     if not sealed.exists():
         if section is None:
             return None, problems

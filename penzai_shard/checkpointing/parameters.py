@@ -166,8 +166,9 @@ def restore_params(
 
     Returns:
         The same kind of thing, filled, everything in it in the layout that ``make_plan`` gives.
-        Of a model: a new model with mutable parameters and state variables, metadata and sharing
-        kept; its constants and state variables keep their values, and are put where the plan says.
+        Of a model: a new model with new variables, metadata and sharing kept. What was frozen
+        stays frozen; the parameters of an abstract model become mutable ones. Constants and state
+        variables keep their values, and are put where the plan says.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at the path.

@@ -26,6 +26,7 @@ from penzai_shard.checkpointing import (
 from penzai_shard.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
+    CheckpointNotFoundError,
     ShardingError,
     ShardingWarning,
 )
@@ -197,6 +198,21 @@ def test_either_place_says_that_a_checkpoint_is_ours(copy, wide):
     (copy / manifest.SEAL).unlink()
     with pytest.raises(CheckpointDamagedError, match=f"{manifest.SEAL}: is missing"):
         restore_params(copy, VALUES, wide, {})
+
+
+def test_both_places_gone_is_still_no_plain_checkpoint(copy, wide):
+    (copy / manifest.SEAL).unlink()
+    (copy / METADATA).unlink()
+    with pytest.raises(CheckpointDamagedError, match=f"{METADATA}: is missing"):
+        restore_params(copy, VALUES, wide, {})
+
+
+def test_a_part_of_a_checkpoint_is_not_one(copy, wide):
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        restore_params(copy / "state", VALUES, wide, {})
+    assert str(caught.value) == (
+        f"there is no checkpoint at {copy}/state: it is a part of one. Restore the whole: {copy}"
+    )
 
 
 def test_files_of_another_checkpoint_are_refused(copy, whole, wide, tmp_path):

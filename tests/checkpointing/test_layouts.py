@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
+from penzai.toolshed import lora
 
 from penzai_shard.checkpointing import (
     restore_params,
@@ -185,3 +186,39 @@ def test_an_optimizer_s_unnamed_arrays_are_replicated_when_asked(tmp_path, wide)
     assert restored["opt_state"]["square"].sharding == NamedSharding(wide, P())
     restored = restore_train_state(path, state, wide, {"a": "data"}, on_unnamed="infer")
     assert restored["opt_state"]["square"].sharding == NamedSharding(wide, P())
+
+
+def test_frozen_stays_frozen_and_shared_stays_shared(tmp_path, wide):
+    def with_adapters(seed):
+        frozen = pz.freeze_params(build(seed))
+        return lora.loraify_linears_in_selection(
+            pz.select(frozen).at_instances_of(pz.nn.Linear), rank=2, init_base_rng=jax.random.key(1)
+        )
+
+    path = save_params(tmp_path / "lora", with_adapters(0))
+    # Transformed, the frozen parameter is two equal objects instead of one.
+    for like in (with_adapters(5), jax.tree.map(lambda leaf: leaf, with_adapters(5))):
+        restored = restore_params(path, like, wide, RULES, on_unnamed="replicate")
+        first, _, last = restored.sublayers
+        trained = [variable.label for variable in pz.unbind_params(restored)[1]]
+        assert trained == sorted({*trained})
+        assert len(trained) == len(pz.unbind_params(with_adapters(0))[1])
+        assert all("LoRA" in label for label in trained)
+        frozen = [
+            leaf
+            for leaf in jax.tree.leaves(
+                restored, is_leaf=lambda node: isinstance(node, pz.ParameterValue)
+            )
+            if isinstance(leaf, pz.ParameterValue)
+        ]
+        assert {value.label for value in frozen} == {"linear.weights"}
+        for value in frozen:
+            assert value.value.data_array.sharding == NamedSharding(wide, P("data", "model"))
+            np.testing.assert_array_equal(
+                value.value.data_array, build(0).sublayers[0].weights.value.data_array
+            )
+        assert jax.tree.structure(first) == jax.tree.structure(last)
+    thawed = restore_params(
+        path, abstract_model(with_adapters, 3), wide, RULES, on_unnamed="replicate"
+    )
+    assert "linear.weights" in [variable.label for variable in pz.unbind_params(thawed)[1]]
