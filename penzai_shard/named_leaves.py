@@ -122,8 +122,8 @@ def map_arrays(tree: Any, visit: Visit, path: str = "") -> Any:
     """Puts ``visit(leaf)`` in place of every array of a tree.
 
     Mutable variables are replaced by their frozen values, uninitialised parameters by
-    parameters; everything else of the structure is kept. A variable that occurs several times
-    is visited once and its result used again.
+    parameters; everything else of the structure is kept. A variable that occurs several times,
+    frozen or not, is visited once and its result used again.
 
     Args:
         tree: Any pytree.
@@ -148,21 +148,33 @@ def _map_tree(
     is_leaf: Callable[[Any], bool] = _is_known,
 ) -> Any:
     """``map_arrays``, with the place in the whole tree where labels stand for the path."""
-    seen: dict[int, Any] = {}
+    seen: dict[Hashable, Any] = {}
 
     def at_unit(key_path: Any, node: Any) -> Any:
         text = path_text(key_path)
         here = join_paths(path, text)
         there = here if place == path else join_paths(place, text)
-        if isinstance(node, LabeledVariable):
-            if id(node) not in seen:
-                seen[id(node)] = _map_unit(node, visit, here, there)
-            return seen[id(node)]
+        if isinstance(node, LabeledVariable | LabeledVariableValue):
+            identity = _identity(node)
+            if identity not in seen:
+                seen[identity] = _map_unit(node, visit, here, there)
+            return seen[identity]
         if _is_coefficients(key_path) and is_array_like(node):
             return visit(_coefficients_leaf(node, here))
         return _map_unit(node, visit, here, there)
 
     return jax.tree_util.tree_map_with_path(at_unit, tree, is_leaf=is_leaf)
+
+
+def _identity(node: LabeledVariable | LabeledVariableValue) -> Hashable:
+    """Equal for two occurrences of one variable, also of a frozen one that was taken apart."""
+    if isinstance(node, LabeledVariable):
+        return id(node)
+    data = getattr(node.value, "data_array", node.value)
+    if not is_array_like(data) or (data is not node.value and dimension_names(node.value) is None):
+        # Statistics of a parameter are named by where they are.
+        return object()
+    return type(node), node.label, id(data)
 
 
 def leaves_of(tree: Any, path: str = "") -> list[NamedLeaf]:

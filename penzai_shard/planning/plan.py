@@ -81,7 +81,9 @@ class ShardingPlan(NotebookView):
 
         Has the structure of the tree after ``pz.freeze_variables``, and serves as
         ``in_shardings`` or ``out_shardings`` of ``jax.jit`` and as the layout for
-        ``jax.device_put``. Arrays that JAX is to place have None.
+        ``jax.device_put``, which takes no mutable variables: give it
+        ``pz.freeze_variables(model)``, or call ``place(model, plan)`` for new ones. Arrays that
+        JAX is to place have None.
         """
         return self._fill([leaf.sharding for leaf in self.leaves])
 
