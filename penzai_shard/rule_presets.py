@@ -1,7 +1,8 @@
 """The layouts that most people want, as rules to be combined with ``|``."""
 
 import dataclasses
-from collections.abc import Sequence
+import numbers
+from collections.abc import Iterable, Sequence
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import RuleTypeError
@@ -53,13 +54,23 @@ def fully_sharded(mesh_axis: str | tuple[str, ...] = "data", min_size: int = 2**
         min_size: Arrays with fewer elements than this stay whole.
 
     Raises:
-        RuleTypeError: These are no mesh axes.
+        RuleTypeError: These are no mesh axes, or ``min_size`` is not a number of elements.
 
     >>> rules = fully_sharded(min_size=1) | tensor_parallel(axes=("neurons",))
     >>> rules.spec(("embedding", "neurons"), (8, 64), {"data": 4, "model": 2})
     P('data', 'model')
     """
+    if isinstance(min_size, bool) or not isinstance(min_size, numbers.Integral) or min_size < 0:
+        raise RuleTypeError(
+            "fully_sharded: min_size is a number of elements, for instance min_size=1024, not "
+            f"{min_size!r}."
+        )
     mesh_axes = AxisRules([("largest dimension", mesh_axis)]).rules[0].mesh_axes
+    if not mesh_axes:
+        raise RuleTypeError(
+            f"fully_sharded: a mesh axis to split over is needed, not {mesh_axis!r}. "
+            "Write for instance fully_sharded('data'), or leave the rule out."
+        )
     return AxisRules.from_rules([LargestDimensionRule(mesh_axes, min_size)])
 
 
@@ -83,9 +94,9 @@ def tensor_parallel(
     >>> tensor_parallel().spec(("head_groups", "query_heads"), (4, 2), {"model": 2})
     P('model',)
     """
-    if isinstance(axes, str):
+    if isinstance(axes, str) or not isinstance(axes, Iterable):
         raise RuleTypeError(
-            f"the rules need a sequence of logical axes, not the name {axes!r}. Write ({axes!r},)."
+            f"the rules need a sequence of logical axes, not {axes!r}. Write ({axes!r},)."
         )
     read = AxisRules([(name, mesh_axis) for name in axes]).rules
     return AxisRules.from_rules(

@@ -143,3 +143,20 @@ def test_a_lone_name_is_not_read_letter_by_letter():
 
 def test_the_default_axes_are_those_of_the_transformers():
     assert tensor_parallel().logical_axes == TRANSFORMER_MODEL_AXES
+
+
+@pytest.mark.parametrize("min_size", ["1k", 1.5, -1, None, True, [1024]])
+def test_a_size_that_is_not_a_number_of_elements_is_refused(min_size):
+    with pytest.raises(RuleTypeError, match=r"fully_sharded: min_size is a number of elements"):
+        fully_sharded(min_size=min_size)
+
+
+@pytest.mark.parametrize("mesh_axis", [None, ()])
+def test_sharding_fully_over_no_mesh_axis_is_refused(mesh_axis):
+    with pytest.raises(RuleTypeError, match=r"fully_sharded: a mesh axis to split over is needed"):
+        fully_sharded(mesh_axis)
+
+
+def test_axes_that_are_not_a_sequence_are_refused():
+    with pytest.raises(RuleTypeError, match=r"need a sequence of logical axes, not 3"):
+        tensor_parallel(axes=3)

@@ -1,18 +1,22 @@
 """Making models on a mesh by logical axis names, or without any memory."""
 
 import dataclasses
-import functools
 import importlib
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from penzai import pz
 from penzai.core.variables import AbstractVariableValue, AutoStateVarLabel
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
+from penzai_shard.placement.builders import (
+    OWN_ARGUMENTS,
+    check_builder,
+    naming_numbers_as_keys,
+)
 from penzai_shard.placement.tracing import TracedInitializer
 from penzai_shard.planning import PlanRequest, ShardingPlan
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
@@ -84,15 +88,13 @@ def sharded_init(
     >>> dict(weights.named_axes), weights.data_array.sharding.spec
     ({'features': 8, 'features_out': 16}, P(None, 'model'))
     """
-    own = {
-        "mesh": mesh,
-        "axis_name_to_mesh_name": axis_name_to_mesh_name,
-        "rules": rules,
-        "on_indivisible": None if on_indivisible == "error" else on_indivisible,
-        "on_unnamed": None if on_unnamed == "error" else on_unnamed,
-        "plan": plan,
-    }
-    _check_builder(initializer, args, kwargs, [name for name in own if own[name] is not None])
+    own = (mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed, plan)
+    given = [
+        name
+        for name, value in zip(OWN_ARGUMENTS, own, strict=True)
+        if value is not None and value != "error"
+    ]
+    check_builder(initializer, args, kwargs, given)
     request = PlanRequest.read(
         "sharded_init",
         mesh,
@@ -104,46 +106,11 @@ def sharded_init(
         places=True,
     )
     request = dataclasses.replace(request, keep_others=True)
-    tree = _initialize_on_mesh(
-        _unbound(initializer), args, kwargs, request, as_planned=_bound_frozen
-    )
-    return _bind(tree["model"], tree["variables"])
-
-
-def _check_builder(
-    initializer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[str]
-) -> None:
-    """Refuses what cannot build a model, and arguments that both it and ``sharded_init`` have."""
-    if not callable(initializer):
-        raise RuleTypeError(
-            f"sharded_init builds a model and needs the function that does, not a "
-            f"{type(initializer).__name__}. Give the function and its arguments: "
-            "sharded_init(build_model, seed=0, mesh=mesh, rules=rules). "
-            "A model that exists already is placed with place(model, mesh, rules)."
+    with naming_numbers_as_keys(initializer, args, kwargs):
+        tree = _initialize_on_mesh(
+            _unbound(initializer), args, kwargs, request, as_planned=_bound_frozen
         )
-    try:
-        signature = inspect.signature(initializer)
-        bound = {*signature.bind_partial(*args).arguments}
-    except (TypeError, ValueError):
-        return  # No signature to look at, or arguments that the call itself will refuse.
-    while isinstance(initializer, functools.partial):
-        bound |= initializer.keywords.keys()
-        initializer = initializer.func
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    name_of_builder = getattr(initializer, "__name__", type(initializer).__name__)
-    raise_all(
-        RuleTypeError,
-        "sharded_init and the function that it calls have parameters of the same name:",
-        [
-            f"{name}=: is taken by sharded_init and not passed on to {name_of_builder}, which has "
-            f"a parameter {name!r} too. Give it that one first, or leave it at its default so: "
-            f"functools.partial({name_of_builder}, {name}=...)."
-            for name in given
-            if name in signature.parameters
-            and signature.parameters[name].kind in by_keyword
-            and name not in bound
-        ],
-    )
+    return _bind(tree["model"], tree["variables"])
 
 
 def initialize_parameters_sharded(
@@ -194,6 +161,11 @@ def initialize_parameters_sharded(
     >>> model.weights.name, model.weights.value.data_array.sharding.spec
     ('linear.weights', P(None, 'model'))
     """
+    if not isinstance(rng, jax.Array | np.ndarray):
+        fix = f"jax.random.key({rng})" if isinstance(rng, int) else "jax.random.key(0)"
+        raise RuleTypeError(
+            f"initialize_parameters_sharded: rng is a random key, not {rng!r}. Write {fix}."
+        )
     v1 = importlib.import_module("penzai.deprecated.v1.pz")
     uninitialized = v1.select(model_def).at_instances_of(v1.nn.UninitializedParameter)
     request = PlanRequest.read(
@@ -252,7 +224,14 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     >>> model.sublayers[0].sublayers[0].weights.value.data_array
     ShapeDtypeStruct(shape=(8, 16), dtype=float32)
     """
-    traced = TracedInitializer.trace(_unbound(initializer), args, kwargs)
+    if not callable(initializer):
+        raise RuleTypeError(
+            "abstract_model calls the function that builds a model, and this is a "
+            f"{type(initializer).__name__}. Give the function and its arguments: "
+            "abstract_model(build_model, seed=0)."
+        )
+    with naming_numbers_as_keys(initializer, args, kwargs):
+        traced = TracedInitializer.trace(_unbound(initializer), args, kwargs)
     wanted = {
         index
         for node in jax.tree_util.tree_leaves(traced.numbered, is_leaf=_is_parameter_value)

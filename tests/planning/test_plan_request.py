@@ -246,3 +246,106 @@ def test_parameters_of_the_first_api_follow_a_plan_of_their_model(mesh):
     assert built.weights.value.data_array.sharding.spec == P("data")
     by_rules = pzs.initialize_parameters_sharded(model, key, mesh, rules={"features": "data"})
     np.testing.assert_array_equal(built.weights.value.data_array, by_rules.weights.value.data_array)
+
+
+def test_a_keyword_one_letter_off_is_refused_with_the_right_one(mesh):
+    def build(size=8):
+        return tree()
+
+    for wrong, right in (("rule", "rules"), ("on_unamed", "on_unnamed"), ("plans", "plan")):
+        match = (
+            rf"{wrong}=: is passed on to .*build, which does not take it\. Did you mean {right}=\?"
+        )
+        with pytest.raises(RuleTypeError, match=match):
+            pzs.sharded_init(build, mesh=mesh, **{wrong: {}})
+
+    def build_with_any(**options):
+        return tree()
+
+    with pytest.warns(ShardingWarning, match=r"rule=: is passed on .* Did you mean rules="):
+        pzs.sharded_init(build_with_any, mesh=mesh, rules={}, rule={})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sise'"):
+        pzs.sharded_init(build, mesh=mesh, rules={}, sise=3)
+
+
+def test_a_builder_whose_own_parameter_is_near_one_of_ours_gets_it(mesh):
+    def build(rule, plan_name):
+        assert (rule, plan_name) == (1, "x")
+        return tree()
+
+    pzs.sharded_init(build, mesh=mesh, rules={}, rule=1, plan_name="x")
+
+
+@pytest.mark.parametrize("name", ["key", "rng", "init_base_rng"])
+@pytest.mark.parametrize("value", [0, np.int32(3)])
+def test_a_number_is_not_a_random_key(name, value, mesh):
+    namespace = {"jax": jax, "pz": pz}
+    exec(
+        f"def build({name}):\n    return pz.nx.wrap(jax.random.normal({name}, (8,))).tag('a')",
+        namespace,
+    )
+    build = namespace["build"]
+    match = rf"{name}={value}: a number is not a random key. Write {name}=jax.random.key\({value}\)"
+    for call in (
+        lambda *args, **kwargs: pzs.sharded_init(build, *args, mesh=mesh, rules={}, **kwargs),
+        lambda *args, **kwargs: pzs.abstract_model(build, *args, **kwargs),
+    ):
+        with pytest.raises(RuleTypeError, match=match):
+            call(**{name: value})
+        with pytest.raises(RuleTypeError, match=match):
+            call(value)
+        call(jax.random.key(0))
+
+
+def test_a_builder_may_take_a_number_and_call_it_key(mesh):
+    def build(key):
+        return pz.nx.wrap(jax.random.normal(jax.random.key(key), (8,))).tag("a")
+
+    pzs.sharded_init(build, 3, mesh=mesh, rules={"a": "data"})
+
+    def broken(key):
+        raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match="of its own"):
+        pzs.abstract_model(broken, jax.random.key(0))
+
+
+def test_a_number_as_key_of_the_first_api_is_refused(mesh):
+    definition = pz_v1.nn.Linear.from_config({"features": 8}, {"features_out": 6})
+    with pytest.raises(
+        RuleTypeError, match=r"rng is a random key, not 0. Write jax"
+    ):
+        pzs.initialize_parameters_sharded(definition, 0, mesh, {})
+
+
+def test_an_initialiser_that_leaves_its_places_empty_is_refused(mesh):
+    def build():
+        return pz.nn.Linear.from_config("up", None, {"a": 8}, {"b": 4})
+
+    match = r"up\.weights: its place is empty. Give the initialiser a key"
+    for call in (
+        lambda: pzs.sharded_init(build, mesh=mesh, rules={"a": "data"}),
+        lambda: pzs.abstract_model(build),
+    ):
+        with pytest.raises(pzs.ShardingError, match=match):
+            call()
+
+
+def test_a_model_instead_of_its_builder_is_refused_by_abstract_model():
+    with pytest.raises(RuleTypeError, match=r"abstract_model calls the function.*not|is a dict"):
+        pzs.abstract_model(tree())
+
+
+def test_a_batch_on_another_mesh_is_brought_to_the_one_asked_for(mesh):
+    for other in (
+        pzs.make_mesh({"x": 4}, jax.devices()[4:]),
+        pzs.make_mesh({"data": 8}),
+        jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,)),
+    ):
+        rules = {"batch": next(iter(other.shape))}
+        x = pz.nx.wrap(np.arange(32.0).reshape(8, 4)).tag("batch", "features")
+        there = pzs.shard_batch({"x": x}, other, rules)
+        here = pzs.shard_batch(there, mesh, {"batch": "data"})["x"].data_array
+        assert {shard.data.shape for shard in here.addressable_shards} == {(2, 4)}
+        assert here.sharding.device_set == set(mesh.devices.flat)
+        np.testing.assert_array_equal(here, np.arange(32.0).reshape(8, 4))
