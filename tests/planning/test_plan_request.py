@@ -312,9 +312,7 @@ def test_a_builder_may_take_a_number_and_call_it_key(mesh):
 
 def test_a_number_as_key_of_the_first_api_is_refused(mesh):
     definition = pz_v1.nn.Linear.from_config({"features": 8}, {"features_out": 6})
-    with pytest.raises(
-        RuleTypeError, match=r"rng is a random key, not 0. Write jax"
-    ):
+    with pytest.raises(RuleTypeError, match=r"rng is a random key, not 0. Write jax"):
         pzs.initialize_parameters_sharded(definition, 0, mesh, {})
 
 
