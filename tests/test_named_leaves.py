@@ -190,7 +190,6 @@ def test_names_that_contradict_the_data_are_told():
         ({"a": 8, "b": 8}, (8,), "0/v_row/w", ("a",)),
         ({"a": 8, "b": 8}, (8,), "0/v_col/w", ("b",)),
         ({"a": 8, "b": 8}, (8,), "0/v_col/v_row", ("b",)),
-        ({"a": 8, "b": 8}, (8,), "0/other/w", (None,)),
         ({"a": 8, "b": 8, "c": 16}, (8, 16), "0/v_col/w", ("a", "c")),
         ({"a": 16, "b": 8, "c": 8}, (8, 8), "0/v_row/w", ("b", "c")),
         ({"a": 16, "b": 8, "c": 8}, (16, 8), "0/v_col/w", ("a", "b")),
@@ -200,6 +199,12 @@ def test_reduced_statistics_keep_the_names_of_what_is_left(sizes, shape, path, n
     aligned = align_names(sizes, shape, path)
     assert aligned.names == names
     assert not aligned.problem
+
+
+def test_a_statistic_that_may_be_of_either_dimension_is_a_problem():
+    aligned = align_names({"a": 8, "b": 8}, (8,), "0/other/w")
+    assert aligned.names == (None,)
+    assert "fits several of its logical axes (a=8, b=8)" in aligned.problem
 
 
 @pytest.mark.parametrize("place", [0, 1])
