@@ -15,11 +15,13 @@ from nbclient import NotebookClient
 FOLDER = pathlib.Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SECONDS_PER_NOTEBOOK = 180
-# A long text, such as that of a whole model, is stored up to here.
+# A long text, such as that of a whole model, is stored up to here; that of a table as it is.
 STORED_LINES = 25
 STORED_COLUMNS = 120
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# What differs from run to run and says nothing to a reader.
+_ADDRESSES = re.compile(r"( # Repeated python obj)? at 0x[0-9a-f]+")
 _SAYS_NOTHING = re.compile(r"<(IPython\.core\.display\.HTML object|Figure size .*)>")
 
 
@@ -85,9 +87,9 @@ def _stored_data(data):
     kept = {kind: data[kind] for kind in ("image/png", "image/svg+xml") if kind in data}
     if "<script" not in data.get("text/html", "<script"):
         kept["text/html"] = data["text/html"]
-    text = _ESCAPES.sub("", data.get("text/plain", ""))
+    text = _ADDRESSES.sub("", _ESCAPES.sub("", data.get("text/plain", "")))
     if text and not _SAYS_NOTHING.fullmatch(text):
-        kept["text/plain"] = _clipped(text)
+        kept["text/plain"] = text if "text/html" in kept else _clipped(text)
     return kept
 
 
