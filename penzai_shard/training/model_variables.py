@@ -373,11 +373,8 @@ def _entry(
 
 
 def _is_copy(variable: Any, first: Any) -> bool:
-    """Whether a variable is another copy of a frozen one, as trees of frozen ones come to hold.
-
-    A frozen parameter is a plain value: placing a model, ``jax.tree.map`` and checkpoints give
-    each of its places an object, and arrays, of its own.
-    """
+    """Whether a variable is another copy of a frozen one: placing a model, ``jax.tree.map`` and
+    checkpoints give each of its places a value of its own."""
     if variable.value is first.value:
         return True
     if type(variable) is not type(first) or isinstance(first, AbstractVariable):
@@ -446,10 +443,7 @@ def _dtype_of(leaf: Any) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
     try:
-        return bool(a == b)
+        return a is b or bool(a == b)
     except (TypeError, ValueError):
-        # Metadata may hold arrays, whose comparison has no truth value.
-        return False
+        return False  # Metadata may hold arrays, whose comparison has no truth value.

@@ -241,8 +241,7 @@ class StatefulTrainer:
         return self._state.optimizer_def
 
     def __repr__(self) -> str:
-        variables = repr(self._state.variables).removeprefix("VariableTable(")
-        return f"StatefulTrainer(step={int(self._state.step)}, {variables}"
+        return f"StatefulTrainer(step={int(self._state.step)}, {self._state.variables.counts()})"
 
 
 def _checked(train_state: Any) -> TrainState:
