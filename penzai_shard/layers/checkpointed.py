@@ -11,6 +11,7 @@ from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.first_api_effects import effects_as_variables, variables_as_effects
 from penzai_shard.layers.remat_policies import POLICIES, named_policy
+from penzai_shard.layers.unfit_calls import UNFIT_CALL, explain_unfit_call
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import auto_context, onto_auto_twin
 from penzai_shard.named_leaves import is_array_like
@@ -124,8 +125,12 @@ class Checkpointed(WrapperLayer):
         values = tuple(variable.freeze() for variable in variables)
         call, arguments = _without_fixed_leaves((values, *unbound))
         checkpointed = jax.checkpoint(call, policy=resolve_policy(self.policy))
-        with auto_context():
-            output, changed = checkpointed(*onto_auto_twin(arguments))
+        try:
+            with auto_context():
+                output, changed = checkpointed(*onto_auto_twin(arguments))
+        except UNFIT_CALL as error:
+            explain_unfit_call(error, self, argument, side_inputs)
+            raise
         for index, content in changed.items():
             variable_threading.assign(variables[index], content)
         return output

@@ -17,6 +17,7 @@ from penzai import pz
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import variable_threading
+from penzai_shard.layers.unfit_calls import UNFIT_CALL, explain_unfit_call
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import auto_context, onto_auto_twin
 
@@ -103,6 +104,13 @@ class InPrecision(WrapperLayer):
         Raises:
             RuleTypeError: A dtype is not a floating-point one, or ``keep`` cannot be read.
         """
+        try:
+            return self._computed(argument, side_inputs)
+        except UNFIT_CALL as error:
+            explain_unfit_call(error, self, argument, side_inputs)
+            raise
+
+    def _computed(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
         compute = _floating_dtype(self.compute_dtype, "compute_dtype")
         keep_dtype = jnp.promote_types(compute, jnp.float32)
         is_kept = _keep_predicate(self.keep)

@@ -17,7 +17,7 @@ from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.compiled_structure import tracing
 from penzai_shard.layers.model_reading import Inputs, ModelReading
-from penzai_shard.layers.unfit_calls import unfit_call
+from penzai_shard.layers.unfit_calls import UNFIT_CALL, explain_unfit_call
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 
 _READING = "_model_reading"
@@ -130,11 +130,9 @@ class Jitted(WrapperLayer):
                 compiled = compiled.outside_of_itself()
             try:
                 output, changed = compiled.run(arrays, constants, argument, side_inputs, extras)
-            except (RuntimeError, TypeError, ValueError) as error:
-                problem = unfit_call(error, self, *given)
-                if problem is None:
-                    raise
-                raise problem from None
+            except UNFIT_CALL as error:
+                explain_unfit_call(error, self, *given)
+                raise
             if not changed:
                 return output
             with variable_threading.EXCHANGE:

@@ -7,6 +7,7 @@ import jax
 from penzai import pz
 
 from penzai_shard.errors import RuleTypeError
+from penzai_shard.layers.unfit_calls import UNFIT_CALL, explain_unfit_call
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import auto_context
 
@@ -48,5 +49,9 @@ class Scoped(WrapperLayer):
         Returns:
             The layer's output.
         """
-        with auto_context(), jax.named_scope(self.name):
-            return self.body(argument, **side_inputs)
+        try:
+            with auto_context(), jax.named_scope(self.name):
+                return self.body(argument, **side_inputs)
+        except UNFIT_CALL as error:
+            explain_unfit_call(error, self, argument, side_inputs)
+            raise

@@ -1,4 +1,4 @@
-"""Why a compiled layer cannot be called: in terms of its parameters and inputs, not of JAX's."""
+"""Why a wrapped layer cannot be called: in terms of its parameters and inputs, not of JAX's."""
 
 import collections
 from collections.abc import Iterable
@@ -10,39 +10,56 @@ from jax.sharding import NamedSharding, Sharding
 from penzai_shard.errors import MeshError, RuleTypeError, ShardingError
 from penzai_shard.named_leaves import NamedLeaf, is_array_like, leaves_of
 
+UNFIT_CALL = (RuntimeError, TypeError, ValueError)
+"""What JAX raises where ``explain_unfit_call`` may know the reason."""
 
-def unfit_call(
+
+def explain_unfit_call(
     error: Exception, layer: Any, argument: Any, side_inputs: dict[str, Any]
-) -> ShardingError | None:
-    """What is wrong with the arrays of a call that failed; None if it failed for another reason.
+) -> None:
+    """Raises what is wrong with the arrays of a call that failed.
 
     Args:
         error: What JAX, or the layer, said.
-        layer: The ``Jitted`` layer.
+        layer: The wrapper layer.
         argument: Its input.
         side_inputs: Its side inputs.
 
-    Returns:
-        ``RuleTypeError`` if a parameter or input is a struct that describes an array or was
-        donated, or if an input is not an array; ``MeshError`` if not all arrays are on the same
-        devices, or if the argument is placed otherwise than ``in_shardings`` says.
+    Raises:
+        RuleTypeError: A parameter or an input is a struct that describes an array, or was donated;
+            or an input of ``Jitted`` is not an array.
+        MeshError: Not all arrays are on the same devices, or the argument is placed otherwise
+            than ``in_shardings`` says.
     """
-    name = f"Jitted({type(layer.body).__name__})"
+    if isinstance(error, ShardingError):
+        return  # Explained already, by a layer inside.
+    problem = _explanation(str(error), layer, argument, side_inputs)
+    if problem is not None:
+        raise problem from None
+
+
+def _explanation(
+    said: str, layer: Any, argument: Any, side_inputs: dict[str, Any]
+) -> ShardingError | None:
+    name = f"{type(layer).__name__}({type(layer.body).__name__})"
     own = leaves_of(layer.body)
     inputs = leaves_of(argument, "argument")
     for key, side_input in side_inputs.items():
         inputs += leaves_of(side_input, key)
-    if structs := [leaf for leaf in own if _is_struct(leaf.array)]:
+    # All of it by what JAX says: what a layer does not use may be abstract, or anywhere.
+    structs = [leaf for leaf in own if _is_struct(leaf.array)]
+    if "ShapeDtypeStruct" in said and structs:
         return RuleTypeError(
             f"{name} was called as an abstract model, whose parameters have no values. Build it "
             "with sharded_init, fill it with restore_params or with_params, or trace it: "
             "jax.eval_shape(model, x).",
             [f"{_title(leaf)}: has a shape and no value." for leaf in structs],
         )
-    if problems := [problem for leaf in inputs for problem in _input_problems(leaf)]:
+    in_shardings = vars(layer).get("in_shardings")
+    # Layers that are not compiled as a whole may take what they like.
+    is_compiled = "in_shardings" in vars(layer)
+    if is_compiled and (problems := [p for leaf in inputs for p in _input_problems(leaf)]):
         return RuleTypeError(f"{name} cannot take these inputs:", problems)
-    # From here on by what JAX says, as an array that the layer does not use may be anywhere.
-    said = str(error)
     deleted = [leaf for leaf in (*own, *inputs) if _is_deleted(leaf.array)]
     if "deleted" in said and deleted:
         return RuleTypeError(
@@ -54,7 +71,9 @@ def unfit_call(
     if "incompatible devices" in said:
         problems = _device_problems(own, inputs)
     elif "does not match the sharding on the respective arg" in said:
-        problems = _placement_problems(leaves_of(argument, "argument"), layer.in_shardings)
+        problems = _placement_problems(leaves_of(argument, "argument"), in_shardings)
+    else:
+        problems = []
     if not problems:
         return None
     return MeshError(f"{name} was called with arrays in places that do not fit:", problems)

@@ -11,8 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard.errors import MeshError, RuleTypeError
-from penzai_shard.layers import Jitted, Scoped
+from penzai_shard.layers import Checkpointed, InPrecision, Jitted, Scoped
 from penzai_shard.placement import abstract_model, place
+from penzai_shard.surgery import scope_layers
 
 
 def message(error, call):
@@ -150,16 +151,53 @@ def test_uncommitted_arrays_go_anywhere(small):
     assert jitted(small.features()).data_array.shape == (8, 4)
 
 
-def test_an_abstract_model(small):
-    jitted = Jitted(abstract_model(small.mlp))
-    text = message(RuleTypeError, lambda: jitted(small.features()))
+WRAPPERS = {
+    "Jitted": Jitted,
+    "Checkpointed": Checkpointed,
+    "Scoped": lambda layer: Scoped(layer, "scope"),
+    "InPrecision": lambda layer: InPrecision(layer, "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_an_abstract_model(small, name):
+    wrapped = WRAPPERS[name](abstract_model(small.mlp))
+    text = message(RuleTypeError, lambda: wrapped(small.features()))
     assert text.splitlines()[:2] == [
-        "Jitted(MLP) was called as an abstract model, whose parameters have no values. Build it "
+        f"{name}(MLP) was called as an abstract model, whose parameters have no values. Build it "
         "with sharded_init, fill it with restore_params or with_params, or trace it: "
         "jax.eval_shape(model, x).",
         "  mlp/Affine_0/Linear.weights: has a shape and no value.",
     ]
-    assert jax.eval_shape(jitted, small.features()).named_shape == {"batch": 8, "features": 4}
+    assert jax.eval_shape(wrapped, small.features()).named_shape == {"batch": 8, "features": 4}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_other_devices_and_donated_arrays_in_every_wrapper(small, name):
+    wrapped = WRAPPERS[name](small.placed(small.mlp(), small.AUTO))
+    elsewhere = jax.device_put(small.features(), jax.devices()[3])
+    text = message(MeshError, lambda: wrapped(elsewhere))
+    assert text.startswith(f"{name}(MLP) was called with arrays in places that do not fit:\n")
+    assert "  argument: is on device 3, and the model (for instance mlp/Affine_0/" in text
+    pz.unbind_variables(wrapped)[1][0].value.data_array.delete()
+    text = message(RuleTypeError, lambda: wrapped(small.features()))
+    assert text.endswith("\n  mlp/Affine_0/Linear.weights: was donated or deleted.")
+
+
+def test_the_innermost_wrapper_explains(small):
+    model = scope_layers().apply(abstract_model(small.mlp))
+    text = message(RuleTypeError, lambda: Jitted(Checkpointed(model))(small.features()))
+    assert text.startswith("Jitted(Checkpointed) was called as an abstract model")
+    text = message(RuleTypeError, lambda: model(small.features()))
+    assert text.splitlines()[0].startswith("Scoped(Linear) was called as an abstract model")
+    assert text.splitlines()[1:] == ["  mlp/Affine_0/Linear.weights: has a shape and no value."]
+
+
+def test_a_wrong_use_of_an_abstract_model_keeps_its_own_message(small):
+    wrong = pz.nx.ones({"batch": 8, "other": 3})
+    for wrap in WRAPPERS.values():
+        with pytest.raises(Exception, match="Mismatch while checking structures"):
+            jax.eval_shape(wrap(abstract_model(small.mlp)), wrong)
 
 
 @pytest.mark.parametrize(
