@@ -1,15 +1,12 @@
 """What a recipe does to a model, as a table."""
 
 import dataclasses
-import re
-from collections import Counter
 from typing import Any
 
+from penzai_shard.path_folding import folded_path, folding_key
 from penzai_shard.surgery.inserted_layers import library_role, original_in
 from penzai_shard.surgery.tree_nodes import children_of, kind_of
 from penzai_shard.text_tables import TextTable
-
-_NUMBER = re.compile(r"\d+")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -106,20 +103,16 @@ class EditReport(TextTable):
         """
         lines: list[tuple[str, ...]] = []
         for row in self.rows:
-            groups: Counter[tuple[str, str, str]] = Counter()
-            first: dict[tuple[str, str, str], str] = {}
+            groups: dict[tuple[str, str, str], list[str]] = {}
             for path, before, after in zip(
                 row.paths, row.before_types, row.after_types, strict=True
             ):
                 shown = path or "the root"
-                group = (_NUMBER.sub("*", shown) if collapse else shown, before, after)
-                groups[group] += 1
-                first.setdefault(group, shown)
+                group = (folding_key(shown) if collapse else shown, before, after)
+                groups.setdefault(group, []).append(shown)
             edit = row.title
-            for group, count in groups.items():
-                place, before, after = group
-                shown = first[group] if count == 1 else place
-                lines.append((edit, str(count), shown, before, after))
+            for (_, before, after), paths in groups.items():
+                lines.append((edit, str(len(paths)), folded_path(paths), before, after))
                 edit = ""
             if not groups:
                 lines.append((edit, "0", "", "", ""))

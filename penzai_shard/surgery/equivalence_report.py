@@ -1,14 +1,13 @@
 """The result of holding an edited model against its original, as a short table."""
 
 import dataclasses
-import re
 
 from penzai_shard.errors import SHOWN_PROBLEMS, ShardingError, grouped_problems
+from penzai_shard.path_folding import folding_key
 from penzai_shard.surgery.divergence import Divergence
 from penzai_shard.surgery.yardsticks import Deviation
 from penzai_shard.text_tables import TextTable
 
-_NUMBER = re.compile(r"\d+")
 _FIGURES = ("rounding", "off by", "allowed", "in float64", "allowed there")
 
 
@@ -118,7 +117,7 @@ class ArrayTable(TextTable):
         groups: dict[tuple[str, str], list[ArrayComparison]] = {}
         for comparison in self.comparisons:
             for array in comparison.arrays:
-                groups.setdefault((comparison.what, _NUMBER.sub("*", array.name)), []).append(array)
+                groups.setdefault((comparison.what, folding_key(array.name)), []).append(array)
         return [
             (
                 what,
@@ -231,7 +230,7 @@ class EquivalenceReport(TextTable):
             lines.append(f"and {len(grouped) - SHOWN_PROBLEMS:,} more; all are in comparisons")
         cancelling = [a.name for part in self.comparisons for a in part.arrays if a.cancels]
         if cancelling:
-            names = sorted({_NUMBER.sub("*", name) for name in cancelling})
+            names = sorted({folding_key(name) for name in cancelling})
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             lines.append(
                 f"zero but for rounding, because larger values cancel ({len(cancelling)} arrays, "
