@@ -29,7 +29,6 @@ from penzai_shard.checkpointing.locations import (
     absolute_path,
     found_directory,
     nearby,
-    path_object,
     what_it_is,
 )
 from penzai_shard.checkpointing.orbax_calls import first_line, orbax, without_noise
@@ -69,7 +68,6 @@ class Manifest:
         records: Every array by name.
         stored_tree: The structure in which Orbax keeps the arrays: a tree of their names.
         chunks: By name, the shape of the pieces in which the numbers can be read.
-        identity: A checksum of Orbax' metadata, which has the time of the save in it.
         caveat: What could not be checked, in words; empty if all could.
         prefix: What stands before each name in the checkpoint, if this is a part of one.
     """
@@ -80,7 +78,6 @@ class Manifest:
     records: Mapping[str, ArrayRecord]
     stored_tree: Any
     chunks: Mapping[str, tuple[int, ...]]
-    identity: str
     caveat: str = ""
     prefix: str = ""
 
@@ -148,7 +145,6 @@ def read_manifest(path: PathLike) -> Manifest:
             f"there is no checkpoint at {where}: it is a part of one. Restore the whole: "
             f"{os.path.dirname(where.rstrip('/'))}"
         )
-    identity = _identity(directory)
     section, problems = _own_section(directory)
     version = _version_of(section)
     if isinstance(version, int) and version > _VERSION:
@@ -171,27 +167,19 @@ def read_manifest(path: PathLike) -> Manifest:
     if kind is not None:
         problems = problems or _contradictions(records, stored)
     raise_all(CheckpointDamagedError, headline, problems)
-    return Manifest(where, str(directory), kind, records, tree, _chunks(stored), identity, caveat)
+    return Manifest(where, str(directory), kind, records, tree, _chunks(stored), caveat)
 
 
-def refuse_replaced(manifest: Manifest) -> None:
-    """Refuses arrays that may not be those of the manifest.
+def identity_of(path: PathLike) -> str:
+    """A text that changes when another save replaces a checkpoint; empty if there is none.
 
-    Raises:
-        CheckpointDamagedError: Another save has replaced the checkpoint since it was opened.
+    Orbax' metadata has the time of the save in it, in nanoseconds.
     """
-    if _identity(path_object(manifest.directory)) != manifest.identity:
-        raise CheckpointDamagedError(
-            f"the checkpoint at {manifest.path} was replaced while it was being read. Restore it "
-            "again."
-        )
-
-
-def _identity(directory: Any) -> str:
     try:
-        return hashlib.sha256((directory / _ORBAX_METADATA).read_bytes()).hexdigest()
+        content = (found_directory(absolute_path(path)) / _ORBAX_METADATA).read_bytes()
     except OSError:
         return ""
+    return hashlib.sha256(content).hexdigest()
 
 
 def _own_section(directory: Any) -> tuple[Mapping[str, Any] | None, list[str]]:

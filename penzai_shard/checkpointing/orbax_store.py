@@ -37,7 +37,6 @@ from penzai_shard.checkpointing.locations import (
 )
 from penzai_shard.checkpointing.manifest import (
     Manifest,
-    refuse_replaced,
     seal,
     section_of,
     stored_name,
@@ -266,18 +265,15 @@ def load_arrays(
 
 def _loaded(manifest: Manifest, tree: Any) -> Any:
     try:
-        loaded = orbax().load(manifest.directory, tree)
+        return orbax().load(manifest.directory, tree)
     except (jax.errors.JaxRuntimeError, MemoryError):
         # Not for the checkpoint's sake: a device has no room for it.
         raise
     except Exception as error:
-        refuse_replaced(manifest)
         raise CheckpointDamagedError(
             f"the numbers in the checkpoint at {manifest.path} cannot be read: "
             f"{first_line(error)} Restore another copy of it."
         ) from error
-    refuse_replaced(manifest)
-    return loaded
 
 
 def mesh_context(sharding: Sharding) -> contextlib.AbstractContextManager[Any]:

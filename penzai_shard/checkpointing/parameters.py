@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from penzai_shard.checkpointing.array_records import refuse_permuted_positions
@@ -14,7 +15,7 @@ from penzai_shard.checkpointing.comparison import (
     Tolerance,
 )
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
-from penzai_shard.checkpointing.manifest import read_manifest
+from penzai_shard.checkpointing.manifest import Manifest
 from penzai_shard.checkpointing.orbax_store import save_arrays
 from penzai_shard.checkpointing.parameter_dict import (
     abstract_state_variables,
@@ -23,7 +24,7 @@ from penzai_shard.checkpointing.parameter_dict import (
     param_dict,
     rebuilt,
 )
-from penzai_shard.checkpointing.restoring import restore_arrays
+from penzai_shard.checkpointing.restoring import from_checkpoint, restore_arrays
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import leaves_of
@@ -221,15 +222,16 @@ def restore_params(
     # What JAX is to place lies nowhere before it is computed; replicated is where it may start.
     everywhere = shared_named_sharding(request.mesh, PartitionSpec())
     leaves = arrays_by_path(own)
-    manifest = read_manifest(path)
-    if manifest.kind == "train_state":
-        manifest = manifest.part("params")
-    arrays = restore_arrays(
-        manifest,
-        leaves,
-        {name: planned[name] or everywhere for name in leaves},
-        wording=RESTORING,
-        tolerance=tolerance,
-        rename_axes=rename_axes,
-    )
+
+    def read(manifest: Manifest) -> dict[str, jax.Array]:
+        return restore_arrays(
+            manifest.part("params") if manifest.kind == "train_state" else manifest,
+            leaves,
+            {name: planned[name] or everywhere for name in leaves},
+            wording=RESTORING,
+            tolerance=tolerance,
+            rename_axes=rename_axes,
+        )
+
+    arrays = from_checkpoint(path, read)
     return rebuilt(model, filled(own, arrays), shardings)

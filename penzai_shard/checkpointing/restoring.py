@@ -3,18 +3,60 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from penzai_shard.checkpointing.array_records import ArrayRecord, record_of
 from penzai_shard.checkpointing.comparison import Tolerance, Wording, compare
-from penzai_shard.checkpointing.manifest import Manifest
+from penzai_shard.checkpointing.locations import PathLike, absolute_path
+from penzai_shard.checkpointing.manifest import Manifest, identity_of, read_manifest
 from penzai_shard.checkpointing.orbax_store import load_arrays, mesh_context
-from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, ShardingWarning, raise_all
+from penzai_shard.errors import (
+    CheckpointDamagedError,
+    CheckpointMismatchError,
+    RuleTypeError,
+    ShardingError,
+    ShardingWarning,
+    raise_all,
+)
 from penzai_shard.named_leaves import NamedLeaf
+
+Result = TypeVar("Result")
+
+_ATTEMPTS = 5
+
+
+def from_checkpoint(path: PathLike, read: Callable[[Manifest], Result]) -> Result:
+    """Reads from a checkpoint, and does so again if a save replaced it meanwhile.
+
+    Args:
+        path: The checkpoint's directory.
+        read: Called with what it holds.
+
+    Returns:
+        What ``read`` returned.
+
+    Raises:
+        CheckpointDamagedError: The checkpoint was replaced over and over.
+        ShardingError: As ``read_manifest`` and ``read`` do.
+    """
+    for _ in range(_ATTEMPTS):
+        before = identity_of(path)
+        try:
+            result = read(read_manifest(path))
+        except ShardingError:
+            if identity_of(path) == before:
+                raise
+        else:
+            if identity_of(path) == before:
+                return result
+    raise CheckpointDamagedError(
+        f"the checkpoint at {absolute_path(path)} was replaced {_ATTEMPTS} times while it was "
+        "being read. Restore it once the saves are done."
+    )
 
 
 def restore_arrays(

@@ -17,10 +17,10 @@ from penzai_shard.checkpointing.comparison import (
     Tolerance,
 )
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
-from penzai_shard.checkpointing.manifest import read_manifest
+from penzai_shard.checkpointing.manifest import Manifest
 from penzai_shard.checkpointing.orbax_store import save_arrays
 from penzai_shard.checkpointing.parameter_dict import with_own_label
-from penzai_shard.checkpointing.restoring import restore_arrays
+from penzai_shard.checkpointing.restoring import from_checkpoint, restore_arrays
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.planning import PlanRequest, ShardingPlan, plan_fields, shared_named_sharding
@@ -144,22 +144,24 @@ def restore_train_state(
         places = _given(shardings, leaves)
     else:
         places = _present(leaves)
-    manifest = read_manifest(path)
-    if manifest.kind == "params":
-        raise CheckpointMismatchError(
-            f"the checkpoint at {manifest.path} holds parameters alone, as save_params writes "
-            "them, and not a train state. Restore them and begin a new state with them: "
-            "restore_params(path, model, mesh, rules)."
+
+    def read(manifest: Manifest) -> dict[str, jax.Array]:
+        if manifest.kind == "params":
+            raise CheckpointMismatchError(
+                f"the checkpoint at {manifest.path} holds parameters alone, as save_params writes "
+                "them, and not a train state. Restore them and begin a new state with them: "
+                "restore_params(path, model, mesh, rules)."
+            )
+        return restore_arrays(
+            manifest,
+            leaves,
+            places,
+            wording=RESTORING_STATE,
+            tolerance=tolerance,
+            rename_axes=rename_axes,
         )
-    arrays = restore_arrays(
-        manifest,
-        leaves,
-        places,
-        wording=RESTORING_STATE,
-        tolerance=tolerance,
-        rename_axes=rename_axes,
-    )
-    return _with_arrays(train_state, arrays)
+
+    return _with_arrays(train_state, from_checkpoint(path, read))
 
 
 def _leaves_by_key_path(train_state: Any) -> dict[str, NamedLeaf]:

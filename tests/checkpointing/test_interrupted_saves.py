@@ -1,13 +1,16 @@
 """What is at a path after a save to it was killed, ran out of disk, or was interrupted."""
 
 import errno
+import itertools
 import json
+import logging
 import os
 import pathlib
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax.numpy as jnp
@@ -16,6 +19,7 @@ import pytest
 from penzai import pz
 
 from penzai_shard.checkpointing import orbax_store, replacement, restore_params, save_params
+from penzai_shard.checkpointing.orbax_calls import without_noise
 from penzai_shard.errors import (
     CheckpointDamagedError,
     CheckpointExistsError,
@@ -264,15 +268,55 @@ def test_a_failed_commit_keeps_what_was_there(tmp_path, wide, monkeypatch):
     assert os.listdir(tmp_path) == ["params"]
 
 
-def test_a_checkpoint_replaced_while_it_is_read_is_refused(tmp_path, wide, monkeypatch):
-    values = {"w": pz.nx.wrap(np.arange(64.0, dtype="float32").reshape(8, 8)).tag("a", "b")}
+@pytest.mark.parametrize("times", [1, 100])
+def test_a_checkpoint_replaced_while_it_is_read_is_read_again(tmp_path, wide, monkeypatch, times):
+    numbers = np.arange(64.0, dtype="float32").reshape(8, 8)
+    values = {"w": pz.nx.wrap(numbers).tag("a", "b")}
     path = save_params(tmp_path / "params", values)
-    loaded = orbax_store.orbax().load
+    load, count = orbax_store.orbax().load, itertools.count()
 
     def replace_and_load(*arguments):
-        save_params(path, {"w": values["w"].order_as("b", "a")}, overwrite=True)
-        return loaded(*arguments)
+        if next(count) < times:
+            save_params(path, {"w": values["w"].order_as("b", "a")}, overwrite=True)
+        return load(*arguments)
 
     monkeypatch.setattr(orbax_store.orbax(), "load", replace_and_load)
-    with pytest.raises(CheckpointDamagedError, match="was replaced while it was being read"):
-        restore_params(path, values, wide, {})
+
+    def restore():
+        return restore_params(path, values, wide, {}, on_axis_mismatch="transpose")
+
+    if times == 1:
+        np.testing.assert_array_equal(restore()["w"].data_array, numbers)
+        assert next(count) == 2
+    else:
+        with pytest.raises(CheckpointDamagedError, match=r"was replaced 5 times while it was bei"):
+            restore()
+
+
+def test_only_what_orbax_reports_of_a_failure_is_kept_back(caplog):
+    orbax_log = logging.getLogger("absl")
+    go, done = threading.Event(), threading.Event()
+
+    def log_meanwhile():
+        go.wait()
+        orbax_log.error("from a thread of somebody else's")
+        done.set()
+
+    other = threading.Thread(target=log_meanwhile)
+    other.start()
+
+    def fail():
+        go.set()
+        done.wait()
+        orbax_log.error("of the failure")
+        of_it = threading.Thread(target=orbax_log.error, args=("of a thread of it",))
+        of_it.start()
+        of_it.join()
+        raise OSError("reason")
+
+    with pytest.raises(OSError, match="reason"), without_noise():
+        fail()
+    with without_noise():
+        orbax_log.error("of a success")
+    other.join()
+    assert caplog.messages == ["from a thread of somebody else's", "of a success"]
