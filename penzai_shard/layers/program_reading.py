@@ -1,6 +1,6 @@
 """What can be read of a traced program: its collectives, its derivatives, equal constants."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,24 +16,36 @@ COLLECTIVE = (
 )
 
 
-def collectives(jaxpr: Any) -> list[tuple[str, str]]:
-    """The operations of a program that move data between devices, or ask which device it is.
-
-    Args:
-        jaxpr: The program.
-
-    Returns:
-        For each of them its name and where it is, without repetition.
-    """
-    found: dict[tuple[str, str], None] = {}
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if equation.primitive.name.startswith(COLLECTIVE):
-            found[public_name(equation), location_text([equation])] = None
+def equations(program: Any) -> Iterator[Any]:
+    """All equations of a program, those of the programs that it runs included."""
+    for equation in getattr(program, "jaxpr", program).eqns:
+        yield equation
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    found |= dict.fromkeys(collectives(inner))
+                    yield from equations(inner)
+
+
+def collectives(program: Any) -> list[tuple[str, str]]:
+    """The operations of a program that move data between devices, or ask which device it is.
+
+    Args:
+        program: The program.
+
+    Returns:
+        For each of them its name in ``jax.lax``, and where it is, without repetition.
+    """
+    found = {
+        (public_name(equation), location_text([equation])): None
+        for equation in equations(program)
+        if equation.primitive.name.startswith(COLLECTIVE)
+    }
     return list(found)
+
+
+def has_own_gradient(program: Any) -> bool:
+    """Whether a program contains a ``jax.custom_vjp`` function."""
+    return any(one.primitive.name == "custom_vjp_call" for one in equations(program))
 
 
 def derivative(equation: Any, backward: bool) -> Any:

@@ -15,7 +15,7 @@ from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.manual_region import Region
 from penzai_shard.layers.program_locations import exception_location_text
-from penzai_shard.layers.program_reading import collectives
+from penzai_shard.layers.program_reading import collectives, has_own_gradient
 from penzai_shard.layers.region_boundary import BoundaryTree, take_apart
 from penzai_shard.layers.region_gathering import Typing, gather, spec_of
 from penzai_shard.layers.region_outputs import (
@@ -118,6 +118,10 @@ class RegionCall:
         return {"output": output, "changed": by_slot}, slots
 
 
+class _TrackingError(Exception):
+    """What JAX tracks of values stands in the way."""
+
+
 class _Run:
     """One call with its arrays: the weights', then the activations'."""
 
@@ -155,7 +159,24 @@ class _Run:
 
     def results(self) -> tuple[Any, dict[int, Any]]:
         """What ``RegionCall.run`` returns."""
-        program = self._read()
+        try:
+            return self._results(self._read(Typing.VARYING))
+        except ShardingError:
+            raise
+        except Exception:
+            # What JAX tracks stands in the way: it refuses, for one, a loop that starts with the
+            # same on all devices and turns it into something that differs.
+            pass
+        try:
+            program = self._read(Typing.UNTRACKED)
+        except ShardingError:
+            raise
+        except Exception as error:
+            self._fail(error)
+            raise
+        return self._results(program)
+
+    def _results(self, program: "_Program") -> tuple[Any, dict[int, Any]]:
         for typing in program.typings:
             try:
                 arrays = self._run(program, typing)
@@ -167,8 +188,9 @@ class _Run:
                         "makes it the same. Reduce it with jax.lax.psum or pmean, or keep the name "
                         "of the split logical axis."
                     ) from None
+                if typing is program.typings[-1]:
+                    raise
             except Exception:
-                # What is known here JAX cannot always tell; untracked, it need not.
                 if typing is program.typings[-1]:
                     raise
         after = program.boundary.put_together(arrays)
@@ -240,24 +262,7 @@ class _Run:
 
     # Reading the program.
 
-    def _read(self) -> "_Program":
-        try:
-            return self._read_typed(Typing.VARYING)
-        except ShardingError:
-            raise
-        except Exception:
-            # JAX refuses, for one, a loop that starts with the same on all devices and turns it
-            # into something that differs.
-            pass
-        try:
-            return self._read_typed(Typing.UNTRACKED)
-        except ShardingError:
-            raise
-        except Exception as error:
-            self._fail(error)
-            raise
-
-    def _read_typed(self, typing: Typing) -> "_Program":
+    def _read(self, typing: Typing) -> "_Program":
         read: list[_Program] = []
 
         def dry(*arrays: Any) -> list[Any]:
@@ -273,7 +278,9 @@ class _Run:
         program = jax.jit(body, inline=True)
         part = program.trace(*local).jaxpr
         tracked = typing is not Typing.UNTRACKED
-        typings = [*Typing] if tracked else [typing]
+        # What a ``jax.custom_vjp`` does depends on what JAX tracks, and is followed as it will run.
+        own_gradient = has_own_gradient(part)
+        typings = [*Typing] if tracked and not own_gradient else [typing]
         own = [atom.aval for atom in part.jaxpr.outvars]
         boundary, slots = built[-1]
         if self.region.per_device:
@@ -289,9 +296,14 @@ class _Run:
                 f"{boundary.structure.value} instead of {built[-1][0].structure.value}."
             )
         boundary = built[-1][0]
-        problems, flows = self._follow(body, whole, part)
+        problems, flows = self._follow(body, whole, part, tracked)
         outputs = followed_outputs(self.region, boundary, results, flows)
-        self._check(problems, flows, outputs, own)
+        try:
+            self._check(problems, flows, outputs, own)
+        except ManualRegionError as error:
+            if tracked and own_gradient:
+                raise _TrackingError from error
+            raise
         return _Program(program, boundary, slots, outputs, typings)
 
     def _body(self) -> tuple[Callable[..., list[Any]], list[tuple[BoundaryTree, list[str]]]]:
@@ -305,8 +317,10 @@ class _Run:
 
         return body, built
 
-    def _follow(self, body: Any, whole: Any, part: Any) -> tuple[list[Problem], list[Flow]]:
-        problems, flows = self._followed(whole, part)
+    def _follow(
+        self, body: Any, whole: Any, part: Any, tracked: bool
+    ) -> tuple[list[Problem], list[Flow]]:
+        problems, flows = self._followed(whole, part, tracked)
         lengths = [
             size // self.region.parts(dim.mesh_axes)
             for arrays, found in zip(self.arrays, self._flows(), strict=True)
@@ -329,20 +343,30 @@ class _Run:
             longer = jax.make_jaxpr(body)(*doubled)
         except Exception:
             return problems, flows
-        of_longer = self._followed(longer, whole, parts=2)
+        of_longer = self._followed(longer, whole, tracked, parts=2)
         if any(flow.refused for flow in of_longer[1]):
             return of_longer
-        return self._followed(whole, part, part_of_one=True)
+        return self._followed(whole, part, tracked, part_of_one=True)
 
     def _followed(
-        self, whole: Any, part: Any, parts: int | None = None, part_of_one: bool = False
+        self,
+        whole: Any,
+        part: Any,
+        tracked: bool,
+        parts: int | None = None,
+        part_of_one: bool = False,
     ) -> tuple[list[Problem], list[Flow]]:
         given = [flow for flows in self._flows(parts) for flow in flows]
+        splits = frozenset(dim for flow in given for dim in flow.dims if isinstance(dim, Split))
+        real = frozenset(name for name in self.region.manual if self.region.mesh.shape[name] > 1)
         analysis = SplitFlow(
-            frozenset(dim for flow in given for dim in flow.dims if isinstance(dim, Split)),
-            frozenset(n for n in self.random_axes if self.region.mesh.shape[n] > 1),
-            frozenset(self.region.assume_independent),
-            part_of_one,
+            splits,
+            random_axes=real.intersection(self.random_axes),
+            # Untracked, the gradient of an output is divided by the number of devices that hold
+            # the same, to be added up over them.
+            summed_axes=frozenset(n for s in splits for n in s.mesh_axes) if tracked else real,
+            vouched=frozenset(self.region.assume_independent),
+            part_of_one=part_of_one,
         )
         return analysis.problems, list(analysis.results(whole, part, given))
 

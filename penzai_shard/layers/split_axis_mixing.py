@@ -72,6 +72,7 @@ class SplitFlow:
     Attributes:
         splits: The splits of the program's inputs.
         random_axes: The mesh axes along which random streams differ.
+        summed_axes: The mesh axes over which JAX adds up the gradient of what devices hold whole.
         vouched: Operations that are taken to be independent.
         part_of_one: Whether parts have the length 1, and the program was followed with longer
             ones. Functions of JAX that trace to other operations at length 1 are then trusted to
@@ -84,6 +85,7 @@ class SplitFlow:
 
     splits: frozenset[Split]
     random_axes: frozenset[str] = frozenset()
+    summed_axes: frozenset[str] = frozenset()
     vouched: frozenset[str] = frozenset()
     part_of_one: bool = False
     gradient: bool = False
@@ -145,6 +147,7 @@ class SplitFlow:
         inner = SplitFlow(
             self.splits,
             self.random_axes,
+            self.summed_axes,
             self.vouched,
             self.part_of_one,
             gradient=backward,
@@ -153,10 +156,10 @@ class SplitFlow:
         inputs, results = zip(here.invars, flows, strict=True), self.of_call(here, there, flows)
         moving = [flow for atom, flow in inputs if differentiable(atom)]
         moved = [f for atom, f in zip(here.outvars, results, strict=True) if differentiable(atom)]
-        everywhere = frozenset(name for split in self.splits for name in split.mesh_axes)
         if backward:
             moved = [
-                dataclasses.replace(flow, partial=everywhere - flow.mesh_axes) for flow in moved
+                dataclasses.replace(flow, partial=self.summed_axes - flow.mesh_axes)
+                for flow in moved
             ]
         given = [*flows, *(moved if backward else moving)]
         try:
@@ -179,7 +182,7 @@ class SplitFlow:
                 )
             )
         for flow, expected in zip(found, moving if backward else moved, strict=True):
-            wanted = everywhere - flow.mesh_axes if backward else frozenset()
+            wanted = self.summed_axes - flow.mesh_axes if backward else frozenset()
             same = all(
                 one == other or UNIFORM in (one, other)
                 for one, other in zip(flow.dims, expected.dims, strict=True)
@@ -410,8 +413,11 @@ def _check_lengths(here: Any, there: Any, flows: Sequence[Flow]) -> None:
 
 def _constant_flow(constant: Any, own: Any) -> Flow | str:
     if same_value(constant, own):
-        zero = np.ndim(constant) == 0 and isinstance(constant, float | int) and constant == 0
-        return Flow(whole(len(np.shape(constant))), zero=bool(zero))
+        number = np.ndim(constant) == 0 and jax.numpy.issubdtype(
+            getattr(constant, "dtype", type(constant)), np.number
+        )
+        concrete = number and not isinstance(constant, jax.core.Tracer)
+        return Flow(whole(len(np.shape(constant))), zero=concrete and float(constant.real) == 0)
     shapes = [np.shape(one) for one in (constant, own)]
     if any(shapes):
         return (

@@ -316,14 +316,14 @@ def _random_bits(op: Operation) -> list[Dimensions]:
     """Numbers of their own for every device, from a stream that differs between them."""
     rank = len(op.dims())
     of_whole, of_part = (shape[rank:] for shape in op.outputs[0])
+    if not op.flows[0].random and of_whole != of_part:
+        raise MixesElementsError(
+            "it draws the same random numbers for every part; a pz.RandomStream draws others"
+        )
     drawn: list[Dimension] = [
         None if one == other else _as_split(op, one, other)
         for one, other in zip(of_whole, of_part, strict=True)
     ]
-    if not op.flows[0].random and any(drawn):
-        raise MixesElementsError(
-            "it draws the same random numbers for every part; a pz.RandomStream draws others"
-        )
     return [(*op.dims(), *drawn)]
 
 

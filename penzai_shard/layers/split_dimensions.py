@@ -27,7 +27,11 @@ class Split:
 
     def __str__(self) -> str:
         what = "a split dimension" if self.name is None else f"logical axis {self.name!r}"
-        return f"{what}, which is split over mesh axis {', '.join(map(repr, self.mesh_axes))}"
+        return f"{what}, which is split over {_mesh_axes_text(self.mesh_axes)}"
+
+
+def _mesh_axes_text(mesh_axes: tuple[str, ...]) -> str:
+    return f"mesh axis {mesh_axes[0]!r}" if len(mesh_axes) == 1 else f"mesh axes {mesh_axes}"
 
 
 UNIFORM: Literal["uniform"] = "uniform"
