@@ -15,6 +15,7 @@ _PENZAI_CORE = pathlib.Path(penzai.__file__).parent / "core"
 _OWN = pathlib.Path(__file__).parents[1]
 _STANDARD_LIBRARY = pathlib.Path(sysconfig.get_paths()["stdlib"])
 _THIRD_PARTY = "site-packages"
+_BEHIND_JAX = {"opt_einsum", "numpy"}
 _ENTRY = str(pathlib.Path(__file__).with_name("region_call.py"))
 _COLLECTIVES = jax.lax.psum.__code__.co_filename
 _ONLY_TRANSFORMED = re.compile(r"(\w+\()+\)+")
@@ -70,6 +71,8 @@ def _user_frames(equation: Any) -> list[tuple[str, str, int]]:
 def _is_internal(file: str) -> bool:
     path = pathlib.Path(file)
     if any(path.is_relative_to(internal) for internal in (_JAX, _PENZAI_CORE, _OWN)):
+        return True
+    if _THIRD_PARTY in path.parts and _BEHIND_JAX.intersection(path.parts):
         return True
     return path.is_relative_to(_STANDARD_LIBRARY) and _THIRD_PARTY not in path.parts
 

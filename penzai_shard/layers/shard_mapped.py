@@ -10,21 +10,24 @@ FSDP" (arXiv:2304.11277); ``jax.shard_map``.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 from penzai import pz
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.errors import MeshError, raise_all
+from penzai_shard.errors import MeshError, RuleTypeError, ShardingError, raise_all
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.manual_region import Region, manual_axes
-from penzai_shard.layers.region_boundary import take_apart
+from penzai_shard.layers.region_boundary import BoundaryTree, take_apart
 from penzai_shard.layers.region_call import RegionCall
 from penzai_shard.layers.region_outputs import ManualRegionError
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, onto_auto_twin
+from penzai_shard.named_leaves import leaves_of
 from penzai_shard.rule_kinds import nearest_name
 
 __all__ = ["ManualRegionError", "ShardMapped"]
@@ -133,11 +136,13 @@ class ShardMapped(WrapperLayer):
             ManualRegionError: The layer does not treat the elements of a split logical axis
                 independently, or moves data between devices without ``per_device``; all offenders
                 are reported.
+            RuleTypeError: An option is of another kind, or a parameter or input has no value.
             ValueError: The layer returned a mutable variable.
         """
         region = self._region()
         if manual_axes() or not region.manual:
             return self.body(argument, **side_inputs)
+        given = {"layer": self.body, "argument": argument, **side_inputs}
         (body, argument, side_inputs), variables = pz.unbind_variables(
             (self.body, argument, side_inputs)
         )
@@ -153,16 +158,31 @@ class ShardMapped(WrapperLayer):
             }
         )
         call = RegionCall(region, weights, activations)
-        with auto_context():
-            output, changed = _shard_mapped(call, weight_arrays, activation_arrays)
+        try:
+            with auto_context():
+                arrays, (after,) = _shard_mapped(call, weight_arrays, activation_arrays)
+        except Exception as error:
+            problem = _unfit(error, region, given)
+            if problem is None:
+                raise
+            raise problem from None
+        output, changed = after.value.put_together(arrays)
         for index, content in changed.items():
             variable_threading.assign([*parameters, *states][index], content)
         return output
 
     def _region(self) -> Region:
+        if not isinstance(self.mesh, Mesh | AbstractMesh):
+            raise MeshError(
+                f"ShardMapped takes a jax.sharding.Mesh, not {self.mesh!r}. Make one: "
+                "make_mesh({'data': 8})."
+            )
+        for option, kind in (("min_size", int), ("per_device", bool)):
+            if not isinstance(value := getattr(self, option), kind):
+                raise RuleTypeError(f"{option} must be {kind.__name__}, not {value!r}.")
         mesh = auto_twin(self.mesh)
         every = tuple(mesh.axis_names)
-        wanted = every if self.manual_axes is None else _as_tuple(self.manual_axes)
+        wanted = every if self.manual_axes is None else _names("manual_axes", self.manual_axes)
         _check_manual_axes(wanted, mesh)
         return Region(
             mesh=mesh,
@@ -170,14 +190,68 @@ class ShardMapped(WrapperLayer):
             activation_rules=AxisRules.of(self.activation_rules),
             manual=tuple(name for name in mesh.axis_names if name in wanted),
             min_size=self.min_size,
-            keep_split=_as_tuple(self.keep_split),
+            keep_split=_names("keep_split", self.keep_split),
             per_device=bool(self.per_device),
-            assume_independent=_as_tuple(self.assume_independent),
+            assume_independent=_names("assume_independent", self.assume_independent),
         )
 
 
-def _as_tuple(names: str | Sequence[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
+def _names(option: str, names: Any) -> tuple[str, ...]:
+    found = (names,) if isinstance(names, str) else names
+    logical = option == "keep_split"  # Any value may name a logical axis.
+    if not isinstance(found, Sequence) or not (logical or all(isinstance(n, str) for n in found)):
+        raise RuleTypeError(
+            f"{option} must be a name or a sequence of names, not {names!r}. Write for instance "
+            f"{option}=('{_EXAMPLES[option]}',)."
+        )
+    return tuple(found)
+
+
+_EXAMPLES = {"manual_axes": "data", "keep_split": "neurons", "assume_independent": "rev"}
+
+
+def _unfit(error: Exception, region: Region, given: dict[str, Any]) -> ShardingError | None:
+    """What is wrong with the arrays of a call that failed; None if it failed otherwise."""
+    leaves = leaves_of(given)
+    if any(isinstance(leaf.array, jax.ShapeDtypeStruct) for leaf in leaves):
+        return RuleTypeError(
+            "ShardMapped was called with abstract arrays, which have a shape and no value:",
+            [
+                f"{leaf.path}: build it with sharded_init, fill it with restore_params or "
+                "with_params, or trace the call: jax.eval_shape(model, x)."
+                for leaf in leaves
+                if isinstance(leaf.array, jax.ShapeDtypeStruct)
+            ],
+        )
+    elsewhere = [leaf for leaf in leaves if _is_elsewhere(leaf.array, region.mesh)]
+    if "incompatible" not in str(error) or not elsewhere:
+        return None
+    return MeshError(
+        f"ShardMapped was called with arrays that do not lie on its mesh, {_text(region.mesh)}:",
+        [
+            f"{leaf.path}: is on {_text(getattr(leaf.array.sharding, 'mesh', leaf.array))}. Place "
+            "it there: place(x, mesh, rules)."
+            for leaf in elsewhere
+        ],
+    )
+
+
+def _is_elsewhere(array: Any, mesh: AnyMesh) -> bool:
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        return False
+    sharding = array.sharding
+    return array.committed and (
+        sharding.device_set != set(mesh.devices.flat) or getattr(sharding, "mesh", mesh) != mesh
+    )
+
+
+def _text(place: Any) -> str:
+    if isinstance(place, jax.Array):
+        devices: Any = place.sharding.device_set
+        ids = sorted(device.id for device in devices)
+        return f"device{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
+    sizes = ", ".join(f"{name}={size}" for name, size in place.shape.items())
+    return f"a mesh ({sizes}) of {math.prod(place.shape.values())} devices"
 
 
 def _check_manual_axes(wanted: Sequence[str], mesh: AnyMesh) -> None:
@@ -190,11 +264,25 @@ def _check_manual_axes(wanted: Sequence[str], mesh: AnyMesh) -> None:
     raise_all(MeshError, "cannot take over mesh axes:", problems)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """What a compiled function returns that is not an array, such as a tree's structure.
+
+    Attributes:
+        value: It, compared by equality.
+    """
+
+    value: BoundaryTree = dataclasses.field(metadata={"static": True})
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _shard_mapped(
     call: RegionCall, weight_arrays: list[Any], activation_arrays: list[Any]
-) -> tuple[Any, dict[int, Any]]:
+) -> tuple[list[Any], list[Fixed]]:
     # Compiled, and remembered by how the model is built: a region that is not compiled would be
     # traced anew at every call, and cannot leave mesh axes to the compiler.
     with auto_context():
-        return call.run(*onto_auto_twin((weight_arrays, activation_arrays)))
+        result = call.run(*onto_auto_twin((weight_arrays, activation_arrays)))
+        boundary, arrays = take_apart(result)
+        return arrays, [Fixed(boundary)]

@@ -22,7 +22,7 @@ from penzai_shard.layers.partial_sums import LINEAR, partial_axes
 from penzai_shard.layers.program_locations import function_name, location_text
 from penzai_shard.layers.program_reading import COLLECTIVE, derivative, differentiable, same_value
 from penzai_shard.layers.split_control_flow import CONTROL
-from penzai_shard.layers.split_dimension_rules import RULES
+from penzai_shard.layers.split_dimension_rules import RULES, drawn_axes
 from penzai_shard.layers.split_dimensions import (
     UNIFORM,
     Dimension,
@@ -371,10 +371,8 @@ def _simple(analysis: SplitFlow, here: Any, there: Any, flows: Sequence[Flow]) -
     dims = rule.apply(op)
     partial = partial_axes(op)
     random = any(flow.random for flow in flows)
-    drawn = (
-        frozenset(n for d in dims[0] if isinstance(d, Split) for n in d.mesh_axes) if dims else ()
-    )
-    if random and name in ("random_bits", "random_split") and analysis.random_axes == set(drawn):
+    draws = random and name in ("random_bits", "random_split")
+    if draws and analysis.random_axes == drawn_axes(op):
         random = False
     elif random and name == "random_bits":
         raise MixesElementsError(

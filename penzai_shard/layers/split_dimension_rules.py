@@ -320,11 +320,35 @@ def _random_bits(op: Operation) -> list[Dimensions]:
         raise MixesElementsError(
             "it draws the same random numbers for every part; a pz.RandomStream draws others"
         )
-    drawn: list[Dimension] = [
-        None if one == other else _as_split(op, one, other)
-        for one, other in zip(of_whole, of_part, strict=True)
-    ]
-    return [(*op.dims(), *drawn)]
+    return [(*op.dims(), *(dim for dim, _ in _drawn(op)))]
+
+
+def drawn_axes(op: Operation) -> frozenset[str]:
+    """The mesh axes along which the dimensions of random numbers are split."""
+    return op.flows[0].mesh_axes.union(*(axes for _, axes in _drawn(op)))
+
+
+def _drawn(op: Operation) -> list[tuple[Dimension, frozenset[str]]]:
+    """What each dimension of random numbers is, and the mesh axes that it may be split over.
+
+    Numbers that are independent of each other fit any part, so of several dimensions that are as
+    long as several splits make them it does not matter which is which.
+    """
+    rank = len(op.dims())
+    lengths = list(zip(*(shape[rank:] for shape in op.outputs[0]), strict=True))
+    found: list[tuple[Dimension, frozenset[str]]] = []
+    for one, other in lengths:
+        if one == other:
+            found.append((None, frozenset()))
+            continue
+        fitting = [split for split in op.splits if split.parts * other == one]
+        alike = [(a, b) for a, b in lengths if a != b and a * other == b * one]
+        if len(fitting) != len(alike):
+            found.append((UNIFORM, frozenset()))
+        else:
+            axes = frozenset(name for split in fitting for name in split.mesh_axes)
+            found.append((fitting[0] if len(fitting) == 1 else UNIFORM, axes))
+    return found
 
 
 def _nothing(op: Operation) -> list[Dimensions]:

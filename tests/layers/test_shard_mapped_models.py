@@ -1,0 +1,173 @@
+"""Penzai's model families in a region, and calls that cannot be made."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from penzai import pz
+from penzai.models.transformer import model_parts
+from penzai.models.transformer.variants import gpt_neox, llamalike_common
+
+import penzai_shard as pzs
+from penzai_shard.errors import MeshError, RuleTypeError
+from penzai_shard.layers import ShardMapped
+from penzai_shard.meshes import make_mesh
+
+MESH = make_mesh({"data": 4, "model": 2})
+RULES = {"embedding": "data"}
+BATCH = {"batch": "data"}
+TOKENS = pz.nx.wrap(jnp.arange(32).reshape(8, 4) % 16, "batch", "seq")
+UP = pz.nn.Linear.from_config("up", jax.random.key(0), {"embedding": 8}, {"neurons": 16})
+X = pz.nx.wrap(jax.random.normal(jax.random.key(9), (8, 8))).tag("batch", "embedding")
+
+
+def llama(**options):
+    config: dict[str, Any] = {
+        "num_kv_heads": 2,
+        "query_head_multiplier": 2,
+        "embedding_dim": 8,
+        "projection_dim": 4,
+        "mlp_hidden_dim": 16,
+        "num_decoder_blocks": 1,
+        "vocab_size": 16,
+        "mlp_variant": "swiglu",
+        "tie_embedder_and_logits": False,
+    }
+    return llamalike_common.build_llamalike_transformer(
+        llamalike_common.LlamalikeTransformerConfig(**(config | options)),
+        init_base_rng=jax.random.key(0),
+        name="transformer",
+    )
+
+
+def gemma():
+    return llama(
+        num_decoder_blocks=2,
+        mlp_variant="geglu_approx",
+        tie_embedder_and_logits=True,
+        num_kv_heads=1,
+        final_logit_softcap=30.0,
+        attn_logits_soft_cap=50.0,
+        use_post_attn_norm=True,
+        use_post_ffw_norm=True,
+        attention_type=(
+            llamalike_common.AttentionTypeSlidingWindowCausal(2),
+            llamalike_common.AttentionTypeGlobalCausal(),
+        ),
+    )
+
+
+def neox():
+    config = gpt_neox.GPTNeoXTransformerConfig(
+        num_attention_heads=2,
+        embedding_dim=8,
+        projection_dim=4,
+        mlp_hidden_dim=16,
+        num_decoder_blocks=1,
+        vocab_size=16,
+        rope_subset_size=2,
+        activation_fn="gelu_approx",
+        rope_wavelength=1e4,
+        layernorm_epsilon=1e-5,
+        parameter_dtype=jnp.float32,
+        activation_dtype=jnp.float32,
+    )
+    return gpt_neox.build_gpt_neox_transformer(config, init_base_rng=jax.random.key(0))
+
+
+FAMILIES = {
+    "llama": llama,
+    "gemma": gemma,
+    "layer stack": lambda: llama(use_layer_stack=True),
+    "gpt-neox": neox,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "blocks"),
+    [("llama", True), ("gemma", False), ("layer stack", True), ("gpt-neox", False)],
+)
+def test_every_family_runs_with_a_split_batch_and_equals_the_bare_model(family, blocks):
+    model = FAMILIES[family]()
+    mesh = MESH if blocks else make_mesh({"data": 8})  # Parts of 2, or of 1.
+
+    def wrap(layer):
+        return ShardMapped(layer, mesh, RULES, BATCH)
+
+    kind = model_parts.TransformerBlock
+    edited = pz.select(model).at_instances_of(kind).apply(wrap) if blocks else wrap(model)
+    found, expected = (jax.jit(lambda x, m=m: m(x))(TOKENS) for m in (edited, model))
+    assert found.named_shape == expected.named_shape
+    np.testing.assert_allclose(found.data_array, expected.data_array, rtol=1e-5, atol=1e-5)
+
+
+# Calls that cannot be made.
+
+
+def placed(sharding):
+    return pz.nx.NamedArray(X.named_axes, jax.device_put(X.data_array, sharding))
+
+
+ELSEWHERE = {
+    "device 3": lambda: placed(jax.devices()[3]),
+    r"a mesh \(data=4\) of 4 devices": lambda: placed(
+        NamedSharding(Mesh(np.array(jax.devices()[:4]), ("data",)), PartitionSpec("data"))
+    ),
+    r"a mesh \(data=8\) of 8 devices": lambda: placed(
+        NamedSharding(make_mesh({"data": 8}), PartitionSpec("data"))
+    ),
+}
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_an_input_on_other_devices_is_refused_by_its_path(where):
+    with pytest.raises(
+        MeshError,
+        match=r"not lie on its mesh, a mesh \(data=4, model=2\) of 8 devices:\n  argument: is on "
+        + where
+        + r"\. Place it there: place\(x, mesh, rules\)",
+    ):
+        ShardMapped(UP, MESH, RULES, BATCH)(ELSEWHERE[where]())
+
+
+def test_an_abstract_model_is_refused_by_its_parameters():
+    abstract = pzs.abstract_model(
+        lambda: pz.nn.Linear.from_config("up", jax.random.key(0), {"embedding": 8}, {"neurons": 4})
+    )
+    layer = ShardMapped(abstract, MESH, RULES, BATCH)
+    with pytest.raises(RuleTypeError, match=r"up\.weights: build it with sharded_init"):
+        layer(X)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mesh": None}, MeshError, r"takes a jax\.sharding\.Mesh, not None\. Make one"),
+        ({"mesh": "data"}, MeshError, "not 'data'"),
+        ({"min_size": "1k"}, RuleTypeError, "min_size must be int, not '1k'"),
+        ({"per_device": "no"}, RuleTypeError, "per_device must be bool, not 'no'"),
+        ({"manual_axes": 3}, RuleTypeError, r"not 3\. Write for instance manual_axes=\('data',\)"),
+        ({"keep_split": 3}, RuleTypeError, r"keep_split=\('neurons',\)"),
+        ({"assume_independent": (3,)}, RuleTypeError, r"assume_independent=\('rev',\)"),
+    ],
+)
+def test_an_unfit_option_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        ShardMapped(
+            UP, **({"mesh": MESH, "parameter_rules": RULES, "activation_rules": BATCH} | options)
+        )(X)
+
+
+def test_what_is_not_an_array_comes_out_as_it_is():
+    @pz.pytree_dataclass
+    class Named(pz.nn.Layer):
+        def __call__(self, x, /, **side_inputs):
+            return x, "logits", None, len(x.named_shape)
+
+    output = ShardMapped(Named(), MESH, {}, BATCH)(X)
+    assert output[1:] == ("logits", None, 2)
+    assert isinstance(output[3], int)
+    assert jnp.array_equal(output[0].data_array, X.data_array)
