@@ -75,13 +75,13 @@ def split_inputs(inputs: Any, parts: int, batch_axis: str) -> Microbatches:
     whole: list[Any] = []
     templates: list[Any] = []
     problems: list[str] = []
-    told: list[str] = []
+    unsplit: list[str] = []
     for key_path, leaf in flat:
         path = path_text(key_path)
         if not pz.nx.is_namedarray(leaf) or batch_axis not in leaf.named_shape:
             whole.append(leaf)
             templates.append(None)
-            told.append(f"{path}: {_axes_text(leaf)}.")
+            unsplit.append(f"{path}: {_axes_text(leaf)}.")
             continue
         size = leaf.named_shape[batch_axis]
         if size % parts:
@@ -100,7 +100,7 @@ def split_inputs(inputs: Any, parts: int, batch_axis: str) -> Microbatches:
             f"accumulate_steps={parts}, but no input has the logical axis {batch_axis!r}. "
             f'Name it, for instance pz.nx.wrap(x, {batch_axis!r}, "features"), or pass the '
             'name that it has: build_train_step_fn(..., batch_axis="...").',
-            told,
+            unsplit,
         )
     return Microbatches(stacked, whole, treedef, tuple(templates))
 

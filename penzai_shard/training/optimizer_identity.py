@@ -71,6 +71,10 @@ class OptimizerIdentity:
         return self is other or bool(self.fingerprint == other.fingerprint)
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
         return hash(self.fingerprint)
 
     def __repr__(self) -> str:
@@ -135,7 +139,7 @@ def _function_fingerprint(function: types.FunctionType, inside: dict[int, int]) 
     rest = (function.__defaults__, function.__kwdefaults__, function.__dict__)
     return (
         function.__code__,
-        SameObject(function.__globals__),
+        function.__globals__["__name__"],
         *cells,
         *(_fingerprint(part, inside) for part in rest),
     )

@@ -193,6 +193,10 @@ class TrainState(NotebookView):
             object.__setattr__(self, name, value)
         return value
 
+    def __reduce__(self) -> Any:
+        # For copies: the fields are the state, and not the program that they came out of.
+        return type(self), tuple(peek(self, name) for name in FIELDS + _STATIC)
+
     def __repr__(self) -> str:
         if is_donated(self):
             return f"TrainState(donated: {donation_text(self)})"

@@ -368,6 +368,7 @@ class _Program:
                 new = [jax.device_put(x, s) for x, s in zip(new, shardings, strict=True)]
             return new, aux_shardings.place(aux, jax.device_put)
 
+        train_step.__qualname__ = "train_step"  # As JAX names it in messages.
         self.run: Any = eager_train_step
         if owner._jit:
             self.run = jax.jit(

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import subprocess
 import sys
@@ -237,3 +238,18 @@ def test_selectors_reach_into_a_state(make_model):
 def test_importing_the_package_does_not_import_optax():
     code = "import penzai_shard, penzai_shard.training, sys; assert 'optax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_deep_copy_is_a_state_of_its_own(linear, batch, donate):
+    step = build_train_step_fn(linear.loss_fn, donate_params_and_state=donate)
+    state = initial({"w": jax.tree.map(jnp.copy, linear.weights["w"])})
+    for number in range(3):
+        copied = copy.deepcopy(state)
+        assert jax.tree.structure(copied) == jax.tree.structure(state)
+        state, aux = step(state, **batch)
+        again, expected = step(copied, **batch)
+        assert float(aux["loss"]) == float(expected["loss"])
+        assert int(again.step) == number + 1
+    (program,) = step._programs.values()
+    assert program.run._cache_size() == 1
