@@ -193,8 +193,8 @@ def next_byte_loss(model: Model, rng: Any, state: Any, tokens: pz.nx.NamedArray)
     """Mean cross-entropy of each byte given those before it, in nats."""
     logits = model(tokens[{"seq": pz.slice[:-1]}])
     log_probs = pz.nx.nmap(jax.nn.log_softmax)(logits.untag("vocabulary")).tag("vocabulary")
-    told = log_probs[{"vocabulary": tokens[{"seq": pz.slice[1:]}]}]
-    loss = -told.untag("batch", "seq").unwrap().mean()
+    right = log_probs[{"vocabulary": tokens[{"seq": pz.slice[1:]}]}]
+    loss = -right.untag("batch", "seq").unwrap().mean()
     return loss, state, {"loss": loss}
 
 

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments, those of the process by default.
 
     Returns:
-        The exit status: 0, 1 after a failure told in one line, 130 after Ctrl-C.
+        The exit status: 0, 1 after a failure reported in one line, 130 after Ctrl-C.
     """
     options = _parser().parse_args(arguments)
     try:
