@@ -27,12 +27,14 @@ _WORDS = re.compile(r"\S+\s*|\s+")
 _PATH_PARTS = re.compile(r"[^\s/]*/|[^\s/]+|\s+")
 # Middle tones, to be read on light and on dark pages.
 _HTML_STYLES = {"green": "color:#2a9d4a", "red": "color:#e5484d", "bold": "font-weight:600"}
+# Notebooks align every cell of every table to the right, hence the emphasis.
 _CSS = (
     ".pzs-table{border-collapse:collapse;font-size:90%;margin:.3em 0}"
-    "table.pzs-table th,table.pzs-table td{text-align:left;vertical-align:top;padding:.15em .7em;"
+    "table.pzs-table th,table.pzs-table td{text-align:left!important;vertical-align:top!important;"
+    "padding:.15em .7em;"
     "background:none;color:inherit;border:0;border-bottom:1px solid rgba(128,128,128,.3);"
     "max-width:34em;white-space:normal;word-break:normal;overflow-wrap:normal}"
-    "table.pzs-table .r{text-align:right;font-variant-numeric:tabular-nums}"
+    "table.pzs-table .r{text-align:right!important;font-variant-numeric:tabular-nums}"
     "table.pzs-table .n{white-space:nowrap}"
 )
 
