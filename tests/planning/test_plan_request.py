@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -38,9 +39,20 @@ def specs(result):
     return [leaf if leaf is None else getattr(leaf, "sharding", leaf).spec for leaf in leaves]
 
 
+def state_sharding(built, mesh, rules=None, **arguments):
+    def initial():
+        return pzs.TrainState.initial_state(built, optax.sgd(0.1), jax.random.key(0))
+
+    state = jax.eval_shape(initial)
+    shardings = pzs.train_state_sharding(state, mesh, rules, **arguments).params
+    return {name: shardings[name] for name in sorted(shardings)}
+
+
 PLANNING = {
     "make_plan": pzs.make_plan,
     "name_to_name_sharding": pzs.name_to_name_sharding,
+    "restore_structs": pzs.restore_structs,
+    "train_state_sharding": state_sharding,
 }
 PLACING = {
     "place": pzs.place,
