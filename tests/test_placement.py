@@ -10,8 +10,8 @@ from penzai.models import simple_mlp
 
 from penzai_shard.errors import MeshError, PlanError, ShardingError
 from penzai_shard.meshes import has_explicit_axes, make_mesh
-from penzai_shard.placement import name_to_name_device_put
-from penzai_shard.planning import name_to_name_sharding
+from penzai_shard.placement import abstract_model, name_to_name_device_put, place
+from penzai_shard.planning import make_plan, name_to_name_sharding
 
 RULES = {"features": "data", "features_out": "model"}
 
@@ -145,3 +145,25 @@ def test_unknown_mesh_axis_is_refused(mesh):
 def test_mesh_without_devices_is_refused():
     with pytest.raises(MeshError, match="it has no devices"):
         name_to_name_device_put(pz.nx.ones({"a": 8}), AbstractMesh((4, 2), ("data", "model")))
+
+
+def test_an_abstract_model_is_refused_with_its_parameters(mesh):
+    abstract = abstract_model(mlp)
+    match = (
+        r"no value:\n  mlp/Affine_0/Linear.weights: build it with sharded_init, or fill it with re"
+    )
+    for place_it in (place, name_to_name_device_put):
+        with pytest.raises(ShardingError, match=match):
+            place_it(abstract, mesh, RULES)
+
+
+def test_a_plan_is_taken_by_name_and_by_position(mesh):
+    plan = make_plan({"w": named(np.ones((8, 4)), "a", "b")}, mesh, {"a": "data"})
+    tree = {"w": named(np.ones((8, 4), np.float32), "a", "b")}
+    for placed in (
+        name_to_name_device_put(tree, plan=plan),
+        name_to_name_device_put(tree, plan),
+        place(tree, plan),
+        place(tree, plan_or_mesh=plan),
+    ):
+        assert {s.data.shape for s in placed["w"].data_array.addressable_shards} == {(2, 4)}

@@ -6,7 +6,8 @@ import jax
 from jax.sharding import Mesh
 from penzai.core.variables import AbstractVariable, AbstractVariableValue
 
-from penzai_shard.named_leaves import is_array_like
+from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.named_leaves import is_array_like, leaves_of
 from penzai_shard.planning import PlanRequest, ShardingPlan, sharding_tree
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
@@ -39,8 +40,8 @@ def place(
         the tree does so in the result.
 
     Raises:
-        ShardingError: Some array has no valid layout, or the plan is of another tree: its paths,
-            logical axes, shapes or dtypes differ. Nothing has been placed then.
+        ShardingError: Some array has no valid layout or no value, or the plan is of another tree:
+            its paths, logical axes, shapes or dtypes differ. Nothing has been placed then.
 
     Warns:
         ShardingWarning: As ``make_plan`` does.
@@ -71,12 +72,13 @@ def place(
 
 def name_to_name_device_put(
     tree: Any,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     axis_name_to_mesh_name: Any = None,
     *,
     rules: Any = None,
     on_indivisible: OnIndivisible = "error",
     on_unnamed: OnUnnamed = "error",
+    plan: ShardingPlan | None = None,
 ) -> Any:
     """Puts a tree of named arrays on a mesh, each laid out by its logical axis names.
 
@@ -91,6 +93,7 @@ def name_to_name_device_put(
         rules: The same; give one of the two.
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``.
+        plan: A plan to carry out instead of mesh, rules and options.
 
     Returns:
         What ``place`` returns.
@@ -115,6 +118,7 @@ def name_to_name_device_put(
         axis_name_to_mesh_name=axis_name_to_mesh_name,
         on_indivisible=on_indivisible,
         on_unnamed=on_unnamed,
+        plan=plan,
         places=True,
     )
     return _put(tree, sharding_tree(request, tree))
@@ -122,6 +126,7 @@ def name_to_name_device_put(
 
 def _put(tree: Any, shardings: Any) -> Any:
     """``jax.device_put`` that gives a model new variables instead of failing on mutable ones."""
+    _refuse_abstract(tree)
     treedef: Any
     nodes, treedef = jax.tree_util.tree_flatten(tree)
     targets = treedef.flatten_up_to(shardings)
@@ -142,6 +147,22 @@ def _put(tree: Any, shardings: Any) -> Any:
         for place, value in jax.device_put(values, layouts).items()
     }
     return treedef.unflatten([placed[_place_of(index, node)] for index, node in enumerate(nodes)])
+
+
+def _refuse_abstract(tree: Any) -> None:
+    flat, _ = jax.tree_util.tree_flatten(tree)
+    values = [node.freeze() if isinstance(node, AbstractVariable) else node for node in flat]
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree_util.tree_leaves(values)):
+        raise_all(
+            ShardingError,
+            "only arrays can be placed, and these have a shape and no value:",
+            [
+                f"{leaf.path or 'the array'}: build it with sharded_init, or fill it with "
+                "restore_params."
+                for leaf in leaves_of(tree)
+                if isinstance(leaf.array, jax.ShapeDtypeStruct)
+            ],
+        )
 
 
 def _place_of(index: int, node: Any) -> int:

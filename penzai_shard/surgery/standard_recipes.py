@@ -45,7 +45,8 @@ def constrain_blocks(block_type: PlaceLike, mesh: AnyMesh, rules: Any = None) ->
     Recipe(insert_after('pz.nn:Linear', ConstrainShardingByName(mesh=make_mesh({'data': 8}),
     axis_name_to_mesh_name=AxisRules({'batch': 'data'}))))
     """
-    return Recipe(insert_after(block_type, ConstrainShardingByName(mesh, AxisRules.of(rules))))
+    read = None if rules is None else AxisRules.of(rules)
+    return Recipe(insert_after(block_type, ConstrainShardingByName(mesh, read)))
 
 
 def rematerialise_blocks(block_type: PlaceLike, policy: Any = None) -> Recipe:
