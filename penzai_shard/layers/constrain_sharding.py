@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from penzai import pz
 
 from penzai_shard.axis_rules import AxisRules
@@ -67,6 +67,12 @@ class ConstrainSharding(pz.nn.Layer):
             shardings_on_auto_twin(self.sharding), tree, is_leaf=_is_none
         )
         return _constrain(leaves, structure, structure.flatten_up_to(shardings))
+
+    def meshes(self) -> list[Mesh]:
+        """The meshes with devices that it pins arrays to."""
+        shardings = jax.tree_util.tree_leaves(self.sharding)
+        meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
+        return [mesh for mesh in meshes if isinstance(mesh, Mesh)]
 
     def __hash__(self) -> int:
         """Lets the layer be given to ``jax.jit``, whatever kind of tree the shardings make."""
@@ -162,6 +168,10 @@ class ConstrainShardingByName(pz.nn.Layer):
         shardings, doubts = _layout_by_name(structure, tuple(map(_abstract, leaves)), request)
         warn_caller(doubts)
         return _constrain(leaves, structure, shardings)
+
+    def meshes(self) -> list[Mesh]:
+        """The mesh, if it has devices."""
+        return [self.mesh] if isinstance(self.mesh, Mesh) else []
 
     def __hash__(self) -> int:
         """Lets the layer be given to ``jax.jit``, whatever form the rules have."""

@@ -6,9 +6,13 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, Sharding
+from penzai import pz
 
 from penzai_shard.errors import MeshError, RuleTypeError, ShardingError
+from penzai_shard.layers.constrain_sharding import ConstrainSharding, ConstrainShardingByName
+from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import NamedLeaf, is_array_like, leaves_of
+from penzai_shard.tree_paths import path_text
 
 UNFIT_CALL = (RuntimeError, TypeError, ValueError)
 """What JAX raises where ``explain_unfit_call`` may know the reason."""
@@ -69,7 +73,7 @@ def _explanation(
             [f"{_title(leaf)}: was donated or deleted." for leaf in deleted],
         )
     if "incompatible devices" in said:
-        problems = _device_problems(own, inputs)
+        problems = _device_problems(own, inputs) or _constraint_problems(layer, own, inputs)
     elif "does not match the sharding on the respective arg" in said:
         problems = _placement_problems(leaves_of(argument, "argument"), in_shardings)
     else:
@@ -138,6 +142,27 @@ def _device_problems(own: list[NamedLeaf], inputs: list[NamedLeaf]) -> list[str]
     ]
 
 
+def _constraint_problems(layer: Any, own: list[NamedLeaf], inputs: list[NamedLeaf]) -> list[str]:
+    """One line for every constraint layer inside that is for other devices than the arrays are."""
+    bound = [leaf for leaf in (*own, *inputs) if _is_bound(leaf.array)]
+    if not bound:
+        return []
+    usual = _devices(bound[0])
+    constraints = pz.select(layer).at_instances_of((ConstrainSharding, ConstrainShardingByName))
+    return [
+        f"{path_text(path)}: this {type(constraint).__name__} is for the mesh "
+        f"{_sizes(mesh)} of other devices, or of the same in another order, and the model and its "
+        f"input are {_where(bound[0].array)}. Make the constraint with the mesh of the model."
+        for path, constraint in constraints.get_by_path().items()
+        for mesh in dict.fromkeys(constraint.meshes())
+        if tuple(mesh.devices.flat) != usual
+    ]
+
+
+def _sizes(mesh: AnyMesh) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
 def _placement_problems(inputs: list[NamedLeaf], in_shardings: Any) -> list[str]:
     """One line for every array of the argument that is bound to another layout than declared."""
     single = in_shardings if isinstance(in_shardings, Sharding) else None
@@ -183,7 +208,6 @@ def _devices(leaf: NamedLeaf) -> tuple[Any, ...]:
 def _where(array: Any) -> str:
     sharding = array.sharding
     if isinstance(sharding, NamedSharding):
-        sizes = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
-        return f"on a mesh {sizes}"
+        return f"on a mesh {_sizes(sharding.mesh)}"
     ids = sorted(device.id for device in sharding.device_set)
     return f"on device {ids[0]}" if len(ids) == 1 else f"on devices {', '.join(map(str, ids))}"

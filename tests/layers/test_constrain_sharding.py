@@ -18,7 +18,7 @@ from penzai_shard.errors import (
     ShardingError,
     ShardingWarning,
 )
-from penzai_shard.layers import ConstrainSharding, ConstrainShardingByName
+from penzai_shard.layers import ConstrainSharding, ConstrainShardingByName, Jitted
 from penzai_shard.meshes import auto_twin, make_mesh
 from penzai_shard.placement import place
 from penzai_shard.rule_presets import fully_sharded, tensor_parallel
@@ -297,6 +297,22 @@ def test_what_lies_on_other_devices_is_refused_with_its_path():
         with pytest.raises(MeshError, match=match):
             layer(x)
         layer(place(x, second, {"batch": "data"}))
+
+
+def test_inside_a_jitted_model_a_constraint_for_other_devices_is_named():
+    first, second = (make_mesh({"data": 4}, jax.devices()[i : i + 4]) for i in (0, 4))
+    x = place(pz.nx.ones({"batch": 8}), first, {"batch": "data"})
+    for constraint in (
+        ConstrainShardingByName(second, {"batch": "data"}),
+        ConstrainSharding(NamedSharding(second, PartitionSpec("data"))),
+    ):
+        layer = Jitted(pz.nn.Sequential([pz.nn.Identity(), constraint]))
+        match = (
+            rf"sublayers/1: this {type(constraint).__name__} is for the mesh data=4 of other "
+            r"devices.*on a mesh data=4. Make the constraint with the mesh of the model"
+        )
+        with pytest.raises(MeshError, match=match):
+            layer(x)
 
 
 def test_goes_in_and_out_of_a_model_with_selectors(small):
