@@ -115,7 +115,7 @@ def as_declared(
         for i, (leaf, wanted) in enumerate(zip(leaves, shardings, strict=True)):
             if wanted is None or leaf.sharding == wanted:
                 placed.append(leaf)
-            elif canonical(leaf.sharding).is_equivalent_to(wanted, leaf.ndim):
+            elif _lies_so(leaf, wanted):
                 placed.append(jax.device_put(leaf, wanted))
             else:
                 path = list(structure.paths(sections))[i]
@@ -130,6 +130,13 @@ def as_declared(
         problems,
     )
     return results[0], results[1]
+
+
+def _lies_so(leaf: Any, wanted: Sharding) -> bool:
+    """Whether an array has the same layout under another name."""
+    if len(getattr(wanted, "spec", ())) > leaf.ndim:
+        return False
+    return canonical(leaf.sharding).is_equivalent_to(wanted, leaf.ndim)
 
 
 class DeclaredInputs:
@@ -204,7 +211,7 @@ def _placed(leaf: Any, wanted: Sharding, path: str, problems: list[str]) -> Any:
             return jax.device_put(leaf, wanted)
         if leaf.sharding == wanted:
             return leaf
-        if canonical(leaf.sharding).is_equivalent_to(wanted, leaf.ndim):
+        if _lies_so(leaf, wanted):
             return jax.device_put(leaf, wanted)
     except ValueError as error:
         problems.append(f"input {path}: {sharding_text(wanted)} does not fit it: {error}")

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from penzai import pz
 from penzai.core.variables import (
     AbstractVariable,
@@ -25,6 +24,7 @@ from penzai.core.variables import (
 
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.named_leaves import is_array_like
+from penzai_shard.training.variable_copies import is_copy
 from penzai_shard.tree_paths import path_text
 
 TrainablePredicate = Callable[[Any], bool]
@@ -283,7 +283,7 @@ def split_model(
             )
             continue
         if entry.name in entries:
-            if _is_copy(leaf, seen[entry.name]):
+            if is_copy(leaf, seen[entry.name]):
                 leaves.append(entry.slot())
             else:
                 problems.append(
@@ -330,7 +330,7 @@ def _split_weights(
         floating = _is_floating(leaf)
         wanted = floating
         if trainable is not None:
-            wanted = bool(trainable(pz.ParameterValue(label=name, value=leaf)))
+            wanted = _asked(trainable, pz.ParameterValue(label=name, value=leaf), name)
         if wanted and not floating:
             problems.append(f"{name}: a trainable weight must be floating. Exclude it.")
         params[name] = leaf
@@ -368,36 +368,16 @@ def _entry(
     else:
         name = frozen.name
         default = not isinstance(frozen, v1_frozen)
-    wanted = default if trainable is None else bool(trainable(variable))
+    wanted = default if trainable is None else _asked(trainable, variable, name)
     return VariableEntry(name, "parameter", template, mutable, wanted)
 
 
-def _is_copy(variable: Any, first: Any) -> bool:
-    """Whether a variable is another copy of a frozen one: placing a model, ``jax.tree.map`` and
-    checkpoints give each of its places a value of its own."""
-    if variable.value is first.value:
-        return True
-    if type(variable) is not type(first) or isinstance(first, AbstractVariable):
-        return False
-    my_form: Any
-    their_form: Any
-    mine, my_form = jax.tree.flatten(variable.value)
-    theirs, their_form = jax.tree.flatten(first.value)
-    return bool(my_form == their_form) and all(map(_equal_arrays, mine, theirs))
-
-
-def _equal_arrays(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if np.shape(a) != np.shape(b) or _dtype_of(a) != _dtype_of(b):
-        return False
-    if any(isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer) for x in (a, b)):
-        return True
-    if jnp.issubdtype(_dtype_of(a), jax.dtypes.prng_key):
-        a, b = jax.random.key_data(a), jax.random.key_data(b)
-    if getattr(a, "sharding", None) == getattr(b, "sharding", None):
-        return bool(jnp.array_equal(a, b, equal_nan=jnp.issubdtype(_dtype_of(a), jnp.inexact)))
-    return bool(np.array_equal(np.asarray(a), np.asarray(b)))
+def _asked(trainable: TrainablePredicate, parameter: Any, name: str) -> bool:
+    try:
+        return bool(trainable(parameter))
+    except Exception as error:
+        error.add_note(f"This was raised while trainable= was asked about the parameter {name!r}.")
+        raise
 
 
 def _refuse_untrained(entries: Iterable[VariableEntry]) -> None:

@@ -13,7 +13,7 @@ from penzai_shard.planning import PlanRequest, plan_tree, warn_caller
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 from penzai_shard.training.model_variables import TrainablePredicate
 from penzai_shard.training.state_sharding import train_state_sharding
-from penzai_shard.training.step_failures import refuse_inputs
+from penzai_shard.training.step_failures import refuse_inputs, refuse_positional
 from penzai_shard.training.train_state import TrainState, with_own_buffers
 from penzai_shard.training.train_step import LossFunction, TrainStep, build_train_step_fn
 
@@ -174,10 +174,11 @@ class StatefulTrainer:
         )
         return cls(train_state, loss_fn, mesh=mesh, **layout, **options)
 
-    def step(self, **inputs: Any) -> Any:
+    def step(self, *positional: Any, **inputs: Any) -> Any:
         """Does one step of training.
 
         Args:
+            *positional: Refused: inputs go by keyword.
             **inputs: Inputs of the loss function. On a mesh, named arrays are placed by the rules.
 
         Returns:
@@ -186,6 +187,7 @@ class StatefulTrainer:
         Raises:
             ShardingError: As a step of ``build_train_step_fn``. The state is as before then.
         """
+        refuse_positional(positional, "trainer.step(")
         if self._request is not None:
             inputs = self._placed(self._request, inputs)
         state = self._state

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.named_leaves import is_array_like
 from penzai_shard.training.loss_contract import not_arrays
 from penzai_shard.training.state_layout import deleted, sharding_text
@@ -31,6 +31,17 @@ def refuse_inputs(inputs: Mapping[str, Any]) -> None:
     problems = not_arrays(dict(inputs), "", FIX_INPUT)
     if problems:
         raise ShardingError("the inputs of a step must be arrays:", problems)
+
+
+def refuse_positional(positional: tuple[Any, ...], called: str = "step(state, ") -> None:
+    """Raises for inputs by position, if there are any."""
+    if not positional:
+        return
+    many = len(positional) > 1 or not isinstance(positional[0], Mapping)
+    raise RuleTypeError(
+        f"a train step takes its inputs by keyword, and got {len(positional)} by position. "
+        f"Write {called}{'x=x, y=y' if many else '**batch'})."
+    )
 
 
 def refuse_donated(flat: FlatState) -> None:

@@ -344,8 +344,14 @@ def to_flat(state: TrainState) -> FlatState:
     flat: FlatState | None = fields.get("_flat")
     if flat is not None and not any(name in fields for name in FIELDS):
         return flat
-    if "params" in fields:
-        _check_names(fields["params"], state.variables)
+    for field, entries in (
+        ("params", state.variables.parameters),
+        ("state_vars", state.variables.states),
+    ):
+        if field in fields:
+            _check_names(field, fields[field], [entry.name for entry in entries])
+    if "root_rng" in fields:
+        _check_key(fields["root_rng"])
     treedefs = []
     stepped: list[Any] = []
     kept: list[Any] = []
@@ -387,23 +393,25 @@ def section_of(state: TrainState, section: str) -> Any:
     }
 
 
-def _check_names(params: Any, variables: VariableTable) -> None:
-    names = [entry.name for entry in variables.parameters]
-    if not isinstance(params, dict):
+def _check_names(field: str, values: Any, names: list[str]) -> None:
+    if not isinstance(values, dict):
         raise ShardingError(
-            f"params of a train state must be a dictionary of {len(names)} values by name, not "
-            f"{type(params).__name__}."
+            f"{field} of a train state must be a dictionary of {len(names)} values by name, not "
+            f"{type(values).__name__}."
         )
+    if list(values) == names:
+        return
+    wanted = set(names)
     problems = [
-        f"{name}: went missing. Put its value back." for name in names if name not in params
+        f"{name}: went missing. Put its value back." for name in names if name not in values
     ]
     problems += [
-        f"{name}: is not a parameter of the model. Make the state anew: "
+        f"{name}: is not in the model. Make the state anew: "
         "TrainState.initial_state(model, optimizer, key)."
-        for name in params
-        if name not in names
+        for name in values
+        if name not in wanted
     ]
-    raise_all(ShardingError, "params of this train state are not those of its model:", problems)
+    raise_all(ShardingError, f"{field} of this train state are not those of its model:", problems)
 
 
 def _is(a: Any, b: Any) -> bool:

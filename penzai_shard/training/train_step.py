@@ -41,6 +41,7 @@ from penzai_shard.training.step_failures import (
     refuse_donated,
     refuse_inputs,
     refuse_other_leaves,
+    refuse_positional,
 )
 from penzai_shard.training.train_state import TrainState, from_flat, to_flat
 
@@ -176,7 +177,7 @@ class TrainStep:
         self._lock = threading.Lock()
 
     def __call__(
-        self, train_state: TrainState, /, *positional: Any, **inputs: Any
+        self, train_state: TrainState | None = None, /, *positional: Any, **inputs: Any
     ) -> tuple[TrainState, Any]:
         """Does one step.
 
@@ -194,7 +195,7 @@ class TrainStep:
         """
         flat = _flat_of(train_state)
         if positional:
-            _refuse_positional(positional)
+            refuse_positional(positional)
         leaves = self._checked_inputs(inputs)
         program = flat.program
         if (
@@ -233,7 +234,7 @@ class TrainStep:
         """
         if not self._jit:
             raise ShardingError("a step built with jit=False has nothing to lower. Pass jit=True.")
-        flat = to_flat(train_state)
+        flat = _flat_of(train_state)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in flat.stepped):
             program = self._program(
                 flat.structure,
@@ -399,15 +400,6 @@ def _flat_step(
     return leaves, aux
 
 
-def _refuse_positional(positional: tuple[Any, ...]) -> None:
-    many = len(positional) > 1 or not isinstance(positional[0], Mapping)
-    fix = "step(state, x=x, y=y)" if many else "step(state, **batch)"
-    raise RuleTypeError(
-        f"a train step takes its inputs by keyword, and got {len(positional)} by position. "
-        f"Write {fix}."
-    )
-
-
 def _is_committed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and bool(leaf.committed)
 
@@ -419,8 +411,9 @@ def _is_explicit(leaf: Any) -> bool:
 
 def _flat_of(train_state: Any) -> FlatState:
     if not isinstance(train_state, TrainState):
+        given = "nothing" if train_state is None else f"a {type(train_state).__name__}"
         raise ShardingError(
-            f"a train step takes a TrainState, not a {type(train_state).__name__}. "
+            f"a train step takes a TrainState first, step(state, **batch), and got {given}. "
             "Make one: TrainState.initial_state(model, optimizer, jax.random.key(0))."
         )
     return to_flat(train_state)

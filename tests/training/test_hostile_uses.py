@@ -203,11 +203,11 @@ REFUSED = {
     ),
     "a batch in place of the state": (
         lambda: build_train_step_fn(loss_fn)({"x": x()}),
-        "a train step takes a TrainState, not a dict.",
+        "a train step takes a TrainState first, step(state, **batch), and got a dict.",
     ),
     "a model in place of the state": (
         lambda: build_train_step_fn(loss_fn)(pz.nn.Identity(), x=x()),
-        "a train step takes a TrainState, not a Identity.",
+        "and got a Identity. Make one: TrainState.initial_state(",
     ),
     "a batch by position": (
         lambda: build_train_step_fn(loss_fn)(initial(), {"x": x()}),
@@ -277,7 +277,63 @@ REFUSED = {
     ),
     "a state of other parameters": (
         lambda: step(dataclasses.replace(initial(), params=weights() | {"v": jnp.ones(2)})),
-        "v: is not a parameter of the model.",
+        "v: is not in the model.",
+    ),
+    "a state without its state variables": (
+        lambda: step(
+            dataclasses.replace(
+                initial(
+                    {
+                        "w": pz.Parameter(value=weights()["w"], label="w"),
+                        "s": pz.StateVariable(value=jnp.zeros(2), label="s"),
+                    }
+                ),
+                state_vars={},
+            )
+        ),
+        "s: went missing. Put its value back.",
+    ),
+    "a state with a number for its key": (
+        lambda: step(dataclasses.replace(initial(), root_rng=3)),
+        "root_rng must be a random key, not 3. Write jax.random.key(3).",
+    ),
+    "no state": (lambda: build_train_step_fn(loss_fn)(), "and got nothing"),
+    "the state by keyword": (
+        lambda: build_train_step_fn(loss_fn)(train_state=initial(), x=x()),
+        "a train step takes a TrainState first, step(state, **batch), and got nothing.",
+    ),
+    "a dictionary to lower": (
+        lambda: build_train_step_fn(loss_fn).lower({"x": 1}),
+        "and got a dict",
+    ),
+    "a sharding of too many dimensions": (
+        lambda: step(
+            placed(),
+            {"train_state_shardings": NamedSharding(make_mesh(MESH), PartitionSpec("data"))},
+        ),
+        "step: has P() on mesh data=4, model=2, declared P('data',) on mesh data=4, model=2.",
+    ),
+    "an input sharding of too many dimensions": (
+        lambda: step(
+            placed(),
+            {
+                "input_kwarg_shardings": {
+                    "x": NamedSharding(make_mesh(MESH), PartitionSpec(None, None, "data"))
+                }
+            },
+        ),
+        "input x: P(None, None, 'data') on mesh data=4, model=2 does not fit it",
+    ),
+    "outputs on other devices": (
+        lambda: step(
+            placed(),
+            {"aux_output_shardings": NamedSharding(half_mesh(), PartitionSpec())},
+        ),
+        "devices",
+    ),
+    "a batch by position for a trainer": (
+        lambda: StatefulTrainer(initial(), loss_fn).step({"x": x()}),
+        "got 1 by position. Write trainer.step(**batch).",
     ),
     "a loss of text": (
         lambda: loss_with(lambda model, state: ("abc", state, {})),
@@ -474,6 +530,14 @@ def test_a_loss_function_s_own_error_is_left_alone():
 
     with pytest.raises(KeyError, match="of the user"):
         build_train_step_fn(broken)(initial(), x=x())
+
+
+def test_a_predicate_s_own_error_names_the_parameter():
+    with pytest.raises(ZeroDivisionError) as caught:
+        initial(trainable=lambda parameter: 1 / 0)
+    assert caught.value.__notes__ == [
+        "This was raised while trainable= was asked about the parameter 'w'."
+    ]
 
 
 def test_a_donated_state_says_so_when_shown():
