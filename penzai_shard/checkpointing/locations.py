@@ -52,15 +52,20 @@ def path_object(where: str) -> Any:
     return orbax().Context().file.path_class(where) if is_remote(where) else pathlib.Path(where)
 
 
+def content_of(where: str) -> Any:
+    """The path object of what a path holds, wherever a save that was killed left it."""
+    if is_remote(where):
+        return path_object(where)
+    return where_content_is(pathlib.Path(os.path.realpath(where)))
+
+
 def found_directory(where: str) -> Any:
     """The directory that holds a checkpoint's content.
 
     Raises:
         CheckpointNotFoundError: There is no such directory.
     """
-    directory = path_object(where)
-    if not is_remote(where):
-        directory = where_content_is(pathlib.Path(os.path.realpath(where)))
+    directory = content_of(where)
     if not directory.exists():
         raise CheckpointNotFoundError(
             f"there is no checkpoint at {where}: the path does not exist.{nearby(where)}"
@@ -78,7 +83,7 @@ def refuse_existing(where: str, overwrite: bool) -> None:
     Raises:
         CheckpointExistsError: There is.
     """
-    directory = path_object(where)
+    directory = content_of(where)
     if not directory.exists():
         return
     if not overwrite:

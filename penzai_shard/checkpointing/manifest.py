@@ -292,7 +292,9 @@ def _orbax_metadata(where: str, directory: Any, *, is_plain: bool) -> Any:
 
 def _contradictions(records: Mapping[str, ArrayRecord], stored: Mapping[str, Any]) -> list[str]:
     """One line for each array of which our entry and Orbax say different things."""
-    problems = [f"{name}: has no entry that says its axes." for name in stored.keys() - records]
+    problems = [
+        f"{name}: has no entry that says its axes." for name in stored if name not in records
+    ]
     for name, record in records.items():
         array = stored.get(name)
         found = None if array is None else (tuple(array.shape), _dtype_text(array))
@@ -316,7 +318,9 @@ def _records_of_version_1(
 ) -> tuple[dict[str, ArrayRecord], list[str]]:
     found = {name: _record_of_version_1(entry, stored.get(name)) for name, entry in entries.items()}
     records = {name: record for name, record in found.items() if record is not None}
-    broken = [f"{name}: its entry is not as it was written." for name in found.keys() - records]
+    broken = [
+        f"{name}: its entry is not as it was written." for name in found if name not in records
+    ]
     return records, broken
 
 

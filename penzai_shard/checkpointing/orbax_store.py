@@ -105,7 +105,7 @@ def save_arrays(
     # five minutes, and the interpreter for them.
     context.asynchronous.create_directories_asynchronously = False
     size = sum(array.size * array.dtype.itemsize for array in stored.values())
-    with without_noise(), _written_beside(where, size) as beside:
+    with without_noise(), _written_beside(where, size, overwrite=overwrite) as beside:
         with context:
             ocp.save(beside, stored, custom_metadata=section_of(records, kind))
         _on_one_process(lambda: seal(path_object(beside), leaves))
@@ -113,12 +113,13 @@ def save_arrays(
 
 
 @contextlib.contextmanager
-def _written_beside(where: str, size: int) -> Iterator[str]:
+def _written_beside(where: str, size: int, *, overwrite: bool) -> Iterator[str]:
     """Where to write what then comes to a path in one step, or not at all.
 
     Args:
         where: The path.
         size: Number of bytes to be written, for messages.
+        overwrite: Whether what is there may be replaced.
     """
     if is_remote(where):
         # Orbax marks a directory in an object store as complete once it is; nothing is replaced.
@@ -128,6 +129,8 @@ def _written_beside(where: str, size: int) -> Iterator[str]:
     before = set(threading.enumerate())
     try:
         _on_one_process(replacement.begin)
+        # Now that nobody else can save there.
+        _on_one_process(lambda: refuse_existing(where, overwrite))
         yield str(replacement.new)
         _on_one_process(replacement.commit)
     except BaseException as error:
@@ -136,8 +139,9 @@ def _written_beside(where: str, size: int) -> Iterator[str]:
         if isinstance(error, ShardingError) or not isinstance(error, Exception):
             raise
         known = _known_reason(error, where, size)
+        reason = (known or first_line(error)).removesuffix(".")
         kept = " What is at the path stays as it was." if os.path.lexists(where) else ""
-        text = f"cannot save to {where}: {known or first_line(error)}{kept}"
+        text = f"cannot save to {where}: {reason}.{kept}"
         raise CheckpointWriteError(text) from (None if known else error)
     finally:
         replacement.discard()

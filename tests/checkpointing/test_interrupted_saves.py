@@ -268,6 +268,37 @@ def test_a_failed_commit_keeps_what_was_there(tmp_path, wide, monkeypatch):
     assert os.listdir(tmp_path) == ["params"]
 
 
+def test_what_was_set_aside_is_still_what_the_path_holds(tmp_path, wide):
+    path = pathlib.Path(save_params(tmp_path / "params", ONES))
+    # As after a kill between the two renames, where there is no exchange.
+    aside = replacement.staging_of(path) / "old"
+    aside.parent.mkdir()
+    path.rename(aside)
+    assert restored(path, wide) == 1
+    with pytest.raises(CheckpointExistsError, match=r"it exists\. Pass overwrite=True"):
+        save_params(path, TWOS)
+    assert restored(path, wide) == 1
+    # Another save puts it back.
+    save_params(tmp_path / "other", TWOS)
+    assert sorted(os.listdir(tmp_path)) == ["other", "params"]
+    assert restored(path, wide) == 1
+
+
+def test_another_save_that_came_first_is_not_replaced_unasked(tmp_path, wide, monkeypatch):
+    begin = replacement.Replacement.begin
+
+    def save_first(self):
+        monkeypatch.setattr(replacement.Replacement, "begin", begin)
+        save_params(tmp_path / "params", TWOS)
+        begin(self)
+
+    monkeypatch.setattr(replacement.Replacement, "begin", save_first)
+    with pytest.raises(CheckpointExistsError, match=r"it exists\. Pass overwrite=True"):
+        save_params(tmp_path / "params", ONES)
+    assert restored(tmp_path / "params", wide) == 2
+    assert os.listdir(tmp_path) == ["params"]
+
+
 @pytest.mark.parametrize("times", [1, 100])
 def test_a_checkpoint_replaced_while_it_is_read_is_read_again(tmp_path, wide, monkeypatch, times):
     numbers = np.arange(64.0, dtype="float32").reshape(8, 8)
