@@ -268,6 +268,16 @@ def test_a_failed_commit_keeps_what_was_there(tmp_path, wide, monkeypatch):
     assert os.listdir(tmp_path) == ["params"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the system call of Linux")
+def test_two_directories_are_exchanged_in_one_step(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name / name).mkdir(parents=True)
+    assert replacement._exchanged(tmp_path / "first", tmp_path / "second")
+    assert os.listdir(tmp_path / "first") == ["second"]
+    assert os.listdir(tmp_path / "second") == ["first"]
+    assert not replacement._exchanged(tmp_path / "first", tmp_path / "missing")
+
+
 def test_what_was_set_aside_is_still_what_the_path_holds(tmp_path, wide):
     path = pathlib.Path(save_params(tmp_path / "params", ONES))
     # As after a kill between the two renames, where there is no exchange.
