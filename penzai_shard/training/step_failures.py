@@ -88,10 +88,12 @@ def explained(error: Exception, flat: FlatState, inputs: Mapping[str, Any]) -> S
     """
     if isinstance(error, ShardingError):
         return None
-    try:
-        refuse_donated(flat)
-    except ShardingError as donated:
-        return donated
+    # A step that fails while it runs has taken the state too, and that is not why it failed.
+    if "deleted" in str(error):
+        try:
+            refuse_donated(flat)
+        except ShardingError as donated:
+            return donated
     named = [
         (array_path_text(path), leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(dict(inputs))[0]

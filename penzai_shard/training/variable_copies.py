@@ -49,6 +49,7 @@ def _equal_arrays(a: Any, b: Any) -> bool:
         return True
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
+    has_nan = jnp.issubdtype(dtype, jnp.inexact)
     if getattr(a, "sharding", None) == getattr(b, "sharding", None):
-        return bool(jnp.array_equal(a, b, equal_nan=jnp.issubdtype(dtype, jnp.inexact)))
-    return bool(np.array_equal(np.asarray(a), np.asarray(b)))
+        return bool(jnp.array_equal(a, b, equal_nan=has_nan))
+    return bool(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=has_nan))

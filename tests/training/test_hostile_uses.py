@@ -554,6 +554,21 @@ def test_a_donated_state_says_so_when_shown():
     assert int(again.step) == 2
 
 
+def test_a_step_that_fails_while_it_runs_is_not_said_to_be_donated():
+    def fails(model, rng, state, x):
+        def check(value):
+            raise RuntimeError("of the host")
+
+        value = jax.pure_callback(check, jax.ShapeDtypeStruct((), jnp.float32), jnp.float32(0))
+        loss, state, _ = loss_fn(model, rng, state, x)
+        return loss, state, {"value": value}
+
+    run = build_train_step_fn(fails, donate_params_and_state=True)
+    with pytest.raises(Exception, match="of the host") as caught:
+        jax.block_until_ready(jax.tree.leaves(run(initial(), x=x())))
+    assert "donated to" not in str(caught.value)
+
+
 def test_a_failed_step_takes_nothing():
     run = build_train_step_fn(loss_fn, donate_params_and_state=True)
     state, _ = run(initial(), x=x())
