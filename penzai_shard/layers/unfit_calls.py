@@ -12,7 +12,7 @@ from penzai_shard.errors import MeshError, RuleTypeError, ShardingError
 from penzai_shard.layers.constrain_sharding import ConstrainSharding, ConstrainShardingByName
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import NamedLeaf, is_array_like, leaves_of
-from penzai_shard.tree_paths import path_text
+from penzai_shard.tree_paths import path_text, split_path
 
 UNFIT_CALL = (RuntimeError, TypeError, ValueError)
 """What JAX raises where ``explain_unfit_call`` may know the reason."""
@@ -35,56 +35,76 @@ def explain_unfit_call(
         MeshError: Not all arrays are on the same devices, or the argument is placed otherwise
             than ``in_shardings`` says.
     """
-    if isinstance(error, ShardingError):
-        return  # Explained already, by a layer inside.
-    problem = _explanation(str(error), layer, argument, side_inputs)
-    if problem is not None:
-        raise problem from None
-
-
-def _explanation(
-    said: str, layer: Any, argument: Any, side_inputs: dict[str, Any]
-) -> ShardingError | None:
-    name = f"{type(layer).__name__}({type(layer.body).__name__})"
+    said = str(error)
+    # What JAX says decides, as what a layer does not use may be abstract, deleted or anywhere. A
+    # ShardingError has been explained already, by a layer inside.
+    explain = next((explain for words, explain in _EXPLANATIONS.items() if words in said), None)
+    if explain is None or isinstance(error, ShardingError):
+        return
     own = leaves_of(layer.body)
     inputs = leaves_of(argument, "argument")
     for key, side_input in side_inputs.items():
         inputs += leaves_of(side_input, key)
-    # All of it by what JAX says: what a layer does not use may be abstract, or anywhere.
-    structs = [leaf for leaf in own if _is_struct(leaf.array)]
-    if "ShapeDtypeStruct" in said and structs:
-        return RuleTypeError(
-            f"{name} was called as an abstract model, whose parameters have no values. Build it "
-            "with sharded_init, fill it with restore_params or with_params, or trace it: "
-            "jax.eval_shape(model, x).",
-            [f"{_title(leaf)}: has a shape and no value." for leaf in structs],
-        )
-    in_shardings = vars(layer).get("in_shardings")
-    # Layers that are not compiled as a whole may take what they like.
-    is_compiled = "in_shardings" in vars(layer)
-    if is_compiled and (problems := [p for leaf in inputs for p in _input_problems(leaf)]):
-        return RuleTypeError(f"{name} cannot take these inputs:", problems)
-    deleted = [leaf for leaf in (*own, *inputs) if _is_deleted(leaf.array)]
-    if "deleted" in said and deleted:
-        return RuleTypeError(
-            f"{name} was called with arrays that are no longer there. Whatever donates an array, "
-            "as a train step that donates its state does, returns the one to go on with: take the "
-            "model from the newest state, or call before that with a copy.",
-            [f"{_title(leaf)}: was donated or deleted." for leaf in deleted],
-        )
-    if "incompatible devices" in said:
-        problems = _device_problems(own, inputs) or _constraint_problems(layer, own, inputs)
-    elif "does not match the sharding on the respective arg" in said:
-        problems = _placement_problems(leaves_of(argument, "argument"), in_shardings)
-    else:
-        problems = []
+    problem = explain(f"{type(layer).__name__}({type(layer.body).__name__})", layer, own, inputs)
+    if problem is not None:
+        raise problem from None
+
+
+Leaves = list[NamedLeaf]
+
+
+def _abstract(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingError | None:
+    structs = [leaf for leaf in own if isinstance(leaf.array, jax.ShapeDtypeStruct)]
+    if not structs:
+        return _not_arrays(name, layer, own, inputs)
+    return RuleTypeError(
+        f"{name} was called as an abstract model, whose parameters have no values. Build it with "
+        "sharded_init, fill it with restore_params or with_params, or trace it: "
+        "jax.eval_shape(model, x).",
+        [f"{_title(leaf)}: has a shape and no value." for leaf in structs],
+    )
+
+
+def _not_arrays(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingError | None:
+    problems = [problem for leaf in inputs for problem in _input_problems(leaf)]
+    return RuleTypeError(f"{name} cannot take these inputs:", problems) if problems else None
+
+
+def _deleted(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingError | None:
+    problems = [
+        f"{_title(leaf)}: was donated or deleted."
+        for leaf in (*own, *inputs)
+        if _is_concrete(leaf.array) and leaf.array.is_deleted()
+    ]
+    if not problems:
+        return None
+    return RuleTypeError(
+        f"{name} was called with arrays that are no longer there. Whatever donates an array, as a "
+        "train step that donates its state does, returns the one to go on with: take the model "
+        "from the newest state, or call before that with a copy.",
+        problems,
+    )
+
+
+def _misplaced(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingError | None:
+    declared = vars(layer).get("in_shardings")
+    argument = [leaf for leaf in inputs if split_path(leaf.path)[0] == "argument"]
+    problems = [] if declared is None else _placement_problems(argument, declared)
+    problems = problems or _device_problems(own, inputs)
+    problems = problems or _constraint_problems(layer, own, inputs)
     if not problems:
         return None
     return MeshError(f"{name} was called with arrays in places that do not fit:", problems)
 
 
-def _is_struct(array: Any) -> bool:
-    return isinstance(array, jax.ShapeDtypeStruct)
+_EXPLANATIONS = {
+    "ShapeDtypeStruct": _abstract,
+    "as an abstract array": _not_arrays,
+    "deleted": _deleted,
+    "incompatible devices": _misplaced,
+    "does not match the sharding on the respective arg": _misplaced,
+}
+"""What explains an error of JAX that has these words."""
 
 
 def _title(leaf: NamedLeaf) -> str:
@@ -92,7 +112,7 @@ def _title(leaf: NamedLeaf) -> str:
 
 
 def _input_problems(leaf: NamedLeaf) -> Iterable[str]:
-    if _is_struct(leaf.array):
+    if isinstance(leaf.array, jax.ShapeDtypeStruct):
         yield (
             f"{leaf.path}: is a jax.ShapeDtypeStruct, which has a shape and no value. "
             "Give an array, or trace the layer: jax.eval_shape(model, x)."
@@ -180,21 +200,13 @@ def _layout(sharding: Sharding) -> str:
     return str(sharding.spec) if isinstance(sharding, NamedSharding) else "one piece"
 
 
-def _is_deleted(array: Any) -> bool:
-    return (
-        isinstance(array, jax.Array)
-        and not isinstance(array, jax.core.Tracer)
-        and array.is_deleted()
-    )
+def _is_concrete(array: Any) -> bool:
+    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
 
 
 def _is_bound(array: Any) -> bool:
     """Whether an array is bound to its devices; JAX may move all others."""
-    return (
-        isinstance(array, jax.Array)
-        and not isinstance(array, jax.core.Tracer)
-        and bool(array.committed)
-    )
+    return _is_concrete(array) and bool(array.committed)
 
 
 def _devices(leaf: NamedLeaf) -> tuple[Any, ...]:
