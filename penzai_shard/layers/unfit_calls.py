@@ -12,7 +12,7 @@ from penzai_shard.errors import MeshError, RuleTypeError, ShardingError
 from penzai_shard.layers.constrain_sharding import ConstrainSharding, ConstrainShardingByName
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import NamedLeaf, is_array_like, leaves_of
-from penzai_shard.tree_paths import path_text, split_path
+from penzai_shard.tree_paths import path_text
 
 UNFIT_CALL = (RuntimeError, TypeError, ValueError)
 """What JAX raises where ``explain_unfit_call`` may know the reason."""
@@ -88,7 +88,7 @@ def _deleted(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingErro
 
 def _misplaced(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingError | None:
     declared = vars(layer).get("in_shardings")
-    argument = [leaf for leaf in inputs if split_path(leaf.path)[0] == "argument"]
+    argument = [leaf for leaf in inputs if leaf.path.partition("/")[0] == "argument"]
     problems = [] if declared is None else _placement_problems(argument, declared)
     problems = problems or _device_problems(own, inputs)
     problems = problems or _constraint_problems(layer, own, inputs)
