@@ -15,10 +15,9 @@ from penzai_shard.surgery.expressions import expression, last_name
 from penzai_shard.surgery.inserted_layers import inserted_sequence, library_role
 from penzai_shard.surgery.places import PlaceLike, Where, _Root, called_with_path, wants_path
 from penzai_shard.surgery.references import Ref, display_name, named
-from penzai_shard.surgery.refusals import EditRefused
 from penzai_shard.surgery.rewriting import Change, Match, Rewriter
 from penzai_shard.surgery.suggestions import nearest_places
-from penzai_shard.surgery.tree_nodes import Keys, is_layer
+from penzai_shard.surgery.tree_nodes import is_layer
 
 _MOST_NAMED = 5
 
@@ -111,26 +110,10 @@ class Edit:
         """
         finder = self.where.finder(layers_only=self.kind != "replace")
         change, same_everywhere = self._change()
-        refused: list[EditRefused] = []
-
-        def change_or_note(node: Any, keys: Keys) -> tuple[Any, ...]:
-            try:
-                return change(node, keys)
-            except EditRefused as error:
-                refused.append(error)
-                return (node,)
-
         rewriter = Rewriter(
-            finder,
-            change_or_note,
-            inserted_sequence,
-            same_everywhere,
-            lambda node: self.nested,
-            record,
+            finder, change, inserted_sequence, same_everywhere, lambda node: self.nested, record
         )
         edited = rewriter.run(model)
-        if refused:
-            raise refused[0].with_others(refused[1:])
         if self._fits(rewriter.count):
             return Outcome(edited, rewriter.count, tuple(rewriter.matches))
         if rewriter.count and not record:

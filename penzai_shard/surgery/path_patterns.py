@@ -7,46 +7,20 @@ what lies under the key ``attention``, and the ``pz.nn.Attention`` layers and wh
 
 import fnmatch
 import functools
-from typing import Any
 
-from penzai_shard.surgery.tree_nodes import names_of
 from penzai_shard.tree_paths import split_path
 
 
-class PathPattern:
-    """A path pattern, and how far into it a walk has come.
+def first_position(parts: tuple[str, ...]) -> int:
+    """The position of the root.
 
-    A position is a set of places in the pattern, as bits of an integer: bit ``i`` says that the
-    path so far can be read by the first ``i`` parts. None says that nothing below can match.
+    A position is a set of places in a pattern, as bits of an integer: bit ``i`` says that the path
+    so far can be read by the first ``i`` parts. None says that nothing below can match.
 
-    Args:
-        pattern: The pattern's text.
+    >>> first_position(("**", "mlp")), first_position(("mlp",))
+    (3, 1)
     """
-
-    def __init__(self, pattern: str) -> None:
-        self.parts = split_path(pattern)
-        self._end = 1 << len(self.parts)
-
-    def start(self) -> int | None:
-        """The position of the root."""
-        return _close(self.parts, 1)
-
-    def step(self, position: int | None, key: Any, child: Any) -> int | None:
-        """The position of a child.
-
-        Args:
-            position: The position of its parent.
-            key: The child's key.
-            child: The child.
-
-        Returns:
-            The position, None if neither the child nor anything below it can match.
-        """
-        return None if position is None else _step(self.parts, position, str(key), names_of(child))
-
-    def ends_at(self, position: int | None) -> bool:
-        """Whether the whole pattern is read at a position."""
-        return position is not None and bool(position & self._end)
+    return _close(parts, 1)
 
 
 def _close(parts: tuple[str, ...], position: int) -> int:
@@ -68,7 +42,23 @@ def _read(parts: tuple[str, ...], position: int, text: str) -> int:
 
 
 @functools.lru_cache(maxsize=65536)
-def _step(parts: tuple[str, ...], position: int, key: str, names: tuple[str, ...]) -> int | None:
+def next_position(
+    parts: tuple[str, ...], position: int, key: str, names: tuple[str, ...]
+) -> int | None:
+    """The position of a child.
+
+    Args:
+        parts: The parts of the pattern.
+        position: The position of the child's parent.
+        key: The child's key.
+        names: What the child is called beside it.
+
+    Returns:
+        The position, None if neither the child nor anything below it can match.
+
+    >>> next_position(("sublayers", "linear"), 2, "0", ("linear",))
+    4
+    """
     by_key = position
     for text in split_path(key):
         by_key = _read(parts, by_key, text)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from penzai_shard.errors import RuleTypeError
-from penzai_shard.surgery.path_patterns import PathPattern
+from penzai_shard.surgery.path_patterns import first_position, next_position
 from penzai_shard.surgery.references import display_name, named
 from penzai_shard.surgery.refusals import raised
-from penzai_shard.surgery.tree_nodes import Keys, is_layer, keys_text
+from penzai_shard.surgery.tree_nodes import Keys, is_layer, keys_text, names_of
+from penzai_shard.tree_paths import split_path
 
 PlaceLike: TypeAlias = Any
 """A type, a tuple of types, a predicate, a path pattern, a reference, ``ROOT`` or a ``Where``."""
@@ -272,12 +273,15 @@ def find_predicate(predicate: Callable[..., Any], layers_only: bool) -> Finder:
 
 def find_pattern(text: str, layers_only: bool) -> Finder:
     """Finds the nodes whose readable path matches a pattern."""
-    pattern = PathPattern(text)
+    parts = split_path(text)
+    end, root = 1 << len(parts), first_position(parts)
     return Finder(
         _type_of_layer(layers_only),
-        lambda node, keys, state: pattern.ends_at(state),
-        lambda state, parent, keys, child: pattern.step(state, keys[-1], child),
-        lambda node: pattern.start(),
+        lambda node, keys, state: bool(state & end),
+        lambda state, parent, keys, child: next_position(
+            parts, state, str(keys[-1]), names_of(child)
+        ),
+        lambda node: root,
     )
 
 

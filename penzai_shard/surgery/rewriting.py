@@ -107,6 +107,7 @@ class Rewriter:
         # Nodes that the tree itself does not keep alive: their ids must not be used again.
         self._kept_alive: list[Any] = []
         self._record = record
+        self._refused: list[EditRefused] = []
         self.removed = pz.nn.Identity()
         self.count = 0
         self.matches: list[Match] = []
@@ -116,12 +117,15 @@ class Rewriter:
 
         Raises:
             EditRefused: The tree contains itself, or is too deep, or has a dictionary that JAX
-                cannot take; or ``change`` or a predicate raised it.
+                cannot take; a predicate raised it, or ``change`` did at some nodes.
         """
         try:
-            return self._visit(tree, self._start(tree), self._row(tree))
+            edited = self._visit(tree, self._start(tree), self._row(tree))
         except RecursionError:
             raise _too_deep(tree) from None
+        if self._refused:
+            raise self._refused[0].with_others(self._refused[1:])
+        return edited
 
     def _row(self, node: Any) -> _Row:
         kind = kind_of(node)
@@ -265,7 +269,11 @@ class Rewriter:
             inner = self._visit_children(node, state, self._rows[type(node)])
         items = self._changed.get(id(inner)) if self._same_everywhere else None
         if items is None:
-            items = self._change(inner, self._keys)
+            try:
+                items = self._change(inner, self._keys)
+            except EditRefused as error:
+                self._refused.append(error)
+                items = (inner,)
             if self._same_everywhere:
                 self._changed[id(inner)] = items
             self._kept_alive.append(items)

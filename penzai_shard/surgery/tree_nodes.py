@@ -235,9 +235,15 @@ def names_of(node: Any) -> tuple[str, ...]:
     >>> names_of(pz.nn.NamedGroup("gate", []))
     ('named_group', 'gate')
     """
-    if kind_of(node).shape not in (STRUCT, OTHER):
-        return ()
-    name = snake_case(type(node).__name__)
-    if name == "named_group" and isinstance(getattr(node, "name", None), str):
-        return name, node.name
-    return (name,)
+    key: Any = type(node)
+    names = _names_of_type(key)
+    if names == ("named_group",) and isinstance(getattr(node, "name", None), str):
+        return "named_group", node.name
+    return names if names and kind_of(node).shape in (STRUCT, OTHER) else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_of_type(node_type: Hashable) -> tuple[str, ...]:
+    """What nodes of a type are called, if they are nodes at all."""
+    assert isinstance(node_type, type)
+    return () if node_type in _BUILTIN_SHAPES else (snake_case(node_type.__name__),)
