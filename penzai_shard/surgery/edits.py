@@ -100,7 +100,7 @@ class Edit:
 
         Args:
             model: Any model; it stays as it is.
-            record: Whether to tell the places, and not only their number.
+            record: Whether to report the places, and not only their number.
 
         Returns:
             The edited model, the places, and the problem if the number of places is wrong.

@@ -114,7 +114,7 @@ class Recipe:
 
         Raises:
             SelectionError: Some edit matched nothing, or not the number of places that it
-                expects; all such edits are told, with the nearest types or paths of the model.
+                expects; all such edits are reported, with the nearest types or paths of the model.
             RuleTypeError: A function of an edit raised, gave something that is not a layer, or
                 dropped the layer that it was to wrap; or JAX cannot take such a model.
         """
@@ -152,7 +152,7 @@ class Recipe:
 
         Returns:
             A table with the places of each edit, what stood there before and what stands there
-            after. Edits that do not fit are told in it, and are not an error.
+            after. Edits that do not fit are reported in it, and are not an error.
 
         Raises:
             RuleTypeError: As in ``apply``.
@@ -181,7 +181,7 @@ class Recipe:
 
         Raises:
             RuleTypeError: An edit holds what cannot be written: a lambda, a function defined in
-                another, arrays. All such are told.
+                another, arrays. All such are reported.
 
         >>> from penzai_shard.layers import Jitted
         >>> from penzai_shard.surgery import ROOT, wrap
@@ -219,7 +219,7 @@ class Recipe:
 
         Raises:
             RuleTypeError: The text is not a recipe, or names what cannot be imported or is not
-                allowed; all such are told, with the ``allow=`` to add.
+                allowed; all such are reported, with the ``allow=`` to add.
             MeshError: A mesh cannot be made here, or the one given lacks a mesh axis.
 
         >>> Recipe.from_json('{"format": "penzai_shard recipe", "version": 1, "edits": ['

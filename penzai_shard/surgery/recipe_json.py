@@ -78,8 +78,8 @@ def edits_from_json(
             raise
         except (RuleTypeError, KeyError, _Abandoned) as error:
             own = f"{error} is missing." if isinstance(error, KeyError) else str(error)
-            told = [*map(str, reader.refused)] or [own]
-            problems += [f"edit {number}: {problem}" for problem in told]
+            shown = [*map(str, reader.refused)] or [own]
+            problems += [f"edit {number}: {problem}" for problem in shown]
         except Exception as error:
             # Text that was changed by hand can be wrong in any way.
             problems.append(
@@ -328,7 +328,7 @@ class _Reader:
             self._where(written[around]) if around in written else None
             for around in ("within", "outside")
         ]
-        # What may not be used is told instead of the edit; any place will do for it.
+        # What may not be used is reported instead of the edit; any place will do for it.
         return Where.of(Where(ROOT) if self.refused else what, *narrowed)
 
     def _rule(self, written: Any) -> Any:
