@@ -1,60 +1,18 @@
-"""One call of a layer inside a manual region: read its program, gather, run, hand out.
-
-The program is read before it runs: traced with the global lengths and with those of one device's
-part, and followed operation by operation. A layer that is written for one device's part is not.
-"""
+"""One call of a layer inside a manual region: read its program, gather, run, hand out."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 from penzai import pz
 
-from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.errors import ShardingError
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.manual_region import Region
-from penzai_shard.layers.program_locations import exception_location_text
-from penzai_shard.layers.program_reading import collectives, has_own_gradient
-from penzai_shard.layers.region_boundary import BoundaryTree, take_apart
-from penzai_shard.layers.region_gathering import Typing, gather, spec_of
-from penzai_shard.layers.region_outputs import (
-    ManualRegionError,
-    NotReplicatedError,
-    Output,
-    followed_outputs,
-    unfollowed_outputs,
-)
-from penzai_shard.layers.region_random import base_keys, fold_position
-from penzai_shard.layers.split_axis_mixing import Problem, SplitFlow
-from penzai_shard.layers.split_dimensions import Flow, Split
-from penzai_shard.rule_kinds import nearest_name, sized_mesh_axes_text
-
-_LONGEST = 400
-"""How many characters of another library's message are shown."""
-
-Arrays = tuple[list[Any], list[Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    """What a layer's program gives, and how it may run.
-
-    Attributes:
-        run: The layer, from one device's arrays to those of its output.
-        boundary: Its output without the arrays.
-        slots: A readable text for each variable.
-        outputs: Its arrays.
-        typings: What JAX may know in it, the best first.
-        may_gather: Whether it may hold the same on all devices where JAX cannot tell.
-    """
-
-    run: Callable[..., list[Any]]
-    boundary: BoundaryTree
-    slots: list[str]
-    outputs: list[Output]
-    typings: list[Typing]
-    may_gather: bool = True
+from penzai_shard.layers.region_boundary import BoundaryTree
+from penzai_shard.layers.region_gathering import Typing, spec_of
+from penzai_shard.layers.region_outputs import ManualRegionError, NotReplicatedError
+from penzai_shard.layers.region_reading import Program, RegionReading
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +47,24 @@ class RegionCall:
             ManualRegionError: The layer does not treat the elements of a split logical axis
                 independently.
         """
-        return _Run(self, (list(weight_arrays), list(activation_arrays))).results()
+        arrays = list(weight_arrays), list(activation_arrays)
+        reading = RegionReading(self.region, self.weights, self.activations, arrays, self.call_body)
+        try:
+            return _results(reading, reading.read(Typing.VARYING))
+        except ShardingError:
+            raise
+        except Exception:
+            # What JAX tracks stands in the way: it refuses, for one, a loop that starts with the
+            # same on all devices and turns it into something that differs.
+            pass
+        try:
+            program = reading.read(Typing.UNTRACKED)
+        except ShardingError:
+            raise
+        except Exception as error:
+            reading.fail(error)
+            raise
+        return _results(reading, program)
 
     def call_body(
         self, weight_arrays: Sequence[Any], activation_arrays: Sequence[Any]
@@ -118,383 +93,39 @@ class RegionCall:
         return {"output": output, "changed": by_slot}, slots
 
 
-class _TrackingError(Exception):
-    """What JAX tracks of values stands in the way."""
-
-
-class _Run:
-    """One call with its arrays: the weights', then the activations'."""
-
-    def __init__(self, call: RegionCall, arrays: Arrays) -> None:
-        self.call, self.arrays = call, arrays
-        self.region = region = call.region
-        self.specs = (
-            region.parameter_specs(call.weights.put_together(arrays[0], fixed=False)),
-            region.activation_specs(call.activations.put_together(arrays[1], fixed=False)),
-        )
-        self.dimensions = tuple(
-            [
-                list(
-                    zip(
-                        names or (None,) * array.ndim,
-                        region.mesh_axes(spec, array.ndim),
-                        strict=True,
-                    )
-                )
-                for names, array, spec in zip(tree.array_names(), own, specs, strict=True)
-            ]
-            for tree, own, specs in zip(
-                (call.weights, call.activations), arrays, self.specs, strict=True
-            )
-        )
-        self.random_axes = self._in_order(
-            name for array in self.dimensions[1] for _, entry in array for name in entry
-        )
-        self._check_kept()
-        self.keys = (base_keys(call.weights), base_keys(call.activations))
-
-    def _in_order(self, mesh_axes: Iterable[str]) -> tuple[str, ...]:
-        found = set(mesh_axes)
-        return tuple(name for name in self.region.manual if name in found)
-
-    def results(self) -> tuple[Any, dict[int, Any]]:
-        """What ``RegionCall.run`` returns."""
+def _results(reading: RegionReading, program: Program) -> tuple[Any, dict[int, Any]]:
+    for typing in program.typings:
         try:
-            return self._results(self._read(Typing.VARYING))
-        except ShardingError:
-            raise
+            arrays = _run(reading, program, typing)
+            break
+        except NotReplicatedError as error:
+            if typing is Typing.INVARYING and not program.may_gather:
+                raise ManualRegionError(
+                    f"{error}: it differs between the devices, and no operation of the layer "
+                    "makes it the same. Reduce it with jax.lax.psum or pmean, or keep the name "
+                    "of the split logical axis."
+                ) from None
+            if typing is program.typings[-1]:
+                raise
         except Exception:
-            # What JAX tracks stands in the way: it refuses, for one, a loop that starts with the
-            # same on all devices and turns it into something that differs.
-            pass
-        try:
-            program = self._read(Typing.UNTRACKED)
-        except ShardingError:
-            raise
-        except Exception as error:
-            self._fail(error)
-            raise
-        return self._results(program)
+            if typing is program.typings[-1]:
+                raise
+    after = program.boundary.put_together(arrays)
+    changed = {
+        index: after["changed"][slot]
+        for index, slot in enumerate(program.slots)
+        if slot in after["changed"]
+    }
+    return after["output"], changed
 
-    def _results(self, program: "_Program") -> tuple[Any, dict[int, Any]]:
-        for typing in program.typings:
-            try:
-                arrays = self._run(program, typing)
-                break
-            except NotReplicatedError as error:
-                if typing is Typing.INVARYING and not program.may_gather:
-                    raise ManualRegionError(
-                        f"{error}: it differs between the devices, and no operation of the layer "
-                        "makes it the same. Reduce it with jax.lax.psum or pmean, or keep the name "
-                        "of the split logical axis."
-                    ) from None
-                if typing is program.typings[-1]:
-                    raise
-            except Exception:
-                if typing is program.typings[-1]:
-                    raise
-        after = program.boundary.put_together(arrays)
-        changed = {
-            index: after["changed"][slot]
-            for index, slot in enumerate(program.slots)
-            if slot in after["changed"]
-        }
-        return after["output"], changed
 
-    def _run(self, program: "_Program", typing: Typing) -> list[Any]:
-        def run(*arrays: Any) -> list[Any]:
-            local = program.run(*self._inside(arrays, typing))
-            return [
-                output.own_part(array, self.region)
-                for output, array in zip(program.outputs, local, strict=True)
-            ]
-
-        specs = [spec_of(output.mesh_axes) for output in program.outputs]
-        return self._mapped(run, typing, specs)(*self.arrays)
-
-    def _mapped(self, function: Callable[..., Any], typing: Typing, out_specs: Any) -> Any:
-        return jax.shard_map(
-            function,
-            mesh=self.region.mesh,
-            in_specs=self.specs,
-            out_specs=out_specs,
-            axis_names=set(self.region.manual),
-            check_vma=typing is not Typing.UNTRACKED,
-        )
-
-    def _inside(self, arrays: Any, typing: Typing) -> Arrays:
-        """One device's arrays as the layer sees them."""
-        weights, activations = arrays
-        kept = self.region.keep_split
-        varying = {*self.random_axes, *(n for flow in self._flows()[0] for n in flow.mesh_axes)}
-        gathered = [
-            gather(
-                array,
-                [() if name in kept else entry for name, entry in dimensions],
-                varying if typing is Typing.VARYING else (),
-                typing,
-            )
-            for array, dimensions in zip(weights, self.dimensions[0], strict=True)
+def _run(reading: RegionReading, program: Program, typing: Typing) -> list[Any]:
+    def run(*arrays: Any) -> list[Any]:
+        local = program.run(*reading.inside(arrays, typing))
+        return [
+            output.own_part(array, reading.region)
+            for output, array in zip(program.outputs, local, strict=True)
         ]
-        return (
-            fold_position(gathered, self.keys[0], self.random_axes),
-            fold_position(activations, self.keys[1], self.random_axes),
-        )
 
-    def _flows(self, parts: int | None = None) -> tuple[list[Flow], list[Flow]]:
-        """What is known of each array inside; with as many parts as there are, or as given."""
-        return tuple(  # type: ignore[return-value]
-            [
-                Flow(
-                    tuple(
-                        Split(entry, parts or self.region.parts(entry), name)
-                        if self.region.parts(entry) > 1
-                        and (stays or name in self.region.keep_split)
-                        else None
-                        for name, entry in array
-                    ),
-                    random=bool(self.random_axes) and index in keys,
-                )
-                for index, array in enumerate(arrays)
-            ]
-            for stays, arrays, keys in zip((False, True), self.dimensions, self.keys, strict=True)
-        )
-
-    # Reading the program.
-
-    def _read(self, typing: Typing) -> "_Program":
-        read: list[_Program] = []
-
-        def dry(*arrays: Any) -> list[Any]:
-            read.append(self._read_inside(self._inside(arrays, typing), typing))
-            return []
-
-        jax.eval_shape(self._mapped(dry, typing, []), *self.arrays)
-        return read[-1]
-
-    def _read_inside(self, local: Arrays, typing: Typing) -> "_Program":
-        body, built = self._body()
-        # Compiled in line it leaves no trace in the program, and is traced once for both uses.
-        program = jax.jit(body, inline=True)
-        part = program.trace(*local).jaxpr
-        tracked = typing is not Typing.UNTRACKED
-        # What a ``jax.custom_vjp`` does depends on what JAX tracks, and is followed as it will run.
-        own_gradient = has_own_gradient(part)
-        typings = [*Typing] if tracked and not own_gradient else [typing]
-        own = [atom.aval for atom in part.jaxpr.outvars]
-        boundary, slots = built[-1]
-        if self.region.per_device:
-            outputs = unfollowed_outputs(self.region, boundary, own, tracked)
-            moves = bool(collectives(part))
-            return _Program(program, boundary, slots, outputs, typings, may_gather=moves)
-        self._check_collectives(part)
-        structs = tuple([_struct(array) for array in arrays] for arrays in self.arrays)
-        whole, results = jax.make_jaxpr(body, return_shape=True)(*structs)
-        if not built[-1][0].built_alike(boundary):
-            raise ManualRegionError(
-                "the layer returns something else per device than for whole arrays: "
-                f"{boundary.structure.value} instead of {built[-1][0].structure.value}."
-            )
-        boundary = built[-1][0]
-        problems, flows = self._follow(body, whole, part, tracked)
-        outputs = followed_outputs(self.region, boundary, results, flows)
-        try:
-            self._check(problems, flows, outputs, own)
-        except ManualRegionError as error:
-            if tracked and own_gradient:
-                raise _TrackingError from error
-            raise
-        return _Program(program, boundary, slots, outputs, typings)
-
-    def _body(self) -> tuple[Callable[..., list[Any]], list[tuple[BoundaryTree, list[str]]]]:
-        built: list[tuple[BoundaryTree, list[str]]] = []
-
-        def body(weights: Any, activations: Any) -> list[Any]:
-            result, slots = self.call.call_body(weights, activations)
-            boundary, arrays = take_apart(result)
-            built.append((boundary, slots))
-            return arrays
-
-        return body, built
-
-    def _follow(
-        self, body: Any, whole: Any, part: Any, tracked: bool
-    ) -> tuple[list[Problem], list[Flow]]:
-        problems, flows = self._followed(whole, part, tracked)
-        lengths = [
-            size // self.region.parts(dim.mesh_axes)
-            for arrays, found in zip(self.arrays, self._flows(), strict=True)
-            for array, flow in zip(arrays, found, strict=True)
-            for size, dim in zip(array.shape, flow.dims, strict=True)
-            if isinstance(dim, Split)
-        ]
-        if not any(flow.refused for flow in flows) or 1 not in lengths:
-            return problems, flows
-        # Some functions of JAX trace to other operations where a length is 1. They are followed in
-        # the whole and in another that is twice as long.
-        doubled = tuple(
-            [
-                _struct(array, [2 if isinstance(dim, Split) else 1 for dim in flow.dims])
-                for array, flow in zip(arrays, found, strict=True)
-            ]
-            for arrays, found in zip(self.arrays, self._flows(), strict=True)
-        )
-        try:
-            longer = jax.make_jaxpr(body)(*doubled)
-        except Exception:
-            return problems, flows
-        of_longer = self._followed(longer, whole, tracked, parts=2)
-        if any(flow.refused for flow in of_longer[1]):
-            return of_longer
-        return self._followed(whole, part, tracked, part_of_one=True)
-
-    def _followed(
-        self,
-        whole: Any,
-        part: Any,
-        tracked: bool,
-        parts: int | None = None,
-        part_of_one: bool = False,
-    ) -> tuple[list[Problem], list[Flow]]:
-        given = [flow for flows in self._flows(parts) for flow in flows]
-        splits = frozenset(dim for flow in given for dim in flow.dims if isinstance(dim, Split))
-        real = frozenset(name for name in self.region.manual if self.region.mesh.shape[name] > 1)
-        analysis = SplitFlow(
-            splits,
-            random_axes=real.intersection(self.random_axes),
-            # Untracked, the gradient of an output is divided by the number of devices that hold
-            # the same, to be added up over them.
-            summed_axes=frozenset(n for s in splits for n in s.mesh_axes) if tracked else real,
-            vouched=frozenset(self.region.assume_independent),
-            part_of_one=part_of_one,
-        )
-        return analysis.problems, list(analysis.results(whole, part, given))
-
-    # What is refused.
-
-    def _check_kept(self) -> None:
-        names = dict.fromkeys(name for array in self.dimensions[0] for name, _ in array if name)
-        problems = []
-        for name in self.region.keep_split:
-            near = None if name in names else nearest_name(name, names)
-            if near is not None:
-                problems.append(
-                    f"keep_split: no parameter has logical axis {name!r}. Did you mean {near!r}?"
-                )
-        raise_all(ManualRegionError, "cannot keep parameters split:", problems)
-
-    def _split_text(self) -> str:
-        lengths = {
-            (name, entry): size
-            for arrays, found in zip(self.arrays, self.dimensions, strict=True)
-            for array, dimensions in zip(arrays, found, strict=True)
-            for size, (name, entry) in zip(array.shape, dimensions, strict=True)
-        }
-        split = dict.fromkeys(
-            (dim.name, dim.mesh_axes)
-            for flows in self._flows()
-            for flow in flows
-            for dim in flow.dims
-            if isinstance(dim, Split)
-        )
-        return "; ".join(
-            f"{name!r} ({lengths[name, axes]}) over "
-            f"{sized_mesh_axes_text(axes, self.region.mesh.shape)}"
-            for name, axes in split
-        )
-
-    def _check(
-        self,
-        problems: Sequence[Problem],
-        flows: Sequence[Flow],
-        outputs: Sequence[Output],
-        own: Sequence[Any],
-    ) -> None:
-        raise_all(
-            ManualRegionError,
-            "the layer does not treat the elements that lie on different devices independently"
-            f" (split: {self._split_text()}):",
-            [
-                f"{problem.where}: {problem.reason}. Needed for {_listed(needing)}. Do it outside "
-                "of the layer, or map the logical axis to None in activation_rules; if the "
-                "elements are independent after all, say "
-                f"assume_independent=({problem.operation!r},)."
-                for index, problem in enumerate(problems)
-                if (
-                    needing := [
-                        o.path for o, f in zip(outputs, flows, strict=True) if index in f.refused
-                    ]
-                )
-            ],
-        )
-        raise_all(
-            ManualRegionError,
-            "the layer cannot run per device:",
-            [
-                text
-                for output, flow, aval in zip(outputs, flows, own, strict=True)
-                for text in output.problems(flow, aval.shape, self.region)
-            ],
-        )
-
-    def _check_collectives(self, part: Any) -> None:
-        raise_all(
-            ManualRegionError,
-            "the layer moves data between devices itself:",
-            [
-                f"{where}: a layer that calls jax.lax.{name} is written for one device's part. Say "
-                "per_device=True to run it as it is, unchecked."
-                for name, where in collectives(part)
-            ],
-        )
-
-    def _fail(self, error: Exception) -> None:
-        """Says what is known of a layer that cannot be traced on one device's part."""
-        first = " ".join(str(error).split("\n---", 1)[0].split())
-        first = f"{first[:_LONGEST]} ..." if len(first) > _LONGEST else first
-        where = exception_location_text(error)
-        if isinstance(error, NameError) and "axis name" in str(error):
-            raise ManualRegionError(
-                f"the layer uses a mesh axis that the region does not take over{where}: {first}. "
-                f"It takes over {self.region.manual}; see manual_axes."
-            ) from error
-        if self.region.per_device:
-            return
-
-        def dry(*_: Any) -> list[Any]:
-            jax.eval_shape(self._body()[0], *structs)
-            return []
-
-        structs = tuple([_struct(array) for array in arrays] for arrays in self.arrays)
-        # A layer that fails on whole arrays too fails by its own error.
-        jax.eval_shape(self._mapped(dry, Typing.UNTRACKED, []), *self.arrays)
-        raise ManualRegionError(
-            "the layer works on whole arrays, and fails on one device's part of them:",
-            [
-                f"{type(error).__name__}{where}: {first}. Each device sees its part of the "
-                f"activations (split: {self._split_text()}). A logical axis that the layer "
-                "contracts, or that a parameter has too, must be mapped to None in "
-                "activation_rules."
-            ],
-        ) from error
-
-
-def _named(
-    names: Sequence[Hashable | None] | None, mesh_axes: Sequence[tuple[str, ...]]
-) -> list[tuple[Hashable | None, tuple[str, ...]]]:
-    return list(zip(names or (None,) * len(mesh_axes), mesh_axes, strict=True))
-
-
-def _needing(problem: int, outputs: Sequence[Output], flows: Sequence[Flow]) -> list[str]:
-    return [o.path for o, f in zip(outputs, flows, strict=True) if problem in f.refused]
-
-
-def _listed(paths: Sequence[str]) -> str:
-    shown = ", ".join(paths[:3])
-    return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
-
-
-def _struct(array: Any, times: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
-    shape = tuple(n * m for n, m in zip(array.shape, times or [1] * array.ndim, strict=True))
-    weak = bool(getattr(jax.typeof(array), "weak_type", False))
-    return jax.ShapeDtypeStruct(shape, array.dtype, weak_type=weak)
+    specs = [spec_of(output.mesh_axes) for output in program.outputs]
+    return reading.mapped(run, typing, specs)(*reading.arrays)

@@ -37,7 +37,7 @@ DERIVATIVES_FOLLOWED = 2
 """How many times a program with custom derivatives may be differentiated and still be followed."""
 
 _SAME_VALUE = ("pvary", "pcast", "reshard")
-_OTHERWISE_AT_LENGTH_ONE = frozenset({"take_along_axis"})
+_OTHERWISE_AT_LENGTH_ONE = frozenset({"take_along_axis", "solve", "lu_solve", "cho_solve"})
 _ONLY_LAYOUT = frozenset({"sharding", "out_sharding", "name", "ctx_mesh"})
 _CALLS = {
     "jit": "jaxpr",
@@ -283,6 +283,8 @@ class _Reading:
 
     def _step(self, here: Any, there: Any) -> list[Flow]:
         flows = [self._flow(a, b) for a, b in zip(here.invars, there.invars, strict=True)]
+        for index in _clamped_to_zero(here, there):
+            flows[index] = Flow(())
         given = [flow for flow in flows if isinstance(flow, Flow)]
         refused = frozenset().union(*(flow.refused for flow in given))
         try:
@@ -323,6 +325,26 @@ class _Reading:
                 dims.append(fitting[0])
             found.append(Flow(tuple(dims), partial=partial, refused=refused))
         return found
+
+
+def _clamped_to_zero(here: Any, there: Any) -> list[int]:
+    """The operands of an operation that say where in a whole dimension a slice of it starts.
+
+    Such a slice starts at zero, whatever they say; and ``x[:, i]`` computes them from the length.
+    """
+    taken = {"dynamic_slice": 0, "dynamic_update_slice": 1}.get(here.primitive.name)
+    if taken is None:
+        return []
+    sizes = [
+        equation.outvars[0].aval.shape if taken == 0 else equation.invars[taken].aval.shape
+        for equation in (here, there)
+    ]
+    full = zip(*sizes, *_shapes(here.invars[0], there.invars[0]), strict=True)
+    return [
+        taken + 1 + dimension
+        for dimension, (size, own, length, own_length) in enumerate(full)
+        if size == length and own == own_length
+    ]
 
 
 def _apply(analysis: SplitFlow, here: Any, there: Any, flows: Sequence[Flow]) -> Sequence[Flow]:

@@ -88,9 +88,28 @@ def _decided(condition: Flow, flows: Sequence[Flow]) -> list[Flow]:
     ]
 
 
+def _linear_solve(analysis: Follows, here: Any, there: Any, flows: Sequence[Flow]) -> list[Flow]:
+    remaining = list(flows)
+    lengths = here.params["const_lengths"]._asdict()
+    constants = {name: [remaining.pop(0) for _ in range(count)] for name, count in lengths.items()}
+    found: list[Flow] = []
+    for name, program in here.params["jaxprs"]._asdict().items():
+        if program is None:
+            continue
+        other = getattr(there.params["jaxprs"], name)
+        results = analysis.results(program, other, [*constants[name], *remaining])
+        # The solution is what the derivative multiplies and solves for again.
+        found = [
+            dataclasses.replace(join_flows(pair), zero=False)
+            for pair in zip(found or results, results, strict=True)
+        ]
+    return found
+
+
 CONTROL: dict[str, Callable[[Follows, Any, Any, Sequence[Flow]], Sequence[Flow]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
+    "custom_linear_solve": _linear_solve,
 }
 """The rule of each operation that runs other programs any number of times."""

@@ -97,6 +97,12 @@ def grouped(x):
     return jax.ops.segment_sum(x, jnp.arange(LENGTH)[: len(x)] // 2, num_segments=len(x))
 
 
+def mutated(x):
+    held = jax.new_ref(x)
+    held[...] = x[::-1]
+    return held[...]
+
+
 def callback(x):
     return jax.pure_callback(lambda x: np.asarray(x)[::-1].copy(), jax.typeof(x), x)
 
@@ -214,6 +220,30 @@ MIXING = FROM_THE_ISSUE | {
     "cross of ends": lambda x: jnp.cross(x[0, :3], x[1, :3]).sum() + x,
     "interpolated": lambda x: jax.image.resize(x, (len(x), WIDTH), "linear") + x[0],
     "swapped halves": lambda x: jnp.concatenate(jnp.split(x, 2)[::-1]),
+    "other precision where short": lambda x: x.astype(
+        jnp.bfloat16 if len(x) < LENGTH else jnp.float32
+    ).astype(jnp.float32),
+    "other order where short": lambda x: x - jnp.sin(x) if len(x) < LENGTH else jnp.sin(x) - x,
+    "reversed sum where short": lambda x: jax.lax.cumsum(x, 1, reverse=len(x) < LENGTH),
+    "other table where short": lambda x: x + np.float32({8: 1.0, 2: 2.0, 1: 3.0, 16: 4.0}[len(x)]),
+    "as many turns as elements": lambda x: jax.lax.scan(
+        lambda c, _: (c * 1.1, None), x, None, length=len(x)
+    )[0],
+    "largest by length": lambda x: x + jax.lax.top_k(x, min(len(x), 3))[0].sum(1, keepdims=True),
+    "rolled by length": lambda x: jnp.roll(x, len(x), 1),
+    "rolled by an element": lambda x: jnp.roll(x, jnp.int32(9 * x[0, 0]), 1),
+    "identity matrix": lambda x: x + jnp.eye(*x.shape),
+    "reduced by a function": lambda x: x + jax.lax.reduce(x, 0.0, lambda a, b: a * 2 + b, (0,)),
+    "histogram": lambda x: x + jnp.histogram(x, WIDTH)[0],
+    "singular vectors": lambda x: jnp.linalg.svd(x, full_matrices=False)[0],
+    "grouped channels": lambda x: jax.lax.conv_general_dilated(
+        x[None, :, None], jnp.ones((len(x), 1, 1, 3)), (1, 1), "SAME", feature_group_count=len(x)
+    )[0, :, 0],
+    "attention": lambda x: jax.nn.dot_product_attention(*[x[None, :, None]] * 3)[0, :, 0],
+    "mutable": lambda x: mutated(x),
+    "gradient of the mean": lambda x: jax.grad(lambda x: jnp.mean(x**2))(x),
+    "gradient of a normaliser": lambda x: jax.grad(lambda x: jax.nn.logsumexp(x))(x),
+    "shuffled": lambda x: jax.random.permutation(jax.random.key(0), x, axis=0),
     "stacked and unstacked": lambda x: jnp.stack([*x][::-1]),
 }
 
@@ -286,6 +316,25 @@ INDEPENDENT = {
     "bits": lambda x: jax.lax.bitcast_convert_type(
         jax.lax.bitcast_convert_type(x, jnp.uint32) >> 1, jnp.float32
     ),
+    "indexed in a loop": lambda x: jax.lax.fori_loop(
+        0, WIDTH, lambda i, y: y.at[:, i].set(2 * y[:, WIDTH - 1 - i]), x
+    ),
+    "table lookup in a loop": lambda x: jax.lax.fori_loop(
+        0, 2, lambda i, y: y + KERNEL[i] + jax.lax.dynamic_slice(x, (0, i), (len(x), 1)), x
+    ),
+    "incomplete beta": lambda x: jax.scipy.special.betainc(1.0, 2.0, jax.nn.sigmoid(x)),
+    "attention within": lambda x: jax.nn.dot_product_attention(
+        *[x.reshape(-1, 2, 1, 3)] * 3
+    ).reshape(x.shape),
+    "batched solve": lambda x: jnp.linalg.solve(
+        x[:, :, None] * x[:, None] + jnp.eye(WIDTH), x[..., None]
+    )[..., 0],
+    "second derivative": lambda x: jax.jvp(jax.grad(lambda x: jnp.sum(x**3)), (x,), (x,))[1],
+    "interpolated": lambda x: jnp.interp(x, jnp.arange(4.0), jnp.arange(4.0) ** 2),
+    "rows written": lambda x: jax.vmap(lambda r, i: r.at[i].set(0.0))(x, jnp.argmax(x, 1)),
+    "segments": lambda x: jax.vmap(
+        lambda r: jax.ops.segment_sum(r, jnp.arange(WIDTH) // 2, num_segments=WIDTH)
+    )(x),
     "clipped": lambda x: jnp.clip(x, -0.5, 0.5) + jnp.sign(x) * jnp.isfinite(x),
     "stopped": lambda x: x * jax.lax.stop_gradient(x),
 }
