@@ -22,7 +22,7 @@ from penzai_shard import (
     place,
     sharded_init,
 )
-from penzai_shard.errors import MeshError, ShardingWarning
+from penzai_shard.errors import MeshError, ShardingError, ShardingWarning
 
 AUTO = make_mesh({"data": 4, "model": 2})
 EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -215,6 +215,15 @@ def test_a_constraint_to_other_devices_is_refused():
     match = r"\(8, 4\) is constrained to .*'data'.* on devices \[0, 1, 2, 3\], and the model is bu"
     with pytest.raises(MeshError, match=match):
         built(flat(by_layer(half)))
+
+
+def test_building_inside_a_traced_function_is_refused():
+    for build in (
+        lambda: sharded_init(flat(lambda x: x), KEY, mesh=AUTO, rules=RULES),
+        lambda: abstract_model(flat(lambda x: x), KEY),
+    ):
+        with pytest.raises(ShardingError, match=r"built outside of jax.jit.* call the initialiser"):
+            jax.jit(build)()
 
 
 # Leaves that are not arrays

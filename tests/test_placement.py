@@ -12,6 +12,7 @@ from penzai_shard.errors import MeshError, PlanError, ShardingError
 from penzai_shard.meshes import has_explicit_axes, make_mesh
 from penzai_shard.placement import abstract_model, name_to_name_device_put, place
 from penzai_shard.planning import make_plan, name_to_name_sharding
+from penzai_shard.training import shard_batch
 
 RULES = {"features": "data", "features_out": "model"}
 
@@ -167,3 +168,29 @@ def test_a_plan_is_taken_by_name_and_by_position(mesh):
         place(tree, plan_or_mesh=plan),
     ):
         assert {s.data.shape for s in placed["w"].data_array.addressable_shards} == {(2, 4)}
+
+
+def test_an_array_that_was_donated_is_named(mesh):
+    model = mlp()
+    next(iter(pz.unbind_params(model)[1])).value.data_array.delete()
+    match = r"no longer there.*\n  mlp/Affine_0/Linear.weights: was donated or deleted"
+    with pytest.raises(ShardingError, match=match):
+        place(model, mesh, RULES)
+
+
+@pytest.mark.parametrize("function", [place, shard_batch, name_to_name_device_put])
+def test_inside_a_traced_function_the_layout_is_kept_too(mesh, function):
+    tree = {"x": named(np.ones((8, 4), np.float32), "a", "b"), "scale": 2.0}
+
+    def double(tree):
+        return jax.tree.map(lambda x: x * 2, function(tree, mesh, {"a": "data"}))
+
+    for transform in (jax.jit, lambda f: f):
+        doubled = transform(double)(tree)
+        array = doubled["x"].data_array
+        assert {s.data.shape for s in array.addressable_shards} == {(2, 4)}
+        np.testing.assert_array_equal(array, 2 * np.ones((8, 4)))
+    gradient = jax.grad(
+        lambda x: (function({"x": x}, mesh, {"a": "data"})["x"] ** 2).data_array.sum()
+    )
+    np.testing.assert_array_equal(gradient(tree["x"]).data_array, 2 * np.ones((8, 4)))

@@ -5,12 +5,13 @@ from penzai_shard.placement.initializing import (
     initialize_parameters_sharded,
     sharded_init,
 )
-from penzai_shard.placement.placing import name_to_name_device_put, place
+from penzai_shard.placement.placing import name_to_name_device_put, place, put
 
 __all__ = [
     "abstract_model",
     "initialize_parameters_sharded",
     "name_to_name_device_put",
     "place",
+    "put",
     "sharded_init",
 ]

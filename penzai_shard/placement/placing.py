@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 from penzai.core.variables import AbstractVariable, AbstractVariableValue
 
 from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.meshes import onto_auto_twin
 from penzai_shard.named_leaves import is_array_like, leaves_of
 from penzai_shard.planning import PlanRequest, ShardingPlan, sharding_tree
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
@@ -67,7 +68,7 @@ def place(
         on_unnamed=on_unnamed,
         places=True,
     )
-    return _put(tree, sharding_tree(request, tree))
+    return put(tree, sharding_tree(request, tree))
 
 
 def name_to_name_device_put(
@@ -121,11 +122,22 @@ def name_to_name_device_put(
         plan=plan,
         places=True,
     )
-    return _put(tree, sharding_tree(request, tree))
+    return put(tree, sharding_tree(request, tree))
 
 
-def _put(tree: Any, shardings: Any) -> Any:
-    """``jax.device_put`` that gives a model new variables instead of failing on mutable ones."""
+def put(tree: Any, shardings: Any) -> Any:
+    """``jax.device_put`` that gives a model new variables instead of failing on mutable ones.
+
+    Args:
+        tree: What ``place`` takes; also traced, and then its layout is a constraint.
+        shardings: Its sharding tree.
+
+    Returns:
+        What ``place`` returns.
+
+    Raises:
+        ShardingError: Some array has no value, or was donated.
+    """
     _refuse_abstract(tree)
     treedef: Any
     nodes, treedef = jax.tree_util.tree_flatten(tree)
@@ -142,11 +154,30 @@ def _put(tree: Any, shardings: Any) -> Any:
             layouts.setdefault(place, target)
         else:
             others[place] = node
+    try:
+        moved = _device_put(values, layouts)
+    except RuntimeError:
+        _refuse_deleted(tree)
+        raise
     placed = others | {
         place: value.unfreeze_as_copy() if isinstance(value, AbstractVariableValue) else value
-        for place, value in jax.device_put(values, layouts).items()
+        for place, value in moved.items()
     }
     return treedef.unflatten([placed[_place_of(index, node)] for index, node in enumerate(nodes)])
+
+
+def _device_put(values: Any, layouts: Any) -> Any:
+    treedef: Any
+    leaves, treedef = jax.tree_util.tree_flatten(values)
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return jax.device_put(values, layouts)
+    # Inside a traced function JAX takes a placement for a mere hint.
+    targets = jax.tree.broadcast(layouts, values, is_leaf=lambda node: node is None)
+    pinned = [
+        leaf if target is None else jax.lax.with_sharding_constraint(onto_auto_twin(leaf), target)
+        for leaf, target in zip(leaves, treedef.flatten_up_to(targets), strict=True)
+    ]
+    return jax.tree_util.tree_unflatten(treedef, pinned)
 
 
 def _refuse_abstract(tree: Any) -> None:
@@ -163,6 +194,21 @@ def _refuse_abstract(tree: Any) -> None:
                 if isinstance(leaf.array, jax.ShapeDtypeStruct)
             ],
         )
+
+
+def _refuse_deleted(tree: Any) -> None:
+    raise_all(
+        ShardingError,
+        "these arrays are no longer there, because something was called that donates them:",
+        [
+            f"{leaf.path or 'the array'}: was donated or deleted. Place what that call returned, "
+            "such as the newest state."
+            for leaf in leaves_of(tree)
+            if isinstance(leaf.array, jax.Array)
+            and not isinstance(leaf.array, jax.core.Tracer)
+            and leaf.array.is_deleted()
+        ],
+    )
 
 
 def _place_of(index: int, node: Any) -> int:

@@ -9,6 +9,7 @@ import jax
 from jax.extend import core as jex_core
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from penzai_shard.errors import ShardingError
 from penzai_shard.initializer_splitting import (
     no_mesh_context,
     run_split,
@@ -52,7 +53,9 @@ class TracedInitializer:
 
         Raises:
             MeshError: It constrains values to other devices than those of the mesh.
+            ShardingError: This is called while JAX traces something else.
         """
+        _refuse_other_traces()
         args, kwargs = _with_auto_axes((args, kwargs))
         returned: list[Any] = []
 
@@ -108,6 +111,17 @@ class TracedInitializer:
         with no_mesh_context():
             results = run_split(split_initializer(self.program, shardings, chosen))
         return {arrays[position]: array for position, array in results.items()}
+
+
+def _refuse_other_traces() -> None:
+    try:
+        jax.sharding.get_mesh()
+    except ValueError as error:
+        raise ShardingError(
+            "models are built outside of jax.jit and other transformations: the arrays of this one "
+            "would be constants of the program that is being traced. Build the model before, and "
+            "pass it as an argument; inside, call the initialiser itself."
+        ) from error
 
 
 def _with_auto_axes(tree: Any) -> Any:

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import jax
-
 from penzai_shard.meshes import AnyMesh
+from penzai_shard.placement import put
 from penzai_shard.planning import PlanRequest, ShardingPlan, sharding_tree
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
@@ -58,4 +57,4 @@ def shard_batch(
         plan=plan,
         places=True,
     )
-    return jax.device_put(batch, sharding_tree(request, batch))
+    return put(batch, sharding_tree(request, batch))
