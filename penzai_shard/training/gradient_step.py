@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from penzai_shard.errors import ShardingError
 from penzai_shard.training.aux_outputs import AuxReductions
 from penzai_shard.training.loss_contract import (
     check_signature,
     fit_leaves,
     fit_state,
     read_result,
+    refuse_other_form,
 )
 from penzai_shard.training.microbatches import Microbatches, split_inputs
 from penzai_shard.training.model_variables import VariableTable
@@ -201,12 +201,7 @@ def _in_old_form(old: Any, new: Any, what: str, fix: str) -> Any:
 
     Updates computed in mixed precision can come out wider than the state that they are for.
     """
-    old_def: Any = jax.tree.structure(old)
-    if old_def != jax.tree.structure(new):
-        raise ShardingError(
-            f"{what} must keep its form from step to step, and the optimizer changed it: "
-            f"{old_def} became {jax.tree.structure(new)}. {fix}"
-        )
+    refuse_other_form(old, new, what, fix)
     flat, treedef = jax.tree_util.tree_flatten_with_path(old)
     before = [jnp.asarray(leaf) for _, leaf in flat]
     after = [

@@ -1,6 +1,7 @@
 """What a loss function must take and give, checked while its step is traced."""
 
 import inspect
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -139,26 +140,45 @@ def fit_state(old: Any, new: Any, what: str, fix: str) -> Any:
     Raises:
         ShardingError: Structure, shape or dtype changed; all offenders are listed.
     """
-    headline = f"{what} must keep its form from step to step:"
+    refuse_other_form(old, new, what, fix)
     is_named = pz.nx.is_namedarray
+    flat, treedef = jax.tree_util.tree_flatten_with_path(old, is_leaf=is_named)
+    paths = [array_path_text(path) for path, _ in flat]
+    before, after = [leaf for _, leaf in flat], jax.tree.leaves(new, is_leaf=is_named)
+    return jax.tree.unflatten(treedef, fit_leaves(paths, before, after, what, fix))
+
+
+def refuse_other_form(old: Any, new: Any, what: str, fix: str) -> None:
+    """Raises if the structure of a carried value changed; the arguments are as for `fit_state`.
+
+    >>> refuse_other_form({"a": 1}, {"b": 1}, "opt_state", "Keep it.")
+    Traceback (most recent call last):
+    penzai_shard.errors.ShardingError: opt_state must keep its form from step to step:
+      opt_state/a: went missing. Keep it.
+      opt_state/b: was not there before. Keep it.
+    """
     old_def: Any
     new_def: Any
+    is_named = pz.nx.is_namedarray
     old_flat, old_def = jax.tree_util.tree_flatten_with_path(old, is_leaf=is_named)
     new_flat, new_def = jax.tree_util.tree_flatten_with_path(new, is_leaf=is_named)
-    old_paths, new_paths = (
-        [array_path_text(path) for path, _ in flat] for flat in (old_flat, new_flat)
+    if old_def == new_def:
+        return
+    # In the order of the trees, each once.
+    before, after = (
+        dict.fromkeys(array_path_text(path) for path, _ in flat) for flat in (old_flat, new_flat)
     )
-    if old_def != new_def:
-        problems = [f"{join_paths(what, p)}: went missing. {fix}" for p in old_paths]
-        problems = [x for x, p in zip(problems, old_paths, strict=True) if p not in new_paths]
-        problems += [
-            f"{join_paths(what, p)}: was not there before. {fix}"
-            for p in new_paths
-            if p not in old_paths
-        ]
-        raise ShardingError(headline, problems or [f"{what}: {old_def} became {new_def}. {fix}"])
-    before, after = ([leaf for _, leaf in flat] for flat in (old_flat, new_flat))
-    return jax.tree.unflatten(new_def, fit_leaves(old_paths, before, after, what, fix))
+    problems = [
+        f"{join_paths(what, path)}: went missing. {fix}" for path in before if path not in after
+    ]
+    problems += [
+        f"{join_paths(what, path)}: was not there before. {fix}"
+        for path in after
+        if path not in before
+    ]
+    headline = f"{what} must keep its form from step to step:"
+    forms = (textwrap.shorten(str(form), 300) for form in (old_def, new_def))
+    raise ShardingError(headline, problems or [f"{what}: {' became '.join(forms)}. {fix}"])
 
 
 def fit_leaves(

@@ -361,6 +361,19 @@ REFUSED = {
         lambda: step(initial(optimizer=needing())),
         "asks for 'batch_statistics', which a train step does not have",
     ),
+    "an optimizer whose state grows": (
+        lambda: step(
+            initial(optimizer=optax.chain(optax.sgd(0.1), optax.monitor({"size": optax.tree.norm})))
+        ),
+        "opt_state/1/measures/size: was not there before. Use an optimizer whose update keeps the "
+        "form that its init made.",
+    ),
+    "an optimizer that changes a shape": (
+        lambda: build_train_step_fn(lambda model, rng, state: (model["w"] * 1.0, state, None))(
+            initial({"w": jnp.float32(1)}, optax.stateless(lambda u, p: {"w": u["w"][None]}))
+        ),
+        "params/w: was float32 of shape (), became float32 of shape (1,).",
+    ),
     "shardings of another model": (
         lambda: step(
             build={
