@@ -66,11 +66,12 @@ class Wording:
 RESTORING = Wording(
     source="the checkpoint",
     target="the model",
-    reorder_fix="Pass on_axis_mismatch='transpose' to have it put right.",
+    reorder_fix="Pass on_axis_mismatch='transpose' to have it reordered.",
     rename_fix="If they mean the same, pass rename_axes={renames}.",
     dtype_fix="Pass on_dtype_mismatch='cast', or give the model this dtype.",
     extra_fix="Pass on_extra='ignore' to leave it there.",
-    missing_fix="Or restore a dictionary without {name!r}, and give its value to with_params.",
+    missing_fix="To give it a value of your own, restore a dictionary without {name!r} and use "
+    "with_params.",
 )
 
 RESTORING_STATE = dataclasses.replace(
@@ -87,7 +88,7 @@ REPLACING = Wording(
     rename_fix="If they mean the same, rename them: value.untag({old}).tag({new}).",
     dtype_fix="Give it as {dtype}.",
     extra_fix="Leave {name!r} out of the values.",
-    missing_fix="Or keep the model's own: param_dict(model)[{name!r}].",
+    missing_fix="To keep the model's own, give param_dict(model)[{name!r}].",
 )
 
 

@@ -7,7 +7,9 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from penzai.core.variables import AbstractVariable
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.planning import warn_caller
@@ -37,7 +39,7 @@ def check_builder(
 
     >>> check_builder(dict, (), {"a": 1}, ["rules"])
     """
-    if not callable(initializer):
+    if not callable(initializer) or _is_model(initializer):
         raise RuleTypeError(
             f"sharded_init builds a model and needs the function that does, not a "
             f"{type(initializer).__name__}. Give the function and its arguments: "
@@ -65,6 +67,14 @@ def check_builder(
     raise_all(
         RuleTypeError, "sharded_init and the function that it calls share arguments:", problems
     )
+
+
+def _is_model(initializer: Any) -> bool:
+    """Whether a value is a model that exists already, most of which can be called too."""
+    if isinstance(initializer, jax.tree_util.Partial):
+        return False
+    leaves = jax.tree_util.tree_leaves(initializer)
+    return any(isinstance(leaf, AbstractVariable | jax.Array | np.ndarray) for leaf in leaves)
 
 
 @dataclasses.dataclass(frozen=True)

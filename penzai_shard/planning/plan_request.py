@@ -205,7 +205,7 @@ class PlanRequest:
     def _near_names(self, present: Collection[LogicalAxis]) -> list[str]:
         free = set(present) - set(self.rules.logical_axes)
         near = {
-            rule: nearest_name(rule.logical_axis, free)
+            rule: nearest_name(rule.logical_axis, _not_longer_by_a_word(rule.logical_axis, free))
             for rule in self.rules.rules
             if isinstance(rule, NameRule) and rule.logical_axis not in present
         }
@@ -232,6 +232,20 @@ class PlanRequest:
     def _is_split(self, present: Collection[LogicalAxis]) -> bool:
         """Whether there is anything to split, and more than one part to split it into."""
         return bool(present) and math.prod(self.mesh.shape.values()) > 1
+
+
+def _not_longer_by_a_word(name: LogicalAxis, others: Collection[LogicalAxis]) -> list[LogicalAxis]:
+    """Names without those that have a word more or less, which are names of other things.
+
+    >>> _not_longer_by_a_word("features_out", ["features", "feature_out"])
+    ['feature_out']
+    """
+    return [
+        other
+        for other in others
+        for shorter, longer in [sorted((str(name), str(other)), key=len)]
+        if not longer.startswith(f"{shorter}_") and not longer.endswith(f"_{shorter}")
+    ]
 
 
 def make_plan(

@@ -112,9 +112,11 @@ def read_layer_types(layers: Any) -> tuple[type, ...] | None:
     )  # fmt: skip
     wrong = [layer for layer in given if not isinstance(layer, type)]
     if wrong:
+        given_text = isinstance(wrong[0], str)
+        example = f"the class {wrong[0]}" if given_text else display_name(type(wrong[0]))
         raise RuleTypeError(
             f"strip takes layer types, not {wrong[0]!r}. "
-            f"Write {display_name(type(wrong[0]))}, or leave layers out to take off everything."
+            f"Write {example}, or leave layers out to take off everything."
         )
     return given
 

@@ -89,7 +89,11 @@ def read_result(result: Any) -> tuple[jax.Array, Any, Any]:
     (None, {})
     """
     if not isinstance(result, tuple) or len(result) != 3:
-        got = f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        got = f"a {type(result).__name__}"
+        if isinstance(result, tuple):
+            got = f"{len(result)} values"
+        elif is_array_like(result):
+            got = f"one array of shape {np.shape(result)}"
         raise ShardingError(
             f"the loss function returned {got}; it must be {_CONTRACT}. "
             "Return (loss, state, {}) if there is nothing else to report."

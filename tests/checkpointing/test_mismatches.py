@@ -72,7 +72,7 @@ def test_every_difference_is_told_before_anything_is_read(tmp_path, wide):
     assert headline == f"the checkpoint at {path} does not fit the model:"
     assert set(lines) == {
         "  swapped: the checkpoint has (a=8, b=8), and the model wants (b=8, a=8): the same "
-        "logical axes in another order. Pass on_axis_mismatch='transpose' to have it put right.",
+        "logical axes in another order. Pass on_axis_mismatch='transpose' to have it reordered.",
         "  renamed: the checkpoint has (a=8), and the model wants (c=8): the logical axes have "
         "other names. If they mean the same, pass rename_axes={'a': 'c'}.",
         "  larger: the checkpoint has (a=8, b=4), and the model wants (b=4, a=16): the sizes "
@@ -84,8 +84,8 @@ def test_every_difference_is_told_before_anything_is_read(tmp_path, wide):
         "  key: the checkpoint has 'threefry2x32' PRNG keys, and the model wants 'rbg' PRNG keys. "
         "Make the key with jax.random.key(seed, impl=...) of the same kind.",
         "  decoder.weight: the model wants (a=8) float32, and the checkpoint has no such array. "
-        "Did you mean 'decoder.weights'? Or restore a dictionary without 'decoder.weight', and "
-        "give its value to with_params.",
+        "Did you mean 'decoder.weights'? To give it a value of your own, restore a dictionary "
+        "without 'decoder.weight' and use with_params.",
         "  decoder.weights: the checkpoint has (a=8) float32, and the model has no such array. "
         "Did you mean 'decoder.weight'? Pass on_extra='ignore' to leave it there.",
     }

@@ -1,0 +1,846 @@
+"""Mistakes that new users make, each with its whole message, and with the proposed fix at work.
+
+Every function below returns two calls: one with the mistake, and the same with what its message
+proposes. The message is compared word for word.
+"""
+
+import dataclasses
+import json
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh
+from penzai import pz
+from penzai.models import simple_mlp
+
+import penzai_shard as pzs
+from penzai_shard import errors
+
+RULES = {"batch": "data", "features_out": "model"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """A mistake: its two calls by way of a function of a directory, and the message."""
+
+    calls: Callable[[Path], tuple[Callable[[], Any], Callable[[], Any]]]
+    kind: type[Exception]
+    message: str
+
+
+MISTAKES: dict[str, Mistake] = {}
+
+
+def answered(kind, *lines):
+    """Registers a mistake and the answer that it gets."""
+
+    def register(calls):
+        MISTAKES[calls.__name__] = Mistake(calls, kind, "\n".join(lines))
+        return calls
+
+    return register
+
+
+def mesh():
+    return pzs.make_mesh({"data": 4, "model": 2})
+
+
+def build(init_base_rng=None, sizes=(8, 16, 4)):
+    return simple_mlp.MLP.from_config(name="mlp", init_base_rng=init_base_rng, feature_sizes=sizes)
+
+
+def model(sizes=(8, 16, 4)):
+    return build(jax.random.key(0), sizes)
+
+
+def abstract():
+    return pzs.abstract_model(build, init_base_rng=jax.random.key(0))
+
+
+def features(batch=8):
+    return pz.nx.wrap(jnp.ones((batch, 8)), "batch", "features")
+
+
+def loss_fn(model, rng, state, x):
+    out = model(x).unwrap("batch", "features")
+    loss = jnp.mean(out**2)
+    return loss, state, {"loss": loss}
+
+
+def train_state(optimizer=None):
+    return pzs.TrainState.initial_state(model(), optimizer or optax.adam(1e-3), jax.random.key(0))
+
+
+def one_step(loss=loss_fn, state=None, x=None, **options):
+    step = pzs.build_train_step_fn(loss, **options)
+    return step(train_state() if state is None else state, x=features() if x is None else x)
+
+
+# Meshes and rules
+
+
+@answered(
+    errors.MeshError,
+    "cannot make a mesh data=3: it needs 3 devices, and there are 8.",
+    "  Use fewer devices: make_mesh({'data': 3}, jax.devices()[:3]).",
+    "  Or choose sizes whose product is 8.",
+)
+def a_mesh_of_a_wrong_number_of_devices(directory):
+    return lambda: pzs.make_mesh({"data": 3}), lambda: pzs.make_mesh({"data": 8})
+
+
+@answered(
+    errors.MeshError,
+    "a mesh is made from the sizes of its mesh axes by name, not from 8. Write for instance "
+    'make_mesh({"data": 4, "model": 2}).',
+)
+def a_mesh_from_a_number(directory):
+    return lambda: pzs.make_mesh(8), lambda: pzs.make_mesh({"data": 4, "model": 2})
+
+
+@answered(
+    errors.MeshError,
+    "the rules do not fit the mesh:",
+    "  rule 'features_out' -> 'modle': the mesh (data=4, model=2) has no mesh axis 'modle'. "
+    "Did you mean 'model'?",
+)
+def a_mesh_axis_that_does_not_exist(directory):
+    return (
+        lambda: pzs.make_plan(abstract(), mesh(), {"features_out": "modle"}),
+        lambda: pzs.make_plan(abstract(), mesh(), {"features_out": "model"}),
+    )
+
+
+@answered(
+    errors.PlanError,
+    "no valid layout for some arrays:",
+    "  up: logical axis 'neurons' (10) does not divide over mesh axis 'data' (4), asked by "
+    "rule 'neurons' -> 'data'. Pad it to 12, or map 'neurons' to None.",
+)
+def a_length_that_does_not_divide(directory):
+    wide = {"up": jax.eval_shape(lambda: pz.nx.ones({"embedding": 8, "neurons": 10}))}
+    return (
+        lambda: pzs.make_plan(wide, mesh(), {"neurons": "data"}),
+        lambda: pzs.make_plan(wide, mesh(), {"neurons": None}),
+    )
+
+
+@answered(
+    errors.PlanError,
+    "no valid layout for some arrays:",
+    "  mlp/Affine_0/Linear.weights: mesh axis 'data' (4) is asked for twice: by logical axis "
+    "'features' (8), rule 'features' -> 'data', and by logical axis 'features_out' (16), "
+    "rule 'features_out' -> 'data'. Map one of them to another mesh axis, or map "
+    "'features_out' to None.",
+    "  mlp/Affine_1/Linear.weights: mesh axis 'data' (4) is asked for twice: by logical axis "
+    "'features' (16), rule 'features' -> 'data', and by logical axis 'features_out' (16), "
+    "rule 'features_out' -> 'data'. Map one of them to another mesh axis, or map "
+    "'features_out' to None.",
+)
+def one_mesh_axis_for_two_logical_axes_of_an_array(directory):
+    rules = {"features": "data", "features_out": "data"}
+    return (
+        lambda: pzs.name_to_name_device_put(model((8, 16, 16)), mesh(), rules),
+        lambda: pzs.name_to_name_device_put(
+            model((8, 16, 16)), mesh(), {"features": None, "features_out": "data"}
+        ),
+    )
+
+
+@answered(
+    errors.PlanError,
+    "no valid layout for some arrays:",
+    "  mask: this array of shape (8, 8) has no logical axis names. Name it with "
+    'pz.nx.wrap(array).tag(...) or name_axes(tree, {...}), or pass on_unnamed="replicate".',
+)
+def an_array_without_names(directory):
+    tree = {"mask": jnp.ones((8, 8)), "w": pz.nx.ones({"a": 8})}
+    return (
+        lambda: pzs.place(tree, mesh(), {"a": "data"}),
+        lambda: pzs.place(tree, mesh(), {"a": "data"}, on_unnamed="replicate"),
+    )
+
+
+@answered(
+    errors.ShardingWarning,
+    "rule 'feature_out' -> 'model' matches no logical axis of this tree, which has "
+    "'features_out'. Did you mean 'features_out'?",
+)
+def a_logical_axis_misspelt_in_the_rules(directory):
+    return (
+        lambda: pzs.make_plan(abstract(), mesh(), {"feature_out": "model"}),
+        lambda: pzs.make_plan(abstract(), mesh(), {"features_out": "model"}),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "make_plan: rules and axis_name_to_mesh_name are two names of one argument, and both are "
+    "given. Give one of them; two sets of rules are combined as AxisRules(first) | second.",
+)
+def both_keywords_for_rules(directory):
+    return (
+        lambda: pzs.make_plan(abstract(), mesh(), rules=RULES, axis_name_to_mesh_name=RULES),
+        lambda: pzs.make_plan(abstract(), mesh(), rules=RULES),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "on_unnamed must be 'error', 'replicate' or 'infer', not 'ignore'.",
+)
+def a_mode_for_unnamed_arrays_that_does_not_exist(directory):
+    return (
+        lambda: pzs.make_plan(abstract(), mesh(), RULES, on_unnamed="ignore"),
+        lambda: pzs.make_plan(abstract(), mesh(), RULES, on_unnamed="replicate"),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "on_indivisible must be 'error' or 'replicate', not True.",
+)
+def a_mode_for_indivisible_lengths_that_does_not_exist(directory):
+    return (
+        lambda: pzs.sharded_init(
+            build, jax.random.key(0), mesh=mesh(), rules=RULES, on_indivisible=True
+        ),
+        lambda: pzs.sharded_init(
+            build, jax.random.key(0), mesh=mesh(), rules=RULES, on_indivisible="replicate"
+        ),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "fully_sharded: min_size is a number of elements, for instance min_size=1024, not '1k'.",
+)
+def a_size_in_words(directory):
+    return lambda: pzs.fully_sharded(min_size="1k"), lambda: pzs.fully_sharded(min_size=1024)
+
+
+@answered(
+    errors.RuleTypeError,
+    "rules must be AxisRules, a mapping, a sequence of (logical, mesh) pairs or None, not "
+    "str: 'data'. For instance {'embedding': 'data'}.",
+)
+def rules_that_are_a_text(directory):
+    return (
+        lambda: pzs.make_plan(abstract(), mesh(), "data"),
+        lambda: pzs.make_plan(abstract(), mesh(), {"features": "data"}),
+    )
+
+
+@answered(
+    errors.ShardingWarning,
+    "name_to_name_device_put was given no rules, and none of the logical axes ('features', "
+    "'features_out') has the name of a mesh axis (data=4, model=2), so every device gets a "
+    "whole copy. Say what is split over what, for instance rules={'features': 'data'}, or "
+    "that copies are wanted: rules={}.",
+)
+def no_rules_and_a_mesh_with_other_names(directory):
+    return (
+        lambda: pzs.name_to_name_device_put(model(), mesh()),
+        lambda: pzs.name_to_name_device_put(model(), mesh(), {"features_out": "model"}),
+    )
+
+
+# Placing and initialising
+
+
+@answered(
+    errors.RuleTypeError,
+    "sharded_init builds a model and needs the function that does, not a MLP. Give the "
+    "function and its arguments: sharded_init(build_model, seed=0, mesh=mesh, rules=rules). "
+    "A model that exists already is placed with place(model, mesh, rules).",
+)
+def an_initialized_model_where_its_initializer_belongs(directory):
+    return (
+        lambda: pzs.sharded_init(model(), mesh=mesh(), rules=RULES),
+        lambda: pzs.sharded_init(build, jax.random.key(0), mesh=mesh(), rules=RULES),
+    )
+
+
+@answered(
+    errors.ShardingError,
+    "the initialiser left parameters without a value, so nothing is known of them:",
+    "  mlp/Affine_0/Linear.weights: its place is empty. Give the initialiser a key, for "
+    "instance init_base_rng=jax.random.key(0).",
+    "  mlp/Affine_1/Linear.weights: its place is empty. Give the initialiser a key, for "
+    "instance init_base_rng=jax.random.key(0).",
+    "  mlp/Affine_0/AddBias.bias: its place is empty. Give the initialiser a key, for "
+    "instance init_base_rng=jax.random.key(0).",
+    "  mlp/Affine_1/AddBias.bias: its place is empty. Give the initialiser a key, for "
+    "instance init_base_rng=jax.random.key(0).",
+)
+def an_initializer_without_a_key(directory):
+    return (
+        lambda: pzs.sharded_init(build, mesh=mesh(), rules=RULES),
+        lambda: pzs.sharded_init(build, init_base_rng=jax.random.key(0), mesh=mesh(), rules=RULES),
+    )
+
+
+@answered(
+    errors.MeshError,
+    "place cannot put arrays on this AbstractMesh: it has no devices. Plan with make_plan on "
+    "it, or use make_mesh({...}) to place.",
+)
+def arrays_on_a_mesh_without_devices(directory):
+    return (
+        lambda: pzs.place(model(), AbstractMesh((4, 2), ("data", "model")), RULES),
+        lambda: pzs.place(model(), pzs.make_mesh({"data": 4, "model": 2}), RULES),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "Jitted(MLP) was called as an abstract model, whose parameters have no values. Build it "
+    "with sharded_init, fill it with restore_params or with_params, or trace it: "
+    "jax.eval_shape(model, x).",
+    "  mlp/Affine_0/Linear.weights: has a shape and no value.",
+    "  mlp/Affine_1/Linear.weights: has a shape and no value.",
+    "  mlp/Affine_0/AddBias.bias: has a shape and no value.",
+    "  mlp/Affine_1/AddBias.bias: has a shape and no value.",
+)
+def a_call_of_an_abstract_model(directory):
+    return (
+        lambda: pzs.Jitted(abstract())(features()),
+        lambda: pzs.Jitted(model())(features()),
+    )
+
+
+@answered(
+    errors.PlanError,
+    "place: the plan was made for another tree. Plan this one: make_plan(tree, ...)",
+    "  mlp/Affine_0/Linear.weights: is [features=8, features_out=16] in the plan and "
+    "[features=8, features_out=32] in the tree.",
+    "  mlp/Affine_0/AddBias.bias: is [features=16] in the plan and [features=32] in the tree.",
+    "  mlp/Affine_1/Linear.weights: is [features=16, features_out=4] in the plan and "
+    "[features=32, features_out=4] in the tree.",
+)
+def a_plan_for_another_model(directory):
+    plan = pzs.make_plan(abstract(), mesh(), RULES)
+    return lambda: pzs.place(model((8, 32, 4)), plan), lambda: pzs.place(model(), plan)
+
+
+@answered(
+    errors.SelectionError,
+    "cannot name the arrays of this tree:",
+    "  layers.0.weight: no pattern matches this array of shape (8, 4). Add "
+    "'layers.0.weight': ('axis_0', 'axis_1').",
+    "  pattern 'layer.*.weight' matches no array. The nearest path is 'layers.0.weight'.",
+)
+def names_for_a_path_that_does_not_exist(directory):
+    state_dict = {"layers.0.weight": np.ones((8, 4))}
+    return (
+        lambda: pzs.name_axes(state_dict, {"layer.*.weight": ("out", "in")}),
+        lambda: pzs.name_axes(state_dict, {"layers.*.weight": ("out", "in")}),
+    )
+
+
+@answered(
+    errors.SelectionError,
+    "cannot name the arrays of this tree:",
+    "  layers.0.weight: pattern 'layers.*.weight' gives 1 logical axes ('out',) to an array "
+    "of rank 2, shape (8, 4). Give 2, None for a positional dimension.",
+)
+def names_for_another_number_of_dimensions(directory):
+    state_dict = {"layers.0.weight": np.ones((8, 4))}
+    return (
+        lambda: pzs.name_axes(state_dict, {"layers.*.weight": ("out",)}),
+        lambda: pzs.name_axes(state_dict, {"layers.*.weight": ("out", "in")}),
+    )
+
+
+@answered(
+    errors.PlanError,
+    "no valid layout for some arrays:",
+    "  the array: logical axis 'batch' (6) does not divide over mesh axis 'data' (4), asked "
+    "by rule 'batch' -> 'data'. Pad it to 8, or map 'batch' to None.",
+)
+def a_batch_that_does_not_divide(directory):
+    return (
+        lambda: pzs.shard_batch(features(6), mesh(), RULES),
+        lambda: pzs.shard_batch(features(8), mesh(), RULES),
+    )
+
+
+# Layers and surgery
+
+
+@answered(
+    errors.ShardingWarning,
+    "rule 'bacth' -> 'data' matches no logical axis of this tree, which has 'batch'. Did you "
+    "mean 'batch'?",
+)
+def a_constraint_that_names_nothing_of_what_flows_through_it(directory):
+    return (
+        lambda: pzs.ConstrainShardingByName(mesh(), {"bacth": "data"})(features()),
+        lambda: pzs.ConstrainShardingByName(mesh(), {"batch": "data"})(features()),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "there is no checkpoint policy 'dotz'. The named ones are 'nothing', 'dots', "
+    "'dots_without_batch', 'everything', 'offload_dots'; any other is given as a callable, "
+    "such as those in jax.checkpoint_policies.",
+)
+def a_rematerialisation_policy_that_does_not_exist(directory):
+    return (
+        lambda: pzs.Checkpointed(pz.nn.Identity(), "dotz"),
+        lambda: pzs.Checkpointed(pz.nn.Identity(), "dots"),
+    )
+
+
+@answered(
+    errors.ShardingError,
+    "the layer does not treat the elements that lie on different devices independently "
+    "(split: 'batch' (8) over mesh axis 'data' (4)):",
+    "  'rev' of Backwards (test_mistakes_of_new_users.py:LINE): it reverses logical axis "
+    "'batch', which is split over mesh axis 'data'. Needed for output. Do it outside of the "
+    "layer, or map the logical axis to None in activation_rules; if the elements are "
+    "independent after all, say assume_independent=('rev',).",
+)
+def a_region_that_reverses_the_axis_it_is_split_along(directory):
+    @pz.pytree_dataclass
+    class Backwards(pz.nn.Layer):
+        def __call__(self, x, /, **_):
+            return pz.nx.nmap(lambda row: row[::-1])(x.untag("batch")).tag("batch")
+
+    def region(rules):
+        return pzs.ShardMapped(Backwards(), mesh(), {}, rules)
+
+    return (
+        lambda: region({"batch": "data"})(features()),
+        lambda: region({"features": "model"})(features()),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "wrap: ConstrainShardingByName is not a wrapper: it holds no layer. Put an instance of "
+    "it before or after the layers, with insert_before or insert_after.",
+)
+def a_constraint_as_a_wrapper(directory):
+    constraint = pzs.ConstrainShardingByName(mesh(), {"batch": "data"})
+    return (
+        lambda: pzs.Recipe(pzs.wrap(pz.nn.Linear, pzs.ConstrainShardingByName)).apply(model()),
+        lambda: pzs.Recipe(pzs.insert_after(pz.nn.Linear, constraint)).apply(model()),
+    )
+
+
+@answered(
+    errors.SelectionError,
+    "this recipe does not fit the MLP:",
+    "  edit 1, wrap('pz.nn:Attention', Checkpointed): nothing matches. The model has: Affine "
+    "(2), Linear (2), RenameAxes (2), AddBias (2), MLP (1). Give expect=0 if that is meant, "
+    "or leave the edit out.",
+)
+def an_edit_of_a_layer_that_is_not_there(directory):
+    return (
+        lambda: pzs.Recipe(pzs.wrap(pz.nn.Attention, pzs.Checkpointed)).apply(model()),
+        lambda: pzs.Recipe(pzs.wrap(pz.nn.Attention, pzs.Checkpointed, expect=0)).apply(model()),
+    )
+
+
+@answered(
+    errors.SelectionError,
+    "this recipe does not fit the MLP:",
+    "  edit 1, wrap('pz.nn:Linear', Checkpointed, expect=3): 2 places match, and 3 are "
+    "expected: sublayers/0/sublayers/0, sublayers/2/sublayers/0. Give expect=2, or narrow "
+    "the edit with within= or outside=.",
+)
+def an_edit_of_another_number_of_places(directory):
+    return (
+        lambda: pzs.Recipe(pzs.wrap(pz.nn.Linear, pzs.Checkpointed, expect=3)).apply(model()),
+        lambda: pzs.Recipe(pzs.wrap(pz.nn.Linear, pzs.Checkpointed, expect=2)).apply(model()),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "this recipe cannot be applied to the MLP:",
+    "  edit 1, wrap('pz.nn:Linear', 'builtins:repr'), at sublayers/0/sublayers/0: the "
+    'function gave "Linear(weigh...tures_out\',))" of type str where a layer belongs. '
+    "Return the layer from it.",
+    "  edit 1, wrap('pz.nn:Linear', 'builtins:repr'), at sublayers/2/sublayers/0: the "
+    'function gave "Linear(weigh...tures_out\',))" of type str where a layer belongs. '
+    "Return the layer from it.",
+)
+def a_wrapper_that_returns_a_text(directory):
+    return (
+        lambda: pzs.Recipe(pzs.wrap(pz.nn.Linear, repr)).apply(model()),
+        lambda: pzs.Recipe(pzs.wrap(pz.nn.Linear, pzs.Checkpointed)).apply(model()),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "insert_after: Identity is a class. Give an instance, such as Identity(...), or a "
+    "function of the layer at the place.",
+)
+def an_inserted_class(directory):
+    return (
+        lambda: pzs.insert_after(pz.nn.Linear, pz.nn.Identity),
+        lambda: pzs.insert_after(pz.nn.Linear, pz.nn.Identity()),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "this is not a recipe: Expecting ',' delimiter: line 15 column 1 (char 213). Give the "
+    "text of to_json().",
+)
+def a_recipe_from_a_broken_text(directory):
+    text = pzs.jit_root().to_json()
+    return lambda: pzs.Recipe.from_json(text[:-1]), lambda: pzs.Recipe.from_json(text)
+
+
+@answered(
+    errors.RuleTypeError,
+    "this recipe cannot be read. If you trust all that it names: Recipe.from_json(text, "
+    "allow=('optax',)):",
+    "  edit 1: 'optax._src.alias:adam' needs the module 'optax._src.alias', which is not one "
+    "of those that a recipe may use unasked. If you trust it, give allow=('optax',).",
+)
+def a_recipe_that_imports_another_package(directory):
+    recipe = pzs.Recipe(pzs.wrap(pz.nn.Linear, optax.adam))
+    return (
+        lambda: pzs.Recipe.from_json(recipe.to_json()),
+        lambda: pzs.Recipe.from_json(recipe.to_json(), allow=("optax",)),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "strip takes layer types, not 'Jitted'. Write the class Jitted, or leave layers out to "
+    "take off everything.",
+)
+def the_name_of_a_layer_type_to_strip(directory):
+    wrapped = pzs.Jitted(model())
+    return (
+        lambda: pzs.strip(wrapped, layers="Jitted"),
+        lambda: pzs.strip(wrapped, layers=pzs.Jitted),
+    )
+
+
+# Training
+
+
+@answered(
+    errors.RuleTypeError,
+    "the optimizer is the function adamw, which was not called. Write optax.adamw(1e-3).",
+)
+def an_optimizer_that_was_not_called(directory):
+    return lambda: train_state(optax.adamw), lambda: train_state(optax.adamw(1e-3))
+
+
+@answered(
+    errors.RuleTypeError,
+    "the optimizer is the text 'adam'. Pass the optimizer itself, for instance optax.adam(1e-3).",
+)
+def an_optimizer_by_name(directory):
+    return lambda: train_state("adam"), lambda: train_state(optax.adam(1e-3))
+
+
+@answered(
+    errors.RuleTypeError,
+    "root_rng must be a random key, not 0. Write jax.random.key(0).",
+)
+def an_integer_where_a_key_belongs(directory):
+    return (
+        lambda: pzs.TrainState.initial_state(model(), optax.sgd(0.1), 0),
+        lambda: pzs.TrainState.initial_state(model(), optax.sgd(0.1), jax.random.key(0)),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "a train step takes its inputs by keyword, and got 1 by position. Write step(state, x=x, y=y).",
+)
+def a_batch_without_a_name(directory):
+    step = pzs.build_train_step_fn(loss_fn)
+    return lambda: step(train_state(), features()), lambda: step(train_state(), x=features())
+
+
+@answered(
+    errors.ShardingError,
+    "the loss function returned something that is not an array:",
+    "  aux/note: is the str 'fine', not an array. Leave it out of the auxiliary outputs; of "
+    "a variable return its .value.",
+)
+def a_text_among_the_outputs_of_a_loss(directory):
+    def talkative(model, rng, state, x):
+        loss, state, aux = loss_fn(model, rng, state, x)
+        return loss, state, {**aux, "note": "fine"}
+
+    return lambda: one_step(talkative), lambda: one_step(loss_fn)
+
+
+@answered(
+    errors.ShardingError,
+    "the loss function returned one array of shape (); it must be loss_fn(model, rng, state, "
+    "**inputs) -> (loss, new_state, aux). Return (loss, state, {}) if there is nothing else "
+    "to report.",
+)
+def a_loss_alone(directory):
+    def alone(model, rng, state, x):
+        return loss_fn(model, rng, state, x)[0]
+
+    return lambda: one_step(alone), lambda: one_step(loss_fn)
+
+
+@answered(
+    errors.ShardingError,
+    "the loss is of shape (8, 4) and dtype float32; it must be a floating scalar. Return its "
+    "mean: jnp.mean(loss).",
+)
+def a_loss_per_example(directory):
+    def per_example(model, rng, state, x):
+        return model(x).unwrap("batch", "features"), state, {}
+
+    return lambda: one_step(per_example), lambda: one_step(loss_fn)
+
+
+@answered(
+    errors.RuleTypeError,
+    "train_state_shardings must be a train state of shardings, or one sharding for "
+    "everything, not 'data'. Make them: train_state_sharding(state, mesh, rules).",
+)
+def the_name_of_a_mesh_axis_as_a_state_sharding(directory):
+    state = pzs.place(train_state(), mesh(), RULES)
+    shardings = pzs.train_state_sharding(state, mesh(), RULES)
+    return (
+        lambda: one_step(state=state, train_state_shardings="data"),
+        lambda: one_step(state=state, train_state_shardings=shardings),
+    )
+
+
+@answered(
+    errors.ShardingError,
+    "this train state was donated to the step from 0 to 1, which reused its memory. Keep the "
+    "state that the step returned: state, aux = step(state, ...). To go on from this one "
+    "too, copy it before the step, jax.tree.map(jnp.copy, state), or build the step with "
+    "donate_params_and_state=False.",
+)
+def a_second_step_of_a_donated_state(directory):
+    state = train_state()
+    step = pzs.build_train_step_fn(loss_fn, donate_params_and_state=True)
+    new, _ = step(state, x=features())
+    return lambda: step(state, x=features()), lambda: step(new, x=features())
+
+
+@answered(
+    errors.ShardingError,
+    "the auxiliary outputs of 4 microbatches cannot be put together:",
+    "  examples: of int32, which is not averaged by itself. Say how its 4 values become one: "
+    "aux_reduction={'examples': 'sum'}, or another of 'mean', 'sum', 'max', 'min', 'last'.",
+)
+def a_count_that_is_accumulated_without_saying_how(directory):
+    def counting(model, rng, state, x):
+        loss, state, aux = loss_fn(model, rng, state, x)
+        return loss, state, {**aux, "examples": jnp.int32(x.named_shape["batch"])}
+
+    return (
+        lambda: one_step(counting, accumulate_steps=4),
+        lambda: one_step(counting, accumulate_steps=4, aux_reduction={"examples": "sum"}),
+    )
+
+
+@answered(
+    errors.ShardingError,
+    "this train state is abstract. Fill it before training, for instance with "
+    "restore_train_state(path, state, mesh, rules).",
+)
+def a_step_on_an_abstract_state(directory):
+    state = pzs.TrainState.initial_state(abstract(), optax.sgd(0.1), jax.random.key(0))
+    pzs.save_train_state(directory / "state", train_state(optax.sgd(0.1)))
+    return (
+        lambda: one_step(state=state),
+        lambda: one_step(
+            state=pzs.restore_train_state(directory / "state", state, mesh(), RULES),
+            x=pzs.shard_batch(features(), mesh(), RULES),
+        ),
+    )
+
+
+# Checkpoints
+
+
+@answered(
+    errors.CheckpointNotFoundError,
+    "there is no checkpoint at TMP/weigths: the path does not exist. Did you mean TMP/weights?",
+)
+def a_checkpoint_that_does_not_exist(directory):
+    pzs.save_params(directory / "weights", model())
+    return (
+        lambda: pzs.restore_params(directory / "weigths", abstract(), mesh(), RULES),
+        lambda: pzs.restore_params(directory / "weights", abstract(), mesh(), RULES),
+    )
+
+
+@answered(
+    errors.CheckpointExistsError,
+    "cannot save to TMP/weights: it exists. Pass overwrite=True to replace it, or choose "
+    "another path.",
+)
+def a_save_over_an_older_one(directory):
+    pzs.save_params(directory / "weights", model())
+    return (
+        lambda: pzs.save_params(directory / "weights", model()),
+        lambda: pzs.save_params(directory / "weights", model(), overwrite=True),
+    )
+
+
+@answered(
+    errors.CheckpointWriteError,
+    "cannot save to TMP/notes/weights: TMP/notes is a file. Choose another path.",
+)
+def a_save_below_a_file(directory):
+    (directory / "notes").write_text("seed 0 is best")
+    return (
+        lambda: pzs.save_params(directory / "notes" / "weights", model()),
+        lambda: pzs.save_params(directory / "weights", model()),
+    )
+
+
+@answered(
+    errors.CheckpointNotFoundError,
+    "there is no checkpoint at TMP/llama: it looks like a model of Hugging Face. Load it "
+    "there, convert it with Penzai, for instance with "
+    "penzai.models.transformer.variants.llama.llama_from_huggingface_model, and save that "
+    "with save_params.",
+)
+def a_directory_of_hugging_face(directory):
+    theirs = directory / "llama"
+    theirs.mkdir()
+    (theirs / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (theirs / "model.safetensors").write_bytes(b"")
+    pzs.save_params(directory / "weights", model())
+    return (
+        lambda: pzs.restore_params(theirs, abstract(), mesh(), RULES),
+        lambda: pzs.restore_params(directory / "weights", abstract(), mesh(), RULES),
+    )
+
+
+@answered(
+    errors.CheckpointMismatchError,
+    "the checkpoint at TMP/weights does not fit the model:",
+    "  mlq/Affine_0/AddBias.bias: the model wants (features=16) float32, and the checkpoint "
+    "has no such array. Did you mean 'mlp/Affine_0/AddBias.bias'? To give it a value of your "
+    "own, restore a dictionary without 'mlq/Affine_0/AddBias.bias' and use with_params.",
+    "  mlq/Affine_0/Linear.weights: the model wants (features=8, features_out=16) float32, "
+    "and the checkpoint has no such array. Did you mean 'mlp/Affine_0/Linear.weights'? To "
+    "give it a value of your own, restore a dictionary without 'mlq/Affine_0/Linear.weights' "
+    "and use with_params.",
+    "  mlq/Affine_1/AddBias.bias: the model wants (features=4) float32, and the checkpoint "
+    "has no such array. Did you mean 'mlp/Affine_1/AddBias.bias'? To give it a value of your "
+    "own, restore a dictionary without 'mlq/Affine_1/AddBias.bias' and use with_params.",
+    "  mlq/Affine_1/Linear.weights: the model wants (features=16, features_out=4) float32, "
+    "and the checkpoint has no such array. Did you mean 'mlp/Affine_1/Linear.weights'? To "
+    "give it a value of your own, restore a dictionary without 'mlq/Affine_1/Linear.weights' "
+    "and use with_params.",
+    "  mlp/Affine_0/AddBias.bias: the checkpoint has (features=16) float32, and the model "
+    "has no such array. Did you mean 'mlq/Affine_0/AddBias.bias'? Pass on_extra='ignore' to "
+    "leave it there.",
+    "  mlp/Affine_0/Linear.weights: the checkpoint has (features=8, features_out=16) "
+    "float32, and the model has no such array. Did you mean 'mlq/Affine_0/Linear.weights'? "
+    "Pass on_extra='ignore' to leave it there.",
+    "  mlp/Affine_1/AddBias.bias: the checkpoint has (features=4) float32, and the model has "
+    "no such array. Did you mean 'mlq/Affine_1/AddBias.bias'? Pass on_extra='ignore' to "
+    "leave it there.",
+    "  mlp/Affine_1/Linear.weights: the checkpoint has (features=16, features_out=4) "
+    "float32, and the model has no such array. Did you mean 'mlq/Affine_1/Linear.weights'? "
+    "Pass on_extra='ignore' to leave it there.",
+)
+def a_checkpoint_of_a_model_of_another_name(directory):
+    pzs.save_params(directory / "weights", model())
+
+    def of_name(name):
+        return pzs.abstract_model(
+            simple_mlp.MLP.from_config,
+            name=name,
+            init_base_rng=jax.random.key(0),
+            feature_sizes=(8, 16, 4),
+        )
+
+    return (
+        lambda: pzs.restore_params(directory / "weights", of_name("mlq"), mesh(), RULES),
+        lambda: pzs.restore_params(directory / "weights", of_name("mlp"), mesh(), RULES),
+    )
+
+
+@answered(
+    errors.CheckpointMismatchError,
+    "the checkpoint at TMP/weights does not fit the model:",
+    "  mlp/Affine_0/AddBias.bias: the checkpoint has (features=16), and the model wants "
+    "(features=32): the sizes differ. Build the model with the same sizes.",
+    "  mlp/Affine_0/Linear.weights: the checkpoint has (features=8, features_out=16), and "
+    "the model wants (features=8, features_out=32): the sizes differ. Build the model with "
+    "the same sizes.",
+    "  mlp/Affine_1/Linear.weights: the checkpoint has (features=16, features_out=4), and "
+    "the model wants (features=32, features_out=4): the sizes differ. Build the model with "
+    "the same sizes.",
+)
+def a_checkpoint_of_other_sizes(directory):
+    pzs.save_params(directory / "weights", model())
+    return (
+        lambda: pzs.restore_params(directory / "weights", model((8, 32, 4)), mesh(), RULES),
+        lambda: pzs.restore_params(directory / "weights", model((8, 16, 4)), mesh(), RULES),
+    )
+
+
+@answered(
+    errors.CheckpointMismatchError,
+    "the checkpoint at TMP/weights holds parameters alone, as save_params writes them, and "
+    "not a train state. Restore them and begin a new state with them: restore_params(path, "
+    "model, mesh, rules).",
+)
+def a_train_state_from_a_checkpoint_of_parameters(directory):
+    pzs.save_params(directory / "weights", model())
+    return (
+        lambda: pzs.restore_train_state(directory / "weights", train_state(), mesh(), RULES),
+        lambda: pzs.restore_params(directory / "weights", abstract(), mesh(), RULES),
+    )
+
+
+@answered(
+    errors.CheckpointMismatchError,
+    "cannot put these values into the model:",
+    "  mlp/Affine_0/Linear.weights: the model wants (features=8, features_out=16) float32, "
+    "and the values given have no such array. To keep the model's own, give "
+    "param_dict(model)['mlp/Affine_0/Linear.weights'].",
+)
+def parameters_that_lack_one(directory):
+    parameters = pzs.param_dict(model())
+    lacking = {k: v for k, v in parameters.items() if k != "mlp/Affine_0/Linear.weights"}
+    return (
+        lambda: pzs.with_params(model(), lacking),
+        lambda: pzs.with_params(model(), parameters),
+    )
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_message_says_what_is_wrong_and_its_fix_works(name, tmp_path):
+    mistake = MISTAKES[name]
+    wrong, right = mistake.calls(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(mistake.kind) as caught:
+            wrong()
+        right()
+    said = str(caught.value).replace(str(tmp_path), "TMP")
+    assert re.sub(r"\.py:\d+\)", ".py:LINE)", said) == mistake.message
+
+
+def test_there_are_forty_mistakes_and_more():
+    assert len(MISTAKES) >= 40
