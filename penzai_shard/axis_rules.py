@@ -196,7 +196,7 @@ class AxisRules(NotebookView):
             mesh: The mesh, or its axis sizes by name.
 
         Raises:
-            MeshError: Some rule names a mesh axis that is not there; all are told at once.
+            MeshError: Some rule names a mesh axis that is not there; all are reported at once.
 
         >>> AxisRules({"neurons": "model"}).check_mesh({"model": 2})
         """
@@ -246,7 +246,7 @@ class AxisRules(NotebookView):
     ) -> SpecExplanation:
         """Says which rule gave what for an array, and what stands in the way of a layout.
 
-        Takes the arguments of ``spec``. Problems with the array are told, not raised.
+        Takes the arguments of ``spec``. Problems with the array are returned, not raised.
 
         Raises:
             MeshError: A rule names a mesh axis that is not there.

@@ -243,7 +243,7 @@ def _map_named_array(node: Any, visit: Visit, path: str, place: str) -> Any:
         return with_data(node, visit(_named_leaf(node, data, path, place, None)))
     leaves = jax.tree_util.tree_leaves(data)
     if data is None or (len(leaves) == 1 and leaves[0] is data):
-        # The data array is missing or is no array: only its names count.
+        # The data array is missing or is not an array: only its names count.
         return with_data(node, visit(_nameless_data_leaf(node, data, path)))
     # Some optimizers keep several statistics, or none, where the parameter has one array.
     mapped = jax.tree_util.tree_map_with_path(

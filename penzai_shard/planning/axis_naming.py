@@ -35,7 +35,7 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
 
     Raises:
         SelectionError: An array is matched by no pattern or by several, a pattern matches
-            nothing, or the number of names is not the array's rank; all are told at once.
+            nothing, or the number of names is not the array's rank; all are reported at once.
         RuleTypeError: The names are not a sequence of hashable names.
 
     >>> weights = {"layers.0.weight": np.ones((4, 3)), "layers.0.bias": np.ones(4)}

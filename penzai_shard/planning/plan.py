@@ -136,7 +136,7 @@ class ShardingPlan(NotebookView):
 
     @functools.cached_property
     def unused_rules(self) -> tuple[NameRule, ...]:
-        """The rules whose logical axis no array has. That is no error: one set of rules serves
+        """The rules whose logical axis no array has. That is not an error: one set of rules serves
         parameters and activations."""
         return tuple(
             rule
