@@ -365,7 +365,7 @@ REFUSED = {
         lambda: step(
             initial(optimizer=optax.chain(optax.sgd(0.1), optax.monitor({"size": optax.tree.norm})))
         ),
-        "opt_state/1/measures/size: was not there before. Use an optimizer whose update keeps the "
+        "opt_state/1/measurements/size: was not there before. Use an optimizer whose update keeps the "
         "form that its init made.",
     ),
     "an optimizer that changes a shape": (
