@@ -365,8 +365,8 @@ REFUSED = {
         lambda: step(
             initial(optimizer=optax.chain(optax.sgd(0.1), optax.monitor({"size": optax.tree.norm})))
         ),
-        "opt_state/1/measurements/size: was not there before. Use an optimizer whose update keeps the "
-        "form that its init made.",
+        "opt_state/1/measurements/size: was not there before. Use an optimizer whose update keeps "
+        "the form that its init made.",
     ),
     "an optimizer that changes a shape": (
         lambda: build_train_step_fn(lambda model, rng, state: (model["w"] * 1.0, state, None))(
