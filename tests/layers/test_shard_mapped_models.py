@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from penzai import pz
-from penzai.models.transformer import model_parts
+from penzai.models.transformer import model_parts, sampling_mode
 from penzai.models.transformer.variants import gpt_neox, llamalike_common
 
 import penzai_shard as pzs
@@ -102,6 +102,24 @@ def test_every_family_runs_with_a_split_batch_and_equals_the_bare_model(family, 
     found, expected = (jax.jit(lambda x, m=m: m(x))(TOKENS) for m in (edited, model))
     assert found.named_shape == expected.named_shape
     np.testing.assert_allclose(found.data_array, expected.data_array, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_with_a_cache_of_keys_and_values_run_and_equal_the_bare_model():
+    def cached():
+        return sampling_mode.KVCachingTransformerLM.from_uncached(
+            llama(), cache_len=8, batch_axes={"batch": 8}, variable_name_prefix="cache"
+        )
+
+    kind = model_parts.TransformerBlock
+    edited = (
+        pz.select(cached())
+        .at_instances_of(kind)
+        .apply(lambda layer: ShardMapped(layer, MESH, RULES, BATCH))
+    )
+    bare = cached()
+    for _ in range(2):
+        found, expected = edited(TOKENS), bare(TOKENS)
+        np.testing.assert_allclose(found.data_array, expected.data_array, rtol=1e-5, atol=1e-5)
 
 
 # Calls that cannot be made.
