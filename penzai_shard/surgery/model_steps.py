@@ -1,5 +1,6 @@
 """One call of a model with its gradients, compiled to run as it is and in float64."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,13 @@ from penzai_shard.meshes import onto_auto_twin
 from penzai_shard.surgery.differences import canonical_leaves, to_numpy
 from penzai_shard.surgery.model_calls import ModelCall, with_values_of
 from penzai_shard.surgery.program_constants import Constants, constants_of, is_float
-from penzai_shard.surgery.wider_arithmetic import Rounding, WiderProgram, epsilons_of, exact
+from penzai_shard.surgery.wider_arithmetic import (
+    Rounding,
+    WiderProgram,
+    epsilons_of,
+    exact,
+    scattered_numbers,
+)
 
 _COTANGENT_SEED = 20240229
 
@@ -43,9 +50,12 @@ class ModelStep:
         self._traced = jax.jit(_step(call, gradients)).trace(*self._values)
         self._structure = jax.tree_util.tree_structure(self._traced.out_info)
         self.epsilons = epsilons_of(self._traced.jaxpr.jaxpr)
-        self._compiled = self._traced.lower().compile()
 
-    @property
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        return self._traced.lower().compile()
+
+    @functools.cached_property
     def constants(self) -> list[np.ndarray]:
         """The constants that are written into the step's program."""
         return constants_of(self._traced.jaxpr)
@@ -183,7 +193,8 @@ def _step(call: ModelCall, gradients: bool) -> Callable[..., Results]:
             arrays,
         )
         leaves = canonical_leaves(output)
-        return _weighted_sum([array for _, array in leaves]), (dict(leaves), flat_names(new_state))
+        total = _weighted_sum([array for _, array in leaves]) if gradients else None
+        return total, (dict(leaves), flat_names(new_state))
 
     def step(parameters: list[Any], state: list[Any], arrays: list[Any]) -> Results:
         if not gradients:
@@ -214,14 +225,14 @@ def _joined(name: str, path: str) -> str:
 
 def _weighted_sum(arrays: Sequence[Any]) -> Any:
     """The sum of all elements times random numbers that depend on their places alone."""
-    total = jnp.float32(0)
+    total: Any = jnp.float32(0)
     for index, array in enumerate(arrays):
         if not is_float(array):
             continue
-        key = jax.random.fold_in(jax.random.key(_COTANGENT_SEED), index)
-        weights = jax.random.uniform(key, array.shape, jnp.float32, -1, 1)
-        part = jnp.sum(jnp.real(array).astype(jnp.float32) * weights)
+        weights = scattered_numbers(_COTANGENT_SEED + index, array.shape)
+        at_least = jnp.promote_types(jnp.finfo(array.dtype).dtype, jnp.float32)
+        part = jnp.sum(jnp.real(array).astype(at_least) * weights)
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
-            part += jnp.sum(jnp.imag(array).astype(jnp.float32) * weights)
-        total += part
+            part += jnp.sum(jnp.imag(array).astype(at_least) * weights)
+        total = total + part
     return total
