@@ -138,15 +138,22 @@ class InPrecision(WrapperLayer):
     def _output_dtype(self, argument: Any) -> Any:
         if self.output_dtype is not None:
             return _floating_dtype(self.output_dtype, "output_dtype")
-        for tree in (argument, self.body):
-            dtypes = {
-                leaf.dtype
-                for leaf in jax.tree_util.tree_leaves(pz.freeze_variables(tree))
-                if _is_floating(leaf)
-            }
+        body = pz.freeze_variables(self.body)
+        # Constants, such as the epsilon of a norm, may be in another dtype than the parameters.
+        parameters = [
+            leaf
+            for leaf in jax.tree_util.tree_leaves(body, is_leaf=_is_parameter_value)
+            if _is_parameter_value(leaf)
+        ]
+        for tree in (pz.freeze_variables(argument), parameters, body):
+            dtypes = {leaf.dtype for leaf in jax.tree_util.tree_leaves(tree) if _is_floating(leaf)}
             if dtypes:
                 return functools.reduce(jnp.promote_types, sorted(dtypes, key=str))
         return jnp.dtype(jnp.float32)
+
+
+def _is_parameter_value(node: Any) -> bool:
+    return isinstance(node, pz.ParameterValue)
 
 
 @pz.pytree_dataclass

@@ -129,6 +129,15 @@ def test_the_output_dtype_can_be_chosen():
     assert InPrecision(linear(), "bfloat16", output_dtype="float16")(X).dtype == F16
 
 
+def test_constants_do_not_decide_the_dtype_of_the_output():
+    table = pz.nx.wrap(jnp.ones((3, 4), BF16), "vocabulary", "embedding")
+    lookup = pz.nn.EmbeddingLookup(
+        pz.nn.EmbeddingTable(pz.Parameter(value=table, label="table"), vocabulary_axis="vocabulary")
+    )
+    model = pz.nn.Sequential([lookup, Masked(jnp.float32(0))])
+    assert InPrecision(model, "bfloat16")(pz.nx.wrap(jnp.arange(3), "seq")).dtype == BF16
+
+
 def test_without_a_floating_input_the_output_has_the_dtype_of_the_parameters():
     table = pz.nn.EmbeddingTable.from_config("table", jax.random.key(0), 5, {"embedding": 8})
     layer = InPrecision(pz.nn.EmbeddingLookup(table), "bfloat16")
