@@ -30,6 +30,9 @@ from penzai_shard.rule_kinds import (
     nearest_name,
 )
 
+# Packages whose frames are not those of the caller.
+_PASSED_THROUGH = frozenset({__name__.partition(".")[0], "penzai", "jax", "equinox", "contextlib"})
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
@@ -334,13 +337,12 @@ def _listed(names: Sequence[LogicalAxis]) -> str:
 
 
 def warn_caller(messages: Iterable[str]) -> None:
-    """Warns with the line of whoever called into this library.
+    """Warns with the line of whoever called into this library, also by way of a Penzai layer.
 
     >>> warn_caller([])
     """
-    package = __name__.partition(".")[0]
     level, frame = 2, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_THROUGH:
         level, frame = level + 1, frame.f_back
     for message in messages:
         warnings.warn(message, ShardingWarning, stacklevel=level)

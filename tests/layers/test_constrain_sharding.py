@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -196,7 +197,18 @@ def test_a_slip_of_the_pen_warns_with_the_name_that_flows_through(small, transfo
         ShardingWarning, match=r"'bacth' -> 'data' .* Did you mean 'batch'\?"
     ) as caught:
         transform(layer)(small.features())
-    assert caught[0].filename == __file__ or transform is jax.jit
+    assert caught[0].filename == __file__
+
+
+def test_a_slip_in_a_constraint_of_every_layer_is_one_warning_with_the_line_of_the_call(small):
+    layers = [pz.nn.Identity(), by_name(small, rules={"bacth": "data"})] * 3
+    model = Jitted(pz.nn.Sequential(layers))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        model(small.features())
+    assert [(warning.category, warning.filename) for warning in caught] == [
+        (ShardingWarning, __file__)
+    ]
 
 
 def test_every_call_warns_also_when_the_layout_is_known(small):
