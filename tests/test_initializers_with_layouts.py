@@ -233,16 +233,24 @@ def mlp(key):
     return eqx.nn.MLP(4, 2, 8, 2, key=key)
 
 
+@functools.cache
+def bare_mlp():
+    return mlp(KEY)
+
+
+def with_names(module):
+    return name_axes(module, {"layers.*.weight": ("out", "in"), "layers.*.bias": ("out",)})
+
+
 def named_mlp(key):
-    patterns = {"layers.*.weight": ("out", "in"), "layers.*.bias": ("out",)}
-    return name_axes(mlp(key), patterns)
+    return with_names(mlp(key))
 
 
 def test_functions_in_an_equinox_module_come_back_as_they_are():
     model = sharded_init(named_mlp, KEY, mesh=AUTO, rules={"out": "model"})
-    bare = mlp(KEY)
+    bare = bare_mlp()
     assert model.activation is bare.activation
-    assert jax.tree.structure(model) == jax.tree.structure(named_mlp(KEY))
+    assert jax.tree.structure(model) == jax.tree.structure(with_names(bare))
     for layer, same in zip(model.layers, bare.layers, strict=True):
         array = layer.weight.data_array
         assert {s.data.shape for s in array.addressable_shards} == {
@@ -256,15 +264,15 @@ def test_an_equinox_module_without_names_is_copied_with_a_word():
     x = jnp.ones(4)
     for build in (
         lambda **more: sharded_init(mlp, KEY, mesh=AUTO, rules={}, **more),
-        lambda **more: place(mlp(KEY), AUTO, {}, **more),
+        lambda **more: place(bare_mlp(), AUTO, {}, **more),
     ):
         with pytest.warns(ShardingWarning, match=match):
             model = build()
-        np.testing.assert_allclose(model(x), mlp(KEY)(x), rtol=1e-5)
+        np.testing.assert_allclose(model(x), bare_mlp()(x), rtol=1e-5)
         assert model.layers[0].weight.sharding == NamedSharding(AUTO, P())
         build(on_unnamed="replicate")
     with pytest.warns(ShardingWarning, match=match):
-        make_plan(mlp(KEY), AUTO, {})
+        make_plan(bare_mlp(), AUTO, {})
 
 
 def test_text_and_objects_come_back_as_they_are():
@@ -291,6 +299,6 @@ def test_a_plan_of_the_abstract_module_is_carried_out():
     plan = make_plan(abstract_model(named_mlp, KEY), AUTO, {"out": "model"})
     assert plan.others == ("activation", "final_activation")
     assert "2 leaves are not arrays and stay as they are: activation" in str(plan.table())
-    for model in (sharded_init(named_mlp, KEY, plan=plan), place(named_mlp(KEY), plan)):
+    for model in (sharded_init(named_mlp, KEY, plan=plan), place(with_names(bare_mlp()), plan)):
         assert [layer.weight.data_array.sharding.spec for layer in model.layers] == [P("model")] * 3
         assert callable(model.activation)

@@ -134,7 +134,8 @@ def test_every_family_is_laid_out_alike_by_every_function(family):
 def test_a_mask_without_names_is_placed_on_request_by_every_function():
     def build(key):
         masked = jnp.tril(jnp.ones((4, 4), bool))
-        return pz.nn.Sequential([mlp(key), Masked(masked)])
+        linear = pz.nn.Linear.from_config("up", key, {"embedding": 8}, {"neurons": 16})
+        return pz.nn.Sequential([linear, Masked(masked)])
 
     key = jax.random.key(0)
     match = r"\(4, 4\) has no logical axis names"
