@@ -15,8 +15,8 @@ from penzai_shard.surgery.yardsticks import Deviation, allowances, deviation, er
 
 GROUPS = ("outputs", "state variables", "gradients")
 
-# Three times how far half a unit in the last place of a constant moves a result.
-_OF_CONSTANTS = 3.0 / 8.0
+# Twice how far half a unit in the last place of each constant moves a result.
+_OF_CONSTANTS = 2.0 / 8.0
 
 
 @dataclasses.dataclass

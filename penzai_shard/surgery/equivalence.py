@@ -194,7 +194,7 @@ class _Check:
         comparisons = compare()
         if wider and wider[1].has_new_constants and not functions_agree(comparisons):
             # A constant is known to within half a unit in the last place of its dtype.
-            rounded = [wider[1].run(rounding) for rounding in _roundings()]
+            rounded = [wider[1].run(rounding) for rounding in _roundings(runs=2 * _ROUNDED_RUNS)]
             runs.of_constants = largest_errors(runs.exact[1], rounded)
             comparisons = compare()
         coarsest = max(steps[1].epsilons, default=0.0)
@@ -310,8 +310,10 @@ def _state_before(found: NamedValues) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def _roundings(coarsest: float = 0.0, scale: float = 1.0) -> Iterator[Rounding]:
-    for seed in range(_ROUNDED_RUNS):
+def _roundings(
+    coarsest: float = 0.0, scale: float = 1.0, runs: int = _ROUNDED_RUNS
+) -> Iterator[Rounding]:
+    for seed in range(runs):
         yield Rounding(np.uint32(seed + 1), np.float64(scale), np.float64(coarsest))
 
 

@@ -240,7 +240,9 @@ class _Run:
             return value
         noise = _noise(self._rounding, value.shape, float(jnp.finfo(dtype).eps))
         flip = self._draw.choice([-1.0, 1.0])
-        most = float(jnp.finfo(dtype).eps) / 2 * self._rounding.scale
+        # Half a unit in the last place, relative to the value.
+        mantissa = jnp.maximum(jnp.frexp(jnp.abs(value))[0], 0.5)
+        most = float(jnp.finfo(dtype).eps) / (4 * mantissa) * self._rounding.scale
         return value * (1 + flip * jnp.where(noise < 0, -most, most))
 
     def disturbed(self, value: Any, aval: Any) -> Any:
