@@ -16,3 +16,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # The width of every table and console that is not given one, whatever terminal the tests run in.
 os.environ["COLUMNS"] = "100"
+
+# Before any module is collected for its doctests, which would otherwise be imported a second time
+# if it is named first, with classes of its own.
+import penzai_shard  # noqa: F401
