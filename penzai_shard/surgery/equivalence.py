@@ -114,6 +114,7 @@ class _Check:
         self._rtol = rtol
         self._gradients = gradients
         self._notes: list[str] = []
+        self._precision = ""
         self._not_compared: list[str] = []
 
     def report(self, same_values: bool, added_parameters: bool) -> EquivalenceReport:
@@ -156,7 +157,11 @@ class _Check:
         self, comparisons: tuple[Comparison, ...], divergence: Divergence | None = None
     ) -> EquivalenceReport:
         return EquivalenceReport(
-            comparisons, divergence, tuple(self._notes), tuple(self._not_compared)
+            comparisons,
+            divergence,
+            tuple(self._notes),
+            tuple(self._not_compared),
+            self._precision,
         )
 
     def _parameters(self, found: NamedValues, added_parameters: bool) -> Comparison:
@@ -206,9 +211,10 @@ class _Check:
             runs.coarsest = coarsest
             before, comparisons = comparisons, compare()
             if sum(one.ok for one in comparisons) > sum(one.ok for one in before):
+                self._precision = _dtype_of(coarsest)
                 self._notes.append(
                     "The edited model rounds to fewer digits than the original: it may be off by "
-                    f"what the original would be if it rounded all to {_dtype_of(coarsest)}."
+                    f"what the original would be if it rounded all to {self._precision}."
                 )
         return runs, comparisons
 

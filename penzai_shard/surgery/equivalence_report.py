@@ -145,6 +145,8 @@ class EquivalenceReport(TextTable):
         divergence: The first layer that differs, if the outputs do and it could be found.
         notes: What else there is to know.
         not_compared: What the caller or the models left out; the verdict names it.
+        precision: The dtype that the edited model rounds to where the original keeps more digits,
+            if that was needed to call them equivalent; the verdict names it.
     """
 
     headings = ("compared", "arrays", "worst at", *_FIGURES, "")
@@ -155,6 +157,7 @@ class EquivalenceReport(TextTable):
     divergence: Divergence | None = None
     notes: tuple[str, ...] = ()
     not_compared: tuple[str, ...] = ()
+    precision: str = ""
 
     @property
     def ok(self) -> bool:
@@ -195,8 +198,10 @@ class EquivalenceReport(TextTable):
         )
 
     def text_verdict(self) -> str:
-        """Whether the models agree, and what was not compared."""
+        """Whether the models agree, how exactly, and what was not compared."""
         verdict = "equivalent" if self.ok else "NOT equivalent"
+        if self.ok and self.precision:
+            verdict += f" within what {self.precision} rounds away"
         if not self.not_compared:
             return verdict
         return f"{verdict}; not compared: {'; '.join(self.not_compared)}"

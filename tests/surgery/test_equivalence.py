@@ -187,6 +187,7 @@ def test_a_lower_precision_is_allowed_what_the_original_would_lose_in_it():
     assert 1e-3 < outputs.rounding < 2e-2
     assert outputs.own.allowed < 0.1
     assert outputs.function.off_by < 1e-12
+    assert report.text_verdict() == "equivalent within what bfloat16 rounds away"
     assert "what the original would be if it rounded all to bfloat16" in report.plain_text(200)
 
 
