@@ -147,8 +147,8 @@ def test_every_unfit_value_is_told_at_once(mlp):
         "  mlp/up/AddBias.bias: the values given have (neurons=3), and the model wants "
         "(neurons=16): the sizes differ. Build the model with the same sizes.",
         "  mlp/down/Linear.weights: the model wants (neurons=16, embedding=8) float32, and the "
-        "values given have no such array. Did you mean 'mlp/down/Linear.weight'? Or keep the "
-        "model's own: param_dict(model)['mlp/down/Linear.weights'].",
+        "values given have no such array. Did you mean 'mlp/down/Linear.weight'? To keep the "
+        "model's own, give param_dict(model)['mlp/down/Linear.weights'].",
         "  mlp/down/AddBias.bias: the values given have (features=8), and the model wants "
         "(embedding=8): the logical axes have other names. If they mean the same, rename them: "
         "value.untag('features').tag('embedding').",

@@ -267,7 +267,10 @@ def test_mixed_precision_state_keeps_its_dtypes(linear, batch):
     ("loss_fn", "message"),
     [
         (lambda model, rng, state, x: (jnp.float32(0), state, None), "cannot be called with"),
-        (lambda model, rng, state, x, y: jnp.float32(0), "returned a .*; it must be"),
+        (
+            lambda model, rng, state, x, y: jnp.float32(0),
+            r"returned one array of shape \(\); it must be",
+        ),
         (lambda model, rng, state, x, y: (jnp.float32(0), state), "returned 2 values"),
         (lambda model, rng, state, x, y: (x, state, 0), r"untag\('batch', 'features'\)"),
         (lambda model, rng, state, x, y: (jnp.ones(2), state, 0), r"of shape \(2,\)"),
