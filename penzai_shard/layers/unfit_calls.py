@@ -70,10 +70,16 @@ def _not_arrays(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingE
     return RuleTypeError(f"{name} cannot take these inputs:", problems) if problems else None
 
 
-def _deleted(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingError | None:
+def refusal_of_deleted(name: str, leaves: Iterable[NamedLeaf]) -> ShardingError | None:
+    """What is wrong with a call of which some arrays were donated; None if none was.
+
+    Args:
+        name: What was called.
+        leaves: The arrays of its parameters and inputs.
+    """
     problems = [
         f"{_title(leaf)}: was donated or deleted."
-        for leaf in (*own, *inputs)
+        for leaf in leaves
         if _is_concrete(leaf.array) and leaf.array.is_deleted()
     ]
     if not problems:
@@ -84,6 +90,10 @@ def _deleted(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingErro
         "from the newest state, or call before that with a copy.",
         problems,
     )
+
+
+def _deleted(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingError | None:
+    return refusal_of_deleted(name, (*own, *inputs))
 
 
 def _misplaced(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingError | None:

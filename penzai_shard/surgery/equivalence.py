@@ -28,6 +28,7 @@ from penzai_shard.surgery.model_steps import ModelStep, Results, WiderStep
 from penzai_shard.surgery.parameter_values import NamedValues, drawn, is_abstract, some
 from penzai_shard.surgery.program_constants import is_float, widest
 from penzai_shard.surgery.tapping import Recorder, tapped
+from penzai_shard.surgery.unfit_comparisons import explain_nameless_inputs, refuse_unfit
 from penzai_shard.surgery.wider_arithmetic import Rounding
 from penzai_shard.surgery.yardsticks import Deviation
 
@@ -84,6 +85,9 @@ def check_equivalent(
     Returns:
         The report. It is true if the models are equivalent.
 
+    Raises:
+        RuleTypeError: A model or an input is something else, or an array was donated.
+
     >>> import jax
     >>> from penzai import pz
     >>> from penzai_shard.surgery import Recipe, wrap
@@ -93,9 +97,14 @@ def check_equivalent(
     >>> bool(check_equivalent(model, edited, pz.nx.ones({"a": 2})))
     True
     """
+    refuse_unfit((original, edited), args, side_inputs)
     with auto_context():
         check = _Check((original, edited), (args, side_inputs), rtol or 0.0, gradients)
-        return check.report(same_values, added_parameters)
+        try:
+            return check.report(same_values, added_parameters)
+        except AttributeError as error:
+            explain_nameless_inputs(error, args, side_inputs)
+            raise
 
 
 class _Check:
