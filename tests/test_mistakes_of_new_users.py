@@ -497,6 +497,62 @@ def an_inserted_class(directory):
 
 @answered(
     errors.RuleTypeError,
+    "a recipe is made of edits:",
+    "  argument 1 is a list of edits. Unpack it: Recipe(*edits).",
+)
+def a_recipe_of_a_list(directory):
+    edits = [pzs.wrap(pz.nn.Linear, pzs.Checkpointed)]
+    return lambda: pzs.Recipe(edits), lambda: pzs.Recipe(*edits)
+
+
+@answered(
+    AttributeError,
+    "an edit alone has no apply. Put it in a recipe: Recipe(wrap('pz.nn:Linear', "
+    "Checkpointed)).apply(...).",
+)
+def an_edit_without_a_recipe(directory):
+    edit = pzs.wrap(pz.nn.Linear, pzs.Checkpointed)
+    return lambda: edit.apply(model()), lambda: pzs.Recipe(edit).apply(model())
+
+
+@answered(
+    errors.SelectionError,
+    "this recipe does not fit the MLP:",
+    "  edit 1, wrap('AddBias', Checkpointed): nothing matches. In the model nothing is called "
+    "'AddBias', nearest is 'add_bias'. Write '**/add_bias', which matches 2. Nearest paths: "
+    "sublayers/0/sublayers/2 (AddBias), sublayers/2/sublayers/2 (AddBias), sublayers/1 "
+    "(Elementwise). Give expect=0 if that is meant, or leave the edit out.",
+)
+def the_name_of_a_layer_type_as_a_place(directory):
+    return (
+        lambda: pzs.Recipe(pzs.wrap("AddBias", pzs.Checkpointed)).apply(model()),
+        lambda: pzs.Recipe(pzs.wrap("**/add_bias", pzs.Checkpointed)).apply(model()),
+    )
+
+
+@answered(
+    errors.MeshError,
+    "the rules do not fit the mesh:",
+    "  rule 'features' -> 'dat': the mesh (data=4, model=2) has no mesh axis 'dat'. Did you "
+    "mean 'data'?",
+)
+def a_recipe_for_a_mesh_axis_that_does_not_exist(directory):
+    return (
+        lambda: pzs.manual_fsdp(pz.nn.Linear, mesh(), {"features": "dat"}),
+        lambda: pzs.manual_fsdp(pz.nn.Linear, mesh(), {"features": "data"}),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "compute_dtype must be a floating-point dtype, not 'bf16'. Did you mean 'bfloat16'?",
+)
+def a_dtype_by_a_short_name(directory):
+    return lambda: pzs.mixed_precision("bf16"), lambda: pzs.mixed_precision("bfloat16")
+
+
+@answered(
+    errors.RuleTypeError,
     "this is not a recipe: Expecting ',' delimiter: line 15 column 1 (char 213). Give the "
     "text of to_json().",
 )
@@ -550,6 +606,40 @@ def an_optimizer_that_was_not_called(directory):
 )
 def an_optimizer_by_name(directory):
     return lambda: train_state("adam"), lambda: train_state(optax.adam(1e-3))
+
+
+@answered(
+    errors.RuleTypeError,
+    "the optimizer was given in the place of the model, and the MLP in that of the optimizer. "
+    "The model comes first: TrainState.initial_state(model, optimizer, root_rng).",
+)
+def a_model_and_an_optimizer_swapped(directory):
+    root_rng = jax.random.key(0)
+    return (
+        lambda: pzs.TrainState.initial_state(optax.sgd(0.1), model(), root_rng),
+        lambda: pzs.TrainState.initial_state(model(), optax.sgd(0.1), root_rng),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "the optimizer is a MLP, without init and update. Pass one of optax, for instance "
+    "optax.adam(1e-3).",
+)
+def a_model_as_the_optimizer(directory):
+    return lambda: train_state(model()), lambda: train_state(optax.adam(1e-3))
+
+
+@answered(
+    errors.RuleTypeError,
+    "build_train_step_fn takes the loss function, and all else by keyword. The optimizer is "
+    "part of the state: TrainState.initial_state(model, optimizer, root_rng).",
+)
+def an_optimizer_for_the_step(directory):
+    return (
+        lambda: pzs.build_train_step_fn(loss_fn, optax.adam(1e-3)),
+        lambda: pzs.build_train_step_fn(loss_fn),
+    )
 
 
 @answered(

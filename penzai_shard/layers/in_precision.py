@@ -5,6 +5,7 @@ float32's range, so that losses need no scaling.
 """
 
 import dataclasses
+import difflib
 import functools
 import sys
 from collections.abc import Callable
@@ -91,6 +92,13 @@ class InPrecision(WrapperLayer):
         default=is_sensitive, metadata={"pytree_node": False}
     )
 
+    def __post_init__(self) -> None:
+        """Refuses what cannot be read where it is written, not where the model runs."""
+        _floating_dtype(self.compute_dtype, "compute_dtype")
+        if self.output_dtype is not None:
+            _floating_dtype(self.output_dtype, "output_dtype")
+        _keep_predicate(self.keep)
+
     def __call__(self, argument: Any, /, **side_inputs: Any) -> Any:
         """Runs the layer in the compute dtype.
 
@@ -102,7 +110,8 @@ class InPrecision(WrapperLayer):
             The layer's output.
 
         Raises:
-            RuleTypeError: A dtype is not a floating-point one, or ``keep`` cannot be read.
+            RuleTypeError: A parameter or an input is abstract, or was donated.
+            MeshError: Not all arrays are on the same devices.
         """
         try:
             return self._computed(argument, side_inputs)
@@ -211,15 +220,18 @@ class _CastVariables:
                 variable_threading.assign(variable, _as_dtypes_of(content, own))
 
 
+_FLOATING = ("bfloat16", "float16", "float32", "float64")
+
+
 def _floating_dtype(dtype: Any, what: str) -> Any:
     try:
         read = None if dtype is None else jnp.dtype(dtype)
     except TypeError:
         read = None
     if read is None or not jnp.issubdtype(read, jnp.floating):
-        raise RuleTypeError(
-            f"{what} must be a floating-point dtype, not {dtype!r}. For instance 'bfloat16'."
-        )
+        near = difflib.get_close_matches(str(dtype), _FLOATING, 1, 0.5)
+        fix = f"Did you mean {near[0]!r}?" if near else "For instance 'bfloat16'."
+        raise RuleTypeError(f"{what} must be a floating-point dtype, not {dtype!r}. {fix}")
     return read
 
 

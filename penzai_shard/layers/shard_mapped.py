@@ -120,6 +120,12 @@ class ShardMapped(WrapperLayer):
         default=(), metadata={"pytree_node": False}
     )
 
+    def __post_init__(self) -> None:
+        """Refuses what cannot be read where it is written, not where the model runs."""
+        region = self._region()
+        for rules in (region.parameter_rules, region.activation_rules):
+            rules.check_mesh(region.mesh)
+
     def __call__(self, argument: Any, /, **side_inputs: Any) -> Any:
         """Runs the layer per device.
 

@@ -1,6 +1,7 @@
 """Why a wrapped layer cannot be called: in terms of its parameters and inputs, not of JAX's."""
 
 import collections
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,6 +24,8 @@ def explain_unfit_call(
 ) -> None:
     """Raises what is wrong with the arrays of a call that failed.
 
+    An error of a function in the place of a layer gets a note.
+
     Args:
         error: What JAX, or the layer, said.
         layer: The wrapper layer.
@@ -35,6 +38,11 @@ def explain_unfit_call(
         MeshError: Not all arrays are on the same devices, or the argument is placed otherwise
             than ``in_shardings`` says.
     """
+    if isinstance(layer.body, types.FunctionType):
+        error.add_note(
+            f"{type(layer).__name__} runs the function {layer.body.__name__} itself here. If that "
+            f"builds a model, call it: {type(layer).__name__}({layer.body.__name__}(...))."
+        )
     said = str(error)
     # What JAX says decides, as what a layer does not use may be abstract, deleted or anywhere. A
     # ShardingError has been explained already, by a layer inside.

@@ -72,6 +72,31 @@ def _holder_text(node: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
+class RecipeTable(TextTable):
+    """The edits of a recipe, in order, as a notebook shows them.
+
+    Attributes:
+        rows: For each its kind, where it applies, and what it does there.
+    """
+
+    headings = ("edit", "where", "what")
+
+    rows: tuple[tuple[str, str, str], ...]
+
+    def text_rows(self) -> tuple[tuple[str, str, str], ...]:
+        """The rows."""
+        return self.rows
+
+    def text_verdict(self) -> str:
+        """How many edits there are."""
+        return "Recipe of 1 edit" if len(self.rows) == 1 else f"Recipe of {len(self.rows)} edits"
+
+    def text_summary(self) -> tuple[str, ...]:
+        """Nothing more."""
+        return ()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class EditReport(TextTable):
     """What a recipe does to a model; ``print`` shows it as a table.
 
@@ -135,5 +160,13 @@ class EditReport(TextTable):
         return "bold" if self.ok else "bold red"
 
     def text_summary(self) -> list[str]:
-        """What does not fit."""
-        return [f"does not fit: {row.problem}" for row in self.rows if row.problem]
+        """What does not fit, and what is put around its like."""
+        twice = [row.title for row in self.rows if any(map(_is_twice, row.before, row.after))]
+        return [
+            *(f"does not fit: {row.problem}" for row in self.rows if row.problem),
+            *(f"{title}: is there already, and is put around it once more" for title in twice),
+        ]
+
+
+def _is_twice(before: Any, after: tuple[Any, ...]) -> bool:
+    return type(before) is type(after[0]) and library_role(type(before)) == "wrapper"

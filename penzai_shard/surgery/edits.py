@@ -63,22 +63,45 @@ class Edit:
     expect: int | None = None
     nested: bool = False
 
-    def __repr__(self) -> str:
-        arguments = self._arguments()
-        if self.where.within is not None:
-            arguments.insert(2, f"within={_where_expression(self.where.within)}")
-        if self.where.outside is not None:
-            arguments.insert(2, f"outside={_where_expression(self.where.outside)}")
-        if self.nested:
-            arguments.append("nested=True")
-        if self.expect is not None:
-            arguments.append(f"expect={self.expect}")
-        return f"{self.kind}({', '.join(arguments)})"
+    def __add__(self, other: Any) -> Any:
+        """The recipe of this edit and then another, or then those of a recipe."""
+        from penzai_shard.surgery.recipe import Recipe  # A recipe is made of edits.
 
-    def _arguments(self) -> list[str]:
-        """The place, what is done there, and its options."""
+        return Recipe(self, other) if isinstance(other, Edit | Recipe) else NotImplemented
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("apply", "report", "to_json"):
+            raise AttributeError(
+                f"an edit alone has no {name}. Put it in a recipe: Recipe({self!r}).{name}(...)."
+            )
+        raise AttributeError(f"'Edit' object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        place, what, options = self._arguments()
+        return f"{self.kind}({', '.join([place[0], what, *place[1:], *options])})"
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """The edit as a row of a table: its kind, where, and what with its options.
+
+        >>> wrap("pz.nn:Linear", "penzai_shard.layers:Checkpointed", policy="dots").cells
+        ('wrap', "'pz.nn:Linear'", "Checkpointed, policy='dots'")
+        """
+        place, what, options = self._arguments()
+        return self.kind, ", ".join(place), " ".join(", ".join([what, *options]).split())
+
+    def _arguments(self) -> tuple[list[str], str, list[str]]:
+        """The place and what narrows it, what is done there, and the options."""
+        place = [_where_expression(self.where)]
+        for name in ("outside", "within"):
+            if (around := getattr(self.where, name)) is not None:
+                place.append(f"{name}={_where_expression(around)}")
         options = [f"{name}={expression(value, _ref)}" for name, value in self.options]
-        return [_where_expression(self.where), expression(self.what), *options]
+        if self.nested:
+            options.append("nested=True")
+        if self.expect is not None:
+            options.append(f"expect={self.expect}")
+        return place, expression(self.what), options
 
     @property
     def title(self) -> str:

@@ -7,14 +7,15 @@ from typing import Any, overload
 from jax.sharding import AbstractMesh, Mesh
 
 from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
-from penzai_shard.surgery.edit_report import EditReport, EditRow
+from penzai_shard.surgery.edit_report import EditReport, EditRow, RecipeTable
 from penzai_shard.surgery.edits import Edit, Outcome
 from penzai_shard.surgery.recipe_json import edits_from_json, edits_to_json
 from penzai_shard.surgery.refusals import EditRefused
+from penzai_shard.text_tables import NotebookView
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
-class Recipe:
+class Recipe(NotebookView):
     """Edits that are applied to a model in order, each seeing the result of those before.
 
     A recipe holds no model and changes none: ``apply`` gives a new one, which shares with the
@@ -57,18 +58,20 @@ class Recipe:
             elif isinstance(edit, Edit):
                 taken.append(edit)
             else:
+                is_list = isinstance(edit, list | tuple) and edit
                 problems.append(
-                    f"argument {position + 1} is {edit!r}. Make edits with wrap, insert_before, "
-                    "insert_after or replace."
+                    f"argument {position + 1} is a {type(edit).__name__} of edits. Unpack it: "
+                    "Recipe(*edits)."
+                    if is_list and all(isinstance(each, Edit | Recipe) for each in edit)
+                    else f"argument {position + 1} is {edit!r}. Make edits with wrap, "
+                    "insert_before, insert_after or replace."
                 )
         raise_all(RuleTypeError, "a recipe is made of edits:", problems)
         object.__setattr__(self, "edits", tuple(taken))
 
-    def __add__(self, other: "Recipe") -> "Recipe":
-        """The edits of this recipe, and then those of the other."""
-        if not isinstance(other, Recipe):
-            return NotImplemented
-        return Recipe(*self.edits, *other.edits)
+    def __add__(self, other: "Recipe | Edit") -> "Recipe":
+        """The edits of this recipe, and then those of the other, or the edit."""
+        return Recipe(self, other) if isinstance(other, Recipe | Edit) else NotImplemented
 
     def __len__(self) -> int:
         return len(self.edits)
@@ -90,8 +93,12 @@ class Recipe:
             return f"Recipe({', '.join(map(repr, self.edits))})"
         return "Recipe(\n" + "".join(f"    {edit!r},\n" for edit in self.edits) + ")"
 
+    def notebook_table(self) -> RecipeTable:
+        """The edits as a table."""
+        return RecipeTable(tuple(edit.cells for edit in self.edits))
+
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        """The text of ``repr`` in notebooks too, with an edit a line."""
+        """The text of ``repr`` inside of other values, with an edit a line."""
         from treescope import rendering_parts
 
         return rendering_parts.build_foldable_tree_node_from_children(

@@ -175,6 +175,9 @@ def manual_fsdp(
     Returns:
         The recipe, one edit.
 
+    Raises:
+        MeshError: A rule names a mesh axis that the mesh does not have.
+
     >>> import jax
     >>> from penzai_shard.meshes import make_mesh
     >>> recipe = manual_fsdp(pz.nn.Linear, make_mesh({"data": 8}), {"a": "data", "batch": "data"})
@@ -182,7 +185,9 @@ def manual_fsdp(
     >>> layer.activation_rules
     AxisRules({'a': None, 'b': None, 'batch': 'data'})
     """
-    options: dict[str, Any] = {"mesh": mesh, "rules": AxisRules.of(rules)}
+    read = AxisRules.of(rules)
+    read.check_mesh(mesh)
+    options: dict[str, Any] = {"mesh": mesh, "rules": read}
     if min_size:
         options["min_size"] = min_size
     return Recipe(wrap(block_type, shard_mapped_by_rules, **options))
@@ -199,8 +204,12 @@ def mixed_precision(compute: Any = "bfloat16", keep: Any = is_sensitive) -> Reci
     Returns:
         The recipe, one edit.
 
+    Raises:
+        RuleTypeError: The dtype is not a floating-point one, or ``keep`` cannot be read.
+
     >>> mixed_precision()
     Recipe(wrap(ROOT, InPrecision, compute_dtype='bfloat16'))
     """
+    InPrecision(pz.nn.Identity(), compute, keep=keep)  # It says now what it cannot read.
     options: dict[str, Any] = {} if keep is is_sensitive else {"keep": keep}
     return Recipe(wrap(ROOT, InPrecision, compute_dtype=compute, **options))

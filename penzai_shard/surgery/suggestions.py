@@ -35,7 +35,7 @@ def nearest_places(model: Any, where: Where, layers_only: bool) -> str:
     if isinstance(where.what, tuple):
         return _nearest_types(where.what, [node for _, node in nodes])
     if isinstance(where.what, str):
-        return _nearest_paths(where.what, nodes)
+        return _nearest_paths(model, where.what, nodes)
     return f"The predicate is false for all {len(nodes)} nodes that were asked."
 
 
@@ -62,16 +62,17 @@ def _nearest_types(wanted: tuple[type, ...], nodes: list[Any]) -> str:
     return f"{'Nearest in the model' if near else 'The model has'}: {described}."
 
 
-def _nearest_paths(pattern: str, nodes: list[tuple[tuple[Any, ...], Any]]) -> str:
+def _nearest_paths(model: Any, pattern: str, nodes: list[tuple[tuple[Any, ...], Any]]) -> str:
     layers = [(keys_text(path), node) for path, node in nodes if kind_of(node).is_layer]
     known = {part for path, _ in layers for part in path.split("/") if part}
     known |= {name for _, node in layers for name in names_of(node)}
     near = []
-    meant: list[str] = []
+    closest: dict[str, str] = {}
     for part in pattern.split("/"):
         if part and not any(letter in part for letter in "*?") and part not in known:
             close = difflib.get_close_matches(part, known, 1, 0.5)
-            meant += close
+            if close:
+                closest[part] = close[0]
             near.append(
                 f"nothing is called {part!r}" + (f", nearest is {close[0]!r}" if close else "")
             )
@@ -81,11 +82,19 @@ def _nearest_paths(pattern: str, nodes: list[tuple[tuple[Any, ...], Any]]) -> st
         path, node = place
         names = {*path.split("/")[-1:], *names_of(node)}
         text = "/".join([path, *names_of(node)])
-        return not names & set(meant), -difflib.SequenceMatcher(None, plain, text).ratio()
+        is_meant = not names.isdisjoint(closest.values())
+        return not is_meant, -difflib.SequenceMatcher(None, plain, text).ratio()
 
     ranked = [
         f"{path} ({type(node).__name__})"
         for path, node in sorted((place for place in layers if place[0]), key=rank)
     ]
     sentence = f"In the model {'; '.join(near)}. " if near else ""
+    corrected = "/".join(closest.get(part, part) for part in pattern.split("/"))
+    for candidate in (corrected, f"**/{corrected}"):
+        finder = Rewriter(Where(candidate).finder(True), lambda node, keys: (node,))
+        finder.run(model)
+        if finder.count:
+            sentence += f"Write {candidate!r}, which matches {finder.count}. "
+            break
     return sentence + f"Nearest paths: {', '.join(ranked[:3]) or 'none'}."

@@ -16,8 +16,12 @@ _UNFIT = (TypeError, ValueError, AttributeError, LookupError, NotImplementedErro
 _MISSING = re.compile(r"missing \d+ required keyword-only arguments?: (.+)")
 
 
-def check_optimizer(optimizer_def: Any) -> None:
+def check_optimizer(optimizer_def: Any, model: Any = None) -> None:
     """Checks that something is an optimizer.
+
+    Args:
+        optimizer_def: What was given as the optimizer.
+        model: What was given as the model, to see whether they were swapped.
 
     Raises:
         RuleTypeError: It has no ``init`` and ``update``; the message says what to write.
@@ -27,25 +31,35 @@ def check_optimizer(optimizer_def: Any) -> None:
     penzai_shard.errors.RuleTypeError: the optimizer is the text 'adam'. Pass the optimizer \
 itself, for instance optax.adam(1e-3).
     """
-    if callable(getattr(optimizer_def, "init", None)) and callable(
-        getattr(optimizer_def, "update", None)
-    ):
+    if _is_optimizer(optimizer_def):
         return
+    if _is_optimizer(model):
+        raise RuleTypeError(
+            f"the optimizer was given in the place of the model, and the "
+            f"{type(optimizer_def).__name__} in that of the optimizer. The model comes first: "
+            "TrainState.initial_state(model, optimizer, root_rng)."
+        )
     if isinstance(optimizer_def, str):
         word = optimizer_def if optimizer_def.isidentifier() else "adam"
         raise RuleTypeError(
             f"the optimizer is the text {optimizer_def!r}. Pass the optimizer itself, for "
             f"instance optax.{word}(1e-3)."
         )
-    if callable(optimizer_def):
-        name = getattr(optimizer_def, "__name__", "it")
+    if callable(optimizer_def) and hasattr(optimizer_def, "__name__"):
+        name = optimizer_def.__name__
+        is_optax = str(optimizer_def.__module__).partition(".")[0] == "optax"
         raise RuleTypeError(
-            f"the optimizer is the function {name}, which was not called. Write optax.{name}(1e-3)."
+            f"the optimizer is the function {name}, which was not called. Write "
+            + (f"optax.{name}(1e-3)." if is_optax else f"{name}(...).")
         )
     raise RuleTypeError(
         f"the optimizer is a {type(optimizer_def).__name__}, without init and update. Pass one "
         "of optax, for instance optax.adam(1e-3)."
     )
+
+
+def _is_optimizer(value: Any) -> bool:
+    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
 def initial_optimizer_state(optimizer_def: Any, params: Mapping[str, Any]) -> Any:

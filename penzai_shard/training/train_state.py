@@ -130,7 +130,7 @@ class TrainState(NotebookView):
                 should be trained is not floating, or every parameter is frozen.
             RuleTypeError: The optimizer or the key is something else.
         """
-        check_optimizer(optimizer_def)
+        check_optimizer(optimizer_def, model)
         _check_key(root_rng)
         check_option("on_unnamed", on_unnamed)
         raise_all(

@@ -60,7 +60,7 @@ class LossFunction(Protocol):
 
 def build_train_step_fn(
     loss_fn: LossFunction | Callable[..., tuple[Any, Any, Any]],
-    *,
+    *positional: Any,
     jit: bool = True,
     donate_params_and_state: bool = False,
     input_kwarg_shardings: Mapping[str, Any] | None = None,
@@ -125,6 +125,11 @@ def build_train_step_fn(
         raise RuleTypeError(
             f"loss_fn must be a function, not {loss_fn!r}. Write loss_fn(model, rng, state, "
             "**inputs) -> (loss, new_state, aux)."
+        )
+    if positional:
+        raise RuleTypeError(
+            "build_train_step_fn takes the loss function, and all else by keyword. The optimizer "
+            "is part of the state: TrainState.initial_state(model, optimizer, root_rng)."
         )
     if donate_params_and_state and not jit:
         raise ShardingError(

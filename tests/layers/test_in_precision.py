@@ -308,3 +308,11 @@ def test_dtypes_that_are_not_floating_are_refused(dtype):
 def test_an_unreadable_keep_is_refused():
     with pytest.raises(RuleTypeError, match=r"keep must be a layer type.*Use \(\)"):
         InPrecision(linear(), "bfloat16", keep="norms")(X)
+
+
+def test_what_cannot_be_read_is_refused_where_it_is_written():
+    for wrong in ({"compute_dtype": "bf16"}, {"output_dtype": "bf16"}):
+        with pytest.raises(RuleTypeError, match="Did you mean 'bfloat16'"):
+            InPrecision(linear(), **{"compute_dtype": "bfloat16", **wrong})
+    with pytest.raises(RuleTypeError, match="keep must be"):
+        InPrecision(linear(), "bfloat16", keep="norms")

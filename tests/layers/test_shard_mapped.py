@@ -452,3 +452,10 @@ def test_without_split_activations_the_numbers_are_those_of_the_bare_layer(mesh)
     bare = dropout_masks(dropout, x, random_stream=streams[0])
     layer = ShardMapped(dropout, mesh, {}, {})
     assert jnp.array_equal(bare, dropout_masks(layer, x, random_stream=streams[1]))
+
+
+@pytest.mark.parametrize("option", ["parameter_rules", "activation_rules"])
+def test_a_mesh_axis_that_does_not_exist_is_refused_where_it_is_written(option):
+    rules = {"parameter_rules": {}, "activation_rules": {}, option: {"embedding": "dat"}}
+    with pytest.raises(MeshError, match=r"no mesh axis 'dat'\. Did you mean 'data'"):
+        ShardMapped(pz.nn.Identity(), make_mesh({"data": 8}), **rules)

@@ -255,3 +255,16 @@ def test_what_can_be_hashed_is_as_before():
     assert hash(layer) == hash(Jitted(pz.nn.Elementwise(jnp.sin)))
     assert float(jax.jit(layer)(1.0)) == pytest.approx(float(jnp.sin(1.0)))
     assert re.search("Jitted", str(jax.make_jaxpr(layer)(1.0)))
+
+
+def test_a_function_that_builds_a_model_is_named_in_the_error_of_its_call():
+    def build(seed):
+        return pz.nn.Linear.from_config("w", jax.random.key(seed), {"a": 2}, {"b": 3})
+
+    with pytest.raises(Exception, match=r"seed|key|integer") as caught:
+        Jitted(build)(jnp.ones((2, 2)))
+    assert caught.value.__notes__[-1] == (
+        "Jitted runs the function build itself here. If that builds a model, call it: "
+        "Jitted(build(...))."
+    )
+    assert Jitted(jnp.sin)(0.0) == 0  # A function of arrays is as good as a layer.

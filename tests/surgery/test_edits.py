@@ -345,6 +345,7 @@ class TestErrors:
     def test_no_match_names_the_nearest_paths(self):
         message = (
             r"In the model nothing is called 'atention', nearest is 'attention'. "
+            r"Write '\*\*/attention/\*\*', which matches 1. "
             r"Nearest paths: [\w/]*sublayers/1 \(Attention\)"
         )
         with pytest.raises(SelectionError, match=message):

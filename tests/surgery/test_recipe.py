@@ -1,7 +1,9 @@
 """Recipes as values: combined, shown, written and read."""
 
+import copy
 import functools
 import json
+import pickle
 import re
 import sys
 
@@ -352,3 +354,22 @@ def test_a_function_that_gives_no_layer_is_refused(make):
 def test_a_slip_in_a_policy_is_told_when_the_recipe_is_applied():
     with pytest.raises(RuleTypeError, match="dots"):
         Recipe(wrap(pz.nn.Linear, Checkpointed, policy="dot")).apply(mlp(1))
+
+
+def test_edits_and_recipes_add_up_to_recipes_in_any_order():
+    edit, recipe = wrap(pz.nn.Linear, Checkpointed), Recipe(wrap(ROOT, Jitted))
+    assert edit + recipe == Recipe(edit, *recipe)
+    assert recipe + edit == Recipe(*recipe, edit)
+    assert edit + edit == Recipe(edit, edit)
+    assert copy.deepcopy(edit) == edit == pickle.loads(pickle.dumps(edit))
+    for other in (1, [edit], None):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            edit + other
+        with pytest.raises(TypeError, match="unsupported operand"):
+            recipe + other
+
+
+def test_a_report_says_what_is_put_around_its_like():
+    twice = Recipe(wrap(ROOT, Jitted), wrap(pz.nn.Linear, Jitted), wrap(ROOT, Jitted))
+    notes = twice.report(mlp(1)).text_summary()
+    assert notes == ["wrap(ROOT, Jitted): is there already, and is put around it once more"]
