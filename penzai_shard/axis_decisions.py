@@ -22,6 +22,7 @@ from penzai_shard.rule_kinds import (
     mesh_axes_text,
     sized_mesh_axes_text,
 )
+from penzai_shard.text_tables import TextTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +44,9 @@ class DimensionDecision:
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class SpecExplanation:
-    """The spec of one array with the reason for each of its dimensions.
-
-    ``str()`` of it is readable text.
+@dataclasses.dataclass(frozen=True, repr=False)
+class SpecExplanation(TextTable):
+    """The spec of one array with the reason for each of its dimensions, as a table.
 
     Attributes:
         spec: The spec, without trailing ``None``.
@@ -55,6 +54,9 @@ class SpecExplanation:
         problems: Why the rules do not fit this array; empty when they do.
         notes: What else was decided for the array as a whole.
     """
+
+    headings = ("logical axis", "size", "mesh axes", "reason")
+    right_aligned = frozenset({"size"})
 
     spec: PartitionSpec
     dimensions: tuple[DimensionDecision, ...]
@@ -67,14 +69,25 @@ class SpecExplanation:
         told = [d.reason for d in self.dimensions if d.rule is not None]
         return "; ".join([*told, *self.notes]) or "no rule names its logical axes"
 
-    def __str__(self) -> str:
-        lines = [str(self.spec)]
-        for d in self.dimensions:
-            name = "positional" if d.logical_axis is None else repr(d.logical_axis)
-            lines.append(f"  {name} ({d.size}): {d.reason}")
-        lines.extend(f"  {note}" for note in self.notes)
-        lines.extend(f"  problem: {problem}" for problem in self.problems)
-        return "\n".join(lines)
+    def text_verdict(self) -> str:
+        """The spec."""
+        return str(self.spec)
+
+    def text_rows(self) -> list[tuple[str, ...]]:
+        """One row per dimension."""
+        return [
+            (
+                "positional" if d.logical_axis is None else repr(d.logical_axis),
+                str(d.size),
+                ", ".join(d.mesh_axes),
+                d.reason,
+            )
+            for d in self.dimensions
+        ]
+
+    def text_summary(self) -> list[str]:
+        """What was decided for the array as a whole, and why the rules do not fit it."""
+        return [*self.notes, *(f"problem: {problem}" for problem in self.problems)]
 
 
 @functools.lru_cache(maxsize=65536)

@@ -254,8 +254,10 @@ class AxisRules(NotebookView):
 
         >>> print(AxisRules({"b": "data"}).explain(("a", "b"), (3, 4), {"data": 2}))
         P(None, 'data')
-          'a' (3): no rule
-          'b' (4): 'b' -> 'data'
+        logical axis  size  mesh axes  reason
+        ------------  ----  ---------  -------------
+        'a'              3             no rule
+        'b'              4  data       'b' -> 'data'
         """
         names, sizes = tuple(names), tuple(sizes)
         if len(names) != len(sizes):

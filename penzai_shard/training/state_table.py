@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -65,7 +65,9 @@ class StateTable(TextTable):
             else:
                 map_arrays(parts[field], functools.partial(_add_row, rows, part, None), field)
         held = bytes_text(sum(row[3] for row in rows))
-        return cls(grouped_rows(rows), f"{verdict}; each device holds {held}")
+        return cls(
+            grouped_rows(_folded_moments(rows, trained)), f"{verdict}; each device holds {held}"
+        )
 
     def text_rows(self) -> tuple[tuple[str, ...], ...]:
         """The rows."""
@@ -78,6 +80,28 @@ class StateTable(TextTable):
     def text_summary(self) -> tuple[str, ...]:
         """Nothing more."""
         return ()
+
+
+def _folded_moments(rows: Sequence[Row], trained: frozenset[str]) -> list[Row]:
+    """The rows, those of an optimizer's value per trained parameter, laid out alike, as one kind.
+
+    Such as the two moments of Adam, each of which would repeat the table of the parameters.
+    """
+    axes_of = {row[0]: row[1] for row in rows if row[4] == "trained"}
+    moments: dict[str, list[int]] = {}
+    for index, (path, axes, _, _, part) in enumerate(rows):
+        if part == PARTS["opt_state"]:
+            ends = [path[i + 1 :] for i, letter in enumerate(path) if letter == "/"]
+            name = next((end for end in ends if axes_of.get(end) == axes), None)
+            if name is not None:
+                moments.setdefault(path.removesuffix(name), []).append(index)
+    folded = list(rows)
+    for prefix, indices in moments.items():
+        if len(indices) == len(trained) > 1:
+            for index in indices:
+                *_, dtype, held, part = rows[index]
+                folded[index] = (f"{prefix}...", "as the trained parameters", dtype, held, part)
+    return folded
 
 
 def _add_row(rows: list[Row], part: str, name: str | None, leaf: NamedLeaf) -> None:

@@ -11,8 +11,10 @@ from penzai_shard.named_leaves import leaves_of
 from penzai_shard.placement import place
 from penzai_shard.planning import PlanRequest, plan_tree, warn_caller
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
+from penzai_shard.text_tables import NotebookView
 from penzai_shard.training.model_variables import TrainablePredicate
 from penzai_shard.training.state_sharding import train_state_sharding
+from penzai_shard.training.state_table import StateTable
 from penzai_shard.training.step_failures import refuse_inputs, refuse_positional
 from penzai_shard.training.train_state import TrainState, with_own_buffers
 from penzai_shard.training.train_step import LossFunction, TrainStep, build_train_step_fn
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     import optax
 
 
-class StatefulTrainer:
+class StatefulTrainer(NotebookView):
     """A train state and its step in one object, as ``penzai.toolshed.basic_training`` has it.
 
     Each ``trainer.step(**batch)`` replaces the state. Memory is donated from step to step, and
@@ -241,6 +243,10 @@ class StatefulTrainer:
     def optimizer_def(self) -> Any:
         """The optimizer."""
         return self._state.optimizer_def
+
+    def notebook_table(self) -> StateTable:
+        """The table of the state, which does not count as a look at it."""
+        return self._state.notebook_table()
 
     def __repr__(self) -> str:
         return f"StatefulTrainer(step={int(self._state.step)}, {self._state.variables.counts()})"

@@ -43,6 +43,8 @@ x = pz.nx.ones({"batch": 4, "embedding": 8})
 proof = pzs.check_equivalent(small, pzs.jit_root().apply(small), x)
 placed = pzs.place(build(96), mesh, rules)
 state = pzs.TrainState.initial_state(placed, optax.adamw(1e-3), jax.random.key(0))
+trainer = pzs.StatefulTrainer.build(jax.random.key(0), small, optax.adamw(1e-3), lambda: None)
+explained = rules.explain(("batch", "seq"), (8, 5), mesh)
 """
 
 # What is shown, with the start of its verdict and something of its table.
@@ -55,8 +57,11 @@ VIEWS = {
     "proof": ("equivalent", "gradients"),
     "state": (
         "TrainState at step 0, 192 trainable, 0 frozen",
-        "opt_state/0/mu/model/block_*/mlp/up",
+        "opt_state/0/mu/...",
     ),
+    "trainer": ("TrainState at step 0, 2 trainable, 0 frozen", "model/block_0/mlp/up.weights"),
+    "recipe": ("Recipe of 2 edits", "Scoped"),
+    "explained": ("P(", "no rule"),
 }
 # Run in the kernel: how much and how long each view is.
 MEASURED = """
