@@ -245,10 +245,14 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _refuse_empty_slots(tree: dict[str, Any]) -> None:
+    nodes = jax.tree_util.tree_leaves(
+        tree["model"],
+        is_leaf=lambda node: isinstance(node, AbstractVariableValue | pz.ParameterSlot),
+    )
     # A model may also come unbound, with its values beside it.
-    beside = pz.select(tree["model"]).at_instances_of(AbstractVariableValue).get_sequence()
-    filled = {value.get_slot() for value in (*tree["variables"], *beside)}
-    slots = pz.select(tree["model"]).at_instances_of(pz.ParameterSlot).get_sequence()
+    values = (*tree["variables"], *nodes)
+    filled = {value.get_slot() for value in values if isinstance(value, AbstractVariableValue)}
+    slots = [node for node in nodes if isinstance(node, pz.ParameterSlot)]
     raise_all(
         ShardingError,
         "the initialiser left parameters without a value, so nothing is known of them:",
