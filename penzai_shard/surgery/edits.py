@@ -70,11 +70,9 @@ class Edit:
         return Recipe(self, other) if isinstance(other, Edit | Recipe) else NotImplemented
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("apply", "report", "to_json"):
-            raise AttributeError(
-                f"an edit alone has no {name}. Put it in a recipe: Recipe({self!r}).{name}(...)."
-            )
-        raise AttributeError(f"'Edit' object has no attribute {name!r}")
+        of_recipes = name in ("apply", "report", "to_json")
+        fix = f" Put it in a recipe: Recipe({self!r}).{name}(...)." if of_recipes else ""
+        raise AttributeError(f"an edit alone has no {name}.{fix}")
 
     def __repr__(self) -> str:
         place, what, options = self._arguments()
