@@ -4,6 +4,7 @@ Rules are data. They say nothing about any one array until they are asked for it
 """
 
 import itertools
+import reprlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -143,6 +144,14 @@ class AxisRules(NotebookView):
     def __ror__(self, other: Any) -> "AxisRules":
         return AxisRules.of(other) | self
 
+    def __add__(self, other: Any) -> "AxisRules":
+        raise RuleTypeError(
+            "rules are combined with |, not with +: data_parallel() | tensor_parallel(). Where "
+            "both name a logical axis, the left ones count."
+        )
+
+    __radd__ = __add__
+
     def __repr__(self) -> str:
         """An expression that evaluates back with the public names alone."""
         return (
@@ -180,7 +189,9 @@ class AxisRules(NotebookView):
                     has = ", ".join(f"{axis}={size}" for axis, size in shape.items())
                     near = nearest_name(name, shape)
                     fix = (
-                        f"Did you mean {near!r}?"
+                        f"It looks turned round: logical axis first, {{{name!r}: {turned!r}}}."
+                        if (turned := _mesh_axis_on_the_left(rule, shape))
+                        else f"Did you mean {near!r}?"
                         if near
                         else f"Use one of {sorted(shape)}, or None."
                     )
@@ -288,9 +299,15 @@ def _read_rules(rules: Any) -> tuple[Rule, ...]:
     elif isinstance(rules, Iterable) and not isinstance(rules, str | bytes | Set):
         items = list(rules)
     else:
+        if callable(rules):
+            name = getattr(rules, "__name__", type(rules).__name__)
+            raise RuleTypeError(
+                f"the rules are the function {name}, which was not called. Write {name}()."
+            )
         raise RuleTypeError(
             f"rules must be AxisRules, a mapping, a sequence of (logical, mesh) pairs or None, "
-            f"not {type(rules).__name__}: {rules!r}. For instance {{'embedding': 'data'}}."
+            f"not {type(rules).__name__}: {reprlib.repr(rules)}. "
+            "For instance {'embedding': 'data'}."
         )
     read: list[Rule] = []
     problems = []
@@ -327,6 +344,12 @@ def _read_rules(rules: Any) -> tuple[Rule, ...]:
             read.append(NameRule(logical, mesh_axes))
     raise_all(RuleTypeError, "these rules cannot be read:", problems)
     return tuple(read)
+
+
+def _mesh_axis_on_the_left(rule: Rule, mesh_shape: Mapping[str, int]) -> str | None:
+    """The mesh axis that a rule gives as its logical axis, if it gives one."""
+    left = rule.logical_axis if isinstance(rule, NameRule) else None
+    return left if isinstance(left, str) and left in mesh_shape else None
 
 
 def _kind_of_run(rule: Rule) -> Any:

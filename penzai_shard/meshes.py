@@ -22,13 +22,18 @@ from penzai_shard.errors import MeshError
 AnyMesh = Mesh | AbstractMesh
 
 
-def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    shape: Mapping[str, int] | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    **sizes: int,
+) -> Mesh:
     """Makes a mesh with Auto axes, its devices in JAX's topology-aware order.
 
     Args:
         shape: Size of each mesh axis by name, for instance ``{"data": 4, "model": 2}``.
         devices: The devices to use, all of ``jax.devices()`` by default. Their number must be
             the product of the sizes.
+        **sizes: The sizes of the mesh axes, in place of ``shape``: ``make_mesh(data=4, model=2)``.
 
     Returns:
         A ``jax.sharding.Mesh`` whose axes are all ``AxisType.Auto``.
@@ -40,6 +45,12 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     >>> dict(make_mesh({"data": 4, "model": 2}).shape)
     {'data': 4, 'model': 2}
     """
+    shape = sizes if shape is None else shape
+    if sizes and shape is not sizes:
+        raise MeshError(
+            f"the sizes of the mesh axes are given twice, as {shape!r} and as {sizes!r}. "
+            "Give them once."
+        )
     if not isinstance(shape, Mapping) or not shape:
         raise MeshError(
             f"a mesh is made from the sizes of its mesh axes by name, not from {shape!r}. "
@@ -56,7 +67,7 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     available = list(jax.devices() if devices is None else devices)
     wanted = math.prod(shape.values())
     if wanted != len(available):
-        sizes = " x ".join(f"{name}={size}" for name, size in shape.items())
+        wanted_text = " x ".join(f"{name}={size}" for name, size in shape.items())
         fixes = []
         if wanted < len(available):
             fixes.append(f"Use fewer devices: make_mesh({dict(shape)}, jax.devices()[:{wanted}]).")
@@ -67,7 +78,7 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
             )
         fixes.append(f"Or choose sizes whose product is {len(available)}.")
         raise MeshError(
-            f"cannot make a mesh {sizes}: it needs {wanted} devices, "
+            f"cannot make a mesh {wanted_text}: it needs {wanted} devices, "
             f"and there are {len(available)}.",
             fixes,
         )

@@ -19,6 +19,7 @@ import numpy as np
 from penzai import pz
 from penzai.core.variables import AutoStateVarLabel, LabeledVariable, LabeledVariableValue
 
+from penzai_shard.errors import RuleTypeError
 from penzai_shard.reduced_statistics import align_names
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.tree_paths import join_paths, path_text
@@ -116,6 +117,45 @@ def is_array_like(value: Any) -> bool:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return getattr(value.dtype, "kind", None) not in _KINDS_OF_NO_DEVICE
     return isinstance(value, bool | int | float | complex)
+
+
+def is_deleted(value: Any) -> bool:
+    """Whether a value is an array whose memory is gone, as donation takes it.
+
+    >>> is_deleted(1), is_deleted(jax.numpy.ones(2))
+    (False, False)
+    """
+    is_concrete = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return is_concrete and value.is_deleted()
+
+
+def refuse_builder(called: str, tree: Any) -> None:
+    """Refuses a function or a class, or nothing at all, where a tree of arrays belongs.
+
+    Args:
+        called: The function that was called, for messages.
+        tree: What was given to it. Models are pytrees, whether they can be called or not.
+
+    Raises:
+        RuleTypeError: It is None, or can be called and is not a pytree.
+
+    >>> refuse_builder("make_plan", {})
+    >>> refuse_builder("make_plan", dict)
+    Traceback (most recent call last):
+    penzai_shard.errors.RuleTypeError: make_plan takes a model or another tree of arrays, not \
+the class dict. ...
+    """
+    if tree is not None and not (callable(tree) and jax.tree_util.all_leaves([tree])):
+        return
+    name = getattr(tree, "__name__", "")
+    kind = "class" if isinstance(tree, type) else "function"
+    told = f"the {kind} {name}" if name else f"a {type(tree).__name__}" if callable(tree) else tree
+    example = name if name.isidentifier() else "build_model"
+    raise RuleTypeError(
+        f"{called} takes a model or another tree of arrays, not {told}. Give what it builds: "
+        f"abstract_model({example}, ...), without memory, to plan or to restore; "
+        f"sharded_init({example}, ..., mesh=mesh, rules=rules) to have it on a mesh."
+    )
 
 
 def map_arrays(tree: Any, visit: Visit, path: str = "") -> Any:

@@ -22,6 +22,14 @@ def test_a_mesh_has_auto_axes_in_the_order_given():
     assert mesh.devices.shape == (4, 2)
 
 
+def test_the_sizes_may_be_keywords_and_are_given_once():
+    assert make_mesh(data=4, model=2) == make_mesh({"data": 4, "model": 2})
+    with pytest.raises(MeshError, match="given twice"):
+        make_mesh({"data": 4}, model=2)
+    with pytest.raises(MeshError, match="from the sizes of its mesh axes by name"):
+        make_mesh()
+
+
 def test_devices_lie_in_the_order_that_jax_makes():
     given = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     assert make_mesh({"data": 4, "model": 2}) == given

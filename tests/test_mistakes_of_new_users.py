@@ -240,6 +240,77 @@ def rules_that_are_a_text(directory):
 
 
 @answered(
+    errors.RuleTypeError,
+    "the rules are the function data_parallel, which was not called. Write data_parallel().",
+)
+def a_preset_that_was_not_called(directory):
+    return (
+        lambda: pzs.shard_batch(features(), mesh(), pzs.data_parallel),
+        lambda: pzs.shard_batch(features(), mesh(), pzs.data_parallel()),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "rules are combined with |, not with +: data_parallel() | tensor_parallel(). Where both name "
+    "a logical axis, the left ones count.",
+)
+def a_sum_of_presets(directory):
+    return (
+        lambda: pzs.data_parallel() + pzs.tensor_parallel(),
+        lambda: pzs.data_parallel() | pzs.tensor_parallel(),
+    )
+
+
+@answered(
+    errors.MeshError,
+    "the rules do not fit the mesh:",
+    "  rule 'model' -> 'features_out': the mesh (data=4, model=2) has no mesh axis "
+    "'features_out'. It looks turned round: logical axis first, {'features_out': 'model'}.",
+)
+def a_rule_turned_round(directory):
+    return (
+        lambda: pzs.make_plan(abstract(), mesh(), {"model": "features_out"}),
+        lambda: pzs.make_plan(abstract(), mesh(), {"features_out": "model"}),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "make_plan: mesh and rules are mixed up: swapped. The mesh comes first, or name them: "
+    "mesh=mesh, rules=rules.",
+)
+def mesh_and_rules_swapped(directory):
+    return (
+        lambda: pzs.make_plan(abstract(), RULES, mesh()),
+        lambda: pzs.make_plan(abstract(), rules=RULES, mesh=mesh()),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "place: a plan is given as the rules, and stands for mesh and rules both. Give the plan "
+    "alone, as plan: place(tree, plan), or plan=plan.",
+)
+def a_plan_where_the_rules_belong(directory):
+    plan = pzs.make_plan(abstract(), mesh(), RULES)
+    return lambda: pzs.place(model(), mesh(), plan), lambda: pzs.place(model(), plan)
+
+
+@answered(
+    errors.RuleTypeError,
+    "make_plan takes a model or another tree of arrays, not the function build. Give what it "
+    "builds: abstract_model(build, ...), without memory, to plan or to restore; "
+    "sharded_init(build, ..., mesh=mesh, rules=rules) to have it on a mesh.",
+)
+def the_function_that_builds_a_model(directory):
+    return (
+        lambda: pzs.make_plan(build, mesh(), RULES),
+        lambda: pzs.make_plan(pzs.abstract_model(build, jax.random.key(0)), mesh(), RULES),
+    )
+
+
+@answered(
     errors.ShardingWarning,
     "name_to_name_device_put was given no rules, and none of the logical axes ('features', "
     "'features_out') has the name of a mesh axis (data=4, model=2), so every device gets a "
@@ -266,6 +337,61 @@ def an_initialized_model_where_its_initializer_belongs(directory):
     return (
         lambda: pzs.sharded_init(model(), mesh=mesh(), rules=RULES),
         lambda: pzs.sharded_init(build, jax.random.key(0), mesh=mesh(), rules=RULES),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "abstract_model calls the function that builds a model, and this is a MLP. Give the function "
+    "and its arguments: abstract_model(build_model, seed=0). A model that exists already needs "
+    "none: make_plan and restore_params take it as it is.",
+)
+def an_abstract_model_of_a_model(directory):
+    return (
+        lambda: pzs.abstract_model(model()),
+        lambda: pzs.make_plan(model(), mesh(), RULES),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "sharded_init passes what is given by position on to the function that builds the model. "
+    "Name the mesh, the rules or the plan: sharded_init(build_model, ..., mesh=mesh, rules=rules).",
+)
+def mesh_and_rules_of_an_initialisation_by_position(directory):
+    return (
+        lambda: pzs.sharded_init(model, mesh(), RULES),
+        lambda: pzs.sharded_init(model, mesh=mesh(), rules=RULES),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "seeded cannot be called with these arguments:",
+    "  seed='0': is a text. Write seed=0.",
+)
+def a_seed_that_is_a_text(directory):
+    def seeded(seed):
+        return build(jax.random.key(seed))
+
+    seeded.__qualname__ = "seeded"
+    return (
+        lambda: pzs.sharded_init(seeded, "0", mesh=mesh(), rules=RULES),
+        lambda: pzs.sharded_init(seeded, 0, mesh=mesh(), rules=RULES),
+    )
+
+
+@answered(
+    errors.PlanError,
+    "no valid layout for some arrays:",
+    "  the array: this array of shape (8, 3) has no logical axis names. Name it with "
+    'pz.nx.wrap(array).tag(...), or pass on_unnamed="replicate".',
+)
+def a_batch_without_names(directory):
+    x = np.ones((8, 3))
+    return (
+        lambda: pzs.shard_batch(x, mesh(), RULES),
+        lambda: pzs.shard_batch(pz.nx.wrap(x).tag("batch", "features"), mesh(), RULES),
     )
 
 

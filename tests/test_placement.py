@@ -1,18 +1,22 @@
 """Placing trees of named arrays, and models, by logical axis names."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from penzai import pz
 from penzai.models import simple_mlp
 
-from penzai_shard.errors import MeshError, PlanError, ShardingError
+from penzai_shard.checkpointing import restore_params, save_params
+from penzai_shard.errors import MeshError, PlanError, RuleTypeError, ShardingError
 from penzai_shard.meshes import has_explicit_axes, make_mesh
 from penzai_shard.placement import abstract_model, name_to_name_device_put, place
 from penzai_shard.planning import make_plan, name_to_name_sharding
-from penzai_shard.training import shard_batch
+from penzai_shard.training import TrainState, shard_batch
 
 RULES = {"features": "data", "features_out": "model"}
 
@@ -176,6 +180,51 @@ def test_an_array_that_was_donated_is_named(mesh):
     match = r"no longer there.*\n  mlp/Affine_0/Linear.weights: was donated or deleted"
     with pytest.raises(ShardingError, match=match):
         place(model, mesh, RULES)
+
+
+@pytest.mark.parametrize("act", [place, name_to_name_device_put])
+def test_an_array_that_was_donated_is_named_also_where_its_layout_stays_the_same(mesh, act):
+    model = place(mlp(), mesh, RULES)
+    plan = make_plan(model, mesh, RULES)
+    for variable in pz.unbind_params(model)[1]:
+        variable.value.data_array.delete()
+    match = r"no longer there.*\n  mlp/Affine_0/Linear.weights: was donated or deleted"
+    for how in ((mesh, RULES), (plan,)):
+        with pytest.raises(ShardingError, match=match):
+            act(model, *how)
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        (mlp, r"the function mlp\. Give what it builds: abstract_model\(mlp, \.\.\.\), without"),
+        (lambda: None, r"the function <lambda>\. .* abstract_model\(build_model, \.\.\.\)"),
+        (simple_mlp.MLP, r"the class MLP\. .* sharded_init\(MLP, \.\.\., mesh=mesh, rules=rules\)"),
+        (functools.partial(mlp), r"a partial\."),
+        (None, r"None\."),
+    ],
+)
+def test_what_builds_a_model_is_not_planned_or_placed_or_restored_as_one(
+    mesh, tree, told, tmp_path
+):
+    path = save_params(tmp_path / "params", mlp())
+    for act in (
+        lambda: make_plan(tree, mesh, RULES),
+        lambda: name_to_name_sharding(tree, mesh, RULES),
+        lambda: place(tree, mesh, RULES),
+        lambda: name_to_name_device_put(tree, mesh, RULES),
+        lambda: restore_params(path, tree, mesh, RULES, on_extra="ignore"),
+        lambda: TrainState.initial_state(tree, optax.sgd(0.1), jax.random.key(0)),
+    ):
+        with pytest.raises(RuleTypeError, match=r"takes a model or another tree.*not " + told):
+            act()
+
+
+@pytest.mark.parametrize("tree", [{}, [], {"a": None}, pz.nn.Identity(), {"f": jnp.tanh}, 1.0])
+def test_trees_without_arrays_that_are_pytrees_may_be_planned_and_placed(mesh, tree):
+    assert not make_plan(tree, mesh, {}).total_bytes or tree == 1.0
+    placed = place(tree, mesh, {})
+    assert jax.tree.structure(placed) == jax.tree.structure(tree)
 
 
 @pytest.mark.parametrize("function", [place, shard_batch, name_to_name_device_put])

@@ -10,6 +10,7 @@ from penzai_shard.checkpointing.replacement import is_temporary, where_content_i
 from penzai_shard.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    MissingExtraError,
     RuleTypeError,
 )
 
@@ -33,7 +34,12 @@ def absolute_path(path: PathLike) -> str:
     'gs://bucket/run/params'
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise RuleTypeError(f"path={path!r}: give the path of a directory, such as 'run/params'.")
+        told = f"={path!r}" if isinstance(path, str | bytes | int | float | None) else ""
+        told = told or f" is a {type(path).__name__}"
+        raise RuleTypeError(
+            f"path{told}: give the path of a directory, such as 'run/params'. It comes first, "
+            "before the model or the state."
+        )
     text = os.fspath(path)
     return text if is_remote(text) else os.path.abspath(os.path.expanduser(text))
 
@@ -55,8 +61,19 @@ def path_object(where: str) -> Any:
 def content_of(where: str) -> Any:
     """The path object of what a path holds, wherever a save that was killed left it."""
     if is_remote(where):
-        return path_object(where)
+        return _reachable(where)
     return where_content_is(pathlib.Path(os.path.realpath(where)))
+
+
+def _reachable(where: str) -> Any:
+    path = path_object(where)
+    try:
+        path.exists()
+    except ImportError as error:
+        package = getattr(error.__cause__, "name", None) or getattr(error, "name", None)
+        install = f" Install it with: pip install {package}" if package else ""
+        raise MissingExtraError(f"cannot reach {where}: {error}.{install}") from error
+    return path
 
 
 def found_directory(where: str) -> Any:

@@ -17,7 +17,7 @@ from penzai.core.variables import AutoStateVarLabel, LabeledVariable, LabeledVar
 from penzai_shard.checkpointing.array_records import is_abstract, leaves_with_paths, record_of
 from penzai_shard.checkpointing.comparison import REPLACING, Tolerance, compare
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
-from penzai_shard.named_leaves import NamedLeaf, is_array_like, leaves_of, map_arrays
+from penzai_shard.named_leaves import NamedLeaf, is_array_like, is_deleted, leaves_of, map_arrays
 from penzai_shard.tree_paths import join_paths, path_text
 
 # Looked up and never imported: a tree holds parameters of the first API only if somebody has
@@ -235,13 +235,16 @@ def parameter_name(node: Any) -> str:
     return str(node.name)
 
 
-def abstract_state_variables(model: Any) -> Iterator[str]:
-    """Where state variables have structs in place of values."""
+def state_variables_without_values(model: Any) -> Iterator[tuple[str, str]]:
+    """Where state variables have structs in place of values or were donated, and which it is."""
     for path, node in _variables(model):
         if _is_parameter(node):
             continue
-        if any(is_abstract(leaf) for leaf in jax.tree_util.tree_leaves(node.value)):
-            yield path
+        leaves = jax.tree_util.tree_leaves(node.value)
+        if any(map(is_abstract, leaves)):
+            yield path, "a shape and no value"
+        elif any(map(is_deleted, leaves)):
+            yield path, "no value any more, since it was donated or deleted"
 
 
 def _variables(tree: Any) -> Iterator[tuple[str, Any]]:

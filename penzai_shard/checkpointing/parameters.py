@@ -18,11 +18,11 @@ from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.manifest import Manifest
 from penzai_shard.checkpointing.orbax_store import save_arrays
 from penzai_shard.checkpointing.parameter_dict import (
-    abstract_state_variables,
     arrays_by_path,
     filled,
     param_dict,
     rebuilt,
+    state_variables_without_values,
 )
 from penzai_shard.checkpointing.restoring import from_checkpoint, restore_arrays
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
@@ -213,8 +213,8 @@ def restore_params(
         CheckpointMismatchError,
         "restoring parameters leaves these without values:",
         [
-            f"{where}: this state variable has a shape and no value. Set its value first."
-            for where in abstract_state_variables(model)
+            f"{where}: this state variable has {lack}. Set its value first."
+            for where, lack in state_variables_without_values(model)
         ],
     )
     shardings = request.plan(model).sharding_tree()

@@ -1,11 +1,13 @@
 """Saving a whole training run, and going on with it on any mesh."""
 
 import collections
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec, Sharding
+from penzai import pz
 from penzai.core.variables import LabeledVariable
 
 from penzai_shard.checkpointing.array_records import record_of, refuse_permuted_positions
@@ -19,10 +21,10 @@ from penzai_shard.checkpointing.comparison import (
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.manifest import Manifest
 from penzai_shard.checkpointing.orbax_store import save_arrays
-from penzai_shard.checkpointing.parameter_dict import with_own_label
+from penzai_shard.checkpointing.parameter_dict import param_dict, with_own_label
 from penzai_shard.checkpointing.restoring import from_checkpoint, restore_arrays
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
-from penzai_shard.named_leaves import NamedLeaf, map_arrays
+from penzai_shard.named_leaves import NamedLeaf, is_array_like, map_arrays
 from penzai_shard.planning import PlanRequest, ShardingPlan, plan_fields, shared_named_sharding
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 from penzai_shard.tree_paths import array_path_text, key_text
@@ -58,6 +60,8 @@ def save_train_state(path: PathLike, train_state: Any, *, overwrite: bool = Fals
     >>> int(restored["step"]), restored["root_rng"].dtype
     (3, key<fry>)
     """
+    absolute_path(path)
+    _refuse_other_kinds("save_train_state", train_state)
     refuse_permuted_positions(train_state, "saving")
     return save_arrays(
         path, _leaves_by_key_path(train_state), kind="train_state", overwrite=overwrite
@@ -121,6 +125,7 @@ def restore_train_state(
     """
     absolute_path(path)
     tolerance = Tolerance(on_axis_mismatch, on_dtype_mismatch, on_extra)
+    _refuse_other_kinds("restore_train_state", train_state)
     refuse_permuted_positions(train_state, "restoring")
     leaves = _leaves_by_key_path(train_state)
     has_rules = not (rules is axis_name_to_mesh_name is optimizer_rules is None)
@@ -152,16 +157,74 @@ def restore_train_state(
                 "them, and not a train state. Restore them and begin a new state with them: "
                 "restore_params(path, model, mesh, rules)."
             )
-        return restore_arrays(
-            manifest,
-            leaves,
-            places,
-            wording=RESTORING_STATE,
-            tolerance=tolerance,
-            rename_axes=rename_axes,
-        )
+        with _naming_another_optimizer(manifest, leaves):
+            return restore_arrays(
+                manifest,
+                leaves,
+                places,
+                wording=RESTORING_STATE,
+                tolerance=tolerance,
+                rename_axes=rename_axes,
+            )
 
     return _with_arrays(train_state, from_checkpoint(path, read))
+
+
+def _refuse_other_kinds(called: str, train_state: Any) -> None:
+    """Refuses a function, a trainer, and a model, which has a checkpoint of its own kind."""
+    is_model = isinstance(train_state, pz.nn.Layer) and param_dict(train_state)
+    if not is_model and not jax.tree_util.all_leaves([train_state]):
+        return
+    if is_array_like(train_state):
+        return
+    if is_model:
+        fix = {
+            "save_train_state": "Save a model with save_params(path, model).",
+            "restore_train_state": "Restore the model alone, of this checkpoint too, with "
+            "restore_params(path, model, mesh, rules).",
+        }[called]
+    elif hasattr(train_state, "state") and not isinstance(train_state, type):
+        fix = "Give its state: trainer.state."
+    else:
+        fix = "Make one: TrainState.initial_state(model, optimizer, root_rng)."
+    raise RuleTypeError(f"{called} takes a TrainState, not a {type(train_state).__name__}. {fix}")
+
+
+@contextlib.contextmanager
+def _naming_another_optimizer(
+    manifest: Manifest, leaves: Mapping[str, NamedLeaf]
+) -> Iterator[None]:
+    """Says it first where a checkpoint has the state of another optimizer than is wanted.
+
+    Raises:
+        CheckpointMismatchError: The two fit as well as before, and their optimizers do not.
+    """
+    try:
+        yield
+    except CheckpointMismatchError as error:
+        stored, wanted = (
+            {name for name in names if name.startswith("opt_state/")}
+            for names in (manifest.records, leaves)
+        )
+        same_params = all(
+            (name in manifest.records) == (name in leaves)
+            for name in {*manifest.records, *leaves}
+            if name.startswith("params/")
+        )
+        if stored == wanted or not same_params:
+            raise
+        others = [p for p in error.problems if p.partition(": ")[0] not in stored ^ wanted]
+        raise CheckpointMismatchError(
+            f"the checkpoint at {manifest.path} has the state of another optimizer than the train "
+            "state. Build the train state with the optimizer that it was saved with. To go on "
+            "with another one, which begins anew, take the parameters alone: "
+            "restore_params(path, model, mesh, rules).",
+            [
+                *others,
+                *(f"{name}: is in the checkpoint alone." for name in sorted(stored - wanted)),
+                *(f"{name}: is in the train state alone." for name in sorted(wanted - stored)),
+            ],
+        ) from error
 
 
 def _leaves_by_key_path(train_state: Any) -> dict[str, NamedLeaf]:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import AbstractMesh
 from penzai import pz
 from penzai.models.transformer.model_parts import TransformerBlock
 from penzai.models.transformer.variants import llamalike_common
@@ -24,8 +25,9 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.checkpointing import param_dict, restore_params, save_params
 from penzai_shard.checkpointing.locations import absolute_path, refuse_existing
 from penzai_shard.cli.corpus import Corpus
+from penzai_shard.errors import PlanError
 from penzai_shard.layers import ConstrainShardingByName, Jitted
-from penzai_shard.meshes import make_mesh
+from penzai_shard.meshes import AnyMesh, make_mesh
 from penzai_shard.placement import abstract_model, sharded_init
 from penzai_shard.planning import ShardingPlan, bytes_text, make_plan
 from penzai_shard.rule_presets import data_parallel, fully_sharded, tensor_parallel
@@ -76,7 +78,16 @@ class Layouts:
             train_shape=shape,
             restore_shape={"data": shape["model"], "model": shape["data"]},
             train_rules=data_parallel() | tensor_parallel() | fully_sharded(min_size=1024),
-            restore_rules=AxisRules({"batch": "data", "embedding": "model", "neurons": "data"}),
+            # What does not divide over the other mesh stays whole on it.
+            restore_rules=AxisRules(
+                [
+                    ("batch", "data"),
+                    ("embedding", "model"),
+                    ("embedding", None),
+                    ("neurons", "data"),
+                    ("neurons", None),
+                ]
+            ),
         )
 
 
@@ -116,7 +127,7 @@ def run_demo(
 
     _headline(console, f"1. Plan on {_mesh_text(layouts.train_shape)}")
     abstract = abstract_model(build_model, seed)
-    plan = make_plan(abstract, mesh, layouts.train_rules, on_unnamed="replicate")
+    plan = _plan_to_train(abstract, mesh, layouts.train_rules)
     console.print(plan)
     other_mesh = make_mesh(layouts.restore_shape, devices)
     other_rules = layouts.restore_rules
@@ -163,6 +174,26 @@ def run_demo(
     _headline(console, "Files")
     for path in _write_records(out, plan, history, agreement, line):
         console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+
+
+def _plan_to_train(abstract: Any, mesh: jax.sharding.Mesh, rules: AxisRules) -> ShardingPlan:
+    """The plan, or which meshes of as many devices have one."""
+
+    def plan_on(mesh: AnyMesh) -> ShardingPlan:
+        return make_plan(abstract, mesh, rules, on_unnamed="replicate")
+
+    try:
+        return plan_on(mesh)
+    except PlanError as error:
+        fitting = []
+        for model in (m for m in range(1, mesh.size + 1) if mesh.size % m == 0):
+            with contextlib.suppress(PlanError):
+                plan_on(AbstractMesh((mesh.size // model, model), ("data", "model")))
+                fitting.append(f"--mesh data={mesh.size // model},model={model}")
+        raise DemoFailure(
+            f"the demo's model does not fit {_mesh_text(dict(mesh.shape))}: {error.problems[0]} "
+            f"Give {' or '.join(fitting)}."
+        ) from error
 
 
 def build_model(seed: int) -> Any:

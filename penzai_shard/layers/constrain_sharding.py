@@ -268,6 +268,11 @@ def _mesh_text(sharding: NamedSharding) -> str:
 
 def _constrain_array(array: Any, sharding: Any) -> Any:
     if not isinstance(array, jax.core.Tracer) and isinstance(sharding, Sharding):
+        if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+            raise MeshError(
+                "a constraint for an AbstractMesh cannot pin arrays outside of jax.jit: it has no "
+                "devices. Make the constraint with make_mesh({...})."
+            )
         # A constraint refuses an array that was placed elsewhere before.
         return jax.device_put(array, sharding)
     return jax.lax.with_sharding_constraint(onto_auto_twin(array), sharding)

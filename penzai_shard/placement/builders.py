@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 from penzai.core.variables import AbstractVariable
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
-from penzai_shard.planning import warn_caller
+from penzai_shard.planning import ShardingPlan, warn_caller
 from penzai_shard.rule_kinds import nearest_name
 
 # How the arguments of initialisers are called that are random keys.
@@ -39,12 +40,19 @@ def check_builder(
 
     >>> check_builder(dict, (), {"a": 1}, ["rules"])
     """
-    if not callable(initializer) or _is_model(initializer):
+    if not callable(initializer) or is_model(initializer):
         raise RuleTypeError(
             f"sharded_init builds a model and needs the function that does, not a "
             f"{type(initializer).__name__}. Give the function and its arguments: "
             "sharded_init(build_model, seed=0, mesh=mesh, rules=rules). "
             "A model that exists already is placed with place(model, mesh, rules)."
+        )
+    laid_out = Mesh | AbstractMesh | ShardingPlan
+    if "mesh" not in given and "plan" not in given and any(isinstance(a, laid_out) for a in args):
+        raise RuleTypeError(
+            "sharded_init passes what is given by position on to the function that builds the "
+            "model. Name the mesh, the rules or the plan: sharded_init(build_model, ..., "
+            "mesh=mesh, rules=rules)."
         )
     builder = _Builder.of(initializer, args)
     if builder is None:
@@ -69,12 +77,17 @@ def check_builder(
     )
 
 
-def _is_model(initializer: Any) -> bool:
-    """Whether a value is a model that exists already, most of which can be called too."""
+def is_model(initializer: Any) -> bool:
+    """Whether a value is a model that exists already, most of which can be called too.
+
+    >>> is_model({"w": np.ones(2)}), is_model(dict)
+    (True, False)
+    """
     if isinstance(initializer, jax.tree_util.Partial):
         return False
     leaves = jax.tree_util.tree_leaves(initializer)
-    return any(isinstance(leaf, AbstractVariable | jax.Array | np.ndarray) for leaf in leaves)
+    arrays = AbstractVariable | jax.Array | np.ndarray | jax.ShapeDtypeStruct
+    return any(isinstance(leaf, arrays) for leaf in leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +136,8 @@ def naming_numbers_as_keys(
     """Says it where an initialiser fails because a number was given to it as a random key.
 
     Raises:
-        RuleTypeError: It failed, and one of its keys is a number.
+        RuleTypeError: It failed, and one of its keys is a number, or a text is where a number
+            belongs.
 
     >>> with naming_numbers_as_keys(dict, (), {}):
     ...     pass
@@ -140,7 +154,12 @@ def naming_numbers_as_keys(
             for name, value in given.items()
             if name in _KEY_NAMES and isinstance(value, int | np.integer)
         ]
+        problems += [
+            f"{name}={value!r}: is a text. Write {name}={value}."
+            for name, value in given.items()
+            if isinstance(value, str) and value.isdecimal()
+        ]
         if not problems:
             raise
-        headline = f"{builder.name} cannot be called with these keys:"
+        headline = f"{builder.name} cannot be called with these arguments:"
         raise RuleTypeError(headline, problems) from error

@@ -15,6 +15,7 @@ from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.placement.builders import (
     OWN_ARGUMENTS,
     check_builder,
+    is_model,
     naming_numbers_as_keys,
 )
 from penzai_shard.placement.tracing import TracedInitializer
@@ -224,11 +225,12 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     >>> model.sublayers[0].sublayers[0].weights.value.data_array
     ShapeDtypeStruct(shape=(8, 16), dtype=float32)
     """
-    if not callable(initializer):
+    if not callable(initializer) or is_model(initializer):
         raise RuleTypeError(
             "abstract_model calls the function that builds a model, and this is a "
             f"{type(initializer).__name__}. Give the function and its arguments: "
-            "abstract_model(build_model, seed=0)."
+            "abstract_model(build_model, seed=0). A model that exists already needs none: "
+            "make_plan and restore_params take it as it is."
         )
     with naming_numbers_as_keys(initializer, args, kwargs):
         traced = TracedInitializer.trace(_unbound(initializer), args, kwargs)

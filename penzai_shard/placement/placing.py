@@ -8,7 +8,7 @@ from penzai.core.variables import AbstractVariable, AbstractVariableValue
 
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.meshes import onto_auto_twin
-from penzai_shard.named_leaves import is_array_like, leaves_of
+from penzai_shard.named_leaves import is_array_like, is_deleted, leaves_of
 from penzai_shard.planning import PlanRequest, ShardingPlan, sharding_tree
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
@@ -154,11 +154,10 @@ def put(tree: Any, shardings: Any) -> Any:
             layouts.setdefault(place, target)
         else:
             others[place] = node
-    try:
-        moved = _device_put(values, layouts)
-    except RuntimeError:
+    if any(map(is_deleted, jax.tree_util.tree_leaves(values))):
+        # JAX would hand an array that is gone on where the layout stays the same.
         _refuse_deleted(tree)
-        raise
+    moved = _device_put(values, layouts)
     placed = others | {
         place: value.unfreeze_as_copy() if isinstance(value, AbstractVariableValue) else value
         for place, value in moved.items()
@@ -204,9 +203,7 @@ def _refuse_deleted(tree: Any) -> None:
             f"{leaf.path or 'the array'}: was donated or deleted. Place what that call returned, "
             "such as the newest state."
             for leaf in leaves_of(tree)
-            if isinstance(leaf.array, jax.Array)
-            and not isinstance(leaf.array, jax.core.Tracer)
-            and leaf.array.is_deleted()
+            if is_deleted(leaf.array)
         ],
     )
 

@@ -28,7 +28,7 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
         tree: A pytree of arrays or ``jax.ShapeDtypeStruct``s.
         patterns: Names of the dimensions by path pattern, None for a dimension that stays
             positional. ``*`` stands for one part of a path and ``**`` for any number; dots,
-            slashes and brackets all separate parts.
+            slashes and brackets all separate parts. The path of an array alone is ``""``.
 
     Returns:
         The tree with named arrays.
@@ -63,7 +63,7 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
             named.append(_named(leaf, tuple(patterns[matching[0]])))
             continue
         named.append(leaf)
-        problems.append(f"{path}: {_mismatch(path, shape, matching, patterns)}")
+        problems.append(f"{path or 'the array'}: {_mismatch(path, shape, matching, patterns)}")
     for pattern in patterns:
         if pattern not in used:
             near = nearest_name(pattern, paths)

@@ -92,7 +92,7 @@ def sharding_tree(request: PlanRequest, tree: Any) -> Any:
     >>> sharding_tree(request, [pz.nx.ones({"a": 2})])[0].data_array.spec
     P('data',)
     """
-    if request.given is None:
+    if request.given is None and tree is not None:
         quick = _QuickTree(request.table())
         with contextlib.suppress(_NeedsPlan):
             shardings = quick.shardings(tree)

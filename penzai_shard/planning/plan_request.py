@@ -12,11 +12,12 @@ import warnings
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import MeshError, RuleTypeError, ShardingWarning
 from penzai_shard.meshes import AnyMesh, auto_twin
+from penzai_shard.named_leaves import refuse_builder
 from penzai_shard.planning.layout_table import LayoutTable
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.plan_fitting import fitted_plan
@@ -103,6 +104,7 @@ class PlanRequest:
                 "AxisRules(first) | second."
             )
         rules = axis_name_to_mesh_name if rules is None else rules
+        _refuse_mixed_up(called, mesh, rules, places)
         if isinstance(mesh, ShardingPlan):
             if plan is not None:
                 raise RuleTypeError(f"{called}: two plans are given. Give one.")
@@ -159,10 +161,12 @@ class PlanRequest:
 
         Raises:
             PlanError: Some arrays have no valid layout, or the given plan is of another tree.
+            RuleTypeError: A function or a class is given instead of a tree.
 
         Warns:
             ShardingWarning: The rules look like a mistake; see ``doubts``.
         """
+        refuse_builder(self.called, tree)
         if self.given is not None:
             return fitted_plan(self.given, tree, self.called, self.keep_others)
         plan = plan_with(self.table(), tree, self.on_unnamed, self.keep_others)
@@ -305,6 +309,23 @@ def make_plan(
         on_indivisible=on_indivisible,
         on_unnamed=on_unnamed,
     ).plan(tree)
+
+
+def _refuse_mixed_up(called: str, mesh: Any, rules: Any, places: bool) -> None:
+    """Refuses a plan or a mesh where the rules belong."""
+    if isinstance(rules, ShardingPlan):
+        fix = "Give the plan alone, as plan" if places else "Give its rules: rules=plan.rules"
+        raise RuleTypeError(
+            f"{called}: a plan is given as the rules, and stands for mesh and rules both. {fix}"
+            + (": place(tree, plan), or plan=plan." if places else ".")
+        )
+    meshes = Mesh | AbstractMesh
+    if isinstance(rules, meshes):
+        order = "the mesh is given as the rules" if isinstance(mesh, meshes) else "swapped"
+        raise RuleTypeError(
+            f"{called}: mesh and rules are mixed up: {order}. The mesh comes first, or name them: "
+            "mesh=mesh, rules=rules."
+        )
 
 
 def _check_has_devices(called: str, mesh: Any) -> None:

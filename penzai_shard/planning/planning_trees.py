@@ -113,9 +113,10 @@ def _plan_leaf(
         reason = NAMELESS_MODULE
     else:
         reason = ""
+        by_path = " or name_axes(tree, {...})" if leaf.path else ""
         problems = (
             f"this array of shape {leaf.shape} has no logical axis names. "
-            "Name it with pz.nx.wrap(array).tag(...) or name_axes(tree, {...}), "
+            f"Name it with pz.nx.wrap(array).tag(...){by_path}, "
             'or pass on_unnamed="replicate".',
         )
     sharding = None if spec is None else table.sharding(spec)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
+from penzai_shard.named_leaves import refuse_builder
 from penzai_shard.rule_kinds import OnUnnamed, check_option
 from penzai_shard.text_tables import NotebookView
 from penzai_shard.training.loss_contract import not_arrays
@@ -131,6 +132,7 @@ class TrainState(NotebookView):
             RuleTypeError: The optimizer or the key is something else.
         """
         check_optimizer(optimizer_def, model)
+        refuse_builder("TrainState.initial_state", model)
         _check_key(root_rng)
         check_option("on_unnamed", on_unnamed)
         raise_all(

@@ -1,11 +1,15 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard.checkpointing import (
+    locations,
     manifest,
     orbax_store,
     param_dict,
@@ -20,10 +24,13 @@ from penzai_shard.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     MeshError,
+    MissingExtraError,
     PlanError,
     RuleTypeError,
     ShardingWarning,
 )
+from penzai_shard.meshes import make_mesh
+from penzai_shard.planning import make_plan
 
 SQUARE = {"w": pz.nx.wrap(np.arange(64.0, dtype="float32").reshape(8, 8)).tag("a", "b")}
 
@@ -268,6 +275,50 @@ def test_what_is_not_a_path_is_refused(wide, path):
     ):
         with pytest.raises(RuleTypeError, match="give the path of a directory, such as 'run/par"):
             attempt()
+
+
+def test_swapped_arguments_are_told_without_the_whole_model(tmp_path, mlp, wide):
+    path = str(tmp_path / "params")
+    message = (
+        "path is a Sequential: give the path of a directory, such as 'run/params'. It comes first, "
+        "before the model or the state."
+    )
+    for attempt in (
+        lambda: save_params(mlp, path),
+        lambda: restore_params(mlp, path, wide, {}),
+        lambda: save_train_state(mlp, path),
+    ):
+        with pytest.raises(RuleTypeError, match=f"^{re.escape(message)}$"):
+            attempt()
+
+
+def test_a_state_variable_that_was_donated_is_not_restored_around(tmp_path, wide):
+    def model():
+        value = jax.device_put(jnp.ones(()), NamedSharding(wide, PartitionSpec()))
+        seen = pz.StateVariable(value=value, label="seen")
+        return {"w": pz.Parameter(value=SQUARE["w"], label="w"), "seen": seen}
+
+    path = save_params(tmp_path / "params", model())
+    donated = model()
+    donated["seen"].value.delete()
+    with pytest.raises(
+        CheckpointMismatchError, match=r"seen: this state variable has no value any"
+    ):
+        restore_params(path, donated, wide, {})
+    assert restore_params(path, model(), wide, {})["seen"].value == 1
+
+
+def test_an_object_store_that_cannot_be_reached_names_the_package(monkeypatch):
+    class Unreachable:
+        def exists(self):
+            raise ImportError("Please install gcsfs") from ModuleNotFoundError(name="gcsfs")
+
+    monkeypatch.setattr(locations, "path_object", lambda where: Unreachable())
+    message = r"cannot reach gs://bucket/x: Please install gcsfs\. .*pip install gcsfs"
+    with pytest.raises(MissingExtraError, match=message):
+        save_params("gs://bucket/x", SQUARE)
+    with pytest.raises(MissingExtraError, match=message):
+        restore_params("gs://bucket/x", SQUARE, plan=make_plan(SQUARE, make_mesh({"d": 8}), {}))
 
 
 def test_a_model_of_hugging_face_is_known_as_such(tmp_path, wide):

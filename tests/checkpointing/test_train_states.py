@@ -23,7 +23,12 @@ from penzai_shard.errors import (
 )
 from penzai_shard.meshes import auto_twin
 from penzai_shard.planning import make_plan
-from penzai_shard.training import TrainState, build_train_step_fn, train_state_sharding
+from penzai_shard.training import (
+    StatefulTrainer,
+    TrainState,
+    build_train_step_fn,
+    train_state_sharding,
+)
 
 P = PartitionSpec
 FSDP = {"embedding": "data", "neurons": "model"}
@@ -203,19 +208,45 @@ def test_another_optimizer_or_model_is_told_at_once(tmp_path, mlp, build, wide):
     with pytest.raises(CheckpointMismatchError) as caught:
         restore_train_state(path, train_state(build(neurons=32)), wide, FSDP)
     text = str(caught.value)
-    assert text.splitlines()[0] == f"the checkpoint at {path} does not fit the train state:"
+    assert text.splitlines()[0] == (
+        f"the checkpoint at {path} has the state of another optimizer than the train state. Build "
+        "the train state with the optimizer that it was saved with. To go on with another one, "
+        "which begins anew, take the parameters alone: restore_params(path, model, mesh, rules)."
+    )
     assert (
         "params/mlp/up/Linear.weights: the checkpoint has (embedding=8, neurons=16), and the "
         "train state wants (embedding=8, neurons=32): the sizes differ. Build the train state "
         "with the same sizes." in text
     )
-    assert (
-        "opt_state/0/trace/mlp/up/AddBias.bias: the train state wants (neurons=32) float32, and "
-        "the checkpoint has no such array. Build the state with the model and the optimizer that "
-        "it was saved with." in text
-    )
+    assert "opt_state/0/trace/mlp/up/AddBias.bias: is in the train state alone." in text
     # Three parameters have other sizes, and all four have momenta now.
     assert len(caught.value.problems) == 3 + 4
+
+
+def test_moments_are_not_dropped_unless_that_is_asked_for(tmp_path, mlp, wide):
+    path = save_train_state(tmp_path / "state", train_state(mlp, optax.adam(0.1)))
+    other = train_state(mlp, optax.sgd(0.1))
+    with pytest.raises(CheckpointMismatchError, match="another optimizer") as caught:
+        restore_train_state(path, other, wide, FSDP)
+    assert "on_extra" not in str(caught.value)
+    assert {p.partition(": ")[2] for p in caught.value.problems} == {"is in the checkpoint alone."}
+    restored = restore_train_state(path, other, wide, FSDP, on_extra="ignore")
+    assert jax.tree.structure(restored.opt_state) == jax.tree.structure(other.opt_state)
+
+
+@pytest.mark.parametrize("act", [save_train_state, restore_train_state])
+def test_a_model_a_trainer_and_a_function_are_not_train_states(act, tmp_path, mlp, build):
+    trainer = StatefulTrainer.build(
+        root_rng=jax.random.key(0), model=build(), optimizer_def=optax.sgd(0.1), loss_fn=loss_fn
+    )
+    for given, message in (
+        (mlp, rf"{act.__name__} takes a TrainState, not a Sequential\. .*_params\(path, model"),
+        (trainer, r"takes a TrainState, not a StatefulTrainer\. Give its state: trainer\.state"),
+        (build, r"takes a TrainState, not a function\. Make one: TrainState\.initial_state\("),
+    ):
+        with pytest.raises(RuleTypeError, match=message):
+            act(tmp_path / "state", given)
+    assert not (tmp_path / "state").exists()
 
 
 def test_a_swapped_axis_of_a_moment_is_put_right_when_asked(tmp_path, wide):

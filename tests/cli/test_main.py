@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -16,6 +17,9 @@ from penzai_shard.cli import demo
 from penzai_shard.cli.corpus import Corpus
 from penzai_shard.cli.main import main, mesh_shape
 from penzai_shard.errors import MeshError
+from penzai_shard.meshes import make_mesh
+from penzai_shard.placement import abstract_model
+from penzai_shard.planning import make_plan
 
 
 def test_a_mesh_is_read_in_the_order_written():
@@ -68,6 +72,13 @@ def test_the_demo_does_the_whole_job_on_another_mesh_and_names_its_files(tmp_pat
             "the CPU: --simulate-devices 64.",
         ),
         (["--mesh", "data=5,model=2"], "--mesh needs 10 devices, and there are 8."),
+        (
+            ["--mesh", "model=6"],
+            "the demo's model does not fit mesh (data=1, model=6): transformer/embedder.embeddings:"
+            " logical axis 'vocabulary' (256) does not divide over mesh axis 'model' (6), asked by "
+            "rule 'vocabulary' -> 'model'. Pad it to 258, or map 'vocabulary' to None. "
+            "Give --mesh data=6,model=1 or --mesh data=3,model=2.",
+        ),
         (["--simulate-devices", "0"], "--simulate-devices must be at least 1, not 0."),
         (
             ["--simulate-devices", "64"],
@@ -148,6 +159,19 @@ def test_a_mesh_takes_no_more_devices_than_it_needs_and_an_axis_left_out_is_1():
     assert len(demo._devices(None, 4)) == 4
     assert len(demo._devices(None, None)) == 8
     assert demo.Layouts.for_shape({"model": 4}).train_shape == {"data": 1, "model": 4}
+
+
+@pytest.mark.parametrize("data", range(1, 9))
+def test_every_mesh_to_train_on_has_one_to_restore_onto(data):
+    model = abstract_model(demo.build_model, 0)
+    layouts = demo.Layouts.for_shape({"data": data})
+    for shape, rules in (
+        (layouts.train_shape, layouts.train_rules),
+        (layouts.restore_shape, layouts.restore_rules),
+    ):
+        mesh = make_mesh(shape, jax.devices()[:data])
+        assert make_plan(model, mesh, rules, on_unnamed="replicate").leaves
+        assert layouts.batch_size % shape["data"] == 0
 
 
 def run_in_a_new_process(*arguments, **environment):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard.axis_rules import AxisRules
@@ -291,6 +291,18 @@ def test_arrays_without_names_are_left_alone_on_request(small):
     layer = ConstrainShardingByName(small.AUTO, {"batch": "data"}, on_unnamed="infer")
     output = layer({"x": small.features(), "mask": mask})
     assert output["mask"].sharding == mask.sharding
+
+
+def test_a_constraint_without_devices_is_told_when_it_is_called_on_arrays(small):
+    abstract = AbstractMesh((4, 2), ("data", "model"))
+    spec = NamedSharding(abstract, PartitionSpec("data"))
+    x = pz.nx.ones({"batch": 8})
+    for layer in (ConstrainShardingByName(abstract, {"batch": "data"}), ConstrainSharding(spec)):
+        with pytest.raises(MeshError, match=r"an AbstractMesh cannot pin arrays .*make_mesh\("):
+            layer(x)
+        with jax.set_mesh(make_mesh({"data": 4, "model": 2})):
+            pinned = jax.jit(layer)(x)
+        assert pinned.data_array.sharding.spec == PartitionSpec("data")
 
 
 def test_what_lies_on_other_devices_is_refused_with_its_path():
