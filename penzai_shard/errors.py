@@ -17,7 +17,7 @@ from penzai_shard.path_folding import NUMBER, folded_path, folding_key, varying_
 # A message has at most so many lines of problems.
 SHOWN_PROBLEMS = 38
 
-# Fewer lines alike than this are easier to read one by one.
+# Fewer lines alike than this are easier to read one by one, unless a single number differs.
 FEWEST_ALIKE = 3
 
 # A path in the middle of a message: words with slashes or dots between them.
@@ -97,7 +97,8 @@ def grouped_problems(problems: Sequence[str]) -> list[tuple[str, int]]:
 
     Returns:
         Lines, each with how many problems it stands for, in the order of the first of each.
-        Three or more alike are one line, in which a number that differs is written ``*``.
+        Three or more alike are one line, in which a number that differs is written ``*``; two are
+        if only one number differs.
 
     >>> grouped_problems([f"block_{i}/up: does not divide." for i in (0, 1, 2, 5)] + ["b: no."])
     [('block_*/up (4 times, * = 0-2, 5): does not divide.', 4), ('b: no.', 1)]
@@ -107,7 +108,7 @@ def grouped_problems(problems: Sequence[str]) -> list[tuple[str, int]]:
         groups.setdefault(_alike(problem), []).append(problem)
     lines: list[tuple[str, int]] = []
     for (_, rest), members in groups.items():
-        if len(members) < FEWEST_ALIKE:
+        if len(members) < FEWEST_ALIKE and not _differ_in_one_number(members):
             lines += [(member, 1) for member in members]
         else:
             lines.append((_group_line(rest, members), len(members)))
@@ -141,12 +142,21 @@ def _group_line(rest: str, members: Sequence[str]) -> str:
         return f"{members[0]} ({len(members)} times)"
     paths = [member.partition(": ")[0] for member in members]
     told = f"{len(members)} times"
-    varying = set(varying_numbers(paths)) - {None}
+    varying = _varying(members)
     if len(varying) == 1:
         told += (
             f", * = {_ranges(sorted({number for column in varying for number in column or ()}))}"
         )
     return f"{folded_path(paths)} ({told}): {rest}"
+
+
+def _varying(members: Sequence[str]) -> set[tuple[int, ...] | None]:
+    """The series of numbers in which the paths of some problems differ."""
+    return set(varying_numbers([member.partition(": ")[0] for member in members])) - {None}
+
+
+def _differ_in_one_number(members: Sequence[str]) -> bool:
+    return ": " in members[0] and len(_varying(members)) == 1
 
 
 def _ranges(numbers: Sequence[int]) -> str:

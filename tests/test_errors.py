@@ -111,9 +111,16 @@ def test_different_messages_are_never_one_line():
     assert str(errors.PlanError("no:", problems)).splitlines()[1:] == [f"  {p}" for p in problems]
 
 
-def test_one_or_two_offenders_keep_their_whole_path():
-    problems = [indivisible("block_0/w"), indivisible("block_1/w")]
-    assert str(errors.PlanError("no:", problems)).splitlines()[1:] == [f"  {p}" for p in problems]
+def test_two_offenders_are_one_line_if_only_one_number_differs():
+    def lines(*paths):
+        return str(errors.PlanError("no:", [indivisible(path) for path in paths])).splitlines()[1:]
+
+    assert lines("block_0/w") == ["  " + indivisible("block_0/w")]
+    assert lines("a/w", "b/w") == ["  " + indivisible("a/w"), "  " + indivisible("b/w")]
+    folded = ["  " + indivisible("block_*/w (2 times, * = 0, 7)")]
+    assert lines("block_0/w", "block_7/w") == folded
+    one, other = "stage_0/block_3/w", "stage_1/block_5/w"
+    assert lines(one, other) == ["  " + indivisible(one), "  " + indivisible(other)]
 
 
 def test_only_the_numbers_that_differ_are_folded():

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from penzai_shard.path_folding import folding_key
 from penzai_shard.surgery.differences import difference
 from penzai_shard.surgery.equivalence_report import ArrayComparison, Comparison
 from penzai_shard.surgery.model_steps import Results
@@ -112,20 +113,37 @@ def _group(number: int, what: str, runs: Runs, rtol: float, added: Sequence[str]
         ]
     arrays = [_array(name, number, runs, rtol) for name in original if name in edited]
     off = sorted((array for array in arrays if not array.ok), key=lambda array: -array.excess)
-    problems += [f"{array.name}: {word} {_what_is_off(array)}" for array in off]
+    # Arrays alike get the figures of the worst of them, so that they are one line for people.
+    alike: dict[str, list[ArrayComparison]] = {}
+    for array in off:
+        in_float64 = array.function is not None and not array.function.ok
+        key = array.name if _told(array) else f"{in_float64} {folding_key(array.name)}"
+        alike.setdefault(key, []).append(array)
+    problems += [
+        f"{array.name}: {word} {_what_is_off(members[0], 'up to ' if len(members) > 1 else '')}"
+        for members in alike.values()
+        for array in members
+    ]
     return Comparison(what, len(arrays), tuple(arrays), tuple(problems))
 
 
-def _what_is_off(array: ArrayComparison) -> str:
+def _told(array: ArrayComparison) -> str:
+    """What differs in more than rounding; empty if there are figures for it."""
     for found, where in ((array.function, " in float64"), (array.own, "")):
         if found is not None and found.problem:
             return f"{found.problem}{where}"
+    return ""
+
+
+def _what_is_off(array: ArrayComparison, up_to: str) -> str:
+    if told := _told(array):
+        return told
     if array.function is not None and not array.function.ok:
         return (
-            f"is off by {array.function.off_by:.1g} in float64, where {array.function.allowed:.1g} "
-            "is allowed"
+            f"is off by {up_to}{array.function.off_by:.1g} in float64, where "
+            f"{array.function.allowed:.1g} is allowed"
         )
-    return f"is off by {array.own.off_by:.1g}, and rounding explains {array.own.allowed:.1g}"
+    return f"is off by {up_to}{array.own.off_by:.1g}, and rounding explains {array.own.allowed:.1g}"
 
 
 def _array(name: str, number: int, runs: Runs, rtol: float) -> ArrayComparison:

@@ -5,7 +5,7 @@ computes without its rounding. The functions must agree far more closely than th
 the results as they are, as closely as the original's own rounding errors reach (``yardsticks``).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from penzai_shard.surgery.array_comparisons import (
     joined_errors,
     largest_errors,
 )
+from penzai_shard.surgery.differences import Difference
 from penzai_shard.surgery.divergence import Divergence, first_to_differ
 from penzai_shard.surgery.equivalence_report import ArrayComparison, Comparison, EquivalenceReport
 from penzai_shard.surgery.model_calls import ModelCall
@@ -35,6 +36,9 @@ from penzai_shard.surgery.yardsticks import Deviation
 _WIDEST = float(np.finfo(np.float64).eps)
 _ROUNDED_RUNS = 4
 _MAGNIFIED = 2.0**20
+
+# Values that differ by no more are taken for one computation, rounded in two ways.
+_ULPS_OF_ROUNDING = 2
 
 
 def check_equivalent(
@@ -152,6 +156,7 @@ class _Check:
         )
         runs, comparisons = self._run_and_compare(steps, found.added)
         comparisons[1] = comparisons[1].with_problems(before)
+        self._explain_changes([*found.changed.values(), *state.changed.values()])
         divergence = None
         if not (comparisons[0].ok and comparisons[1].ok):
             divergence = self._first_divergence(runs, steps, functions_agree(comparisons))
@@ -173,6 +178,19 @@ class _Check:
             self._precision,
         )
 
+    def _explain_changes(self, changes: Sequence[Difference]) -> None:
+        if any(map(_is_rounding, changes)):
+            self._notes.append(
+                "Values that differ by rounding alone may come from the same initialisers, run "
+                "compiled (as sharded_init does) and not. same_values=False compares only what "
+                "the models compute."
+            )
+        if changes:
+            self._notes.append(
+                "Both models ran on the original's parameters and state, whatever values the "
+                "edited model has."
+            )
+
     def _parameters(self, found: NamedValues, added_parameters: bool) -> Comparison:
         renamed = dict(found.renamed)
         problems = [
@@ -185,10 +203,12 @@ class _Check:
         else:
             problems += [f"{name}: parameter of the edited model alone" for name in found.added]
         problems += [f"{name}: {text}" for name, text in found.reshaped.items()]
-        problems += [f"{name}: parameter has other values" for name in found.changed]
+        problems += _changes(found, "parameter has other values")
         arrays = tuple(
-            ArrayComparison(name, relative=relative, own=Deviation(relative, 0.0, np.inf))
-            for name, relative in found.changed.items()
+            ArrayComparison(
+                name, apart.ulps, apart.relative, own=Deviation(apart.relative, 0, np.inf)
+            )
+            for name, apart in found.changed.items()
         )
         count = len(self._calls[0].parameters)
         return Comparison("parameters", count, arrays, tuple(problems))
@@ -319,10 +339,22 @@ class _Check:
 
 def _state_before(found: NamedValues) -> tuple[str, ...]:
     problems = [f"{name}: {text}" for name, text in found.reshaped.items()]
-    problems += [
-        f"{name}: state variable has another value before the call" for name in found.changed
+    return (*problems, *_changes(found, "state variable has another value before the call"))
+
+
+def _changes(found: NamedValues, words: str) -> list[str]:
+    """One line per name of which the values differ, which says so if only rounding is to blame."""
+    rounded = {name: apart.ulps for name, apart in found.changed.items() if _is_rounding(apart)}
+    most = max(rounded.values(), default=0)
+    return [
+        f"{name}: {words}"
+        + (f", by rounding alone (up to {most:.2g} ulp)" if name in rounded else "")
+        for name in found.changed
     ]
-    return tuple(problems)
+
+
+def _is_rounding(apart: Difference) -> bool:
+    return not apart.problem and apart.ulps <= _ULPS_OF_ROUNDING
 
 
 def _roundings(

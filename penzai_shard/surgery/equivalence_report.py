@@ -254,7 +254,7 @@ class EquivalenceReport(TextTable):
 _LEGEND = (
     "rounding: the original's own error, found by running it in float64, exactly and with every "
     "operation rounded at random as its dtype rounds; off by: the edited model as it is, from the "
-    "original in float64; in float64: both there"
+    "original in float64, or 0 if it equals the original as it is; in float64: both there"
 )
 
 

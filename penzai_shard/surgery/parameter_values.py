@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from penzai_shard.named_leaves import leaves_of
-from penzai_shard.surgery.differences import canonical_leaves, to_numpy
-from penzai_shard.surgery.program_constants import widest
+from penzai_shard.surgery.differences import Difference, canonical_leaves, difference
 
 _DRAWN_SEED = 20240301
 
@@ -23,14 +22,14 @@ class NamedValues:
         missing: Names that the edited model lacks.
         added: Names that it has alone.
         reshaped: Per name, what its form was and has become.
-        changed: Per name of which the values differ, by how much at most, relative to the largest.
+        changed: Per name of which the values differ, by how much at most.
         renamed: Pairs of a missing and an added name that hold equal values.
     """
 
     missing: tuple[str, ...]
     added: tuple[str, ...]
     reshaped: Mapping[str, str]
-    changed: Mapping[str, float]
+    changed: Mapping[str, Difference]
     renamed: tuple[tuple[str, str], ...]
 
     @classmethod
@@ -117,33 +116,22 @@ def drawn(name: Any, value: Any) -> Any:
     return jax.tree_util.tree_map(fill, value)
 
 
-def _values_apart(original: Any, edited: Any) -> float:
-    """The largest difference between two trees of one form, relative to the largest value."""
+def _values_apart(original: Any, edited: Any) -> Difference | None:
+    """The largest difference between two trees of one form; None if they are equal."""
     if is_abstract(original) or is_abstract(edited):
-        return 0.0
-    apart = 0.0
-    for (_, one), (_, other) in zip(
+        return None
+    found = []
+    for (name, one), (_, other) in zip(
         canonical_leaves(original), canonical_leaves(edited), strict=True
     ):
         if one is other:
             continue
         if _on_this_host(one) and _on_this_host(other):
-            apart = max(apart, _elements_apart(to_numpy(one), to_numpy(other)))
+            found.append(difference(name, one, other))
         elif not _equal_across_hosts(one, other):
-            return float(np.inf)
-    return apart
-
-
-def _elements_apart(one: np.ndarray, other: np.ndarray) -> float:
-    equal = (one == other) | ((one != one) & (other != other))
-    if np.all(equal):
-        return 0.0
-    if not jnp.issubdtype(one.dtype, jnp.inexact):
-        return float(np.inf)
-    with np.errstate(all="ignore"):
-        apart = float(np.abs(widest(one) - widest(other))[~equal].max())
-        largest = float(np.abs(widest(one)).max())
-    return apart / largest if np.isfinite(apart) and 0 < largest < np.inf else float(np.inf)
+            found.append(Difference(name, np.inf, np.inf))
+    apart = [one for one in found if one.ulps or one.relative or one.problem]
+    return max(apart, key=lambda one: (one.relative, one.ulps), default=None)
 
 
 def _on_this_host(array: Any) -> bool:

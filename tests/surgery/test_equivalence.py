@@ -255,6 +255,38 @@ class TestValues:
         with pytest.raises(NotEquivalentError, match=message):
             check_equivalent(model, edited, features()).raise_if_different()
 
+    def test_values_that_differ_by_rounding_alone_are_named_as_such(self):
+        model = mlp(2)
+        leaves, tree = jax.tree.flatten(pz.freeze_params(model))
+        nudged = [jnp.asarray(np.nextafter(np.asarray(leaf), np.float32(9))) for leaf in leaves]
+        report = check_equivalent(
+            model, tree.unflatten([*nudged[:2], *leaves[2:]]), features(), gradients=False
+        )
+        assert of(report, "parameters").problems == tuple(
+            f"block_0/{name}.weights: parameter has other values, by rounding alone (up to 1 ulp)"
+            for name in ("up", "down")
+        )
+        assert of(report, "outputs").ok
+        assert (
+            "Values that differ by rounding alone may come from the same initialisers, run "
+            "compiled (as sharded_init does) and not. same_values=False compares only what the "
+            "models compute."
+        ) in report.notes
+        assert check_equivalent(
+            model, tree.unflatten(nudged), features(), gradients=False, same_values=False
+        )
+
+    def test_the_report_says_that_both_ran_on_the_originals_values(self):
+        note = (
+            "Both models ran on the original's parameters and state, whatever values the edited "
+            "model has."
+        )
+        model = mlp(1)
+        report = check_equivalent(model, self.doubled(model), features(), gradients=False)
+        assert of(report, "outputs").ok
+        assert report.notes == (note,)
+        assert note not in check_equivalent(model, model, features(), gradients=False).notes
+
     def test_models_of_two_seeds_are_refused(self):
         report = check_equivalent(linear("w", 0), linear("w", 1), features(), gradients=False)
         assert of(report, "parameters").problems == ("w.weights: parameter has other values",)
@@ -394,6 +426,23 @@ class TestState:
 
 
 class TestTheReport:
+    @pytest.mark.parametrize("blocks", [2, 4])
+    def test_what_differs_alike_in_equal_blocks_is_one_line(self, blocks):
+        model = mlp(blocks)
+        edited = pz.select(model).at_instances_of(pz.nn.Residual).apply(lambda layer: layer.delta)
+        report = check_equivalent(model, edited, features())
+        gradients = of(report, "gradients")
+        assert len(gradients.problems) == 2 * blocks
+        for name in ("up", "down"):
+            arrays = [array for array in gradients.arrays if f"/{name}.weights" in array.name]
+            worst = max(arrays, key=lambda array: array.excess).function.off_by
+            (line,) = {
+                line.partition(": ")[2] for line in gradients.problems if f"/{name}.weights" in line
+            }
+            assert line.startswith(f"gradient is off by up to {worst:.1g} in float64, where ")
+            folded = f"({blocks} times, * = 0-{blocks - 1}): {line}"
+            assert folded in report.plain_text(300)
+
     def test_it_is_a_short_table(self):
         model = mlp(1)
         edited = Recipe(wrap(pz.nn.Elementwise, scaled)).apply(model)
