@@ -17,8 +17,9 @@ from penzai_shard.path_folding import NUMBER, folded_path, folding_key, varying_
 # A message has at most so many lines of problems.
 SHOWN_PROBLEMS = 38
 
-# Fewer lines alike than this are easier to read one by one, unless a single number differs.
+# Fewer lines alike than this are easier to read one by one, but not in a message of many lines.
 FEWEST_ALIKE = 3
+MANY_LINES = 8
 
 # A path in the middle of a message: words with slashes or dots between them.
 _PATH = re.compile(r"(?<![\w\]])[\w\[\]]+(?:[./][\w\[\]-]+)+")
@@ -97,8 +98,8 @@ def grouped_problems(problems: Sequence[str]) -> list[tuple[str, int]]:
 
     Returns:
         Lines, each with how many problems it stands for, in the order of the first of each.
-        Three or more alike are one line, in which a number that differs is written ``*``; two are
-        if only one number differs.
+        Three or more alike are one line, in which a number that differs is written ``*``; where
+        there would be many lines all the same, so are two in which only one number differs.
 
     >>> grouped_problems([f"block_{i}/up: does not divide." for i in (0, 1, 2, 5)] + ["b: no."])
     [('block_*/up (4 times, * = 0-2, 5): does not divide.', 4), ('b: no.', 1)]
@@ -106,9 +107,11 @@ def grouped_problems(problems: Sequence[str]) -> list[tuple[str, int]]:
     groups: dict[tuple[str, str], list[str]] = {}
     for problem in problems:
         groups.setdefault(_alike(problem), []).append(problem)
+    few = [len(members) for members in groups.values() if len(members) < FEWEST_ALIKE]
+    are_many = len(groups) - len(few) + sum(few) > MANY_LINES
     lines: list[tuple[str, int]] = []
     for (_, rest), members in groups.items():
-        if len(members) < FEWEST_ALIKE and not _differ_in_one_number(members):
+        if len(members) < FEWEST_ALIKE and not (are_many and _differ_in_one_number(members)):
             lines += [(member, 1) for member in members]
         else:
             lines.append((_group_line(rest, members), len(members)))

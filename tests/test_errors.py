@@ -111,16 +111,19 @@ def test_different_messages_are_never_one_line():
     assert str(errors.PlanError("no:", problems)).splitlines()[1:] == [f"  {p}" for p in problems]
 
 
-def test_two_offenders_are_one_line_if_only_one_number_differs():
-    def lines(*paths):
-        return str(errors.PlanError("no:", [indivisible(path) for path in paths])).splitlines()[1:]
+def test_one_or_two_offenders_keep_their_whole_path():
+    problems = [indivisible("block_0/w"), indivisible("block_1/w")]
+    assert str(errors.PlanError("no:", problems)).splitlines()[1:] == [f"  {p}" for p in problems]
 
-    assert lines("block_0/w") == ["  " + indivisible("block_0/w")]
-    assert lines("a/w", "b/w") == ["  " + indivisible("a/w"), "  " + indivisible("b/w")]
-    folded = ["  " + indivisible("block_*/w (2 times, * = 0, 7)")]
-    assert lines("block_0/w", "block_7/w") == folded
-    one, other = "stage_0/block_3/w", "stage_1/block_5/w"
-    assert lines(one, other) == ["  " + indivisible(one), "  " + indivisible(other)]
+
+def test_where_there_are_many_lines_two_that_differ_in_one_number_are_one():
+    names = ("query", "key", "value", "output", "up")
+    problems = [indivisible(f"block_{i}/{name}") for i in (0, 7) for name in names]
+    others = [indivisible(path) for path in ("stage_0/block_3/w", "stage_1/block_5/w", "head")]
+    assert str(errors.PlanError("no:", [*problems, *others])).splitlines()[1:] == [
+        *("  " + indivisible(f"block_*/{name} (2 times, * = 0, 7)") for name in names),
+        *(f"  {other}" for other in others),
+    ]
 
 
 def test_only_the_numbers_that_differ_are_folded():

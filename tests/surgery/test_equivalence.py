@@ -426,7 +426,7 @@ class TestState:
 
 
 class TestTheReport:
-    @pytest.mark.parametrize("blocks", [2, 4])
+    @pytest.mark.parametrize("blocks", [3, 5])
     def test_what_differs_alike_in_equal_blocks_is_one_line(self, blocks):
         model = mlp(blocks)
         edited = pz.select(model).at_instances_of(pz.nn.Residual).apply(lambda layer: layer.delta)
