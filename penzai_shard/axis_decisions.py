@@ -277,10 +277,16 @@ class _Decider:
 
     def _apply_largest(self, rule: LargestDimensionRule) -> None:
         over = sized_mesh_axes_text(rule.mesh_axes, self.mesh_shape)
-        if math.prod(self.sizes) < rule.min_size or any(a in self.taken for a in rule.mesh_axes):
-            if not self.taken and self.sizes:
-                axes = mesh_axes_text(rule.mesh_axes)
-                self.notes.append(f"under {rule.min_size} elements, not split over {axes}")
+        taken = [a for a in rule.mesh_axes if a in self.taken]
+        if math.prod(self.sizes) < rule.min_size or taken:
+            # That all of them are taken is said by the rules that took them.
+            if self.sizes and len(taken) < len(rule.mesh_axes):
+                why = (
+                    f"{mesh_axes_text(tuple(taken))} taken"
+                    if taken
+                    else f"under {rule.min_size} elements"
+                )
+                self.notes.append(f"{why}, not split over {mesh_axes_text(rule.mesh_axes)}")
             return
         free = [
             i

@@ -40,6 +40,19 @@ def test_fully_sharded_leaves_small_arrays_whole():
     assert "262144 elements" in explained.reason
 
 
+def test_a_reason_says_what_the_rule_for_large_arrays_left_beside_that_of_names():
+    def reason(rules, sizes=(8, 8)):
+        return rules.explain(("a", "heads"), sizes, MESH).reason
+
+    rules = tensor_parallel() | fully_sharded(min_size=100)
+    assert reason(rules) == "'heads' -> 'model'; under 100 elements, not split over 'data'"
+    assert reason(rules, (16, 8)) == "'a' -> 'data' (largest free); 'heads' -> 'model'"
+    both = tensor_parallel() | fully_sharded(("data", "model"), min_size=1)
+    assert reason(both) == "'heads' -> 'model'; 'model' taken, not split over ('data', 'model')"
+    one = tensor_parallel() | fully_sharded("model", min_size=1000)
+    assert reason(one) == "'heads' -> 'model'"
+
+
 def test_fully_sharded_never_splits_positional_dimensions():
     assert fully_sharded(min_size=1).spec((None, "a"), (64, 8), MESH) == P(None, "data")
     assert fully_sharded(min_size=1).spec((None,), (64,), MESH) == P()
