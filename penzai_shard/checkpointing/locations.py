@@ -47,7 +47,7 @@ def absolute_path(path: PathLike) -> str:
 def is_remote(where: str) -> bool:
     """Whether a path has a scheme, as those of object stores have.
 
-    >>> is_remote("gs://bucket/params"), is_remote("/tmp/params")
+    >>> is_remote("gs://bucket/params"), is_remote("run/params")
     (True, False)
     """
     return "://" in where

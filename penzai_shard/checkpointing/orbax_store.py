@@ -50,7 +50,7 @@ from penzai_shard.errors import (
     ShardingError,
     raise_all,
 )
-from penzai_shard.named_leaves import NamedLeaf
+from penzai_shard.named_leaves import NamedLeaf, is_deleted
 
 # Reading as much as possible at once holds every array twice in host memory for a while. With
 # this bound a restore of 2 GiB peaked at 2.6 instead of 3.3 GiB, and was as fast.
@@ -301,7 +301,7 @@ def _unsavable(name: str, leaf: NamedLeaf) -> str:
         )
     if isinstance(array, jax.core.Tracer):
         return f"{name}: is being traced. Save outside of jax.jit."
-    if isinstance(array, jax.Array) and array.is_deleted():
+    if is_deleted(array):
         return f"{name}: its buffer was donated or deleted. Save the state that the step returned."
     if isinstance(array, np.ndarray | np.generic) and array.dtype != leaf.dtype:
         return (

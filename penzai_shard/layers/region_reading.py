@@ -245,6 +245,7 @@ class RegionReading:
         try:
             longer = jax.make_jaxpr(body)(*doubled)
         except Exception:
+            # The body takes no other length, so what was refused at this one stays refused.
             return problems, flows
         of_longer = self._followed(longer, whole, tracked, parts=2)
         if any(flow.refused for flow in of_longer[1]):

@@ -164,9 +164,9 @@ class SplitFlow:
         given = [*flows, *(moved if backward else moving)]
         try:
             of_whole = derivative(here, backward)
-        except Exception:
-            # What has no derivative gives none on whole arrays either.
-            return
+        except Exception as error:
+            # It may have one all the same, in a way that is not followed here.
+            raise MixesElementsError(f"its derivative cannot be followed: {error}") from error
         try:
             of_part = derivative(there, backward)
         except Exception as error:

@@ -12,7 +12,7 @@ from penzai import pz
 from penzai_shard.errors import MeshError, RuleTypeError, ShardingError
 from penzai_shard.layers.constrain_sharding import ConstrainSharding, ConstrainShardingByName
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.named_leaves import NamedLeaf, is_array_like, leaves_of
+from penzai_shard.named_leaves import NamedLeaf, is_array_like, is_deleted, leaves_of
 from penzai_shard.tree_paths import path_text
 
 UNFIT_CALL = (RuntimeError, TypeError, ValueError)
@@ -86,9 +86,7 @@ def refusal_of_deleted(name: str, leaves: Iterable[NamedLeaf]) -> ShardingError 
         leaves: The arrays of its parameters and inputs.
     """
     problems = [
-        f"{_title(leaf)}: was donated or deleted."
-        for leaf in leaves
-        if _is_concrete(leaf.array) and leaf.array.is_deleted()
+        f"{_title(leaf)}: was donated or deleted." for leaf in leaves if is_deleted(leaf.array)
     ]
     if not problems:
         return None

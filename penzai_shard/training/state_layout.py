@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from penzai_shard.meshes import auto_twin
+from penzai_shard.named_leaves import is_deleted
 from penzai_shard.planning import shared_named_sharding
 
 
@@ -22,10 +23,7 @@ def deleted(leaves: Iterable[Any]) -> bool:
     >>> deleted([1, jnp.ones(2)])
     False
     """
-    return any(
-        isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
-        for leaf in leaves
-    )
+    return any(map(is_deleted, leaves))
 
 
 def is_traced(leaves: Iterable[Any]) -> bool:

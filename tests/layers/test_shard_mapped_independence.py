@@ -378,3 +378,16 @@ def test_an_independent_body_runs_and_equals_the_bare_layer(name, parts):
 def check_equal(found, expected):
     for one, other in zip(*map(jax.tree_util.tree_leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_derivative_that_cannot_be_followed_is_refused():
+    @jax.custom_vjp
+    def function(x):
+        return jnp.sin(x)
+
+    def backward(residual, cotangent):
+        raise RuntimeError("no rule today")
+
+    function.defvjp(lambda x: (jnp.sin(x), None), backward)
+    with pytest.raises(ManualRegionError, match="its derivative cannot be followed: no rule today"):
+        region(body(function))(X)
