@@ -19,6 +19,7 @@ import numpy as np
 from penzai import pz
 from penzai.core.variables import AutoStateVarLabel, LabeledVariable, LabeledVariableValue
 
+from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.reduced_statistics import align_names
 from penzai_shard.rule_kinds import LogicalAxis
@@ -65,9 +66,6 @@ _V1_PARAMETERS = "penzai.deprecated.v1.nn.parameters"
 # Newton-Schulz coefficients of optax's Muon.
 _COEFFICIENT_FIELDS = frozenset({"ns_coeffs"})
 
-# numpy's dtype kinds for bytes, text, Python objects, time spans and dates.
-_KINDS_OF_NO_DEVICE = frozenset("SUOmM")
-
 
 @functools.lru_cache(maxsize=1024)
 def _unit_kind(node_type: Hashable) -> str | None:
@@ -104,29 +102,6 @@ def is_named_unit(node: Any) -> bool:
 
 def _is_known(node: Any) -> bool:
     return _unit_kind(node.__class__) is not None
-
-
-def is_array_like(value: Any) -> bool:
-    """Whether a leaf is an array, a struct that describes one, or a Python number.
-
-    Arrays of text, dates or Python objects cannot be put on a device and do not count.
-
-    >>> is_array_like(np.ones(2)), is_array_like(1.5), is_array_like("text")
-    (True, True, False)
-    """
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return getattr(value.dtype, "kind", None) not in _KINDS_OF_NO_DEVICE
-    return isinstance(value, bool | int | float | complex)
-
-
-def is_deleted(value: Any) -> bool:
-    """Whether a value is an array whose memory is gone, as donation takes it.
-
-    >>> is_deleted(1), is_deleted(jax.numpy.ones(2))
-    (False, False)
-    """
-    is_concrete = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
-    return is_concrete and value.is_deleted()
 
 
 def refuse_builder(called: str, tree: Any) -> None:

@@ -54,15 +54,6 @@ class ArrayRecord:
         return f"({', '.join(texts)})"
 
 
-def is_abstract(array: Any) -> bool:
-    """Whether a leaf describes an array without holding it.
-
-    >>> is_abstract(jax.ShapeDtypeStruct((), "int32"))
-    True
-    """
-    return isinstance(array, jax.ShapeDtypeStruct)
-
-
 def axis_text(axis: Any) -> str | None:
     """A logical axis name as the text that is stored; None for a positional dimension.
 

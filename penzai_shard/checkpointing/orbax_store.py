@@ -22,9 +22,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from penzai_shard import errors
+from penzai_shard.array_kinds import is_abstract, is_deleted
 from penzai_shard.checkpointing.array_records import (
     ArrayRecord,
-    is_abstract,
     key_data_shape,
     record_of,
 )
@@ -50,7 +50,7 @@ from penzai_shard.errors import (
     ShardingError,
     raise_all,
 )
-from penzai_shard.named_leaves import NamedLeaf, is_deleted
+from penzai_shard.named_leaves import NamedLeaf
 
 # Reading as much as possible at once holds every array twice in host memory for a while. With
 # this bound a restore of 2 GiB peaked at 2.6 instead of 3.3 GiB, and was as fast.

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from penzai import pz
 from penzai.core.variables import AutoStateVarLabel, LabeledVariable, LabeledVariableValue
 
-from penzai_shard.checkpointing.array_records import is_abstract, leaves_with_paths, record_of
+from penzai_shard.array_kinds import is_abstract, is_array_like, is_deleted
+from penzai_shard.checkpointing.array_records import leaves_with_paths, record_of
 from penzai_shard.checkpointing.comparison import REPLACING, Tolerance, compare
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
-from penzai_shard.named_leaves import NamedLeaf, is_array_like, is_deleted, leaves_of, map_arrays
+from penzai_shard.named_leaves import NamedLeaf, leaves_of, map_arrays
 from penzai_shard.tree_paths import join_paths, path_text
 
 # Looked up and never imported: a tree holds parameters of the first API only if somebody has

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec, Sharding
 from penzai import pz
 from penzai.core.variables import LabeledVariable
 
+from penzai_shard.array_kinds import is_array_like
 from penzai_shard.checkpointing.array_records import record_of, refuse_permuted_positions
 from penzai_shard.checkpointing.comparison import (
     RESTORING_STATE,
@@ -24,7 +25,7 @@ from penzai_shard.checkpointing.orbax_store import save_arrays
 from penzai_shard.checkpointing.parameter_dict import param_dict, with_own_label
 from penzai_shard.checkpointing.restoring import from_checkpoint, restore_arrays
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
-from penzai_shard.named_leaves import NamedLeaf, is_array_like, map_arrays
+from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.planning import PlanRequest, ShardingPlan, plan_fields, shared_named_sharding
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 from penzai_shard.tree_paths import array_path_text, key_text

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from penzai import pz
 
+from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.first_api_effects import effects_as_variables, variables_as_effects
@@ -14,7 +15,6 @@ from penzai_shard.layers.remat_policies import POLICIES, named_policy
 from penzai_shard.layers.unfit_calls import UNFIT_CALL, explain_unfit_call
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import auto_context, onto_auto_twin
-from penzai_shard.named_leaves import is_array_like
 
 CheckpointPolicy = Callable[..., Any] | None
 

@@ -26,6 +26,7 @@ import numpy as np
 from penzai import pz
 from penzai.core.struct import Struct, is_pytree_node_field
 
+from penzai_shard.array_kinds import is_array_like
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.compiled_structure import (
     CONSTANT,
@@ -38,7 +39,6 @@ from penzai_shard.layers.compiled_structure import (
     compiled_structure,
 )
 from penzai_shard.layers.first_api_effects import effects_as_variables
-from penzai_shard.named_leaves import is_array_like
 
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
 

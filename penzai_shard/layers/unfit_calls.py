@@ -9,10 +9,11 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 from penzai import pz
 
+from penzai_shard.array_kinds import is_array_like, is_deleted
 from penzai_shard.errors import MeshError, RuleTypeError, ShardingError
 from penzai_shard.layers.constrain_sharding import ConstrainSharding, ConstrainShardingByName
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.named_leaves import NamedLeaf, is_array_like, is_deleted, leaves_of
+from penzai_shard.named_leaves import NamedLeaf, leaves_of
 from penzai_shard.tree_paths import path_text
 
 UNFIT_CALL = (RuntimeError, TypeError, ValueError)

@@ -6,9 +6,10 @@ import jax
 from jax.sharding import Mesh
 from penzai.core.variables import AbstractVariable, AbstractVariableValue
 
+from penzai_shard.array_kinds import is_array_like, is_deleted
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.meshes import onto_auto_twin
-from penzai_shard.named_leaves import is_array_like, is_deleted, leaves_of
+from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import PlanRequest, ShardingPlan, sharding_tree
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 

@@ -9,6 +9,7 @@ import jax
 from jax.extend import core as jex_core
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import ShardingError
 from penzai_shard.initializer_splitting import (
     no_mesh_context,
@@ -17,7 +18,6 @@ from penzai_shard.initializer_splitting import (
     without_layouts,
 )
 from penzai_shard.meshes import AnyMesh, auto_twin, has_explicit_axes
-from penzai_shard.named_leaves import is_array_like
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 from penzai import pz
 
+from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
-from penzai_shard.named_leaves import is_array_like, is_named_unit
+from penzai_shard.named_leaves import is_named_unit
 from penzai_shard.rule_kinds import LogicalAxis, nearest_name
 from penzai_shard.tree_paths import path_matches, path_text
 

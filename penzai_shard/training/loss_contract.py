@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from penzai import pz
 
+from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import ShardingError, raise_all
-from penzai_shard.named_leaves import is_array_like
 from penzai_shard.tree_paths import array_path_text, join_paths
 
 RESERVED = ("model", "rng", "state")

@@ -22,8 +22,8 @@ from penzai.core.variables import (
     StateVariableSlot,
 )
 
+from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import ShardingError, raise_all
-from penzai_shard.named_leaves import is_array_like
 from penzai_shard.training.variable_copies import is_copy
 from penzai_shard.tree_paths import path_text
 

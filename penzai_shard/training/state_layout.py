@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from penzai_shard.array_kinds import is_deleted
 from penzai_shard.meshes import auto_twin
-from penzai_shard.named_leaves import is_deleted
 from penzai_shard.planning import shared_named_sharding
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
-from penzai_shard.named_leaves import is_array_like
 from penzai_shard.training.loss_contract import not_arrays
 from penzai_shard.training.state_layout import deleted, sharding_text
 from penzai_shard.training.state_structure import KEPT_SECTIONS, STEPPED_SECTIONS, FlatState

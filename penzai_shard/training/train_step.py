@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import NamedSharding, Sharding
 
+from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.meshes import auto_context, has_explicit_axes, onto_auto_twin
-from penzai_shard.named_leaves import is_array_like
 from penzai_shard.training.aux_outputs import AuxReductions, AuxShardings
 from penzai_shard.training.declared_layout import DeclaredInputs, DeclaredState, as_declared
 from penzai_shard.training.gradient_step import GradientStep
