@@ -1,14 +1,14 @@
 """Surgery as data: recipes that edit a model, prove that it computes the same, and come off."""
 
-from penzai_shard.surgery.divergence import Divergence
 from penzai_shard.surgery.edit_report import EditReport, EditRow
 from penzai_shard.surgery.edits import Edit, insert_after, insert_before, replace, wrap
-from penzai_shard.surgery.equivalence import check_equivalent
-from penzai_shard.surgery.equivalence_report import (
+from penzai_shard.surgery.equivalence import (
     ArrayComparison,
     Comparison,
+    Divergence,
     EquivalenceReport,
     NotEquivalentError,
+    check_equivalent,
 )
 from penzai_shard.surgery.inserted_layers import Inserted, InsertedSequence, Original
 from penzai_shard.surgery.places import ROOT, Where

@@ -23,11 +23,11 @@ from penzai_shard.surgery import (
     jit_root,
     manual_fsdp,
     mixed_precision,
-    model_steps,
     rematerialise_blocks,
     scope_layers,
     wrap,
 )
+from penzai_shard.surgery.equivalence import model_steps
 from tests.surgery.model_families import family
 from tests.surgery.small_models import Block, features, tokens
 

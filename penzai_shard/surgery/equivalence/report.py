@@ -4,8 +4,8 @@ import dataclasses
 
 from penzai_shard.errors import SHOWN_PROBLEMS, ShardingError, grouped_problems
 from penzai_shard.path_folding import folding_key
-from penzai_shard.surgery.divergence import Divergence
-from penzai_shard.surgery.yardsticks import Deviation
+from penzai_shard.surgery.equivalence.divergence import Divergence
+from penzai_shard.surgery.equivalence.yardsticks import Deviation
 from penzai_shard.text_tables import TextTable
 
 _FIGURES = ("rounding", "off by", "allowed", "in float64", "allowed there")

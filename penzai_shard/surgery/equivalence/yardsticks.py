@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penzai_shard.surgery.program_constants import widest
+from penzai_shard.surgery.equivalence.program_constants import widest
 
 # One run's error of one element may be small by chance, that of many elements is not.
 _TIMES_SLICE = 8.0

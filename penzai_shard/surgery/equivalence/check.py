@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from penzai_shard.meshes import auto_context
-from penzai_shard.surgery.array_comparisons import (
+from penzai_shard.surgery.equivalence.array_comparisons import (
     GROUPS,
     Runs,
     compared,
@@ -21,17 +21,17 @@ from penzai_shard.surgery.array_comparisons import (
     joined_errors,
     largest_errors,
 )
-from penzai_shard.surgery.differences import Difference
-from penzai_shard.surgery.divergence import Divergence, first_to_differ
-from penzai_shard.surgery.equivalence_report import ArrayComparison, Comparison, EquivalenceReport
-from penzai_shard.surgery.model_calls import ModelCall
-from penzai_shard.surgery.model_steps import ModelStep, Results, WiderStep
-from penzai_shard.surgery.parameter_values import NamedValues, drawn, is_abstract, some
-from penzai_shard.surgery.program_constants import is_float, widest
-from penzai_shard.surgery.tapping import Recorder, tapped
-from penzai_shard.surgery.unfit_comparisons import explain_nameless_inputs, refuse_unfit
-from penzai_shard.surgery.wider_arithmetic import Rounding
-from penzai_shard.surgery.yardsticks import Deviation
+from penzai_shard.surgery.equivalence.differences import Difference
+from penzai_shard.surgery.equivalence.divergence import Divergence, first_to_differ
+from penzai_shard.surgery.equivalence.model_calls import ModelCall
+from penzai_shard.surgery.equivalence.model_steps import ModelStep, Results, WiderStep
+from penzai_shard.surgery.equivalence.named_values import NamedValues, drawn, is_abstract, some
+from penzai_shard.surgery.equivalence.program_constants import is_float, widest
+from penzai_shard.surgery.equivalence.report import ArrayComparison, Comparison, EquivalenceReport
+from penzai_shard.surgery.equivalence.tapping import Recorder, tapped
+from penzai_shard.surgery.equivalence.unfit_comparisons import explain_nameless_inputs, refuse_unfit
+from penzai_shard.surgery.equivalence.wider_arithmetic import Rounding
+from penzai_shard.surgery.equivalence.yardsticks import Deviation
 
 _WIDEST = float(np.finfo(np.float64).eps)
 _ROUNDED_RUNS = 4

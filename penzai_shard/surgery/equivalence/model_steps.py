@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from penzai_shard.meshes import onto_auto_twin
-from penzai_shard.surgery.differences import canonical_leaves, to_numpy
-from penzai_shard.surgery.model_calls import ModelCall, with_values_of
-from penzai_shard.surgery.program_constants import Constants, constants_of, is_float
-from penzai_shard.surgery.wider_arithmetic import (
+from penzai_shard.surgery.equivalence.differences import canonical_leaves, to_numpy
+from penzai_shard.surgery.equivalence.model_calls import ModelCall, with_values_of
+from penzai_shard.surgery.equivalence.program_constants import Constants, constants_of, is_float
+from penzai_shard.surgery.equivalence.wider_arithmetic import (
     Rounding,
     WiderProgram,
     epsilons_of,

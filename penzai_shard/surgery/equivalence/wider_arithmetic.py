@@ -20,7 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jax_core
 
-from penzai_shard.surgery.program_constants import Constants, is_float, literal_value, widest
+from penzai_shard.surgery.equivalence.program_constants import (
+    Constants,
+    is_float,
+    literal_value,
+    widest,
+)
 
 # Operations that are a function of their own, to be run in place.
 _CALLS = {

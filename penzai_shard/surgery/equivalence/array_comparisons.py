@@ -8,11 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from penzai_shard.path_folding import folding_key
-from penzai_shard.surgery.differences import difference
-from penzai_shard.surgery.equivalence_report import ArrayComparison, Comparison
-from penzai_shard.surgery.model_steps import Results
-from penzai_shard.surgery.program_constants import is_float, widest
-from penzai_shard.surgery.yardsticks import Deviation, allowances, deviation, errors_of, largest_of
+from penzai_shard.surgery.equivalence.differences import difference
+from penzai_shard.surgery.equivalence.model_steps import Results
+from penzai_shard.surgery.equivalence.program_constants import is_float, widest
+from penzai_shard.surgery.equivalence.report import ArrayComparison, Comparison
+from penzai_shard.surgery.equivalence.yardsticks import (
+    Deviation,
+    allowances,
+    deviation,
+    errors_of,
+    largest_of,
+)
 
 GROUPS = ("outputs", "state variables", "gradients")
 

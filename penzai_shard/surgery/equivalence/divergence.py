@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from penzai_shard.surgery.differences import difference
-from penzai_shard.surgery.tapping import Recording
+from penzai_shard.surgery.equivalence.differences import difference
+from penzai_shard.surgery.equivalence.tapping import Recording
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from penzai_shard.named_leaves import leaves_of
-from penzai_shard.surgery.differences import Difference, canonical_leaves, difference
+from penzai_shard.surgery.equivalence.differences import Difference, canonical_leaves, difference
 
 _DRAWN_SEED = 20240301
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from penzai import pz
 
-from penzai_shard.surgery.differences import canonical_leaves, to_numpy
+from penzai_shard.surgery.equivalence.differences import canonical_leaves, to_numpy
 from penzai_shard.surgery.inserted_layers import surrounded, vanishes, with_surrounded
 from penzai_shard.surgery.rewriting import SEQUENCE_FIELD
 from penzai_shard.surgery.tree_nodes import LEAF, children_of, keys_text, kind_of, with_children
