@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from jax.sharding import PartitionSpec
 
+from penzai_shard.partition_specs import canonical_spec, part_count
 from penzai_shard.rule_kinds import (
     IdentityRule,
     LargestDimensionRule,
     LogicalAxis,
-    MeshAxes,
     NameRule,
     OnIndivisible,
     Rule,
@@ -148,15 +148,8 @@ class _Decider:
         dimensions = tuple(
             self.decided.get(i) or self._undecided(i) for i in range(len(self.names))
         )
-        entries: list[MeshAxes] = [
-            None if not d.mesh_axes else d.mesh_axes[0] if len(d.mesh_axes) == 1 else d.mesh_axes
-            for d in dimensions
-        ]
-        while entries and entries[-1] is None:
-            entries.pop()
-        return SpecExplanation(
-            PartitionSpec(*entries), dimensions, tuple(self.problems), tuple(self.notes)
-        )
+        spec = canonical_spec(d.mesh_axes for d in dimensions)
+        return SpecExplanation(spec, dimensions, tuple(self.problems), tuple(self.notes))
 
     def _undecided(self, i: int) -> DimensionDecision:
         reason = "positional, stays unsharded" if self.names[i] is None else "no rule"
@@ -168,7 +161,7 @@ class _Decider:
             self.taken[name] = (i, rule)
 
     def _divides(self, i: int, mesh_axes: Sequence[str]) -> bool:
-        return self.sizes[i] % math.prod(self.mesh_shape[name] for name in mesh_axes) == 0
+        return self.sizes[i] % part_count(mesh_axes, self.mesh_shape) == 0
 
     def _apply_name_rule(self, rule: NameRule) -> None:
         if rule.logical_axis not in self.names:
@@ -229,7 +222,7 @@ class _Decider:
 
     def _indivisible(self, i: int, rule: NameRule) -> None:
         name, size = self.names[i], self.sizes[i]
-        parts = math.prod(self.mesh_shape[a] for a in rule.mesh_axes)
+        parts = part_count(rule.mesh_axes, self.mesh_shape)
         over = sized_mesh_axes_text(rule.mesh_axes, self.mesh_shape)
         if self.on_indivisible == "replicate":
             self._decide(

@@ -2,12 +2,12 @@
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.meshes import AnyMesh
+from penzai_shard.partition_specs import part_count
 
 LogicalAxis: TypeAlias = Hashable
 MeshAxes: TypeAlias = str | tuple[str, ...] | None
@@ -66,9 +66,8 @@ def sized_mesh_axes_text(mesh_axes: Sequence[str], mesh_shape: Mapping[str, int]
     >>> sized_mesh_axes_text(("data", "model"), {"data": 4, "model": 2})
     "mesh axes ('data', 'model') (8)"
     """
-    total = math.prod(mesh_shape[name] for name in mesh_axes)
     noun = "mesh axis" if len(mesh_axes) == 1 else "mesh axes"
-    return f"{noun} {mesh_axes_text(mesh_axes)} ({total})"
+    return f"{noun} {mesh_axes_text(mesh_axes)} ({part_count(mesh_axes, mesh_shape)})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from penzai_shard.checkpointing.array_records import ArrayRecord, record_of
 from penzai_shard.checkpointing.comparison import Tolerance, Wording, compare
@@ -23,6 +23,7 @@ from penzai_shard.errors import (
     raise_all,
 )
 from penzai_shard.named_leaves import NamedLeaf
+from penzai_shard.partition_specs import permuted_spec
 
 Result = TypeVar("Result")
 
@@ -152,10 +153,10 @@ def _struct_as_stored(
     """What to read: the stored order of the axes, laid out so that transposing moves no data."""
     shape = leaf.shape
     if permutation is not None:
-        shape = tuple(shape[permutation.index(i)] for i in range(len(shape)))
+        inverse = [permutation.index(i) for i in range(len(shape))]
+        shape = tuple(shape[i] for i in inverse)
         if isinstance(sharding, NamedSharding):
-            entries = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
-            spec = PartitionSpec(*(entries[permutation.index(i)] for i in range(len(shape))))
+            spec = permuted_spec(sharding.spec, inverse)
             sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 

@@ -25,6 +25,7 @@ from penzai_shard.meshes import (
     onto_auto_twin,
     shardings_on_auto_twin,
 )
+from penzai_shard.partition_specs import mesh_axes_used, restricted_spec
 from penzai_shard.planning import PlanRequest, shardings_and_axes, warn_caller
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 from penzai_shard.tree_paths import array_path_text
@@ -289,11 +290,5 @@ def _constrain_rest(array: Any, sharding: Any) -> Any:
     spec = sharding if isinstance(sharding, PartitionSpec) else getattr(sharding, "spec", None)
     if spec is None or ambient.explicit_axes or not ambient.auto_axes:
         return array
-    rest = PartitionSpec(*(_entry_without(entry, manual) for entry in spec))
+    rest = restricted_spec(spec, mesh_axes_used(spec) - manual)
     return jax.lax.with_sharding_constraint(array, NamedSharding(ambient, rest))
-
-
-def _entry_without(entry: Any, manual: frozenset[Any]) -> Any:
-    names = entry if isinstance(entry, tuple) else (entry,)
-    kept = tuple(name for name in names if name not in manual)
-    return kept if len(kept) > 1 else kept[0] if kept else None

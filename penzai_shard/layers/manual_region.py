@@ -6,7 +6,6 @@ hold different ones.
 """
 
 import dataclasses
-import math
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.meshes import AnyMesh
+from penzai_shard.partition_specs import part_count, restricted_spec
 from penzai_shard.planning import plan_tree
 
 
@@ -99,29 +99,11 @@ class Region:
 
     def parts(self, mesh_axes: Iterable[str]) -> int:
         """How many parts some mesh axes make."""
-        return math.prod(self.mesh.shape[name] for name in mesh_axes)
-
-    def mesh_axes(self, spec: PartitionSpec, rank: int) -> list[tuple[str, ...]]:
-        """The mesh axes of each dimension of an array."""
-        entries = [*spec, *(None,) * (rank - len(spec))]
-        return [_mesh_axes(entry) for entry in entries]
+        return part_count(mesh_axes, self.mesh.shape)
 
     def _specs(self, tree: Any, rules: AxisRules) -> list[PartitionSpec]:
         plan = plan_tree(tree, self.mesh, rules, on_unnamed="replicate")
         return [
-            self._restricted(sharding.spec)
+            restricted_spec(sharding.spec, self.manual)
             for sharding in jax.tree_util.tree_leaves(plan.sharding_tree())
         ]
-
-    def _restricted(self, spec: PartitionSpec) -> PartitionSpec:
-        entries: list[Any] = []
-        for entry in spec:
-            kept = tuple(name for name in _mesh_axes(entry) if name in self.manual)
-            entries.append(None if not kept else kept[0] if len(kept) == 1 else kept)
-        while entries and entries[-1] is None:
-            entries.pop()
-        return PartitionSpec(*entries)
-
-
-def _mesh_axes(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -10,9 +10,10 @@ from penzai_shard.errors import ShardingError
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.manual_region import Region
 from penzai_shard.layers.region_boundary import BoundaryTree
-from penzai_shard.layers.region_gathering import Typing, spec_of
+from penzai_shard.layers.region_gathering import Typing
 from penzai_shard.layers.region_outputs import ManualRegionError, NotReplicatedError
 from penzai_shard.layers.region_reading import Program, RegionReading
+from penzai_shard.partition_specs import canonical_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,5 +128,5 @@ def _run(reading: RegionReading, program: Program, typing: Typing) -> list[Any]:
             for output, array in zip(program.outputs, local, strict=True)
         ]
 
-    specs = [spec_of(output.mesh_axes) for output in program.outputs]
+    specs = [canonical_spec(output.mesh_axes) for output in program.outputs]
     return reading.mapped(run, typing, specs)(*reading.arrays)

@@ -5,7 +5,6 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 
 class Typing(enum.Enum):
@@ -20,16 +19,6 @@ class Typing(enum.Enum):
     VARYING = enum.auto()
     INVARYING = enum.auto()
     UNTRACKED = enum.auto()
-
-
-def spec_of(mesh_axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """The canonical spec of an array from the mesh axes of each of its dimensions."""
-    entries: list[Any] = [
-        None if not entry else entry[0] if len(entry) == 1 else entry for entry in mesh_axes
-    ]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
 
 
 def gather(

@@ -11,6 +11,7 @@ from penzai_shard.errors import ShardingError
 from penzai_shard.layers.manual_region import Region, varying_axes
 from penzai_shard.layers.region_boundary import BoundaryTree
 from penzai_shard.layers.split_dimensions import UNIFORM, Flow, Split
+from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.rule_kinds import sized_mesh_axes_text
 from penzai_shard.tree_paths import path_text
 
@@ -112,7 +113,7 @@ def followed_outputs(
     for (path, names), struct, spec, flow in zip(
         _places(boundary), structs, specs, flows, strict=True
     ):
-        mesh_axes = tuple(region.mesh_axes(spec, len(struct.shape)))
+        mesh_axes = mesh_axes_by_dimension(spec, len(struct.shape))
         cut = frozenset(
             i
             for i, (dim, entry) in enumerate(zip(flow.dims, mesh_axes, strict=True))
@@ -145,7 +146,7 @@ def unfollowed_outputs(
     specs = region.activation_specs(boundary.put_together(inflated, fixed=False))
     outputs = []
     for (path, names), struct, spec in zip(_places(boundary), structs, specs, strict=True):
-        mesh_axes = tuple(region.mesh_axes(spec, len(struct.shape)))
+        mesh_axes = mesh_axes_by_dimension(spec, len(struct.shape))
         cut = frozenset(
             i
             for i, entry in enumerate(mesh_axes)

@@ -25,6 +25,7 @@ from penzai_shard.layers.region_outputs import (
 from penzai_shard.layers.region_random import base_keys, fold_position
 from penzai_shard.layers.split_axis_mixing import Problem, SplitFlow
 from penzai_shard.layers.split_dimensions import Flow, Split
+from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.rule_kinds import nearest_name, sized_mesh_axes_text
 
 _LONGEST = 400
@@ -84,7 +85,7 @@ class RegionReading:
                 list(
                     zip(
                         names or (None,) * array.ndim,
-                        region.mesh_axes(spec, array.ndim),
+                        mesh_axes_by_dimension(spec, array.ndim),
                         strict=True,
                     )
                 )

@@ -16,6 +16,7 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.meshes import AnyMesh, auto_twin
 from penzai_shard.named_leaves import NamedLeaf
+from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, check_option
 
 
@@ -97,9 +98,8 @@ class LayoutTable:
         whole_names, whole_sizes = leaf.whole
         explained = self.decide(whole_names, whole_sizes)
         by_name = dict(zip(whole_names, explained.dimensions, strict=True))
-        kept = [() if name is None else by_name[name].mesh_axes for name in leaf.names]
-        while kept and not kept[-1]:
-            kept.pop()
-        entries = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in kept]
+        spec = canonical_spec(
+            None if name is None else by_name[name].mesh_axes for name in leaf.names
+        )
         reason = f"{leaf.note}, laid out as its parameter: {explained.reason}"
-        return Layout(PartitionSpec(*entries), reason, explained.problems)
+        return Layout(spec, reason, explained.problems)

@@ -220,7 +220,7 @@ class ShardingPlan(NotebookView):
                         else [None if name is None else str(name) for name in leaf.names],
                         "shape": list(leaf.shape),
                         "dtype": None if leaf.dtype is None else str(leaf.dtype),
-                        "spec": None if leaf.spec is None else [_json_entry(e) for e in leaf.spec],
+                        "spec": None if leaf.spec is None else list(leaf.spec),
                         "reason": leaf.reason,
                         "shard_shape": list(leaf.shard_shape),
                         "bytes_per_device": leaf.bytes_per_device,
@@ -247,9 +247,5 @@ def itemsize(dtype: Any) -> int:
 
 
 def _axes_text(leaf: LeafPlan) -> str:
-    text = axes_text(leaf.names, leaf.shape, leaf.spec or ())
+    text = axes_text(leaf.names, leaf.shape, leaf.spec or PartitionSpec())
     return text if leaf.spec is not None or not leaf.shape else f"{text} (left to JAX)"
-
-
-def _json_entry(entry: Any) -> Any:
-    return list(entry) if isinstance(entry, tuple) else entry

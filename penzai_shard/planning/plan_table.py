@@ -3,6 +3,9 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from jax.sharding import PartitionSpec
+
+from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.path_folding import folded_path, folding_key
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.text_tables import TextTable
@@ -29,21 +32,24 @@ def bytes_text(count: int) -> str:
 def axes_text(
     names: Sequence[LogicalAxis | None] | None,
     shape: Sequence[int],
-    spec: Iterable[str | tuple[str, ...] | None],
+    spec: PartitionSpec,
 ) -> str:
     """The dimensions of an array with the mesh axes that they are split over.
 
-    >>> axes_text(("embedding", "seq"), (128, 64), ("data",))
+    >>> axes_text(("embedding", "seq"), (128, 64), PartitionSpec("data"))
     'embedding=128/data, seq=64'
     """
     if not shape:
         return "scalar"
-    entries = [*spec]
-    entries += [None] * (len(shape) - len(entries))
     return ", ".join(
         (f"{size}" if name is None else f"{name}={size}")
-        + ("" if not entry else "/" + (entry if isinstance(entry, str) else "+".join(entry)))
-        for name, size, entry in zip(names or (None,) * len(shape), shape, entries, strict=True)
+        + ("/" + "+".join(mesh_axes) if mesh_axes else "")
+        for name, size, mesh_axes in zip(
+            names or (None,) * len(shape),
+            shape,
+            mesh_axes_by_dimension(spec, len(shape)),
+            strict=True,
+        )
     )
 
 

@@ -120,24 +120,9 @@ def _plan_leaf(
             'or pass on_unnamed="replicate".',
         )
     sharding = None if spec is None else table.sharding(spec)
-    shard_shape = _shard_shape(leaf.shape, spec, table.mesh)
+    shard_shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
     held = math.prod(shard_shape) * itemsize(leaf.dtype)
     plan = LeafPlan(
         leaf.path, leaf.names, leaf.shape, leaf.dtype, spec, sharding, reason, shard_shape, held
     )
     return plan, problems
-
-
-def _shard_shape(
-    shape: tuple[int, ...], spec: PartitionSpec | None, mesh: AnyMesh
-) -> tuple[int, ...]:
-    if spec is None:
-        return shape
-    parts = [
-        math.prod(mesh.shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry))
-        if entry
-        else 1
-        for entry in spec
-    ]
-    parts += [1] * (len(shape) - len(parts))
-    return tuple(size // count for size, count in zip(shape, parts, strict=True))

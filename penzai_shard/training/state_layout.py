@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from penzai_shard.array_kinds import is_deleted
 from penzai_shard.meshes import auto_twin
+from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.planning import shared_named_sharding
 
 
@@ -85,11 +86,8 @@ def canonical(sharding: Sharding) -> Sharding:
     if not isinstance(sharding, NamedSharding):
         return sharding
     mesh = auto_twin(sharding.mesh)
-    entries = list(sharding.spec)
-    while entries and not entries[-1]:
-        entries.pop()
-    spec = PartitionSpec(*entries)
-    if mesh == sharding.mesh and len(entries) == len(sharding.spec):
+    spec = canonical_spec(sharding.spec)
+    if mesh == sharding.mesh and spec == sharding.spec:
         return sharding
     if sharding.memory_kind == "device":
         return shared_named_sharding(mesh, spec)

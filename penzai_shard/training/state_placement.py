@@ -13,6 +13,7 @@ from penzai import pz
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.meshes import auto_context
 from penzai_shard.named_leaves import with_data
+from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.planning import OnUnnamed, plan_tree
 from penzai_shard.reduced_statistics import align_names
 from penzai_shard.training.optimizer_calls import initial_optimizer_state
@@ -141,9 +142,9 @@ def _named_by_layout(
     for leaf in leaves:
         sharding = canonical(leaf.sharding)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-        entries = (*spec, *(None,) * (leaf.ndim - len(spec)))
-        names = tuple(enumerate(entries))
-        rules.update(zip(names, entries, strict=True))
+        mesh_axes = mesh_axes_by_dimension(spec, leaf.ndim)
+        names = tuple(enumerate(mesh_axes))
+        rules.update(zip(names, mesh_axes, strict=True))
         sizes = collections.OrderedDict(zip(names, leaf.shape, strict=True))
         templates.append(pz.nx.NamedArray(sizes, None))
     return treedef, templates

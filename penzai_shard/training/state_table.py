@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.planning import axes_text, bytes_text, grouped_rows
@@ -109,10 +109,10 @@ def _add_row(rows: list[Row], part: str, name: str | None, leaf: NamedLeaf) -> N
         return
     known = not isinstance(leaf.array, jax.core.Tracer)
     sharding = getattr(leaf.array, "sharding", None) if known else None
-    spec: tuple[Any, ...] = ()
+    spec = PartitionSpec()
     shape = leaf.shape
     if isinstance(sharding, NamedSharding):
-        shape, spec = sharding.shard_shape(shape), tuple(sharding.spec)
+        shape, spec = sharding.shard_shape(shape), sharding.spec
     axes = axes_text(leaf.names, leaf.shape, spec)
     held = math.prod(shape) * leaf.dtype.itemsize
     rows.append((name or leaf.path, axes, str(leaf.dtype), held, part))
