@@ -4,6 +4,8 @@ from typing import Any
 
 import jax
 
+from penzai_shard.library_apis.jax_api import Tracer
+
 # numpy's dtype kinds for bytes, text, Python objects, time spans and dates.
 _KINDS_OF_NO_DEVICE = frozenset("SUOmM")
 
@@ -38,7 +40,16 @@ def is_traced(value: Any) -> bool:
     >>> jax.eval_shape(lambda x: print(is_traced(x)), 1.0)
     True
     """
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, Tracer)
+
+
+def is_concrete(value: Any) -> bool:
+    """Whether a leaf is an array of JAX that holds its values, or did before it was deleted.
+
+    >>> is_concrete(jax.numpy.ones(2)), is_concrete(1.5)
+    (True, False)
+    """
+    return isinstance(value, jax.Array) and not is_traced(value)
 
 
 def is_deleted(value: Any) -> bool:
@@ -47,4 +58,4 @@ def is_deleted(value: Any) -> bool:
     >>> is_deleted(1), is_deleted(jax.numpy.ones(2))
     (False, False)
     """
-    return isinstance(value, jax.Array) and not is_traced(value) and value.is_deleted()
+    return is_concrete(value) and value.is_deleted()

@@ -1,0 +1,124 @@
+"""What this library uses of JAX beyond its stable interface.
+
+Traced programs come from ``jax.extend.core``, which JAX offers to libraries without the promises of
+``jax`` itself; tracers from ``jax.core``; memory layouts and messages between processes from
+``jax.experimental``. The functions below are for attributes that JAX does not document.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.experimental.layout import Format
+from jax.extend.core import (
+    ClosedJaxpr,
+    DebugInfo,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    gensym,
+    jaxpr_as_fun,
+    jaxprs_in_params,
+)
+
+__all__ = [
+    "UNOPTIMISED_COMPILATION",
+    "ClosedJaxpr",
+    "DebugInfo",
+    "Format",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "Tracer",
+    "Var",
+    "children_of_node",
+    "gensym",
+    "is_weakly_typed",
+    "jaxpr_as_fun",
+    "jaxprs_in_params",
+    "keyed_children_of_node",
+    "manual_mesh_axes",
+    "scope_path",
+    "source_frames",
+    "text_from_first_process",
+]
+
+UNOPTIMISED_COMPILATION: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+"""Options of XLA for a program that runs once: compiling it costs more than running it."""
+
+
+def is_weakly_typed(value: Any) -> bool:
+    """Whether a value's dtype gives way to that of what it is combined with.
+
+    >>> is_weakly_typed(jax.numpy.asarray(1.0)), is_weakly_typed(jax.numpy.ones(2))
+    (True, False)
+    """
+    return bool(getattr(value, "weak_type", False))
+
+
+def children_of_node(node: Any) -> tuple[Iterable[Any], Any] | None:
+    """The children of a node of a pytree and what else it holds; None for a leaf.
+
+    >>> children_of_node([1, 2]), children_of_node(1)
+    (([1, 2], None), None)
+    """
+    return jax.tree_util.default_registry.flatten_one_level(node)
+
+
+def keyed_children_of_node(node: Any) -> tuple[Iterable[Any], Any] | None:
+    """The same, each child with its key, where the node's type gives keys.
+
+    >>> keyed_children_of_node({"a": 1})
+    (((DictKey(key='a'), 1),), ('a',))
+    """
+    return jax.tree_util.default_registry.flatten_one_level_with_keys(node)
+
+
+def manual_mesh_axes() -> frozenset[str]:
+    """The mesh axes that ``jax.shard_map`` has taken over where this is called.
+
+    >>> manual_mesh_axes()
+    frozenset()
+    """
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def source_frames(equation: JaxprEqn) -> list[tuple[str, str, int]]:
+    """File, function and line of each call that led to an operation, the innermost first.
+
+    >>> equation = jax.make_jaxpr(lambda x: -x)(1.0).eqns[0]
+    >>> {function for _, function, _ in source_frames(equation)} >= {"<lambda>"}
+    True
+    """
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback else ()
+    return [(frame.file_name, frame.function_name, frame.line_num) for frame in frames]
+
+
+def scope_path(equation: JaxprEqn) -> str:
+    """The ``jax.named_scope`` of an operation, with the transformations that it went through.
+
+    >>> def scoped(x):
+    ...     with jax.named_scope("block"):
+    ...         return -x
+    >>> scope_path(jax.make_jaxpr(scoped)(1.0).eqns[0])
+    'block'
+    """
+    return str(equation.source_info.name_stack)
+
+
+def text_from_first_process(text: str, length: int) -> str:
+    """The text that process 0 gives, on every process; ``length`` bytes are sent.
+
+    >>> text_from_first_process("written", 16)
+    'written'
+    """
+    # Imported late: it is needed where several processes save, and loads much else.
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    sent = np.frombuffer(text.encode()[:length].ljust(length), np.uint8)
+    received = multihost_utils.broadcast_one_to_all(sent)
+    return bytes(np.asarray(received)).decode(errors="replace").rstrip()

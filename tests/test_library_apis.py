@@ -1,0 +1,186 @@
+"""One test per assumption about what other libraries do not promise to keep.
+
+A release that breaks one of them fails here, with the name of the assumption.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.layout import Layout
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from penzai import pz
+from penzai.deprecated.v1 import pz as pz_v1
+
+from penzai_shard.library_apis import jax_api, penzai_api
+
+MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def traced(function, *arguments):
+    return jax.make_jaxpr(function)(*arguments)
+
+
+# JAX: arrays and pytrees
+
+
+def test_arrays_of_a_traced_function_are_tracers():
+    seen = []
+
+    def function(x):
+        seen.append((isinstance(x, jax_api.Tracer), isinstance(x, jax.Array)))
+        return x
+
+    jax.jit(function)(1.0)
+    jax.grad(function)(1.0)
+    jax.vmap(function)(jnp.ones(2))
+    assert seen == [(True, True)] * 3
+    assert not isinstance(jnp.ones(2), jax_api.Tracer)
+
+
+def test_values_say_whether_they_are_weakly_typed():
+    assert jax_api.is_weakly_typed(jnp.asarray(1.0))
+    assert jax_api.is_weakly_typed(jax.typeof(jnp.asarray(1.0)))
+    assert jax_api.is_weakly_typed(traced(lambda x: x, 1.0).jaxpr.invars[0].aval)
+    assert not jax_api.is_weakly_typed(jnp.float32(1.0))
+    assert not jax_api.is_weakly_typed(1.0)
+
+
+@pytest.mark.parametrize("node", [{"b": 1, "a": 2}, [1, 2], (1, 2), pz.nn.Identity(), None])
+def test_a_node_of_a_pytree_gives_its_children_and_a_leaf_gives_none(node):
+    children, _ = jax_api.children_of_node(node)
+    keyed, _ = jax_api.keyed_children_of_node(node)
+    assert [child for _, child in keyed] == list(children)
+    assert jax_api.children_of_node(1.0) is None
+    assert jax_api.keyed_children_of_node(1.0) is None
+
+
+def test_a_memory_layout_has_a_format():
+    sharding = NamedSharding(MESH, PartitionSpec("data"))
+    format_ = jax_api.Format(Layout((0, 1)), sharding)
+    assert format_.sharding == sharding
+
+
+# JAX: meshes and processes
+
+
+def test_the_manual_mesh_axes_are_those_that_shard_map_took():
+    seen = []
+
+    def function(x):
+        seen.append(jax_api.manual_mesh_axes())
+        return x
+
+    spec = PartitionSpec("data")
+    mapped = jax.shard_map(function, mesh=MESH, in_specs=spec, out_specs=spec, axis_names={"data"})
+    jax.jit(mapped)(jnp.ones(4))
+    assert seen[-1] == {"data"}
+    assert jax_api.manual_mesh_axes() == frozenset()
+
+
+def test_a_text_reaches_every_process_whole_and_cut_to_its_length():
+    assert jax_api.text_from_first_process("größer", 100) == "größer"
+    assert jax_api.text_from_first_process("abcdef", 4) == "abcd"
+    assert jax_api.text_from_first_process("", 4) == ""
+
+
+def test_a_program_compiles_with_the_options_for_unoptimised_compilation():
+    lowered = jax.jit(lambda x: jnp.sin(x) * 2).lower(1.0)
+    compiled = lowered.compile(compiler_options=jax_api.UNOPTIMISED_COMPILATION)
+    assert compiled(1.0) == pytest.approx(2 * jnp.sin(1.0))
+
+
+# JAX: traced programs
+
+
+def test_an_equation_says_where_it_comes_from():
+    def called(x):
+        with jax.named_scope("block"):
+            return jnp.exp(x)
+
+    (equation,) = traced(called, 1.0).eqns
+    assert jax_api.scope_path(equation) == "block"
+    frames = jax_api.source_frames(equation)
+    own = [(name, line) for file, name, line in frames if file == __file__]
+    name, line = own[0]
+    assert name.endswith("called")
+    assert line == called.__code__.co_firstlineno + 2
+
+
+def test_a_transformed_equation_keeps_its_scope_inside_the_transformations_name():
+    def called(x):
+        with jax.named_scope("block"):
+            return jnp.sin(x)
+
+    found = {
+        jax_api.scope_path(one) for one in traced(lambda x: jax.jvp(called, (x,), (x,)), 1.0).eqns
+    }
+    assert any("block" in path for path in found)
+
+
+def test_programs_inside_an_equation_are_found_in_its_parameters():
+    def looped(x):
+        x = jax.lax.scan(lambda c, _: (c + 1, None), x, None, length=3)[0]
+        x = jax.lax.cond(x > 0, lambda y: y, lambda y: -y, x)
+        return jax.jit(lambda y: y * 2)(x)
+
+    equations = traced(looped, 1.0).eqns
+    counts = {
+        one.primitive.name: len(list(jax_api.jaxprs_in_params(one.params))) for one in equations
+    }
+    assert counts["scan"] == 1
+    assert counts["cond"] == 2
+    assert counts["jit"] == 1
+
+
+def test_a_program_can_be_taken_apart_and_put_together():
+    closed = traced(lambda x: (jnp.sin(x) + 1.0, 2.0), 1.0)
+    jaxpr = closed.jaxpr
+    assert isinstance(closed, jax_api.ClosedJaxpr)
+    assert isinstance(jaxpr, jax_api.Jaxpr)
+    assert all(isinstance(one, jax_api.JaxprEqn) for one in jaxpr.eqns)
+    assert any(isinstance(atom, jax_api.Literal) for one in jaxpr.eqns for atom in one.invars)
+    assert all(isinstance(var, jax_api.Var) for var in jaxpr.invars)
+    first = jaxpr.eqns[0]
+    shorter = jax_api.Jaxpr((), jaxpr.invars, first.outvars, [first], debug_info=jaxpr.debug_info)
+    function = jax_api.jaxpr_as_fun(jax_api.ClosedJaxpr(shorter, ()))
+    assert function(1.0) == [jnp.sin(1.0)]
+
+
+def test_new_variables_of_a_program_take_the_type_of_others():
+    (equation,) = traced(jnp.exp, jnp.ones((2, 3))).eqns
+    variable = jax_api.Var(equation.outvars[0].aval)
+    assert variable.aval.shape == (2, 3)
+    assert variable != jax_api.Var(equation.outvars[0].aval)
+
+
+# Penzai
+
+
+@pytest.mark.parametrize("kind", [pz.StateVariable, pz.Parameter])
+def test_a_variable_stores_its_value_as_it_is_given(kind):
+    variable = kind(value=jnp.ones(2), label="a")
+    array = jnp.zeros(3)
+    penzai_api.store_value(variable, array)
+    assert penzai_api.stored_values([variable])[0] is array
+    assert variable.value is array
+    assert variable.freeze().value is array
+
+
+def test_side_outputs_of_the_first_api_go_to_a_list_that_can_be_shared():
+    collected = []
+
+    @pz_v1.pytree_dataclass
+    class Reports(pz_v1.Layer):
+        effect: pz_v1.de.SideOutputEffect = pz_v1.de.SideOutputRequest(tag="t")
+
+        def __call__(self, x):
+            destination = penzai_api.side_outputs(self.effect)
+            assert isinstance(destination, list)
+            penzai_api.share_side_outputs(self.effect, collected)
+            self.effect.tell(x)
+            penzai_api.share_side_outputs(self.effect, destination)
+            return x
+
+    handled = pz_v1.de.CollectingSideOutputs.handling(Reports())
+    handled(jnp.ones(1))
+    assert len(collected) == 1
