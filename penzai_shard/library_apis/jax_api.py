@@ -93,7 +93,7 @@ def source_frames(equation: JaxprEqn) -> list[tuple[str, str, int]]:
     True
     """
     traceback = equation.source_info.traceback
-    frames = traceback.frames if traceback else ()
+    frames: Iterable[Any] = traceback.frames if traceback else ()
     return [(frame.file_name, frame.function_name, frame.line_num) for frame in frames]
 
 
