@@ -10,11 +10,14 @@ from penzai import pz
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import variable_threading
-from penzai_shard.layers.first_api_effects import effects_as_variables, variables_as_effects
 from penzai_shard.layers.remat_policies import POLICIES, named_policy
 from penzai_shard.layers.unfit_calls import UNFIT_CALL, explain_unfit_call
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import auto_context, onto_auto_twin
+from penzai_shard.model_variables.first_api_effects import (
+    effects_as_variables,
+    variables_as_effects,
+)
 
 CheckpointPolicy = Callable[..., Any] | None
 

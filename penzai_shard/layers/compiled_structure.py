@@ -15,8 +15,8 @@ import jax
 from penzai import pz
 
 from penzai_shard.layers import variable_threading
-from penzai_shard.layers.first_api_effects import variables_as_effects
 from penzai_shard.meshes import auto_context, onto_auto_twin, shardings_on_auto_twin
+from penzai_shard.model_variables.first_api_effects import variables_as_effects
 
 MOST_STRUCTURES_KEPT = 128
 """How many structures stay compiled after the last model that has one is gone."""

@@ -38,7 +38,7 @@ from penzai_shard.layers.compiled_structure import (
     Structure,
     compiled_structure,
 )
-from penzai_shard.layers.first_api_effects import effects_as_variables
+from penzai_shard.model_variables.first_api_effects import effects_as_variables
 
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
 

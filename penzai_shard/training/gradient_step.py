@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from penzai_shard.model_variables import VariableTable
 from penzai_shard.training.aux_outputs import AuxReductions
 from penzai_shard.training.loss_contract import (
     check_signature,
@@ -16,7 +17,6 @@ from penzai_shard.training.loss_contract import (
     refuse_other_form,
 )
 from penzai_shard.training.microbatches import Microbatches, split_inputs
-from penzai_shard.training.model_variables import VariableTable
 from penzai_shard.training.optimizer_calls import update_parameters
 from penzai_shard.tree_paths import array_path_text
 

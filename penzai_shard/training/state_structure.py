@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from penzai_shard.training.model_variables import VariableTable
+from penzai_shard.model_variables import VariableTable
 from penzai_shard.training.optimizer_identity import OptimizerIdentity
 from penzai_shard.tree_paths import array_path_text, join_paths
 

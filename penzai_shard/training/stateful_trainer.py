@@ -7,12 +7,12 @@ import jax
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.meshes import AnyMesh
+from penzai_shard.model_variables import TrainablePredicate
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.placement import place
 from penzai_shard.planning import PlanRequest, plan_tree, warn_caller
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 from penzai_shard.text_tables import NotebookView
-from penzai_shard.training.model_variables import TrainablePredicate
 from penzai_shard.training.state_sharding import train_state_sharding
 from penzai_shard.training.state_table import StateTable
 from penzai_shard.training.step_failures import refuse_inputs, refuse_positional

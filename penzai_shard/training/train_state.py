@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
-from penzai_shard.named_leaves import refuse_builder
-from penzai_shard.rule_kinds import OnUnnamed, check_option
-from penzai_shard.text_tables import NotebookView
-from penzai_shard.training.loss_contract import not_arrays
-from penzai_shard.training.model_variables import (
+from penzai_shard.model_variables import (
     TrainablePredicate,
     VariableTable,
     split_model,
 )
+from penzai_shard.named_leaves import refuse_builder
+from penzai_shard.rule_kinds import OnUnnamed, check_option
+from penzai_shard.text_tables import NotebookView
+from penzai_shard.training.loss_contract import not_arrays
 from penzai_shard.training.optimizer_calls import check_optimizer
 from penzai_shard.training.optimizer_identity import OptimizerIdentity
 from penzai_shard.training.state_layout import deleted

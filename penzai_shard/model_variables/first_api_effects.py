@@ -1,13 +1,12 @@
 """What the handlers of Penzai's first API put into a layer while it runs, as variables.
 
-A handler of ``penzai.deprecated.v1`` replaces the references to it in its body by objects that
+A handler of that API replaces the references to it in its body by objects that
 hold its state, its side input or its list of side outputs, and calls the body. A transformation
 around a layer inside that body must carry what such an object holds in, and what was assigned
 out; otherwise tracers stay in it.
 """
 
 import dataclasses
-import sys
 from typing import Any
 
 import jax
@@ -18,9 +17,9 @@ from penzai.core.variables import (
     AbstractVariableValue,
 )
 
-_EFFECTS = "penzai.deprecated.v1.data_effects"
-# For each class the field with what it holds. They are looked up, not imported: a layer can hold
-# such objects only if somebody has imported them already.
+from penzai_shard.model_variables.first_api import looked_up
+
+# For each class the field with what it holds.
 _FIELDS = {
     ("local_state", "LocalStateEffectImpl"): "_state",
     ("side_input", "SideInputEffectImpl"): "_value",
@@ -32,7 +31,7 @@ def _fields() -> dict[type, str]:
     return {
         getattr(module, name): field
         for (module_name, name), field in _FIELDS.items()
-        if (module := sys.modules.get(f"{_EFFECTS}.{module_name}")) is not None
+        if (module := looked_up(f"data_effects.{module_name}")) is not None
     }
 
 

@@ -1,0 +1,31 @@
+"""A model's variables: what they are, taking them out, putting values back, of either API."""
+
+from penzai_shard.model_variables.splitting import (
+    TrainablePredicate,
+    VariableEntry,
+    VariableTable,
+    split_model,
+)
+from penzai_shard.model_variables.variables import (
+    is_copy,
+    is_parameter,
+    is_variable,
+    thawed,
+    value_of,
+    variable_name,
+    with_value,
+)
+
+__all__ = [
+    "TrainablePredicate",
+    "VariableEntry",
+    "VariableTable",
+    "is_copy",
+    "is_parameter",
+    "is_variable",
+    "split_model",
+    "thawed",
+    "value_of",
+    "variable_name",
+    "with_value",
+]

@@ -1,0 +1,397 @@
+"""Taking the variables out of a model, and putting values back in.
+
+A train state keeps a model as three things: what is left of the model when its variables are
+gone, the variables' values in plain dictionaries by name, and a table that says what each
+variable was. Three kinds of models are read: Penzai models, models of Penzai's first API, and
+trees of bare weights, in which every leaf counts as a parameter named by its path.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from penzai import pz
+from penzai.core.variables import (
+    AbstractVariable,
+    AbstractVariableSlot,
+    AbstractVariableValue,
+    ParameterSlot,
+    StateVariableSlot,
+)
+
+from penzai_shard.array_kinds import is_abstract, is_array_like
+from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.model_variables import first_api
+from penzai_shard.model_variables.variables import (
+    is_copy,
+    is_parameter,
+    thawed,
+    variable_name,
+    with_value,
+)
+from penzai_shard.tree_paths import path_text
+
+TrainablePredicate = Callable[[Any], bool]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class VariableEntry:
+    """What one variable of a model was, without its value.
+
+    Attributes:
+        name: Its key in ``params`` or ``state_vars``.
+        kind: ``"parameter"`` or ``"state"``.
+        template: The frozen variable, or parameter of the first API, with ``None`` for its
+            value; ``None`` itself for a bare weight.
+        mutable: Whether the model held it as a mutable variable.
+        trainable: Whether the optimizer changes it.
+    """
+
+    name: str
+    kind: str
+    template: Any
+    mutable: bool
+    trainable: bool
+
+    def slot(self) -> AbstractVariableSlot:
+        """The placeholder that stands in the model where the variable was."""
+        slot_type = ParameterSlot if self.kind == "parameter" else StateVariableSlot
+        return slot_type(label=self.name)
+
+    def frozen(self, value: Any) -> Any:
+        """The frozen variable with a value."""
+        return value if self.template is None else with_value(self.template, value)
+
+    def thawed(self, value: Any) -> Any:
+        """The variable as the model held it: a new mutable one if it was mutable."""
+        frozen = self.frozen(value)
+        # Shape structs and shardings cannot be put into a mutable variable.
+        holds_arrays = all(
+            hasattr(leaf, "dtype") and not is_abstract(leaf) for leaf in jax.tree.leaves(value)
+        )
+        return thawed(frozen) if self.mutable and holds_arrays else frozen
+
+    def same_as(self, other: "VariableEntry") -> bool:
+        """Whether both describe the same variable, labels that Penzai made up left aside."""
+        if (self.name, self.kind, self.mutable, self.trainable) != (
+            other.name,
+            other.kind,
+            other.mutable,
+            other.trainable,
+        ):
+            return False
+        mine, theirs = self.template, other.template
+        if type(mine) is not type(theirs):
+            return False
+        return _same(getattr(mine, "metadata", None), getattr(theirs, "metadata", None))
+
+
+@jax.tree_util.register_static
+class StaticLeaf:
+    """Stands in a model for a leaf that is not an array, such as a function: static data.
+
+    >>> jax.tree.leaves(StaticLeaf(max)), StaticLeaf(max) == StaticLeaf(max)
+    ([], True)
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StaticLeaf) or type(self.value) is not type(other.value):
+            return False
+        return _same(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+    def __repr__(self) -> str:
+        return f"StaticLeaf({self.value!r})"
+
+
+class VariableTable:
+    """The variables that were taken out of one model, in the model's order.
+
+    It is static data of a train state: comparable, without arrays, and equal for two models of
+    the same make even where Penzai labelled their state variables by object identity.
+    """
+
+    def __init__(self, entries: tuple[VariableEntry, ...]) -> None:
+        self.entries = entries
+        self.parameters = tuple(e for e in entries if e.kind == "parameter")
+        self.states = tuple(e for e in entries if e.kind == "state")
+        self.trainable_names = frozenset(e.name for e in self.parameters if e.trainable)
+        self._hash = hash(tuple((e.name, e.kind, e.trainable) for e in entries))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, VariableTable) or len(self.entries) != len(other.entries):
+            return False
+        return all(a.same_as(b) for a, b in zip(self.entries, other.entries, strict=True))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def counts(self) -> str:
+        """How many variables there are of each kind, in words."""
+        frozen = len(self.parameters) - len(self.trainable_names)
+        return (
+            f"{len(self.trainable_names)} trainable, {frozen} frozen, "
+            f"{len(self.states)} state variables"
+        )
+
+    def __repr__(self) -> str:
+        return f"VariableTable({self.counts()})"
+
+    def bind(
+        self, unbound_model: Any, params: Mapping[str, Any], state_vars: Mapping[str, Any]
+    ) -> Any:
+        """Puts values back, as new variables of the kind that the model held.
+
+        Args:
+            unbound_model: What was left of the model.
+            params: Value of every parameter by name.
+            state_vars: Value of every state variable by name.
+
+        Returns:
+            A model that shares no mutable object with any other.
+        """
+        parameters = {e.slot(): e.thawed(params[e.name]) for e in self.parameters}
+        states = {e.slot(): e.thawed(state_vars[e.name]) for e in self.states}
+        return fill_slots(unbound_model, parameters | states)
+
+    def bind_for_loss(
+        self, unbound_model: Any, params: Mapping[str, Any], state_vars: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Puts values back for one evaluation of a loss.
+
+        Parameters are bound frozen, so that a loss which assigns to one fails instead of losing
+        the assignment; state variables are bound mutable and returned, to read their new values.
+
+        Args:
+            unbound_model: What was left of the model.
+            params: Value of every parameter by name.
+            state_vars: Value of every state variable by name.
+
+        Returns:
+            The model, and its mutable state variables by name.
+        """
+        parameters = {e.slot(): e.frozen(params[e.name]) for e in self.parameters}
+        variables = {e.name: e.thawed(state_vars[e.name]) for e in self.states}
+        states = {e.slot(): variables[e.name] for e in self.states}
+        return fill_slots(unbound_model, parameters | states), variables
+
+
+def fill_slots(tree: Any, values: Mapping[AbstractVariableSlot, Any]) -> Any:
+    """Replaces each slot that has a value, and puts leaves that are not arrays back.
+
+    >>> fill_slots([ParameterSlot(label="w"), 2], {ParameterSlot(label="w"): 1})
+    [1, 2]
+    """
+
+    def fill(leaf: Any) -> Any:
+        if isinstance(leaf, StaticLeaf):
+            return leaf.value
+        return values.get(leaf, leaf) if isinstance(leaf, AbstractVariableSlot) else leaf
+
+    is_leaf = (AbstractVariableSlot, StaticLeaf)
+    return jax.tree.map(fill, tree, is_leaf=lambda x: isinstance(x, is_leaf))
+
+
+def split_model(
+    model: Any, trainable: TrainablePredicate | None = None
+) -> tuple[Any, dict[str, Any], dict[str, Any], VariableTable]:
+    """Takes the variables out of a model.
+
+    Args:
+        model: A Penzai model of either API with initialised parameters, or a tree of weights.
+        trainable: Decides which parameters the optimizer changes. It gets the parameter as the
+            model holds it: a ``pz.Parameter``, a parameter of the first API, or, for a tree of
+            weights, a ``pz.ParameterValue`` labelled with the path. By default a parameter is
+            trainable unless it is frozen (a ``pz.ParameterValue``, as ``pz.freeze_params`` gives;
+            a ``FrozenParameter``) or its metadata says ``{"trainable": False}``; bare weights are
+            if they are floating. Parameters of shape structs, which can only be frozen ones,
+            count as if they were not.
+
+    Returns:
+        The model with slots for variables, parameter values by name, state variables' values by
+        name, and the table to put them back with.
+
+    Raises:
+        ShardingError: The model is unbound or uninitialised, two variables have the same name,
+            a parameter that should be trained is not floating, or by default nothing
+            would be trained.
+
+    >>> unbound, params, state_vars, table = split_model({"layer": {"w": jnp.ones(3)}})
+    >>> list(params), table.trainable_names
+    (['layer/w'], frozenset({'layer/w'}))
+    """
+    kinds = (
+        AbstractVariable,
+        AbstractVariableValue,
+        AbstractVariableSlot,
+        *first_api.parameter_types(),
+    )
+
+    def is_unit(node: Any) -> bool:
+        return isinstance(node, kinds)
+
+    splitting = _Splitting(trainable)
+    split, what = splitting.without_variable, "this model"
+    flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_unit)
+    if not any(is_unit(leaf) for _, leaf in flat):
+        split, what = splitting.without_weight, "these weights"
+        flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=pz.nx.is_namedarray)
+    leaves = [split(path_text(key_path), leaf) for key_path, leaf in flat]
+    raise_all(ShardingError, f"cannot make a train state of {what}:", splitting.problems)
+    table = VariableTable(tuple(splitting.entries.values()))
+    if trainable is None:
+        _refuse_untrained(table)
+    unbound = jax.tree.unflatten(treedef, leaves)
+    return unbound, splitting.values["parameter"], splitting.values["state"], table
+
+
+class _Splitting:
+    """What was taken out of one model so far.
+
+    Attributes:
+        entries: The table entry of each variable by name.
+        values: Of each kind of variable the values by name.
+        problems: What is wrong with the model.
+    """
+
+    def __init__(self, trainable: TrainablePredicate | None) -> None:
+        self._trainable = trainable
+        self._first: dict[str, Any] = {}
+        self._slots: dict[int, AbstractVariableSlot] = {}
+        self.entries: dict[str, VariableEntry] = {}
+        self.values: dict[str, dict[str, Any]] = {"parameter": {}, "state": {}}
+        self.problems: list[str] = []
+
+    def without_variable(self, path: str, leaf: Any) -> Any:
+        """What stands in a model of variables in place of one of its leaves."""
+        first_api_kind = first_api.parameter_kind(type(leaf))
+        if isinstance(leaf, AbstractVariableSlot) or first_api_kind == "uninitialized":
+            self.problems.append(
+                f"{path}: a {type(leaf).__name__} has no value. "
+                "Bind the model's variables or initialise its parameters first."
+            )
+            return leaf
+        if not isinstance(leaf, AbstractVariable | AbstractVariableValue) and not first_api_kind:
+            return leaf if is_array_like(leaf) else StaticLeaf(leaf)
+        if id(leaf) not in self._slots:
+            entry = self._entry(path, leaf)
+            if entry is None:
+                return leaf
+            self._slots[id(leaf)] = entry.slot()
+        return self._slots[id(leaf)]
+
+    def _entry(self, path: str, variable: Any) -> VariableEntry | None:
+        """The entry of a variable that was not met yet; None if it cannot be one."""
+        entry = self._described(path, variable)
+        if entry is None:
+            self.problems.append(
+                f"{path}: a {type(variable).__name__} is neither a parameter nor a state variable. "
+                "Take it out of the model with pz.unbind_variables."
+            )
+        elif entry.name in self.entries:
+            if is_copy(variable, self._first[entry.name]):
+                return self.entries[entry.name]
+            self.problems.append(
+                f"{path}: another variable of the model is named {entry.name!r} too. "
+                "Give each its own label, or use the same object in both places."
+            )
+        else:
+            if entry.trainable and not _is_floating(variable.value):
+                self.problems.append(
+                    f"{entry.name}: a trainable parameter must be floating. "
+                    'Give it metadata={"trainable": False}, or leave it out with trainable=.'
+                )
+            self._first[entry.name] = variable
+            self._add(entry, variable.value)
+        return entry
+
+    def _described(self, path: str, variable: Any) -> VariableEntry | None:
+        """What a variable is; None if it is of a kind that is not known."""
+        mutable = isinstance(variable, AbstractVariable)
+        if isinstance(variable, pz.StateVariable | pz.StateVariableValue):
+            # Labels that Penzai made up differ from run to run, paths do not.
+            name = variable.label if isinstance(variable.label, str) else (path or "state")
+            return VariableEntry(name, "state", with_value(variable, None), mutable, False)
+        if not is_parameter(variable):
+            return None
+        name = variable_name(variable)
+        if isinstance(variable, pz.Parameter | pz.ParameterValue):
+            # A shape struct cannot be in a mutable variable, so of an abstract model it says
+            # nothing that a parameter is a frozen one.
+            abstract = any(map(is_abstract, jax.tree.leaves(variable.value)))
+            trained = bool(variable.metadata.get("trainable", True)) and (mutable or abstract)
+        else:
+            trained = first_api.parameter_kind(type(variable)) == "parameter"
+        if self._trainable is not None:
+            trained = _asked(self._trainable, variable, name)
+        return VariableEntry(name, "parameter", with_value(variable, None), mutable, trained)
+
+    def without_weight(self, path: str, leaf: Any) -> Any:
+        """What stands in a tree of bare weights in place of one of its leaves."""
+        if not pz.nx.is_namedarray(leaf) and not is_array_like(leaf):
+            return StaticLeaf(leaf)
+        if path in self.entries:
+            self.problems.append(
+                f"{path}: two weights have this path. Rename one of the keys that contain '/'."
+            )
+            return leaf
+        trained = floating = _is_floating(leaf)
+        if self._trainable is not None:
+            trained = _asked(self._trainable, pz.ParameterValue(label=path, value=leaf), path)
+        if trained and not floating:
+            self.problems.append(f"{path}: a trainable weight must be floating. Exclude it.")
+        return self._add(VariableEntry(path, "parameter", None, False, trained), leaf).slot()
+
+    def _add(self, entry: VariableEntry, value: Any) -> VariableEntry:
+        self.entries[entry.name] = entry
+        self.values[entry.kind][entry.name] = value
+        return entry
+
+
+def _asked(trainable: TrainablePredicate, parameter: Any, name: str) -> bool:
+    try:
+        return bool(trainable(parameter))
+    except Exception as error:
+        # Whatever the caller's function raises goes on to the caller, who learns what for.
+        error.add_note(f"This was raised while trainable= was asked about the parameter {name!r}.")
+        raise
+
+
+def _refuse_untrained(table: VariableTable) -> None:
+    """Raises if by default nothing of a model would be trained."""
+    if table.trainable_names:
+        return
+    if not table.entries:
+        raise ShardingError("nothing of this model would be trained: it has no parameters.")
+    if not table.parameters:
+        return  # A model of state variables alone.
+    raise ShardingError(
+        f"nothing of this model would be trained: all of its {len(table.parameters)} parameters "
+        f"are frozen or not floating, such as {table.parameters[0].name!r}. Say which to train: "
+        "TrainState.initial_state(..., trainable=lambda parameter: True)."
+    )
+
+
+def _is_floating(value: Any) -> bool:
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(jnp.issubdtype(_dtype_of(leaf), jnp.inexact) for leaf in leaves)
+
+
+def _dtype_of(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return a is b or bool(a == b)
+    except (TypeError, ValueError):
+        return False  # Metadata may hold arrays, whose comparison has no truth value.
