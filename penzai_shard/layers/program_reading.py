@@ -1,29 +1,22 @@
 """What can be read of a traced program: its collectives, its derivatives, equal constants."""
 
-from collections.abc import Iterator, Sequence
+import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
 
 from penzai_shard.layers.manual_region import as_varying, varying_axes
-from penzai_shard.layers.program_locations import location_text, public_name
+from penzai_shard.traced_programs import equations, evaluate, location_text, public_name
+
+ENTRY = str(pathlib.Path(__file__).with_name("region_call.py"))
+"""Where a layer is called; what called the region is no part of where an operation is."""
 
 COLLECTIVE = (
     *("psum", "pmax", "pmin", "pbroadcast", "ppermute", "pgather", "all_gather", "all_to_all"),
     *("ragged_all_to_all", "reduce_scatter", "unreduced_", "axis_index", "psend", "precv"),
 )
-
-
-def equations(program: Any) -> Iterator[Any]:
-    """All equations of a program, those of the programs that it runs included."""
-    for equation in getattr(program, "jaxpr", program).eqns:
-        yield equation
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    yield from equations(inner)
 
 
 def collectives(program: Any) -> list[tuple[str, str]]:
@@ -36,7 +29,7 @@ def collectives(program: Any) -> list[tuple[str, str]]:
         For each of them its name in ``jax.lax``, and where it is, without repetition.
     """
     found = {
-        (public_name(equation), location_text([equation])): None
+        (public_name(equation), location_text([equation], ENTRY)): None
         for equation in equations(program)
         if equation.primitive.name.startswith(COLLECTIVE)
     }
@@ -56,11 +49,6 @@ def must_be_untracked(program: Any) -> bool:
 def derivative(equation: Any, backward: bool) -> Any:
     """The derivative of one operation, traced: of its inputs and of what moves them."""
     moving = [index for index, atom in enumerate(equation.invars) if differentiable(atom)]
-    names = [core.Var(atom.aval) for atom in equation.invars]
-    own = equation.replace(invars=names)
-    debug_info = equation.params["call_jaxpr"].jaxpr.debug_info
-    jaxpr = core.Jaxpr((), names, own.outvars, [own], debug_info=debug_info)
-    function = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
 
     def typed(values: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
         return [as_varying(v, varying_axes(a.aval)) for v, a in zip(values, atoms, strict=True)]
@@ -72,7 +60,7 @@ def derivative(equation: Any, backward: bool) -> Any:
             given = list(values)
             for index, value in zip(moving, moved, strict=True):
                 given[index] = value
-            found = function(*given)
+            found = evaluate(equation, given)
             return [f for f, a in zip(found, equation.outvars, strict=True) if differentiable(a)]
 
         primals = [values[index] for index in moving]

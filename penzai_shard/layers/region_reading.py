@@ -12,7 +12,6 @@ import jax
 
 from penzai_shard.errors import raise_all
 from penzai_shard.layers.manual_region import Region
-from penzai_shard.layers.program_locations import exception_location_text
 from penzai_shard.layers.program_reading import collectives, has_own_gradient, must_be_untracked
 from penzai_shard.layers.region_boundary import BoundaryTree, take_apart
 from penzai_shard.layers.region_gathering import Typing, gather
@@ -27,6 +26,7 @@ from penzai_shard.layers.split_axis_mixing import Problem, SplitFlow
 from penzai_shard.layers.split_dimensions import Flow, Split
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.rule_kinds import nearest_name, sized_mesh_axes_text
+from penzai_shard.traced_programs import exception_location_text
 
 _LONGEST = 400
 """How many characters of another library's message are shown."""

@@ -19,8 +19,13 @@ import numpy as np
 from jax.extend import core
 
 from penzai_shard.layers.partial_sums import LINEAR, partial_axes
-from penzai_shard.layers.program_locations import function_name, location_text
-from penzai_shard.layers.program_reading import COLLECTIVE, derivative, differentiable, same_value
+from penzai_shard.layers.program_reading import (
+    COLLECTIVE,
+    ENTRY,
+    derivative,
+    differentiable,
+    same_value,
+)
 from penzai_shard.layers.split_control_flow import CONTROL
 from penzai_shard.layers.split_dimension_rules import RULES, drawn_axes
 from penzai_shard.layers.split_dimensions import (
@@ -32,6 +37,7 @@ from penzai_shard.layers.split_dimensions import (
     Split,
     whole,
 )
+from penzai_shard.traced_programs import called_program, function_name, location_text, opened
 
 DERIVATIVES_FOLLOWED = 2
 """How many times a program with custom derivatives may be differentiated and still be followed."""
@@ -39,15 +45,6 @@ DERIVATIVES_FOLLOWED = 2
 _SAME_VALUE = ("pvary", "pcast", "reshard")
 _OTHERWISE_AT_LENGTH_ONE = frozenset({"take_along_axis", "solve", "lu_solve", "cho_solve"})
 _ONLY_LAYOUT = frozenset({"sharding", "out_sharding", "name", "ctx_mesh"})
-_CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "composite": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +120,9 @@ class SplitFlow:
 
     def of_call(self, here: Any, there: Any, flows: Sequence[Flow]) -> tuple[Flow, ...]:
         """What the results of an equation that calls another program are."""
-        name = _CALLS[here.primitive.name]
         self._inside.append(here)
         try:
-            return self.results(here.params[name], there.params[name], flows)
+            return self.results(called_program(here), called_program(there), flows)
         finally:
             self._inside.pop()
 
@@ -134,7 +130,7 @@ class SplitFlow:
         """Notes a refused operation, and gives what depends on it its index."""
         chain = [*self._inside, *([] if equation is None else [equation])]
         name = chain[-1].primitive.name if chain else "constant"
-        problem = Problem(name, location_text(chain), reason)
+        problem = Problem(name, location_text(chain, ENTRY), reason)
         if problem not in self.problems:
             self.problems.append(problem)
         return frozenset({self.problems.index(problem)})
@@ -202,14 +198,13 @@ class _Reading:
         self.same: dict[Any, Any] = {}
 
     def results(self, flows: Sequence[Flow]) -> tuple[Flow, ...]:
-        here, there = (getattr(one, "jaxpr", one) for one in (self.whole, self.part))
-        constants = (getattr(one, "consts", ()) for one in (self.whole, self.part))
+        (here, constants), (there, own_constants) = opened(self.whole), opened(self.part)
         if len(here.invars) != len(there.invars) or len(here.constvars) != len(there.constvars):
             return self._different(here, None, None)
         for one, other, flow in zip(here.invars, there.invars, flows, strict=True):
             self.twins[one], self.flows[one] = other, flow
-        pairs = zip(here.constvars, there.constvars, *constants, strict=True)
-        for one, other, constant, own in pairs:
+        closed_over = zip(here.constvars, there.constvars, constants, own_constants, strict=True)
+        for one, other, constant, own in closed_over:
             self.twins[one] = other
             self.flows[one] = _constant_flow(constant, own)
         ours, theirs = list(self._equations(here)), list(self._equations(there))
@@ -351,7 +346,7 @@ def _apply(analysis: SplitFlow, here: Any, there: Any, flows: Sequence[Flow]) ->
     name = here.primitive.name
     if any(flow.partial & flow.mesh_axes for flow in flows):
         raise MixesElementsError("it multiplies a sum over a part with that part")
-    if name in _CALLS:
+    if called_program(here) is not None:
         found = analysis.of_call(here, there, flows)
         if name.startswith("custom_"):
             analysis.checkderivative(here, there, flows)

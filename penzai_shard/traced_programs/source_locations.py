@@ -16,17 +16,17 @@ _OWN = pathlib.Path(__file__).parents[1]
 _STANDARD_LIBRARY = pathlib.Path(sysconfig.get_paths()["stdlib"])
 _THIRD_PARTY = "site-packages"
 _BEHIND_JAX = {"opt_einsum", "numpy"}
-_ENTRY = str(pathlib.Path(__file__).with_name("region_call.py"))
 _COLLECTIVES = jax.lax.psum.__code__.co_filename
 _ONLY_TRANSFORMED = re.compile(r"(\w+\()+\)+")
 _CALL = ".__call__"
 
 
-def location_text(chain: Sequence[Any]) -> str:
+def location_text(chain: Sequence[Any], entry: str = "") -> str:
     """An operation, the layers that do it, and its source line.
 
     Args:
         chain: The equations of a traced program that call each other, the operation last.
+        entry: The file of ours that calls the model; what called that is left out.
 
     Returns:
         Such as ``'rev' (in 'flip') of Sequential > Reverse (model.py:12)``.
@@ -44,7 +44,7 @@ def location_text(chain: Sequence[Any]) -> str:
     frames: list[Any] = []
     for equation in chain:
         # A function that was compiled before brings the frames of its first caller.
-        own = _user_frames(equation)
+        own = _user_frames(equation, entry)
         if own[: len(frames)] == frames:
             frames = own
     scopes = str(chain[-1].source_info.name_stack).split("/")
@@ -57,14 +57,14 @@ def location_text(chain: Sequence[Any]) -> str:
     return text + (f" ({pathlib.Path(frames[-1][0]).name}:{frames[-1][2]})" if frames else "")
 
 
-def _user_frames(equation: Any) -> list[tuple[str, str, int]]:
+def _user_frames(equation: Any, entry: str) -> list[tuple[str, str, int]]:
     """File, function and line of each call outside of libraries' internals, outermost first."""
     traceback = equation.source_info.traceback
     frames = [
         (f.file_name, f.function_name, f.line_num) for f in (traceback.frames if traceback else ())
     ]
-    of_region = next((i for i, (file, *_) in enumerate(frames) if file == _ENTRY), len(frames))
-    return [frame for frame in reversed(frames[:of_region]) if not _is_internal(frame[0])]
+    outside = next((i for i, (file, *_) in enumerate(frames) if file == entry), len(frames))
+    return [frame for frame in reversed(frames[:outside]) if not _is_internal(frame[0])]
 
 
 @functools.cache

@@ -1,0 +1,38 @@
+"""Traced programs (jaxprs): walking through one, and saying where an operation was written.
+
+What every reader of programs needs, and nothing that one of them decides. ``layers`` follows split
+dimensions through the program of a layer; ``initializer_splitting`` flattens, splits and groups
+those of initialisers; ``surgery`` runs those of models in float64.
+"""
+
+from penzai_shard.traced_programs.source_locations import (
+    exception_location_text,
+    function_name,
+    location_text,
+    public_name,
+)
+from penzai_shard.traced_programs.walking import (
+    called_program,
+    equations,
+    evaluate,
+    inner_programs,
+    is_jit,
+    opened,
+    program_of,
+    walk,
+)
+
+__all__ = [
+    "called_program",
+    "equations",
+    "evaluate",
+    "exception_location_text",
+    "function_name",
+    "inner_programs",
+    "is_jit",
+    "location_text",
+    "opened",
+    "program_of",
+    "public_name",
+    "walk",
+]
