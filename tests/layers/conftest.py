@@ -11,7 +11,8 @@ from penzai import pz
 from penzai.deprecated.v1 import pz as pz_v1
 from penzai.deprecated.v1.example_models import simple_mlp as simple_mlp_v1
 from penzai.models import simple_mlp
-from penzai.models.transformer.variants import llamalike_common
+
+from tests.model_families import transformer
 
 AUTO = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -56,22 +57,7 @@ def counting_mlp() -> Any:
 
 
 def llama(use_layer_stack: bool = False) -> Any:
-    return llamalike_common.build_llamalike_transformer(
-        llamalike_common.LlamalikeTransformerConfig(
-            num_kv_heads=2,
-            query_head_multiplier=2,
-            embedding_dim=8,
-            projection_dim=4,
-            mlp_hidden_dim=16,
-            num_decoder_blocks=2,
-            vocab_size=16,
-            mlp_variant="swiglu",
-            tie_embedder_and_logits=False,
-            use_layer_stack=use_layer_stack,
-        ),
-        init_base_rng=jax.random.key(0),
-        name="transformer",
-    )
+    return transformer("llama", jax.random.key(0), use_layer_stack=use_layer_stack)
 
 
 def features(batch: int = 8, seed: int = 1) -> Any:

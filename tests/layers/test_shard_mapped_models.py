@@ -1,7 +1,5 @@
 """Penzai's model families in a region, and calls that cannot be made."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +7,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from penzai import pz
 from penzai.models.transformer import model_parts, sampling_mode
-from penzai.models.transformer.variants import gpt_neox, llamalike_common
 
 import penzai_shard as pzs
 from penzai_shard.errors import MeshError, RuleTypeError
 from penzai_shard.layers import ShardMapped
 from penzai_shard.meshes import make_mesh
+from tests.model_families import transformer
 
 MESH = make_mesh({"data": 4, "model": 2})
 RULES = {"embedding": "data"}
@@ -24,65 +22,15 @@ UP = pz.nn.Linear.from_config("up", jax.random.key(0), {"embedding": 8}, {"neuro
 X = pz.nx.wrap(jax.random.normal(jax.random.key(9), (8, 8))).tag("batch", "embedding")
 
 
-def llama(**options):
-    config: dict[str, Any] = {
-        "num_kv_heads": 2,
-        "query_head_multiplier": 2,
-        "embedding_dim": 8,
-        "projection_dim": 4,
-        "mlp_hidden_dim": 16,
-        "num_decoder_blocks": 1,
-        "vocab_size": 16,
-        "mlp_variant": "swiglu",
-        "tie_embedder_and_logits": False,
-    }
-    return llamalike_common.build_llamalike_transformer(
-        llamalike_common.LlamalikeTransformerConfig(**(config | options)),
-        init_base_rng=jax.random.key(0),
-        name="transformer",
-    )
-
-
-def gemma():
-    return llama(
-        num_decoder_blocks=2,
-        mlp_variant="geglu_approx",
-        tie_embedder_and_logits=True,
-        num_kv_heads=1,
-        final_logit_softcap=30.0,
-        attn_logits_soft_cap=50.0,
-        use_post_attn_norm=True,
-        use_post_ffw_norm=True,
-        attention_type=(
-            llamalike_common.AttentionTypeSlidingWindowCausal(2),
-            llamalike_common.AttentionTypeGlobalCausal(),
-        ),
-    )
-
-
-def neox():
-    config = gpt_neox.GPTNeoXTransformerConfig(
-        num_attention_heads=2,
-        embedding_dim=8,
-        projection_dim=4,
-        mlp_hidden_dim=16,
-        num_decoder_blocks=1,
-        vocab_size=16,
-        rope_subset_size=2,
-        activation_fn="gelu_approx",
-        rope_wavelength=1e4,
-        layernorm_epsilon=1e-5,
-        parameter_dtype=jnp.float32,
-        activation_dtype=jnp.float32,
-    )
-    return gpt_neox.build_gpt_neox_transformer(config, init_base_rng=jax.random.key(0))
+def build(family, **options):
+    return transformer(family, jax.random.key(0), **options)
 
 
 FAMILIES = {
-    "llama": llama,
-    "gemma": gemma,
-    "layer stack": lambda: llama(use_layer_stack=True),
-    "gpt-neox": neox,
+    "llama": lambda: build("llama", num_decoder_blocks=1),
+    "gemma": lambda: build("gemma_2", num_kv_heads=1),
+    "layer stack": lambda: build("llama", num_decoder_blocks=1, use_layer_stack=True),
+    "gpt-neox": lambda: build("gpt_neox", num_decoder_blocks=1),
 }
 
 
@@ -107,7 +55,7 @@ def test_every_family_runs_with_a_split_batch_and_equals_the_bare_model(family, 
 def test_blocks_with_a_cache_of_keys_and_values_run_and_equal_the_bare_model():
     def cached():
         return sampling_mode.KVCachingTransformerLM.from_uncached(
-            llama(), cache_len=8, batch_axes={"batch": 8}, variable_name_prefix="cache"
+            FAMILIES["llama"](), cache_len=8, batch_axes={"batch": 8}, variable_name_prefix="cache"
         )
 
     kind = model_parts.TransformerBlock

@@ -1,6 +1,7 @@
 """What a plan says is what happens, whoever carries it out; a plan of another tree is refused."""
 
 import collections
+import functools
 import math
 
 import jax
@@ -12,10 +13,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from penzai import pz
 from penzai.models import simple_mlp
-from penzai.models.transformer.variants import gpt_neox, llamalike_common
+from penzai.models.transformer.variants.llamalike_common import AttentionTypeGlobalCausal
 
 import penzai_shard as pzs
 from penzai_shard.errors import PlanError
+from tests.model_families import transformer
 
 MESH = pzs.make_mesh({"data": 4, "model": 2})
 EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -29,63 +31,22 @@ def shard_shapes(array):
 # Every family of Penzai, with the defaults of every function
 
 
-def llamalike(**more):
-    config = llamalike_common.LlamalikeTransformerConfig(
-        **{
-            "num_kv_heads": 2,
-            "query_head_multiplier": 2,
-            "embedding_dim": 8,
-            "projection_dim": 4,
-            "mlp_hidden_dim": 16,
-            "num_decoder_blocks": 1,
-            "vocab_size": 12,
-            "mlp_variant": "swiglu",
-            "tie_embedder_and_logits": False,
-        }
-        | more
-    )
-    return lambda key: llamalike_common.build_llamalike_transformer(config, init_base_rng=key)
-
-
-def neox(key):
-    config = gpt_neox.GPTNeoXTransformerConfig(
-        num_attention_heads=2,
-        embedding_dim=8,
-        projection_dim=4,
-        mlp_hidden_dim=16,
-        num_decoder_blocks=1,
-        vocab_size=12,
-        activation_fn="gelu_approx",
-        rope_subset_size=2,
-        rope_wavelength=10_000.0,
-        layernorm_epsilon=1e-5,
-        parameter_dtype=jnp.float32,
-        activation_dtype=jnp.float32,
-    )
-    return gpt_neox.build_gpt_neox_transformer(config, init_base_rng=key)
-
-
 def mlp(key):
     return simple_mlp.DropoutMLP.from_config(
         name="mlp", init_base_rng=key, feature_sizes=[8, 16, 4], drop_rate=0.5
     )
 
 
+def one_block(family, **options):
+    return functools.partial(transformer, family, num_decoder_blocks=1, vocab_size=12, **options)
+
+
 FAMILIES = {
-    "llama": llamalike(),
-    "mistral": llamalike(
-        attention_type=llamalike_common.AttentionTypeSlidingWindowCausal(window_size=4)
-    ),
-    "gemma": llamalike(
-        tie_embedder_and_logits=True,
-        mlp_variant="geglu_approx",
-        use_post_attn_norm=True,
-        use_post_ffw_norm=True,
-        final_logit_softcap=30.0,
-        num_kv_heads=1,
-    ),
-    "stacked llama": llamalike(use_layer_stack=True),
-    "gpt_neox": neox,
+    "llama": one_block("llama"),
+    "mistral": one_block("mistral"),
+    "gemma": one_block("gemma_2", num_kv_heads=1, attention_type=AttentionTypeGlobalCausal()),
+    "stacked llama": one_block("llama", use_layer_stack=True),
+    "gpt_neox": one_block("gpt_neox"),
     "mlp": mlp,
 }
 RULES = {"embedding": "data", "neurons": "model", "vocabulary": "model", "features_out": "model"}

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from penzai import pz
-from penzai.models.transformer.variants import llamalike_common
 from rich.console import Console
+
+from tests.model_families import transformer
 
 
 @pz.pytree_dataclass(has_implicitly_inherited_fields=True)
@@ -55,22 +56,9 @@ def stacked_mlp(layers=2, size=4):
 @functools.cache
 def llama(blocks=2, values=False, **overrides):
     """A transformer; without ``values`` it has slots where its parameters would be."""
-    settings = {
-        "num_kv_heads": 2,
-        "query_head_multiplier": 2,
-        "embedding_dim": 8,
-        "projection_dim": 4,
-        "mlp_hidden_dim": 16,
-        "num_decoder_blocks": blocks,
-        "vocab_size": 16,
-        "mlp_variant": "swiglu",
-        "tie_embedder_and_logits": False,
-    }
-    config = llamalike_common.LlamalikeTransformerConfig(**(settings | overrides))
-
-    def build(rng):
-        return llamalike_common.build_llamalike_transformer(config, init_base_rng=rng, name="t")
-
+    build = functools.partial(
+        transformer, "llama", name="t", num_decoder_blocks=blocks, **overrides
+    )
     if not values:
         return build(None)
     # Much faster than to draw each parameter with the initializer of its own.

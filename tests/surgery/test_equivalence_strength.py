@@ -28,8 +28,8 @@ from penzai_shard.surgery import (
     wrap,
 )
 from penzai_shard.surgery.equivalence import model_steps
-from tests.surgery.model_families import family
-from tests.surgery.small_models import Block, features, tokens
+from tests.model_families import drawn_transformer, with_drawn_values
+from tests.surgery.small_models import Block, features, mlp, tokens
 
 MESH = make_mesh({"data": 4, "model": 2})
 
@@ -400,7 +400,7 @@ def test_a_rescale_is_never_certified(dtype, seed, size, grows, where):
 
 def test_all_standard_recipes_at_once_are_certified():
     """Families, dtypes and recipes one by one take a quarter of an hour."""
-    model = family("mlp", "float32")
+    model = with_drawn_values(mlp(2))
     recipe = (
         scope_layers()
         + manual_fsdp(Block, MESH, {"embedding": "data", "batch": "data", "neurons": "model"})
@@ -414,7 +414,9 @@ def test_all_standard_recipes_at_once_are_certified():
 
 
 def test_a_transformer_in_bfloat16_is_certified_in_mixed_precision():
-    model = family("gpt_neox", "bfloat16")
+    model = drawn_transformer(
+        "gpt_neox", parameter_dtype=jnp.bfloat16, activation_dtype=jnp.bfloat16
+    )
     edited = (mixed_precision() + jit_root()).apply(model)
     report = check_equivalent(model, edited, tokens(), gradients=False)
     assert report, report

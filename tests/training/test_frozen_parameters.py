@@ -6,33 +6,21 @@ import numpy as np
 import optax
 import pytest
 from penzai import pz
-from penzai.models.transformer.variants import llamalike_common
 from penzai.toolshed import lora
 
 import penzai_shard as pzs
 from penzai_shard.errors import ShardingError
 from penzai_shard.training import TrainState, build_train_step_fn
+from tests.model_families import transformer
 
-CONFIG = llamalike_common.LlamalikeTransformerConfig(
-    num_kv_heads=1,
-    query_head_multiplier=2,
-    embedding_dim=8,
-    projection_dim=4,
-    mlp_hidden_dim=16,
-    num_decoder_blocks=1,
-    vocab_size=16,
-    mlp_variant="swiglu",
-    tie_embedder_and_logits=True,
-)
 TIED = "transformer/embedder.embeddings"
 RULES = {"embedding": "data", "neurons": "model", "vocabulary": "model", "batch": "data"}
 TOKENS = pz.nx.wrap(jax.random.randint(jax.random.key(2), (8, 4), 0, 16), "batch", "seq")
 
 
 def base_model():
-    return llamalike_common.build_llamalike_transformer(
-        CONFIG, init_base_rng=jax.random.key(0), name="transformer"
-    )
+    options = {"num_kv_heads": 1, "num_decoder_blocks": 1, "tie_embedder_and_logits": True}
+    return transformer("llama", jax.random.key(0), **options)
 
 
 @pytest.fixture(scope="module")
