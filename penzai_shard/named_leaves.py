@@ -21,6 +21,7 @@ from penzai.core.variables import AutoStateVarLabel, LabeledVariable, LabeledVar
 
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import RuleTypeError
+from penzai_shard.model_variables import first_api
 from penzai_shard.reduced_statistics import align_names
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.tree_paths import join_paths, path_text
@@ -58,10 +59,6 @@ class NamedLeaf:
 
 Visit = Callable[[NamedLeaf], Any]
 
-# Modules of optional or deprecated libraries are looked up, not imported: a tree can hold their
-# objects only if somebody has imported them already.
-_V1_PARAMETERS = "penzai.deprecated.v1.nn.parameters"
-
 # Fields of optimizer states that hold an array of numbers which belong to no parameter: the
 # Newton-Schulz coefficients of optax's Muon.
 _COEFFICIENT_FIELDS = frozenset({"ns_coeffs"})
@@ -79,12 +76,9 @@ def _unit_kind(node_type: Hashable) -> str | None:
         return "variable"
     if issubclass(node_type, LabeledVariableValue):
         return "variable_value"
-    if node_type.__module__ == _V1_PARAMETERS:
-        v1 = sys.modules[_V1_PARAMETERS]
-        if issubclass(node_type, v1.Parameter | v1.FrozenParameter):
-            return "v1_parameter"
-        if issubclass(node_type, v1.UninitializedParameter):
-            return "v1_uninitialized"
+    if kind := first_api.parameter_kind(node_type):
+        return "uninitialized" if kind == "uninitialized" else "first_api_parameter"
+    # Looked up, not imported: a tree can hold Equinox modules only if somebody has imported it.
     equinox = sys.modules.get("equinox")
     if equinox is not None and issubclass(node_type, equinox.Module):
         return "nameless_module"
@@ -221,7 +215,7 @@ def _map_unit(node: Any, visit: Visit, path: str, place: str) -> Any:
             label = str(node.label)
             value = _map_tree(node.value, visit, label, join_paths(place, label))
             return dataclasses.replace(node, value=value)
-        case "v1_parameter":
+        case "first_api_parameter":
             value = _map_tree(node.value, visit, node.name, join_paths(place, node.name))
             return dataclasses.replace(node, value=value)
         case _:

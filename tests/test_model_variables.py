@@ -62,7 +62,7 @@ def test_a_state_variable_is_no_parameter():
 @pytest.mark.parametrize("kind", [pz.Parameter, pz.StateVariable])
 def test_a_thawed_variable_shares_nothing_mutable(kind):
     original = kind(value=VALUE, label="w", metadata={"note": 1})
-    thawed = model_variables.thawed(original.freeze(), own_label=True)
+    thawed = model_variables.with_own_label(model_variables.thawed(original.freeze()))
     assert type(thawed) is kind
     assert (thawed.label, thawed.metadata) == ("w", {"note": 1})
     thawed.metadata["note"] = 2
@@ -74,7 +74,7 @@ def test_a_thawed_variable_shares_nothing_mutable(kind):
 def test_an_automatic_label_is_kept_or_made_anew():
     original = pz.StateVariable(value=0)
     assert model_variables.thawed(original.freeze()).label == original.label
-    thawed = model_variables.thawed(original.freeze(), own_label=True)
+    thawed = model_variables.with_own_label(model_variables.thawed(original.freeze()))
     assert thawed.label == AutoStateVarLabel(id(thawed)) != original.label
 
 

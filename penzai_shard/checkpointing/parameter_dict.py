@@ -4,26 +4,29 @@ A parameter is known by its name alone, wherever in the model it is. So wrapper 
 constraints that are inserted or taken out never change the dictionary.
 """
 
-import dataclasses
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from penzai import pz
-from penzai.core.variables import AutoStateVarLabel, LabeledVariable, LabeledVariableValue
+from penzai.core.variables import LabeledVariable, LabeledVariableValue
 
 from penzai_shard.array_kinds import is_abstract, is_array_like, is_deleted
 from penzai_shard.checkpointing.array_records import leaves_with_paths, record_of
 from penzai_shard.checkpointing.comparison import REPLACING, Tolerance, compare
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
+from penzai_shard.model_variables import (
+    is_parameter,
+    is_variable,
+    thawed,
+    value_of,
+    variable_name,
+    with_own_label,
+    with_value,
+)
 from penzai_shard.named_leaves import NamedLeaf, leaves_of, map_arrays
 from penzai_shard.tree_paths import join_paths, path_text
-
-# Looked up and never imported: a tree holds parameters of the first API only if somebody has
-# imported it.
-_V1_PARAMETERS = "penzai.deprecated.v1.nn.parameters"
 
 
 def param_dict(model: Any) -> dict[str, Any]:
@@ -65,9 +68,9 @@ def param_dict(model: Any) -> dict[str, Any]:
     places: dict[str, tuple[str, Any]] = {}
     problems = []
     for path, node in _variables(model):
-        if not _is_parameter(node):
+        if not is_parameter(node):
             continue
-        name = parameter_name(node)
+        name = variable_name(node)
         if name not in places:
             places[name] = (path, node)
         elif not _same_parameter(places[name][1], node):
@@ -77,7 +80,7 @@ def param_dict(model: Any) -> dict[str, Any]:
                 "or another name at construction; or put the same Parameter object at both places."
             )
     raise_all(CheckpointMismatchError, "cannot tell parameters apart by name:", problems)
-    return {name: _value_of(node) for name, (_, node) in places.items()}
+    return {name: value_of(node) for name, (_, node) in places.items()}
 
 
 def with_params(model: Any, params: Mapping[str, Any]) -> Any:
@@ -173,11 +176,11 @@ def rebuilt(model: Any, values: Mapping[str, Any], shardings: Any = None) -> Any
             return _put(node, layout)
         slot = node.get_slot() if isinstance(node, LabeledVariable | LabeledVariableValue) else None
         if slot is None:
-            return _v1_parameter_with(node, values[node.name])
+            return with_value(node, values[node.name])
         if slot not in made:
             value = (
-                values[parameter_name(node)]
-                if _is_parameter(node)
+                values[variable_name(node)]
+                if is_parameter(node)
                 else node.value
                 if layout is None
                 else jax.tree_util.tree_map(_put, node.value, layout.value)
@@ -209,37 +212,10 @@ def is_parameter_mapping(model: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(model, Mapping) and not any(True for _ in _variables(model))
 
 
-def with_own_label(variable: Any) -> Any:
-    """Gives a new variable a label of its own if it has the automatic one of another.
-
-    An automatic label is the id of an object. When that object is gone, a later one may get its
-    id, and two variables of one model would have one label.
-
-    >>> copy = pz.StateVariable(jnp.zeros(())).freeze().unfreeze_as_copy()
-    >>> with_own_label(copy).label == AutoStateVarLabel(id(copy))
-    True
-    """
-    if isinstance(variable.label, AutoStateVarLabel):
-        variable.label = AutoStateVarLabel(id(variable))
-    return variable
-
-
-def is_variable(node: Any) -> bool:
-    """Whether a node is a variable of a model: parameter or state, mutable or frozen."""
-    return isinstance(node, LabeledVariable | LabeledVariableValue) or _is_v1_parameter(node)
-
-
-def parameter_name(node: Any) -> str:
-    """The name of a parameter of either API."""
-    if isinstance(node, LabeledVariable | LabeledVariableValue):
-        return str(node.label)
-    return str(node.name)
-
-
 def state_variables_without_values(model: Any) -> Iterator[tuple[str, str]]:
     """Where state variables have structs in place of values or were donated, and which it is."""
     for path, node in _variables(model):
-        if _is_parameter(node):
+        if is_parameter(node):
             continue
         leaves = jax.tree_util.tree_leaves(node.value)
         if any(map(is_abstract, leaves)):
@@ -254,36 +230,11 @@ def _variables(tree: Any) -> Iterator[tuple[str, Any]]:
             yield path_text(key_path), node
 
 
-def _is_parameter(node: Any) -> bool:
-    return isinstance(node, pz.Parameter | pz.ParameterValue) or _is_v1_parameter(node)
-
-
-def _is_v1_parameter(node: Any) -> bool:
-    v1 = sys.modules.get(_V1_PARAMETERS)
-    return v1 is not None and isinstance(
-        node, v1.Parameter | v1.FrozenParameter | v1.UninitializedParameter
-    )
-
-
-def _value_of(node: Any) -> Any:
-    v1 = sys.modules.get(_V1_PARAMETERS)
-    if v1 is not None and isinstance(node, v1.UninitializedParameter):
-        return node.as_empty_parameter().value
-    return node.value
-
-
-def _v1_parameter_with(node: Any, value: Any) -> Any:
-    v1 = sys.modules[_V1_PARAMETERS]
-    if isinstance(node, v1.UninitializedParameter):
-        return v1.Parameter(value, node.name)
-    return dataclasses.replace(node, value=value)
-
-
 def _same_parameter(first: Any, second: Any) -> bool:
     """Whether two occurrences of a name are one parameter."""
     if isinstance(first, LabeledVariable) or isinstance(second, LabeledVariable):
         return first is second
-    if type(first) is not type(second) or _is_v1_parameter(first):
+    if type(first) is not type(second) or not isinstance(first, LabeledVariableValue):
         return False
     # Frozen values of one shared parameter are different objects. They hold the same arrays, or
     # equal ones if they went through a transformation.
@@ -303,18 +254,14 @@ def _equal_leaves(a: Any, b: Any) -> bool:
 
 
 def _fresh_variable(node: Any, value: Any) -> Any:
-    leaves = jax.tree_util.tree_leaves(value)
-    metadata = dict(node.metadata)
-    is_parameter = isinstance(node, pz.Parameter | pz.ParameterValue)
     # Frozen on purpose, unless it could not be mutable: a mutable variable holds no structs.
     keeps_frozen = isinstance(node, LabeledVariableValue) and not any(
         map(is_abstract, jax.tree_util.tree_leaves(node.value))
     )
-    if not keeps_frozen and all(is_array_like(leaf) and not is_abstract(leaf) for leaf in leaves):
-        mutable = pz.Parameter if is_parameter else pz.StateVariable
-        return with_own_label(mutable(value=value, label=node.label, metadata=metadata))
-    frozen = pz.ParameterValue if is_parameter else pz.StateVariableValue
-    return frozen(value=value, label=node.label, metadata=metadata)
+    leaves = jax.tree_util.tree_leaves(value)
+    holds_arrays = all(is_array_like(leaf) and not is_abstract(leaf) for leaf in leaves)
+    frozen = with_value(node, value)
+    return with_own_label(thawed(frozen)) if holds_arrays and not keeps_frozen else frozen
 
 
 def _flat_mapping(mapping: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:

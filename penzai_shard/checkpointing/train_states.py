@@ -22,9 +22,10 @@ from penzai_shard.checkpointing.comparison import (
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.manifest import Manifest
 from penzai_shard.checkpointing.orbax_store import save_arrays
-from penzai_shard.checkpointing.parameter_dict import param_dict, with_own_label
+from penzai_shard.checkpointing.parameter_dict import param_dict
 from penzai_shard.checkpointing.restoring import from_checkpoint, restore_arrays
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
+from penzai_shard.model_variables import thawed, with_own_label
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.planning import PlanRequest, ShardingPlan, plan_fields, shared_named_sharding
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
@@ -274,7 +275,7 @@ def _with_arrays(train_state: Any, arrays: Mapping[str, Any]) -> Any:
         if not isinstance(leaf, LabeledVariable):
             return value
         if id(leaf) not in fresh:
-            fresh[id(leaf)] = with_own_label(value.unfreeze_as_copy())
+            fresh[id(leaf)] = with_own_label(thawed(value))
         return fresh[id(leaf)]
 
     return jax.tree_util.tree_map(unfreeze, train_state, frozen)

@@ -7,7 +7,6 @@ float32's range, so that losses need no scaling.
 import dataclasses
 import difflib
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from penzai_shard.layers import variable_threading
 from penzai_shard.layers.unfit_calls import UNFIT_CALL, explain_unfit_call
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import auto_context, onto_auto_twin
+from penzai_shard.model_variables import first_api
 
 SENSITIVE_LAYERS: tuple[type, ...] = (
     pz.nn.LayerNorm,
@@ -31,17 +31,6 @@ SENSITIVE_LAYERS: tuple[type, ...] = (
 )
 """Layers that sum many terms or divide by such sums, which few digits do badly."""
 
-# Looked up, not imported: a model can hold such layers only if somebody has imported them.
-_SENSITIVE_V1_LAYERS = {
-    "penzai.deprecated.v1.nn.basic_ops": ("Softmax",),
-    "penzai.deprecated.v1.nn.standardization": (
-        "LayerNorm",
-        "RMSLayerNorm",
-        "RMSStandardize",
-        "Standardize",
-    ),
-}
-
 
 def is_sensitive(layer: Any) -> bool:
     """Whether a layer is computed in float32 unless one says otherwise: norms and softmax.
@@ -49,11 +38,7 @@ def is_sensitive(layer: Any) -> bool:
     >>> is_sensitive(pz.nn.Softmax("kv_seq")), is_sensitive(pz.nn.Identity())
     (True, False)
     """
-    if isinstance(layer, SENSITIVE_LAYERS):
-        return True
-    names = _SENSITIVE_V1_LAYERS.get(type(layer).__module__, ())
-    module = sys.modules.get(type(layer).__module__)
-    return any(isinstance(layer, getattr(module, name, ())) for name in names)
+    return isinstance(layer, SENSITIVE_LAYERS) or type(layer) in first_api.sensitive_layer_types()
 
 
 @pz.pytree_dataclass

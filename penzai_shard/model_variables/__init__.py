@@ -13,6 +13,7 @@ from penzai_shard.model_variables.variables import (
     thawed,
     value_of,
     variable_name,
+    with_own_label,
     with_value,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "thawed",
     "value_of",
     "variable_name",
+    "with_own_label",
     "with_value",
 ]

@@ -53,7 +53,7 @@ def value_of(variable: Any) -> Any:
 
 
 def with_value(variable: Any, value: Any) -> Any:
-    """A frozen variable or parameter like another, with another value.
+    """A frozen variable or parameter like another, with another value and metadata of its own.
 
     >>> frozen = with_value(pz.StateVariable(0, label="count"), 1)
     >>> type(frozen).__name__, frozen.label, frozen.value
@@ -62,27 +62,33 @@ def with_value(variable: Any, value: Any) -> Any:
     if _is_first_api(variable):
         return first_api.with_parameter_value(variable, value)
     frozen = variable.freeze() if isinstance(variable, AbstractVariable) else variable
-    return dataclasses.replace(frozen, value=value)
+    return dataclasses.replace(frozen, value=value, metadata=dict(frozen.metadata))
 
 
-def thawed(frozen: Any, own_label: bool = False) -> Any:
+def thawed(frozen: Any) -> Any:
     """A new mutable variable with a frozen one's value, sharing nothing mutable with it.
 
-    Args:
-        frozen: Any frozen variable of Penzai.
-        own_label: Whether to replace an automatic label by one of the new variable's own. Such a
-            label is the id of an object. When that object is gone, a later one may get its id,
-            and two variables of one model would have one label.
-
-    >>> copy = thawed(pz.StateVariable(0).freeze(), own_label=True)
-    >>> copy.label == AutoStateVarLabel(id(copy))
-    True
+    >>> thawed(pz.StateVariable(0, label="count").freeze()).label
+    'count'
     """
     variable = frozen.unfreeze_as_copy()
     metadata = getattr(variable, "metadata", None)
     if isinstance(metadata, dict):
         variable.metadata = dict(metadata)
-    if own_label and isinstance(getattr(variable, "label", None), AutoStateVarLabel):
+    return variable
+
+
+def with_own_label(variable: Any) -> Any:
+    """Gives a new variable a label of its own if it has the automatic one of another.
+
+    An automatic label is the id of an object. When that object is gone, a later one may get its
+    id, and two variables of one model would have one label.
+
+    >>> copy = with_own_label(thawed(pz.StateVariable(0).freeze()))
+    >>> copy.label == AutoStateVarLabel(id(copy))
+    True
+    """
+    if isinstance(getattr(variable, "label", None), AutoStateVarLabel):
         variable.label = AutoStateVarLabel(id(variable))
     return variable
 

@@ -1,7 +1,6 @@
 """Making models on a mesh by logical axis names, or without any memory."""
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,9 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from penzai import pz
-from penzai.core.variables import AbstractVariableValue, AutoStateVarLabel
+from penzai.core.variables import AbstractVariableValue
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
+from penzai_shard.model_variables import first_api, thawed, with_own_label
 from penzai_shard.placement.builders import (
     OWN_ARGUMENTS,
     check_builder,
@@ -167,8 +167,7 @@ def initialize_parameters_sharded(
         raise RuleTypeError(
             f"initialize_parameters_sharded: rng is a random key, not {rng!r}. Write {fix}."
         )
-    v1 = importlib.import_module("penzai.deprecated.v1.pz")
-    uninitialized = v1.select(model_def).at_instances_of(v1.nn.UninitializedParameter)
+    uninitialized = first_api.uninitialized_parameters(model_def)
     request = PlanRequest.read(
         "initialize_parameters_sharded",
         mesh,
@@ -186,7 +185,7 @@ def initialize_parameters_sharded(
         given = dataclasses.replace(request.given, leaves=leaves)
         request = dataclasses.replace(request, given=given)
     parameters = _initialize_on_mesh(
-        lambda key: v1.nn.initialize_parameters(uninitialized.get_sequence(), key),
+        lambda key: first_api.initialize_parameters(uninitialized.get_sequence(), key),
         (rng,),
         {},
         request,
@@ -286,13 +285,12 @@ def _bind(
     keep_frozen: Callable[[Any], bool] = lambda value: False,
 ) -> Any:
     """Puts new variables in the slots of a model."""
-    variables = [value if keep_frozen(value) else value.unfreeze_as_copy() for value in frozen]
+    variables = [value if keep_frozen(value) else thawed(value) for value in frozen]
     bound = pz.bind_variables(model, variables)
+    # Only now: the slots of the model have the labels of the objects that were traced.
     for variable in variables:
-        if isinstance(variable, pz.StateVariable) and isinstance(variable.label, AutoStateVarLabel):
-            # An automatic label is the id of the object. The one that was traced is gone, and a
-            # later one may get its id: then two variables of one model would have one label.
-            variable.label = AutoStateVarLabel(id(variable))
+        if not keep_frozen(variable):
+            with_own_label(variable)
     return bound
 
 

@@ -9,6 +9,7 @@ from penzai.core.variables import AbstractVariable, AbstractVariableValue
 from penzai_shard.array_kinds import is_array_like, is_deleted
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.meshes import onto_auto_twin
+from penzai_shard.model_variables import thawed
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import PlanRequest, ShardingPlan, sharding_tree
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
@@ -160,7 +161,7 @@ def put(tree: Any, shardings: Any) -> Any:
         _refuse_deleted(tree)
     moved = _device_put(values, layouts)
     placed = others | {
-        place: value.unfreeze_as_copy() if isinstance(value, AbstractVariableValue) else value
+        place: thawed(value) if isinstance(value, AbstractVariableValue) else value
         for place, value in moved.items()
     }
     return treedef.unflatten([placed[_place_of(index, node)] for index, node in enumerate(nodes)])

@@ -5,7 +5,6 @@ parameters of Penzai's first API, or as bare arrays. Here each kind becomes a va
 """
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,22 +14,17 @@ import numpy as np
 from penzai import pz
 from penzai.core.variables import AbstractVariable, AbstractVariableValue
 
+from penzai_shard.model_variables import first_api, thawed
 from penzai_shard.surgery.stripping import strip
 from penzai_shard.tree_paths import path_text
-
-# Looked up, not imported: a model can hold such parameters only if somebody imported them.
-_V1_PARAMETERS = "penzai.deprecated.v1.nn.parameters"
 
 Name = Any
 
 
-def _is_v1_parameter(node: Any) -> bool:
-    v1 = sys.modules.get(_V1_PARAMETERS)
-    return v1 is not None and isinstance(node, v1.Parameter)
-
-
 def _is_unit(node: Any) -> bool:
-    return isinstance(node, pz.ParameterValue) or _is_v1_parameter(node)
+    return (
+        isinstance(node, pz.ParameterValue) or first_api.parameter_kind(type(node)) == "parameter"
+    )
 
 
 def _is_array(leaf: Any) -> bool:
@@ -117,7 +111,7 @@ class ModelCall:
         values: list[AbstractVariableValue] = [
             (parameters if kind == "parameter" else state)[name] for kind, name in self._variables
         ]
-        variables: list[AbstractVariable] = [_thawed(value) for value in values]
+        variables: list[AbstractVariable] = [thawed(value) for value in values]
         model, args, side_inputs = pz.bind_variables(tree, variables)
         output = pz.freeze_variables(model(*args, **side_inputs))
         new_state = {
@@ -126,15 +120,6 @@ class ModelCall:
             if kind == "state"
         }
         return output, new_state
-
-
-def _thawed(value: AbstractVariableValue) -> AbstractVariable:
-    """A new variable; its metadata is a copy, so that the model's own cannot be changed."""
-    variable = value.unfreeze_as_copy()
-    metadata = getattr(variable, "metadata", None)
-    if isinstance(metadata, dict):
-        variable.metadata = dict(metadata)
-    return variable
 
 
 def _paths_of_arrays(model: Any) -> dict[int, str]:
