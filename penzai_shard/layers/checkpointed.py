@@ -14,10 +14,7 @@ from penzai_shard.layers.remat_policies import POLICIES, named_policy
 from penzai_shard.layers.unfit_calls import UNFIT_CALL, explain_unfit_call
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import auto_context, onto_auto_twin
-from penzai_shard.model_variables.first_api_effects import (
-    effects_as_variables,
-    variables_as_effects,
-)
+from penzai_shard.model_variables.first_api_effects import effects_as_variables
 
 CheckpointPolicy = Callable[..., Any] | None
 
@@ -54,11 +51,8 @@ def _call_functionally(
     values: tuple[Any, ...], body: Any, argument: Any, side_inputs: dict[str, Any]
 ) -> tuple[Any, dict[int, Any]]:
     variables = variable_threading.thaw(values)
-    before = variable_threading.contents(variables)
     body, argument, side_inputs = pz.bind_variables((body, argument, side_inputs), variables)
-    output = variables_as_effects(body)(argument, **side_inputs)
-    variable_threading.check_no_variable(output, "Checkpointed")
-    return output, variable_threading.reassigned(variables, before)
+    return variable_threading.call_with(variables, body, argument, side_inputs, "Checkpointed")
 
 
 def _without_fixed_leaves(arguments: tuple[Any, ...]) -> tuple[Callable[..., Any], Any]:

@@ -4,7 +4,6 @@ Surgery makes new model objects all the time, and most of them are built like on
 compiled. What a compiled function depends on is kept here, without any array or model object.
 """
 
-import collections
 import dataclasses
 import functools
 import threading
@@ -15,8 +14,7 @@ import jax
 from penzai import pz
 
 from penzai_shard.layers import variable_threading
-from penzai_shard.meshes import auto_context, onto_auto_twin, shardings_on_auto_twin
-from penzai_shard.model_variables.first_api_effects import variables_as_effects
+from penzai_shard.meshes import auto_context, onto_auto_twin
 
 MOST_STRUCTURES_KEPT = 128
 """How many structures stay compiled after the last model that has one is gone."""
@@ -24,76 +22,31 @@ MOST_STRUCTURES_KEPT = 128
 CONSTANT, FIXED = -1, -2
 """Places of leaves that are not variables: arrays, and anything else."""
 
-
-class ByEquality:
-    """Makes a value that cannot be hashed part of a key; compared by ``==`` alone.
-
-    >>> ByEquality({"a": 1}) == ByEquality({"a": 1}), ByEquality({"a": 1}) == ByEquality({})
-    (True, False)
-    """
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByEquality) and bool(self.value == other.value)
-
-    def __hash__(self) -> int:
-        return hash(ByEquality)
+INCOMPARABLE = (AttributeError, TypeError, ValueError)
+"""What ``hash`` and ``==`` raise for objects, such as arrays, that were not written for them."""
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardingTree:
-    """A tree of shardings as part of a key.
+class FlatTree:
+    """A tree as part of a key. Named arrays can be nodes of it, whose own ``==`` is elementwise.
 
     Attributes:
-        leaves: The shardings.
-        structure: The tree. Named arrays can be nodes of it, whose own ``==`` is elementwise.
+        structure: The tree's structure.
+        leaves: Its leaves.
     """
 
-    leaves: tuple[Any, ...]
     structure: Any
+    leaves: tuple[Any, ...]
 
     @classmethod
-    def of(cls, shardings: Any) -> "ShardingTree | None":
-        """Reads a tree of shardings, on the Auto twins of their meshes; None stays None."""
-        if shardings is None:
-            return None
-        leaves, structure = jax.tree_util.tree_flatten(shardings_on_auto_twin(shardings))
-        return cls(tuple(leaves), structure)
+    def of(cls, tree: Any) -> "FlatTree":
+        """Takes a tree apart."""
+        leaves, structure = jax.tree_util.tree_flatten(tree)
+        return cls(structure, tuple(leaves))
 
     def tree(self) -> Any:
-        """The tree of shardings."""
+        """The tree."""
         return jax.tree_util.tree_unflatten(self.structure, self.leaves)
-
-
-@dataclasses.dataclass(frozen=True)
-class PlainVariable:
-    """What a compiled function depends on of a ``pz.Parameter`` or ``pz.StateVariable``.
-
-    Attributes:
-        kind: The class.
-        label: Its label.
-        metadata: Its metadata, copied.
-        axes: Logical axis names and sizes if its value is a ``pz.nx.NamedArray``, None if its
-            value is an array.
-    """
-
-    kind: type
-    label: Any
-    metadata: ByEquality
-    axes: tuple[tuple[Any, int], ...] | None
-
-    def thaw(self, array: Any) -> Any:
-        """A new mutable variable of this kind that holds ``array``."""
-        value = array
-        if self.axes is not None:
-            value = pz.nx.NamedArray(
-                named_axes=collections.OrderedDict(self.axes), data_array=array
-            )
-        return self.kind(label=self.label, value=value, metadata=dict(self.metadata.value))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,21 +57,15 @@ class Structure:
         body: The model's tree, with a leaf for every variable and every constant.
         places: For each leaf, the index of its variable, or CONSTANT, or FIXED.
         fixed: The leaves that are not arrays, such as functions, in order.
-        plain: The variables whose value is one array, in the order of their arrays.
-        general: The tree of the frozen forms of all other variables, which come after those.
-        in_shardings: Sharding of the argument, or None.
-        out_shardings: Sharding of the output, or None.
-        donate_argument: Whether the argument's buffers may be used for the output.
+        variables: The tree of the frozen forms of all variables: a leaf for each of their arrays.
+        options: What ``jax.jit`` is given besides the function.
     """
 
     body: Any
     places: tuple[int, ...]
     fixed: tuple[Any, ...]
-    plain: tuple[PlainVariable, ...]
-    general: Any
-    in_shardings: ShardingTree | None
-    out_shardings: ShardingTree | None
-    donate_argument: bool
+    variables: Any
+    options: FlatTree
 
 
 class _Tracing(threading.local):
@@ -156,36 +103,21 @@ class CompiledStructure:
             side_inputs: dict[str, Any],
             extras: tuple[Any, ...] | None,
         ) -> tuple[Any, dict[int, Any]]:
+            given = arrays, constants, argument, side_inputs, extras
             outer = tracing.now
             tracing.now = outer | {id(structure)}
             try:
                 with auto_context():
-                    return _run(
-                        structure,
-                        *onto_auto_twin((arrays, constants, argument, side_inputs, extras)),
-                    )
+                    return _run(structure, *onto_auto_twin(given))
             finally:
                 tracing.now = outer
 
         run.__name__ = run.__qualname__ = f"Jitted_{_root_name(structure.body)}"
-        options: dict[str, Any] = {}
-        if structure.in_shardings is not None:
-            options["in_shardings"] = (None, None, structure.in_shardings.tree(), None, None)
-        if structure.out_shardings is not None:
-            options["out_shardings"] = (structure.out_shardings.tree(), None)
-        if structure.donate_argument:
-            options["donate_argnums"] = (2,)
         self.structure = structure
         self.key = id(structure)
-        self.run: Callable[..., tuple[Any, dict[int, Any]]] = jax.jit(run, **options)
-
-    def outside_of_itself(self) -> "CompiledStructure":
-        """This, or another like it if this thread is tracing this one now.
-
-        JAX refuses to trace a function inside its own trace, as a layer asks for that compiles
-        itself in its own call.
-        """
-        return CompiledStructure(self.structure) if self.key in tracing.now else self
+        self.run: Callable[..., tuple[Any, dict[int, Any]]] = jax.jit(
+            run, **structure.options.tree()
+        )
 
 
 def _run(
@@ -197,27 +129,18 @@ def _run(
     extras: tuple[Any, ...] | None,
 ) -> tuple[Any, dict[int, Any]]:
     """What ``CompiledStructure.run`` compiles."""
-    plain_count = len(structure.plain)
-    variables = [
-        plain.thaw(array)
-        for plain, array in zip(structure.plain, arrays[:plain_count], strict=True)
-    ]
-    general = jax.tree_util.tree_unflatten(structure.general, arrays[plain_count:])
-    variables += variable_threading.thaw(general)
+    own: Any = jax.tree_util.tree_unflatten(structure.variables, arrays)
+    variables = variable_threading.thaw((*own, *(extras or ())))
     remaining = {CONSTANT: iter(constants), FIXED: iter(structure.fixed)}
     body = jax.tree_util.tree_unflatten(
         structure.body,
         [variables[place] if place >= 0 else next(remaining[place]) for place in structure.places],
     )
     if extras is not None:
-        variables += variable_threading.thaw(extras)
         argument, side_inputs = pz.bind_variables(
             (argument, side_inputs), variables, allow_unused=True
         )
-    before = variable_threading.contents(variables)
-    output = variables_as_effects(body)(argument, **side_inputs)
-    variable_threading.check_no_variable(output, "Jitted")
-    return output, variable_threading.reassigned(variables, before)
+    return variable_threading.call_with(variables, body, argument, side_inputs, "Jitted")
 
 
 def _root_name(body: Any) -> str:
@@ -243,8 +166,7 @@ def compiled_structure(structure: Structure) -> CompiledStructure:
     try:
         with variable_threading.EXCHANGE:
             return _kept(structure)
-    except Exception:
-        # A hash or an == of somebody else's class failed, in whatever way it does.
+    except INCOMPARABLE:
         return CompiledStructure(structure)
 
 

@@ -1,10 +1,8 @@
 """Compiling a layer while it stays an ordinary part of the model."""
 
 import dataclasses
-import functools
-import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,10 +13,11 @@ from penzai import pz
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import variable_threading
-from penzai_shard.layers.compiled_structure import tracing
-from penzai_shard.layers.model_reading import Inputs, ModelReading
+from penzai_shard.layers.compiled_structure import CompiledStructure, tracing
+from penzai_shard.layers.model_reading import ModelReading, same_objects
 from penzai_shard.layers.unfit_calls import UNFIT_CALL, explain_unfit_call
 from penzai_shard.layers.wrapper_layer import WrapperLayer
+from penzai_shard.meshes import shardings_on_auto_twin
 
 _READING = "_model_reading"
 # After this many runs in vain, a call keeps the others out while it runs.
@@ -105,52 +104,41 @@ class Jitted(WrapperLayer):
             RuleTypeError: The model is abstract, an input is not an array, or an array was donated.
             MeshError: Parameters and inputs are not all on the same devices.
         """
-        given = argument, side_inputs
-        overtaken = 0
-        reading: ModelReading | None = self.__dict__.get(_READING)
-        while True:
-            inputs = None if reading is None else reading.inputs()
-            if reading is None or inputs is None:
-                reading, inputs = self._read()
-            arrays, constants, variables = inputs
+        for _ in range(_MOST_OVERTAKEN):
+            reading: ModelReading | None = self.__dict__.get(_READING)
+            arrays = None if reading is None else reading.current_arrays()
+            if reading is None or arrays is None:
+                reading, arrays = self._read()
+            given, variables = (argument, side_inputs), reading.variables
             added, extras = (), None
             if (
                 side_inputs or not isinstance(argument, _PLAIN_ARGUMENTS)
-            ) and variable_threading.contains_variable((argument, side_inputs)):
-                (argument, side_inputs), outer = pz.unbind_variables((argument, side_inputs))
-                own = set(map(id, variables))
-                added = tuple(variable for variable in outer if id(variable) not in own)
+            ) and variable_threading.contains_variable(given):
+                given, added = _without_variables(given, variables)
                 variables = [*variables, *added]
-                variable_threading.check_distinct_slots(variables)
                 extras = variable_threading.frozen_together(added)
             if self.donate_argument and variables and not _this_thread.is_alone:
-                return self._call_alone(*given)  # It could not be run again.
+                break  # It could not be run again.
             compiled = reading.compiled
             if compiled.key in tracing.now:
-                compiled = compiled.outside_of_itself()
+                # JAX refuses to trace a function inside its own trace, as a layer asks for that
+                # compiles itself in its own call.
+                compiled = CompiledStructure(compiled.structure)
             try:
-                output, changed = compiled.run(arrays, constants, argument, side_inputs, extras)
+                output, changed = compiled.run(arrays, reading.constants, *given, extras)
             except UNFIT_CALL as error:
-                explain_unfit_call(error, self, *given)
+                explain_unfit_call(error, self, argument, side_inputs)
                 raise
             if not changed:
                 return output
             with variable_threading.EXCHANGE:
-                if _this_thread.is_alone or (
-                    _as_before(reading.arrays, arrays)
-                    and _as_before(
-                        functools.partial(_frozen_leaves, added), jax.tree_util.tree_leaves(extras)
-                    )
-                ):
+                if _this_thread.is_alone or _same_values(reading, added, arrays, extras):
                     for index, content in changed.items():
                         variable_threading.assign(variables[index], content)
                     return output
             # Another thread gave a variable a new value while this call computed with the old
             # one. Its own update would be lost if this call assigned; so it starts from the new.
-            overtaken += 1
-            if overtaken == _MOST_OVERTAKEN:
-                return self._call_alone(*given)
-            argument, side_inputs = given
+        return self._call_alone(argument, side_inputs)
 
     def _call_alone(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
         """A call during which no other thread's call reads or assigns variables."""
@@ -161,18 +149,24 @@ class Jitted(WrapperLayer):
             finally:
                 _this_thread.is_alone = False
 
-    def _read(self) -> tuple[ModelReading, Inputs]:
+    def _read(self) -> tuple[ModelReading, list[Any]]:
         """Reads the body, and keeps the reading until the body is edited or the layer is gone."""
+        options: dict[str, Any] = {}
+        if self.in_shardings is not None:
+            of_argument = shardings_on_auto_twin(self.in_shardings)
+            options["in_shardings"] = (None, None, of_argument, None, None)
+        if self.out_shardings is not None:
+            options["out_shardings"] = (shardings_on_auto_twin(self.out_shardings), None)
+        if self.donate_argument:
+            options["donate_argnums"] = (2,)
         with variable_threading.EXCHANGE:
-            reading = ModelReading(
-                self.body, self.in_shardings, self.out_shardings, self.donate_argument
-            )
-            inputs = reading.inputs()
-        if inputs is None:
+            reading = ModelReading(self.body, options)
+            arrays = reading.current_arrays()
+        if arrays is None:
             raise RuntimeError("the model changed while it was being read")
         # Not a field: not a part of the tree, of ==, of copies or of what is pickled or shown.
         self.__dict__[_READING] = reading
-        return reading, inputs
+        return reading, arrays
 
     def __hash__(self) -> int:
         """The hash of the fields, as Penzai's layers have it.
@@ -195,19 +189,31 @@ class Jitted(WrapperLayer):
         return self.attributes_dict()
 
 
-def _frozen_leaves(variables: Sequence[Any]) -> list[Any]:
-    return jax.tree_util.tree_leaves(variable_threading.frozen_together(variables))
+def _without_variables(
+    inputs: tuple[Any, dict[str, Any]], known: Sequence[Any]
+) -> tuple[tuple[Any, dict[str, Any]], tuple[Any, ...]]:
+    """The inputs with slots for the variables in them, and those of these that are not known."""
+    unbound, found = pz.unbind_variables(inputs)
+    known_ids = set(map(id, known))
+    added = tuple(variable for variable in found if id(variable) not in known_ids)
+    variable_threading.check_distinct_slots((*known, *added))
+    return unbound, added
 
 
-def _as_before(read: Callable[[], Sequence[Any] | None], before: Sequence[Any]) -> bool:
-    """Whether reading variables still gives the same objects as before."""
-    now = read()
-    if now is None or _identical(now, before):
-        return now is not None
+def _same_values(
+    reading: ModelReading, added: Sequence[Any], arrays: Sequence[Any], extras: Any
+) -> bool:
+    """Whether the variables of a call still hold the arrays that it computed with."""
+
+    def now() -> list[Any] | None:
+        own = reading.arrays()
+        if own is None:
+            return None
+        return own + jax.tree_util.tree_leaves(variable_threading.frozen_together(added))
+
+    before, first = [*arrays, *jax.tree_util.tree_leaves(extras)], now()
+    if first is None or same_objects(first, before):
+        return first is not None
     # Variables of other libraries may make new arrays whenever they are read: no sign of a change.
-    again = read()
-    return again is not None and not _identical(now, again)
-
-
-def _identical(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    return len(first) == len(second) and all(map(operator.is_, first, second))
+    again = now()
+    return again is not None and not same_objects(first, again)

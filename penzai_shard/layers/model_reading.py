@@ -17,9 +17,9 @@ import collections
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,10 +31,9 @@ from penzai_shard.layers import variable_threading
 from penzai_shard.layers.compiled_structure import (
     CONSTANT,
     FIXED,
-    ByEquality,
+    INCOMPARABLE,
     CompiledStructure,
-    PlainVariable,
-    ShardingTree,
+    FlatTree,
     Structure,
     compiled_structure,
 )
@@ -43,31 +42,17 @@ from penzai_shard.model_variables.first_api_effects import effects_as_variables
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
-class Inputs(NamedTuple):
-    """What one call of a compiled model takes from the model.
-
-    Attributes:
-        arrays: The arrays that the variables hold now.
-        constants: The arrays that are not variables.
-        variables: The variables, in the order in which the compiled function counts them.
-    """
-
-    arrays: list[Any]
-    constants: list[Any]
-    variables: list[Any]
-
-
 class ModelReading:
     """What was found in a model when it was flattened.
 
     Args:
         model: The model.
-        in_shardings: Sharding of the argument, or None.
-        out_shardings: Sharding of the output, or None.
-        donate_argument: Whether the argument's buffers may be used for the output.
+        options: What ``jax.jit`` is given besides the function.
 
     Attributes:
         compiled: The compiled form of the model's structure.
+        variables: The variables, in the order in which the compiled function counts them.
+        constants: The arrays that are not variables.
 
     Raises:
         VariableConflictError: Two different variables of the model have the same label.
@@ -77,40 +62,32 @@ class ModelReading:
         "_axes",
         "_bare",
         "_bare_types",
-        "_constants",
         "_containers",
         "_general",
         "_general_structure",
         "_named",
-        "_variables",
         "compiled",
+        "constants",
+        "variables",
     )
 
-    def __init__(
-        self,
-        model: Any,
-        in_shardings: Any = None,
-        out_shardings: Any = None,
-        donate_argument: bool = False,
-    ) -> None:
+    def __init__(self, model: Any, options: dict[str, Any] | None = None) -> None:
         leaves, tree = jax.tree_util.tree_flatten(effects_as_variables(model))
         distinct = {id(leaf): leaf for leaf in leaves if variable_threading.is_variable(leaf)}
         variable_threading.check_distinct_slots(distinct.values())
         others = [leaf for leaf in leaves if id(leaf) not in distinct]
-        self._containers = _Containers(model)
-        self._constants = [leaf for leaf in others if is_array_like(leaf)]
-        self._named = list(filter(_holds_named_array, distinct.values()))
-        self._bare = list(filter(_holds_bare_array, distinct.values()))
-        plain = [*self._named, *self._bare]
-        known = set(map(id, plain))
-        self._general = [variable for key, variable in distinct.items() if key not in known]
-        self._variables = [*plain, *self._general]
+        by_form: dict[Any, list[Any]] = {"named": [], "bare": [], "general": []}
+        for variable in distinct.values():
+            by_form[_form(variable)].append(variable)
+        self._named, self._bare, self._general = by_form.values()
         self._axes = [variable._raw_value.named_axes for variable in self._named]
         self._bare_types = [type(variable._raw_value) for variable in self._bare]
         self._general_structure: Any = jax.tree_util.tree_structure(self._frozen_general())
-        index_of = {id(variable): index for index, variable in enumerate(self._variables)}
-        metadata = [dict(variable.metadata) for variable in plain]
-        axes = [*(tuple(axes.items()) for axes in self._axes), *(None for _ in self._bare)]
+        self._containers = _Containers(model)
+        self.constants = [leaf for leaf in others if is_array_like(leaf)]
+        self.variables = [*self._named, *self._bare, *self._general]
+        index_of = {id(variable): index for index, variable in enumerate(self.variables)}
+        frozen = [_without_sharing(variable.freeze()) for variable in self.variables]
         structure = Structure(
             body=tree,
             places=tuple(
@@ -118,90 +95,76 @@ class ModelReading:
                 for leaf in leaves
             ),
             fixed=tuple(leaf for leaf in others if not is_array_like(leaf)),
-            plain=tuple(
-                PlainVariable(type(variable), variable.label, ByEquality(own), names)
-                for variable, own, names in zip(plain, metadata, axes, strict=True)
-            ),
-            general=_structure_without_sharing(self._general),
-            in_shardings=ShardingTree.of(in_shardings),
-            out_shardings=ShardingTree.of(out_shardings),
-            donate_argument=donate_argument,
+            variables=jax.tree_util.tree_structure(frozen),
+            options=FlatTree.of(options or {}),
         )
-        shareable = not any(map(_holds_array, metadata))
+        shareable = not any(map(_has_array_in_metadata, frozen))
         self.compiled = (compiled_structure if shareable else CompiledStructure)(structure)
 
-    def inputs(self) -> Inputs | None:
-        """What a call takes from the model, or None if the model is no longer as it was read."""
-        try:
-            arrays = self.arrays() if self._containers.unchanged() else None
-        except Exception:
-            # Something is not what it was, in a way that comparing it cannot cope with. Reading
-            # the model again tells what it is, or says what is wrong with it.
-            return None
-        return None if arrays is None else Inputs(arrays, self._constants, self._variables)
+    def current_arrays(self) -> list[Any] | None:
+        """The arrays that the variables hold now; None if the model is not as it was read."""
+        return self.arrays() if self._containers.unchanged() else None
 
     def arrays(self) -> list[Any] | None:
         """The arrays that the variables hold now; None if they hold them in another form."""
         with variable_threading.EXCHANGE:
             # Comprehensions over one attribute, and comparisons of whole lists, in which
             # identical elements are equal at once, are the fastest loops that Python has here.
-            values = [variable._raw_value for variable in self._named]
-            if [value.named_axes for value in values] != self._axes:
-                return None
-            arrays = [value.data_array for value in values]
-            if self._bare:
-                bare = [variable._raw_value for variable in self._bare]
-                if [type(value) for value in bare] != self._bare_types:
+            try:
+                values = [variable._raw_value for variable in self._named]
+                if [value.named_axes for value in values] != self._axes:
                     return None
-                arrays += bare
-            if self._general:
-                leaves, structure = jax.tree_util.tree_flatten(self._frozen_general())
-                if structure != self._general_structure:
-                    return None
-                arrays += leaves
+                arrays = [value.data_array for value in values]
+                if self._bare:
+                    bare = [variable._raw_value for variable in self._bare]
+                    if [type(value) for value in bare] != self._bare_types:
+                        return None
+                    arrays += bare
+                if self._general:
+                    leaves, structure = jax.tree_util.tree_flatten(self._frozen_general())
+                    if structure != self._general_structure:
+                        return None
+                    arrays += leaves
+            except INCOMPARABLE:
+                return None  # A value of another kind, or metadata that was replaced.
         return arrays
 
     def _frozen_general(self) -> list[Any]:
         return [variable.freeze() for variable in self._general]
 
 
-def _holds_named_array(variable: Any) -> bool:
-    return (
-        type(variable) in variable_threading.PLAIN_VARIABLES
-        and type(variable._raw_value) is pz.nx.NamedArray
-        and isinstance(variable._raw_value.data_array, jax.Array)
-    )
+def _form(variable: Any) -> str:
+    """How a variable holds its arrays, which says how they are read fastest."""
+    if type(variable) in variable_threading.PLAIN_VARIABLES:
+        value = variable._raw_value
+        if isinstance(value, jax.Array):
+            return "bare"
+        if type(value) is pz.nx.NamedArray and isinstance(value.data_array, jax.Array):
+            return "named"
+    return "general"
 
 
-def _holds_bare_array(variable: Any) -> bool:
-    return type(variable) in variable_threading.PLAIN_VARIABLES and isinstance(
-        variable._raw_value, jax.Array
-    )
+def _without_sharing(frozen: Any) -> Any:
+    """The frozen variable with metadata of its own, which nobody changes."""
+    metadata = getattr(frozen, "metadata", None)
+    if not isinstance(metadata, dict):
+        return frozen
+    return dataclasses.replace(frozen, metadata=dict(metadata))
 
 
-def _structure_without_sharing(variables: Iterable[Any]) -> Any:
-    """Structure of the frozen variables, in which no metadata is the variables' own object."""
-    frozen = []
-    for variable in variables:
-        value = variable.freeze()
-        if isinstance(getattr(value, "metadata", None), dict):
-            value = dataclasses.replace(value, metadata=dict(value.metadata))
-        frozen.append(value)
-    return jax.tree_util.tree_structure(frozen)
-
-
-def _holds_array(metadata: dict[Any, Any]) -> bool:
+def _has_array_in_metadata(frozen: Any) -> bool:
+    metadata = getattr(frozen, "metadata", None)
     return bool(metadata) and any(
         isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree_util.tree_leaves(metadata)
     )
 
 
 class _Containers:
-    """The mutable containers of a model, and copies of them to compare with.
+    """The mutable containers of a model, and what they held when it was read.
 
-    In comparing two lists or dictionaries, Python looks at the elements themselves only where
-    they are not identical. So a comparison is fast, and an element that was replaced by another
-    is noticed unless both are equal layers, frozen and with the very same variables.
+    In comparing two lists, Python looks at the elements themselves only where they are not
+    identical. So a comparison is fast, and an element that was replaced by another is noticed
+    unless both are equal layers, frozen and with the very same variables.
     """
 
     __slots__ = ("_copies", "_custom", "_exact", "_lists", "_mapping_copies", "_mappings")
@@ -217,23 +180,18 @@ class _Containers:
 
     def unchanged(self) -> bool:
         """Whether each container holds the same objects in the same order as before."""
-        if self._lists != self._copies or self._mappings != self._mapping_copies:
-            return False
-        if self._exact and not self._identical():
-            return False
-        return all(_same_children(*custom) for custom in self._custom)
-
-    def _identical(self) -> bool:
-        """Compares by identity. For containers of numbers and arrays: 1, 1.0 and True are equal."""
-        flat = chain.from_iterable
-        values = (mapping.values() for mapping in self._mappings)
-        copies = (
-            [copy[key] for key in mapping]
-            for mapping, copy in zip(self._mappings, self._mapping_copies, strict=True)
-        )
-        return all(map(operator.is_, flat(self._lists), flat(self._copies))) and all(
-            map(operator.is_, flat(values), flat(copies))
-        )
+        try:
+            if self._lists != self._copies or self._mappings != self._mapping_copies:
+                return False
+            # Numbers and arrays are compared by identity: 1, 1.0 and True are equal.
+            if self._exact and not same_objects(
+                _elements(self._lists, self._mappings),
+                _elements(self._copies, self._mapping_copies),
+            ):
+                return False
+            return all(_same_children(*custom) for custom in self._custom)
+        except INCOMPARABLE:
+            return False  # Something was replaced: what is identical is not compared.
 
     def _visit(self, node: Any, loose: bool) -> None:
         """Notes the containers at and below ``node``, which is ``loose`` if it is in one."""
@@ -265,12 +223,20 @@ class _Containers:
 def _same_children(node: Any, children: list[Any], static: Any) -> bool:
     """Whether a node of a class that is not known to be frozen still consists of the same."""
     children_now, static_now = jax.tree_util.default_registry.flatten_one_level(node)
-    children_now = list(children_now)
-    return (
-        len(children_now) == len(children)
-        and all(map(operator.is_, children_now, children))
-        and static_now == static
-    )
+    return same_objects(list(children_now), children) and static_now == static
+
+
+def _elements(lists: list[list[Any]], mappings: list[dict[Any, Any]]) -> list[Any]:
+    return [*chain.from_iterable([*lists, *(mapping.values() for mapping in mappings)])]
+
+
+def same_objects(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether two sequences hold the very same objects.
+
+    >>> same_objects([1], [1]), same_objects([1], [1.0]), same_objects([1], [1, 2])
+    (True, False, False)
+    """
+    return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
 @functools.lru_cache(maxsize=1024)

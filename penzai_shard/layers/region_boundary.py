@@ -13,8 +13,26 @@ import jax
 import numpy as np
 from penzai import pz
 
-from penzai_shard.layers.compiled_structure import ByEquality
 from penzai_shard.named_leaves import dimension_names
+
+
+class ByEquality:
+    """Makes a value that cannot be hashed part of a key; compared by ``==`` alone.
+
+    >>> ByEquality({"a": 1}) == ByEquality({"a": 1}), ByEquality({"a": 1}) == ByEquality({})
+    (True, False)
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByEquality) and bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash(ByEquality)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,8 @@ from penzai.core.variables import (
     VariableConflictError,
 )
 
+from penzai_shard.model_variables.first_api_effects import variables_as_effects
+
 PLAIN_VARIABLES = (pz.Parameter, pz.StateVariable)
 
 EXCHANGE = threading.RLock()
@@ -54,6 +56,34 @@ def frozen_together(variables: Iterable[AbstractVariable]) -> tuple[AbstractVari
     """The values of the variables at one moment, between the assignments of other threads."""
     with EXCHANGE:
         return tuple(variable.freeze() for variable in variables)
+
+
+def call_with(
+    variables: Sequence[AbstractVariable],
+    layer: Any,
+    argument: Any,
+    side_inputs: dict[str, Any],
+    wrapper: str,
+) -> tuple[Any, dict[int, Any]]:
+    """Calls a layer inside a transformation, with temporary variables.
+
+    Args:
+        variables: The temporary variables, which are in the layer, the argument and side inputs.
+        layer: The layer.
+        argument: Its input.
+        side_inputs: Its side inputs.
+        wrapper: Name of the wrapper layer, for messages.
+
+    Returns:
+        The layer's output, and what ``reassigned`` gives for the variables.
+
+    Raises:
+        ValueError: The layer returned a mutable variable.
+    """
+    before = contents(variables)
+    output = variables_as_effects(layer)(argument, **side_inputs)
+    check_no_variable(output, wrapper)
+    return output, reassigned(variables, before)
 
 
 def contents(variables: Iterable[AbstractVariable]) -> list[Any]:
