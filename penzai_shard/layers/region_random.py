@@ -11,7 +11,7 @@ from penzai_shard.layers.region_outputs import position
 
 
 def base_keys(boundary: BoundaryTree) -> list[int]:
-    """Which arrays of a tree are base keys of ``pz.RandomStream``s.
+    """Which arrays of a tree are base keys of ``pz.RandomStream`` objects.
 
     Args:
         boundary: The tree without its arrays.

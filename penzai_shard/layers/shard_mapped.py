@@ -58,7 +58,7 @@ class ShardMapped(WrapperLayer):
     dimension that ``activation_rules`` split is a part, unless JAX knows that the devices hold the
     same. With ``keep_split`` parameters stay split in it, for tensor parallelism by hand.
 
-    ``pz.RandomStream``s are folded with the device's position along the mesh axes that
+    ``pz.RandomStream`` objects are folded with the device's position along the mesh axes that
     activations are split over: every device draws other numbers for its part of the batch than
     the others do, and the same as those that hold the same part. State variables may live in the
     layer, in the argument and in the side inputs; their values are split by ``activation_rules``

@@ -26,7 +26,7 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
     already, and leaves that are no arrays, stay as they are.
 
     Args:
-        tree: A pytree of arrays or ``jax.ShapeDtypeStruct``s.
+        tree: A pytree of arrays or ``jax.ShapeDtypeStruct`` objects.
         patterns: Names of the dimensions by path pattern, None for a dimension that stays
             positional. ``*`` stands for one part of a path and ``**`` for any number; dots,
             slashes and brackets all separate parts. The path of an array alone is ``""``.

@@ -39,14 +39,14 @@ def name_to_name_sharding(
             logical axis to the mesh axis of the same name.
         ignore_unnamed_arrays: Whether arrays without names get None, for JAX to infer, instead
             of being an error: the same as ``on_unnamed="infer"``.
-        as_shape_dtype_struct: Whether to give ``jax.ShapeDtypeStruct``s with ``.sharding``
+        as_shape_dtype_struct: Whether to give ``jax.ShapeDtypeStruct`` objects with ``.sharding``
             instead, as Orbax takes them.
         rules: The same as ``axis_name_to_mesh_name``; give one of the two.
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``.
 
     Returns:
-        A tree like the input with ``NamedSharding``s (or structs) in place of the data arrays,
+        A tree like the input with ``NamedSharding`` or struct objects in place of the data arrays,
         variables replaced by their frozen values. For ``jax.jit`` and ``jax.device_put``.
 
     Raises:

@@ -267,9 +267,9 @@ def make_plan(
     """Decides the layout of every array of a tree. Touches no device.
 
     Args:
-        tree: Any pytree: models with ``Parameter``s and ``StateVariable``s or their frozen
+        tree: Any pytree: models with ``Parameter`` and ``StateVariable`` objects or their frozen
             values, models of Penzai's first API, named arrays and views, optimizer states, plain
-            arrays; concrete or made of ``jax.ShapeDtypeStruct``s.
+            arrays; concrete or made of ``jax.ShapeDtypeStruct`` objects.
         mesh: The mesh, concrete or abstract. Explicit axes are treated as Auto ones.
         rules: ``AxisRules``, or anything they can be read from; None maps each logical axis to
             the mesh axis of the same name.

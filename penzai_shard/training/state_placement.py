@@ -102,7 +102,7 @@ def shardings_like_params(
         on_unnamed: What becomes of arrays that are not made of a parameter's dimensions.
 
     Returns:
-        A tree of ``NamedSharding``s with the structure of ``opt_state``: moments lie as their
+        A tree of ``NamedSharding`` objects with the structure of ``opt_state``: moments as their
         parameters, statistics of some dimensions as these dimensions, scalars on every device.
 
     Raises:
