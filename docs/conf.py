@@ -44,8 +44,8 @@ autodoc_preserve_defaults = True
 maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-# Fields are described once, where the docstring lists them.
-napoleon_use_ivar = True
+# Fields are described once, in a list of that title.
+napoleon_custom_sections = [("Attributes", "params_style")]
 
 
 def _copy_notebooks() -> None:

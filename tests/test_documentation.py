@@ -1,0 +1,92 @@
+"""The documentation site builds without a warning, is complete, and its code runs as pasted."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import penzai_shard
+
+ROOT = Path(__file__).parents[1]
+SHORT_TEXTS = ["lay_out", "edit", "train", "save", "restore"]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built from a copy: what is generated stays out of the checkout."""
+    folder = tmp_path_factory.mktemp("documentation")
+    generated = shutil.ignore_patterns("generated", "notebooks")
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=generated)
+    shutil.copytree(ROOT / "notebooks", folder / "notebooks")
+    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, folder)
+    command = ["-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "docs", "site"]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return folder / "site"
+
+
+def test_every_public_name_has_its_page(site):
+    names = {name for name in penzai_shard.__all__ if not name.startswith("__")}
+    pages = {path.stem for path in (site / "reference" / "generated").glob("*.html")}
+    assert pages == {f"penzai_shard.{name}" for name in names}
+    for name in names:
+        page = (site / "reference" / "generated" / f"penzai_shard.{name}.html").read_text("utf-8")
+        assert f'id="penzai_shard.{name}"' in page, name
+
+
+def test_the_front_page_leads_to_the_short_texts_and_the_reference(site):
+    links = re.findall(r'href="([^"#]+)', (site / "index.html").read_text("utf-8"))
+    for name in SHORT_TEXTS:
+        assert f"guide/{name}.html" in links
+    for page in ("tour", "rules", "surgery", "training", "checkpoints", "reference/index"):
+        assert f"{page}.html" in links
+
+
+def test_every_notebook_is_shown_with_its_pictures(site):
+    for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        page = (site / "notebooks" / f"{notebook.stem}.html").read_text("utf-8")
+        assert "<img" in page
+
+
+def test_the_parts_of_the_readme_are_included_whole(site):
+    readme = (ROOT / "README.md").read_text("utf-8")
+    titles = re.findall(r"^## (.+)$", readme, re.MULTILINE)
+    for source in sorted((ROOT / "docs").glob("*.md")):
+        for start, end in re.findall(
+            r'after: "## (.+)\\n"\n:end-before: "## (.+)\\n"', source.read_text()
+        ):
+            assert titles.index(end) == titles.index(start) + 1, source.name
+
+
+def test_the_short_texts_run_as_pasted_one_after_the_other(tmp_path):
+    texts = [(ROOT / "docs" / "guide" / f"{name}.md").read_text("utf-8") for name in SHORT_TEXTS]
+    script = "\n".join(
+        block for text in texts for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    )
+    inherited = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        cwd=tmp_path,
+        env={**inherited, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if "loss" in line]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 3
+    for shown in ("each device holds", "3 edits of MLP, 5 places", "\nequivalent", "step 3"):
+        assert shown in done.stdout
