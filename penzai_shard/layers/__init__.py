@@ -1,10 +1,11 @@
 """Wrapper layers and constraint layers: they change how a model runs, not what it computes."""
 
-from penzai_shard.layers.checkpointed import Checkpointed, resolve_policy
+from penzai_shard.layers.checkpointed import Checkpointed
 from penzai_shard.layers.compiled_structure import clear_compiled_structures
 from penzai_shard.layers.constrain_sharding import ConstrainSharding, ConstrainShardingByName
 from penzai_shard.layers.in_precision import InPrecision
 from penzai_shard.layers.jitted import Jitted
+from penzai_shard.layers.remat_policies import resolve_policy
 from penzai_shard.layers.rolled_layer_stack import LayerStackError, RolledLayerStack
 from penzai_shard.layers.scoped import Scoped
 from penzai_shard.layers.shard_mapped import ManualRegionError, ShardMapped

@@ -8,43 +8,11 @@ import jax
 from penzai import pz
 
 from penzai_shard.array_kinds import is_array_like
-from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import variable_threading
-from penzai_shard.layers.remat_policies import POLICIES, named_policy
-from penzai_shard.layers.unfit_calls import UNFIT_CALL, explain_unfit_call
+from penzai_shard.layers.remat_policies import resolve_policy
 from penzai_shard.layers.wrapper_layer import WrapperLayer
-from penzai_shard.meshes import auto_context, onto_auto_twin
+from penzai_shard.meshes import onto_auto_twin
 from penzai_shard.model_variables.first_api_effects import effects_as_variables
-
-CheckpointPolicy = Callable[..., Any] | None
-
-
-def resolve_policy(policy: Any) -> CheckpointPolicy:
-    """The policy that ``jax.checkpoint`` takes.
-
-    Args:
-        policy: None, which saves nothing but the layer's input; a name of those in
-            ``remat_policies.POLICIES``; or a callable such as those in
-            ``jax.checkpoint_policies``.
-
-    Returns:
-        The policy.
-
-    Raises:
-        RuleTypeError: It is none of these.
-
-    >>> resolve_policy("dots") is jax.checkpoint_policies.dots_saveable
-    True
-    """
-    if isinstance(policy, str):
-        return named_policy(policy)
-    if policy is None or callable(policy):
-        return policy
-    raise RuleTypeError(
-        f"a checkpoint policy is a name, a callable or None, not {policy!r}. "
-        f"Take one of {', '.join(map(repr, POLICIES))}, or a callable such as "
-        "jax.checkpoint_policies.dots_with_no_batch_dims_saveable."
-    )
 
 
 def _call_functionally(
@@ -103,31 +71,14 @@ class Checkpointed(WrapperLayer):
         """Refuses an unknown policy where it is written, not where the model runs."""
         resolve_policy(self.policy)
 
-    def __call__(self, argument: Any, /, **side_inputs: Any) -> Any:
-        """Runs the layer under ``jax.checkpoint``.
-
-        Args:
-            argument: The layer's input.
-            **side_inputs: The layer's side inputs.
-
-        Returns:
-            The layer's output.
-
-        Raises:
-            ValueError: The layer returned a mutable variable.
-        """
+    def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
         unbound, variables = pz.unbind_variables(
             (effects_as_variables(self.body), argument, side_inputs)
         )
         values = tuple(variable.freeze() for variable in variables)
         call, arguments = _without_fixed_leaves((values, *unbound))
         checkpointed = jax.checkpoint(call, policy=resolve_policy(self.policy))
-        try:
-            with auto_context():
-                output, changed = checkpointed(*onto_auto_twin(arguments))
-        except UNFIT_CALL as error:
-            explain_unfit_call(error, self, argument, side_inputs)
-            raise
+        output, changed = checkpointed(*onto_auto_twin(arguments))
         for index, content in changed.items():
             variable_threading.assign(variables[index], content)
         return output

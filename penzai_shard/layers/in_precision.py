@@ -17,9 +17,8 @@ from penzai import pz
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import variable_threading
-from penzai_shard.layers.unfit_calls import UNFIT_CALL, explain_unfit_call
 from penzai_shard.layers.wrapper_layer import WrapperLayer
-from penzai_shard.meshes import auto_context, onto_auto_twin
+from penzai_shard.meshes import onto_auto_twin
 from penzai_shard.model_variables import first_api
 
 SENSITIVE_LAYERS: tuple[type, ...] = (
@@ -84,50 +83,29 @@ class InPrecision(WrapperLayer):
             _floating_dtype(self.output_dtype, "output_dtype")
         _keep_predicate(self.keep)
 
-    def __call__(self, argument: Any, /, **side_inputs: Any) -> Any:
-        """Runs the layer in the compute dtype.
-
-        Args:
-            argument: The layer's input.
-            **side_inputs: The layer's side inputs.
-
-        Returns:
-            The layer's output.
-
-        Raises:
-            RuleTypeError: A parameter or an input is abstract, or was donated.
-            MeshError: Not all arrays are on the same devices.
-        """
-        try:
-            return self._computed(argument, side_inputs)
-        except UNFIT_CALL as error:
-            explain_unfit_call(error, self, argument, side_inputs)
-            raise
-
-    def _computed(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
+    def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
         compute = _floating_dtype(self.compute_dtype, "compute_dtype")
         keep_dtype = jnp.promote_types(compute, jnp.float32)
         is_kept = _keep_predicate(self.keep)
         output_dtype = self._output_dtype(argument)
-        with auto_context():
-            variables = _CastVariables()
-            argument, side_inputs = variables.cast(onto_auto_twin((argument, side_inputs)), compute)
+        variables = _CastVariables()
+        argument, side_inputs = variables.cast(onto_auto_twin((argument, side_inputs)), compute)
 
-            def at_node(node: Any) -> Any:
-                if isinstance(node, InPrecision):
-                    return variables.cast(node, None)
-                if is_kept(node):
-                    return _Kept(variables.cast(node, keep_dtype), keep_dtype, compute)
-                return variables.cast(node, compute)
+        def at_node(node: Any) -> Any:
+            if isinstance(node, InPrecision):
+                return variables.cast(node, None)
+            if is_kept(node):
+                return _Kept(variables.cast(node, keep_dtype), keep_dtype, compute)
+            return variables.cast(node, compute)
 
-            body = jax.tree_util.tree_map(
-                at_node,
-                self.body,
-                is_leaf=lambda node: isinstance(node, InPrecision) or is_kept(node),
-            )
-            output = body(argument, **side_inputs)
-            variables.assign_back()
-            return _cast_floats(output, output_dtype)
+        body = jax.tree_util.tree_map(
+            at_node,
+            self.body,
+            is_leaf=lambda node: isinstance(node, InPrecision) or is_kept(node),
+        )
+        output = body(argument, **side_inputs)
+        variables.assign_back()
+        return _cast_floats(output, output_dtype)
 
     def _output_dtype(self, argument: Any) -> Any:
         if self.output_dtype is not None:

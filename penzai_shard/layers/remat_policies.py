@@ -14,17 +14,12 @@ from penzai_shard.rule_kinds import nearest_name
 
 CheckpointPolicy = Callable[..., Any]
 
-
-def _offload_dots() -> CheckpointPolicy:
-    return jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-
-
 POLICIES: dict[str, CheckpointPolicy] = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
     "dots_without_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "everything": jax.checkpoint_policies.everything_saveable,
-    "offload_dots": _offload_dots(),
+    "offload_dots": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }
 """The policies that have a name.
 
@@ -37,31 +32,39 @@ POLICIES: dict[str, CheckpointPolicy] = {
 """
 
 
-def named_policy(name: str) -> CheckpointPolicy:
-    """The policy of a name.
+def resolve_policy(policy: Any) -> CheckpointPolicy | None:
+    """The policy that ``jax.checkpoint`` takes.
 
     Args:
-        name: One of the keys of ``POLICIES``.
+        policy: None, which saves nothing but the layer's input; one of the names in ``POLICIES``;
+            or a callable such as those in ``jax.checkpoint_policies``.
 
     Returns:
-        The policy, as ``jax.checkpoint`` takes it; the same object for the same name.
+        The policy; the same object for the same name.
 
     Raises:
-        RuleTypeError: There is no policy of that name; the message lists all there are.
+        RuleTypeError: It is none of these; the message lists all names there are.
 
-    >>> named_policy("dots") is jax.checkpoint_policies.dots_saveable
+    >>> resolve_policy("dots") is jax.checkpoint_policies.dots_saveable
     True
-    >>> named_policy("dot")
+    >>> resolve_policy("dot")
     Traceback (most recent call last):
     penzai_shard.errors.RuleTypeError: there is no checkpoint policy 'dot'. Did you mean 'dots'? ...
     """
-    policy = POLICIES.get(name)
-    if policy is None:
-        near = nearest_name(name, POLICIES)
-        hint = f"Did you mean {near!r}? " if near else ""
-        names = ", ".join(repr(known) for known in POLICIES)
-        raise RuleTypeError(
-            f"there is no checkpoint policy {name!r}. {hint}The named ones are {names}; "
-            "any other is given as a callable, such as those in jax.checkpoint_policies."
-        )
-    return policy
+    names = ", ".join(map(repr, POLICIES))
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            near = nearest_name(policy, POLICIES)
+            hint = f"Did you mean {near!r}? " if near else ""
+            raise RuleTypeError(
+                f"there is no checkpoint policy {policy!r}. {hint}The named ones are {names}; "
+                "any other is given as a callable, such as those in jax.checkpoint_policies."
+            )
+        return POLICIES[policy]
+    if policy is None or callable(policy):
+        return policy
+    raise RuleTypeError(
+        f"a checkpoint policy is a name, a callable or None, not {policy!r}. "
+        f"Take one of {names}, or a callable such as "
+        "jax.checkpoint_policies.dots_with_no_batch_dims_saveable."
+    )

@@ -7,9 +7,7 @@ import jax
 from penzai import pz
 
 from penzai_shard.errors import RuleTypeError
-from penzai_shard.layers.unfit_calls import UNFIT_CALL, explain_unfit_call
 from penzai_shard.layers.wrapper_layer import WrapperLayer
-from penzai_shard.meshes import auto_context
 
 
 @pz.pytree_dataclass
@@ -39,19 +37,6 @@ class Scoped(WrapperLayer):
                 "Write for instance Scoped(layer, 'block_3')."
             )
 
-    def __call__(self, argument: Any, /, **side_inputs: Any) -> Any:
-        """Runs the layer inside ``jax.named_scope(name)``.
-
-        Args:
-            argument: The layer's input.
-            **side_inputs: The layer's side inputs.
-
-        Returns:
-            The layer's output.
-        """
-        try:
-            with auto_context(), jax.named_scope(self.name):
-                return self.body(argument, **side_inputs)
-        except UNFIT_CALL as error:
-            explain_unfit_call(error, self, argument, side_inputs)
-            raise
+    def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
+        with jax.named_scope(self.name):
+            return self.body(argument, **side_inputs)

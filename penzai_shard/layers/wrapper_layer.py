@@ -1,8 +1,11 @@
-"""What the wrapper layers share: whoever reads an attribute of the wrapped layer finds it."""
+"""What the wrapper layers share: how they are called, and the wrapped layer's attributes."""
 
 from typing import Any
 
 from penzai import pz
+
+from penzai_shard.layers.unfit_calls import UNFIT_CALL, explain_unfit_call
+from penzai_shard.meshes import auto_context
 
 
 class WrapperLayer(pz.nn.Layer):
@@ -15,7 +18,8 @@ class WrapperLayer(pz.nn.Layer):
     a method found in the body runs on the body, without the wrapper.
 
     A class that derives from this one is decorated with ``pz.pytree_dataclass`` and declares
-    ``body`` among its fields.
+    ``body`` among its fields. It says how the layer runs in ``_run``, or in a ``__call__`` of its
+    own.
 
     Attributes:
         body: The layer.
@@ -26,6 +30,31 @@ class WrapperLayer(pz.nn.Layer):
     """
 
     body: Any
+
+    def __call__(self, argument: Any, /, **side_inputs: Any) -> Any:
+        """Runs the layer in the wrapper's way.
+
+        Args:
+            argument: The layer's input.
+            **side_inputs: The layer's side inputs.
+
+        Returns:
+            The layer's output.
+
+        Raises:
+            RuleTypeError: A parameter or an input is abstract, or was donated.
+            MeshError: Not all arrays are on the same devices.
+        """
+        try:
+            with auto_context():
+                return self._run(argument, side_inputs)
+        except UNFIT_CALL as error:
+            explain_unfit_call(error, self, argument, side_inputs)
+            raise
+
+    def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
+        """What ``__call__`` does where operations on an Auto mesh are allowed."""
+        return self.body(argument, **side_inputs)
 
     def __getattr__(self, name: str) -> Any:
         """The body's attribute of that name; called only for names the wrapper does not have.

@@ -7,7 +7,7 @@ from penzai import pz
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import Checkpointed, resolve_policy
-from penzai_shard.layers.remat_policies import POLICIES, named_policy
+from penzai_shard.layers.remat_policies import POLICIES
 
 
 @pz.pytree_dataclass
@@ -58,7 +58,7 @@ def test_callables_and_none_are_taken_as_they_are():
 
 
 def test_names_give_the_same_object_every_time():
-    assert all(named_policy(name) is named_policy(name) for name in POLICIES)
+    assert all(resolve_policy(name) is resolve_policy(name) for name in POLICIES)
 
 
 def test_an_unknown_name_lists_all_and_the_nearest():
