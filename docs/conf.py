@@ -4,8 +4,11 @@ The texts that README has already are included from there, the reference is made
 docstrings, and the notebooks are shown as they are stored, without running them.
 """
 
+import dataclasses
+import inspect
 import pathlib
 import shutil
+from typing import Any
 
 import penzai_shard
 
@@ -57,3 +60,19 @@ def _copy_notebooks() -> None:
 
 
 _copy_notebooks()
+
+
+def _signature_of_fields(
+    _: Any, what: str, __: str, obj: Any, *rest: Any
+) -> tuple[str, str] | None:
+    """Penzai's layers are made through a metaclass, whose signature says nothing."""
+    if what != "class" or not dataclasses.is_dataclass(obj):
+        return None
+    shown = inspect.signature(obj.__init__)
+    own = [one for name, one in shown.parameters.items() if name != "self"]
+    return str(inspect.Signature(own)), ""
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-signature", _signature_of_fields)

@@ -60,16 +60,6 @@ def test_every_notebook_is_shown_with_its_pictures(site):
         assert "<img" in page
 
 
-def test_the_parts_of_the_readme_are_included_whole(site):
-    readme = (ROOT / "README.md").read_text("utf-8")
-    titles = re.findall(r"^## (.+)$", readme, re.MULTILINE)
-    for source in sorted((ROOT / "docs").glob("*.md")):
-        for start, end in re.findall(
-            r'after: "## (.+)\\n"\n:end-before: "## (.+)\\n"', source.read_text()
-        ):
-            assert titles.index(end) == titles.index(start) + 1, source.name
-
-
 def test_the_short_texts_run_as_pasted_one_after_the_other(tmp_path):
     texts = [(ROOT / "docs" / "guide" / f"{name}.md").read_text("utf-8") for name in SHORT_TEXTS]
     script = "\n".join(
