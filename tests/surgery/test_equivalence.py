@@ -33,7 +33,7 @@ from penzai_shard.surgery import (
     scope_layers,
     wrap,
 )
-from penzai_shard.surgery.equivalence.differences import difference
+from penzai_shard.surgery.equivalence.array_comparisons import difference
 from tests.surgery.small_models import (
     Block,
     features,

@@ -1,200 +1,163 @@
-"""Comparing what two models computed, array by array, on the yardstick of rounding errors."""
+"""How far one array of an edited model is from the original's."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from penzai_shard.path_folding import folding_key
-from penzai_shard.surgery.equivalence.differences import difference
-from penzai_shard.surgery.equivalence.model_steps import Results
-from penzai_shard.surgery.equivalence.program_constants import is_float, widest
-from penzai_shard.surgery.equivalence.report import ArrayComparison, Comparison
-from penzai_shard.surgery.equivalence.yardsticks import (
-    Deviation,
-    allowances,
-    deviation,
-    errors_of,
-    largest_of,
-)
-
-GROUPS = ("outputs", "state variables", "gradients")
-
-# Twice how far half a unit in the last place of each constant moves a result.
-_OF_CONSTANTS = 2.0 / 8.0
+from penzai_shard.surgery.equivalence.comparable_arrays import is_float, to_numpy, widest
+from penzai_shard.surgery.equivalence.yardsticks import Deviation, deviation, largest_of
 
 
-@dataclasses.dataclass
-class Runs:
-    """What an original and an edited model computed.
+@dataclasses.dataclass(frozen=True)
+class ArrayComparison:
+    """How far one array of the edited model is from the original's.
 
     Attributes:
-        own: The results of both as they are.
-        exact: The same in float64.
-        errors: The original's rounding errors.
-        lower_errors: Those that it would have in the edited model's precision, if that is lower.
-        closeness: The part of what rounding explains by which the functions may differ; 1 if
-            they are not known any better than the results as they are.
-        coarsest: The machine epsilon that all was rounded to; 0 if to each operation's own.
-        of_constants: How far the edited model moves if the constants that it brings in are
-            rounded; None if that was not tried.
+        name: Its name.
+        ulps: The largest difference between the two models as they are, in units in the last place.
+        relative: The same relative to the largest value of the array.
+        rounding: The largest rounding error of the original, relative to the largest value of
+            the array: the yardstick.
+        own: How far the edited model as it is is from the original in float64.
+        function: How far the two are from each other in float64; None if that is not known.
+        cancels: Whether the exact value is near zero by cancellation, so that the original itself
+            gives little more than its rounding errors.
     """
 
-    own: tuple[Results, Results]
-    exact: tuple[Results, Results]
-    errors: Results
-    closeness: float
-    lower_errors: Results | None = None
-    coarsest: float = 0.0
-    of_constants: Results | None = None
+    name: str
+    ulps: float = 0.0
+    relative: float = 0.0
+    rounding: float = 0.0
+    own: Deviation = dataclasses.field(default_factory=Deviation)
+    function: Deviation | None = None
+    cancels: bool = False
+
+    @property
+    def same_function(self) -> bool:
+        """Whether nothing differs in float64, as far as that is known."""
+        return self.function is None or self.function.ok
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs beyond what rounding explains."""
+        return self.own.ok and self.same_function
+
+    @property
+    def excess(self) -> float:
+        """What is off divided by what is allowed, the larger of the two."""
+        return max(self.own.excess, self.function.excess if self.function else 0.0)
+
+    @property
+    def problem(self) -> str:
+        """What differs in more than rounding; empty if figures say it all."""
+        if self.function is not None and self.function.problem:
+            return f"{self.function.problem} in float64"
+        return self.own.problem
 
 
-def in_groups(results: Results, change: Callable[[Any], Any]) -> Results:
-    """The results with each array of real numbers changed."""
-    return tuple(  # type: ignore[return-value]
-        {name: change(array) if is_float(array) else array for name, array in group.items()}
-        for group in results
-    )
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One group of values of both models.
+
+    Attributes:
+        what: ``"outputs"``, ``"gradients"``, ``"state variables"`` or ``"parameters"``.
+        count: How many arrays, or names in the case of the parameters, were compared.
+        arrays: One per array; of the parameters those of which the values differ.
+        problems: What differs in more than rounding.
+    """
+
+    what: str
+    count: int = 0
+    arrays: tuple[ArrayComparison, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs beyond what rounding explains."""
+        return not self.problems and all(array.ok for array in self.arrays)
+
+    @property
+    def furthest(self) -> ArrayComparison | None:
+        """The array that exceeds the most what is allowed, or comes nearest to it."""
+        return max(self.arrays, key=lambda array: (array.excess, array.relative), default=None)
+
+    @property
+    def worst(self) -> str:
+        """Its name; empty if all arrays are equal."""
+        furthest = self.furthest
+        equal = furthest is None or (furthest.excess == 0 and furthest.relative == 0)
+        return "" if furthest is None or equal else furthest.name
+
+    @property
+    def ulps(self) -> float:
+        """The largest difference of an array, in units in the last place."""
+        return max((array.ulps for array in self.arrays), default=0.0)
+
+    @property
+    def relative(self) -> float:
+        """The largest difference of an array, relative to the largest value of that array."""
+        return max((array.relative for array in self.arrays), default=0.0)
+
+    def with_problems(self, problems: tuple[str, ...]) -> "Comparison":
+        """The same with further problems before its own."""
+        return dataclasses.replace(self, problems=(*problems, *self.problems))
 
 
-def largest_errors(exact: Results, runs: Sequence[Results]) -> Results:
-    """The largest error of each element over some runs, for all arrays of real numbers."""
-    return tuple(  # type: ignore[return-value]
-        {
-            name: errors_of(widest(array), [run[number][name] for run in runs])
-            for name, array in group.items()
-            if is_float(array)
-        }
-        for number, group in enumerate(exact)
-    )
-
-
-def joined_errors(one: Results, other: Results) -> Results:
-    """The larger of two errors, for each element."""
-    return tuple(  # type: ignore[return-value]
-        {name: np.maximum(error, others[name]) for name, error in group.items()}
-        for group, others in zip(one, other, strict=True)
-    )
-
-
-def functions_agree(comparisons: Sequence[Comparison]) -> bool:
-    """Whether no array differs in float64."""
-    return all(
-        array.function is None or array.function.ok
-        for comparison in comparisons
-        for array in comparison.arrays
-    )
-
-
-def compared(
-    runs: Runs, groups: Sequence[str], rtol: float, added: Sequence[str]
-) -> list[Comparison]:
-    """Compares two models' results.
+def difference(name: str, original: Any, edited: Any) -> ArrayComparison:
+    """Compares two arrays, and allows no difference.
 
     Args:
-        runs: What they computed.
-        groups: Which of ``GROUPS`` to compare.
-        rtol: What is allowed in any case, relative to the largest value of an array.
-        added: Names of parameters that the edited model has alone.
+        name: What to call them.
+        original: An array.
+        edited: Another.
+
+    Returns:
+        The comparison; its differences are infinite where only one of the two has a number.
+
+    >>> import numpy as np
+    >>> found = difference("w", np.float32([1, 2]), np.float32([1, np.nextafter(np.float32(2), 3)]))
+    >>> found.ulps, found.relative < 2e-7, found.ok
+    (1.0, True, False)
     """
-    return [_group(number, what, runs, rtol, added) for number, what in enumerate(groups)]
-
-
-def _group(number: int, what: str, runs: Runs, rtol: float, added: Sequence[str]) -> Comparison:
-    original, edited = runs.own[0][number], runs.own[1][number]
-    word = what.removesuffix("s")
-    problems = [
-        f"{name or 'the output'}: {word} is missing from the edited model"
-        for name in original
-        if name not in edited
-    ]
-    # What only the edited model has by way of state was told; so were the parameters.
-    if what == "outputs":
-        problems += [
-            f"{name or 'the output'}: {word} of the edited model alone"
-            for name in edited
-            if name not in original
-        ]
-    arrays = [_array(name, number, runs, rtol) for name in original if name in edited]
-    off = sorted((array for array in arrays if not array.ok), key=lambda array: -array.excess)
-    # Arrays alike get the figures of the worst of them, so that they are one line for people.
-    alike: dict[str, list[ArrayComparison]] = {}
-    for array in off:
-        in_float64 = array.function is not None and not array.function.ok
-        key = array.name if _told(array) else f"{in_float64} {folding_key(array.name)}"
-        alike.setdefault(key, []).append(array)
-    problems += [
-        f"{array.name}: {word} {_what_is_off(members[0], 'up to ' if len(members) > 1 else '')}"
-        for members in alike.values()
-        for array in members
-    ]
-    return Comparison(what, len(arrays), tuple(arrays), tuple(problems))
-
-
-def _told(array: ArrayComparison) -> str:
-    """What differs in more than rounding; empty if there are figures for it."""
-    for found, where in ((array.function, " in float64"), (array.own, "")):
-        if found is not None and found.problem:
-            return f"{found.problem}{where}"
-    return ""
-
-
-def _what_is_off(array: ArrayComparison, up_to: str) -> str:
-    if told := _told(array):
-        return told
-    if array.function is not None and not array.function.ok:
-        return (
-            f"is off by {up_to}{array.function.off_by:.1g} in float64, where "
-            f"{array.function.allowed:.1g} is allowed"
-        )
-    return f"is off by {up_to}{array.own.off_by:.1g}, and rounding explains {array.own.allowed:.1g}"
-
-
-def _array(name: str, number: int, runs: Runs, rtol: float) -> ArrayComparison:
-    one, other = runs.own[0][number][name], runs.own[1][number][name]
-    apart = difference(name or "the output", one, other)
-    if apart.problem and (
-        one.dtype != other.dtype or one.shape != other.shape or not is_float(one)
-    ):
-        return ArrayComparison(
-            apart.name,
-            apart.ulps,
-            apart.relative,
-            own=Deviation(np.inf, 0.0, np.inf, apart.problem),
-        )
+    one, other = to_numpy(original), to_numpy(edited)
+    if one.shape != other.shape:
+        return incomparable(name, f"shape {list(one.shape)} became {list(other.shape)}")
+    if one.dtype != other.dtype:
+        return incomparable(name, f"dtype {one.dtype} became {other.dtype}")
+    if np.array_equal(one, other):
+        return ArrayComparison(name)
     if not is_float(one):
-        return ArrayComparison(apart.name)
-    exact, errors = runs.exact[0][number][name], runs.errors[number][name]
-    own_errors = (runs.lower_errors or runs.errors)[number][name]
-    largest = largest_of(exact)
-    rounding = float(own_errors.max(initial=0))
-    scale = max(largest, rounding)
-    own_epsilon = float(jnp.finfo(one.dtype).eps)
-    epsilon = max(own_epsilon, runs.coarsest)
-    allowed = np.maximum(allowances(exact, own_errors, epsilon), rtol * largest)
-    # Where float64 reaches further than the model, both must have no number there.
-    numbers = np.isfinite(exact) & np.isfinite(widest(one))
-    reference = np.where(numbers, exact, widest(one))
-    with np.errstate(invalid="ignore"):
-        beyond = 64 * epsilon * np.where(np.isfinite(reference), np.abs(reference), 0)
-    own = deviation(reference, other, np.where(numbers, allowed, beyond), scale)
-    function = None
-    if runs.closeness < 1:
-        explained = allowances(exact, errors, own_epsilon)
-        close = np.maximum(runs.closeness * explained, rtol * largest)
-        if runs.of_constants is not None and name in runs.of_constants[number]:
-            close = close + _OF_CONSTANTS * allowances(exact, runs.of_constants[number][name], 0.0)
-        function = deviation(exact, runs.exact[1][number][name], close, scale)
-    if np.array_equal(one, other, equal_nan=True):
-        own = dataclasses.replace(own, off_by=0.0, excess=0.0, problem="")
-    return ArrayComparison(
-        apart.name,
-        apart.ulps,
-        apart.relative,
-        rounding / scale if scale else 0.0,
-        own,
-        function,
-        cancels=0 < largest <= 8 * rounding,
-    )
+        return incomparable(name, f"{int(np.sum(one != other))} of {one.size} elements differ")
+    largest = largest_of(widest(one))
+    found = deviation(widest(one), other, np.ones(one.shape), largest)
+    if found.problem:
+        return incomparable(name, found.problem)
+    if not found.off_by:
+        return ArrayComparison(name)
+    relative = found.off_by if largest else float(np.inf)
+    ulps = float(_ulps_apart(one, other).max())
+    return ArrayComparison(name, ulps, relative, own=Deviation(relative, 0.0, np.inf))
+
+
+def incomparable(name: str, problem: str = "") -> ArrayComparison:
+    """Two arrays that differ by no number that could be given.
+
+    >>> incomparable("w", "shape [2] became [3]").ok
+    False
+    """
+    return ArrayComparison(name, np.inf, np.inf, own=Deviation(np.inf, 0.0, np.inf, problem))
+
+
+def _ulps_apart(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Differences in units in the last place of the larger number of each two."""
+    if jnp.issubdtype(one.dtype, jnp.complexfloating):
+        return np.maximum(_ulps_apart(one.real, other.real), _ulps_apart(one.imag, other.imag))
+    limits = jnp.finfo(one.dtype)
+    wide_one, wide_other = widest(one), widest(other)
+    finite = np.isfinite(wide_one) & np.isfinite(wide_other)
+    wide_one, wide_other = np.where(finite, wide_one, 0), np.where(finite, wide_other, 0)
+    larger = np.maximum(np.abs(wide_one), np.abs(wide_other))
+    exponent = np.frexp(np.maximum(larger, float(limits.tiny)))[1] - 1
+    return np.abs(wide_one - wide_other) / np.ldexp(float(limits.eps), exponent)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from penzai_shard.surgery.equivalence.differences import difference
+from penzai_shard.surgery.equivalence.array_comparisons import difference
 from penzai_shard.surgery.equivalence.tapping import Recording
 
 
@@ -45,7 +45,8 @@ def first_to_differ(
     """The first layer, in the order in which they end, whose output is not the original's.
 
     Args:
-        originals: What the original's layers took and gave, by path.
+        originals: What went through the original's layers, by path, in the order in which they
+            end.
         edits: The same of the edited model's.
         tolerance: From which difference on, relative to the largest value of an array, it counts.
     """
@@ -55,43 +56,35 @@ def first_to_differ(
         for path, found in originals.items()
         if path and path in edits and edits[path].layer != found.layer
     )
-    common = [
-        (path, found)
-        for path, found in sorted(originals.items(), key=lambda item: item[1].order)
-        if path in edits and not path.startswith(changed)
-    ]
+    common = [path for path in originals if path in edits and not path.startswith(changed)]
     differing = {
         path: call
-        for path, found in common
-        if (call := _first_call_off(found.outputs, edits[path].outputs, tolerance)) is not None
+        for path in common
+        if (call := _first_call_off(originals[path], edits[path], tolerance)) is not None
     }
     if not differing:
         return None
-    first = originals[next(iter(differing))]
     # In a loop, a layer late in an early turn comes before one early in a later turn.
-    turns = len(first.outputs)
+    turns = len(originals[next(iter(differing))].outputs)
     path = min(
         (path for path in differing if len(originals[path].outputs) == turns),
-        key=lambda path: (differing[path], originals[path].order),
+        key=differing.__getitem__,
     )
-    found, call = originals[path], differing[path]
-    same = [other for other, _ in common if other not in differing]
-    before = [other for other in same if originals[other].order < found.order]
-    input_off = _apart(found.inputs[call : call + 1], edits[path].inputs[call : call + 1])
+    found, edited = originals[path], edits[path]
+    first = slice(differing[path], differing[path] + 1)
+    before = common[: common.index(path)]
     return Divergence(
         path,
         found.layer,
-        _apart(found.outputs[call : call + 1], edits[path].outputs[call : call + 1]),
-        input_differs=input_off > tolerance,
-        after=before[-1] if before else None,
+        _apart(found.outputs[first], edited.outputs[first]),
+        input_differs=_apart(found.inputs[first], edited.inputs[first]) > tolerance,
+        after=next((other for other in reversed(before) if other not in differing), None),
     )
 
 
-def _first_call_off(
-    original: Sequence[Mapping[str, Any]], edited: Sequence[Mapping[str, Any]], tolerance: float
-) -> int | None:
-    """The first call of a layer whose values differ; None if there is none."""
-    for call, (one, other) in enumerate(zip(original, edited, strict=False)):
+def _first_call_off(original: Recording, edited: Recording, tolerance: float) -> int | None:
+    """The first call of a layer whose outputs differ; None if there is none."""
+    for call, (one, other) in enumerate(zip(original.outputs, edited.outputs, strict=False)):
         if _apart([one], [other]) > tolerance:
             return call
     return None

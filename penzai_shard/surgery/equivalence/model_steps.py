@@ -1,7 +1,7 @@
 """One call of a model with its gradients, compiled to run as it is and in float64."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,25 +9,39 @@ import jax.numpy as jnp
 import numpy as np
 
 from penzai_shard.meshes import onto_auto_twin
-from penzai_shard.surgery.equivalence.differences import canonical_leaves, to_numpy
+from penzai_shard.surgery.equivalence.comparable_arrays import (
+    canonical_leaves,
+    epsilon_of,
+    is_float,
+    is_on_this_host,
+    to_numpy,
+    widest,
+)
 from penzai_shard.surgery.equivalence.model_calls import ModelCall, with_values_of
-from penzai_shard.surgery.equivalence.program_constants import Constants, constants_of, is_float
-from penzai_shard.surgery.equivalence.wider_arithmetic import (
-    Rounding,
-    WiderProgram,
+from penzai_shard.surgery.equivalence.program_constants import (
+    Constants,
+    constants_of,
     epsilons_of,
-    exact,
+)
+from penzai_shard.surgery.equivalence.random_rounding import (
+    WIDEST_EPSILON,
+    Rounding,
     scattered_numbers,
 )
+from penzai_shard.surgery.equivalence.wider_arithmetic import WiderRun, as_widest
+from penzai_shard.surgery.equivalence.yardsticks import errors_of
+
+OUTPUTS, STATE, GRADIENTS = "outputs", "state variables", "gradients"
 
 _COTANGENT_SEED = 20240229
+_ROUNDED_RUNS = 4
+_MAGNIFIED = 2.0**20
 
 # The run in float64 is short: time spent on making its code faster would be lost.
 _FASTER_COMPILATION: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 
-Named = dict[str, Any]
-Results = tuple[Named, Named, Named]
-"""Outputs, state variables after the call, and gradients, each by name."""
+Results = dict[tuple[str, str], Any]
+"""Outputs, state variables after the call, and gradients: arrays by group and name."""
 
 
 class ModelStep:
@@ -35,108 +49,146 @@ class ModelStep:
 
     Args:
         call: The model and its inputs.
-        original: The call whose parameters and state to run it on.
         gradients: Whether to compute gradients of all parameters, of the sum of the outputs times
             fixed random numbers.
+        original: For an edited model, the original's step, whose parameters and state it is run on.
+        callbacks: Whether to call back to the host in float64 too, where the model does.
 
     Attributes:
         arguments: The parameters, state variables and other arrays, flat.
-        epsilons: The machine epsilons of all dtypes that the step rounds to.
+        program: The traced program.
+        structure: The structure of its results.
+        epsilons: The machine epsilons of all dtypes that it rounds to.
     """
 
-    def __init__(self, call: ModelCall, original: ModelCall, gradients: bool) -> None:
-        self._values = _values(call, original)
-        self.arguments: list[Any] = jax.tree_util.tree_leaves(self._values)
+    def __init__(
+        self,
+        call: ModelCall,
+        gradients: bool,
+        original: "ModelStep | None" = None,
+        callbacks: bool = False,
+    ) -> None:
+        self.call, self.original, self.callbacks = call, original, callbacks
+        self._values = _values(call, original.call if original else call)
         self._traced = jax.jit(_step(call, gradients)).trace(*self._values)
-        self._structure = jax.tree_util.tree_structure(self._traced.out_info)
-        self.epsilons = epsilons_of(self._traced.jaxpr.jaxpr)
+        self.arguments: list[Any] = jax.tree_util.tree_leaves(self._values)
+        self.program = self._traced.jaxpr
+        self.structure = jax.tree_util.tree_structure(self._traced.out_info)
+        self.epsilons = epsilons_of(self.program)
 
     @functools.cached_property
     def _compiled(self) -> Any:
         return self._traced.lower().compile()
 
     @functools.cached_property
-    def constants(self) -> list[np.ndarray]:
-        """The constants that are written into the step's program."""
-        return constants_of(self._traced.jaxpr)
-
-    def run(self) -> Results:
-        """Runs the step as it is."""
-        results = jax.tree_util.tree_map(to_numpy, self._compiled(*self._values))
+    def results(self) -> Results:
+        """What the step computes as it is."""
+        results = self._run(self._values)
         jax.effects_barrier()
         return results
 
-    def run_disturbed(self, seed: int, least: float = 0.0) -> Results:
-        """Runs the step on arguments disturbed by as much as they, or all, are rounded.
+    @functools.cached_property
+    def wider(self) -> "WiderStep":
+        """The step in float64."""
+        return WiderStep(self)
+
+    def _run(self, values: Any) -> Results:
+        return jax.tree_util.tree_map(to_numpy, self._compiled(*values))
+
+    def rounding_errors(self, in_float64: bool, coarsest: float = 0.0) -> Results:
+        """How far rounding moves each element of the results that are real numbers.
 
         Args:
-            seed: Decides how.
-            least: The machine epsilon to disturb them by where their own is smaller.
+            in_float64: Whether to measure it in float64, with every operation rounded at random;
+                otherwise the step runs as it is, on arguments disturbed by what they are rounded.
+            coarsest: The machine epsilon to round to where a dtype's own is finer.
         """
+        if not in_float64:
+            disturbed = (self._disturbed(seed, coarsest) for seed in range(_ROUNDED_RUNS))
+            return largest_errors(self.results, map(self._run, disturbed))
+        # What float64 itself rounds is too small to be added to a float64 number.
+        is_widest = max([coarsest, *self.epsilons], default=0.0) <= WIDEST_EPSILON
+        scale = _MAGNIFIED if is_widest else 1.0
+        runs = self.wider.rounded(_ROUNDED_RUNS, coarsest, scale)
+        rounded = largest_errors(self.wider.results, runs)
+        measured = largest_errors(self.wider.results, [self.results])
+        return {key: np.maximum(rounded[key] / scale, error) for key, error in measured.items()}
+
+    def _disturbed(self, seed: int, coarsest: float) -> Any:
+        """The step's values, disturbed by as much as they are rounded."""
         draw = np.random.default_rng(seed)
 
         def disturbed(array: Any) -> Any:
             if not is_float(array):
                 return array
-            size = 2 * max(float(jnp.finfo(array.dtype).eps), least)
+            size = 2 * max(epsilon_of(array), coarsest)
             factors = 1 + size * draw.uniform(-1, 1, array.shape)
             moved = (array * factors).astype(array.dtype)
             return jax.device_put(moved, array.sharding) if isinstance(array, jax.Array) else moved
 
-        values = jax.tree_util.tree_map(disturbed, self._values)
-        return jax.tree_util.tree_map(to_numpy, self._compiled(*values))
-
-    def wider(self, original: "ModelStep | None" = None, callbacks: bool = False) -> "WiderStep":
-        """Compiles the step in float64.
-
-        Args:
-            original: The original's step, if this is an edited model's.
-            callbacks: Whether to call back to the host where the step does.
-        """
-        return WiderStep(self._traced.jaxpr, self._structure, self.arguments, original, callbacks)
+        return jax.tree_util.tree_map(disturbed, self._values)
 
 
 class WiderStep:
-    """A step compiled in float64; an original's can be disturbed, see ``wider_arithmetic``.
+    """A step compiled in float64, whose roundings can be disturbed; see ``wider_arithmetic``.
+
+    Args:
+        step: The step. Of an edited model's only the constants that it brings in are disturbed.
 
     Attributes:
         opaque: The operations in it that run in their own dtypes all the same.
         has_new_constants: Whether it has constants that the original has not.
     """
 
-    def __init__(
-        self,
-        closed: Any,
-        structure: Any,
-        arguments: Sequence[Any],
-        original: ModelStep | None,
-        callbacks: bool,
-    ) -> None:
-        self._structure = structure
-        if original is None:
-            program = WiderProgram(closed, callbacks=callbacks)
-            read, new = list(arguments), frozenset[int]()
-        else:
-            program = WiderProgram(closed, Constants(original.constants), callbacks)
-            read, new = _read_as_the_originals(arguments, original.arguments)
-        with jax.enable_x64(True):
-            self._arguments = [_widened(array) for array in read]
-            step = jax.jit(lambda arrays, rounding: program(arrays, rounding, new))
-            lowered = step.lower(self._arguments, exact())
-            self._compiled = lowered.compile(compiler_options=_FASTER_COMPILATION)
-        self.opaque = program.opaque
-        self.has_new_constants = program.has_new_constants
+    def __init__(self, step: ModelStep) -> None:
+        self._structure = step.structure
+        constants, arguments, new = None, step.arguments, frozenset[int]()
+        if step.original is not None:
+            constants = Constants(constants_of(step.original.program))
+            arguments, new = _read_as_the_originals(arguments, step.original.arguments)
 
-    def run(self, rounding: Rounding | None = None) -> Results:
-        """Runs the step.
+        def run(arguments: Sequence[Any], rounding: Rounding) -> list[Any]:
+            wider = WiderRun(rounding, constants, step.callbacks)
+            results = wider.results(step.program, arguments, new)
+            self.opaque, self.has_new_constants = wider.opaque, wider.has_new_constants
+            return results
+
+        with jax.enable_x64(True):
+            self._arguments = list(map(as_widest, arguments))
+            lowered = jax.jit(run).lower(self._arguments, Rounding.of())
+            self._compiled = lowered.compile(compiler_options=_FASTER_COMPILATION)
+
+    @functools.cached_property
+    def results(self) -> Results:
+        """What the step computes in float64."""
+        return self._run(Rounding.of())
+
+    def rounded(self, runs: int, coarsest: float = 0.0, scale: float = 1.0) -> Iterator[Results]:
+        """What it computes with its roundings disturbed.
 
         Args:
-            rounding: How to disturb it; by default not at all.
+            runs: How often to run it, each time with other roundings.
+            coarsest: The machine epsilon to round to where a dtype's own is finer.
+            scale: How large the roundings are, in those of the dtypes.
         """
+        for seed in range(runs):
+            yield self._run(Rounding.of(seed + 1, scale, coarsest))
+
+    def _run(self, rounding: Rounding) -> Results:
         with jax.enable_x64(True):
-            flat = [to_numpy(x) for x in self._compiled(self._arguments, rounding or exact())]
+            flat = [to_numpy(array) for array in self._compiled(self._arguments, rounding)]
             jax.effects_barrier()
         return jax.tree_util.tree_unflatten(self._structure, flat)
+
+
+def largest_errors(exact: Results, runs: Iterable[Results]) -> Results:
+    """The largest error of each element over some runs, for all arrays of real numbers."""
+    runs = list(runs)
+    return {
+        key: errors_of(widest(array), [run[key] for run in runs])
+        for key, array in exact.items()
+        if is_float(array)
+    }
 
 
 def _read_as_the_originals(
@@ -144,32 +196,26 @@ def _read_as_the_originals(
 ) -> tuple[list[Any], frozenset[int]]:
     """Arrays of an edited model, each as the original has it, and which ones are new."""
     known = {id(array) for array in originals}
-    constants: Constants | None = None
-    read: list[Any] = []
-    new = set()
-    for number, array in enumerate(arguments):
-        if id(array) in known or not is_float(array) or not _is_here(array):
-            read.append(array)
-            continue
-        if constants is None:
-            constants = Constants([to_numpy(x) for x in originals if is_float(x) and _is_here(x)])
+    unknown = {
+        number: array
+        for number, array in enumerate(arguments)
+        if id(array) not in known and is_float(array) and is_on_this_host(array)
+    }
+    read, new = list(arguments), set()
+    if not unknown:
+        return read, frozenset()
+    constants = Constants(
+        to_numpy(array) for array in originals if is_float(array) and is_on_this_host(array)
+    )
+    for number, array in unknown.items():
         wide, is_new = constants.read(to_numpy(array))
         if is_new:
             new.add(number)
         elif isinstance(array, jax.Array) and array.committed:
-            wide = jax.device_put(wide, array.sharding)
-        read.append(array if is_new else wide)
+            read[number] = jax.device_put(wide, array.sharding)
+        else:
+            read[number] = wide
     return read, frozenset(new)
-
-
-def _is_here(array: Any) -> bool:
-    return not isinstance(array, jax.Array) or array.is_fully_addressable
-
-
-def _widened(array: Any) -> Any:
-    if not is_float(array):
-        return array
-    return array.astype(np.dtype(jnp.promote_types(array.dtype, jnp.float64)))
 
 
 def _values(call: ModelCall, original: ModelCall) -> tuple[Any, Any, Any]:
@@ -184,9 +230,7 @@ def _step(call: ModelCall, gradients: bool) -> Callable[..., Results]:
     """A function that runs a model, and gives outputs, state and gradients by name."""
     parameter_names, state_names = list(call.parameters), list(call.state)
 
-    def outputs_of(
-        parameters: list[Any], state: list[Any], arrays: list[Any]
-    ) -> tuple[Any, tuple[Named, Named]]:
+    def outputs_of(parameters: list[Any], state: list[Any], arrays: list[Any]) -> Any:
         output, new_state = call(
             dict(zip(parameter_names, parameters, strict=True)),
             dict(zip(state_names, state, strict=True)),
@@ -194,29 +238,31 @@ def _step(call: ModelCall, gradients: bool) -> Callable[..., Results]:
         )
         leaves = canonical_leaves(output)
         total = _weighted_sum([array for _, array in leaves]) if gradients else None
-        return total, (dict(leaves), flat_names(new_state))
+        return total, _grouped(OUTPUTS, leaves) | _grouped(STATE, _flat_names(new_state))
 
     def step(parameters: list[Any], state: list[Any], arrays: list[Any]) -> Results:
         if not gradients:
-            _, (outputs, new_state) = outputs_of(parameters, state, arrays)
-            return outputs, new_state, {}
-        grads, (outputs, new_state) = jax.grad(outputs_of, has_aux=True, allow_int=True)(
+            return outputs_of(parameters, state, arrays)[1]
+        found, results = jax.grad(outputs_of, has_aux=True, allow_int=True)(
             parameters, state, arrays
         )
-        named = flat_names(dict(zip(parameter_names, grads, strict=True)))
-        kept = {name: array for name, array in named.items() if array.dtype != jax.dtypes.float0}
-        return outputs, new_state, kept
+        named = _flat_names(dict(zip(parameter_names, found, strict=True)))
+        return results | _grouped(
+            GRADIENTS, [(name, g) for name, g in named if g.dtype != jax.dtypes.float0]
+        )
 
     return step
 
 
-def flat_names(values: Mapping[Any, Any]) -> Named:
+def _grouped(group: str, named: Iterable[tuple[str, Any]]) -> Results:
+    return {(group, name): array for name, array in named}
+
+
+def _flat_names(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     """The arrays of named trees, each by the name of its tree and its path in it."""
-    return {
-        _joined(str(name), path): array
-        for name, value in values.items()
-        for path, array in canonical_leaves(value)
-    }
+    for name, value in values.items():
+        for path, array in canonical_leaves(value):
+            yield _joined(str(name), path), array
 
 
 def _joined(name: str, path: str) -> str:

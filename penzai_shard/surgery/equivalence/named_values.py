@@ -1,4 +1,4 @@
-"""Comparing the parameters of two models: names, logical axes, shapes, dtypes and values."""
+"""Comparing named values of two models, which are parameters or state before the call."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from penzai_shard.array_kinds import is_abstract
 from penzai_shard.named_leaves import leaves_of
-from penzai_shard.surgery.equivalence.differences import Difference, canonical_leaves, difference
+from penzai_shard.surgery.equivalence.array_comparisons import (
+    ArrayComparison,
+    difference,
+    incomparable,
+)
+from penzai_shard.surgery.equivalence.comparable_arrays import (
+    canonical_leaves,
+    equal_elements,
+    is_float,
+    is_on_this_host,
+)
 
 _DRAWN_SEED = 20240301
+
+# Values that differ by no more are taken for one computation, rounded in two ways.
+_ULPS_OF_ROUNDING = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,15 +36,15 @@ class NamedValues:
         missing: Names that the edited model lacks.
         added: Names that it has alone.
         reshaped: Per name, what its form was and has become.
-        changed: Per name of which the values differ, by how much at most.
-        renamed: Pairs of a missing and an added name that hold equal values.
+        changed: One per name of which the values differ, with the array that differs the most.
+        renamed: Per missing name an added one that holds equal values.
     """
 
     missing: tuple[str, ...]
     added: tuple[str, ...]
     reshaped: Mapping[str, str]
-    changed: Mapping[str, Difference]
-    renamed: tuple[tuple[str, str], ...]
+    changed: tuple[ArrayComparison, ...]
+    renamed: Mapping[str, str]
 
     @classmethod
     def of(
@@ -46,7 +60,7 @@ class NamedValues:
         missing = [name for name in original if name not in edited]
         added = [name for name in edited if name not in original]
         reshaped = {}
-        changed = {}
+        changed = []
         for name, value in original.items():
             if name not in edited or edited[name] is value:
                 continue
@@ -54,18 +68,43 @@ class NamedValues:
             if before != after:
                 reshaped[str(name)] = f"{before} became {after}"
             elif compare_values and (found := _values_apart(value, edited[name])):
-                changed[str(name)] = found
-        renamed = [
-            (str(old), str(new))
+                changed.append(dataclasses.replace(found, name=str(name)))
+        renamed = {
+            str(old): str(new)
             for old in missing
             for new in added
             if form(original[old]) == form(edited[new])
-            and not is_abstract(original[old])
+            and not has_abstract(original[old])
             and not _values_apart(original[old], edited[new])
-        ]
+        }
         return cls(
-            tuple(map(str, missing)), tuple(map(str, added)), reshaped, changed, tuple(renamed)
+            tuple(map(str, missing)), tuple(map(str, added)), reshaped, tuple(changed), renamed
         )
+
+    def problems(self, is_changed: str) -> list[str]:
+        """One line per name of which form or values differ.
+
+        Args:
+            is_changed: What to say of changed values; it is added if only rounding is to blame.
+        """
+        most = max((apart.ulps for apart in self.changed if _is_rounding(apart)), default=0)
+        by_rounding = f", by rounding alone (up to {most:.2g} ulp)"
+        return [
+            *(f"{name}: {text}" for name, text in self.reshaped.items()),
+            *(
+                f"{apart.name}: {is_changed}{by_rounding if _is_rounding(apart) else ''}"
+                for apart in self.changed
+            ),
+        ]
+
+    @property
+    def differs_by_rounding(self) -> bool:
+        """Whether some values differ by rounding alone."""
+        return any(map(_is_rounding, self.changed))
+
+
+def _is_rounding(apart: ArrayComparison) -> bool:
+    return not apart.problem and apart.ulps <= _ULPS_OF_ROUNDING
 
 
 def form(value: Any) -> str:
@@ -77,22 +116,16 @@ def form(value: Any) -> str:
     """
     described = []
     for leaf in leaves_of(value):
-        names = leaf.names or (None,) * len(leaf.shape)
-        axes = sorted(
-            f"{name}={size}"
-            for name, size in zip(names, leaf.shape, strict=True)
-            if name is not None
-        )
-        positional = [
-            str(size) for name, size in zip(names, leaf.shape, strict=True) if name is None
-        ]
-        described.append(f"{leaf.dtype}[{', '.join([*positional, *axes])}]")
+        dimensions = list(zip(leaf.names or (None,) * len(leaf.shape), leaf.shape, strict=True))
+        positional = [str(size) for name, size in dimensions if name is None]
+        named = sorted(f"{name}={size}" for name, size in dimensions if name is not None)
+        described.append(f"{leaf.dtype}[{', '.join([*positional, *named])}]")
     return " ".join(described)
 
 
-def is_abstract(value: Any) -> bool:
+def has_abstract(value: Any) -> bool:
     """Whether a tree has a shape where an array should be."""
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree_util.tree_leaves(value))
+    return any(map(is_abstract, jax.tree_util.tree_leaves(value)))
 
 
 def drawn(name: Any, value: Any) -> Any:
@@ -104,9 +137,9 @@ def drawn(name: Any, value: Any) -> Any:
     draw = np.random.default_rng([_DRAWN_SEED, *str(name).encode()])
 
     def fill(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
+        if not is_abstract(leaf):
             return leaf
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        if not is_float(leaf):
             array = jnp.zeros(leaf.shape, leaf.dtype)
         else:
             scale = max([1, *leaf.shape]) ** -0.5
@@ -116,9 +149,9 @@ def drawn(name: Any, value: Any) -> Any:
     return jax.tree_util.tree_map(fill, value)
 
 
-def _values_apart(original: Any, edited: Any) -> Difference | None:
-    """The largest difference between two trees of one form; None if they are equal."""
-    if is_abstract(original) or is_abstract(edited):
+def _values_apart(original: Any, edited: Any) -> ArrayComparison | None:
+    """The array that differs the most in two trees of one form; None if all are equal."""
+    if has_abstract(original) or has_abstract(edited):
         return None
     found = []
     for (name, one), (_, other) in zip(
@@ -126,23 +159,17 @@ def _values_apart(original: Any, edited: Any) -> Difference | None:
     ):
         if one is other:
             continue
-        if _on_this_host(one) and _on_this_host(other):
+        if is_on_this_host(one) and is_on_this_host(other):
             found.append(difference(name, one, other))
         elif not _equal_across_hosts(one, other):
-            found.append(Difference(name, np.inf, np.inf))
-    apart = [one for one in found if one.ulps or one.relative or one.problem]
+            found.append(incomparable(name))
+    apart = [one for one in found if not one.ok]
     return max(apart, key=lambda one: (one.relative, one.ulps), default=None)
 
 
-def _on_this_host(array: Any) -> bool:
-    return not isinstance(array, jax.Array) or array.is_fully_addressable
-
-
 def _equal_across_hosts(one: Any, other: Any) -> bool:
-    def same(one: Any, other: Any) -> Any:
-        return jnp.all((one == other) | ((one != one) & (other != other)))
-
-    return bool(jax.jit(same)(one, jax.device_put(other, one.sharding)))
+    equal = jax.jit(lambda one, other: jnp.all(equal_elements(one, other)))
+    return bool(equal(one, jax.device_put(other, one.sharding)))
 
 
 def some(names: Sequence[str], most: int = 5) -> str:

@@ -1,6 +1,6 @@
-"""The constants that are written into a traced program, and those that two programs share."""
+"""The constants and precisions of a traced program, and the constants that two programs share."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -8,39 +8,56 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jax_core
 
+from penzai_shard.surgery.equivalence.comparable_arrays import (
+    epsilon_of,
+    equal_elements,
+    is_float,
+    widest,
+)
 
-def is_float(value: Any) -> bool:
-    """Whether an array, or a dtype's holder, has floating-point or complex numbers."""
-    return bool(jnp.issubdtype(value.dtype, jnp.inexact))
+
+def equations(program: Any) -> Iterator[Any]:
+    """All equations of a program, those of the programs that it runs included."""
+    for equation in getattr(program, "jaxpr", program).eqns:
+        yield equation
+        for inner in jax_core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
 
 
-def constants_of(closed: Any) -> list[np.ndarray]:
+def epsilons_of(program: Any) -> set[float]:
+    """The machine epsilons of all dtypes that a program rounds to, nested functions included.
+
+    >>> sorted(epsilons_of(jax.make_jaxpr(lambda x: x.astype("bfloat16") + 1)(1.0)))
+    [1.1920928955078125e-07, 0.0078125]
+    """
+    found: set[float] = set()
+    for equation in equations(program):
+        avals = [variable.aval for variable in (*equation.invars, *equation.outvars)]
+        found.update(epsilon_of(a) for a in avals if hasattr(a, "dtype") and is_float(a))
+        if equation.primitive.name == "reduce_precision":
+            found.add(2.0 ** -equation.params["mantissa_bits"])
+    return found
+
+
+def constants_of(program: Any) -> list[np.ndarray]:
     """All floating-point constants that are written into a program, nested functions included."""
-    found: dict[Any, np.ndarray] = {}
-
-    def keep(value: Any) -> None:
-        array = np.asarray(value)
-        if is_float(array):
-            found.setdefault((str(array.dtype), array.shape, array.tobytes()), array)
-
-    def visit(jaxpr: Any) -> None:
-        for equation in jaxpr.eqns:
-            for variable in equation.invars:
-                if isinstance(variable, jax_core.Literal):
-                    keep(literal_value(variable))
-            for parameter in equation.params.values():
-                for part in parameter if isinstance(parameter, tuple | list) else (parameter,):
-                    if isinstance(part, jax_core.ClosedJaxpr):
-                        for constant in part.consts:
-                            keep(constant)
-            for inner in jax_core.jaxprs_in_params(equation.params):
-                visit(inner)
-
-    for constant in closed.consts:
-        if hasattr(constant, "dtype") and not jnp.issubdtype(constant.dtype, jax.dtypes.extended):
-            keep(constant)
-    visit(closed.jaxpr)
-    return list(found.values())
+    values = list(program.consts)
+    for equation in equations(program):
+        values += [
+            literal_value(variable)
+            for variable in equation.invars
+            if isinstance(variable, jax_core.Literal)
+        ]
+        for parameter in equation.params.values():
+            for part in parameter if isinstance(parameter, tuple | list) else (parameter,):
+                values += part.consts if isinstance(part, jax_core.ClosedJaxpr) else ()
+    arrays = [
+        np.asarray(value)
+        for value in values
+        if hasattr(value, "dtype") and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
+    ]
+    floats = filter(is_float, arrays)
+    return list({(str(x.dtype), x.shape, x.tobytes()): x for x in floats}.values())
 
 
 def literal_value(literal: Any) -> np.ndarray:
@@ -60,7 +77,7 @@ class Constants:
         originals: What ``constants_of`` found in the original.
     """
 
-    def __init__(self, originals: Sequence[np.ndarray]) -> None:
+    def __init__(self, originals: Iterable[np.ndarray]) -> None:
         self._by_shape: dict[tuple[int, ...], list[np.ndarray]] = {}
         for array in originals:
             self._by_shape.setdefault(array.shape, []).append(array)
@@ -90,10 +107,4 @@ def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    return bool(np.all((one == other) | ((one != one) & (other != other))))
-
-
-def widest(array: np.ndarray) -> np.ndarray:
-    """An array of numbers in float64 or complex128."""
-    kind = np.complex128 if jnp.issubdtype(array.dtype, jnp.complexfloating) else np.float64
-    return array.astype(kind)
+    return bool(np.all(equal_elements(one, other)))

@@ -4,8 +4,8 @@ import dataclasses
 
 from penzai_shard.errors import SHOWN_PROBLEMS, ShardingError, grouped_problems
 from penzai_shard.path_folding import folding_key
+from penzai_shard.surgery.equivalence.array_comparisons import ArrayComparison, Comparison
 from penzai_shard.surgery.equivalence.divergence import Divergence
-from penzai_shard.surgery.equivalence.yardsticks import Deviation
 from penzai_shard.text_tables import TextTable
 
 _FIGURES = ("rounding", "off by", "allowed", "in float64", "allowed there")
@@ -13,89 +13,6 @@ _FIGURES = ("rounding", "off by", "allowed", "in float64", "allowed there")
 
 class NotEquivalentError(ShardingError):
     """An edited model does not compute what its original computes."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ArrayComparison:
-    """How far one array of the edited model is from the original's.
-
-    Attributes:
-        name: Its name.
-        ulps: The largest difference between the two models as they are, in units in the last place.
-        relative: The same relative to the largest value of the array.
-        rounding: The largest rounding error of the original, relative to the largest value of
-            the array: the yardstick.
-        own: How far the edited model as it is is from the original in float64.
-        function: How far the two are from each other in float64; None if that is not known.
-        cancels: Whether the exact value is near zero by cancellation, so that the original itself
-            gives little more than its rounding errors.
-    """
-
-    name: str
-    ulps: float = 0.0
-    relative: float = 0.0
-    rounding: float = 0.0
-    own: Deviation = dataclasses.field(default_factory=Deviation)
-    function: Deviation | None = None
-    cancels: bool = False
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing differs beyond what rounding explains."""
-        return self.own.ok and (self.function is None or self.function.ok)
-
-    @property
-    def excess(self) -> float:
-        """What is off divided by what is allowed, the larger of the two."""
-        return max(self.own.excess, self.function.excess if self.function else 0.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """One group of values of both models.
-
-    Attributes:
-        what: ``"outputs"``, ``"gradients"``, ``"state variables"`` or ``"parameters"``.
-        count: How many arrays, or names in the case of the parameters, were compared.
-        arrays: One per array; of the parameters those of which the values differ.
-        problems: What differs in more than rounding.
-    """
-
-    what: str
-    count: int = 0
-    arrays: tuple[ArrayComparison, ...] = ()
-    problems: tuple[str, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing differs beyond what rounding explains."""
-        return not self.problems and all(array.ok for array in self.arrays)
-
-    @property
-    def furthest(self) -> ArrayComparison | None:
-        """The array that exceeds the most what is allowed, or comes nearest to it."""
-        return max(self.arrays, key=lambda array: (array.excess, array.relative), default=None)
-
-    @property
-    def worst(self) -> str:
-        """Its name; empty if all arrays are equal."""
-        furthest = self.furthest
-        equal = furthest is None or (furthest.excess == 0 and furthest.relative == 0)
-        return "" if furthest is None or equal else furthest.name
-
-    @property
-    def ulps(self) -> float:
-        """The largest difference of an array, in units in the last place."""
-        return max((array.ulps for array in self.arrays), default=0.0)
-
-    @property
-    def relative(self) -> float:
-        """The largest difference of an array, relative to the largest value of that array."""
-        return max((array.relative for array in self.arrays), default=0.0)
-
-    def with_problems(self, problems: tuple[str, ...]) -> "Comparison":
-        """The same with further problems before its own."""
-        return dataclasses.replace(self, problems=(*problems, *self.problems))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -177,6 +94,10 @@ class EquivalenceReport(TextTable):
         """The largest difference of any array, relative to the size of that array."""
         return max((comparison.relative for comparison in self.comparisons), default=0.0)
 
+    def problems(self) -> list[str]:
+        """All that differs, in all groups of values."""
+        return [problem for comparison in self.comparisons for problem in comparison.problems]
+
     def arrays(self) -> ArrayTable:
         """Every array that was compared, those alike in one row."""
         return ArrayTable(self.comparisons)
@@ -190,7 +111,7 @@ class EquivalenceReport(TextTable):
         """
         if self.ok:
             return
-        problems = [problem for part in self.comparisons for problem in part.problems]
+        problems = self.problems()
         if self.divergence is not None:
             problems.insert(0, f"The first layer to differ is {self.divergence}.")
         raise NotEquivalentError(
@@ -228,8 +149,7 @@ class EquivalenceReport(TextTable):
         lines = []
         if self.divergence is not None:
             lines.append(f"first to differ: {self.divergence}")
-        problems = [problem for part in self.comparisons for problem in part.problems]
-        grouped = [line for line, _ in grouped_problems(problems)]
+        grouped = [line for line, _ in grouped_problems(self.problems())]
         lines += grouped[:SHOWN_PROBLEMS]
         if len(grouped) > SHOWN_PROBLEMS:
             lines.append(f"and {len(grouped) - SHOWN_PROBLEMS:,} more; all are in comparisons")

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from penzai import pz
 
-from penzai_shard.surgery.equivalence.differences import canonical_leaves, to_numpy
+from penzai_shard.surgery.equivalence.comparable_arrays import canonical_leaves, to_numpy
 from penzai_shard.surgery.inserted_layers import surrounded, vanishes, with_surrounded
 from penzai_shard.surgery.rewriting import SEQUENCE_FIELD
 from penzai_shard.surgery.tree_nodes import LEAF, children_of, keys_text, kind_of, with_children
@@ -20,34 +20,28 @@ from penzai_shard.surgery.tree_nodes import LEAF, children_of, keys_text, kind_o
 
 @dataclasses.dataclass
 class Recording:
-    """What one layer took and gave, once per call of it.
+    """What went through one layer, once per call of it.
 
     Attributes:
         layer: Name of the layer's type.
-        order: The place of the layer's end in the order in which the layers were run.
         inputs: For each call the arrays that went in, by name.
         outputs: For each call the arrays that came out, by name.
     """
 
     layer: str
-    order: int
     inputs: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)
     outputs: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass(eq=False)
 class Recorder:
-    """Collects what the taps of one model send, by path."""
+    """Collects what the taps of one model send.
 
-    def __init__(self) -> None:
-        self.recordings: dict[str, Recording] = {}
-        self._ended = 0
+    Attributes:
+        recordings: One per layer by path, in the order in which the layers ended.
+    """
 
-    def open(self, path: str, layer: str) -> Recording:
-        """The recording of a layer that was just run for the first time, or again."""
-        if path not in self.recordings:
-            self.recordings[path] = Recording(layer, self._ended)
-            self._ended += 1
-        return self.recordings[path]
+    recordings: dict[str, Recording] = dataclasses.field(default_factory=dict)
 
 
 @pz.pytree_dataclass
@@ -76,16 +70,15 @@ class Tap(pz.nn.Layer):
         """
         output = self.body(*args, **side_inputs)
         if jax.sharding.get_abstract_mesh().manual_axes:
-            # Each device has its own part here, which the original has nothing to hold against.
+            # Each device has a part of its own, which the original has nothing to compare with.
             return output
-        recording = self.recorder.open(self.path, _name_of(self.body))
-        came, gave = dict(canonical_leaves(args)), dict(canonical_leaves(output))
+        recording = self.recorder.recordings.setdefault(self.path, Recording(_name_of(self.body)))
 
-        def receive(came: dict[str, Any], gave: dict[str, Any]) -> None:
-            recording.inputs.append(_copied(came))
-            recording.outputs.append(_copied(gave))
+        def receive(inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
+            recording.inputs.append(_copied(inputs))
+            recording.outputs.append(_copied(outputs))
 
-        jax.debug.callback(receive, came, gave)
+        jax.debug.callback(receive, dict(canonical_leaves(args)), dict(canonical_leaves(output)))
         return output
 
     def __getattr__(self, name: str) -> Any:
@@ -115,7 +108,7 @@ def tapped(model: Any, recorder: Recorder) -> Any:
 
     Returns:
         The model with taps. Layers that this library put in have none of their own: what is
-        around a layer lies inside the layer's tap.
+        around a layer is inside the layer's tap.
 
     >>> recorder = Recorder()
     >>> model = tapped(pz.nn.Sequential([pz.nn.ConstantRescale(by=2.0)]), recorder)
@@ -125,44 +118,34 @@ def tapped(model: Any, recorder: Recorder) -> Any:
     >>> [(path, found.layer) for path, found in recorder.recordings.items()]
     [('sublayers/0', 'ConstantRescale'), ('', 'Sequential')]
     """
-    return _Tapper(recorder).tap(model, ())
+    return _tapped(model, (), recorder)
 
 
-class _Tapper:
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+def _tapped(node: Any, keys: tuple[Any, ...], recorder: Recorder) -> Any:
+    kind = kind_of(node)
+    if kind.shape == LEAF or vanishes(node):
+        return node
+    inside = _tapped_inside(node, keys, recorder)
+    return Tap(inside, keys_text(keys), recorder) if kind.is_layer else inside
 
-    def tap(self, node: Any, keys: tuple[Any, ...]) -> Any:
-        kind = kind_of(node)
-        if kind.shape == LEAF:
-            return node
-        inside = self._inside(node, keys)
-        if not kind.is_layer or vanishes(node):
-            return inside
-        return Tap(inside, keys_text(keys), self._recorder)
 
-    def _inside(self, node: Any, keys: tuple[Any, ...]) -> Any:
-        """The node with taps below it, and none of its own at these keys."""
-        if vanishes(node):
-            return node
-        inner = surrounded(node)
-        if inner is not None:
-            return with_surrounded(node, self._inside(inner, keys))
-        return with_children(
-            node,
-            [
-                self._listed(child, (*keys, name))
-                if name == SEQUENCE_FIELD and type(child) in (list, tuple)
-                else self.tap(child, (*keys, name))
-                for name, child in children_of(node)
-            ],
-        )
-
-    def _listed(self, layers: Any, keys: tuple[Any, ...]) -> Any:
-        """A list of layers, counted as if those that were put in were not there."""
-        result = []
-        count = 0
-        for layer in layers:
-            result.append(self.tap(layer, (*keys, count)))
-            count += not vanishes(layer)
-        return result if type(layers) is list else tuple(result)
+def _tapped_inside(node: Any, keys: tuple[Any, ...], recorder: Recorder) -> Any:
+    """A node with taps below it, and none of its own at these keys."""
+    if vanishes(node):
+        return node
+    inner = surrounded(node)
+    if inner is not None:
+        return with_surrounded(node, _tapped_inside(inner, keys, recorder))
+    children = []
+    for name, child in children_of(node):
+        if name == SEQUENCE_FIELD and type(child) in (list, tuple):
+            # Layers are counted as if those that were put in were not among them.
+            layers: list[Any] = []
+            count = 0
+            for layer in child:
+                layers.append(_tapped(layer, (*keys, name, count), recorder))
+                count += not vanishes(layer)
+            children.append(layers if type(child) is list else tuple(layers))
+        else:
+            children.append(_tapped(child, (*keys, name), recorder))
+    return with_children(node, children)
