@@ -12,13 +12,14 @@ from penzai_shard.layers import variable_threading
 from penzai_shard.layers.remat_policies import resolve_policy
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import onto_auto_twin
+from penzai_shard.model_variables import thawed
 from penzai_shard.model_variables.first_api_effects import effects_as_variables
 
 
 def _call_functionally(
     values: tuple[Any, ...], body: Any, argument: Any, side_inputs: dict[str, Any]
 ) -> tuple[Any, dict[int, Any]]:
-    variables = variable_threading.thaw(values)
+    variables = list(map(thawed, values))
     body, argument, side_inputs = pz.bind_variables((body, argument, side_inputs), variables)
     return variable_threading.call_with(variables, body, argument, side_inputs, "Checkpointed")
 
@@ -79,6 +80,5 @@ class Checkpointed(WrapperLayer):
         call, arguments = _without_fixed_leaves((values, *unbound))
         checkpointed = jax.checkpoint(call, policy=resolve_policy(self.policy))
         output, changed = checkpointed(*onto_auto_twin(arguments))
-        for index, content in changed.items():
-            variable_threading.assign(variables[index], content)
+        variable_threading.assign(variables, changed)
         return output

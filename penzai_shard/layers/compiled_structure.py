@@ -15,6 +15,7 @@ from penzai import pz
 
 from penzai_shard.layers import variable_threading
 from penzai_shard.meshes import auto_context, onto_auto_twin
+from penzai_shard.model_variables import thawed
 
 MOST_STRUCTURES_KEPT = 128
 """How many structures stay compiled after the last model that has one is gone."""
@@ -27,29 +28,6 @@ INCOMPARABLE = (AttributeError, TypeError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True)
-class FlatTree:
-    """A tree as part of a key. Named arrays can be nodes of it, whose own ``==`` is elementwise.
-
-    Attributes:
-        structure: The tree's structure.
-        leaves: Its leaves.
-    """
-
-    structure: Any
-    leaves: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, tree: Any) -> "FlatTree":
-        """Takes a tree apart."""
-        leaves, structure = jax.tree_util.tree_flatten(tree)
-        return cls(structure, tuple(leaves))
-
-    def tree(self) -> Any:
-        """The tree."""
-        return jax.tree_util.tree_unflatten(self.structure, self.leaves)
-
-
-@dataclasses.dataclass(frozen=True)
 class Structure:
     """Everything that a compiled function depends on, apart from its arrays.
 
@@ -58,23 +36,32 @@ class Structure:
         places: For each leaf, the index of its variable, or CONSTANT, or FIXED.
         fixed: The leaves that are not arrays, such as functions, in order.
         variables: The tree of the frozen forms of all variables: a leaf for each of their arrays.
-        options: What ``jax.jit`` is given besides the function.
+        name: What the compiled function is called in profiles.
+        options: What ``jax.jit`` is given besides the function, as a structure and leaves: named
+            arrays, whose own ``==`` is elementwise, can be nodes of a tree of shardings.
     """
 
     body: Any
     places: tuple[int, ...]
     fixed: tuple[Any, ...]
     variables: Any
-    options: FlatTree
+    name: str
+    options: tuple[Any, tuple[Any, ...]]
 
 
-class _Tracing(threading.local):
-    """The structures whose functions this thread is tracing now, by id."""
+class _ThisThread(threading.local):
+    """What a thread is doing.
 
-    now: frozenset[int] = frozenset()
+    Attributes:
+        tracing: The keys of the structures whose functions it is tracing.
+        is_alone: Whether it keeps calls of other threads out.
+    """
+
+    tracing: frozenset[int] = frozenset()
+    is_alone = False
 
 
-tracing = _Tracing()
+this_thread = _ThisThread()
 
 
 class CompiledStructure:
@@ -85,15 +72,13 @@ class CompiledStructure:
 
     Attributes:
         structure: The structure.
-        key: What ``tracing.now`` holds while this thread traces ``run``.
+        key: What ``this_thread.tracing`` holds while this thread traces ``run``.
         run: ``run(arrays, constants, argument, side_inputs, extras) -> (output, reassigned)``.
             ``extras`` is None, or a tuple of the frozen variables that occur in the argument or
             side inputs only, whose slots, and those of the model's own variables, are then bound
             there. ``reassigned`` maps the index of each variable that the call reassigned, extras
             counted after the model's own, to what ``variable_threading.assign`` takes.
     """
-
-    __slots__ = ("key", "run", "structure")
 
     def __init__(self, structure: Structure) -> None:
         def run(
@@ -104,20 +89,19 @@ class CompiledStructure:
             extras: tuple[Any, ...] | None,
         ) -> tuple[Any, dict[int, Any]]:
             given = arrays, constants, argument, side_inputs, extras
-            outer = tracing.now
-            tracing.now = outer | {id(structure)}
+            outer = this_thread.tracing
+            this_thread.tracing = outer | {id(structure)}
             try:
                 with auto_context():
                     return _run(structure, *onto_auto_twin(given))
             finally:
-                tracing.now = outer
+                this_thread.tracing = outer
 
-        run.__name__ = run.__qualname__ = f"Jitted_{_root_name(structure.body)}"
+        run.__name__ = run.__qualname__ = structure.name
         self.structure = structure
         self.key = id(structure)
-        self.run: Callable[..., tuple[Any, dict[int, Any]]] = jax.jit(
-            run, **structure.options.tree()
-        )
+        options = jax.tree_util.tree_unflatten(*structure.options)
+        self.run: Callable[..., tuple[Any, dict[int, Any]]] = jax.jit(run, **options)
 
 
 def _run(
@@ -130,7 +114,7 @@ def _run(
 ) -> tuple[Any, dict[int, Any]]:
     """What ``CompiledStructure.run`` compiles."""
     own: Any = jax.tree_util.tree_unflatten(structure.variables, arrays)
-    variables = variable_threading.thaw((*own, *(extras or ())))
+    variables = list(map(thawed, (*own, *(extras or ()))))
     remaining = {CONSTANT: iter(constants), FIXED: iter(structure.fixed)}
     body = jax.tree_util.tree_unflatten(
         structure.body,
@@ -141,11 +125,6 @@ def _run(
             (argument, side_inputs), variables, allow_unused=True
         )
     return variable_threading.call_with(variables, body, argument, side_inputs, "Jitted")
-
-
-def _root_name(body: Any) -> str:
-    root = body.node_data()
-    return "leaf" if root is None else root[0].__name__
 
 
 _kept = functools.lru_cache(MOST_STRUCTURES_KEPT)(CompiledStructure)

@@ -19,7 +19,7 @@ from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import onto_auto_twin
-from penzai_shard.model_variables import first_api
+from penzai_shard.model_variables import first_api, thawed
 
 SENSITIVE_LAYERS: tuple[type, ...] = (
     pz.nn.LayerNorm,
@@ -103,29 +103,19 @@ class InPrecision(WrapperLayer):
             self.body,
             is_leaf=lambda node: isinstance(node, InPrecision) or is_kept(node),
         )
-        output = body(argument, **side_inputs)
-        variables.assign_back()
-        return _cast_floats(output, output_dtype)
+        return _cast_floats(variables.call(body, argument, side_inputs), output_dtype)
 
     def _output_dtype(self, argument: Any) -> Any:
         if self.output_dtype is not None:
             return _floating_dtype(self.output_dtype, "output_dtype")
         body = pz.freeze_variables(self.body)
         # Constants, such as the epsilon of a norm, may be in another dtype than the parameters.
-        parameters = [
-            leaf
-            for leaf in jax.tree_util.tree_leaves(body, is_leaf=_is_parameter_value)
-            if _is_parameter_value(leaf)
-        ]
+        parameters = pz.select(body).at_instances_of(pz.ParameterValue).get_sequence()
         for tree in (pz.freeze_variables(argument), parameters, body):
             dtypes = {leaf.dtype for leaf in jax.tree_util.tree_leaves(tree) if _is_floating(leaf)}
             if dtypes:
                 return functools.reduce(jnp.promote_types, sorted(dtypes, key=str))
         return jnp.dtype(jnp.float32)
-
-
-def _is_parameter_value(node: Any) -> bool:
-    return isinstance(node, pz.ParameterValue)
 
 
 @pz.pytree_dataclass
@@ -151,36 +141,44 @@ class _CastVariables:
     """The variables of a call, each replaced by a cast one for as long as the call runs."""
 
     def __init__(self) -> None:
-        self._replacements: dict[int, tuple[Any, Any, Any]] = {}
+        self._temporary: dict[int, tuple[Any, Any]] = {}
 
     def cast(self, tree: Any, dtype: Any) -> Any:
         """The tree with all floating-point values cast; None leaves them as they are.
 
-        Parameters become frozen, and gradients flow to where their values came from. State
+        Parameters become frozen, and gradients flow to where their values were taken from. State
         variables become temporary ones; one that occurs again is the same, in the dtype that it
         was first met in.
         """
         return jax.tree_util.tree_map(lambda leaf: self._cast_leaf(leaf, dtype), tree)
 
     def _cast_leaf(self, leaf: Any, dtype: Any) -> Any:
-        if isinstance(leaf, pz.Parameter):
-            frozen = onto_auto_twin(leaf.freeze())
-            return dataclasses.replace(frozen, value=_cast_floats(frozen.value, dtype))
         if not variable_threading.is_variable(leaf):
             return _cast_constant(onto_auto_twin(leaf), dtype)
-        if id(leaf) not in self._replacements:
-            frozen = _cast_floats(onto_auto_twin(leaf.freeze()), dtype)
-            (temporary,) = variable_threading.thaw([frozen])
-            before = variable_threading.contents([temporary])
-            self._replacements[id(leaf)] = (leaf, temporary, before)
-        return self._replacements[id(leaf)][1]
+        if id(leaf) in self._temporary:
+            return self._temporary[id(leaf)][1]
+        frozen = _cast_floats(onto_auto_twin(leaf.freeze()), dtype)
+        if isinstance(leaf, pz.Parameter):
+            return frozen
+        temporary = thawed(frozen)
+        self._temporary[id(leaf)] = leaf, temporary
+        return temporary
 
-    def assign_back(self) -> None:
-        """Gives the variables that were reassigned their new values, in their own dtypes."""
-        for variable, temporary, before in self._replacements.values():
-            for content in variable_threading.reassigned([temporary], before).values():
-                own = variable.value if type(variable) is pz.StateVariable else variable.freeze()
-                variable_threading.assign(variable, _as_dtypes_of(content, own))
+    def call(self, body: Any, argument: Any, side_inputs: dict[str, Any]) -> Any:
+        """Calls a cast layer; what it assigns to variables, they get in their own dtypes."""
+        variables = [variable for variable, _ in self._temporary.values()]
+        temporary = [temporary for _, temporary in self._temporary.values()]
+        output, changed = variable_threading.call_with(
+            temporary, body, argument, side_inputs, "InPrecision"
+        )
+        variable_threading.assign(
+            variables,
+            {
+                index: _as_dtypes_of(content, variable_threading.content_of(variables[index]))
+                for index, content in changed.items()
+            },
+        )
+        return output
 
 
 _FLOATING = ("bfloat16", "float16", "float32", "float64")
@@ -233,13 +231,11 @@ def _cast_floats(tree: Any, dtype: Any) -> Any:
 
 def _cast_constant(leaf: Any, dtype: Any) -> Any:
     """A constant of a layer in another dtype: what is finite, such as a mask's value, stays so."""
-    if dtype is None or not _is_floating(leaf) or leaf.dtype == dtype:
-        return leaf
-    largest = float(jnp.finfo(dtype).max)
-    if largest >= float(jnp.finfo(leaf.dtype).max):
-        return _cast(leaf, dtype)
-    array = jnp.asarray(leaf)
-    return jnp.where(jnp.isfinite(array), jnp.clip(array, -largest, largest), array).astype(dtype)
+    if dtype is not None and _is_floating(leaf):
+        largest = float(jnp.finfo(dtype).max)
+        if largest < float(jnp.finfo(leaf.dtype).max):
+            leaf = jnp.where(jnp.isfinite(leaf), jnp.clip(leaf, -largest, largest), leaf)
+    return _cast(leaf, dtype)
 
 
 def _as_dtypes_of(content: Any, own: Any) -> Any:
@@ -250,9 +246,5 @@ def _as_dtypes_of(content: Any, own: Any) -> Any:
     if len(leaves) != len(former):
         # Built differently than before: nothing to take a dtype from.
         return content
-    return structure.unflatten(
-        [
-            _cast(leaf, old.dtype) if _is_floating(old) else leaf
-            for leaf, old in zip(leaves, former, strict=True)
-        ]
-    )
+    dtypes = [old.dtype if _is_floating(old) else None for old in former]
+    return structure.unflatten(map(_cast, leaves, dtypes))

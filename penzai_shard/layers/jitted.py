@@ -1,22 +1,21 @@
 """Compiling a layer while it stays an ordinary part of the model."""
 
 import dataclasses
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
 from penzai import pz
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import variable_threading
-from penzai_shard.layers.compiled_structure import CompiledStructure, tracing
+from penzai_shard.layers.compiled_structure import CompiledStructure, this_thread
 from penzai_shard.layers.model_reading import ModelReading, same_objects
 from penzai_shard.layers.unfit_calls import UNFIT_CALL, explain_unfit_call
 from penzai_shard.layers.wrapper_layer import WrapperLayer
+from penzai_shard.library_apis.jax_api import Format
 from penzai_shard.meshes import shardings_on_auto_twin
 
 _READING = "_model_reading"
@@ -24,13 +23,6 @@ _READING = "_model_reading"
 _MOST_OVERTAKEN = 16
 # Arguments of these types do not hold variables.
 _PLAIN_ARGUMENTS = (pz.nx.NamedArray, jax.Array, np.ndarray)
-
-
-class _ThisThread(threading.local):
-    is_alone = False
-
-
-_this_thread = _ThisThread()
 
 
 @pz.pytree_dataclass
@@ -117,10 +109,10 @@ class Jitted(WrapperLayer):
                 given, added = _without_variables(given, variables)
                 variables = [*variables, *added]
                 extras = variable_threading.frozen_together(added)
-            if self.donate_argument and variables and not _this_thread.is_alone:
+            if self.donate_argument and variables and not this_thread.is_alone:
                 break  # It could not be run again.
             compiled = reading.compiled
-            if compiled.key in tracing.now:
+            if compiled.key in this_thread.tracing:
                 # JAX refuses to trace a function inside its own trace, as a layer asks for that
                 # compiles itself in its own call.
                 compiled = CompiledStructure(compiled.structure)
@@ -132,9 +124,8 @@ class Jitted(WrapperLayer):
             if not changed:
                 return output
             with variable_threading.EXCHANGE:
-                if _this_thread.is_alone or _same_values(reading, added, arrays, extras):
-                    for index, content in changed.items():
-                        variable_threading.assign(variables[index], content)
+                if this_thread.is_alone or _same_values(reading, added, arrays, extras):
+                    variable_threading.assign(variables, changed)
                     return output
             # Another thread gave a variable a new value while this call computed with the old
             # one. Its own update would be lost if this call assigned; so it starts from the new.
@@ -143,11 +134,11 @@ class Jitted(WrapperLayer):
     def _call_alone(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
         """A call during which no other thread's call reads or assigns variables."""
         with variable_threading.EXCHANGE:
-            _this_thread.is_alone = True
+            this_thread.is_alone = True
             try:
                 return self(argument, **side_inputs)
             finally:
-                _this_thread.is_alone = False
+                this_thread.is_alone = False
 
     def _read(self) -> tuple[ModelReading, list[Any]]:
         """Reads the body, and keeps the reading until the body is edited or the layer is gone."""

@@ -33,10 +33,11 @@ from penzai_shard.layers.compiled_structure import (
     FIXED,
     INCOMPARABLE,
     CompiledStructure,
-    FlatTree,
     Structure,
     compiled_structure,
 )
+from penzai_shard.library_apis.jax_api import children_of_node
+from penzai_shard.library_apis.penzai_api import stored_values
 from penzai_shard.model_variables.first_api_effects import effects_as_variables
 
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
@@ -58,19 +59,6 @@ class ModelReading:
         VariableConflictError: Two different variables of the model have the same label.
     """
 
-    __slots__ = (
-        "_axes",
-        "_bare",
-        "_bare_types",
-        "_containers",
-        "_general",
-        "_general_structure",
-        "_named",
-        "compiled",
-        "constants",
-        "variables",
-    )
-
     def __init__(self, model: Any, options: dict[str, Any] | None = None) -> None:
         leaves, tree = jax.tree_util.tree_flatten(effects_as_variables(model))
         distinct = {id(leaf): leaf for leaf in leaves if variable_threading.is_variable(leaf)}
@@ -80,14 +68,15 @@ class ModelReading:
         for variable in distinct.values():
             by_form[_form(variable)].append(variable)
         self._named, self._bare, self._general = by_form.values()
-        self._axes = [variable._raw_value.named_axes for variable in self._named]
-        self._bare_types = [type(variable._raw_value) for variable in self._bare]
+        self._axes = [value.named_axes for value in stored_values(self._named)]
+        self._bare_types = list(map(type, stored_values(self._bare)))
         self._general_structure: Any = jax.tree_util.tree_structure(self._frozen_general())
         self._containers = _Containers(model)
         self.constants = [leaf for leaf in others if is_array_like(leaf)]
         self.variables = [*self._named, *self._bare, *self._general]
         index_of = {id(variable): index for index, variable in enumerate(self.variables)}
         frozen = [_without_sharing(variable.freeze()) for variable in self.variables]
+        option_leaves, option_tree = jax.tree_util.tree_flatten(options or {})
         structure = Structure(
             body=tree,
             places=tuple(
@@ -96,7 +85,8 @@ class ModelReading:
             ),
             fixed=tuple(leaf for leaf in others if not is_array_like(leaf)),
             variables=jax.tree_util.tree_structure(frozen),
-            options=FlatTree.of(options or {}),
+            name=f"Jitted_{type(model).__name__}",
+            options=(option_tree, tuple(option_leaves)),
         )
         shareable = not any(map(_has_array_in_metadata, frozen))
         self.compiled = (compiled_structure if shareable else CompiledStructure)(structure)
@@ -109,15 +99,15 @@ class ModelReading:
         """The arrays that the variables hold now; None if they hold them in another form."""
         with variable_threading.EXCHANGE:
             # Comprehensions over one attribute, and comparisons of whole lists, in which
-            # identical elements are equal at once, are the fastest loops that Python has here.
+            # identical elements are equal at once, are the fastest loops that Python has.
             try:
-                values = [variable._raw_value for variable in self._named]
+                values = stored_values(self._named)
                 if [value.named_axes for value in values] != self._axes:
                     return None
                 arrays = [value.data_array for value in values]
                 if self._bare:
-                    bare = [variable._raw_value for variable in self._bare]
-                    if [type(value) for value in bare] != self._bare_types:
+                    bare = stored_values(self._bare)
+                    if list(map(type, bare)) != self._bare_types:
                         return None
                     arrays += bare
                 if self._general:
@@ -136,7 +126,7 @@ class ModelReading:
 def _form(variable: Any) -> str:
     """How a variable holds its arrays, which says how they are read fastest."""
     if type(variable) in variable_threading.PLAIN_VARIABLES:
-        value = variable._raw_value
+        (value,) = stored_values([variable])
         if isinstance(value, jax.Array):
             return "bare"
         if type(value) is pz.nx.NamedArray and isinstance(value.data_array, jax.Array):
@@ -166,8 +156,6 @@ class _Containers:
     identical. So a comparison is fast, and an element that was replaced by another is noticed
     unless both are equal layers, frozen and with the very same variables.
     """
-
-    __slots__ = ("_copies", "_custom", "_exact", "_lists", "_mapping_copies", "_mappings")
 
     def __init__(self, model: Any) -> None:
         self._lists: list[list[Any]] = []
@@ -210,7 +198,7 @@ class _Containers:
         elif variable_threading.is_variable(node):
             pass
         else:
-            children = jax.tree_util.default_registry.flatten_one_level(node)
+            children = children_of_node(node)
             if children is None:
                 self._exact |= loose
                 return
@@ -222,7 +210,7 @@ class _Containers:
 
 def _same_children(node: Any, children: list[Any], static: Any) -> bool:
     """Whether a node of a class that is not known to be frozen still consists of the same."""
-    children_now, static_now = jax.tree_util.default_registry.flatten_one_level(node)
+    children_now, static_now = children_of_node(node) or ((), None)
     return same_objects(list(children_now), children) and static_now == static
 
 

@@ -13,6 +13,7 @@ from penzai_shard.layers.region_boundary import BoundaryTree
 from penzai_shard.layers.region_gathering import Typing
 from penzai_shard.layers.region_outputs import ManualRegionError, NotReplicatedError
 from penzai_shard.layers.region_reading import Program, RegionReading
+from penzai_shard.model_variables import thawed
 from penzai_shard.partition_specs import canonical_spec
 
 
@@ -78,7 +79,7 @@ class RegionCall:
         """
         parameters, body = self.weights.put_together(weight_arrays)
         given = self.activations.put_together(activation_arrays)
-        variables = variable_threading.thaw((*parameters, *given["states"]))
+        variables = list(map(thawed, (*parameters, *given["states"])))
         slots = [
             f"{type(variable).__name__} {getattr(variable, 'label', index)!r}"
             for index, variable in enumerate(variables)

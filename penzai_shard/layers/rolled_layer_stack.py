@@ -13,6 +13,7 @@ from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.manual_region import as_varying, manual_axes, varying_axes
 from penzai_shard.meshes import auto_context, onto_auto_twin
+from penzai_shard.model_variables import thawed
 
 SHARED = pz.nn.LayerStackVarBehavior.SHARED
 PER_LAYER = pz.nn.LayerStackVarBehavior.PER_LAYER
@@ -134,7 +135,7 @@ class RolledLayerStack(pz.nn.LayerStack):
             def run_layer(carried: Any, sliced: Any) -> Any:
                 value, shared = carried
                 layer_slices, per_layer = sliced
-                mutable = variable_threading.thaw((*shared, *per_layer))
+                mutable = list(map(thawed, (*shared, *per_layer)))
                 layer, sides = pz.bind_variables(
                     (stacked.set_sequence(layer_slices), side_inputs), mutable
                 )

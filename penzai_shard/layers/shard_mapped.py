@@ -173,8 +173,7 @@ class ShardMapped(WrapperLayer):
                 raise
             raise problem from None
         output, changed = after.value.put_together(arrays)
-        for index, content in changed.items():
-            variable_threading.assign([*parameters, *states][index], content)
+        variable_threading.assign([*parameters, *states], changed)
         return output
 
     def _region(self) -> Region:

@@ -6,7 +6,7 @@ ones were is known while tracing, so the keys of that output are part of its sta
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from penzai.core.variables import (
     VariableConflictError,
 )
 
+from penzai_shard.library_apis.penzai_api import store_value
 from penzai_shard.model_variables.first_api_effects import variables_as_effects
 
 PLAIN_VARIABLES = (pz.Parameter, pz.StateVariable)
@@ -38,18 +39,6 @@ def contains_variable(tree: Any) -> bool:
     (True, False)
     """
     return any(map(is_variable, jax.tree_util.tree_leaves(tree)))
-
-
-def thaw(values: Iterable[AbstractVariableValue]) -> list[AbstractVariable]:
-    """New mutable variables with the given values, sharing nothing mutable with them."""
-    variables = []
-    for value in values:
-        variable = value.unfreeze_as_copy()
-        metadata = getattr(variable, "metadata", None)
-        if isinstance(metadata, dict):
-            variable.metadata = dict(metadata)
-        variables.append(variable)
-    return variables
 
 
 def frozen_together(variables: Iterable[AbstractVariable]) -> tuple[AbstractVariableValue, ...]:
@@ -86,6 +75,11 @@ def call_with(
     return output, reassigned(variables, before)
 
 
+def content_of(variable: Any) -> Any:
+    """The value of a plain ``pz.Parameter`` or ``pz.StateVariable``, others' frozen form."""
+    return variable.value if type(variable) in PLAIN_VARIABLES else variable.freeze()
+
+
 def contents(variables: Iterable[AbstractVariable]) -> list[Any]:
     """What each variable holds now, to be given to ``reassigned`` later."""
     return [jax.tree_util.tree_flatten(variable.freeze()) for variable in variables]
@@ -99,8 +93,7 @@ def reassigned(variables: Sequence[AbstractVariable], before: Sequence[Any]) -> 
         before: What ``contents`` gave for them.
 
     Returns:
-        A pytree: for each reassigned variable, its value if it is a plain ``pz.Parameter`` or
-        ``pz.StateVariable``, its frozen form otherwise. ``assign`` takes either.
+        A pytree: for each reassigned variable what ``content_of`` gives; ``assign`` takes it.
 
     >>> variables = [pz.StateVariable(1), pz.StateVariable(2)]
     >>> before = contents(variables)
@@ -112,23 +105,24 @@ def reassigned(variables: Sequence[AbstractVariable], before: Sequence[Any]) -> 
     for index, (variable, (old_leaves, old_structure)) in enumerate(
         zip(variables, before, strict=True)
     ):
-        frozen = variable.freeze()
-        leaves, structure = jax.tree_util.tree_flatten(frozen)
+        leaves, structure = jax.tree_util.tree_flatten(variable.freeze())
         same = structure == old_structure and all(
             new is old for new, old in zip(leaves, old_leaves, strict=True)
         )
         if not same:
-            changed[index] = variable.value if type(variable) in PLAIN_VARIABLES else frozen
+            changed[index] = content_of(variable)
     return changed
 
 
-def assign(variable: AbstractVariable, content: Any) -> None:
-    """Gives a variable the content that ``reassigned`` returned for it."""
-    if type(variable) in PLAIN_VARIABLES:
-        # The setter would convert each leaf again; these come out of a transformation as arrays.
-        variable._raw_value = content
-    else:
-        variable.update(content)
+def assign(variables: Sequence[AbstractVariable], changed: Mapping[int, Any]) -> None:
+    """Gives variables, by index, the contents that ``reassigned`` returned for them."""
+    for index, content in changed.items():
+        variable = variables[index]
+        if type(variable) in PLAIN_VARIABLES:
+            # The setter would convert each leaf; out of a transformation they come as arrays.
+            store_value(variable, content)
+        else:
+            variable.update(content)
 
 
 def check_no_variable(output: Any, wrapper: str) -> None:
