@@ -9,8 +9,10 @@ import functools
 import importlib
 import itertools
 import re
+import sys
 import types
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 
 from penzai_shard.path_folding import NUMBER, folded_path, folding_key, varying_numbers
 
@@ -23,6 +25,9 @@ MANY_LINES = 8
 
 # A path in the middle of a message: words with slashes or dots between them.
 _PATH = re.compile(r"(?<![\w\]])[\w\[\]]+(?:[./][\w\[\]-]+)+")
+
+# Packages whose frames are not those of the caller.
+_PASSED_THROUGH = frozenset({__name__.partition(".")[0], "penzai", "jax", "equinox", "contextlib"})
 
 
 class ShardingError(ValueError):
@@ -193,6 +198,18 @@ def raise_all(error: type[ShardingError], headline: str, problems: Sequence[str]
     """
     if problems:
         raise error(headline, problems)
+
+
+def warn_caller(messages: Iterable[str]) -> None:
+    """Warns with the line of whoever called into this library, also by way of a Penzai layer.
+
+    >>> warn_caller([])
+    """
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_THROUGH:
+        level, frame = level + 1, frame.f_back
+    for message in messages:
+        warnings.warn(message, ShardingWarning, stacklevel=level)
 
 
 def require_extra(module: str, extra: str) -> types.ModuleType:

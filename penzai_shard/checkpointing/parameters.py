@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from penzai_shard.checkpointing.array_records import refuse_permuted_positions
 from penzai_shard.checkpointing.comparison import (
@@ -28,7 +28,7 @@ from penzai_shard.checkpointing.restoring import from_checkpoint, restore_arrays
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import leaves_of
-from penzai_shard.planning import PlanRequest, ShardingPlan, shared_named_sharding
+from penzai_shard.planning import PlacingRequest, PlanRequest, ShardingPlan
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
 
@@ -70,12 +70,7 @@ def restore_structs(
     ((2, 8), P(None, 'data'))
     """
     request = PlanRequest.read(
-        "restore_structs",
-        mesh,
-        rules,
-        axis_name_to_mesh_name=axis_name_to_mesh_name,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
+        "restore_structs", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed
     )
     return request.plan(param_dict(model)).restore_structs()
 
@@ -197,15 +192,8 @@ def restore_params(
     """
     absolute_path(path)
     tolerance = Tolerance(on_axis_mismatch, on_dtype_mismatch, on_extra)
-    request = PlanRequest.read(
-        "restore_params",
-        mesh,
-        rules,
-        axis_name_to_mesh_name=axis_name_to_mesh_name,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
-        plan=plan,
-        places=True,
+    request = PlacingRequest.read(
+        "restore_params", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
     )
     own = param_dict(model)
     refuse_permuted_positions(own, "restoring")
@@ -217,21 +205,20 @@ def restore_params(
             for where, lack in state_variables_without_values(model)
         ],
     )
-    shardings = request.plan(model).sharding_tree()
-    planned = {leaf.path: leaf.array for leaf in leaves_of(param_dict(shardings))}
-    # What JAX is to place lies nowhere before it is computed; replicated is where it may start.
-    everywhere = shared_named_sharding(request.mesh, PartitionSpec())
+    model_plan = request.plan(model)
+    starting = param_dict(model_plan.starting_shardings())
+    planned = {leaf.path: leaf.array for leaf in leaves_of(starting)}
     leaves = arrays_by_path(own)
 
     def read(manifest: Manifest) -> dict[str, jax.Array]:
         return restore_arrays(
             manifest.part("params") if manifest.kind == "train_state" else manifest,
             leaves,
-            {name: planned[name] or everywhere for name in leaves},
+            {name: planned[name] for name in leaves},
             wording=RESTORING,
             tolerance=tolerance,
             rename_axes=rename_axes,
         )
 
     arrays = from_checkpoint(path, read)
-    return rebuilt(model, filled(own, arrays), shardings)
+    return rebuilt(model, filled(own, arrays), model_plan.sharding_tree())

@@ -2,11 +2,12 @@
 
 import collections
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec, Sharding
+from jax.sharding import Mesh, Sharding
 from penzai import pz
 from penzai.core.variables import LabeledVariable
 
@@ -27,9 +28,9 @@ from penzai_shard.checkpointing.restoring import from_checkpoint, restore_arrays
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 from penzai_shard.model_variables import thawed, with_own_label
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
-from penzai_shard.planning import PlanRequest, ShardingPlan, plan_fields, shared_named_sharding
+from penzai_shard.planning import PlacingRequest, PlanRequest, ShardingPlan
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
-from penzai_shard.tree_paths import array_path_text, key_text
+from penzai_shard.tree_paths import array_path_text
 
 
 def save_train_state(path: PathLike, train_state: Any, *, overwrite: bool = False) -> str:
@@ -134,17 +135,16 @@ def restore_train_state(
     if mesh is not None or plan is not None:
         if shardings is not None:
             raise RuleTypeError("give either a mesh with rules, or shardings, but not both.")
-        request = PlanRequest.read(
+        request = PlacingRequest.read(
             "restore_train_state",
             mesh,
             rules,
-            axis_name_to_mesh_name=axis_name_to_mesh_name,
-            on_indivisible=on_indivisible,
-            on_unnamed=on_unnamed,
-            plan=plan,
-            places=True,
+            axis_name_to_mesh_name,
+            on_indivisible,
+            on_unnamed,
+            plan,
         )
-        places = _planned(request, train_state, optimizer_rules, leaves)
+        places = _planned(request, train_state, optimizer_rules)
     elif has_rules:
         raise RuleTypeError("rules need a mesh: pass mesh=make_mesh({...}) too.")
     elif shardings is not None:
@@ -281,34 +281,13 @@ def _with_arrays(train_state: Any, arrays: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_map(unfreeze, train_state, frozen)
 
 
-def _planned(
-    request: PlanRequest,
-    train_state: Any,
-    optimizer_rules: Any,
-    leaves: Mapping[str, NamedLeaf],
-) -> dict[str, Sharding]:
+def _planned(request: PlanRequest, train_state: Any, optimizer_rules: Any) -> dict[str, Sharding]:
     """The planned place of every array, the optimizer's part under its own rules."""
-    arrays_only = map_arrays(train_state, lambda leaf: None if leaf.dtype is None else leaf.array)
-    if request.given is not None:
-        if optimizer_rules is not None:
-            raise RuleTypeError("optimizer_rules are part of a plan: give either.")
-        plans = [request.plan(arrays_only)]
-    else:
-        fields = {
-            key_text(key_path[0]) if key_path else "": child
-            for key_path, child in jax.tree_util.tree_leaves_with_path(
-                arrays_only, is_leaf=lambda node: node is not arrays_only
-            )
-        }
-        plans = list(plan_fields(request, fields, optimizer_rules).values())
-    # What JAX is to place lies nowhere before it is computed; replicated is where it may start.
-    places: dict[str, Sharding] = dict.fromkeys(
-        leaves, shared_named_sharding(request.mesh, PartitionSpec())
-    )
-    for plan in plans:
-        for key_path, sharding in jax.tree_util.tree_leaves_with_path(plan.sharding_tree()):
-            places[array_path_text(key_path)] = sharding
-    return places
+    plan = dataclasses.replace(request, keep_others=True).plan_state(train_state, optimizer_rules)
+    return {
+        array_path_text(key_path): sharding
+        for key_path, sharding in jax.tree_util.tree_leaves_with_path(plan.starting_shardings())
+    }
 
 
 def _given(shardings: Any, leaves: Mapping[str, NamedLeaf]) -> dict[str, Sharding]:

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from penzai import pz
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.errors import MeshError, raise_all
+from penzai_shard.errors import MeshError, raise_all, warn_caller
 from penzai_shard.meshes import (
     AnyMesh,
     auto_context,
@@ -26,7 +26,7 @@ from penzai_shard.meshes import (
     shardings_on_auto_twin,
 )
 from penzai_shard.partition_specs import mesh_axes_used, restricted_spec
-from penzai_shard.planning import PlanRequest, shardings_and_axes, warn_caller
+from penzai_shard.planning import PlanRequest, shardings_and_axes
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 from penzai_shard.tree_paths import array_path_text
 
@@ -127,9 +127,9 @@ class ConstrainShardingByName(pz.nn.Layer):
             "ConstrainShardingByName",
             mesh,
             rules,
-            axis_name_to_mesh_name=axis_name_to_mesh_name,
-            on_indivisible=on_indivisible,
-            on_unnamed=on_unnamed,
+            axis_name_to_mesh_name,
+            on_indivisible,
+            on_unnamed,
         )
         given = axis_name_to_mesh_name if rules is None else rules
         for name, value in (
@@ -161,8 +161,9 @@ class ConstrainShardingByName(pz.nn.Layer):
             "ConstrainShardingByName",
             _without_manual_extent(auto_twin(self.mesh)),
             self.axis_name_to_mesh_name,
-            on_indivisible=self.on_indivisible,
-            on_unnamed=self.on_unnamed,
+            None,
+            self.on_indivisible,
+            self.on_unnamed,
         )
         structure: Any
         leaves, structure = jax.tree_util.tree_flatten(tree)
@@ -196,7 +197,7 @@ def _layout_by_name(
 ) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """The sharding of each leaf, and what is to be warned of; equal trees are planned once."""
     tree = jax.tree_util.tree_unflatten(structure, leaves)
-    shardings, logical_axes = shardings_and_axes(request, tree)
+    shardings, logical_axes = shardings_and_axes(request.planner, tree)
     return tuple(structure.flatten_up_to(shardings)), request.doubts_of_constraint(logical_axes)
 
 

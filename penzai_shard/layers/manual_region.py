@@ -86,12 +86,7 @@ class Region:
 
     def parameter_specs(self, tree: Any) -> list[PartitionSpec]:
         """The specs of the arrays of a tree, over the manual mesh axes alone."""
-        specs = self._specs(tree, self.parameter_rules)
-        sizes = [array.size for array in jax.tree_util.tree_leaves(tree)]
-        return [
-            PartitionSpec() if size < self.min_size else spec
-            for size, spec in zip(sizes, specs, strict=True)
-        ]
+        return self._specs(tree, self.parameter_rules, self.min_size)
 
     def activation_specs(self, tree: Any) -> list[PartitionSpec]:
         """The specs of the arrays of a tree, over the manual mesh axes alone."""
@@ -101,8 +96,8 @@ class Region:
         """How many parts some mesh axes make."""
         return part_count(mesh_axes, self.mesh.shape)
 
-    def _specs(self, tree: Any, rules: AxisRules) -> list[PartitionSpec]:
-        plan = plan_tree(tree, self.mesh, rules, on_unnamed="replicate")
+    def _specs(self, tree: Any, rules: AxisRules, min_size: int = 0) -> list[PartitionSpec]:
+        plan = plan_tree(tree, self.mesh, rules, on_unnamed="replicate", min_size=min_size)
         return [
             restricted_spec(sharding.spec, self.manual)
             for sharding in jax.tree_util.tree_leaves(plan.sharding_tree())

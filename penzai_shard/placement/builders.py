@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from penzai.core.variables import AbstractVariable
 
-from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
-from penzai_shard.planning import ShardingPlan, warn_caller
+from penzai_shard.errors import RuleTypeError, ShardingError, raise_all, warn_caller
+from penzai_shard.planning import ShardingPlan
 from penzai_shard.rule_kinds import nearest_name
 
 # How the arguments of initialisers are called that are random keys.

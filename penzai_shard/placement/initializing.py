@@ -19,7 +19,7 @@ from penzai_shard.placement.builders import (
     naming_numbers_as_keys,
 )
 from penzai_shard.placement.tracing import TracedInitializer
-from penzai_shard.planning import PlanRequest, ShardingPlan
+from penzai_shard.planning import PlacingRequest, PlanRequest, ShardingPlan
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
 
@@ -96,15 +96,8 @@ def sharded_init(
         if value is not None and value != "error"
     ]
     check_builder(initializer, args, kwargs, given)
-    request = PlanRequest.read(
-        "sharded_init",
-        mesh,
-        rules,
-        axis_name_to_mesh_name=axis_name_to_mesh_name,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
-        plan=plan,
-        places=True,
+    request = PlacingRequest.read(
+        "sharded_init", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
     )
     request = dataclasses.replace(request, keep_others=True)
     with naming_numbers_as_keys(initializer, args, kwargs):
@@ -168,15 +161,14 @@ def initialize_parameters_sharded(
             f"initialize_parameters_sharded: rng is a random key, not {rng!r}. Write {fix}."
         )
     uninitialized = first_api.uninitialized_parameters(model_def)
-    request = PlanRequest.read(
+    request = PlacingRequest.read(
         "initialize_parameters_sharded",
         mesh,
         rules,
-        axis_name_to_mesh_name=axis_name_to_mesh_name,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
-        plan=plan,
-        places=True,
+        axis_name_to_mesh_name,
+        on_indivisible,
+        on_unnamed,
+        plan,
     )
     if request.given is not None:
         # Only the parameters are made; a plan of the whole model says more.

@@ -11,7 +11,7 @@ from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.meshes import onto_auto_twin
 from penzai_shard.model_variables import thawed
 from penzai_shard.named_leaves import leaves_of
-from penzai_shard.planning import PlanRequest, ShardingPlan, sharding_tree
+from penzai_shard.planning import PlacingRequest, ShardingPlan
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
 
@@ -61,16 +61,10 @@ def place(
     >>> place({"w": pz.nx.zeros({"a": 6, "b": 8})}, plan)["w"].data_array.sharding.spec
     P(None, 'model')
     """
-    request = PlanRequest.read(
-        "place",
-        plan_or_mesh,
-        rules,
-        axis_name_to_mesh_name=axis_name_to_mesh_name,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
-        places=True,
+    request = PlacingRequest.read(
+        "place", plan_or_mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed
     )
-    return put(tree, sharding_tree(request, tree))
+    return put(tree, request.sharding_tree(tree))
 
 
 def name_to_name_device_put(
@@ -114,17 +108,16 @@ def name_to_name_device_put(
     >>> placed.data_array.sharding.spec
     P('data',)
     """
-    request = PlanRequest.read(
+    request = PlacingRequest.read(
         "name_to_name_device_put",
         mesh,
         rules,
-        axis_name_to_mesh_name=axis_name_to_mesh_name,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
-        plan=plan,
-        places=True,
+        axis_name_to_mesh_name,
+        on_indivisible,
+        on_unnamed,
+        plan,
     )
-    return put(tree, sharding_tree(request, tree))
+    return put(tree, request.sharding_tree(tree))
 
 
 def put(tree: Any, shardings: Any) -> Any:

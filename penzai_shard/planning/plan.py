@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,19 @@ from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning.plan_table import PlanTable, axes_text
 from penzai_shard.rule_kinds import LogicalAxis, NameRule
 from penzai_shard.text_tables import NotebookView
+
+
+@functools.lru_cache(maxsize=4096)
+def shared_named_sharding(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
+    """The one ``NamedSharding`` of a mesh and a spec; equal calls give the same object.
+
+    >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    >>> shared_named_sharding(mesh, PartitionSpec("data")) is shared_named_sharding(
+    ...     mesh, PartitionSpec("data")
+    ... )
+    True
+    """
+    return NamedSharding(mesh, spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +100,13 @@ class ShardingPlan(NotebookView):
         """
         return self._fill([leaf.sharding for leaf in self.leaves])
 
-    def shardings(self) -> list[NamedSharding | None]:
-        """The sharding of every leaf of the tree in order, None where JAX is to infer it and for
-        what is not an array; an array that occurs twice is there twice."""
-        return [None if i < 0 else self.leaves[i].sharding for i in self._leaf_of_slot]
+    def starting_shardings(self) -> Any:
+        """``sharding_tree`` for arrays that are read, and not computed by JAX.
+
+        An array that JAX is to place has no layout before it is used; it starts replicated.
+        """
+        everywhere = shared_named_sharding(self.mesh, PartitionSpec())
+        return self._fill([leaf.sharding or everywhere for leaf in self.leaves])
 
     def restore_structs(self) -> Any:
         """The tree with a ``jax.ShapeDtypeStruct`` carrying its sharding for every data array.
@@ -111,6 +127,19 @@ class ShardingPlan(NotebookView):
         return jax.tree_util.tree_unflatten(
             self._treedef, [None if i < 0 else per_leaf[i] for i in self._leaf_of_slot]
         )
+
+    @classmethod
+    def of(
+        cls,
+        mesh: AnyMesh,
+        rules: AxisRules,
+        leaves: Iterable[LeafPlan],
+        numbered: Any,
+        others: Iterable[str],
+    ) -> "ShardingPlan":
+        """Makes a plan from the tree with the number of its plan in place of each array, or -1."""
+        slots, treedef = jax.tree_util.tree_flatten(numbered)
+        return cls(mesh, rules, tuple(leaves), treedef, tuple(slots), tuple(others))
 
     @functools.cached_property
     def bytes_per_device(self) -> int:

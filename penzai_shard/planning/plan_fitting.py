@@ -7,12 +7,10 @@ and may come in another order. What counts is that the same arrays are there und
 import collections
 from typing import Any
 
-import jax
-
 from penzai_shard.errors import PlanError, raise_all
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan
-from penzai_shard.planning.planning_trees import stays_as_it_is
+from penzai_shard.planning.planner import array_visitor
 from penzai_shard.rule_kinds import array_text
 
 
@@ -26,7 +24,7 @@ def fitted_plan(
         tree: A tree whose arrays have the paths, logical axes, shapes and dtypes that the plan was
             made for; concrete or abstract, its variables mutable or frozen, in any order.
         called: The function that was called, for messages.
-        keep_others: As for ``plan_with``.
+        keep_others: As for ``Planner.plan``.
 
     Returns:
         The plan, so that its sharding tree has the structure of this tree.
@@ -34,8 +32,9 @@ def fitted_plan(
     Raises:
         PlanError: The arrays differ; all differences are reported at once.
 
+    >>> import jax
     >>> from penzai import pz
-    >>> from penzai_shard.planning.planning_trees import plan_tree
+    >>> from penzai_shard.planning.planner import plan_tree
     >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
     >>> plan = plan_tree({"w": pz.nx.ones({"a": 2})}, mesh, {"a": "data"})
     >>> fitted_plan(plan, {"w": pz.nx.zeros({"a": 2})}).leaves == plan.leaves
@@ -49,13 +48,9 @@ def fitted_plan(
     for index, planned in enumerate(plan.leaves):
         indices[planned.path].append(index)
     occurred: collections.Counter[str] = collections.Counter()
-    others: list[str] = []
     problems: list[str] = []
 
     def find(leaf: NamedLeaf) -> int:
-        if stays_as_it_is(leaf, keep_others):
-            others.append(leaf.path)
-            return -1
         candidates = indices.get(leaf.path)
         if not candidates:
             problems.append(f"{leaf.path or 'the array'}: is in the tree and not in the plan.")
@@ -67,7 +62,8 @@ def fitted_plan(
         problems.extend(_difference(plan.leaves[index], leaf))
         return index
 
-    fitted = map_arrays(tree, find)
+    others: list[str] = []
+    numbered = map_arrays(tree, array_visitor(find, others, keep_others))
     problems += [
         f"{path or 'the array'}: is in the plan and not in the tree."
         for path in indices
@@ -75,8 +71,7 @@ def fitted_plan(
     ]
     headline = f"{called}: the plan was made for another tree. Plan this one: make_plan(tree, ...)"
     raise_all(PlanError, headline, problems)
-    slots, treedef = jax.tree_util.tree_flatten(fitted)
-    return ShardingPlan(plan.mesh, plan.rules, plan.leaves, treedef, tuple(slots), tuple(others))
+    return ShardingPlan.of(plan.mesh, plan.rules, plan.leaves, numbered, others)
 
 
 def _difference(planned: LeafPlan, leaf: NamedLeaf) -> list[str]:

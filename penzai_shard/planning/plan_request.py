@@ -7,32 +7,30 @@ refuses what cannot be meant, and plans.
 
 import dataclasses
 import math
-import sys
-import warnings
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar, Self
 
 from jax.sharding import AbstractMesh, Mesh
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.errors import MeshError, RuleTypeError, ShardingWarning
+from penzai_shard.errors import MeshError, RuleTypeError, warn_caller
 from penzai_shard.meshes import AnyMesh, auto_twin
 from penzai_shard.named_leaves import refuse_builder
-from penzai_shard.planning.layout_table import LayoutTable
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.plan_fitting import fitted_plan
-from penzai_shard.planning.planning_trees import NAMELESS_MODULE, plan_with
+from penzai_shard.planning.planner import NAMELESS_MODULE, Planner
+from penzai_shard.planning.quick_shardings import quick_shardings
 from penzai_shard.rule_kinds import (
     LogicalAxis,
     NameRule,
     OnIndivisible,
     OnUnnamed,
-    check_option,
     nearest_name,
 )
 
-# Packages whose frames are not those of the caller.
-_PASSED_THROUGH = frozenset({__name__.partition(".")[0], "penzai", "jax", "equinox", "contextlib"})
+# Fields of a train state: data of a random generator, and what the optimizer keeps.
+_KEYS = "root_rng"
+_OPTIMIZER = "opt_state"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,24 +39,22 @@ class PlanRequest:
 
     Attributes:
         called: The function that was called, for messages.
-        mesh: The mesh, with Auto axes.
-        rules: The rules.
-        rules_given: Whether the caller gave any rules; if not, ``rules`` are the identity.
-        on_indivisible: As for ``make_plan``.
-        on_unnamed: As for ``make_plan``.
+        planner: Mesh, rules and options.
+        rules_given: Whether the caller gave any rules; if not, they are the identity.
         given: The plan to carry out, if the caller gave one.
         keep_others: Whether all leaves that are not arrays stay as they are, instead of functions
             and classes alone.
     """
 
     called: str
-    mesh: AnyMesh
-    rules: AxisRules
+    planner: Planner
     rules_given: bool = True
-    on_indivisible: OnIndivisible = "error"
-    on_unnamed: OnUnnamed = "error"
     given: ShardingPlan | None = None
     keep_others: bool = False
+
+    # Whether the function puts arrays on devices, so that it takes plans, and needs a mesh that
+    # has some.
+    places: ClassVar[bool] = False
 
     @classmethod
     def read(
@@ -66,14 +62,14 @@ class PlanRequest:
         called: str,
         mesh: Any,
         rules: Any = None,
-        *,
         axis_name_to_mesh_name: Any = None,
-        on_indivisible: Any = "error",
-        on_unnamed: Any = "error",
+        on_indivisible: OnIndivisible = "error",
+        on_unnamed: OnUnnamed = "error",
         plan: Any = None,
-        places: bool = False,
-    ) -> "PlanRequest":
+    ) -> Self:
         """Reads the arguments of a function that plans.
+
+        Every such function has these arguments under these names, and passes them in this order.
 
         Args:
             called: The name of that function.
@@ -83,8 +79,6 @@ class PlanRequest:
             on_indivisible: ``"error"`` or ``"replicate"``.
             on_unnamed: ``"error"``, ``"replicate"`` or ``"infer"``.
             plan: A plan to be carried out, instead of mesh, rules and options.
-            places: Whether the function puts arrays on devices, so that it takes plans, and
-                needs a mesh that has some.
 
         Raises:
             RuleTypeError: Arguments contradict each other, or cannot be read.
@@ -92,11 +86,9 @@ class PlanRequest:
 
         >>> from penzai_shard.meshes import make_mesh
         >>> mesh = make_mesh({"data": 8})
-        >>> PlanRequest.read("place", mesh, axis_name_to_mesh_name={"batch": "data"}).rules
+        >>> PlanRequest.read("place", mesh, None, {"batch": "data"}).planner.rules
         AxisRules({'batch': 'data'})
         """
-        for option, value in (("on_indivisible", on_indivisible), ("on_unnamed", on_unnamed)):
-            check_option(option, value)
         if rules is not None and axis_name_to_mesh_name is not None:
             raise RuleTypeError(
                 f"{called}: rules and axis_name_to_mesh_name are two names of one argument, and "
@@ -104,57 +96,36 @@ class PlanRequest:
                 "AxisRules(first) | second."
             )
         rules = axis_name_to_mesh_name if rules is None else rules
-        _refuse_mixed_up(called, mesh, rules, places)
+        _refuse_mixed_up(called, mesh, rules, cls.places)
         if isinstance(mesh, ShardingPlan):
             if plan is not None:
                 raise RuleTypeError(f"{called}: two plans are given. Give one.")
             mesh, plan = None, mesh
         if plan is not None:
             relaxed = on_indivisible != "error" or on_unnamed != "error"
-            return cls._of_plan(called, plan, mesh, rules is not None or relaxed, places)
+            _check_plan(called, plan, mesh, rules is not None or relaxed, cls.places)
+            return cls(called, Planner(plan.mesh, plan.rules), given=plan)
         if mesh is None:
-            or_plan = ", or a plan: plan=make_plan(tree, mesh, rules)" if places else ""
+            or_plan = ", or a plan: plan=make_plan(tree, mesh, rules)" if cls.places else ""
             raise RuleTypeError(
                 f"{called}: a mesh is needed, for instance mesh=make_mesh({{'data': 4, "
                 f"'model': 2}}){or_plan}."
             )
-        # The table checks mesh and rules.
-        table = LayoutTable(mesh, rules, on_indivisible)
-        if places:
-            _check_has_devices(called, table.mesh)
-        return cls(called, table.mesh, table.rules, rules is not None, on_indivisible, on_unnamed)
+        planner = Planner(mesh, rules, on_indivisible, on_unnamed)
+        if cls.places:
+            _check_has_devices(called, planner.mesh)
+        return cls(called, planner, rules is not None)
 
-    @classmethod
-    def _of_plan(
-        cls, called: str, plan: Any, mesh: Any, with_more: bool, places: bool
-    ) -> "PlanRequest":
-        if not isinstance(plan, ShardingPlan):
-            raise RuleTypeError(
-                f"{called}: plan must be a ShardingPlan, not {type(plan).__name__}: {plan!r}. "
-                "Make one: make_plan(tree, mesh, rules)."
-            )
-        if not places:
-            raise RuleTypeError(
-                f"{called} makes a plan and needs a mesh for it, not a plan. "
-                "To carry the plan out, call place(tree, plan)."
-            )
-        if with_more:
-            raise RuleTypeError(
-                f"{called}: a plan is given, and rules or options too, which the plan has decided "
-                "already. Give either; other rules make another plan: make_plan(tree, mesh, rules)."
-            )
-        if mesh is not None and (not hasattr(mesh, "axis_types") or auto_twin(mesh) != plan.mesh):
-            sizes = ", ".join(f"{name}={size}" for name, size in plan.mesh.shape.items())
-            raise MeshError(
-                f"{called}: the plan was made for another mesh ({sizes}) than the one given. "
-                "Leave the mesh out, or plan for this one: make_plan(tree, mesh, rules)."
-            )
-        _check_has_devices(called, plan.mesh)
-        return cls(called, plan.mesh, plan.rules, given=plan)
+    @property
+    def mesh(self) -> AnyMesh:
+        """The mesh, with Auto axes."""
+        return self.planner.mesh
 
-    def table(self) -> LayoutTable:
-        """The layouts that the rules give on the mesh."""
-        return LayoutTable(self.mesh, self.rules, self.on_indivisible)
+    @property
+    def rules(self) -> AxisRules:
+        """The rules."""
+        rules: AxisRules = self.planner.rules
+        return rules
 
     def plan(self, tree: Any) -> ShardingPlan:
         """The plan of a tree: the given one, if it fits exactly, or a new one.
@@ -169,8 +140,63 @@ class PlanRequest:
         refuse_builder(self.called, tree)
         if self.given is not None:
             return fitted_plan(self.given, tree, self.called, self.keep_others)
-        plan = plan_with(self.table(), tree, self.on_unnamed, self.keep_others)
+        plan = self.planner.plan(tree, self.keep_others)
         warn_caller((*self.doubts(plan.logical_axes), *_nameless_modules(plan)))
+        return plan
+
+    def sharding_tree(self, tree: Any) -> Any:
+        """``plan(tree).sharding_tree()``, in less time.
+
+        >>> import jax
+        >>> from penzai import pz
+        >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
+        >>> request = PlanRequest.read("place", mesh, {"a": "data"})
+        >>> request.sharding_tree([pz.nx.ones({"a": 2})])[0].data_array.spec
+        P('data',)
+        """
+        if self.given is None and tree is not None:
+            found = quick_shardings(self.planner, tree)
+            if found is not None:
+                shardings, logical_axes = found
+                warn_caller(self.doubts(logical_axes))
+                return shardings
+        return self.plan(tree).sharding_tree()
+
+    def plan_state(self, train_state: Any, optimizer_rules: Any = None) -> ShardingPlan:
+        """The plan of a train state, or of another tree of its fields.
+
+        Args:
+            train_state: The state. Random keys in its field ``root_rng`` are replicated, whatever
+                their form.
+            optimizer_rules: Other rules for the field ``opt_state``.
+
+        Returns:
+            The given plan, if it fits exactly, or a new one; its paths begin with the field's name.
+
+        Raises:
+            PlanError: As for ``plan``; the arrays of all fields are reported at once.
+            RuleTypeError: A plan is given and ``optimizer_rules`` too.
+
+        Warns:
+            ShardingWarning: The rules look like a mistake; see ``doubts``.
+
+        >>> import jax
+        >>> from penzai import pz
+        >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
+        >>> request = PlanRequest.read("place", mesh, {"a": "data"})
+        >>> plan = request.plan_state({"params": pz.nx.ones({"a": 2}), "step": 0})
+        >>> [(leaf.path, leaf.spec) for leaf in plan.leaves]
+        [('params', P('data',)), ('step', P())]
+        """
+        if self.given is not None:
+            if optimizer_rules is not None:
+                raise RuleTypeError("optimizer_rules are part of a plan: give either.")
+            return self.plan(train_state)
+        by_field = {_KEYS: dataclasses.replace(self.planner, on_unnamed="replicate")}
+        if optimizer_rules is not None:
+            by_field[_OPTIMIZER] = dataclasses.replace(self.planner, rules=optimizer_rules)
+        plan = self.planner.plan(train_state, self.keep_others, by_field)
+        warn_caller(self.doubts(plan.logical_axes))
         return plan
 
     def doubts(self, present: Collection[LogicalAxis]) -> tuple[str, ...]:
@@ -241,6 +267,12 @@ class PlanRequest:
         return bool(present) and math.prod(self.mesh.shape.values()) > 1
 
 
+class PlacingRequest(PlanRequest):
+    """What a caller of a function asked for that puts arrays on devices."""
+
+    places = True
+
+
 def _not_longer_by_a_word(name: LogicalAxis, others: Collection[LogicalAxis]) -> list[LogicalAxis]:
     """Names without those that have a word more or less, which are names of other things.
 
@@ -253,62 +285,6 @@ def _not_longer_by_a_word(name: LogicalAxis, others: Collection[LogicalAxis]) ->
         for shorter, longer in [sorted((str(name), str(other)), key=len)]
         if not longer.startswith(f"{shorter}_") and not longer.endswith(f"_{shorter}")
     ]
-
-
-def make_plan(
-    tree: Any,
-    mesh: AnyMesh,
-    rules: Any = None,
-    *,
-    axis_name_to_mesh_name: Any = None,
-    on_indivisible: OnIndivisible = "error",
-    on_unnamed: OnUnnamed = "error",
-) -> ShardingPlan:
-    """Decides the layout of every array of a tree. Touches no device.
-
-    Args:
-        tree: Any pytree: models with ``Parameter`` and ``StateVariable`` objects or their frozen
-            values, models of Penzai's first API, named arrays and views, optimizer states, plain
-            arrays; concrete or made of ``jax.ShapeDtypeStruct`` objects.
-        mesh: The mesh, concrete or abstract. Explicit axes are treated as Auto ones.
-        rules: ``AxisRules``, or anything they can be read from; None maps each logical axis to
-            the mesh axis of the same name.
-        axis_name_to_mesh_name: The same under Penzai's name; give one of the two.
-        on_indivisible: ``"replicate"`` leaves dimensions unsharded whose length does not divide,
-            and says so in the reason; by default that is an error.
-        on_unnamed: What becomes of arrays without names that have dimensions: an error, a copy
-            on every device (``"replicate"``), or left to JAX (``"infer"``). Scalars have nothing
-            to name and are replicated, unless JAX is to infer.
-
-    Returns:
-        The plan.
-
-    Raises:
-        RuleTypeError: The rules or options cannot be read.
-        MeshError: A rule names a mesh axis that the mesh does not have.
-        PlanError: Some arrays have no valid layout; all of them are reported at once.
-
-    Warns:
-        ShardingWarning: A rule matches nothing and its name is nearly one that is there; or no
-            rules are given, and no logical axis has the name of a mesh axis; or arrays of
-            Equinox modules, which never have names, are copied to every device.
-
-    >>> import jax
-    >>> from penzai import pz
-    >>> mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
-    >>> weights = {"up": pz.nx.ones({"embedding": 8, "neurons": 16})}
-    >>> plan = make_plan(weights, mesh, {"embedding": "data", "neurons": "model"})
-    >>> plan.leaves[0].spec, plan.leaves[0].shard_shape, plan.bytes_per_device
-    (P('data', 'model'), (2, 8), 64)
-    """
-    return PlanRequest.read(
-        "make_plan",
-        mesh,
-        rules,
-        axis_name_to_mesh_name=axis_name_to_mesh_name,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
-    ).plan(tree)
 
 
 def _refuse_mixed_up(called: str, mesh: Any, rules: Any, places: bool) -> None:
@@ -326,6 +302,32 @@ def _refuse_mixed_up(called: str, mesh: Any, rules: Any, places: bool) -> None:
             f"{called}: mesh and rules are mixed up: {order}. The mesh comes first, or name them: "
             "mesh=mesh, rules=rules."
         )
+
+
+def _check_plan(called: str, plan: Any, mesh: Any, with_more: bool, places: bool) -> None:
+    """Checks that a plan is given where one can be carried out, and nothing else beside it."""
+    if not isinstance(plan, ShardingPlan):
+        raise RuleTypeError(
+            f"{called}: plan must be a ShardingPlan, not {type(plan).__name__}: {plan!r}. "
+            "Make one: make_plan(tree, mesh, rules)."
+        )
+    if not places:
+        raise RuleTypeError(
+            f"{called} makes a plan and needs a mesh for it, not a plan. "
+            "To carry the plan out, call place(tree, plan)."
+        )
+    if with_more:
+        raise RuleTypeError(
+            f"{called}: a plan is given, and rules or options too, which the plan has decided "
+            "already. Give either; other rules make another plan: make_plan(tree, mesh, rules)."
+        )
+    if mesh is not None and (not hasattr(mesh, "axis_types") or auto_twin(mesh) != plan.mesh):
+        sizes = ", ".join(f"{name}={size}" for name, size in plan.mesh.shape.items())
+        raise MeshError(
+            f"{called}: the plan was made for another mesh ({sizes}) than the one given. "
+            "Leave the mesh out, or plan for this one: make_plan(tree, mesh, rules)."
+        )
+    _check_has_devices(called, plan.mesh)
 
 
 def _check_has_devices(called: str, mesh: Any) -> None:
@@ -355,15 +357,3 @@ def _sorted_names(names: Collection[LogicalAxis]) -> list[LogicalAxis]:
 
 def _listed(names: Sequence[LogicalAxis]) -> str:
     return ", ".join(map(repr, names[:6])) + (", ..." if len(names) > 6 else "")
-
-
-def warn_caller(messages: Iterable[str]) -> None:
-    """Warns with the line of whoever called into this library, also by way of a Penzai layer.
-
-    >>> warn_caller([])
-    """
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_THROUGH:
-        level, frame = level + 1, frame.f_back
-    for message in messages:
-        warnings.warn(message, ShardingWarning, stacklevel=level)

@@ -4,7 +4,7 @@ from typing import Any
 
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.placement import put
-from penzai_shard.planning import PlanRequest, ShardingPlan, sharding_tree
+from penzai_shard.planning import PlacingRequest, ShardingPlan
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
 
@@ -47,14 +47,7 @@ def shard_batch(
     >>> shard_batch(batch, make_mesh({"data": 8}), {"batch": "data"})["x"].data_array.sharding.spec
     P('data',)
     """
-    request = PlanRequest.read(
-        "shard_batch",
-        mesh,
-        rules,
-        axis_name_to_mesh_name=axis_name_to_mesh_name,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
-        plan=plan,
-        places=True,
+    request = PlacingRequest.read(
+        "shard_batch", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
     )
-    return put(batch, sharding_tree(request, batch))
+    return put(batch, request.sharding_tree(batch))

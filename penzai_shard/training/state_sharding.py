@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import jax
-
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.planning import PlanRequest, plan_fields
+from penzai_shard.planning import PlanRequest
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
-from penzai_shard.training.train_state import FIELDS, TrainState, peek
+from penzai_shard.training.train_state import TrainState
 
 
 def train_state_sharding(
@@ -52,7 +50,7 @@ def train_state_sharding(
     Warns:
         ShardingWarning: As ``make_plan`` does.
 
-    >>> import jax.numpy as jnp, optax
+    >>> import jax, optax
     >>> from penzai import pz
     >>> from penzai_shard.meshes import make_mesh
     >>> weights = {"w": pz.nx.ones({"in": 8, "out": 4})}
@@ -68,15 +66,7 @@ def train_state_sharding(
             "For another tree: make_plan(tree, mesh, rules).sharding_tree()."
         )
     request = PlanRequest.read(
-        "train_state_sharding",
-        mesh,
-        rules,
-        axis_name_to_mesh_name=axis_name_to_mesh_name,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
+        "train_state_sharding", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed
     )
-    plans = plan_fields(
-        request, {name: peek(train_state, name) for name in FIELDS}, optimizer_rules
-    )
-    leaves = [sharding for name in FIELDS for sharding in plans[name].shardings()]
-    return jax.tree.unflatten(jax.tree.structure(train_state), leaves)
+    shardings: TrainState = request.plan_state(train_state, optimizer_rules).sharding_tree()
+    return shardings

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from penzai_shard.errors import RuleTypeError
+from penzai_shard.errors import RuleTypeError, warn_caller
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.model_variables import TrainablePredicate
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.placement import place
-from penzai_shard.planning import PlanRequest, plan_tree, warn_caller
+from penzai_shard.planning import PlacingRequest, PlanRequest
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 from penzai_shard.text_tables import NotebookView
 from penzai_shard.training.state_sharding import train_state_sharding
@@ -87,14 +87,8 @@ class StatefulTrainer(NotebookView):
         self.shardings: TrainState | None = None
         given = (rules, axis_name_to_mesh_name, optimizer_rules)
         if mesh is not None:
-            self._request = PlanRequest.read(
-                "StatefulTrainer",
-                mesh,
-                rules,
-                axis_name_to_mesh_name=axis_name_to_mesh_name,
-                on_indivisible=on_indivisible,
-                on_unnamed=on_unnamed,
-                places=True,
+            self._request = PlacingRequest.read(
+                "StatefulTrainer", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed
             )
             self.shardings = train_state_sharding(
                 _checked(train_state),
@@ -164,7 +158,7 @@ class StatefulTrainer(NotebookView):
             "on_unnamed": on_unnamed,
         }
         if mesh is not None:
-            request = PlanRequest.read("StatefulTrainer.build", mesh, places=True, **layout)
+            request = PlacingRequest.read("StatefulTrainer.build", mesh, **layout)
             model = place(model, request.plan(model))
         train_state = TrainState.initial_state(
             model,
@@ -206,14 +200,7 @@ class StatefulTrainer(NotebookView):
             self._looked_at_rules = True
             leaves = leaves_of((self._state, inputs))
             warn_caller(request.doubts({name for leaf in leaves for name in leaf.names or ()}))
-        plan = plan_tree(
-            inputs,
-            request.mesh,
-            request.rules,
-            on_indivisible=request.on_indivisible,
-            on_unnamed=request.on_unnamed,
-        )
-        return dict(place(inputs, plan))
+        return dict(place(inputs, request.planner.plan(inputs)))
 
     @property
     def state(self) -> TrainState:

@@ -1,0 +1,229 @@
+"""Deciding for every array of a tree, by rules on one mesh.
+
+Large trees have few distinct layouts. Each is worked out once, and arrays with equal names and
+sizes get the very same ``NamedSharding`` object, which keeps trees small and comparisons fast.
+"""
+
+import dataclasses
+import functools
+import math
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from penzai_shard.axis_decisions import SpecExplanation, decide
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.errors import PlanError, RuleTypeError, raise_all
+from penzai_shard.meshes import AnyMesh, auto_twin
+from penzai_shard.named_leaves import NamedLeaf, map_arrays
+from penzai_shard.partition_specs import canonical_spec
+from penzai_shard.planning.plan import LeafPlan, ShardingPlan, itemsize, shared_named_sharding
+from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed, check_option
+from penzai_shard.tree_paths import key_text
+
+# Why every device gets a whole copy of an array though nobody asked for it.
+NAMELESS_MODULE = "no names, as in any Equinox module: replicated"
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner:
+    """Rules on one mesh, with what is relaxed: all that decides the layout of a tree.
+
+    Attributes:
+        mesh: The mesh, concrete or abstract; its Auto twin once it is read.
+        rules: Rules in any form that ``AxisRules`` reads, and ``AxisRules`` once they are read.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+        min_size: Arrays with fewer elements than this stay whole.
+
+    Raises:
+        MeshError: A rule names a mesh axis that the mesh does not have.
+        RuleTypeError: Mesh, rules or options cannot be read.
+
+    >>> Planner(jax.sharding.AbstractMesh((2,), ("data",)), {"a": "data"}).rules
+    AxisRules({'a': 'data'})
+    """
+
+    mesh: AnyMesh
+    rules: Any = None
+    on_indivisible: OnIndivisible = "error"
+    on_unnamed: OnUnnamed = "error"
+    min_size: int = 0
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.mesh, "axis_types") or not hasattr(self.mesh, "shape"):
+            raise RuleTypeError(
+                f"a mesh is needed, not {type(self.mesh).__name__}: {reprlib.repr(self.mesh)}. "
+                "Make one: make_mesh({'data': 4, 'model': 2})."
+            )
+        check_option("on_indivisible", self.on_indivisible)
+        check_option("on_unnamed", self.on_unnamed)
+        object.__setattr__(self, "mesh", auto_twin(self.mesh))
+        object.__setattr__(self, "rules", AxisRules.of(self.rules))
+        self.rules.check_mesh(self.mesh)
+
+    def plan(
+        self,
+        tree: Any,
+        keep_others: bool = False,
+        by_field: "Mapping[str, Planner] | None" = None,
+    ) -> ShardingPlan:
+        """The plan of a tree, without warnings.
+
+        Args:
+            tree: What ``make_plan`` takes.
+            keep_others: Whether all leaves that are not arrays stay as they are, instead of
+                functions and classes alone.
+            by_field: For a tree of named fields such as a train state: who plans a field instead.
+                Paths then begin with the field's name.
+
+        Raises:
+            PlanError: Some arrays have no valid layout; all of them are reported at once.
+
+        >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
+        >>> Planner(mesh, {}).plan({}).leaves
+        ()
+        """
+        leaves: list[LeafPlan] = []
+        problems: list[str] = []
+
+        def number(planner: Planner, leaf: NamedLeaf) -> int:
+            leaf_plan, found = planner.plan_leaf(leaf)
+            problems.extend(f"{leaf.path or 'the array'}: {problem}" for problem in found)
+            leaves.append(leaf_plan)
+            return len(leaves) - 1
+
+        others: list[str] = []
+        if by_field is None:
+            visit = array_visitor(functools.partial(number, self), others, keep_others)
+            numbered = map_arrays(tree, visit)
+        else:
+            treedef: Any
+            fields, treedef = jax.tree_util.tree_flatten_with_path(
+                tree, is_leaf=lambda node: node is not tree
+            )
+            numbered_fields = []
+            for key_path, field in fields:
+                name = "".join(map(key_text, key_path))
+                planner = by_field.get(name, self)
+                visit = array_visitor(functools.partial(number, planner), others, keep_others)
+                numbered_fields.append(map_arrays(field, visit, name))
+            numbered = treedef.unflatten(numbered_fields)
+        raise_all(PlanError, "no valid layout for some arrays:", problems)
+        return ShardingPlan.of(self.mesh, self.rules, leaves, numbered, others)
+
+    def plan_leaf(self, leaf: NamedLeaf) -> tuple[LeafPlan, tuple[str, ...]]:
+        """The decision for one array, and what stands in its way."""
+        problems: tuple[str, ...] = ()
+        spec: PartitionSpec | None = PartitionSpec()
+        reason = ""
+        # A statistic that is not made of its parameter's dimensions has no names of its own.
+        unfit = leaf.whole is not None and leaf.problem
+        if leaf.names is not None and not unfit:
+            spec, reason, problems = self._by_names(leaf)
+        elif self.on_unnamed == "infer":
+            spec, reason = None, "no names: left to JAX"
+        elif leaf.dtype is None:
+            problems = (
+                f"a {type(leaf.array).__name__} is not an array. "
+                "Keep it out of the tree, for instance as a static field.",
+            )
+        elif not leaf.shape:
+            reason = "scalar: replicated"
+        elif self.on_unnamed == "replicate":
+            reason = f"{'names do not fit' if unfit else 'no names'}: replicated"
+        elif unfit:
+            problems = (
+                f'{leaf.problem}, or pass on_unnamed="replicate" for a copy on every device.',
+            )
+        elif leaf.in_nameless_module:
+            reason = NAMELESS_MODULE
+        else:
+            by_path = " or name_axes(tree, {...})" if leaf.path else ""
+            problems = (
+                f"this array of shape {leaf.shape} has no logical axis names. "
+                f"Name it with pz.nx.wrap(array).tag(...){by_path}, "
+                'or pass on_unnamed="replicate".',
+            )
+        if spec and math.prod(leaf.shape) < self.min_size:
+            spec, reason = PartitionSpec(), f"under {self.min_size} elements: replicated"
+        sharding = None if spec is None else shared_named_sharding(self.mesh, spec)
+        shard_shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        held = math.prod(shard_shape) * itemsize(leaf.dtype)
+        plan = LeafPlan(
+            leaf.path, leaf.names, leaf.shape, leaf.dtype, spec, sharding, reason, shard_shape, held
+        )
+        return plan, problems
+
+    def decide(
+        self, names: tuple[LogicalAxis | None, ...], sizes: tuple[int, ...]
+    ) -> SpecExplanation:
+        """What the rules give for an array of these names and sizes."""
+        return decide(self.rules.rules, names, sizes, self._mesh_items, self.on_indivisible)
+
+    @functools.cached_property
+    def _mesh_items(self) -> tuple[tuple[str, int], ...]:
+        return tuple(self.mesh.shape.items())
+
+    def _by_names(self, leaf: NamedLeaf) -> tuple[PartitionSpec, str, tuple[str, ...]]:
+        """Spec, reason and problems; statistics follow the parameter that they belong to."""
+        assert leaf.names is not None
+        if leaf.problem:
+            return PartitionSpec(), "", (f"{leaf.problem}.",)
+        if leaf.whole is None:
+            explained = self.decide(leaf.names, leaf.shape)
+            reason = f"{leaf.note}: replicated" if leaf.note else explained.reason
+            return explained.spec, reason, explained.problems
+        whole_names, whole_sizes = leaf.whole
+        explained = self.decide(whole_names, whole_sizes)
+        by_name = dict(zip(whole_names, explained.dimensions, strict=True))
+        spec = canonical_spec(
+            None if name is None else by_name[name].mesh_axes for name in leaf.names
+        )
+        reason = f"{leaf.note}, laid out as its parameter: {explained.reason}"
+        return spec, reason, explained.problems
+
+
+def plan_tree(tree: Any, mesh: AnyMesh, rules: Any = None, **options: Any) -> ShardingPlan:
+    """``make_plan`` without its warnings, for trees such as activations that see few of the rules.
+
+    Args:
+        tree: The tree.
+        mesh: The mesh.
+        rules: Rules in any form that ``AxisRules`` reads.
+        **options: Further attributes of ``Planner``.
+
+    >>> plan_tree({}, jax.sharding.AbstractMesh((2,), ("data",))).leaves
+    ()
+    """
+    return Planner(mesh, rules, **options).plan(tree)
+
+
+def array_visitor(
+    number: Callable[[NamedLeaf], int], others: list[str], keep_others: bool
+) -> Callable[[NamedLeaf], int]:
+    """For ``map_arrays``: numbers arrays, and notes the paths of leaves that are not meant as such.
+
+    Models of other libraries have functions and classes among their leaves. Text, or an array of
+    it, is more likely a mistake, unless whoever made the tree keeps all ``others``.
+
+    Args:
+        number: Gives an array its number.
+        others: Gets the paths of the other leaves, whose number is -1.
+        keep_others: As for ``Planner.plan``.
+
+    >>> others = []
+    >>> array_visitor(lambda leaf: 0, others, False)(NamedLeaf("activation", None, (), None, len))
+    -1
+    """
+
+    def visit(leaf: NamedLeaf) -> int:
+        if leaf.names is None and leaf.dtype is None and (keep_others or callable(leaf.array)):
+            others.append(leaf.path)
+            return -1
+        return number(leaf)
+
+    return visit

@@ -1,0 +1,126 @@
+"""Sharding trees without a plan, fast enough for a hundred thousand arrays."""
+
+from collections.abc import Collection
+from typing import Any
+
+from penzai import pz
+
+from penzai_shard.named_leaves import dimension_names
+from penzai_shard.planning.plan import shared_named_sharding
+from penzai_shard.planning.planner import Planner
+from penzai_shard.rule_kinds import LogicalAxis
+
+
+def quick_shardings(planner: Planner, tree: Any) -> tuple[Any, Collection[LogicalAxis]] | None:
+    """The sharding tree of a plan and its logical axes, in less time.
+
+    Returns:
+        Both, or None for a tree that has something which only the full plan can treat or report.
+
+    >>> import jax
+    >>> planner = Planner(jax.sharding.AbstractMesh((2,), ("data",)), {"a": "data"})
+    >>> shardings, logical_axes = quick_shardings(planner, [pz.nx.ones({"a": 2})])
+    >>> shardings[0].data_array.spec, logical_axes
+    (P('data',), {'a'})
+    >>> quick_shardings(planner, [1.0]) is None
+    True
+    """
+    quick = _QuickTree(planner)
+    try:
+        return quick.shardings(tree), quick.logical_axes()
+    except _NeedsPlan:
+        return None
+
+
+def shardings_and_axes(planner: Planner, tree: Any) -> tuple[Any, Collection[LogicalAxis]]:
+    """The sharding tree of activations, and their logical axes; without any warning.
+
+    >>> import jax
+    >>> planner = Planner(jax.sharding.AbstractMesh((2,), ("data",)), {})
+    >>> shardings_and_axes(planner, [pz.nx.ones({"a": 2})])[1]
+    {'a'}
+    """
+    found = quick_shardings(planner, tree)
+    if found is not None:
+        return found
+    plan = planner.plan(tree)
+    return plan.sharding_tree(), plan.logical_axes
+
+
+class _NeedsPlan(Exception):
+    """The tree has something that only the full plan can treat or tell of."""
+
+
+class _QuickTree:
+    """Sharding trees for plain containers of well-formed named arrays.
+
+    Arrays alike share one result, so the work per array is one dictionary look-up. Anything else,
+    and anything wrong, is left to the plan, which decides with the same planner.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self.made: dict[Any, Any] = {}
+
+    def logical_axes(self) -> set[LogicalAxis]:
+        """The logical axes of the arrays that were laid out."""
+        return {name for named_array in self.made.values() for name in named_array.named_axes}
+
+    def shardings(self, tree: Any) -> Any:
+        kind = type(tree)
+        if kind is pz.nx.NamedArray:
+            return self._named_array(tree)
+        if kind is dict:
+            return self._dict(tree)
+        if kind is list or kind is tuple:
+            return kind([self.shardings(child) for child in tree])
+        if tree is None:
+            return None
+        if kind is pz.ParameterValue or kind is pz.StateVariableValue:
+            return self._variable_value(tree)
+        raise _NeedsPlan
+
+    def _dict(self, tree: dict[Any, Any]) -> dict[Any, Any]:
+        # Most trees of many arrays are flat dictionaries of named arrays: looked up in place.
+        made, named_array, build = self.made, pz.nx.NamedArray, self.shardings
+        result = {}
+        for key, node in tree.items():
+            if type(node) is named_array:
+                try:
+                    axes = node.named_axes
+                    result[key] = made[(node.data_array.shape, *axes, *axes.values())]
+                    continue
+                except (KeyError, AttributeError, TypeError):
+                    pass
+            result[key] = build(node)
+        return result
+
+    def _named_array(self, node: Any) -> Any:
+        axes = node.named_axes
+        try:
+            key = (node.data_array.shape, *axes, *axes.values())
+        except AttributeError:
+            raise _NeedsPlan from None
+        found = self.made.get(key)
+        if found is None:
+            found = self.made[key] = self._lay_out(node)
+        return found
+
+    def _lay_out(self, node: Any) -> Any:
+        names = dimension_names(node)
+        if names is None:
+            raise _NeedsPlan
+        explained = self.planner.decide(names, tuple(node.data_array.shape))
+        if explained.problems:
+            raise _NeedsPlan
+        return pz.nx.NamedArray(
+            node.named_axes, shared_named_sharding(self.planner.mesh, explained.spec)
+        )
+
+    def _variable_value(self, node: Any) -> Any:
+        if type(node.value) is not pz.nx.NamedArray:
+            raise _NeedsPlan
+        made = object.__new__(type(node))
+        made.__dict__.update(node.__dict__)
+        made.__dict__["value"] = self._named_array(node.value)
+        return made
