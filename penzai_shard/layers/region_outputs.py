@@ -10,7 +10,7 @@ from penzai import pz
 from penzai_shard.errors import ShardingError
 from penzai_shard.layers.manual_region import Region, varying_axes
 from penzai_shard.layers.region_boundary import BoundaryTree
-from penzai_shard.layers.split_dimensions import UNIFORM, Flow, Split
+from penzai_shard.layers.shard_map_regions.split_values import UNIFORM, Flow, Split
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.rule_kinds import sized_mesh_axes_text
 from penzai_shard.tree_paths import path_text

@@ -12,7 +12,6 @@ import jax
 
 from penzai_shard.errors import raise_all
 from penzai_shard.layers.manual_region import Region
-from penzai_shard.layers.program_reading import collectives, has_own_gradient, must_be_untracked
 from penzai_shard.layers.region_boundary import BoundaryTree, take_apart
 from penzai_shard.layers.region_gathering import Typing, gather
 from penzai_shard.layers.region_outputs import (
@@ -22,11 +21,11 @@ from penzai_shard.layers.region_outputs import (
     unfollowed_outputs,
 )
 from penzai_shard.layers.region_random import base_keys, fold_position
-from penzai_shard.layers.split_axis_mixing import Problem, SplitFlow
-from penzai_shard.layers.split_dimensions import Flow, Split
+from penzai_shard.layers.shard_map_regions.following import Problem, SplitFlow, collectives
+from penzai_shard.layers.shard_map_regions.split_values import Flow, Split
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.rule_kinds import nearest_name, sized_mesh_axes_text
-from penzai_shard.traced_programs import exception_location_text
+from penzai_shard.traced_programs import equations, exception_location_text
 
 _LONGEST = 400
 """How many characters of another library's message are shown."""
@@ -53,6 +52,16 @@ class Program:
     outputs: list[Output]
     typings: list[Typing]
     may_gather: bool = True
+
+
+def has_own_gradient(program: Any) -> bool:
+    """Whether a program contains a ``jax.custom_vjp`` function."""
+    return any(one.primitive.name == "custom_vjp_call" for one in equations(program))
+
+
+def must_be_untracked(program: Any) -> bool:
+    """Whether JAX fails to compile an operation of a program where it tracks what varies."""
+    return any(one.primitive.name == "regularized_incomplete_beta" for one in equations(program))
 
 
 class TrackingError(Exception):

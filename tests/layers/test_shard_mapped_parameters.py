@@ -121,6 +121,12 @@ EITHER = {
     "gradient mixed in": own_gradient(
         lambda x, w, ct: (ct @ w.T + summed(x, ct).sum(), summed(x, ct))
     ),
+    "gradient spread again": own_gradient(
+        lambda x, w, ct: (jnp.broadcast_to(ct.sum(), x.shape), summed(x, ct))
+    ),
+    "gradient spread over the batch": own_gradient(
+        lambda x, w, ct: (jnp.broadcast_to(ct.sum(0), x.shape), summed(x, ct))
+    ),
     "gradient turned": own_gradient(lambda x, w, ct: ((ct @ w.T)[::-1], summed(x, ct))),
     "gradient turned in seq": own_gradient(lambda x, w, ct: ((ct @ w.T)[:, ::-1], summed(x, ct))),
     "gradient of the largest": own_gradient(

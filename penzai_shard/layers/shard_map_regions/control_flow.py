@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from penzai_shard.layers.program_reading import same_value
-from penzai_shard.layers.split_dimensions import (
+from penzai_shard.layers.shard_map_regions.split_values import (
     Dimension,
     Flow,
     MixesElementsError,
     Split,
     join_flows,
+    same_value,
 )
 
 
@@ -21,27 +21,27 @@ class Follows(Protocol):
         """What the results of a program are, from what its inputs are."""
 
 
-def _scan(analysis: Follows, here: Any, there: Any, flows: Sequence[Flow]) -> Sequence[Flow]:
-    params = here.params
-    if not same_value(params["reverse"], there.params["reverse"]):
+def _scan(analysis: Follows, whole: Any, part: Any, flows: Sequence[Flow]) -> Sequence[Flow]:
+    params = whole.params
+    if not same_value(params["reverse"], part.params["reverse"]):
         raise MixesElementsError("its direction depends on the length of a split dimension")
     first, rest = params["num_consts"], params["num_consts"] + params["num_carry"]
     constants, carry, along = list(flows[:first]), list(flows[first:rest]), list(flows[rest:])
     turns: Dimension = None
-    if params["length"] != there.params["length"] or any(flow.dims[0] for flow in along):
+    if params["length"] != part.params["length"] or any(flow.dims[0] for flow in along):
         splits = {flow.dims[0] for flow in along}
         if carry or len(splits) != 1 or not isinstance(turns := splits.pop(), Split):
             raise MixesElementsError("it takes a turn for each element of a split dimension")
     inner = [dataclasses.replace(flow, dims=flow.dims[1:]) for flow in along]
-    programs = params["jaxpr"], there.params["jaxpr"]
+    programs = params["jaxpr"], part.params["jaxpr"]
     carry, results = _turns(analysis, *programs, constants, carry, inner)
     return [*carry, *(dataclasses.replace(f, dims=(turns, *f.dims)) for f in results)]
 
 
 def _turns(
     analysis: Follows,
-    here: Any,
-    there: Any,
+    whole: Any,
+    part: Any,
     constants: Sequence[Flow],
     carry: Sequence[Flow],
     along: Sequence[Flow] = (),
@@ -49,26 +49,26 @@ def _turns(
     """What the carried values and the results of a loop's turn are, after any number of turns."""
     carry = list(carry)
     while True:
-        found = analysis.results(here, there, [*constants, *carry, *along])
+        found = analysis.results(whole, part, [*constants, *carry, *along])
         after = [join_flows(pair) for pair in zip(carry, found[: len(carry)], strict=True)]
         if after == carry:
             return carry, list(found[len(carry) :])
         carry = after
 
 
-def _while(analysis: Follows, here: Any, there: Any, flows: Sequence[Flow]) -> Sequence[Flow]:
-    params = here.params
+def _while(analysis: Follows, whole: Any, part: Any, flows: Sequence[Flow]) -> Sequence[Flow]:
+    params = whole.params
     first = params["cond_nconsts"]
     rest = first + params["body_nconsts"]
     tested, constants = flows[:first], flows[first:rest]
-    programs = [(p["body_jaxpr"], p["cond_jaxpr"]) for p in (params, there.params)]
+    programs = [(p["body_jaxpr"], p["cond_jaxpr"]) for p in (params, part.params)]
     carry, _ = _turns(analysis, programs[0][0], programs[1][0], constants, flows[rest:])
     (condition,) = analysis.results(programs[0][1], programs[1][1], [*tested, *carry])
     return _decided(condition, carry)
 
 
-def _cond(analysis: Follows, here: Any, there: Any, flows: Sequence[Flow]) -> Sequence[Flow]:
-    branches = zip(here.params["branches"], there.params["branches"], strict=True)
+def _cond(analysis: Follows, whole: Any, part: Any, flows: Sequence[Flow]) -> Sequence[Flow]:
+    branches = zip(whole.params["branches"], part.params["branches"], strict=True)
     found = [analysis.results(one, other, flows[1:]) for one, other in branches]
     return _decided(flows[0], [join_flows(column) for column in zip(*found, strict=True)])
 
@@ -88,15 +88,15 @@ def _decided(condition: Flow, flows: Sequence[Flow]) -> list[Flow]:
     ]
 
 
-def _linear_solve(analysis: Follows, here: Any, there: Any, flows: Sequence[Flow]) -> list[Flow]:
+def _linear_solve(analysis: Follows, whole: Any, part: Any, flows: Sequence[Flow]) -> list[Flow]:
     remaining = list(flows)
-    lengths = here.params["const_lengths"]._asdict()
+    lengths = whole.params["const_lengths"]._asdict()
     constants = {name: [remaining.pop(0) for _ in range(count)] for name, count in lengths.items()}
     found: list[Flow] = []
-    for name, program in here.params["jaxprs"]._asdict().items():
+    for name, program in whole.params["jaxprs"]._asdict().items():
         if program is None:
             continue
-        other = getattr(there.params["jaxprs"], name)
+        other = getattr(part.params["jaxprs"], name)
         results = analysis.results(program, other, [*constants[name], *remaining])
         # The solution is what the derivative multiplies and solves for again.
         found = [

@@ -1,8 +1,13 @@
 """What is known of a value in a region: which of its dimensions each device holds a part of."""
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from penzai_shard.library_apis.jax_api import Tracer
 
 Shape = tuple[int, ...]
 
@@ -27,11 +32,9 @@ class Split:
 
     def __str__(self) -> str:
         what = "a split dimension" if self.name is None else f"logical axis {self.name!r}"
-        return f"{what}, which is split over {_mesh_axes_text(self.mesh_axes)}"
-
-
-def _mesh_axes_text(mesh_axes: tuple[str, ...]) -> str:
-    return f"mesh axis {mesh_axes[0]!r}" if len(mesh_axes) == 1 else f"mesh axes {mesh_axes}"
+        one = len(self.mesh_axes) == 1
+        over = f"mesh axis {self.mesh_axes[0]!r}" if one else f"mesh axes {self.mesh_axes}"
+        return f"{what}, which is split over {over}"
 
 
 UNIFORM: Literal["uniform"] = "uniform"
@@ -71,14 +74,22 @@ class Flow:
     @property
     def mesh_axes(self) -> frozenset[str]:
         """The mesh axes over which it is split."""
-        return frozenset(
-            name for dim in self.dims if isinstance(dim, Split) for name in dim.mesh_axes
-        )
+        return mesh_axes_of(self.dims)
 
 
-def whole(rank: int) -> Dimensions:
+def mesh_axes_of(dims: Iterable[Dimension]) -> frozenset[str]:
+    """The mesh axes over which dimensions are split."""
+    return frozenset(name for dim in dims if isinstance(dim, Split) for name in dim.mesh_axes)
+
+
+def unsplit(rank: int) -> Dimensions:
     """The dimensions of a value that every device holds whole."""
     return (None,) * rank
+
+
+def refused_by(flows: Iterable[Flow]) -> frozenset[int]:
+    """Which refused operations any of some values depends on."""
+    return frozenset().union(*(flow.refused for flow in flows))
 
 
 def join(dims: Sequence[Dimension]) -> Dimension:
@@ -100,24 +111,18 @@ def join(dims: Sequence[Dimension]) -> Dimension:
 
 def join_flows(flows: Sequence[Flow]) -> Flow:
     """What a value is that is one of several, or changes from one into another in a loop."""
-    refused = frozenset().union(*(flow.refused for flow in flows))
-    if refused:
-        return Flow(whole(len(flows[0].dims)), refused=refused)
+    if refused := refused_by(flows):
+        return Flow(unsplit(len(flows[0].dims)), refused=refused)
     dims = tuple(join(dims) for dims in zip(*(flow.dims for flow in flows), strict=True))
+    partial = {flow.partial for flow in flows if not flow.zero}
+    if len(partial) > 1:
+        raise MixesElementsError("it combines a sum over a part with one over the whole")
     return Flow(
         dims,
         random=any(flow.random for flow in flows),
-        partial=join_partial(flows),
+        partial=partial.pop() if partial else frozenset(),
         zero=all(flow.zero for flow in flows),
     )
-
-
-def join_partial(flows: Sequence[Flow]) -> frozenset[str]:
-    """The mesh axes over which a sum of values still has to be added up."""
-    found = {flow.partial for flow in flows if not flow.zero}
-    if len(found) > 1:
-        raise MixesElementsError("it combines a sum over a part with one over the whole")
-    return found.pop() if found else frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +153,7 @@ class Operation:
         """What the dimensions of an operand are."""
         return self.flows[operand].dims
 
-    def not_along(self, operand: int, dimensions: Sequence[int], verb: str) -> None:
+    def not_along(self, operand: int, dimensions: Iterable[int], verb: str) -> None:
         """Refuses to do something along dimensions that are not whole on every device."""
         for dimension in dimensions:
             self.not_split(self.dims(operand)[dimension], verb)
@@ -162,6 +167,34 @@ class Operation:
             raise MixesElementsError(f"it {verb} {dim}")
 
     def spans(self, operand: int, dimension: int, whole: int, part: int) -> bool:
-        """Whether a length is that of an operand's whole dimension, here and there."""
+        """Whether a length is that of an operand's dimension, in the whole and in a part."""
         of_whole, of_part = self.inputs[operand]
         return of_whole[dimension] == whole and of_part[dimension] == part
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two parameters or constants of programs are the same.
+
+    >>> same_value((1, np.ones(2)), (1, np.ones(2))), same_value(float("nan"), float("nan"))
+    (True, True)
+    >>> same_value(1, 1.0)
+    False
+    """
+    if one is other:
+        return True
+    if isinstance(one, Tracer) or isinstance(other, Tracer) or type(one) is not type(other):
+        return False
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    if hasattr(one, "eqns") or hasattr(one, "jaxpr"):
+        return str(one) == str(other) and same_value(
+            tuple(getattr(one, "consts", ())), tuple(getattr(other, "consts", ()))
+        )
+    if hasattr(one, "dtype") and hasattr(one, "shape"):
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        with jax.ensure_compile_time_eval():
+            if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
+                one, other = (jax.random.key_data(value) for value in (one, other))
+            return np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    return bool(one == other) or (one != one and other != other)

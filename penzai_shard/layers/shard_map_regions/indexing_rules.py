@@ -3,7 +3,9 @@
 Along a split dimension they must take all elements, or take each by an index of its own.
 """
 
-from penzai_shard.layers.split_dimensions import (
+from collections.abc import Collection
+
+from penzai_shard.layers.shard_map_regions.split_values import (
     Dimension,
     Dimensions,
     MixesElementsError,
@@ -24,21 +26,33 @@ def slice_rule(op: Operation) -> list[Dimensions]:
             for params in (op.whole, op.part)
         ]
         full = bounds == [(0, shape[dimension], 1) for shape in op.inputs[0]]
-        if dim is not None and not full:
+        if not full:
             op.not_split(dim, "takes a slice of")
         if dim is None and bounds[0] != bounds[1]:
             raise MixesElementsError("its bounds depend on the length of a split dimension")
     return [op.dims()]
 
 
-def dynamic_slice_rule(op: Operation) -> list[Dimensions]:
-    """The rule of ``dynamic_slice``."""
+def _check_slice_sizes(
+    op: Operation,
+    verb: str,
+    indexed: Collection[int] = (),
+    unchecked: Collection[int] = (),
+) -> None:
+    """Refuses slices of which a split dimension is not taken whole, or is taken by an index."""
     sizes = zip(op.whole["slice_sizes"], op.part["slice_sizes"], strict=True)
     for dimension, (of_whole, of_part) in enumerate(sizes):
-        if not op.spans(0, dimension, of_whole, of_part):
-            op.not_along(0, (dimension,), "takes a slice of")
+        if dimension in unchecked:
+            continue
+        if dimension in indexed or not op.spans(0, dimension, of_whole, of_part):
+            op.not_along(0, (dimension,), verb)
         if of_whole != of_part and op.dims()[dimension] is None:
             raise MixesElementsError("its sizes depend on the length of a split dimension")
+
+
+def dynamic_slice_rule(op: Operation) -> list[Dimensions]:
+    """The rule of ``dynamic_slice``."""
+    _check_slice_sizes(op, "takes a slice of")
     return [op.dims()]
 
 
@@ -46,8 +60,6 @@ def dynamic_update_slice_rule(op: Operation) -> list[Dimensions]:
     """The rule of ``dynamic_update_slice``."""
     dims = list(op.dims(0))
     for dimension, (into, update) in enumerate(zip(op.dims(0), op.dims(1), strict=True)):
-        if into is None and update is None:
-            continue
         if not op.spans(0, dimension, *(shape[dimension] for shape in op.inputs[1])):
             op.not_split(into or update, "writes into a part of")
         dims[dimension] = join((into, update))
@@ -62,24 +74,19 @@ def gather_rule(op: Operation) -> list[Dimensions]:
     batching = dict(
         zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     )
+    indexed = {*numbers.start_index_map, *numbers.collapsed_slice_dims}
+    _check_slice_sizes(op, "takes elements by index from", indexed, unchecked=batching)
     batch = list(indices[:-1])
-    window: list[Dimension] = []
-    sizes = zip(op.whole["slice_sizes"], op.part["slice_sizes"], strict=True)
-    for dimension, (of_whole, of_part) in enumerate(sizes):
-        if dimension in batching:
-            batch[batching[dimension]] = join((operand[dimension], batch[batching[dimension]]))
-            continue
-        if dimension in numbers.start_index_map or not op.spans(0, dimension, of_whole, of_part):
-            op.not_along(0, (dimension,), "takes elements by index from")
-        if of_whole != of_part and operand[dimension] is None:
-            raise MixesElementsError("its sizes depend on the length of a split dimension")
-        if dimension not in numbers.collapsed_slice_dims:
-            window.append(operand[dimension])
-        else:
-            op.not_along(0, (dimension,), "takes elements by index from")
-    rank = len(batch) + len(window)
+    for dimension, position in batching.items():
+        batch[position] = join((operand[dimension], batch[position]))
+    window: list[Dimension] = [
+        dim
+        for dimension, dim in enumerate(operand)
+        if dimension not in batching and dimension not in numbers.collapsed_slice_dims
+    ]
     taken = dict(zip(numbers.offset_dims, window, strict=True))
     rest = iter(batch)
+    rank = len(batch) + len(window)
     return [tuple(taken[i] if i in taken else next(rest) for i in range(rank))]
 
 
@@ -92,11 +99,9 @@ def scatter_rule(op: Operation) -> list[Dimensions]:
         zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
     )
     scattered = [i for i in range(len(updates)) if i not in numbers.update_window_dims]
-    for position, (of_indices, of_updates) in enumerate(
-        zip(indices[:-1], (updates[i] for i in scattered), strict=True)
-    ):
+    for position, (of_indices, update) in enumerate(zip(indices[:-1], scattered, strict=True)):
         if position not in batching.values():
-            op.not_split(of_indices or of_updates, "writes to one place from many of")
+            op.not_split(of_indices or updates[update], "writes to one place from many of")
     windows = iter(numbers.update_window_dims)
     dims = list(operand)
     for dimension, dim in enumerate(operand):
@@ -107,10 +112,9 @@ def scatter_rule(op: Operation) -> list[Dimensions]:
             op.not_split(dim, "writes by index into")
         else:
             update = next(windows)
-            if not (dim is None and updates[update] is None):
-                sizes = [shape[update] for shape in op.inputs[2]]
-                indexed = dimension in numbers.scatter_dims_to_operand_dims
-                if indexed or not op.spans(0, dimension, *sizes):
-                    op.not_split(dim or updates[update], "writes by index into")
-                dims[dimension] = join((dim, updates[update]))
+            sizes = [shape[update] for shape in op.inputs[2]]
+            by_index = dimension in numbers.scatter_dims_to_operand_dims
+            if by_index or not op.spans(0, dimension, *sizes):
+                op.not_split(dim or updates[update], "writes by index into")
+            dims[dimension] = join((dim, updates[update]))
     return [tuple(dims)]
