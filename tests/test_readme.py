@@ -8,6 +8,8 @@ import textwrap
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import penzai_shard
 
 ROOT = Path(__file__).parents[1]
@@ -27,8 +29,9 @@ def test_the_readme_begins_with_the_two_commands_and_ci_runs_the_second_word_for
     assert tests in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
 
 
-def test_the_constraints_pin_exact_versions_and_name_no_index():
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-newest.txt"])
+def test_the_constraints_pin_exact_versions_and_name_no_index(name):
+    lines = (ROOT / name).read_text(encoding="utf-8").split()
     assert lines
     for line in lines:
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+", line)
@@ -85,3 +88,18 @@ def test_the_version_is_told_in_one_place():
     assert "version" not in project["project"]
     assert project["tool"]["hatch"]["version"]["path"] == "penzai_shard/__init__.py"
     assert re.fullmatch(r"\d+\.\d+\.\d+", penzai_shard.__version__)
+
+
+def test_the_versions_that_were_tried_are_within_the_bounds_of_the_package():
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["train"], *extras["checkpoint"], *extras["cli"]]
+    bounds = {one.name: one.specifier for one in map(Requirement, wanted)}
+    for name in ("constraints.txt", "constraints-newest.txt"):
+        lines = (ROOT / name).read_text(encoding="utf-8").split()
+        pins = dict(line.split("==") for line in lines)
+        for library in ("jax", "penzai", "treescope", "optax", "orbax-checkpoint", "rich"):
+            assert pins[library] in bounds[library], (name, library)
+            assert any(one.operator == "<" for one in bounds[library]), library
