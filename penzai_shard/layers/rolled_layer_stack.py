@@ -11,7 +11,8 @@ from penzai import pz
 
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.layers import variable_threading
-from penzai_shard.layers.manual_region import as_varying, manual_axes, varying_axes
+from penzai_shard.layers.manual_region import as_varying, varying_axes
+from penzai_shard.library_apis.jax_api import manual_mesh_axes
 from penzai_shard.meshes import auto_context, onto_auto_twin
 from penzai_shard.model_variables import thawed
 
@@ -115,22 +116,25 @@ class RolledLayerStack(pz.nn.LayerStack):
             LayerStackError: A state variable does not say how it belongs to the layers, or its
                 value contradicts what it says; or a variable cannot be carried through a loop.
         """
-        layers = pz.freeze_params(self.stacked_sublayers)
         side_inputs = pz.freeze_params(side_inputs)
-        layers, layer_variables = pz.unbind_variables(layers)
+        layers, layer_variables = pz.unbind_variables(pz.freeze_params(self.stacked_sublayers))
         side_inputs, side_variables = pz.unbind_variables(side_inputs)
-        variables = _Variables(self.stack_axis, layer_variables, side_variables, argument)
+        shared_variables, layer_variables = _shared_and_per_layer(
+            self.stack_axis, layer_variables, side_variables, argument
+        )
+        shared = [variable.freeze() for variable in shared_variables]
+        per_layer = self._with_stack_axis_first([variable.freeze() for variable in layer_variables])
 
         with auto_context():
             layers, side_inputs, argument, shared, per_layer = onto_auto_twin(
-                (layers, side_inputs, argument, variables.shared(), variables.per_layer())
+                (layers, side_inputs, argument, shared, per_layer)
             )
             stacked = (
                 pz.select(layers)
                 .at_instances_of(pz.nx.NamedArrayBase)
                 .where(lambda array: self.stack_axis in array.named_shape)
             )
-            slices = [_stack_axis_first(x, self.stack_axis) for x in stacked.get_sequence()]
+            slices = self._with_stack_axis_first(list(stacked.get_sequence()))
 
             def run_layer(carried: Any, sliced: Any) -> Any:
                 value, shared = carried
@@ -153,143 +157,118 @@ class RolledLayerStack(pz.nn.LayerStack):
                 length=self.stack_axis_size,
                 unroll=self.unroll,
             )
-        variables.update(shared, per_layer)
+        for variable, after in zip(shared_variables, shared, strict=True):
+            variable.value = after.value
+        for variable, after in zip(layer_variables, per_layer, strict=True):
+            stacked_again = _map_arrays(self._with_stack_axis, after.value)
+            variable.value = _ordered_as(stacked_again, variable.value)
         return value
 
+    def _with_stack_axis(self, array: Any) -> Any:
+        named = array if pz.nx.is_namedarray(array) else pz.nx.wrap(array)
+        return named.tag_prefix(self.stack_axis)
 
-def _stack_axis_first(array: Any, stack_axis: Hashable) -> Any:
-    """The array with the stack axis as its leading dimension, without a name."""
-    return array.untag_prefix(stack_axis).with_positional_prefix()
+    def _with_stack_axis_first(self, tree: Any) -> Any:
+        """The tree, the stack axis of each array as its leading dimension, without a name."""
+        return _map_arrays(
+            lambda array: array.untag_prefix(self.stack_axis).with_positional_prefix(), tree
+        )
 
 
-def _is_stacked(leaf: Any, stack_axis: Hashable) -> bool:
-    return pz.nx.is_namedarray(leaf) and stack_axis in leaf.named_shape
+def _map_arrays(function: Callable[[Any], Any], tree: Any) -> Any:
+    return jax.tree_util.tree_map(function, tree, is_leaf=pz.nx.is_namedarray)
 
 
 def _ordered_as(value: Any, before: Any) -> Any:
-    """The value with its logical axes in the order of a former value, if it is built like that."""
+    """The value with the logical axes of each array in the order of a former value's."""
     structure: Any
-    new_structure: Any
-    former, structure = jax.tree_util.tree_flatten(before, is_leaf=pz.nx.is_namedarray)
-    leaves, new_structure = jax.tree_util.tree_flatten(value, is_leaf=pz.nx.is_namedarray)
-    alike = structure == new_structure and all(
-        pz.nx.is_namedarray(old) == pz.nx.is_namedarray(new)
-        and (not pz.nx.is_namedarray(old) or set(old.named_shape) == set(new.named_shape))
-        for old, new in zip(former, leaves, strict=True)
-    )
-    if alike:
-        return pz.nx.order_like(value, before)
-    return new_structure.unflatten(
-        [x.with_positional_prefix() if pz.nx.is_namedarray(x) else x for x in leaves]
-    )
+    former_structure: Any
+    leaves, structure = jax.tree_util.tree_flatten(value, is_leaf=pz.nx.is_namedarray)
+    former, former_structure = jax.tree_util.tree_flatten(before, is_leaf=pz.nx.is_namedarray)
+    if structure != former_structure:
+        former = [None] * len(leaves)  # Built differently: there is no order to keep.
+    return structure.unflatten(map(_array_ordered_as, leaves, former))
 
 
-class _Variables:
-    """The state variables of a stack, and whether each is shared by the layers or per layer."""
+def _array_ordered_as(array: Any, before: Any) -> Any:
+    if not pz.nx.is_namedarray(array):
+        return array
+    if pz.nx.is_namedarray(before) and set(array.named_shape) == set(before.named_shape):
+        return array.order_like(before)
+    return array.with_positional_prefix()
 
-    def __init__(
-        self,
-        stack_axis: Hashable,
-        layer_variables: Sequence[Any],
-        side_variables: Sequence[Any],
-        argument: Any,
-    ) -> None:
-        self._stack_axis = stack_axis
-        self._shared: list[Any] = []
-        self._per_layer: list[Any] = []
-        problems = [
-            f"{_named(variable)}: the argument of a layer stack cannot hold variables, because "
-            "every layer's output must be like it. Pass it as a side input."
-            for variable in jax.tree_util.tree_leaves(argument)
-            if variable_threading.is_variable(variable)
-        ]
-        problems += [
-            f"{_named(variable)}: only pz.Parameter and pz.StateVariable can be in a layer stack."
-            for variable in (*layer_variables, *side_variables)
-            if not isinstance(variable, pz.StateVariable)
-        ]
-        by_label: dict[Any, Any] = {}
-        for variable in side_variables:
-            by_label[variable.label] = variable
-            self._shared.append(variable)
-        for variable in layer_variables:
-            if not isinstance(variable, pz.StateVariable):
-                continue
-            problem = self._add_layer_variable(variable, by_label)
-            problems += [f"{_named(variable)}: {problem}"] if problem else []
-        raise_all(LayerStackError, "this layer stack cannot run as a loop:", problems)
 
-    def _add_layer_variable(self, variable: Any, by_label: dict[Any, Any]) -> str:
-        axis = self._stack_axis
-        behavior = variable.metadata.get("layerstack_axes", {}).get(axis)
-        known = by_label.get(variable.label)
-        stacked = [
-            _is_stacked(leaf, axis)
-            for leaf in jax.tree_util.tree_leaves(variable.value, is_leaf=pz.nx.is_namedarray)
-        ]
-        if behavior is SHARED:
-            if any(stacked):
-                return (
-                    f"it is shared by the layers, and its value has logical axis {axis!r}. "
-                    "Declare it LayerStackVarBehavior.PER_LAYER, or drop the axis."
-                )
-            if known is variable:
-                return ""
-            if known is not None:
-                return "another variable of this label is a side input. Use one object in both."
-            self._shared.append(variable)
-        elif behavior is PER_LAYER:
-            if known is not None:
-                return "it is per layer and cannot be a side input too. Give one another label."
-            if not all(stacked):
-                return (
-                    f"it is per layer, and its value lacks logical axis {axis!r} in some array. "
-                    "Declare it LayerStackVarBehavior.SHARED, or add the axis."
-                )
-            self._per_layer.append(variable)
-        else:
+def _shared_and_per_layer(
+    stack_axis: Hashable,
+    layer_variables: Sequence[Any],
+    side_variables: Sequence[Any],
+    argument: Any,
+) -> tuple[list[Any], list[Any]]:
+    """The state variables of a call that all layers share, and those that each layer has.
+
+    Raises:
+        LayerStackError: A variable cannot be carried through a loop, or contradicts itself.
+    """
+    problems = [
+        f"{_title(variable)}: the argument of a layer stack cannot hold variables, because "
+        "every layer's output must be like it. Pass it as a side input."
+        for variable in jax.tree_util.tree_leaves(argument)
+        if variable_threading.is_variable(variable)
+    ]
+    problems += [
+        f"{_title(variable)}: only pz.Parameter and pz.StateVariable can be in a layer stack."
+        for variable in (*layer_variables, *side_variables)
+        if not isinstance(variable, pz.StateVariable)
+    ]
+    inputs = {v.label: v for v in side_variables if isinstance(v, pz.StateVariable)}
+    by_behavior: dict[Any, list[Any]] = {SHARED: [*inputs.values()], PER_LAYER: []}
+    for variable in layer_variables:
+        if isinstance(variable, pz.StateVariable):
+            behavior = variable.metadata.get("layerstack_axes", {}).get(stack_axis)
+            same_label = inputs.get(variable.label)
+            problem = _contradiction(variable, behavior, stack_axis, same_label)
+            if problem is not None:
+                problems.append(f"{_title(variable)}: {problem}")
+            elif variable is not same_label:
+                by_behavior[behavior].append(variable)
+    raise_all(LayerStackError, "this layer stack cannot run as a loop:", problems)
+    return by_behavior[SHARED], by_behavior[PER_LAYER]
+
+
+def _contradiction(
+    variable: Any, behavior: Any, stack_axis: Hashable, same_label: Any
+) -> str | None:
+    """What is wrong with a state variable of the layers; ``same_label`` is a side input."""
+    stacked = [
+        pz.nx.is_namedarray(leaf) and stack_axis in leaf.named_shape
+        for leaf in jax.tree_util.tree_leaves(variable.value, is_leaf=pz.nx.is_namedarray)
+    ]
+    if behavior is SHARED:
+        if any(stacked):
             return (
-                f"it does not say how it belongs to the layers of axis {axis!r}. Give it "
-                f'metadata={{"layerstack_axes": {{{axis!r}: pz.nn.LayerStackVarBehavior.SHARED}}}}'
-                ", or PER_LAYER."
+                f"it is shared by the layers, and its value has logical axis {stack_axis!r}. "
+                "Declare it LayerStackVarBehavior.PER_LAYER, or drop the axis."
             )
-        by_label[variable.label] = variable
-        return ""
-
-    def shared(self) -> list[Any]:
-        """The values that all layers see."""
-        return [variable.freeze() for variable in self._shared]
-
-    def per_layer(self) -> list[Any]:
-        """The values of the layers, the stack axis leading."""
-        return [
-            dataclasses.replace(
-                variable.freeze(),
-                value=jax.tree_util.tree_map(
-                    lambda leaf: _stack_axis_first(leaf, self._stack_axis),
-                    variable.value,
-                    is_leaf=pz.nx.is_namedarray,
-                ),
+        if same_label is not None and same_label is not variable:
+            return "another variable of this label is a side input. Use one object in both."
+        return None
+    if behavior is PER_LAYER:
+        if same_label is not None:
+            return "it is per layer and cannot be a side input too. Give one another label."
+        if not all(stacked):
+            return (
+                f"it is per layer, and its value lacks logical axis {stack_axis!r} in some array. "
+                "Declare it LayerStackVarBehavior.SHARED, or add the axis."
             )
-            for variable in self._per_layer
-        ]
-
-    def update(self, shared: Sequence[Any], per_layer: Sequence[Any]) -> None:
-        """Gives the variables their values after the last layer."""
-        for variable, after in zip(self._shared, shared, strict=True):
-            variable.value = after.value
-        for variable, after in zip(self._per_layer, per_layer, strict=True):
-            named = jax.tree_util.tree_map(
-                lambda leaf: (leaf if pz.nx.is_namedarray(leaf) else pz.nx.wrap(leaf)).tag_prefix(
-                    self._stack_axis
-                ),
-                after.value,
-                is_leaf=pz.nx.is_namedarray,
-            )
-            variable.value = _ordered_as(named, variable.value)
+        return None
+    return (
+        f"it does not say how it belongs to the layers of axis {stack_axis!r}. Give it "
+        f'metadata={{"layerstack_axes": {{{stack_axis!r}: pz.nn.LayerStackVarBehavior.SHARED}}}}'
+        ", or PER_LAYER."
+    )
 
 
-def _named(variable: Any) -> str:
+def _title(variable: Any) -> str:
     return f"{type(variable).__name__} {getattr(variable, 'label', '')!r}"
 
 
@@ -298,7 +277,7 @@ def _varying_as_after(run_layer: Any, carried: Any, sliced: Any) -> Any:
 
     Inside ``jax.shard_map`` a loop wants the same type before and after each turn.
     """
-    if not manual_axes():
+    if not manual_mesh_axes():
         return carried
 
     def turn(carried: Any, sliced: Any) -> Any:
