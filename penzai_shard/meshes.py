@@ -90,6 +90,15 @@ def make_mesh(
     )
 
 
+def mesh_text(mesh: AnyMesh) -> str:
+    """The sizes of a mesh for messages.
+
+    >>> mesh_text(make_mesh({"data": 4, "model": 2}))
+    'data=4, model=2'
+    """
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
 def has_explicit_axes(mesh: AnyMesh) -> bool:
     """Whether any axis of the mesh is Explicit.
 

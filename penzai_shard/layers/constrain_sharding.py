@@ -1,12 +1,11 @@
-"""Layers that pin how the values that flow through them lie on a mesh.
+"""Layers that pin how the values that flow through them are laid out over a mesh.
 
 The compiler chooses the layout of everything that is not pinned, and often badly: in fully
-sharded training it needs to be told that activations are split over the batch.
+sharded training it has to know that activations are split over the batch.
 
 Source: Lepikhin et al. 2020, "GShard"; ``jax.lax.with_sharding_constraint``.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -16,12 +15,15 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from penzai import pz
 
+from penzai_shard.array_kinds import is_concrete, is_traced
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import MeshError, raise_all, warn_caller
+from penzai_shard.library_apis.jax_api import manual_mesh_axes
 from penzai_shard.meshes import (
     AnyMesh,
     auto_context,
     auto_twin,
+    mesh_text,
     onto_auto_twin,
     shardings_on_auto_twin,
 )
@@ -65,7 +67,7 @@ class ConstrainSharding(pz.nn.Layer):
         structure: Any
         leaves, structure = jax.tree_util.tree_flatten(tree)
         shardings = jax.tree.broadcast(
-            shardings_on_auto_twin(self.sharding), tree, is_leaf=_is_none
+            shardings_on_auto_twin(self.sharding), tree, is_leaf=lambda node: node is None
         )
         return _constrain(leaves, structure, structure.flatten_up_to(shardings))
 
@@ -132,13 +134,12 @@ class ConstrainShardingByName(pz.nn.Layer):
             on_unnamed,
         )
         given = axis_name_to_mesh_name if rules is None else rules
-        for name, value in (
-            ("mesh", mesh),
-            ("axis_name_to_mesh_name", given),
-            ("on_indivisible", on_indivisible),
-            ("on_unnamed", on_unnamed),
-        ):
-            object.__setattr__(self, name, value)
+        self.__dict__.update(
+            mesh=mesh,
+            axis_name_to_mesh_name=given,
+            on_indivisible=on_indivisible,
+            on_unnamed=on_unnamed,
+        )
 
     def __call__(self, tree: Any, /, **side_inputs: Any) -> Any:
         """Constrains the tree.
@@ -182,10 +183,6 @@ class ConstrainShardingByName(pz.nn.Layer):
         return hash((ConstrainShardingByName, self.mesh, rules, options))
 
 
-def _is_none(node: Any) -> bool:
-    return node is None
-
-
 def _abstract(leaf: Any) -> Any:
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     return leaf if shape is None or dtype is None else jax.ShapeDtypeStruct(shape, dtype)
@@ -201,18 +198,13 @@ def _layout_by_name(
     return tuple(structure.flatten_up_to(shardings)), request.doubts_of_constraint(logical_axes)
 
 
-def _manual_axes() -> frozenset[Any]:
-    """The mesh axes that a surrounding ``jax.shard_map`` has taken over."""
-    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-
-
 def _without_manual_extent(mesh: AnyMesh) -> AnyMesh:
     """The mesh with each axis that ``jax.shard_map`` has taken over counted as of length one.
 
     Arrays inside have the shape of one device's part along it, which any further length would
     wrongly be asked to divide.
     """
-    manual = _manual_axes() & set(mesh.axis_names)
+    manual = manual_mesh_axes() & set(mesh.axis_names)
     if not manual:
         return mesh
     sizes = tuple(1 if name in manual else size for name, size in mesh.shape.items())
@@ -221,23 +213,20 @@ def _without_manual_extent(mesh: AnyMesh) -> AnyMesh:
 
 def _constrain(leaves: Sequence[Any], structure: Any, shardings: Sequence[Any]) -> Any:
     _refuse_other_devices(leaves, structure, shardings)
-    inside_shard_map = bool(_manual_axes())
-    constrain = _constrain_rest if inside_shard_map else _constrain_array
-    with contextlib.nullcontext() if inside_shard_map else auto_context():
-        constrained = [
-            leaf if sharding is None else constrain(leaf, sharding)
-            for leaf, sharding in zip(leaves, shardings, strict=True)
-        ]
+    constrain = _constrain_rest if manual_mesh_axes() else _constrain_array
+    constrained = [
+        leaf if sharding is None else constrain(leaf, sharding)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
     return jax.tree_util.tree_unflatten(structure, constrained)
 
 
 def _refuse_other_devices(leaves: Sequence[Any], structure: Any, shardings: Sequence[Any]) -> None:
-    """Refuses arrays of a mesh of other devices: a constraint says how an array lies on its own."""
+    """Refuses arrays of a mesh of other devices: a constraint lays an array out on its own."""
     conflicts = {
         index: (leaf.sharding, sharding)
         for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
-        if isinstance(leaf, jax.Array)
-        and not isinstance(leaf, jax.core.Tracer)
+        if is_concrete(leaf)
         and isinstance(leaf.sharding, NamedSharding)
         and isinstance(sharding, NamedSharding)
         and not isinstance(sharding.mesh, AbstractMesh)
@@ -251,33 +240,33 @@ def _refuse_other_devices(leaves: Sequence[Any], structure: Any, shardings: Sequ
         MeshError,
         "a constraint is for other devices than what flows through it:",
         [
-            f"{paths[index] or 'the array'}: lies on the mesh {_mesh_text(own)}, and the "
-            f"constraint is for {_mesh_text(wanted)}. Make the constraint with the mesh of the "
+            f"{paths[index] or 'the array'}: is on the mesh {_devices_text(own)}, and the "
+            f"constraint is for {_devices_text(wanted)}. Make the constraint with the mesh of the "
             "model, or place the input on it: place(x, mesh, rules)."
             for index, (own, wanted) in conflicts.items()
         ],
     )
 
 
-def _mesh_text(sharding: NamedSharding) -> str:
-    sizes = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
+def _devices_text(sharding: NamedSharding) -> str:
     devices: Any = sharding.device_set
     ids = sorted(device.id for device in devices)
     consecutive = ids == list(range(ids[0], ids[-1] + 1)) and len(ids) > 2
     devices = f"{ids[0]} to {ids[-1]}" if consecutive else ", ".join(map(str, ids))
-    return f"({sizes}) of device{'s' * (len(ids) > 1)} {devices}"
+    return f"({mesh_text(sharding.mesh)}) of device{'s' * (len(ids) > 1)} {devices}"
 
 
 def _constrain_array(array: Any, sharding: Any) -> Any:
-    if not isinstance(array, jax.core.Tracer) and isinstance(sharding, Sharding):
+    with auto_context():
+        if is_traced(array) or not isinstance(sharding, Sharding):
+            return jax.lax.with_sharding_constraint(onto_auto_twin(array), sharding)
         if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
             raise MeshError(
                 "a constraint for an AbstractMesh cannot pin arrays outside of jax.jit: it has no "
                 "devices. Make the constraint with make_mesh({...})."
             )
-        # A constraint refuses an array that was placed elsewhere before.
+        # JAX's constraint would refuse an array that is on other devices.
         return jax.device_put(array, sharding)
-    return jax.lax.with_sharding_constraint(onto_auto_twin(array), sharding)
 
 
 def _constrain_rest(array: Any, sharding: Any) -> Any:
@@ -287,9 +276,8 @@ def _constrain_rest(array: Any, sharding: Any) -> Any:
     layout, and a result on the Auto twin could not leave the region.
     """
     ambient = jax.sharding.get_abstract_mesh()
-    manual = frozenset(ambient.manual_axes)
     spec = sharding if isinstance(sharding, PartitionSpec) else getattr(sharding, "spec", None)
     if spec is None or ambient.explicit_axes or not ambient.auto_axes:
         return array
-    rest = restricted_spec(spec, mesh_axes_used(spec) - manual)
+    rest = restricted_spec(spec, mesh_axes_used(spec) - manual_mesh_axes())
     return jax.lax.with_sharding_constraint(array, NamedSharding(ambient, rest))

@@ -311,7 +311,7 @@ def test_what_lies_on_other_devices_is_refused_with_its_path():
     )
     x = place({"x": pz.nx.ones({"batch": 8})}, first, {"batch": "data"})
     match = (
-        r"x: lies on the mesh \(data=4\) of devices 0 to 3, and the constraint is for \(data=4\) "
+        r"x: is on the mesh \(data=4\) of devices 0 to 3, and the constraint is for \(data=4\) "
         r"of devices 4 to 7"
     )
     for layer in (
