@@ -5,14 +5,13 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 from jax.sharding import NamedSharding, Sharding
 from penzai import pz
 
-from penzai_shard.array_kinds import is_array_like, is_deleted
+from penzai_shard.array_kinds import is_abstract, is_array_like, is_concrete, is_deleted
 from penzai_shard.errors import MeshError, RuleTypeError, ShardingError
 from penzai_shard.layers.constrain_sharding import ConstrainSharding, ConstrainShardingByName
-from penzai_shard.meshes import AnyMesh
+from penzai_shard.meshes import mesh_text
 from penzai_shard.named_leaves import NamedLeaf, leaves_of
 from penzai_shard.tree_paths import path_text
 
@@ -51,9 +50,8 @@ def explain_unfit_call(
     if explain is None or isinstance(error, ShardingError):
         return
     own = leaves_of(layer.body)
-    inputs = leaves_of(argument, "argument")
-    for key, side_input in side_inputs.items():
-        inputs += leaves_of(side_input, key)
+    given = ("argument", argument), *side_inputs.items()
+    inputs = [leaf for key, tree in given for leaf in leaves_of(tree, key)]
     problem = explain(f"{type(layer).__name__}({type(layer.body).__name__})", layer, own, inputs)
     if problem is not None:
         raise problem from None
@@ -63,7 +61,7 @@ Leaves = list[NamedLeaf]
 
 
 def _abstract(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingError | None:
-    structs = [leaf for leaf in own if isinstance(leaf.array, jax.ShapeDtypeStruct)]
+    structs = [leaf for leaf in own if is_abstract(leaf.array)]
     if not structs:
         return _not_arrays(name, layer, own, inputs)
     return RuleTypeError(
@@ -75,8 +73,30 @@ def _abstract(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingErr
 
 
 def _not_arrays(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingError | None:
-    problems = [problem for leaf in inputs for problem in _input_problems(leaf)]
+    problems = [
+        f"{leaf.path}: {problem}" for leaf in inputs if (problem := _input_problem(leaf.array))
+    ]
     return RuleTypeError(f"{name} cannot take these inputs:", problems) if problems else None
+
+
+def _input_problem(value: Any) -> str | None:
+    if is_abstract(value):
+        return (
+            "is a jax.ShapeDtypeStruct, which has a shape and no value. "
+            "Give an array, or trace the layer: jax.eval_shape(model, x)."
+        )
+    if is_array_like(value):
+        return None
+    if hasattr(value, "dtype"):
+        return f"{value!r} is not an array that a device can hold. Give numbers, such as token ids."
+    return (
+        f"{value!r} is not an array. What a layer needs besides arrays is a field of it, declared "
+        "with metadata={'pytree_node': False}."
+    )
+
+
+def _deleted(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingError | None:
+    return refusal_of_deleted(name, (*own, *inputs))
 
 
 def refusal_of_deleted(name: str, leaves: Iterable[NamedLeaf]) -> ShardingError | None:
@@ -99,16 +119,17 @@ def refusal_of_deleted(name: str, leaves: Iterable[NamedLeaf]) -> ShardingError 
     )
 
 
-def _deleted(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingError | None:
-    return refusal_of_deleted(name, (*own, *inputs))
-
-
 def _misplaced(name: str, layer: Any, own: Leaves, inputs: Leaves) -> ShardingError | None:
-    declared = vars(layer).get("in_shardings")
-    argument = [leaf for leaf in inputs if leaf.path.partition("/")[0] == "argument"]
-    problems = [] if declared is None else _placement_problems(argument, declared)
-    problems = problems or _device_problems(own, inputs)
-    problems = problems or _constraint_problems(layer, own, inputs)
+    # Only committed arrays are bound to their devices; JAX may move all others.
+    own, inputs = (
+        [leaf for leaf in leaves if is_concrete(leaf.array) and leaf.array.committed]
+        for leaves in (own, inputs)
+    )
+    problems = (
+        _placement_problems(inputs, vars(layer).get("in_shardings"))
+        or _device_problems(own, inputs)
+        or _constraint_problems(layer, [*own, *inputs])
+    )
     if not problems:
         return None
     return MeshError(f"{name} was called with arrays in places that do not fit:", problems)
@@ -124,37 +145,28 @@ _EXPLANATIONS = {
 """What explains an error of JAX that has these words."""
 
 
-def _title(leaf: NamedLeaf) -> str:
-    return leaf.path or "the layer itself"
-
-
-def _input_problems(leaf: NamedLeaf) -> Iterable[str]:
-    if isinstance(leaf.array, jax.ShapeDtypeStruct):
-        yield (
-            f"{leaf.path}: is a jax.ShapeDtypeStruct, which has a shape and no value. "
-            "Give an array, or trace the layer: jax.eval_shape(model, x)."
-        )
-    elif hasattr(leaf.array, "dtype") and not is_array_like(leaf.array):
-        yield (
-            f"{leaf.path}: {leaf.array!r} is not an array that a device can hold. Give numbers, "
-            "such as token ids."
-        )
-    elif not is_array_like(leaf.array):
-        yield (
-            f"{leaf.path}: {leaf.array!r} is not an array. What a layer needs besides arrays is "
-            "a field of it, declared with metadata={'pytree_node': False}."
-        )
-
-
-def _device_problems(own: list[NamedLeaf], inputs: list[NamedLeaf]) -> list[str]:
-    """One line for every array that is committed to other devices than most of the model."""
-    own = [leaf for leaf in own if _is_bound(leaf.array)]
-    inputs = [leaf for leaf in inputs if _is_bound(leaf.array)]
-    if not own and not inputs:
+def _placement_problems(inputs: Leaves, in_shardings: Any) -> list[str]:
+    """One line for every array of the argument that is bound to another layout than declared."""
+    if in_shardings is None:
         return []
-    counts = collections.Counter(_devices(leaf) for leaf in own or inputs)
-    ((usual, _),) = counts.most_common(1)
-    example = next(leaf for leaf in own or inputs if _devices(leaf) == usual)
+    single = in_shardings if isinstance(in_shardings, Sharding) else None
+    declared = "" if single is None else f" as {_layout(single)}"
+    return [
+        f"{leaf.path}: is {_where(leaf.array)} as {_layout(leaf.array.sharding)}, and in_shardings "
+        f"places it{declared}. Place it so: jax.device_put(x, layer.in_shardings)."
+        for leaf in inputs
+        if leaf.path.partition("/")[0] == "argument"
+        and (single is None or not leaf.array.sharding.is_equivalent_to(single, leaf.array.ndim))
+    ]
+
+
+def _device_problems(own: Leaves, inputs: Leaves) -> list[str]:
+    """One line for every array that is committed to other devices than most of the model."""
+    leading = own or inputs
+    if not leading:
+        return []
+    ((usual, _),) = collections.Counter(map(_devices, leading)).most_common(1)
+    example = next(leaf for leaf in leading if _devices(leaf) == usual)
     most = f"(for instance {_title(example)}) {_where(example.array)}"
     place_input = (
         "shard_batch(x, mesh, rules)"
@@ -162,68 +174,43 @@ def _device_problems(own: list[NamedLeaf], inputs: list[NamedLeaf]) -> list[str]
         else f"jax.device_put(x, jax.devices()[{usual[0].id}])"
     )
 
-    def place(leaf: NamedLeaf) -> str:
-        same = set(_devices(leaf)) == set(usual)
-        return f"{_where(leaf.array)}{' with the devices in another order' if same else ''}"
+    def problems(leaves: Leaves, others: str, fix: str) -> list[str]:
+        return [
+            f"{_title(leaf)}: is {_where(leaf.array)}"
+            f"{' with the devices in another order' if set(_devices(leaf)) == set(usual) else ''}"
+            f", and {others} {most}. {fix}."
+            for leaf in leaves
+            if _devices(leaf) != usual
+        ]
 
+    place_model = "Place the whole model: place(model, mesh, rules)"
     return [
-        f"{_title(leaf)}: is {place(leaf)}, and most of the model {most}. Place the whole model: "
-        "place(model, mesh, rules)."
-        for leaf in own
-        if _devices(leaf) != usual
-    ] + [
-        f"{leaf.path}: is {place(leaf)}, and {'the model' if own else 'most'} {most}. "
-        f"Place it there: {place_input}."
-        for leaf in inputs
-        if _devices(leaf) != usual
+        *problems(own, "most of the model", place_model),
+        *problems(inputs, "the model" if own else "most", f"Place it there: {place_input}"),
     ]
 
 
-def _constraint_problems(layer: Any, own: list[NamedLeaf], inputs: list[NamedLeaf]) -> list[str]:
+def _constraint_problems(layer: Any, bound: Leaves) -> list[str]:
     """One line for every constraint layer inside that is for other devices than the arrays are."""
-    bound = [leaf for leaf in (*own, *inputs) if _is_bound(leaf.array)]
     if not bound:
         return []
-    usual = _devices(bound[0])
     constraints = pz.select(layer).at_instances_of((ConstrainSharding, ConstrainShardingByName))
     return [
         f"{path_text(path)}: this {type(constraint).__name__} is for the mesh "
-        f"{_sizes(mesh)} of other devices, or of the same in another order, and the model and its "
-        f"input are {_where(bound[0].array)}. Make the constraint with the mesh of the model."
+        f"{mesh_text(mesh)} of other devices, or of the same in another order, and the model and "
+        f"its input are {_where(bound[0].array)}. Make the constraint with the mesh of the model."
         for path, constraint in constraints.get_by_path().items()
         for mesh in dict.fromkeys(constraint.meshes())
-        if tuple(mesh.devices.flat) != usual
+        if tuple(mesh.devices.flat) != _devices(bound[0])
     ]
 
 
-def _sizes(mesh: AnyMesh) -> str:
-    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
-
-
-def _placement_problems(inputs: list[NamedLeaf], in_shardings: Any) -> list[str]:
-    """One line for every array of the argument that is bound to another layout than declared."""
-    single = in_shardings if isinstance(in_shardings, Sharding) else None
-    return [
-        f"{leaf.path}: is {_where(leaf.array)} as {_layout(leaf.array.sharding)}, and in_shardings "
-        f"places it{'' if single is None else f' as {_layout(single)}'}. Place it so: "
-        "jax.device_put(x, layer.in_shardings)."
-        for leaf in inputs
-        if _is_bound(leaf.array)
-        and (single is None or not leaf.array.sharding.is_equivalent_to(single, leaf.array.ndim))
-    ]
+def _title(leaf: NamedLeaf) -> str:
+    return leaf.path or "the layer itself"
 
 
 def _layout(sharding: Sharding) -> str:
     return str(sharding.spec) if isinstance(sharding, NamedSharding) else "one piece"
-
-
-def _is_concrete(array: Any) -> bool:
-    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
-
-
-def _is_bound(array: Any) -> bool:
-    """Whether an array is bound to its devices; JAX may move all others."""
-    return _is_concrete(array) and bool(array.committed)
 
 
 def _devices(leaf: NamedLeaf) -> tuple[Any, ...]:
@@ -237,6 +224,6 @@ def _devices(leaf: NamedLeaf) -> tuple[Any, ...]:
 def _where(array: Any) -> str:
     sharding = array.sharding
     if isinstance(sharding, NamedSharding):
-        return f"on a mesh {_sizes(sharding.mesh)}"
+        return f"on a mesh {mesh_text(sharding.mesh)}"
     ids = sorted(device.id for device in sharding.device_set)
     return f"on device {ids[0]}" if len(ids) == 1 else f"on devices {', '.join(map(str, ids))}"
