@@ -3,6 +3,9 @@
 A release that breaks one of them fails here, with the name of the assumption.
 """
 
+import json
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from penzai import pz
 from penzai.deprecated.v1 import pz as pz_v1
 
-from penzai_shard.library_apis import jax_api, penzai_api
+from penzai_shard.library_apis import jax_api, orbax_api, penzai_api
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
@@ -184,3 +187,84 @@ def test_side_outputs_of_the_first_api_go_to_a_list_that_can_be_shared():
     handled = pz_v1.de.CollectingSideOutputs.handling(Reports())
     handled(jnp.ones(1))
     assert len(collected) == 1
+
+
+# Orbax
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of ours, as far as Orbax knows: some arrays and other metadata."""
+    directory = tmp_path_factory.mktemp("orbax") / "saved"
+    arrays = {"a": jnp.arange(8.0), "b": jnp.ones((2, 3))}
+    orbax_api.save(str(directory), arrays, {"mine": {"kind": "test"}})
+    return directory
+
+
+def struct(shape, dtype="float32"):
+    sharding = NamedSharding(MESH, PartitionSpec(*("data",) * (shape == (8,))))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def test_orbax_reads_arrays_straight_into_shardings_and_leaves_out_what_is_none(saved):
+    loaded = orbax_api.load(str(saved), {"a": struct((8,)), "b": None}, 2**20)
+    assert loaded["b"] is None
+    assert loaded["a"].tolist() == list(range(8))
+    assert loaded["a"].sharding.spec == PartitionSpec("data")
+    ocp = orbax_api.orbax()
+    ocp.save(
+        saved.parent / "nested", {"list": [jnp.ones(2), jnp.zeros(3)], "other": (jnp.ones(4),)}
+    )
+    wanted = {"list": [None, struct((3,))], "other": [None]}
+    loaded = orbax_api.load(str(saved.parent / "nested"), wanted, 2**20)
+    assert loaded["list"][1].tolist() == [0, 0, 0]
+    assert jax.tree.leaves(loaded) == [loaded["list"][1]]
+
+
+def test_orbax_casts_while_it_reads(saved):
+    loaded = orbax_api.load(str(saved), {"a": struct((8,), "bfloat16"), "b": None}, 2**20)
+    assert loaded["a"].dtype == jnp.bfloat16
+
+
+def test_orbax_fails_where_a_piece_is_larger_than_the_bound_on_reading(saved):
+    with pytest.raises(ValueError, match="bytes"):
+        orbax_api.load(str(saved), {"a": None, "b": struct((2, 3))}, 8)
+
+
+def test_orbax_describes_arrays_by_leaves_with_their_pieces(saved):
+    described = orbax_api.described_arrays(str(saved))
+    assert jax.tree.structure(described) == jax.tree.structure({"a": 0, "b": 0})
+    assert described["b"].shape == (2, 3)
+    assert described["b"].dtype == jnp.float32
+    assert described["b"].storage_metadata.chunk_shape == (2, 3)
+
+
+def test_orbax_does_not_know_the_layout_of_other_directories(tmp_path):
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        orbax_api.described_arrays(str(tmp_path))
+    assert orbax_api.is_unknown_layout(caught.value)
+    assert not orbax_api.is_unknown_layout(ValueError())
+
+
+def test_orbax_writes_files_of_known_names_and_the_callers_metadata_into_one(saved):
+    metadata = json.loads((saved / orbax_api.METADATA_FILE).read_text())
+    assert metadata["custom_metadata"] == {"mine": {"kind": "test"}}
+    files = [path.relative_to(saved) for path in saved.rglob("*") if path.is_file()]
+    assert all(re.fullmatch(orbax_api.FILE_NAMES, path.name) for path in files)
+    assert {str(path) for path in files} >= {orbax_api.METADATA_FILE, orbax_api.INDICATOR_FILE}
+    described = {
+        path.name for path in files if not any(map(orbax_api.holds_numbers, path.parts[:-1]))
+    }
+    assert "_METADATA" in described
+    assert not any(len(name) == 32 for name in described)
+
+
+def test_orbax_stores_no_empty_arrays(tmp_path):
+    with pytest.raises(ValueError, match="zero size"), orbax_api.without_noise():
+        orbax_api.save(str(tmp_path / "saved"), {"a": jnp.ones(0)}, {})
+
+
+def test_orbax_has_paths_of_object_stores():
+    path = orbax_api.path_object("gs://bucket/run")
+    assert str(path / "params") == "gs://bucket/run/params"

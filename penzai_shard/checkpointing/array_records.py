@@ -9,16 +9,13 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from penzai import pz
 
-from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
-from penzai_shard.named_leaves import NamedLeaf, is_named_unit
-from penzai_shard.tree_paths import path_text
+from penzai_shard.named_leaves import NamedLeaf
 
 AxisTexts = tuple[str | None, ...]
 
@@ -69,6 +66,7 @@ def axis_text(axis: Any) -> str | None:
 def record_of(leaf: NamedLeaf) -> ArrayRecord:
     """The record of one leaf of a tree, which must be an array or describe one.
 
+    >>> from penzai import pz
     >>> from penzai_shard.named_leaves import leaves_of
     >>> record_of(leaves_of({"w": pz.nx.ones({"a": 2})})[0])
     ArrayRecord(shape=(2,), dtype='float32', axes=('a',), key_impl=None)
@@ -104,23 +102,13 @@ def key_impl_of(array: Any) -> str | None:
 
 
 @functools.cache
-def key_struct(impl: str) -> jax.ShapeDtypeStruct:
-    """The struct of one typed key of a PRNG implementation.
-
-    >>> key_struct("rbg").dtype
-    key<rbg>
-    """
-    return jax.eval_shape(lambda: jax.random.key(0, impl=impl))
-
-
-@functools.cache
 def key_data_shape(impl: str) -> tuple[int, ...]:
     """The shape of the numbers that make up one key.
 
     >>> key_data_shape("rbg")
     (4,)
     """
-    return tuple(jax.eval_shape(jax.random.key_data, key_struct(impl)).shape)
+    return tuple(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape)
 
 
 def checksum_of(content: Any) -> str:
@@ -137,10 +125,9 @@ def record_to_json(name: str, record: ArrayRecord) -> dict[str, Any]:
     """The stored form of a record, with a checksum of the array's name and of all it says.
 
     >>> record_to_json("w", ArrayRecord((2, 3), "float32", ("a", None)))["axes"]
-    ['a', None]
+    ('a', None)
     """
-    entry = {**dataclasses.asdict(record), "shape": list(record.shape)}
-    entry["axes"] = None if record.axes is None else list(record.axes)
+    entry = dataclasses.asdict(record)
     return {**entry, "checksum": checksum_of([name, entry])}
 
 
@@ -151,65 +138,8 @@ def record_from_json(name: str, stored: Any) -> ArrayRecord | None:
     >>> record_from_json("w", stored), record_from_json("v", stored)
     (ArrayRecord(shape=(2,), dtype='float32', axes=('a',), key_impl=None), None)
     """
-    if not isinstance(stored, Mapping):
-        return None
-    entry = dict(stored)
+    entry = dict(stored) if isinstance(stored, Mapping) else {}
     if entry.pop("checksum", None) != checksum_of([name, entry]):
         return None
-    axes = entry["axes"]
-    return ArrayRecord(
-        tuple(entry["shape"]),
-        entry["dtype"],
-        None if axes is None else tuple(axes),
-        entry["key_impl"],
-    )
-
-
-def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
-    """``jax.tree_util.tree_leaves_with_path``, with an error that one can act on.
-
-    Raises:
-        RuleTypeError: The keys of some dictionary cannot be sorted.
-
-    >>> leaves_with_paths({"a": 1, 0: 2}, lambda node: False)
-    Traceback (most recent call last):
-    penzai_shard.errors.RuleTypeError: a dictionary has keys of different types, which JAX cannot...
-    """
-    try:
-        return list(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf))
-    except ValueError as error:
-        if "keys" not in str(error):
-            raise
-        raise RuleTypeError(
-            "a dictionary has keys of different types, which JAX cannot sort, such as numbers "
-            "beside texts. Make them all text: {str(key): value for key, value in d.items()}."
-        ) from error
-
-
-def refuse_permuted_positions(tree: Any, doing: str) -> None:
-    """Refuses named array views whose positional dimensions lie in another order in memory.
-
-    Positional dimensions have no names, so that nothing in a checkpoint could tell them apart.
-
-    Args:
-        tree: Any pytree.
-        doing: What is being done, for the message.
-
-    Raises:
-        CheckpointMismatchError: There is such a view.
-
-    >>> refuse_permuted_positions({"w": pz.nx.ones({"a": 2, "b": 3}).untag("a")}, "saving")
-    """
-    problems = [
-        f"{path_text(key_path)}: its positional dimensions lie in the order "
-        f"{tuple(node.data_axis_for_logical_axis)} in memory. Give its data the usual order with "
-        ".with_positional_prefix()."
-        for key_path, node in leaves_with_paths(tree, is_named_unit)
-        if isinstance(node, pz.nx.NamedArrayView)
-        and list(node.data_axis_for_logical_axis) != sorted(node.data_axis_for_logical_axis)
-    ]
-    raise_all(
-        CheckpointMismatchError,
-        f"cannot tell positional dimensions apart while {doing}:",
-        problems,
-    )
+    axes = entry["axes"] and tuple(entry["axes"])
+    return ArrayRecord(**{**entry, "shape": tuple(entry["shape"]), "axes": axes})

@@ -1,4 +1,4 @@
-"""Finding every difference between the arrays there are and the arrays wanted, before reading."""
+"""Finding every difference between the arrays given and the arrays wanted, before reading."""
 
 import dataclasses
 import difflib
@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Literal
 
 from penzai_shard.checkpointing.array_records import ArrayRecord
-from penzai_shard.errors import CheckpointMismatchError, raise_all
+from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 
 AxisMismatch = Literal["error", "transpose"]
 DtypeMismatch = Literal["error", "cast"]
@@ -18,26 +18,66 @@ class Tolerance:
     """What may differ between a checkpoint and what it fills.
 
     Attributes:
-        on_axis_mismatch: ``"transpose"`` puts another order of the same logical axes right.
+        on_axis_mismatch: ``"transpose"`` reorders arrays whose logical axes have another order.
         on_dtype_mismatch: ``"cast"`` converts to the wanted dtype.
         on_extra: ``"ignore"`` leaves arrays alone that nothing wants.
+        rename_axes: Logical axis names in the checkpoint that have other names in what it fills.
     """
 
     on_axis_mismatch: AxisMismatch = "error"
     on_dtype_mismatch: DtypeMismatch = "error"
     on_extra: Extra = "error"
+    rename_axes: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
+        choices = {
+            "on_axis_mismatch": ("error", "transpose"),
+            "on_dtype_mismatch": ("error", "cast"),
+            "on_extra": ("error", "ignore"),
+        }
         problems = [
-            f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}."
-            for name, value, choices in (
-                ("on_axis_mismatch", self.on_axis_mismatch, ("error", "transpose")),
-                ("on_dtype_mismatch", self.on_dtype_mismatch, ("error", "cast")),
-                ("on_extra", self.on_extra, ("error", "ignore")),
-            )
-            if value not in choices
+            f"{name}={getattr(self, name)!r}: choose one of {', '.join(map(repr, allowed))}."
+            for name, allowed in choices.items()
+            if getattr(self, name) not in allowed
         ]
         raise_all(CheckpointMismatchError, "cannot restore with these options:", problems)
+
+    def renamed(self, records: Mapping[str, ArrayRecord]) -> dict[str, ArrayRecord]:
+        """Records of a checkpoint with the logical axis names of what it fills.
+
+        Raises:
+            CheckpointMismatchError: A name to be replaced occurs nowhere.
+            RuleTypeError: ``rename_axes`` is not a mapping of names.
+
+        >>> records = {"w": ArrayRecord((2,), "int32", ("old",))}
+        >>> Tolerance(rename_axes={"old": "new"}).renamed(records)["w"].axes
+        ('new',)
+        """
+        names = self.rename_axes or {}
+        if not isinstance(names, Mapping) or not all(isinstance(n, str) for n in names.values()):
+            raise RuleTypeError(
+                f"rename_axes={names!r}: give a dictionary of names, {{'old': 'new'}}."
+            )
+        present = {axis for record in records.values() for axis in record.axes or () if axis}
+        raise_all(
+            CheckpointMismatchError,
+            "cannot rename logical axes:",
+            [
+                f"{old}: no array in the checkpoint has this logical axis. It has "
+                f"{', '.join(map(repr, sorted(present))) or 'none'}."
+                for old in names
+                if old not in present
+            ],
+        )
+
+        def axes_of(record: ArrayRecord) -> tuple[str | None, ...] | None:
+            # A positional dimension has no name to be replaced, whatever the keys are.
+            return record.axes and tuple(a if a is None else names.get(a, a) for a in record.axes)
+
+        return {
+            name: dataclasses.replace(record, axes=axes_of(record))
+            for name, record in records.items()
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +85,13 @@ class Wording:
     """How the two sides and the fixes are called in messages.
 
     Attributes:
-        source: Where the arrays are, such as ``the checkpoint``.
+        source: Where the arrays are, with its verb, such as ``the checkpoint has``.
         target: What wants them, such as ``the model``.
         reorder_fix: Fix for another order of the same axes; ``{order}`` is the wanted order.
-        rename_fix: Fix for other names; ``{renames}`` is a dictionary from names there to wanted.
+        rename_fix: Fix for other names; ``{renames}`` is a dictionary from stored to wanted names.
         dtype_fix: Fix for another dtype; ``{dtype}`` is the wanted one.
         extra_fix: Fix for an array that nothing wants; ``{name}`` is its name.
-        missing_fix: Fix for an array that is not there; ``{name}`` is its name.
+        missing_fix: Fix for an array that is missing; ``{name}`` is its name.
     """
 
     source: str
@@ -64,7 +104,7 @@ class Wording:
 
 
 RESTORING = Wording(
-    source="the checkpoint",
+    source="the checkpoint has",
     target="the model",
     reorder_fix="Pass on_axis_mismatch='transpose' to have it reordered.",
     rename_fix="If they mean the same, pass rename_axes={renames}.",
@@ -82,7 +122,7 @@ RESTORING_STATE = dataclasses.replace(
 )
 
 REPLACING = Wording(
-    source="the values given",
+    source="the values given have",
     target="the model",
     reorder_fix="Give {name!r} as value.order_as({order}).",
     rename_fix="If they mean the same, rename them: value.untag({old}).tag({new}).",
@@ -104,7 +144,7 @@ def compare(
     """Compares all arrays by name and refuses every difference at once.
 
     Args:
-        stored: The arrays there are.
+        stored: The arrays given.
         wanted: The arrays wanted.
         headline: First line of the message.
         wording: How the two sides and the fixes are called.
@@ -112,8 +152,8 @@ def compare(
         compare_dtypes: Whether the dtypes must agree.
 
     Returns:
-        For each array whose axes lie in another order and may be put right: which stored
-        dimension each wanted one is, as ``jax.numpy.transpose`` takes it.
+        For each array whose axes have another order and may be reordered: which stored dimension
+        each wanted one is, as ``jax.numpy.transpose`` takes it.
 
     Raises:
         CheckpointMismatchError: With one line per array that is missing, superfluous, or of other
@@ -126,51 +166,34 @@ def compare(
     {'w': (1, 0)}
     """
     extra = [name for name in stored if name not in wanted]
-    permutations: dict[str, tuple[int, ...]] = {}
+    missing = [name for name in wanted if name not in stored]
+    orders: dict[str, tuple[int, ...]] = {}
     problems: list[str] = []
     for name, target in wanted.items():
         source = stored.get(name)
         if source is None:
-            problems.append(_missing(name, target, extra, wording))
+            problems.append(
+                f"{name}: {wording.target} wants {target} {target.dtype}, and {wording.source} no "
+                f"such array.{_did_you_mean(name, extra)} {wording.missing_fix.format(name=name)}"
+            )
             continue
-        problem, permutation = _compare_axes(name, source, target, wording, tolerance)
+        order = _order(source, target)
+        problem = _axes_problem(name, source, target, order, wording, tolerance)
         if not problem and compare_dtypes:
-            problem = _compare_dtypes(name, source, target, wording, tolerance)
+            problem = _dtype_problem(source, target, wording, tolerance)
         if problem:
-            problems.append(problem)
-        elif permutation is not None:
-            permutations[name] = permutation
+            problems.append(f"{name}: {wording.source} {problem}")
+        elif order is not None and order != tuple(range(len(order))):
+            orders[name] = order
     if tolerance.on_extra == "error":
-        for name in extra:
-            problems.append(_superfluous(name, stored[name], wanted, stored, wording))
+        problems += [
+            f"{name}: {wording.source} {stored[name]} {stored[name].dtype}, and {wording.target} "
+            f"has no such array.{_did_you_mean(name, missing)} "
+            f"{wording.extra_fix.format(name=name)}"
+            for name in extra
+        ]
     raise_all(CheckpointMismatchError, headline, problems)
-    return permutations
-
-
-def _missing(name: str, target: ArrayRecord, extra: list[str], wording: Wording) -> str:
-    return (
-        f"{name}: {wording.target} wants {target} {target.dtype}, and {wording.source} "
-        f"{_has(wording)} no such array.{_did_you_mean(name, extra)} "
-        f"{wording.missing_fix.format(name=name)}"
-    )
-
-
-def _superfluous(
-    name: str,
-    source: ArrayRecord,
-    wanted: Mapping[str, ArrayRecord],
-    stored: Mapping[str, ArrayRecord],
-    wording: Wording,
-) -> str:
-    free = [other for other in wanted if other not in stored]
-    return (
-        f"{name}: {wording.source} {_has(wording)} {source} {source.dtype}, and {wording.target} "
-        f"has no such array.{_did_you_mean(name, free)} {wording.extra_fix.format(name=name)}"
-    )
-
-
-def _has(wording: Wording) -> str:
-    return "have" if wording.source.startswith("the values") else "has"
+    return orders
 
 
 def _did_you_mean(name: str, candidates: Collection[str]) -> str:
@@ -178,67 +201,75 @@ def _did_you_mean(name: str, candidates: Collection[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def _compare_axes(
-    name: str, source: ArrayRecord, target: ArrayRecord, wording: Wording, tolerance: Tolerance
-) -> tuple[str, tuple[int, ...] | None]:
-    """The problem with an array's axes, or how to put their order right if that is needed."""
-    both = f"{name}: {wording.source} {_has(wording)} {source}, and {wording.target} wants {target}"
+def _order(source: ArrayRecord, target: ArrayRecord) -> tuple[int, ...] | None:
+    """Which source dimension each target one is; None where their logical axes differ.
+
+    Positional dimensions keep their order, and so do those of which no names are known.
+    """
     if source.axes is None or target.axes is None or source.axes == target.axes:
-        if source.shape == target.shape:
-            return "", None
-        return f"{both}: the sizes differ. Build {wording.target} with the same sizes.", None
-    permutation = _permutation(source.axes, target.axes)
-    if permutation is not None:
-        if tuple(source.shape[i] for i in permutation) != target.shape:
-            return f"{both}: the sizes differ. Build {wording.target} with the same sizes.", None
-        if tolerance.on_axis_mismatch == "transpose":
-            return "", permutation
-        order = ", ".join(repr(axis) for axis in target.axes if axis is not None)
-        fix = wording.reorder_fix.format(name=name, order=order)
-        return f"{both}: the same logical axes in another order. {fix}", None
-    renames = {old: new for old, new in zip(source.axes, target.axes, strict=False) if old != new}
-    # A plain renaming: same sizes, and each of the other names stands on one side only.
-    if source.shape == target.shape and all(
-        old and new and old not in target.axes and new not in source.axes
-        for old, new in renames.items()
-    ):
-        fix = wording.rename_fix.format(
-            renames=renames,
-            old=", ".join(map(repr, renames)),
-            new=", ".join(map(repr, renames.values())),
-        )
-        return f"{both}: the logical axes have other names. {fix}", None
-    return f"{both}: the logical axes differ. Build {wording.target} with the same axes.", None
-
-
-def _permutation(
-    source: tuple[str | None, ...], target: tuple[str | None, ...]
-) -> tuple[int, ...] | None:
-    """Which source dimension each target one is; positional ones keep their order."""
-    if sorted(map(repr, source)) != sorted(map(repr, target)):
+        return tuple(range(len(source.shape)))
+    if sorted(map(repr, source.axes)) != sorted(map(repr, target.axes)):
         return None
-    free = list(range(len(source)))
+    free = list(range(len(source.axes)))
     found = []
-    for axis in target:
-        dimension = next(i for i in free if source[i] == axis)
+    for axis in target.axes:
+        dimension = next(i for i in free if source.axes[i] == axis)
         free.remove(dimension)
         found.append(dimension)
     return tuple(found)
 
 
-def _compare_dtypes(
-    name: str, source: ArrayRecord, target: ArrayRecord, wording: Wording, tolerance: Tolerance
+def _axes_problem(
+    name: str,
+    source: ArrayRecord,
+    target: ArrayRecord,
+    order: tuple[int, ...] | None,
+    wording: Wording,
+    tolerance: Tolerance,
+) -> str:
+    """Why an array's axes are not those wanted; empty if they are, or may be reordered."""
+    both = f"{source}, and {wording.target} wants {target}"
+    if order is None:
+        renames = _renames(source, target)
+        if not renames:
+            return f"{both}: the logical axes differ. Build {wording.target} with the same axes."
+        old, new = (", ".join(map(repr, names)) for names in (renames, renames.values()))
+        fix = wording.rename_fix.format(renames=renames, old=old, new=new)
+        return f"{both}: the logical axes have other names. {fix}"
+    if tuple(source.shape[i] for i in order) != target.shape:
+        return f"{both}: the sizes differ. Build {wording.target} with the same sizes."
+    if order != tuple(range(len(order))) and tolerance.on_axis_mismatch == "error":
+        wanted = ", ".join(repr(axis) for axis in target.axes or () if axis is not None)
+        fix = wording.reorder_fix.format(name=name, order=wanted)
+        return f"{both}: the same logical axes in another order. {fix}"
+    return ""
+
+
+def _renames(source: ArrayRecord, target: ArrayRecord) -> dict[str, str]:
+    """Old and new names, if these are all that differs: each is found on one side only."""
+    if source.axes is None or target.axes is None or source.shape != target.shape:
+        return {}
+    pairs = [both for both in zip(source.axes, target.axes, strict=True) if both[0] != both[1]]
+    renames = {old: new for old, new in pairs if old and new}
+    is_plain = len(renames) == len(pairs) and not any(
+        old in target.axes or new in source.axes for old, new in renames.items()
+    )
+    return renames if is_plain else {}
+
+
+def _dtype_problem(
+    source: ArrayRecord, target: ArrayRecord, wording: Wording, tolerance: Tolerance
 ) -> str:
     if source.key_impl != target.key_impl:
         return (
-            f"{name}: {wording.source} {_has(wording)} {_kind(source)}, and {wording.target} wants "
-            f"{_kind(target)}. Make the key with jax.random.key(seed, impl=...) of the same kind."
+            f"{_kind(source)}, and {wording.target} wants {_kind(target)}. "
+            "Make the key with jax.random.key(seed, impl=...) of the same kind."
         )
     if source.dtype == target.dtype or tolerance.on_dtype_mismatch == "cast":
         return ""
     return (
-        f"{name}: {wording.source} {_has(wording)} {source.dtype}, and {wording.target} wants "
-        f"{target.dtype}. {wording.dtype_fix.format(dtype=target.dtype)}"
+        f"{source.dtype}, and {wording.target} wants {target.dtype}. "
+        f"{wording.dtype_fix.format(dtype=target.dtype)}"
     )
 
 

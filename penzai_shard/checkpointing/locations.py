@@ -1,11 +1,10 @@
-"""Where checkpoints are: paths, what lies at them, and what lies near them."""
+"""Where checkpoints are: paths, what is at them, and what is near them."""
 
 import os
 import pathlib
 import re
 from typing import Any
 
-from penzai_shard.checkpointing.orbax_calls import orbax
 from penzai_shard.checkpointing.replacement import is_temporary, where_content_is
 from penzai_shard.errors import (
     CheckpointExistsError,
@@ -13,15 +12,15 @@ from penzai_shard.errors import (
     MissingExtraError,
     RuleTypeError,
 )
+from penzai_shard.library_apis import orbax_api
 
 PathLike = str | os.PathLike[str]
 
-_MARKERS = ("orbax.checkpoint", "_CHECKPOINT_METADATA", "_METADATA", "penzai_shard.json")
+SEAL = "penzai_shard.json"
+"""The file of a checkpoint's that is this library's own; see ``manifest``."""
+
 # The files of Orbax' directories, our seal, and what a removal cut short may leave of them.
-_FILES = re.compile(
-    r"orbax\.checkpoint|_CHECKPOINT_METADATA|_METADATA|_sharding|commit_success\.txt|"
-    r"manifest\.ocdbt|penzai_shard\.json|process_\d+|[0-9a-f]{32}"
-)
+_FILES = re.compile(f"{orbax_api.FILE_NAMES}|{re.escape(SEAL)}")
 
 
 def absolute_path(path: PathLike) -> str:
@@ -34,10 +33,10 @@ def absolute_path(path: PathLike) -> str:
     'gs://bucket/run/params'
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        told = f"={path!r}" if isinstance(path, str | bytes | int | float | None) else ""
-        told = told or f" is a {type(path).__name__}"
+        is_short = isinstance(path, str | bytes | int | float | None)
+        what = f"={path!r}" if is_short else f" is a {type(path).__name__}"
         raise RuleTypeError(
-            f"path{told}: give the path of a directory, such as 'run/params'. It comes first, "
+            f"path{what}: give the path of a directory, such as 'run/params'. It comes first, "
             "before the model or the state."
         )
     text = os.fspath(path)
@@ -55,17 +54,17 @@ def is_remote(where: str) -> bool:
 
 def path_object(where: str) -> Any:
     """A path with the interface of ``pathlib.Path``, wherever it is."""
-    return orbax().Context().file.path_class(where) if is_remote(where) else pathlib.Path(where)
+    return orbax_api.path_object(where) if is_remote(where) else pathlib.Path(where)
 
 
 def content_of(where: str) -> Any:
-    """The path object of what a path holds, wherever a save that was killed left it."""
-    if is_remote(where):
-        return _reachable(where)
-    return where_content_is(pathlib.Path(os.path.realpath(where)))
+    """The path object of what a path holds, wherever a save that was killed left it.
 
-
-def _reachable(where: str) -> Any:
+    Raises:
+        MissingExtraError: A package is missing that reaches the object store.
+    """
+    if not is_remote(where):
+        return where_content_is(pathlib.Path(os.path.realpath(where)))
     path = path_object(where)
     try:
         path.exists()
@@ -80,18 +79,23 @@ def found_directory(where: str) -> Any:
     """The directory that holds a checkpoint's content.
 
     Raises:
-        CheckpointNotFoundError: There is no such directory.
+        CheckpointNotFoundError: There is no such directory, or it is a part of a checkpoint.
     """
     directory = content_of(where)
-    if not directory.exists():
+    if not directory.exists() or not directory.is_dir():
+        raise no_checkpoint(where, directory)
+    if (directory.parent / SEAL).exists() and not (directory / SEAL).exists():
         raise CheckpointNotFoundError(
-            f"there is no checkpoint at {where}: the path does not exist.{nearby(where)}"
-        )
-    if not directory.is_dir():
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint at {where}: {what_it_is(directory)}{nearby(where)}"
+            f"there is no checkpoint at {where}: it is a part of one. Restore the whole: "
+            f"{os.path.dirname(where.rstrip('/'))}"
         )
     return directory
+
+
+def no_checkpoint(where: str, directory: Any) -> CheckpointNotFoundError:
+    """The error for a path that is not a checkpoint: what it is, and what is near it."""
+    what = _what_it_is(directory) if directory.exists() else "the path does not exist."
+    return CheckpointNotFoundError(f"there is no checkpoint at {where}: {what}{_nearby(where)}")
 
 
 def refuse_existing(where: str, overwrite: bool) -> None:
@@ -104,30 +108,30 @@ def refuse_existing(where: str, overwrite: bool) -> None:
     if not directory.exists():
         return
     if not overwrite:
-        raise CheckpointExistsError(
-            f"cannot save to {where}: it exists. "
-            "Pass overwrite=True to replace it, or choose another path."
+        reason = "it exists. Pass overwrite=True to replace it, or choose another path."
+    elif is_remote(where):
+        reason = (
+            "it exists, and an object store cannot replace a directory in one step. Choose a new "
+            f"path, for instance {where.rstrip('/')}_2."
         )
-    if is_remote(where):
-        raise CheckpointExistsError(
-            f"cannot save to {where}: it exists, and an object store cannot replace a directory "
-            f"in one step. Choose a new path, for instance {where.rstrip('/')}_2."
+    elif not directory.is_dir():
+        reason = (
+            "it is a file, and a checkpoint is a directory. Choose another path, for instance "
+            f"{where}_checkpoint."
         )
-    if not directory.is_dir():
-        raise CheckpointExistsError(
-            f"cannot save to {where}: it is a file, and a checkpoint is a directory. Choose "
-            f"another path, for instance {where}_checkpoint."
-        )
-    if not (_is_checkpoint(directory) or _belongs(directory)):
+    elif not (_is_checkpoint(directory) or _belongs(directory)):
         # Replacing removes the whole directory, so it must be one that Orbax made.
-        raise CheckpointExistsError(
-            f"cannot save to {where}: it exists and is no checkpoint, so overwrite=True does not "
-            f"remove it. Choose a new directory: {where.rstrip('/')}/params"
+        reason = (
+            "it exists and is not a checkpoint, so overwrite=True does not remove it. Choose a "
+            f"new directory: {where.rstrip('/')}/params"
         )
+    else:
+        return
+    raise CheckpointExistsError(f"cannot save to {where}: {reason}")
 
 
-def nearby(where: str) -> str:
-    """Names the checkpoints next to or inside a path that is none."""
+def _nearby(where: str) -> str:
+    """Names the checkpoints next to or inside a path that is not one."""
     if is_remote(where):
         return ""
     path = pathlib.Path(where)
@@ -139,8 +143,8 @@ def nearby(where: str) -> str:
     return f" Did you mean {' or '.join(found[:3])}?" if found else ""
 
 
-def what_it_is(directory: Any) -> str:
-    """What lies at a path that is no checkpoint, as far as names tell, and what to do."""
+def _what_it_is(directory: Any) -> str:
+    """What is at a path that is not a checkpoint, as far as names say, and what to do."""
     is_file = not directory.is_dir()
     names = {directory.name} if is_file else {entry.name for entry in directory.iterdir()}
     if "config.json" in names or any(name.endswith((".safetensors", ".bin")) for name in names):
@@ -158,7 +162,7 @@ def _is_checkpoint(directory: Any) -> bool:
     Orbax' own test also takes directories of anything else for old checkpoints.
     """
     return not is_temporary(directory.name) and any(
-        (directory / marker).exists() for marker in _MARKERS
+        (directory / marker).exists() for marker in (*orbax_api.MARKER_FILES, SEAL)
     )
 
 

@@ -9,7 +9,6 @@ metadata file. What does not match is refused; only what has neither counts as p
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,40 +19,31 @@ from penzai_shard.checkpointing.array_records import (
     ArrayRecord,
     checksum_of,
     key_data_shape,
-    key_struct,
     record_from_json,
     record_to_json,
 )
 from penzai_shard.checkpointing.locations import (
+    SEAL,
     PathLike,
     absolute_path,
     found_directory,
-    nearby,
-    what_it_is,
+    no_checkpoint,
 )
-from penzai_shard.checkpointing.orbax_calls import first_line, orbax, without_noise
 from penzai_shard.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
-    CheckpointNotFoundError,
     raise_all,
 )
+from penzai_shard.library_apis import orbax_api
 from penzai_shard.tree_paths import path_text
-
-SEAL = "penzai_shard.json"
 
 _SECTION = "penzai_shard"
 _VERSION = 2
-_ORBAX_METADATA = "_CHECKPOINT_METADATA"
-_INDICATOR = "orbax.checkpoint"
+_METADATA = orbax_api.METADATA_FILE
 _PLAIN = (
     "was written without logical axis names, so that only names, shapes and dtypes could be "
     "compared: an axis that was renamed or swapped with another of its length goes unnoticed. "
     "Save it with save_params to keep the axes."
-)
-_FIRST_FORMAT = (
-    "was written by the first version of penzai_shard and has no checksums, so that damage to its "
-    "axis names may go unnoticed. Save it again to add them."
 )
 
 
@@ -66,9 +56,8 @@ class Manifest:
         directory: Where its content is: the path, but for a moment of a save that was killed.
         kind: ``"params"`` or ``"train_state"``; None if plain Orbax wrote it.
         records: Every array by name.
-        stored_tree: The structure in which Orbax keeps the arrays: a tree of their names.
-        chunks: By name, the shape of the pieces in which the numbers can be read.
-        caveat: What could not be checked, in words; empty if all could.
+        stored_tree: What Orbax says of the arrays that it keeps, in the structure in which it
+            keeps them.
         prefix: What stands before each name in the checkpoint, if this is a part of one.
     """
 
@@ -77,27 +66,30 @@ class Manifest:
     kind: str | None
     records: Mapping[str, ArrayRecord]
     stored_tree: Any
-    chunks: Mapping[str, tuple[int, ...]]
-    caveat: str = ""
     prefix: str = ""
+
+    @property
+    def caveat(self) -> str:
+        """What could not be checked, in words; empty if all could."""
+        return _PLAIN if self.kind is None else ""
+
+    def name_of(self, key_path: Any) -> str | None:
+        """The name of an array at a place of the stored tree; None if it is in another part."""
+        name = path_text(key_path)
+        if self.kind is None:
+            # A NamedArray that plain Orbax saved is a dictionary with its data array.
+            name = name.removesuffix("/data_array")
+        return name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
 
     def part(self, name: str) -> "Manifest":
         """The part of a checkpoint whose arrays' names begin with ``name/``, without that."""
         start = f"{name}/"
-
-        def inside(table: Mapping[str, Any]) -> dict[str, Any]:
-            return {
-                full.removeprefix(start): entry
-                for full, entry in table.items()
-                if full.startswith(start)
-            }
-
-        return dataclasses.replace(
-            self,
-            records=inside(self.records),
-            chunks=inside(self.chunks),
-            prefix=self.prefix + start,
-        )
+        records = {
+            full.removeprefix(start): record
+            for full, record in self.records.items()
+            if full.startswith(start)
+        }
+        return dataclasses.replace(self, records=records, prefix=self.prefix + start)
 
 
 def section_of(records: Mapping[str, ArrayRecord], kind: str) -> dict[str, Any]:
@@ -111,7 +103,7 @@ def section_of(records: Mapping[str, ArrayRecord], kind: str) -> dict[str, Any]:
 
 
 def seal(directory: Any, names: Iterable[str]) -> None:
-    """Writes the seal of a checkpoint whose other files are all there.
+    """Writes the seal of a checkpoint, after all its other files.
 
     Args:
         directory: A path object with the interface of ``pathlib.Path``.
@@ -135,39 +127,30 @@ def read_manifest(path: PathLike) -> Manifest:
     Raises:
         CheckpointNotFoundError: There is no Orbax checkpoint at the path.
         CheckpointDamagedError: It is not as it was saved.
-        CheckpointMismatchError: It was written by a later version of this library, or what it
-            holds is not a tree of arrays.
+        CheckpointMismatchError: It was written by another version of this library, in a format
+            that this one does not read, or what it holds is not a tree of arrays.
     """
     where = absolute_path(path)
     directory = found_directory(where)
-    if (directory.parent / SEAL).exists() and not (directory / SEAL).exists():
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint at {where}: it is a part of one. Restore the whole: "
-            f"{os.path.dirname(where.rstrip('/'))}"
-        )
-    section, problems = _own_section(directory)
-    version = _version_of(section)
-    if isinstance(version, int) and version > _VERSION:
-        raise CheckpointMismatchError(
-            f"the checkpoint at {where} has format {version}, and this version of "
-            f"penzai_shard reads up to {_VERSION}. Update it: pip install -U penzai-shard"
-        )
     headline = f"the checkpoint at {where} is not as it was saved. Restore another copy of it:"
+    section, problems = _own_section(where, directory)
     raise_all(CheckpointDamagedError, headline, problems)
-    stored, tree = _stored_arrays(where, directory, is_plain=section is None)
-    kind, caveat = None, _PLAIN
+    try:
+        tree = orbax_api.described_arrays(str(directory))
+    except Exception as error:
+        # Orbax raises whatever its readers of files raise where these are damaged.
+        if section is None and orbax_api.is_unknown_layout(error):
+            raise no_checkpoint(where, directory) from None
+        problem = f"Orbax cannot read what it says of the arrays: {orbax_api.first_line(error)}"
+        raise CheckpointDamagedError(headline, [problem]) from error
+    manifest = Manifest(where, str(directory), section and section["kind"], {}, tree)
+    stored = _stored_by_name(manifest)
     if section is None:
         records = {name: ArrayRecord(tuple(a.shape), _dtype_text(a)) for name, a in stored.items()}
-    elif version == 1:
-        kind, caveat = section["kind"], _FIRST_FORMAT
-        records, problems = _records_of_version_1(section["arrays"], stored)
     else:
-        kind, caveat = section["kind"], ""
-        records = _records(section["arrays"])
-    if kind is not None:
-        problems = problems or _contradictions(records, stored)
-    raise_all(CheckpointDamagedError, headline, problems)
-    return Manifest(where, str(directory), kind, records, tree, _chunks(stored), caveat)
+        records = _whole_records(section["arrays"])
+        raise_all(CheckpointDamagedError, headline, _contradictions(records, stored))
+    return dataclasses.replace(manifest, records=records)
 
 
 def identity_of(path: PathLike) -> str:
@@ -176,118 +159,113 @@ def identity_of(path: PathLike) -> str:
     Orbax' metadata has the time of the save in it, in nanoseconds.
     """
     try:
-        content = (found_directory(absolute_path(path)) / _ORBAX_METADATA).read_bytes()
+        content = (found_directory(absolute_path(path)) / _METADATA).read_bytes()
     except OSError:
         return ""
     return hashlib.sha256(content).hexdigest()
 
 
-def _own_section(directory: Any) -> tuple[Mapping[str, Any] | None, list[str]]:
+def _own_section(where: str, directory: Any) -> tuple[Any, list[str]]:
     """What the checkpoint says of itself, None if it is plain Orbax', and what is wrong with it."""
-    outer, sealed = directory / _ORBAX_METADATA, directory / SEAL
-    section: Any = None
-    problems = []
-    if outer.exists():
-        try:
-            section = (json.loads(outer.read_bytes()).get("custom_metadata") or {}).get(_SECTION)
-        except (ValueError, AttributeError, RecursionError):
-            problems.append(f"{_ORBAX_METADATA}: cannot be read as JSON.")
-    elif (directory / _INDICATOR).exists():
-        # Orbax writes both, or neither in its older layouts.
-        problems.append(f"{_ORBAX_METADATA}: is missing.")
-    if not sealed.exists():
+    metadata_file = directory / _METADATA
+    metadata = _mapping_in(metadata_file)
+    custom = {} if metadata is None else metadata.get("custom_metadata") or {}
+    if not isinstance(custom, Mapping):
+        metadata, custom = None, {}
+    section = custom.get(_SECTION)
+    version = section.get("version") if isinstance(section, Mapping) else None
+    is_sealed = (directory / SEAL).exists()
+    # Sealed, a checkpoint of an older version is one of this version that was damaged.
+    if isinstance(version, int) and (version > _VERSION or (version < _VERSION and not is_sealed)):
+        raise _other_format(where, version)
+    if is_sealed:
+        names, broken = _read_seal(directory)
         if section is None:
-            return None, problems
-        if _version_of(section) != 1:
-            problems.append(f"{SEAL}: is missing. It stands beside {_ORBAX_METADATA}.")
-        return section, problems + _wrong_form(section)
-    names, broken = _read_seal(directory)
-    if section is None:
-        return {}, broken or [f"{_ORBAX_METADATA}: says nothing of the arrays."]
-    wrong = _wrong_form(section) or _broken_entries(section["arrays"], names)
-    return section, wrong or broken
+            return {}, broken or [f"{_METADATA}: says nothing of the arrays."]
+        return section, _broken_entries(section, names) or broken
+    problems = []
+    if metadata is None and metadata_file.exists():
+        problems.append(f"{_METADATA}: cannot be read as JSON.")
+    elif metadata is None and (directory / orbax_api.INDICATOR_FILE).exists():
+        # Orbax writes both, or neither in its older layouts.
+        problems.append(f"{_METADATA}: is missing.")
+    elif section is not None:
+        problems.append(f"{SEAL}: is missing. It stands beside {_METADATA}.")
+    return section, problems
 
 
-def _records(entries: Mapping[str, Any]) -> dict[str, ArrayRecord]:
+def _other_format(where: str, version: int) -> CheckpointMismatchError:
+    if version > _VERSION:
+        return CheckpointMismatchError(
+            f"the checkpoint at {where} has format {version}, and this version of "
+            f"penzai_shard reads up to {_VERSION}. Update it: pip install -U penzai-shard"
+        )
+    return CheckpointMismatchError(
+        f"the checkpoint at {where} has format {version}, which was written before the first "
+        f"release of penzai_shard and has no checksums. This version reads format {_VERSION}. "
+        "Orbax still reads the numbers, so name their logical axes and save them anew: arrays = "
+        f"orbax.checkpoint.experimental.v1.load({where!r}); save_params(new_path, "
+        "{'w': pz.nx.wrap(arrays['w']).tag('in', 'out'), ...})."
+    )
+
+
+def _mapping_in(file: Any) -> dict[str, Any] | None:
+    """What a file of JSON holds; None if it is missing or holds anything but a mapping."""
+    try:
+        content = json.loads(file.read_bytes()) if file.exists() else None
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _whole_records(entries: Mapping[str, Any]) -> dict[str, ArrayRecord]:
     """The entries' records, without those that are not as they were written."""
     found = {name: record_from_json(name, entry) for name, entry in entries.items()}
     return {name: record for name, record in found.items() if record is not None}
 
 
-def _wrong_form(section: Any) -> list[str]:
+def _broken_entries(section: Any, names: Iterable[str]) -> list[str]:
+    """What is wrong with the entries of the arrays, of which the seal has the names."""
     is_right = (
         isinstance(section, Mapping)
         and isinstance(section.get("arrays"), Mapping)
         and section.get("kind") in ("params", "train_state")
     )
-    return [] if is_right else [f"{_ORBAX_METADATA}: the list of arrays is not as it was written."]
-
-
-def _broken_entries(entries: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    records = _records(entries)
+    if not is_right:
+        return [f"{_METADATA}: the list of arrays is not as it was written."]
+    entries = section["arrays"]
+    whole = _whole_records(entries)
     return [
-        f"{name}: its entry is not as it was written." for name in entries if name not in records
+        f"{name}: its entry is not as it was written." for name in entries if name not in whole
     ] + [f"{name}: its entry is missing." for name in names if name not in entries]
 
 
 def _read_seal(directory: Any) -> tuple[list[str], list[str]]:
     """The names of the arrays, and which metadata files are not as they were when sealed."""
-    try:
-        content = json.loads((directory / SEAL).read_bytes())
-        checksum = content.pop("checksum")
-        names, files = list(content["arrays"]), dict(content["files"])
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
-        checksum, content = None, {}
-    if checksum != checksum_of(content):
+    content = _mapping_in(directory / SEAL) or {}
+    if content.pop("checksum", None) != checksum_of(content):
         return [], [f"{SEAL}: is not as it was written."]
     present = dict(_metadata_checksums(directory))
-    return names, [
+    return content["arrays"], [
         f"{name}: {'is not as it was written' if name in present else 'is missing'}."
-        for name, written in files.items()
+        for name, written in content["files"].items()
         if present.get(name) != written
     ]
 
 
-def _version_of(section: Any) -> Any:
-    return section.get("version") if isinstance(section, Mapping) else None
-
-
-def _stored_arrays(where: str, directory: Any, *, is_plain: bool) -> tuple[dict[str, Any], Any]:
-    """What Orbax says of the arrays by name, and the tree of the names."""
-    found = _orbax_metadata(where, directory, is_plain=is_plain)
-    flat, structure = jax.tree_util.tree_flatten_with_path(
-        found, is_leaf=lambda node: hasattr(node, "shape") and hasattr(node, "dtype")
-    )
+def _stored_by_name(manifest: Manifest) -> dict[str, Any]:
+    """What Orbax says of each array, by name."""
     stored: dict[str, Any] = {}
-    names, problems = [], []
-    for key_path, array in flat:
-        name = stored_name(key_path, None if is_plain else "ours")
-        names.append(name)
+    problems = []
+    for key_path, array in jax.tree_util.tree_leaves_with_path(manifest.stored_tree):
+        name = str(manifest.name_of(key_path))
         if getattr(array, "shape", None) is None or name in stored:
             problems.append(f"{name}: is not an array, or not the only one of this name.")
         stored[name] = array
-    raise_all(CheckpointMismatchError, f"the checkpoint at {where} cannot be read:", problems)
-    return stored, jax.tree_util.tree_unflatten(structure, names)
-
-
-def _orbax_metadata(where: str, directory: Any, *, is_plain: bool) -> Any:
-    ocp = orbax()
-    reason = "it gives nothing."
-    with without_noise():
-        try:
-            found = ocp.metadata(str(directory)).metadata
-        except Exception as error:
-            if is_plain and isinstance(error, ocp.errors.InvalidLayoutError):
-                raise CheckpointNotFoundError(
-                    f"there is no checkpoint at {where}: {what_it_is(directory)}{nearby(where)}"
-                ) from None
-            found, reason = None, first_line(error)
-        if found is None:
-            raise CheckpointDamagedError(
-                f"the checkpoint at {where} is not as it was saved. Restore another copy of it:",
-                [f"Orbax cannot read what it says of the arrays: {reason}"],
-            )
-    return found
+    raise_all(
+        CheckpointMismatchError, f"the checkpoint at {manifest.path} cannot be read:", problems
+    )
+    return stored
 
 
 def _contradictions(records: Mapping[str, ArrayRecord], stored: Mapping[str, Any]) -> list[str]:
@@ -313,60 +291,8 @@ def _stored_form(record: ArrayRecord) -> tuple[tuple[int, ...], str] | None:
     return (*record.shape, *key_data_shape(record.key_impl)), "uint32"
 
 
-def _records_of_version_1(
-    entries: Mapping[str, Any], stored: Mapping[str, Any]
-) -> tuple[dict[str, ArrayRecord], list[str]]:
-    found = {name: _record_of_version_1(entry, stored.get(name)) for name, entry in entries.items()}
-    records = {name: record for name, record in found.items() if record is not None}
-    broken = [
-        f"{name}: its entry is not as it was written." for name in found if name not in records
-    ]
-    return records, broken
-
-
-def _record_of_version_1(entry: Any, array: Any) -> ArrayRecord | None:
-    """The first format had no checksums, and shape and dtype for empty arrays alone."""
-    try:
-        axes = tuple(entry["axes"])
-        if not all(axis is None or isinstance(axis, str) for axis in axes):
-            return None
-        if set(entry) - {"axes", "key_impl", "empty"}:
-            return None
-        impl = entry.get("key_impl")
-        if "empty" in entry:
-            shape, dtype = tuple(entry["empty"]["shape"]), entry["empty"]["dtype"]
-        elif impl is not None:
-            shape = tuple(array.shape)[: len(array.shape) - len(key_data_shape(impl))]
-            dtype = str(key_struct(impl).dtype)
-        else:
-            shape, dtype = tuple(array.shape), _dtype_text(array)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None
-    return ArrayRecord(shape, dtype, axes, impl) if len(axes) == len(shape) else None
-
-
 def _dtype_text(array: Any) -> str:
     return str(jnp.dtype(array.dtype))
-
-
-def _chunks(stored: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    layouts = {name: getattr(array, "storage_metadata", None) for name, array in stored.items()}
-    return {
-        name: tuple(layout.chunk_shape)
-        for name, layout in layouts.items()
-        if layout is not None and layout.chunk_shape is not None
-    }
-
-
-def stored_name(key_path: Any, kind: str | None) -> str:
-    """The name of an array in Orbax' tree of a checkpoint of some kind.
-
-    >>> stored_name([jax.tree_util.DictKey("w"), jax.tree_util.DictKey("data_array")], None)
-    'w'
-    """
-    name = path_text(key_path)
-    # A NamedArray that plain Orbax saved is a dictionary with its data array.
-    return name.removesuffix("/data_array") if kind is None else name
 
 
 def _metadata_checksums(directory: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -375,5 +301,5 @@ def _metadata_checksums(directory: Any, prefix: str = "") -> Iterator[tuple[str,
         if not entry.is_dir():
             if entry.name != SEAL:
                 yield prefix + entry.name, hashlib.sha256(entry.read_bytes()).hexdigest()
-        elif entry.name != "d" and not entry.name.startswith("ocdbt."):
+        elif not orbax_api.holds_numbers(entry.name):
             yield from _metadata_checksums(entry, f"{prefix}{entry.name}/")

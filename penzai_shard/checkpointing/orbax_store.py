@@ -18,16 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from penzai_shard import errors
-from penzai_shard.array_kinds import is_abstract, is_deleted
-from penzai_shard.checkpointing.array_records import (
-    ArrayRecord,
-    key_data_shape,
-    record_of,
-)
+from penzai_shard.array_kinds import is_abstract, is_deleted, is_traced
+from penzai_shard.checkpointing.array_records import ArrayRecord, key_data_shape, record_of
 from penzai_shard.checkpointing.locations import (
     PathLike,
     absolute_path,
@@ -35,13 +30,7 @@ from penzai_shard.checkpointing.locations import (
     path_object,
     refuse_existing,
 )
-from penzai_shard.checkpointing.manifest import (
-    Manifest,
-    seal,
-    section_of,
-    stored_name,
-)
-from penzai_shard.checkpointing.orbax_calls import first_line, orbax, without_noise
+from penzai_shard.checkpointing.manifest import Manifest, seal, section_of
 from penzai_shard.checkpointing.replacement import Replacement
 from penzai_shard.errors import (
     CheckpointDamagedError,
@@ -50,13 +39,15 @@ from penzai_shard.errors import (
     ShardingError,
     raise_all,
 )
+from penzai_shard.library_apis import orbax_api
+from penzai_shard.library_apis.jax_api import text_from_first_process
 from penzai_shard.named_leaves import NamedLeaf
 
 # Reading as much as possible at once holds every array twice in host memory for a while. With
 # this bound a restore of 2 GiB peaked at 2.6 instead of 3.3 GiB, and was as fast.
 _READ_BYTES = 256 * 2**20
-_SHARED_SLICE_BYTES = 2**20
 _SECONDS_TO_STOP = 5.0
+_LONGEST_MESSAGE = 4096
 
 
 def save_arrays(
@@ -67,8 +58,8 @@ def save_arrays(
     Args:
         path: Directory to make. Relative paths start at the working directory.
         leaves: The arrays by name.
-        kind: ``"params"`` or ``"train_state"``, kept in the metadata.
-        overwrite: Replace a checkpoint that is there, once the new one is complete.
+        kind: ``"params"`` or ``"train_state"``, stored in the metadata.
+        overwrite: Replace a checkpoint at the path, once the new one is complete.
 
     Returns:
         The absolute path.
@@ -78,7 +69,7 @@ def save_arrays(
         CheckpointMismatchError: Some arrays cannot be saved.
         CheckpointWriteError: It cannot be written: no permission, a full disk.
     """
-    ocp = orbax()
+    orbax_api.orbax()  # Refused first where it is not installed.
     where = absolute_path(path)
     _on_one_process(lambda: refuse_existing(where, overwrite))
     raise_all(
@@ -95,31 +86,21 @@ def save_arrays(
         raise CheckpointMismatchError(
             f"cannot save to {where}: there is no array with elements to save."
         )
-    context = ocp.Context()
-    # Several processes share the writing of replicated arrays, for which every device cuts its
-    # slice out. That compiles a program per shape and device, so it is kept for what is worth it:
-    # one process wrote 20 small replicated arrays in 0.6 s without it, and in 19 s with it.
-    context.array.saving.use_replica_parallel = jax.process_count() > 1
-    context.array.saving.min_slice_bytes_for_replica_parallel = _SHARED_SLICE_BYTES
-    # Made in the background, a directory that cannot be made leaves threads waiting for it for
-    # five minutes, and the interpreter for them.
-    context.asynchronous.create_directories_asynchronously = False
     size = sum(array.size * array.dtype.itemsize for array in stored.values())
-    with without_noise(), _written_beside(where, size, overwrite=overwrite) as beside:
-        with context:
-            ocp.save(beside, stored, custom_metadata=section_of(records, kind))
+    with orbax_api.without_noise(), _written_beside(where, size, overwrite=overwrite) as beside:
+        orbax_api.save(beside, stored, section_of(records, kind))
         _on_one_process(lambda: seal(path_object(beside), leaves))
     return where
 
 
 @contextlib.contextmanager
 def _written_beside(where: str, size: int, *, overwrite: bool) -> Iterator[str]:
-    """Where to write what then comes to a path in one step, or not at all.
+    """Where to write what is then put at a path in one step, or not at all.
 
     Args:
         where: The path.
         size: Number of bytes to be written, for messages.
-        overwrite: Whether what is there may be replaced.
+        overwrite: Whether what is at the path may be replaced.
     """
     if is_remote(where):
         # Orbax marks a directory in an object store as complete once it is; nothing is replaced.
@@ -139,9 +120,9 @@ def _written_beside(where: str, size: int, *, overwrite: bool) -> Iterator[str]:
         if isinstance(error, ShardingError) or not isinstance(error, Exception):
             raise
         known = _known_reason(error, where, size)
-        reason = (known or first_line(error)).removesuffix(".")
-        kept = " What is at the path stays as it was." if os.path.lexists(where) else ""
-        text = f"cannot save to {where}: {reason}.{kept}"
+        reason = (known or orbax_api.first_line(error)).removesuffix(".")
+        old = " What is at the path stays as it was." if os.path.lexists(where) else ""
+        text = f"cannot save to {where}: {reason}.{old}"
         raise CheckpointWriteError(text) from (None if known else error)
     finally:
         replacement.discard()
@@ -198,13 +179,14 @@ def _on_one_process(act: Callable[[], None]) -> None:
         try:
             act()
         except Exception as error:
+            # Raised below, when all other processes know of it: else they would wait for this one.
             failed = error
     code = getattr(failed, "errno", None) or 0
-    text = f"{type(failed).__name__}:{code}:{failed}".encode()[:4096] if failed else b""
-    told = multihost_utils.broadcast_one_to_all(np.frombuffer(text.ljust(4096), np.uint8))
+    text = f"{type(failed).__name__}:{code}:{failed}" if failed else ""
+    text = text_from_first_process(text, _LONGEST_MESSAGE)
     if failed is not None:
         raise failed
-    kind, _, rest = bytes(np.asarray(told)).decode(errors="replace").strip().partition(":")
+    kind, _, rest = text.partition(":")
     code_text, _, message = rest.partition(":")
     if hasattr(errors, kind):
         raise getattr(errors, kind)(message)
@@ -228,37 +210,18 @@ def load_arrays(
     Raises:
         CheckpointDamagedError: The numbers cannot be read.
     """
-    ocp = orbax()
     structs = {
-        name: _data_struct(struct, manifest.records[name])
-        for name, struct in wanted.items()
-        if 0 not in struct.shape
+        name: _data_struct(struct, manifest.records[name]) for name, struct in wanted.items()
     }
-    loaded: dict[str, jax.Array] = {}
-    if structs:
-        context = ocp.Context()
-        context.memory.read_concurrent_bytes = _read_bytes(manifest, structs)
-        # Arrays that nobody wants are left out of the tree given to Orbax.
-        context.pytree.loading.partial_load = True
-        tree = _pruned(
-            manifest.stored_tree,
-            {manifest.prefix + name: struct for name, struct in structs.items()},
-            manifest.records,
-        )
-        with context, without_noise():
-            tree = _loaded(manifest, tree)
-        loaded = {
-            stored_name(key_path, manifest.kind).removeprefix(manifest.prefix): array
-            for key_path, array in jax.tree_util.tree_leaves_with_path(tree)
-        }
+    loaded = _loaded(manifest, structs)
     arrays: dict[str, jax.Array] = {}
-    for name, struct in wanted.items():
-        impl = manifest.records[name].key_impl
-        if name in structs:
-            array = loaded[name]
+    for name, struct in structs.items():
+        if 0 in struct.shape:
+            # Not stored.
+            array = jax.device_put(np.zeros(struct.shape, struct.dtype), struct.sharding)
         else:
-            data = _data_struct(struct, manifest.records[name])
-            array = jax.device_put(np.zeros(data.shape, data.dtype), data.sharding)
+            array = loaded[name]
+        impl = manifest.records[name].key_impl
         if impl is not None:
             with mesh_context(struct.sharding):
                 keys = jax.random.wrap_key_data(array, impl=impl)
@@ -267,24 +230,57 @@ def load_arrays(
     return arrays
 
 
-def _loaded(manifest: Manifest, tree: Any) -> Any:
+def _loaded(manifest: Manifest, structs: Mapping[Any, jax.ShapeDtypeStruct]) -> dict[Any, Any]:
+    """Those arrays of some structs that are stored, by name."""
+    flat: list[tuple[Any, Any]]
+    flat, structure = jax.tree_util.tree_flatten_with_path(manifest.stored_tree)
+    wanted = [structs.get(manifest.name_of(key_path)) for key_path, _ in flat]
+    pieces = [
+        _largest_piece(description, struct)
+        for (_, description), struct in zip(flat, wanted, strict=True)
+        if struct is not None
+    ]
+    if not pieces:
+        return {}
+    # Orbax fails where one single piece exceeds the bound on bytes read at once.
+    read_bytes = max(_READ_BYTES, 1 + max(pieces))
+    tree = jax.tree_util.tree_unflatten(structure, wanted)
     try:
-        return orbax().load(manifest.directory, tree)
+        loaded = orbax_api.load(manifest.directory, tree, read_bytes)
     except (jax.errors.JaxRuntimeError, MemoryError):
         # Not for the checkpoint's sake: a device has no room for it.
         raise
     except Exception as error:
+        # Orbax raises whatever its readers of files raise where these are damaged.
         raise CheckpointDamagedError(
             f"the numbers in the checkpoint at {manifest.path} cannot be read: "
-            f"{first_line(error)} Restore another copy of it."
+            f"{orbax_api.first_line(error)} Restore another copy of it."
         ) from error
+    return {
+        manifest.name_of(key_path): array
+        for key_path, array in jax.tree_util.tree_leaves_with_path(loaded)
+    }
+
+
+def _largest_piece(description: Any, struct: jax.ShapeDtypeStruct) -> int:
+    """How many bytes of an array are read at once, for one device's part of it."""
+    part = struct.sharding.shard_shape(struct.shape)
+    chunk = getattr(description.storage_metadata, "chunk_shape", None) or struct.shape
+    if len(chunk) != len(part):
+        chunk = struct.shape
+    # A part that starts inside a chunk may touch one chunk more than its length tells.
+    touched = math.prod(
+        min(-(-whole // piece), -(-length // piece) + 1) * piece
+        for whole, length, piece in zip(struct.shape, part, chunk, strict=True)
+    )
+    return touched * max(jnp.dtype(description.dtype).itemsize, struct.dtype.itemsize)
 
 
 def mesh_context(sharding: Sharding) -> contextlib.AbstractContextManager[Any]:
     """The context in which operations on arrays of this sharding work.
 
-    Under ``jax.set_mesh`` with an Explicit mesh, JAX refuses operations on arrays that lie on
-    its Auto twin.
+    Under ``jax.set_mesh`` with an Explicit mesh, JAX refuses operations on arrays of its Auto
+    twin.
     """
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return jax.set_mesh(sharding.mesh)
@@ -299,7 +295,7 @@ def _unsavable(name: str, leaf: NamedLeaf) -> str:
             f"{name}: has a shape and no values. Initialise the model first, for instance with "
             "sharded_init, or restore it."
         )
-    if isinstance(array, jax.core.Tracer):
+    if is_traced(array):
         return f"{name}: is being traced. Save outside of jax.jit."
     if is_deleted(array):
         return f"{name}: its buffer was donated or deleted. Save the state that the step returned."
@@ -327,46 +323,3 @@ def _data_struct(struct: jax.ShapeDtypeStruct, record: ArrayRecord) -> jax.Shape
     # The key's own dimensions are whole on each device: a spec says nothing of further dimensions.
     shape = (*struct.shape, *key_data_shape(record.key_impl))
     return jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=struct.sharding)
-
-
-def _read_bytes(manifest: Manifest, structs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
-    """The bound on bytes read at once; Orbax fails where one single piece exceeds it."""
-    largest = 0
-    for name, struct in structs.items():
-        part = struct.sharding.shard_shape(struct.shape)
-        chunk = manifest.chunks.get(name, struct.shape)
-        if len(chunk) != len(part):
-            chunk = struct.shape
-        # A part that starts inside a chunk may touch one chunk more than its length tells.
-        touched = math.prod(
-            min(-(-whole // piece), -(-length // piece) + 1) * piece
-            for whole, length, piece in zip(struct.shape, part, chunk, strict=True)
-        )
-        record = manifest.records[name]
-        stored = struct.dtype if record.key_impl else jnp.dtype(record.dtype)
-        largest = max(largest, touched * max(stored.itemsize, struct.dtype.itemsize))
-    return max(_READ_BYTES, largest + 1)
-
-
-def _pruned(
-    names: Any,
-    structs: Mapping[str, jax.ShapeDtypeStruct],
-    records: Mapping[str, ArrayRecord],
-) -> Any:
-    """The stored structure with structs in place of names, without what is not wanted."""
-    if isinstance(names, Mapping):
-        kept = {key: _pruned(node, structs, records) for key, node in names.items()}
-        return {key: node for key, node in kept.items() if jax.tree_util.tree_leaves(node)}
-    if isinstance(names, str):
-        return structs.get(names)
-    # Orbax leaves keys of a dictionary out, but no entries of a list: those are read and dropped.
-    unwanted = SingleDeviceSharding(jax.local_devices()[0])
-    return jax.tree_util.tree_map(
-        lambda name: structs.get(
-            name,
-            jax.ShapeDtypeStruct(
-                records[name].shape, jnp.dtype(records[name].dtype), sharding=unwanted
-            ),
-        ),
-        names,
-    )

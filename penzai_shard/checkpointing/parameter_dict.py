@@ -8,15 +8,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 import jax
-import jax.numpy as jnp
 from penzai import pz
 from penzai.core.variables import LabeledVariable, LabeledVariableValue
 
-from penzai_shard.array_kinds import is_abstract, is_array_like, is_deleted
-from penzai_shard.checkpointing.array_records import leaves_with_paths, record_of
+from penzai_shard.array_kinds import is_abstract, is_array_like, is_deleted, is_traced
+from penzai_shard.checkpointing.array_records import record_of
+from penzai_shard.checkpointing.arrays_by_name import ArraysByName, leaves_with_paths
 from penzai_shard.checkpointing.comparison import REPLACING, Tolerance, compare
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 from penzai_shard.model_variables import (
+    is_copy,
     is_parameter,
     is_variable,
     thawed,
@@ -25,7 +26,6 @@ from penzai_shard.model_variables import (
     with_own_label,
     with_value,
 )
-from penzai_shard.named_leaves import NamedLeaf, leaves_of, map_arrays
 from penzai_shard.tree_paths import join_paths, path_text
 
 
@@ -40,11 +40,11 @@ def param_dict(model: Any) -> dict[str, Any]:
     Returns:
         A new dictionary from names to values: named arrays, as the parameters hold them.
         Uninitialised parameters have the structs of their values. A parameter that occurs several
-        times in the model is there once.
+        times in the model is given once.
 
     Raises:
         CheckpointMismatchError: Two different parameters have one name.
-        RuleTypeError: What was given is an array and no model.
+        RuleTypeError: What was given is an array and not a model.
 
     >>> model = pz.nn.Affine.from_config(
     ...     "mlp", jax.random.key(0), {"embedding": 4}, {"neurons": 8})
@@ -107,49 +107,18 @@ def with_params(model: Any, params: Mapping[str, Any]) -> Any:
     >>> param_dict(other)["b.bias"].unwrap("neurons").tolist()
     [1.0, 1.0]
     """
-    own = param_dict(model)
-    given = param_dict(dict(params))
-    leaves = arrays_by_path(given)
+    own = ArraysByName(param_dict(model))
+    given = ArraysByName(param_dict(dict(params)))
     compare(
-        {path: record_of(leaf) for path, leaf in leaves.items()},
-        {path: record_of(leaf) for path, leaf in arrays_by_path(own).items()},
+        {name: record_of(leaf) for name, leaf in given.leaves.items()},
+        {name: record_of(leaf) for name, leaf in own.leaves.items()},
         headline="cannot put these values into the model:",
         wording=REPLACING,
         tolerance=Tolerance(),
         compare_dtypes=False,
     )
-    arrays = {path: leaf.array for path, leaf in leaves.items()}
-    return rebuilt(model, filled(own, arrays))
-
-
-def arrays_by_path(tree: Any) -> dict[str, NamedLeaf]:
-    """The arrays of a tree by path; leaves that are no arrays are left out.
-
-    Raises:
-        CheckpointMismatchError: Two arrays have one path.
-
-    >>> list(arrays_by_path({"w": pz.nx.ones({"a": 2}), "name": "text"}))
-    ['w']
-    """
-    found: dict[str, NamedLeaf] = {}
-    clashes = []
-    for leaf in leaves_of(tree):
-        if leaf.dtype is None:
-            continue
-        if leaf.path in found:
-            clashes.append(f"{leaf.path}: two arrays have this path. Rename one of them.")
-        found[leaf.path] = leaf
-    raise_all(CheckpointMismatchError, "cannot tell arrays apart by path:", clashes)
-    return found
-
-
-def filled(tree: Any, arrays: Mapping[str, Any]) -> Any:
-    """A tree like another, with other arrays by path; leaves that are no arrays are kept.
-
-    >>> filled({"w": pz.nx.ones({"a": 2})}, {"w": "data"})["w"].data_array
-    'data'
-    """
-    return map_arrays(tree, lambda leaf: leaf.array if leaf.dtype is None else arrays[leaf.path])
+    arrays = {name: leaf.array for name, leaf in given.leaves.items()}
+    return rebuilt(model, own.filled(arrays))
 
 
 def rebuilt(model: Any, values: Mapping[str, Any], shardings: Any = None) -> Any:
@@ -169,24 +138,24 @@ def rebuilt(model: Any, values: Mapping[str, Any], shardings: Any = None) -> Any
     """
     if is_parameter_mapping(model):
         return _rebuilt_mapping(model, values, "")
-    made: dict[Any, Any] = {}
+    fresh: dict[Any, Any] = {}
 
     def place(node: Any, layout: Any = None) -> Any:
         if not is_variable(node):
             return _put(node, layout)
-        slot = node.get_slot() if isinstance(node, LabeledVariable | LabeledVariableValue) else None
-        if slot is None:
-            return with_value(node, values[node.name])
-        if slot not in made:
-            value = (
-                values[variable_name(node)]
-                if is_parameter(node)
-                else node.value
-                if layout is None
-                else jax.tree_util.tree_map(_put, node.value, layout.value)
-            )
-            made[slot] = _fresh_variable(node, value)
-        return made[slot]
+        if not isinstance(node, LabeledVariable | LabeledVariableValue):
+            # A parameter of Penzai's first API is no object of its own: it is its name and value.
+            return with_value(node, values[variable_name(node)])
+        slot = node.get_slot()
+        if slot not in fresh:
+            if is_parameter(node):
+                value = values[variable_name(node)]
+            elif layout is None:
+                value = node.value
+            else:
+                value = jax.tree_util.tree_map(_put, node.value, layout.value)
+            fresh[slot] = _fresh_variable(node, value)
+        return fresh[slot]
 
     if shardings is None:
         return jax.tree_util.tree_map(place, model, is_leaf=is_variable)
@@ -197,10 +166,46 @@ def rebuilt(model: Any, values: Mapping[str, Any], shardings: Any = None) -> Any
 
 
 def _put(leaf: Any, sharding: Any) -> Any:
-    """An array where it shall lie; anything else, and what JAX is to place, as it is."""
-    if sharding is None or not is_array_like(leaf) or isinstance(leaf, jax.core.Tracer):
+    """An array in its sharding; anything else, and what JAX is to place, as it is."""
+    if sharding is None or not is_array_like(leaf) or is_traced(leaf):
         return leaf
     return jax.device_put(leaf, sharding)
+
+
+def _fresh_variable(node: Any, value: Any) -> Any:
+    """A new variable like another, mutable unless that was frozen on purpose."""
+    # A mutable variable holds no structs: what is frozen around them could not be mutable.
+    was_frozen = isinstance(node, LabeledVariableValue) and not _holds_structs(node.value)
+    holds_arrays = all(map(is_array_like, jax.tree_util.tree_leaves(value)))
+    frozen = with_value(node, value)
+    if was_frozen or not holds_arrays or _holds_structs(value):
+        return frozen
+    return with_own_label(thawed(frozen))
+
+
+def _holds_structs(value: Any) -> bool:
+    return any(map(is_abstract, jax.tree_util.tree_leaves(value)))
+
+
+def refuse_states_without_values(model: Any, headline: str) -> None:
+    """Refuses a model whose state variables have structs in place of values, or were donated.
+
+    Raises:
+        CheckpointMismatchError: With one line per variable.
+    """
+    problems = []
+    for path, node in _variables(model):
+        if is_parameter(node):
+            continue
+        lack = ""
+        leaves = jax.tree_util.tree_leaves(node.value)
+        if any(map(is_abstract, leaves)):
+            lack = "a shape and no value"
+        elif any(map(is_deleted, leaves)):
+            lack = "no value any more, since it was donated or deleted"
+        if lack:
+            problems.append(f"{path}: this state variable has {lack}. Set its value first.")
+    raise_all(CheckpointMismatchError, headline, problems)
 
 
 def is_parameter_mapping(model: Any) -> TypeGuard[Mapping[str, Any]]:
@@ -210,18 +215,6 @@ def is_parameter_mapping(model: Any) -> TypeGuard[Mapping[str, Any]]:
     True
     """
     return isinstance(model, Mapping) and not any(True for _ in _variables(model))
-
-
-def state_variables_without_values(model: Any) -> Iterator[tuple[str, str]]:
-    """Where state variables have structs in place of values or were donated, and which it is."""
-    for path, node in _variables(model):
-        if is_parameter(node):
-            continue
-        leaves = jax.tree_util.tree_leaves(node.value)
-        if any(map(is_abstract, leaves)):
-            yield path, "a shape and no value"
-        elif any(map(is_deleted, leaves)):
-            yield path, "no value any more, since it was donated or deleted"
 
 
 def _variables(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -237,31 +230,13 @@ def _same_parameter(first: Any, second: Any) -> bool:
     if type(first) is not type(second) or not isinstance(first, LabeledVariableValue):
         return False
     # Frozen values of one shared parameter are different objects. They hold the same arrays, or
-    # equal ones if they went through a transformation.
+    # equal ones if they went through a transformation; of traced arrays nobody knows.
     ours, theirs = (jax.tree_util.tree_leaves(node.value) for node in (first, second))
-    structures: list[Any] = [jax.tree_util.tree_structure(node.value) for node in (first, second)]
-    return structures[0] == structures[1] and all(
-        a is b or _equal_leaves(a, b) for a, b in zip(ours, theirs, strict=True)
+    can_tell = all(
+        a is b or (is_abstract(a) == is_abstract(b) and not is_traced(a) and not is_traced(b))
+        for a, b in zip(ours, theirs, strict=False)
     )
-
-
-def _equal_leaves(a: Any, b: Any) -> bool:
-    if is_abstract(a) or is_abstract(b):
-        return is_abstract(a) and is_abstract(b) and a.shape == b.shape and a.dtype == b.dtype
-    if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
-        return False
-    return bool(jnp.array_equal(a, b))
-
-
-def _fresh_variable(node: Any, value: Any) -> Any:
-    # Frozen on purpose, unless it could not be mutable: a mutable variable holds no structs.
-    keeps_frozen = isinstance(node, LabeledVariableValue) and not any(
-        map(is_abstract, jax.tree_util.tree_leaves(node.value))
-    )
-    leaves = jax.tree_util.tree_leaves(value)
-    holds_arrays = all(is_array_like(leaf) and not is_abstract(leaf) for leaf in leaves)
-    frozen = with_value(node, value)
-    return with_own_label(thawed(frozen)) if holds_arrays and not keeps_frozen else frozen
+    return can_tell and is_copy(first, second)
 
 
 def _flat_mapping(mapping: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:

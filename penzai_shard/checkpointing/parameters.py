@@ -3,31 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
-from penzai_shard.checkpointing.array_records import refuse_permuted_positions
-from penzai_shard.checkpointing.comparison import (
-    RESTORING,
-    AxisMismatch,
-    DtypeMismatch,
-    Extra,
-    Tolerance,
-)
+from penzai_shard.checkpointing.arrays_by_name import ArraysByName, shardings_by_name
+from penzai_shard.checkpointing.comparison import AxisMismatch, DtypeMismatch, Extra, Tolerance
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
-from penzai_shard.checkpointing.manifest import Manifest
 from penzai_shard.checkpointing.orbax_store import save_arrays
 from penzai_shard.checkpointing.parameter_dict import (
-    arrays_by_path,
-    filled,
     param_dict,
     rebuilt,
-    state_variables_without_values,
+    refuse_states_without_values,
 )
-from penzai_shard.checkpointing.restoring import from_checkpoint, restore_arrays
-from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
+from penzai_shard.checkpointing.restoring import restore_arrays
+from penzai_shard.errors import RuleTypeError
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import PlacingRequest, PlanRequest, ShardingPlan
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
@@ -79,7 +68,7 @@ def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
     """Saves the parameters of a model with Orbax, by name.
 
     The arrays are stored as a flat dictionary, so that layers which are inserted later never
-    matter. Their logical axis names are kept in the checkpoint's metadata, which ``restore_params``
+    matter. Their logical axis names are in the checkpoint's metadata, which ``restore_params``
     compares.
 
     Args:
@@ -118,8 +107,8 @@ def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
             "Give a model, or a dictionary of arrays by name; save any other tree with "
             "save_train_state."
         )
-    refuse_permuted_positions(values, "saving")
-    return save_arrays(path, arrays_by_path(values), kind="params", overwrite=overwrite)
+    leaves = ArraysByName(values, "saving").leaves
+    return save_arrays(path, leaves, kind="params", overwrite=overwrite)
 
 
 def restore_params(
@@ -150,8 +139,8 @@ def restore_params(
             the same name.
         axis_name_to_mesh_name: The same under Penzai's name; give one of the two.
         plan: A plan of the model to carry out, instead of mesh, rules and options: everything
-            then lies as the plan says.
-        on_axis_mismatch: ``"transpose"`` puts parameters right whose logical axes were saved in
+            is then laid out as the plan says.
+        on_axis_mismatch: ``"transpose"`` reorders parameters whose logical axes were saved in
             another order. Each device transposes its own part.
         on_dtype_mismatch: ``"cast"`` converts to the model's dtype while reading.
         on_extra: ``"ignore"`` leaves parameters in the checkpoint that the model does not have.
@@ -162,9 +151,9 @@ def restore_params(
 
     Returns:
         The same kind of thing, filled, everything in it in the layout that ``make_plan`` gives.
-        Of a model: a new model with new variables, metadata and sharing kept. What was frozen
-        stays frozen; the parameters of an abstract model become mutable ones. Constants and state
-        variables keep their values, and are put where the plan says.
+        Of a model: a new model with new variables of the same metadata and sharing. What was
+        frozen stays frozen; the parameters of an abstract model become mutable ones. Constants
+        and state variables keep their values, and are put where the plan says.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at the path.
@@ -191,34 +180,13 @@ def restore_params(
     P('data',)
     """
     absolute_path(path)
-    tolerance = Tolerance(on_axis_mismatch, on_dtype_mismatch, on_extra)
+    tolerance = Tolerance(on_axis_mismatch, on_dtype_mismatch, on_extra, rename_axes)
     request = PlacingRequest.read(
         "restore_params", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
     )
-    own = param_dict(model)
-    refuse_permuted_positions(own, "restoring")
-    raise_all(
-        CheckpointMismatchError,
-        "restoring parameters leaves these without values:",
-        [
-            f"{where}: this state variable has {lack}. Set its value first."
-            for where, lack in state_variables_without_values(model)
-        ],
-    )
+    own = ArraysByName(param_dict(model), "restoring")
+    refuse_states_without_values(model, "restoring parameters leaves these without values:")
     model_plan = request.plan(model)
-    starting = param_dict(model_plan.starting_shardings())
-    planned = {leaf.path: leaf.array for leaf in leaves_of(starting)}
-    leaves = arrays_by_path(own)
-
-    def read(manifest: Manifest) -> dict[str, jax.Array]:
-        return restore_arrays(
-            manifest.part("params") if manifest.kind == "train_state" else manifest,
-            leaves,
-            {name: planned[name] for name in leaves},
-            wording=RESTORING,
-            tolerance=tolerance,
-            rename_axes=rename_axes,
-        )
-
-    arrays = from_checkpoint(path, read)
-    return rebuilt(model, filled(own, arrays), model_plan.sharding_tree())
+    shardings = shardings_by_name(param_dict(model_plan.starting_shardings()))
+    arrays = restore_arrays(path, "params", own.leaves, shardings, tolerance)
+    return rebuilt(model, own.filled(arrays), model_plan.sharding_tree())

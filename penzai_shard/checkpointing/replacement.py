@@ -1,4 +1,4 @@
-"""Replacing a directory in one step, so that what was there is lost at no moment.
+"""Replacing a directory in one step, so that its old content is lost at no moment.
 
 A new checkpoint is written into a staging directory beside its path, on the same file system, and
 then exchanged with what is there: one system call on Linux (``renameat2``) and macOS
@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from penzai_shard.errors import CheckpointExistsError
+from penzai_shard.library_apis.orbax_api import TEMPORARY_SUFFIX
 
 SUFFIX = ".penzai-shard-saving"
 
-_ORBAX_SUFFIX = ".orbax-checkpoint-tmp"
 _AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
 # In place of a descriptor, on file systems that cannot lock files.
 _NO_LOCKS = -1
@@ -33,7 +33,7 @@ def is_temporary(name: str) -> bool:
     >>> is_temporary(".params.penzai-shard-saving"), is_temporary("params")
     (True, False)
     """
-    return name.endswith(SUFFIX) or _ORBAX_SUFFIX in name
+    return name.endswith(SUFFIX) or TEMPORARY_SUFFIX in name
 
 
 def staging_of(final: pathlib.Path) -> pathlib.Path:
@@ -85,7 +85,7 @@ class Replacement:
         self.final.parent.mkdir(parents=True, exist_ok=True)
         for leftover in self.final.parent.glob(f".*{SUFFIX}"):
             _clear(leftover, is_own=leftover == self._staging)
-        shutil.rmtree(self.final.with_name(self.final.name + _ORBAX_SUFFIX), ignore_errors=True)
+        shutil.rmtree(self.final.with_name(self.final.name + TEMPORARY_SUFFIX), ignore_errors=True)
         for _ in range(10):
             self._staging.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError):

@@ -1,159 +1,150 @@
-"""The one way arrays come out of a checkpoint: compare everything, read, put right."""
+"""The one way arrays are restored from a checkpoint: compare everything, read, reorder."""
 
-import dataclasses
 import functools
-import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, Sharding
 
-from penzai_shard.checkpointing.array_records import ArrayRecord, record_of
-from penzai_shard.checkpointing.comparison import Tolerance, Wording, compare
+from penzai_shard.checkpointing.array_records import record_of
+from penzai_shard.checkpointing.comparison import RESTORING, RESTORING_STATE, Tolerance, compare
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.manifest import Manifest, identity_of, read_manifest
 from penzai_shard.checkpointing.orbax_store import load_arrays, mesh_context
 from penzai_shard.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
-    RuleTypeError,
     ShardingError,
-    ShardingWarning,
-    raise_all,
+    warn_caller,
 )
 from penzai_shard.named_leaves import NamedLeaf
 from penzai_shard.partition_specs import permuted_spec
 
-Result = TypeVar("Result")
-
 _ATTEMPTS = 5
+_WORDINGS = {"params": RESTORING, "train_state": RESTORING_STATE}
 
 
-def from_checkpoint(path: PathLike, read: Callable[[Manifest], Result]) -> Result:
-    """Reads from a checkpoint, and does so again if a save replaced it meanwhile.
+def restore_arrays(
+    path: PathLike,
+    kind: str,
+    leaves: Mapping[str, NamedLeaf],
+    shardings: Mapping[str, Any],
+    tolerance: Tolerance,
+) -> dict[str, jax.Array]:
+    """Restores arrays by name, each device reading its own part.
+
+    If a save replaces the checkpoint meanwhile, the new one is read instead.
 
     Args:
         path: The checkpoint's directory.
-        read: Called with what it holds.
+        kind: What is restored: ``"params"`` or ``"train_state"``.
+        leaves: The arrays to be filled, by name.
+        shardings: By name, how each is to be laid out.
+        tolerance: What may differ.
 
     Returns:
-        What ``read`` returned.
+        The arrays by name, exactly in the shardings asked for.
 
     Raises:
-        CheckpointDamagedError: The checkpoint was replaced over and over.
-        ShardingError: As ``read_manifest`` and ``read`` do.
+        CheckpointNotFoundError: There is no checkpoint at the path.
+        CheckpointDamagedError: It is not as it was saved, or was replaced over and over.
+        CheckpointMismatchError: Something differs that may not; nothing has been read then.
+
+    Warns:
+        ShardingWarning: The checkpoint was written without axis names.
     """
     for _ in range(_ATTEMPTS):
         before = identity_of(path)
         try:
-            result = read(read_manifest(path))
+            arrays = _restored_once(read_manifest(path), kind, leaves, shardings, tolerance)
         except ShardingError:
             if identity_of(path) == before:
                 raise
         else:
             if identity_of(path) == before:
-                return result
+                return arrays
     raise CheckpointDamagedError(
         f"the checkpoint at {absolute_path(path)} was replaced {_ATTEMPTS} times while it was "
         "being read. Restore it once the saves are done."
     )
 
 
-def restore_arrays(
+def _restored_once(
     manifest: Manifest,
+    kind: str,
     leaves: Mapping[str, NamedLeaf],
-    places: Mapping[str, Sharding],
-    *,
-    wording: Wording,
+    shardings: Mapping[str, Any],
     tolerance: Tolerance,
-    rename_axes: Mapping[str, str] | None = None,
 ) -> dict[str, jax.Array]:
-    """Restores arrays by name, each device reading its own part.
-
-    Args:
-        manifest: What the checkpoint holds.
-        leaves: The arrays to be filled, by name.
-        places: By name, where each shall lie.
-        wording: How messages call the two sides.
-        tolerance: What may differ.
-        rename_axes: Logical axis names in the checkpoint that have other names here.
-
-    Returns:
-        The arrays by name, exactly in the shardings asked for.
-
-    Raises:
-        CheckpointMismatchError: Something differs that may not; nothing has been read then.
-
-    Warns:
-        ShardingWarning: The checkpoint was written without axis names.
-    """
-    stored = renamed_axes(manifest.records, rename_axes or {})
-    permutations = compare(
-        stored,
-        {name: record_of(leaf) for name, leaf in leaves.items()},
-        headline=f"the checkpoint at {manifest.path} does not fit {wording.target}:",
-        wording=wording,
-        tolerance=tolerance,
-    )
-    if manifest.caveat:
-        warnings.warn(
-            f"the checkpoint at {manifest.path} {manifest.caveat}", ShardingWarning, stacklevel=3
+    if kind == "params" and manifest.kind == "train_state":
+        manifest = manifest.part("params")
+    if kind == "train_state" and manifest.kind == "params":
+        raise CheckpointMismatchError(
+            f"the checkpoint at {manifest.path} holds parameters alone, as save_params writes "
+            "them, and not a train state. Restore them and begin a new state with them: "
+            "restore_params(path, model, mesh, rules)."
         )
-    arrays = load_arrays(
-        manifest,
-        {
-            name: _struct_as_stored(leaf, places[name], permutations.get(name))
-            for name, leaf in leaves.items()
-        },
-    )
-    for name, permutation in permutations.items():
-        arrays[name] = _transposed(arrays[name], permutation, places[name])
+    wording = _WORDINGS[kind]
+    try:
+        orders = compare(
+            tolerance.renamed(manifest.records),
+            {name: record_of(leaf) for name, leaf in leaves.items()},
+            headline=f"the checkpoint at {manifest.path} does not fit {wording.target}:",
+            wording=wording,
+            tolerance=tolerance,
+        )
+    except CheckpointMismatchError as error:
+        if kind == "train_state":
+            _name_another_optimizer(manifest, leaves, error)
+        raise
+    if manifest.caveat:
+        warn_caller([f"the checkpoint at {manifest.path} {manifest.caveat}"])
+    structs = {
+        name: _struct_as_stored(leaf, shardings[name], orders.get(name))
+        for name, leaf in leaves.items()
+    }
+    arrays = load_arrays(manifest, structs)
+    for name, order in orders.items():
+        arrays[name] = _transposed(arrays[name], order, shardings[name])
     return arrays
 
 
-def renamed_axes(
-    records: Mapping[str, ArrayRecord], names: Mapping[str, str]
-) -> dict[str, ArrayRecord]:
-    """Records with other logical axis names.
+def _name_another_optimizer(
+    manifest: Manifest, leaves: Mapping[str, NamedLeaf], error: CheckpointMismatchError
+) -> None:
+    """Says it first where a checkpoint has the state of another optimizer than is wanted.
 
     Raises:
-        CheckpointMismatchError: A name to be replaced occurs nowhere.
-        RuleTypeError: It is not a mapping of names.
-
-    >>> renamed_axes({"w": ArrayRecord((2,), "int32", ("old",))}, {"old": "new"})["w"].axes
-    ('new',)
+        CheckpointMismatchError: The two have the same parameters, and their optimizers differ.
     """
-    if not isinstance(names, Mapping) or not all(isinstance(new, str) for new in names.values()):
-        raise RuleTypeError(f"rename_axes={names!r}: give a dictionary of names, {{'old': 'new'}}.")
-    present = {axis for record in records.values() for axis in record.axes or () if axis}
-    raise_all(
-        CheckpointMismatchError,
-        "cannot rename logical axes:",
+    unequal = manifest.records.keys() ^ leaves.keys()
+    of_optimizer = sorted(name for name in unequal if name.startswith("opt_state/"))
+    if not of_optimizer or any(name.startswith("params/") for name in unequal):
+        return
+    others = [p for p in error.problems if p.partition(": ")[0] not in of_optimizer]
+    stored = [name for name in of_optimizer if name in manifest.records]
+    wanted = [name for name in of_optimizer if name in leaves]
+    raise CheckpointMismatchError(
+        f"the checkpoint at {manifest.path} has the state of another optimizer than the train "
+        "state. Build the train state with the optimizer that it was saved with. To go on "
+        "with another one, which begins anew, take the parameters alone: "
+        "restore_params(path, model, mesh, rules).",
         [
-            f"{old}: no array in the checkpoint has this logical axis. It has "
-            f"{', '.join(map(repr, sorted(present))) or 'none'}."
-            for old in names
-            if old not in present
+            *others,
+            *(f"{name}: is in the checkpoint alone." for name in stored),
+            *(f"{name}: is in the train state alone." for name in wanted),
         ],
-    )
-    return {
-        name: record
-        if record.axes is None
-        else dataclasses.replace(
-            record, axes=tuple(None if a is None else names.get(a, a) for a in record.axes)
-        )
-        for name, record in records.items()
-    }
+    ) from error
 
 
 def _struct_as_stored(
-    leaf: NamedLeaf, sharding: Sharding, permutation: tuple[int, ...] | None
+    leaf: NamedLeaf, sharding: Sharding, order: tuple[int, ...] | None
 ) -> jax.ShapeDtypeStruct:
     """What to read: the stored order of the axes, laid out so that transposing moves no data."""
     shape = leaf.shape
-    if permutation is not None:
-        inverse = [permutation.index(i) for i in range(len(shape))]
+    if order is not None:
+        inverse = [order.index(i) for i in range(len(shape))]
         shape = tuple(shape[i] for i in inverse)
         if isinstance(sharding, NamedSharding):
             spec = permuted_spec(sharding.spec, inverse)
@@ -161,9 +152,9 @@ def _struct_as_stored(
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
 
-def _transposed(array: jax.Array, permutation: tuple[int, ...], sharding: Sharding) -> jax.Array:
+def _transposed(array: jax.Array, order: tuple[int, ...], sharding: Sharding) -> jax.Array:
     with mesh_context(sharding):
-        return _transposer(sharding)(array, permutation)
+        return _transposer(sharding)(array, order)
 
 
 @functools.lru_cache(maxsize=256)

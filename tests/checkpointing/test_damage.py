@@ -28,7 +28,6 @@ from penzai_shard.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     ShardingError,
-    ShardingWarning,
 )
 
 VALUES = {
@@ -305,7 +304,7 @@ def test_plain_orbax_reads_our_checkpoints(whole, wide):
 
 @pytest.fixture
 def first_format(tmp_path):
-    """A checkpoint as the first version of this library wrote it: no seal, no checksums."""
+    """A checkpoint as it was written before the first release: no seal, no checksums."""
     arrays = {"square": VALUES["square"].data_array, "key": jax.random.key_data(VALUES["key"])}
     entries = {
         "square": {"axes": ["a", "b"]},
@@ -317,9 +316,17 @@ def first_format(tmp_path):
     return tmp_path / "first"
 
 
-def test_the_first_format_is_read_with_a_warning(first_format, wide):
-    with pytest.warns(ShardingWarning, match="has no checksums"):
-        assert not is_refused(first_format, wide, {n: v for n, v in VALUES.items() if "/" not in n})
+UNRELEASED = "has format 1, which was written before the first release"
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_the_first_format_is_refused_and_can_be_saved_anew(first_format, wide, tmp_path):
+    with pytest.raises(CheckpointMismatchError, match=UNRELEASED) as caught:
+        restore_params(first_format, VALUES, wide, {})
+    assert f"arrays = orbax.checkpoint.experimental.v1.load('{first_format}')" in str(caught.value)
+    arrays = ocp.load(str(first_format))
+    path = save_params(tmp_path / "anew", {"square": pz.nx.wrap(arrays["square"]).tag("a", "b")})
+    assert not is_refused(path, wide, {"square": VALUES["square"]})
 
 
 @pytest.mark.parametrize(
@@ -337,10 +344,10 @@ def test_the_first_format_is_read_with_a_warning(first_format, wide):
         lambda s: s["arrays"]["key"].pop("key_impl"),
     ],
 )
-def test_damage_of_the_first_format_is_refused_where_it_shows(first_format, wide, edit):
+def test_a_damaged_first_format_is_refused_too(first_format, wide, edit):
     edit_section(first_format, edit)
     like = {name: VALUES[name] for name in ("square", "key", "empty")}
-    with pytest.raises(CheckpointDamagedError):
+    with pytest.raises(CheckpointMismatchError, match=UNRELEASED):
         restore_params(first_format, like, wide, {})
 
 

@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 from penzai import pz
 
-from penzai_shard.checkpointing import orbax_store, replacement, restore_params, save_params
-from penzai_shard.checkpointing.orbax_calls import without_noise
+from penzai_shard.checkpointing import replacement, restore_params, save_params
 from penzai_shard.errors import (
     CheckpointDamagedError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointWriteError,
 )
+from penzai_shard.library_apis.orbax_api import orbax, without_noise
 
 HERE = pathlib.Path(__file__).parent
 ONES = {"w": pz.nx.ones({"a": 8, "b": 2})}
@@ -213,7 +213,7 @@ def test_what_orbax_never_made_is_not_replaced(tmp_path, name):
     file = tmp_path / "mine" / name
     file.parent.mkdir(parents=True)
     file.write_text("text")
-    with pytest.raises(CheckpointExistsError, match="it exists and is no checkpoint, so"):
+    with pytest.raises(CheckpointExistsError, match="it exists and is not a checkpoint, so"):
         save_params(tmp_path / "mine", ONES, overwrite=True)
     assert file.read_text() == "text"
 
@@ -314,14 +314,14 @@ def test_a_checkpoint_replaced_while_it_is_read_is_read_again(tmp_path, wide, mo
     numbers = np.arange(64.0, dtype="float32").reshape(8, 8)
     values = {"w": pz.nx.wrap(numbers).tag("a", "b")}
     path = save_params(tmp_path / "params", values)
-    load, count = orbax_store.orbax().load, itertools.count()
+    load, count = orbax().load, itertools.count()
 
     def replace_and_load(*arguments):
         if next(count) < times:
             save_params(path, {"w": values["w"].order_as("b", "a")}, overwrite=True)
         return load(*arguments)
 
-    monkeypatch.setattr(orbax_store.orbax(), "load", replace_and_load)
+    monkeypatch.setattr(orbax(), "load", replace_and_load)
 
     def restore():
         return restore_params(path, values, wide, {}, on_axis_mismatch="transpose")

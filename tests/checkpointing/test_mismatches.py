@@ -159,7 +159,7 @@ def test_an_existing_path_is_refused_and_replaced_when_asked(tmp_path, square, w
     assert float(restore_params(square, SQUARE, wide, {})["w"].data_array.sum()) == 4032
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "file").write_text("text")
-    with pytest.raises(FileExistsError, match="is no checkpoint, so overwrite=True does not"):
+    with pytest.raises(FileExistsError, match="is not a checkpoint, so overwrite=True does not"):
         save_params(tmp_path / "notes", SQUARE, overwrite=True)
     (tmp_path / "empty").mkdir()
     save_params(tmp_path / "empty", SQUARE, overwrite=True)

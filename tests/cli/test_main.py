@@ -137,7 +137,7 @@ def unusable_folders(tmp_path):
         "a_file": "cannot write there (File exists). Give another folder.",
         "a_file/below": "cannot write there (Not a directory). Give another folder.",
         "taken": "plan.json is a folder there. Give another folder.",
-        "mine": "it exists and is no checkpoint",
+        "mine": "it exists and is not a checkpoint",
     }
 
 

@@ -1,0 +1,143 @@
+"""The arrays of a tree by where they are in it, and the tree with others in their places."""
+
+import collections
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+from penzai import pz
+from penzai.core.variables import LabeledVariable
+
+from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
+from penzai_shard.model_variables import thawed, with_own_label
+from penzai_shard.named_leaves import NamedLeaf, is_named_unit, map_arrays
+from penzai_shard.tree_paths import array_path_text, path_text
+
+
+class ArraysByName:
+    """The arrays of a tree, each named by its key path.
+
+    The label of a state variable can be a number of this process alone, so labels do not count. A
+    variable that occurs several times is named by its first place.
+
+    Attributes:
+        tree: The tree.
+        leaves: Its arrays by name; leaves that are not arrays are left out.
+
+    >>> arrays = ArraysByName({"w": pz.nx.ones({"a": 2}), "name": "text"}, "saving")
+    >>> list(arrays.leaves), arrays.filled({"w": "data"})["w"].data_array
+    (['w'], 'data')
+    """
+
+    def __init__(self, tree: Any, doing: str = "") -> None:
+        """Names the arrays of a tree.
+
+        Args:
+            tree: Any pytree.
+            doing: What is done with a checkpoint of it, ``saving`` or ``restoring``. A view with
+                positional dimensions in another order than that in memory is refused then.
+
+        Raises:
+            CheckpointMismatchError: Two arrays have one path, or there is such a view.
+            RuleTypeError: The keys of some dictionary cannot be sorted.
+        """
+        if doing:
+            _refuse_permuted_positions(tree, doing)
+        visited: list[NamedLeaf] = []
+
+        def number(leaf: NamedLeaf) -> int:
+            visited.append(leaf)
+            return len(visited) - 1
+
+        self._names: list[str | None] = []
+        for key_path, index in jax.tree_util.tree_leaves_with_path(map_arrays(tree, number)):
+            if index == len(self._names):
+                is_array = visited[index].dtype is not None
+                self._names.append(array_path_text(key_path) if is_array else None)
+        counts = collections.Counter(name for name in self._names if name is not None)
+        raise_all(
+            CheckpointMismatchError,
+            "cannot tell arrays apart by path:",
+            [
+                f"{name}: {count} arrays have this path. Rename all but one of them."
+                for name, count in counts.items()
+                if count > 1
+            ],
+        )
+        self.tree = tree
+        self.leaves = {
+            name: leaf for name, leaf in zip(self._names, visited, strict=True) if name is not None
+        }
+
+    def filled(self, arrays: Mapping[str, Any]) -> Any:
+        """The tree with other arrays by name; mutable variables are new mutable ones."""
+        names = iter(self._names)
+
+        def array_of(leaf: NamedLeaf) -> Any:
+            name = next(names)
+            return leaf.array if name is None else arrays[name]
+
+        fresh: dict[int, Any] = {}
+
+        def as_in_tree(node: Any, value: Any) -> Any:
+            if not isinstance(node, LabeledVariable):
+                return value
+            if id(node) not in fresh:
+                fresh[id(node)] = with_own_label(thawed(value))
+            return fresh[id(node)]
+
+        return jax.tree_util.tree_map(as_in_tree, self.tree, map_arrays(self.tree, array_of))
+
+
+def shardings_by_name(tree: Any) -> dict[str, Sharding | None]:
+    """The sharding of every array by its key path.
+
+    Args:
+        tree: A tree of shardings, or of structs or arrays that have one.
+    """
+    return {
+        array_path_text(key_path): leaf
+        if isinstance(leaf, Sharding)
+        else getattr(leaf, "sharding", None)
+        for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
+    """``jax.tree_util.tree_leaves_with_path``, with an error that one can act on.
+
+    Raises:
+        RuleTypeError: The keys of some dictionary cannot be sorted.
+
+    >>> leaves_with_paths({"a": 1, 0: 2}, lambda node: False)
+    Traceback (most recent call last):
+    penzai_shard.errors.RuleTypeError: a dictionary has keys of different types, which JAX cannot...
+    """
+    try:
+        return list(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf))
+    except ValueError as error:
+        if "keys" not in str(error):
+            raise
+        raise RuleTypeError(
+            "a dictionary has keys of different types, which JAX cannot sort, such as numbers "
+            "beside texts. Make them all text: {str(key): value for key, value in d.items()}."
+        ) from error
+
+
+def _refuse_permuted_positions(tree: Any, doing: str) -> None:
+    """Refuses named array views whose positional dimensions have another order in memory.
+
+    Positional dimensions have no names, so that nothing in a checkpoint could tell them apart.
+    """
+    problems = [
+        f"{path_text(key_path)}: its positional dimensions have the order "
+        f"{tuple(node.data_axis_for_logical_axis)} in memory. Give its data the usual order with "
+        ".with_positional_prefix()."
+        for key_path, node in leaves_with_paths(tree, is_named_unit)
+        if isinstance(node, pz.nx.NamedArrayView)
+        and list(node.data_axis_for_logical_axis) != sorted(node.data_axis_for_logical_axis)
+    ]
+    raise_all(
+        CheckpointMismatchError, f"cannot tell positional dimensions apart while {doing}:", problems
+    )
