@@ -1,5 +1,6 @@
 """Building models sharded: values, layouts, sharing, and how many programs are compiled."""
 
+import collections
 import functools
 
 import jax
@@ -12,9 +13,13 @@ from penzai.models import simple_mlp
 from penzai.models.transformer.variants import llamalike_common
 
 from penzai_shard.errors import MeshError, PlanError, ShardingError
-from penzai_shard.initializer_splitting import run_split, split_initializer
 from penzai_shard.meshes import has_explicit_axes, make_mesh
 from penzai_shard.placement import abstract_model, initialize_parameters_sharded, sharded_init
+from penzai_shard.placement.initializer_splitting import (
+    flat_program,
+    run_split,
+    split_initializer,
+)
 from penzai_shard.planning import make_plan, name_to_name_sharding
 
 RULES = {"embedding": "data", "neurons": "model", "heads": "model", "vocabulary": "model"}
@@ -95,12 +100,20 @@ def assert_within_one_ulp(got, expected):
 
 
 def split_of(initializer, *args):
-    traced = jax.make_jaxpr(lambda: frozen(initializer(*args)))()
-    return split_initializer(traced, [None] * len(traced.out_avals))
+    flat = flat_program(jax.make_jaxpr(lambda: frozen(initializer(*args)))())
+    return split_initializer(flat, dict.fromkeys(range(len(flat.out_avals))))
 
 
-def member_counts(initializer, *args):
-    return sorted(len(program.members) for program in split_of(initializer, *args).programs)
+def calls_by_program(split):
+    calls = collections.defaultdict(list)
+    for call in split.calls:
+        if call.program.program.eqns:  # One more makes the literals, for instance epsilons.
+            calls[call.program].append(call)
+    return list(calls.values())
+
+
+def call_counts(initializer, *args):
+    return sorted(map(len, calls_by_program(split_of(initializer, *args))))
 
 
 # Values and layouts.
@@ -382,11 +395,8 @@ def test_factorisation_shared_by_two_outputs_is_computed_once(mesh, size):
         q, r = jnp.linalg.qr(jax.random.normal(key, (size, size)))
         return [pz.nx.wrap(q).tag("a", "b"), pz.nx.wrap(r).tag("a", "b")]
 
-    traced = jax.make_jaxpr(lambda: initializer(jax.random.key(0)))()
-    split = split_initializer(traced, [None, None])
-    factorisations = [
-        program for program in split.programs if "qr" in str(program.jaxpr) for _ in program.members
-    ]
+    split = split_of(initializer, jax.random.key(0))
+    factorisations = [call for call in split.calls if "qr" in str(call.program.program)]
     assert len(factorisations) == 1
     built = sharded_init(
         initializer, jax.random.key(0), mesh=mesh, axis_name_to_mesh_name={"a": "data"}
@@ -401,7 +411,7 @@ def test_initializer_under_jit_is_split_as_well(mesh):
     inner = jax.jit(lambda key: frozen(transformer(key)))
     model, values = sharded_init(inner, jax.random.key(0), mesh=mesh, axis_name_to_mesh_name=RULES)
     assert_within_one_ulp((model, values), under_jit(transformer, jax.random.key(0)))
-    assert member_counts(inner, jax.random.key(0)) == member_counts(transformer, jax.random.key(0))
+    assert call_counts(inner, jax.random.key(0)) == call_counts(transformer, jax.random.key(0))
 
 
 # How many programs are compiled.
@@ -409,7 +419,7 @@ def test_initializer_under_jit_is_split_as_well(mesh):
 
 def test_parameters_that_differ_only_in_their_key_share_a_program():
     counts = {
-        blocks: member_counts(functools.partial(transformer, blocks=blocks), jax.random.key(0))
+        blocks: call_counts(functools.partial(transformer, blocks=blocks), jax.random.key(0))
         for blocks in (1, 2, 3)
     }
     # Embedding, norms, query/key/value, output, gate/value, down, head.
@@ -448,7 +458,7 @@ def test_chains_of_split_keys_share_programs(make_key):
         return weights
 
     split = split_of(initializer, make_key(0))
-    assert len(split.programs) <= 6
+    assert len(calls_by_program(split)) <= 6
     assert_within_one_ulp(list(run_split(split).values()), initializer(make_key(0)))
 
 
@@ -459,8 +469,8 @@ def test_keys_taken_from_one_split_share_a_program(make_key, count):
         return [jax.random.normal(own, (16,)) for own in jax.random.split(key, count)]
 
     split = split_of(initializer, make_key(0))
-    assert max(len(program.members) for program in split.programs) == count
-    assert len(split.programs) <= 2
+    assert max(map(len, calls_by_program(split))) == count
+    assert len(calls_by_program(split)) <= 2
     assert_within_one_ulp(list(run_split(split).values()), initializer(make_key(0)))
 
 
@@ -469,8 +479,8 @@ def test_float_literals_that_differ_are_kept_apart():
         return [jax.random.normal(key, (8,)) * scale for scale in (1.0, 2.0, 2.0, -0.0, 0.0)]
 
     split = split_of(initializer, jax.random.key(0))
-    sizes = sorted(len(p.members) for p in split.programs if p.members[0].positions)
-    assert sizes == [1, 1, 1, 2]
+    counts = [len(calls) for calls in calls_by_program(split) if calls[0].results[0] in range(5)]
+    assert sorted(counts) == [1, 1, 1, 2]
 
 
 def test_large_work_shared_by_outputs_is_done_once_per_use():
@@ -482,16 +492,16 @@ def test_large_work_shared_by_outputs_is_done_once_per_use():
         return result
 
     split = split_of(initializer, jax.random.key(0))
-    assert [len(program.members) for program in split.programs] == [3]
-    assert [len(member.positions) for member in split.programs[0].members] == [3, 3, 3]
+    (calls,) = calls_by_program(split)
+    assert [len(call.results) for call in calls] == [3, 3, 3]
     assert_within_one_ulp(list(run_split(split).values()), jax.jit(initializer)(jax.random.key(0)))
 
 
 def test_only_wanted_outputs_are_computed():
     traced = jax.make_jaxpr(lambda: (jnp.ones(3) * 2, jax.random.normal(jax.random.key(0), (3,))))()
-    split = split_initializer(traced, [None, None], wanted={0})
+    split = split_initializer(flat_program(traced), {0: None})
     assert list(run_split(split)) == [0]
-    assert "random" not in "".join(str(program.jaxpr) for program in split.programs)
+    assert "random" not in "".join(str(call.program.program) for call in split.calls)
 
 
 # Meshes.

@@ -1,12 +1,12 @@
 """Making models on a mesh by logical axis names, or without any memory."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 from penzai import pz
 from penzai.core.variables import AbstractVariableValue
 
@@ -48,7 +48,7 @@ def sharded_init(
 
     Args:
         initializer: Called as ``initializer(*args, **kwargs)``; returns a model with new
-            ``pz.Parameter`` and ``pz.StateVariable`` objects, or any other tree of arrays. Anything
+            ``pz.Parameter``s and ``pz.StateVariable``s, or any other tree of arrays. Anything
             that can be traced works, also with effects such as ``jax.debug.print``, which happen
             once.
         *args: Passed on; arrays and anything else.
@@ -101,10 +101,9 @@ def sharded_init(
     )
     request = dataclasses.replace(request, keep_others=True)
     with naming_numbers_as_keys(initializer, args, kwargs):
-        tree = _initialize_on_mesh(
-            _unbound(initializer), args, kwargs, request, as_planned=_bound_frozen
-        )
-    return _bind(tree["model"], tree["variables"])
+        traced = TracedInitializer.trace(_unbound(initializer), args, kwargs, request.mesh)
+        tree = traced.run(_layouts(request, _bound(traced.tree, frozen=AbstractVariableValue)))
+    return _bound(tree, frozen=())
 
 
 def initialize_parameters_sharded(
@@ -123,7 +122,7 @@ def initialize_parameters_sharded(
     Time, memory and values are as for ``sharded_init``.
 
     Args:
-        model_def: A model, or any tree, with ``pz.nn.UninitializedParameter`` objects.
+        model_def: A model, or any tree, with ``pz.nn.UninitializedParameter``s.
         rng: The key from which ``pz.nn.initialize_parameters`` derives those of the parameters.
         mesh: The mesh. One with Explicit axes is treated as its twin with Auto axes.
         axis_name_to_mesh_name: Rules, in any form that ``AxisRules`` reads; None maps each
@@ -135,8 +134,8 @@ def initialize_parameters_sharded(
             for ``model_def``.
 
     Returns:
-        The model with initialised ``pz.nn.Parameter`` objects of the same names. The rest of it
-        is what it was.
+        The model with initialised ``pz.nn.Parameter``s of the same names. The rest of it is what
+        it was.
 
     Raises:
         ShardingError: Some parameter has no valid layout; nothing has been computed then.
@@ -176,13 +175,13 @@ def initialize_parameters_sharded(
         leaves = tuple(leaf for leaf in request.given.leaves if leaf.path in names)
         given = dataclasses.replace(request.given, leaves=leaves)
         request = dataclasses.replace(request, given=given)
-    parameters = _initialize_on_mesh(
+    traced = TracedInitializer.trace(
         lambda key: first_api.initialize_parameters(uninitialized.get_sequence(), key),
         (rng,),
         {},
-        request,
-        as_planned=lambda parameters: parameters,
+        request.mesh,
     )
+    parameters = traced.run(_layouts(request, traced.tree))
     return uninitialized.set_sequence(parameters)
 
 
@@ -190,8 +189,8 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     """Builds a model without memory for its parameters, to plan for it or to restore into it.
 
     Each parameter is there as a frozen ``pz.ParameterValue`` whose arrays are
-    ``jax.ShapeDtypeStruct`` objects. What a checkpoint of parameters does not hold is computed for
-    real, and only that: constants of the layers (an epsilon, a mask) and state variables, which are
+    ``jax.ShapeDtypeStruct``s. What a checkpoint of parameters does not hold is computed for real,
+    and only that: constants of the layers (an epsilon, a mask) and state variables, which are
     ordinary mutable ones. So the model can run once values are put in place of the parameters.
 
     Args:
@@ -225,16 +224,14 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
         )
     with naming_numbers_as_keys(initializer, args, kwargs):
         traced = TracedInitializer.trace(_unbound(initializer), args, kwargs)
-    wanted = {
-        index
-        for node in jax.tree_util.tree_leaves(traced.numbered, is_leaf=_is_parameter_value)
+    computed = [
+        leaf
+        for node in jax.tree_util.tree_leaves(traced.tree, is_leaf=_is_parameter_value)
         if not _is_parameter_value(node)
-        for index in jax.tree_util.tree_leaves(node)
-        if isinstance(index, int)
-    }
-    tree = traced.filled(traced.run([None] * len(traced.arrays), wanted))
-    _refuse_empty_slots(tree)
-    return _bind(tree["model"], tree["variables"], keep_frozen=_is_parameter_value)
+        for leaf in jax.tree_util.tree_leaves(node)
+    ]
+    tree = traced.run({id(leaf): None for leaf in computed})
+    return _bound(tree, frozen=pz.ParameterValue)
 
 
 def _refuse_empty_slots(tree: dict[str, Any]) -> None:
@@ -271,47 +268,26 @@ def _unbound(initializer: Callable[..., Any]) -> Callable[..., Any]:
     return unbound
 
 
-def _bind(
-    model: Any,
-    frozen: Iterable[AbstractVariableValue],
-    keep_frozen: Callable[[Any], bool] = lambda value: False,
-) -> Any:
-    """Puts new variables in the slots of a model."""
-    variables = [value if keep_frozen(value) else thawed(value) for value in frozen]
-    bound = pz.bind_variables(model, variables)
+def _bound(tree: dict[str, Any], frozen: type | tuple[type, ...]) -> Any:
+    """The model with its variables in their slots: new mutable ones, but for frozen types."""
+    _refuse_empty_slots(tree)
+    variables = [v if isinstance(v, frozen) else thawed(v) for v in tree["variables"]]
+    bound = pz.bind_variables(tree["model"], variables)
     # Only now: the slots of the model have the labels of the objects that were traced.
     for variable in variables:
-        if not keep_frozen(variable):
+        if not isinstance(variable, frozen):
             with_own_label(variable)
     return bound
 
 
-def _initialize_on_mesh(
-    initializer: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    request: PlanRequest,
-    as_planned: Callable[[Any], Any],
-) -> Any:
-    """Runs an initialiser that returns arrays, laid out as a plan says.
+def _layouts(request: PlanRequest, tree: Any) -> dict[int, Sharding | None]:
+    """The planned layout of each struct of a tree, by its ``id``.
 
-    Args:
-        initializer: Returns a tree of arrays, in which every variable is frozen.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        request: What is asked of the plan.
-        as_planned: The tree as its plan is made: a model, from its parts.
+    The tree that is planned may have its arrays in another order than the one that was traced, and
+    the array of a shared variable at several places.
     """
-    traced = TracedInitializer.trace(initializer, args, kwargs, request.mesh)
-    planned = request.plan(as_planned(traced.tree)).sharding_tree()
-    # The model has shared variables at several places, and its arrays in another order.
-    planned_structure: Any
-    numbers, planned_structure = jax.tree_util.tree_flatten(as_planned(traced.numbered))
-    layouts = zip(numbers, planned_structure.flatten_up_to(planned), strict=True)
-    found = {number: sharding for number, sharding in layouts if isinstance(number, int)}
-    return traced.filled(traced.run([found[number] for number in traced.arrays]))
-
-
-def _bound_frozen(tree: dict[str, Any]) -> Any:
-    _refuse_empty_slots(tree)
-    return pz.bind_variables(tree["model"], tree["variables"])
+    shardings = request.plan(tree).sharding_tree()
+    structs, treedef = jax.tree_util.tree_flatten(tree)
+    planned: Any = treedef
+    layouts = zip(structs, planned.flatten_up_to(shardings), strict=True)
+    return {id(struct): sharding for struct, sharding in layouts}

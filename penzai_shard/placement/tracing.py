@@ -2,22 +2,23 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.extend import core as jex_core
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, Sharding
 
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import ShardingError
-from penzai_shard.initializer_splitting import (
+from penzai_shard.library_apis.jax_api import ClosedJaxpr
+from penzai_shard.meshes import AnyMesh, auto_twin, onto_auto_twin
+from penzai_shard.placement.initializer_splitting import (
+    flat_program,
     no_mesh_context,
     run_split,
     split_initializer,
-    without_layouts,
 )
-from penzai_shard.meshes import AnyMesh, auto_twin, has_explicit_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +27,14 @@ class TracedInitializer:
 
     Attributes:
         program: What it computes: its arrays, in the order of the tree.
-        leaves: What it returns: a ``jax.ShapeDtypeStruct`` for each array, and everything else,
-            such as functions and strings, as it is.
-        treedef: The structure of what it returns.
+        structs: A ``jax.ShapeDtypeStruct`` for each of these arrays, an object of its own.
+        tree: What it returns, with these structs in place of arrays. Everything else, such as
+            functions and strings, is as it is.
     """
 
-    program: jex_core.ClosedJaxpr
-    leaves: tuple[Any, ...]
-    treedef: Any
+    program: ClosedJaxpr
+    structs: tuple[jax.ShapeDtypeStruct, ...]
+    tree: Any
 
     @classmethod
     def trace(
@@ -69,48 +70,33 @@ class TracedInitializer:
             program, structs = jax.make_jaxpr(arrays_only, return_shape=True)()
         others, treedef = returned
         remaining = iter(structs)
-        leaves = tuple(next(remaining) if other is None else other for other in others)
+        leaves = [next(remaining) if other is None else other for other in others]
         devices = frozenset(mesh.devices.flat) if isinstance(mesh, Mesh) else None
-        return cls(without_layouts(program, devices), leaves, treedef)
+        return cls(
+            flat_program(program, devices),
+            tuple(structs),
+            jax.tree_util.tree_unflatten(treedef, leaves),
+        )
 
-    @property
-    def arrays(self) -> tuple[int, ...]:
-        """Which of the leaves are arrays."""
-        return tuple(i for i, leaf in enumerate(self.leaves) if is_array_like(leaf))
-
-    @property
-    def tree(self) -> Any:
-        """What the initialiser returns, with structs in place of arrays."""
-        return self.filled({})
-
-    @property
-    def numbered(self) -> Any:
-        """What the initialiser returns, with its number among the leaves in place of each array."""
-        return self.filled({i: i for i in self.arrays})
-
-    def filled(self, values: dict[int, Any]) -> Any:
-        """What the initialiser returns, with values in place of some leaves."""
-        leaves = [values.get(i, leaf) for i, leaf in enumerate(self.leaves)]
-        return jax.tree_util.tree_unflatten(self.treedef, leaves)
-
-    def run(
-        self, shardings: Sequence[Sharding | None], wanted: Collection[int] | None = None
-    ) -> dict[int, jax.Array]:
-        """Computes the arrays.
+    def run(self, layouts: Mapping[int, Sharding | None]) -> Any:
+        """Computes arrays.
 
         Args:
-            shardings: Where each of ``arrays`` is to lie; None where JAX may choose.
-            wanted: Which of the leaves to compute; all arrays by default.
+            layouts: Where each of the arrays to compute is laid out, by the ``id`` of its struct;
+                None where JAX may choose.
 
         Returns:
-            The arrays by their number among the leaves.
+            ``tree`` with these arrays in place of their structs.
         """
-        arrays = self.arrays
-        position_of = {index: position for position, index in enumerate(arrays)}
-        chosen = None if wanted is None else {position_of[index] for index in wanted}
+        positions = {
+            id(struct): i for i, struct in enumerate(self.structs) if id(struct) in layouts
+        }
+        shardings = {position: layouts[struct] for struct, position in positions.items()}
         with no_mesh_context():
-            results = run_split(split_initializer(self.program, shardings, chosen))
-        return {arrays[position]: array for position, array in results.items()}
+            arrays = run_split(split_initializer(self.program, shardings))
+        leaves, treedef = jax.tree_util.tree_flatten(self.tree)
+        filled = [arrays.get(positions.get(id(leaf), -1), leaf) for leaf in leaves]
+        return jax.tree_util.tree_unflatten(treedef, filled)
 
 
 def _refuse_other_traces() -> None:
@@ -127,17 +113,10 @@ def _refuse_other_traces() -> None:
 def _with_auto_axes(tree: Any) -> Any:
     """The tree with arrays on meshes with Explicit axes relabelled; the tree itself if none is."""
     leaves, treedef = jax.tree_util.tree_flatten(tree)
-    relabelled = [_relabelled(leaf) for leaf in leaves]
-    if all(new is old for new, old in zip(relabelled, leaves, strict=True)):
+    relabelled = onto_auto_twin(leaves)
+    if all(map(operator.is_, relabelled, leaves)):
         return tree
     return jax.tree_util.tree_unflatten(treedef, relabelled)
-
-
-def _relabelled(leaf: Any) -> Any:
-    sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
-    if not isinstance(sharding, NamedSharding) or not has_explicit_axes(sharding.mesh):
-        return leaf
-    return jax.device_put(leaf, NamedSharding(auto_twin(sharding.mesh), sharding.spec))
 
 
 @contextlib.contextmanager

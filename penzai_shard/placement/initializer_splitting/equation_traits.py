@@ -2,11 +2,13 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from jax.extend import core as jex_core
+
+from penzai_shard.library_apis.jax_api import ClosedJaxpr, JaxprEqn
+from penzai_shard.traced_programs import inner_programs, is_jit
 
 
 def _names(text: str) -> frozenset[str]:
@@ -46,41 +48,38 @@ _RANDOM = _names(
 )
 _LAYOUT_INDEPENDENT = _ELEMENTWISE | _MOVES_ELEMENTS | _EXACT_REDUCTIONS | _RANDOM
 
+# What these do is decided by the equations inside.
 _CALLS = _names(
     "jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call "
     "custom_vjp_call_jaxpr cond while scan"
 )
+_KEEPS_VALUES = _LAYOUT_INDEPENDENT | _CALLS
 _KEY_DERIVATIONS = _names("random_seed random_wrap random_fold_in random_split")
 
 _FEW_ELEMENTS = 64
 
 
-def is_jit(primitive: Any) -> bool:
-    """Whether the primitive is a nested ``jax.jit``."""
-    return primitive.name in ("jit", "pjit")
-
-
-def runs_on_its_own_mesh(equation: jex_core.JaxprEqn) -> bool:
+def runs_on_its_own_mesh(equation: JaxprEqn) -> bool:
     """Whether the equation is written for the devices of a mesh, as ``jax.shard_map`` is."""
     return equation.primitive.name == "shard_map"
 
 
-def needs_its_own_mesh(equation: jex_core.JaxprEqn) -> bool:
-    """Whether the equation, or one inside it, is written for the devices of a mesh."""
-    return runs_on_its_own_mesh(equation) or any(map(_jaxpr_needs_mesh, _inner_jaxprs(equation)))
-
-
-def element_count(avals: list[Any]) -> int:
+def element_count(avals: Iterable[Any]) -> int:
     """How many elements arrays of these types have together."""
     return sum(math.prod(getattr(aval, "shape", ())) for aval in avals)
 
 
-def is_free(equation: jex_core.JaxprEqn) -> bool:
+def byte_count(avals: Iterable[Any]) -> int:
+    """How many bytes arrays of these types have together, about 8 for a random key."""
+    return sum(math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8) for aval in avals)
+
+
+def is_free(equation: JaxprEqn) -> bool:
     """Whether the equation costs next to nothing, whatever the size of its result."""
     return equation.primitive.name in _FREE
 
 
-def is_cheap_to_repeat(equation: jex_core.JaxprEqn) -> bool:
+def is_cheap_to_repeat(equation: JaxprEqn) -> bool:
     """Whether each output that needs the equation may as well compute it again.
 
     True of everything free, and of key derivations and element-by-element formulas with small
@@ -94,8 +93,18 @@ def is_cheap_to_repeat(equation: jex_core.JaxprEqn) -> bool:
     return name in _ELEMENTWISE or name in _MOVES_ELEMENTS or name in _RANDOM
 
 
-def _inner_jaxprs(equation: jex_core.JaxprEqn) -> Iterator[jex_core.Jaxpr]:
-    yield from jex_core.jaxprs_in_params(equation.params)
+def keeps_values_in_any_layout(equation: JaxprEqn) -> bool:
+    """Whether the result is the same to the bit however the arrays are spread over devices.
+
+    It is not where floating-point numbers are summed: partial sums per device are added in an
+    order that depends on the layout. Unknown operations on floating-point numbers are taken to
+    be of that kind. Of a call, a loop or a branch this says nothing: ask for the equations inside.
+    """
+    if equation.primitive.name in _KEEPS_VALUES:
+        return True
+    return not any(inner_programs(equation)) and all(
+        _is_exact_type(atom.aval) for atom in (*equation.invars, *equation.outvars)
+    )
 
 
 def _is_exact_type(aval: Any) -> bool:
@@ -103,39 +112,13 @@ def _is_exact_type(aval: Any) -> bool:
     return isinstance(dtype, np.dtype) and (dtype.kind in "iub")
 
 
-def keeps_values_in_any_layout(equation: jex_core.JaxprEqn) -> bool:
-    """Whether the result is the same to the bit however the arrays are spread over devices.
-
-    It is not where floating-point numbers are summed: partial sums per device are added in an
-    order that depends on the layout. Unknown operations on floating-point numbers are taken to
-    be of that kind.
-    """
-    if equation.primitive.name in _CALLS:
-        return all(_jaxpr_keeps_values(inner) for inner in _inner_jaxprs(equation))
-    if equation.primitive.name in _LAYOUT_INDEPENDENT:
-        return True
-    if any(True for _ in _inner_jaxprs(equation)):
-        return False
-    return all(_is_exact_type(atom.aval) for atom in (*equation.invars, *equation.outvars))
-
-
-# Small caches: JAX gives the same nested jaxpr to each call of one jitted function, so that one
-# initialiser has few of them. Entries are dropped with age; they keep only program text alive.
+# A small cache: JAX gives the same nested program to each call of one jitted function, so that one
+# initialiser has few of them. Entries are dropped with age; they hold only program text.
 @functools.lru_cache(maxsize=512)
-def _jaxpr_keeps_values(jaxpr: jex_core.Jaxpr) -> bool:
-    return all(keeps_values_in_any_layout(equation) for equation in jaxpr.eqns)
-
-
-@functools.lru_cache(maxsize=512)
-def _jaxpr_needs_mesh(jaxpr: jex_core.Jaxpr) -> bool:
-    return any(map(needs_its_own_mesh, jaxpr.eqns))
-
-
-@functools.lru_cache(maxsize=512)
-def derives_keys(jaxpr: jex_core.Jaxpr) -> bool:
-    """Whether the jaxpr, or a function that it calls under jit, derives random keys."""
+def derives_keys(program: ClosedJaxpr) -> bool:
+    """Whether the program, or a function that it calls under jit, derives random keys."""
     return any(
         equation.primitive.name in _KEY_DERIVATIONS
-        or (is_jit(equation.primitive) and any(map(derives_keys, _inner_jaxprs(equation))))
-        for equation in jaxpr.eqns
+        or (is_jit(equation.primitive) and any(map(derives_keys, inner_programs(equation))))
+        for equation in program.eqns
     )
