@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from penzai_shard.axis_decisions import SpecExplanation, decide
 from penzai_shard.errors import MeshError, PlanError, RuleTypeError, raise_all
-from penzai_shard.meshes import AnyMesh
+from penzai_shard.meshes import AnyMesh, mesh_text
 from penzai_shard.rule_kinds import (
     IdentityRule,
     LargestDimensionRule,
@@ -27,7 +27,7 @@ from penzai_shard.rule_kinds import (
     mesh_shape_of,
     nearest_name,
 )
-from penzai_shard.rule_table import RuleTable
+from penzai_shard.rule_table import RuleTable, rule_table
 from penzai_shard.text_tables import NotebookView
 
 
@@ -164,7 +164,7 @@ class AxisRules(NotebookView):
 
     def notebook_table(self) -> RuleTable:
         """The rules as a table."""
-        return RuleTable(self.rules, repr(self))
+        return rule_table(self.rules, repr(self))
 
     @property
     def logical_axes(self) -> tuple[LogicalAxis, ...]:
@@ -186,7 +186,7 @@ class AxisRules(NotebookView):
         for rule in self.rules:
             for name in rule.mesh_axes:
                 if name not in shape:
-                    has = ", ".join(f"{axis}={size}" for axis, size in shape.items())
+                    has = mesh_text(shape)
                     near = nearest_name(name, shape)
                     fix = (
                         f"It looks turned round: logical axis first, {{{name!r}: {turned!r}}}."

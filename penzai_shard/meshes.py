@@ -90,13 +90,17 @@ def make_mesh(
     )
 
 
-def mesh_text(mesh: AnyMesh) -> str:
+def mesh_text(mesh: AnyMesh | Mapping[str, int]) -> str:
     """The sizes of a mesh for messages.
+
+    Args:
+        mesh: The mesh, or its axis sizes by name.
 
     >>> mesh_text(make_mesh({"data": 4, "model": 2}))
     'data=4, model=2'
     """
-    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    shape = mesh if isinstance(mesh, Mapping) else mesh.shape
+    return ", ".join(f"{name}={size}" for name, size in shape.items())
 
 
 def has_explicit_axes(mesh: AnyMesh) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.rule_kinds import LogicalAxis, dimension_texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ def align_names(
         for chosen in itertools.combinations(range(len(lengths)), len(shape))
         if tuple(lengths[i] for i in chosen) == shape
     ]
-    axes = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    axes = ", ".join(dimension_texts(sizes, sizes.values()))
     if not fits:
         return AlignedNames(
             (None,) * len(shape),

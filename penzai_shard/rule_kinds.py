@@ -150,11 +150,16 @@ def array_text(names: Sequence[LogicalAxis | None], sizes: Sequence[int]) -> str
     >>> array_text((None, "embedding"), (3, 8))
     '[3, embedding=8]'
     """
-    return (
-        "["
-        + ", ".join(
-            str(size) if name is None else f"{name}={size}"
-            for name, size in zip(names, sizes, strict=True)
-        )
-        + "]"
-    )
+    return f"[{', '.join(dimension_texts(names, sizes))}]"
+
+
+def dimension_texts(names: Iterable[LogicalAxis | None], sizes: Iterable[int]) -> list[str]:
+    """Each size with its name, if it has one.
+
+    >>> dimension_texts((None, "embedding"), (3, 8))
+    ['3', 'embedding=8']
+    """
+    return [
+        str(size) if name is None else f"{name}={size}"
+        for name, size in zip(names, sizes, strict=True)
+    ]

@@ -5,6 +5,7 @@ word. Where a table is too wide for that, each row starts with its first cell on
 """
 
 import abc
+import dataclasses
 import html
 import re
 import shutil
@@ -39,7 +40,7 @@ _CSS = (
 )
 
 
-class NotebookView:
+class NotebookView(abc.ABC):
     """A value that a notebook shows as a table, its verdict first.
 
     Jupyter takes ``_repr_html_``, with treescope as the default renderer and without it. Inside
@@ -48,9 +49,9 @@ class NotebookView:
 
     __slots__ = ()
 
+    @abc.abstractmethod
     def notebook_table(self) -> "TextTable":
         """The table to show."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what its table is.")
 
     def _repr_html_(self) -> str:
         return self.notebook_table().html()
@@ -67,7 +68,7 @@ class NotebookView:
         )
 
 
-class TextTable(NotebookView, abc.ABC):
+class TextTable(NotebookView):
     """A value that prints as a table: a verdict, the rows, and lines below them.
 
     ``str`` and ``repr`` are plain text as wide as the terminal, whatever standard output is;
@@ -102,9 +103,9 @@ class TextTable(NotebookView, abc.ABC):
         """The rich style of the verdict."""
         return "bold"
 
-    @abc.abstractmethod
     def text_summary(self) -> Sequence[str]:
-        """The lines below the table."""
+        """The lines below the table; none by default."""
+        return ()
 
     def style_of(self, row: int, heading: str) -> str:
         """The rich style of a cell; none by default."""
@@ -251,6 +252,33 @@ class TextTable(NotebookView, abc.ABC):
             for i, each in zip(columns, cut, strict=True)
         )
         return None if crowded and outermost else cut
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PreparedTable(TextTable):
+    """A table whose texts are given; a subclass says what its columns are.
+
+    Attributes:
+        rows: The rows, one text per column.
+        verdict: The first line; empty for none.
+        summary: The lines below the table.
+    """
+
+    rows: tuple[tuple[str, ...], ...]
+    verdict: str = ""
+    summary: tuple[str, ...] = ()
+
+    def text_rows(self) -> tuple[tuple[str, ...], ...]:
+        """The rows."""
+        return self.rows
+
+    def text_verdict(self) -> str:
+        """The first line."""
+        return self.verdict
+
+    def text_summary(self) -> tuple[str, ...]:
+        """The lines below the table."""
+        return self.summary
 
 
 def printable(text: str) -> str:

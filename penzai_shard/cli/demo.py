@@ -27,7 +27,7 @@ from penzai_shard.checkpointing.locations import absolute_path, refuse_existing
 from penzai_shard.cli.corpus import Corpus
 from penzai_shard.errors import PlanError
 from penzai_shard.layers import ConstrainShardingByName, Jitted
-from penzai_shard.meshes import AnyMesh, make_mesh
+from penzai_shard.meshes import AnyMesh, make_mesh, mesh_text
 from penzai_shard.placement import abstract_model, sharded_init
 from penzai_shard.planning import ShardingPlan, bytes_text, make_plan
 from penzai_shard.rule_presets import data_parallel, fully_sharded, tensor_parallel
@@ -401,7 +401,7 @@ def _shape_for(devices: int) -> dict[str, int]:
 
 
 def _mesh_text(shape: dict[str, int]) -> str:
-    return "mesh (" + ", ".join(f"{name}={size}" for name, size in shape.items()) + ")"
+    return f"mesh ({mesh_text(shape)})"
 
 
 def _headline(console: Console, text: str) -> None:

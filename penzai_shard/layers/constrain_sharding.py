@@ -28,7 +28,7 @@ from penzai_shard.meshes import (
     shardings_on_auto_twin,
 )
 from penzai_shard.partition_specs import mesh_axes_used, restricted_spec
-from penzai_shard.planning import PlanRequest, shardings_and_axes
+from penzai_shard.planning import PlanRequest
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 from penzai_shard.tree_paths import array_path_text
 
@@ -194,8 +194,9 @@ def _layout_by_name(
 ) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """The sharding of each leaf, and what is to be warned of; equal trees are planned once."""
     tree = jax.tree_util.tree_unflatten(structure, leaves)
-    shardings, logical_axes = shardings_and_axes(request.planner, tree)
-    return tuple(structure.flatten_up_to(shardings)), request.doubts_of_constraint(logical_axes)
+    plan = request.planner.plan(tree)
+    shardings = tuple(structure.flatten_up_to(plan.sharding_tree()))
+    return shardings, request.doubts_of_constraint(plan.logical_axes)
 
 
 def _without_manual_extent(mesh: AnyMesh) -> AnyMesh:

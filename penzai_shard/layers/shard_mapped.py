@@ -26,7 +26,7 @@ from penzai_shard.layers.region_boundary import BoundaryTree, take_apart
 from penzai_shard.layers.region_call import RegionCall
 from penzai_shard.layers.region_outputs import ManualRegionError
 from penzai_shard.layers.wrapper_layer import WrapperLayer
-from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, onto_auto_twin
+from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, mesh_text, onto_auto_twin
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.rule_kinds import nearest_name
 
@@ -255,8 +255,7 @@ def _text(place: Any) -> str:
         devices: Any = place.sharding.device_set
         ids = sorted(device.id for device in devices)
         return f"device{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
-    sizes = ", ".join(f"{name}={size}" for name, size in place.shape.items())
-    return f"a mesh ({sizes}) of {math.prod(place.shape.values())} devices"
+    return f"a mesh ({mesh_text(place)}) of {math.prod(place.shape.values())} devices"
 
 
 def _check_manual_axes(wanted: Sequence[str], mesh: AnyMesh) -> None:

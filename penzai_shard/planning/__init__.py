@@ -6,7 +6,6 @@ from penzai_shard.planning.plan_making import make_plan, name_to_name_sharding
 from penzai_shard.planning.plan_request import PlacingRequest, PlanRequest
 from penzai_shard.planning.plan_table import PlanTable, axes_text, bytes_text, grouped_rows
 from penzai_shard.planning.planner import Planner, plan_tree
-from penzai_shard.planning.quick_shardings import shardings_and_axes
 from penzai_shard.rule_kinds import OnUnnamed
 
 __all__ = [
@@ -24,6 +23,5 @@ __all__ = [
     "name_axes",
     "name_to_name_sharding",
     "plan_tree",
-    "shardings_and_axes",
     "shared_named_sharding",
 ]

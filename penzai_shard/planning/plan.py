@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import PlanError, raise_all
-from penzai_shard.meshes import AnyMesh
-from penzai_shard.planning.plan_table import PlanTable, axes_text
+from penzai_shard.meshes import AnyMesh, mesh_text
+from penzai_shard.planning.plan_table import PlanTable, axes_text, bytes_text, grouped_rows
 from penzai_shard.rule_kinds import LogicalAxis, NameRule
 from penzai_shard.text_tables import NotebookView
 
@@ -190,15 +190,14 @@ class ShardingPlan(NotebookView):
             )
             for leaf in self.leaves
         ]
-        return PlanTable.of(
-            rows,
-            mesh=", ".join(f"{name}={size}" for name, size in self.mesh.shape.items()),
-            total_bytes=self.total_bytes,
-            bytes_per_device=self.bytes_per_device,
-            replicated_bytes=self.replicated_bytes,
-            remarks=(*self._remarks_on_rules(), *self._remarks_on_others()),
-            collapse=collapse,
+        verdict = (
+            f"{len(rows)} arrays, {bytes_text(self.total_bytes)}; on mesh "
+            f"({mesh_text(self.mesh)}) each device holds "
+            f"{bytes_text(self.bytes_per_device)}, "
+            f"of which replicated {bytes_text(self.replicated_bytes)}"
         )
+        remarks = (*self._remarks_on_rules(), *self._remarks_on_others())
+        return PlanTable(grouped_rows(rows, collapse), verdict, remarks)
 
     def _remarks_on_rules(self) -> list[str]:
         """What is to be said of rules that match nothing: of mistakes first, and loudly."""
@@ -244,20 +243,20 @@ class ShardingPlan(NotebookView):
                 "arrays": [
                     {
                         "path": leaf.path,
-                        "names": None
-                        if leaf.names is None
-                        else [None if name is None else str(name) for name in leaf.names],
-                        "shape": list(leaf.shape),
-                        "dtype": None if leaf.dtype is None else str(leaf.dtype),
+                        "names": leaf.names
+                        and [None if name is None else str(name) for name in leaf.names],
+                        "shape": leaf.shape,
+                        "dtype": leaf.dtype,
                         "spec": None if leaf.spec is None else list(leaf.spec),
                         "reason": leaf.reason,
-                        "shard_shape": list(leaf.shard_shape),
+                        "shard_shape": leaf.shard_shape,
                         "bytes_per_device": leaf.bytes_per_device,
                     }
                     for leaf in self.leaves
                 ],
             },
             indent=2,
+            default=str,
         )
 
 

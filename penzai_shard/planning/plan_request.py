@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import MeshError, RuleTypeError, warn_caller
-from penzai_shard.meshes import AnyMesh, auto_twin
+from penzai_shard.meshes import AnyMesh, auto_twin, mesh_text
 from penzai_shard.named_leaves import refuse_builder
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.plan_fitting import fitted_plan
@@ -253,13 +253,12 @@ class PlanRequest:
         if self.rules_given or not self._is_split(present) or set(self.mesh.shape) & set(present):
             return []
         axes = _sorted_names(present)
-        sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         example = {axes[0]: next(iter(self.mesh.shape))}
         return [
             f"{self.called} was given no rules, and none of the logical axes ({_listed(axes)}) has "
-            f"the name of a mesh axis ({sizes}), so every device gets a whole copy. Say what is "
-            f"split over what, for instance rules={example!r}, or that copies are wanted: "
-            "rules={}."
+            f"the name of a mesh axis ({mesh_text(self.mesh)}), so every device gets a whole "
+            f"copy. Say what is split over what, for instance rules={example!r}, or that copies "
+            "are wanted: rules={}."
         ]
 
     def _is_split(self, present: Collection[LogicalAxis]) -> bool:
@@ -322,10 +321,9 @@ def _check_plan(called: str, plan: Any, mesh: Any, with_more: bool, places: bool
             "already. Give either; other rules make another plan: make_plan(tree, mesh, rules)."
         )
     if mesh is not None and (not hasattr(mesh, "axis_types") or auto_twin(mesh) != plan.mesh):
-        sizes = ", ".join(f"{name}={size}" for name, size in plan.mesh.shape.items())
         raise MeshError(
-            f"{called}: the plan was made for another mesh ({sizes}) than the one given. "
-            "Leave the mesh out, or plan for this one: make_plan(tree, mesh, rules)."
+            f"{called}: the plan was made for another mesh ({mesh_text(plan.mesh)}) than "
+            "the one given. Leave the mesh out, or plan for this one: make_plan(tree, mesh, rules)."
         )
     _check_has_devices(called, plan.mesh)
 

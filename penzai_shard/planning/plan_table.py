@@ -1,14 +1,13 @@
 """A plan as a table."""
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 from jax.sharding import PartitionSpec
 
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.path_folding import folded_path, folding_key
-from penzai_shard.rule_kinds import LogicalAxis
-from penzai_shard.text_tables import TextTable
+from penzai_shard.rule_kinds import LogicalAxis, dimension_texts
+from penzai_shard.text_tables import PreparedTable
 
 Row = tuple[str, str, str, int, str]
 
@@ -42,11 +41,9 @@ def axes_text(
     if not shape:
         return "scalar"
     return ", ".join(
-        (f"{size}" if name is None else f"{name}={size}")
-        + ("/" + "+".join(mesh_axes) if mesh_axes else "")
-        for name, size, mesh_axes in zip(
-            names or (None,) * len(shape),
-            shape,
+        dimension + ("/" + "+".join(mesh_axes) if mesh_axes else "")
+        for dimension, mesh_axes in zip(
+            dimension_texts(names or (None,) * len(shape), shape),
             mesh_axes_by_dimension(spec, len(shape)),
             strict=True,
         )
@@ -80,15 +77,8 @@ def grouped_rows(rows: Iterable[Row], collapse: bool = True) -> tuple[tuple[str,
     return tuple(shown)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class PlanTable(TextTable):
-    """Rows and totals of a plan; ``print`` and notebooks show them.
-
-    Attributes:
-        rows: One row of texts per array, or per group of arrays alike.
-        verdict: What the plan costs, in one line.
-        summary: Lines below the table.
-    """
+class PlanTable(PreparedTable):
+    """Rows and totals of a plan; ``print`` and notebooks show them."""
 
     headings = ("array", "count", "logical axes/mesh axes", "dtype", "per device", "reason")
     right_aligned = frozenset({"count", "per device"})
@@ -97,39 +87,3 @@ class PlanTable(TextTable):
     # From here on the reasons have room beside the rest.
     below = "reason"
     wide = 140
-
-    rows: tuple[tuple[str, ...], ...]
-    verdict: str
-    summary: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls,
-        rows: Iterable[Row],
-        *,
-        mesh: str,
-        total_bytes: int,
-        bytes_per_device: int,
-        replicated_bytes: int,
-        remarks: tuple[str, ...],
-        collapse: bool,
-    ) -> "PlanTable":
-        """Makes the table; see ``ShardingPlan.table``."""
-        rows = list(rows)
-        verdict = (
-            f"{len(rows)} arrays, {bytes_text(total_bytes)}; on mesh ({mesh}) each device holds "
-            f"{bytes_text(bytes_per_device)}, of which replicated {bytes_text(replicated_bytes)}"
-        )
-        return cls(grouped_rows(rows, collapse), verdict, remarks)
-
-    def text_rows(self) -> tuple[tuple[str, ...], ...]:
-        """The rows."""
-        return self.rows
-
-    def text_verdict(self) -> str:
-        """What the plan costs."""
-        return self.verdict
-
-    def text_summary(self) -> tuple[str, ...]:
-        """The lines below the table."""
-        return self.summary

@@ -32,21 +32,6 @@ def quick_shardings(planner: Planner, tree: Any) -> tuple[Any, Collection[Logica
         return None
 
 
-def shardings_and_axes(planner: Planner, tree: Any) -> tuple[Any, Collection[LogicalAxis]]:
-    """The sharding tree of activations, and their logical axes; without any warning.
-
-    >>> import jax
-    >>> planner = Planner(jax.sharding.AbstractMesh((2,), ("data",)), {})
-    >>> shardings_and_axes(planner, [pz.nx.ones({"a": 2})])[1]
-    {'a'}
-    """
-    found = quick_shardings(planner, tree)
-    if found is not None:
-        return found
-    plan = planner.plan(tree)
-    return plan.sharding_tree(), plan.logical_axes
-
-
 class _NeedsPlan(Exception):
     """The tree has something that only the full plan can treat or tell of."""
 

@@ -17,7 +17,7 @@ from penzai.core.struct import Struct
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import MeshError, RuleTypeError, raise_all
-from penzai_shard.meshes import make_mesh
+from penzai_shard.meshes import make_mesh, mesh_text
 from penzai_shard.rule_kinds import IdentityRule, LargestDimensionRule, NameRule
 from penzai_shard.surgery.edits import Edit, make_edit
 from penzai_shard.surgery.expressions import expression
@@ -352,7 +352,7 @@ class _Reader:
         if self._mesh is not None:
             missing = [name for name in axes if name not in self._mesh.shape]
             if missing:
-                has = ", ".join(f"{name}={size}" for name, size in self._mesh.shape.items())
+                has = mesh_text(self._mesh)
                 raise MeshError(
                     f"the recipe's mesh has the mesh axis {missing[0]!r}, and the mesh given "
                     f"({has}) does not. Give a mesh with {list(axes)}."

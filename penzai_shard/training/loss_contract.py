@@ -12,6 +12,7 @@ from penzai import pz
 
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.rule_kinds import dimension_texts
 from penzai_shard.tree_paths import array_path_text, join_paths
 
 RESERVED = ("model", "rng", "state")
@@ -106,7 +107,7 @@ def read_result(result: Any) -> tuple[jax.Array, Any, Any]:
     raise_all(ShardingError, "the loss function returned something that is not an array:", problems)
     if pz.nx.is_namedarray(loss):
         if loss.named_shape:
-            axes = ", ".join(f"{name}={size}" for name, size in loss.named_shape.items())
+            axes = ", ".join(dimension_texts(loss.named_shape, loss.named_shape.values()))
             names = ", ".join(repr(name) for name in loss.named_shape)
             raise ShardingError(
                 f"the loss has logical axes ({axes}); it must be a scalar. "

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from penzai_shard.array_kinds import is_deleted
-from penzai_shard.meshes import auto_twin
+from penzai_shard.meshes import auto_twin, mesh_text
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.planning import shared_named_sharding
 
@@ -239,8 +239,7 @@ def sharding_text(sharding: Sharding) -> str:
     "P('data',) on mesh data=8"
     """
     if isinstance(sharding, NamedSharding):
-        sizes = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
-        return f"{sharding.spec} on mesh {sizes}"
+        return f"{sharding.spec} on mesh {mesh_text(sharding.mesh)}"
     return _devices_text(sharding.device_set)
 
 

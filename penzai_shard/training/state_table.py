@@ -1,6 +1,5 @@
 """A train state as a table."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.planning import axes_text, bytes_text, grouped_rows
 from penzai_shard.planning.plan_table import Row
-from penzai_shard.text_tables import TextTable
+from penzai_shard.text_tables import PreparedTable
 
 # The fields that are shown, and what they are for.
 PARTS = {
@@ -24,22 +23,13 @@ PARTS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class StateTable(TextTable):
-    """What a train state holds and how it lies; ``print`` and notebooks show it.
-
-    Attributes:
-        rows: One row of texts per group of arrays alike.
-        verdict: What there is to know first.
-    """
+class StateTable(PreparedTable):
+    """What a train state holds and how it lies; ``print`` and notebooks show it."""
 
     headings = ("array", "count", "logical axes/mesh axes", "dtype", "per device", "part")
     right_aligned = frozenset({"count", "per device"})
     unwrapped = frozenset({"dtype"})
     paths = frozenset({"array"})
-
-    rows: tuple[tuple[str, ...], ...]
-    verdict: str
 
     @classmethod
     def of(
@@ -68,18 +58,6 @@ class StateTable(TextTable):
         return cls(
             grouped_rows(_folded_moments(rows, trained)), f"{verdict}; each device holds {held}"
         )
-
-    def text_rows(self) -> tuple[tuple[str, ...], ...]:
-        """The rows."""
-        return self.rows
-
-    def text_verdict(self) -> str:
-        """What there is to know first."""
-        return self.verdict
-
-    def text_summary(self) -> tuple[str, ...]:
-        """Nothing more."""
-        return ()
 
 
 def _folded_moments(rows: Sequence[Row], trained: frozenset[str]) -> list[Row]:

@@ -22,6 +22,7 @@ from penzai_shard.errors import (
 from penzai_shard.layers import ConstrainSharding, ConstrainShardingByName, Jitted
 from penzai_shard.meshes import auto_twin, make_mesh
 from penzai_shard.placement import place
+from penzai_shard.planning import Planner
 from penzai_shard.rule_presets import fully_sharded, tensor_parallel
 
 MESHES = ["AUTO", "EXPLICIT"]
@@ -353,14 +354,10 @@ def test_goes_in_and_out_of_a_model_with_selectors(small):
 
 
 def test_layouts_are_planned_once_per_shape(small, monkeypatch):
-    from penzai_shard.layers import constrain_sharding
-
     planned = []
-    plan = constrain_sharding.shardings_and_axes
+    plan = Planner.plan
     monkeypatch.setattr(
-        constrain_sharding,
-        "shardings_and_axes",
-        lambda request, tree: planned.append(tree) or plan(request, tree),
+        Planner, "plan", lambda planner, tree: planned.append(tree) or plan(planner, tree)
     )
     layer = by_name(small, rules={"batch": "data", "unused": None})
     for batch in (8, 8, 4, 8):
