@@ -1,26 +1,69 @@
-"""The layouts that a train step was built with, against the states and inputs that it gets."""
+"""The layouts that a train step was built with, against the arrays that it gets and makes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Sharding
 
+from penzai_shard.array_kinds import is_abstract, is_traced
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.meshes import shardings_on_auto_twin
-from penzai_shard.training.state_layout import canonical, sharding_text, spread
-from penzai_shard.training.state_structure import (
-    FIELD_OF_SECTION,
-    KEPT_SECTIONS,
-    STEPPED_SECTIONS,
-    StateStructure,
-)
+from penzai_shard.training.flat_state import StateForm
+from penzai_shard.training.state_layout import canonical, sharding_text
 from penzai_shard.training.train_state import TrainState
 from penzai_shard.tree_paths import array_path_text, join_paths
 
-Shardings = list[Sharding | None]
+_MAKE_STATE = "Make them: train_state_sharding(state, mesh, rules)."
+_MAKE_ONE = "Pass NamedSharding(mesh, PartitionSpec(...))"
 
-_MAKE = "train_state_sharding(state, mesh, rules)"
+
+def _read(argument: str, declared: Any, fix: str) -> Any:
+    """A tree of shardings on the Auto twins of their meshes; None in it is left as it is."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(declared)
+    raise_all(
+        RuleTypeError,
+        f"{argument} must hold shardings:",
+        [
+            f"{array_path_text(path) or 'it'}: a {type(leaf).__name__} stands where a sharding "
+            f"should be. {fix}"
+            for path, leaf in flat
+            if not isinstance(leaf, Sharding)
+        ],
+    )
+    return shardings_on_auto_twin(declared)
+
+
+def _spread(prefix: Any, tree: Any) -> list[Sharding | None]:
+    """For every leaf of a tree the leaf of a prefix that it is under; None is a leaf of a prefix.
+
+    Raises:
+        ValueError: It is not a prefix of the tree.
+
+    >>> _spread({"a": None, "b": 2}, {"a": [5, 6], "b": 7})
+    [None, None, 2]
+    """
+    found: list[Sharding | None] = []
+
+    def repeat(leaf: Sharding | None, subtree: Any) -> None:
+        found.extend([leaf] * len(jax.tree.leaves(subtree)))
+
+    jax.tree.map(repeat, prefix, tree, is_leaf=lambda node: node is None)
+    return found
+
+
+def _as_declared(array: jax.Array, wanted: Sharding) -> jax.Array | None:
+    """An array under the very sharding declared, if it has that layout; None if it has another.
+
+    Raises:
+        ValueError: The sharding fits no array of this shape.
+    """
+    if array.sharding == wanted:
+        return array
+    if len(getattr(wanted, "spec", ())) > array.ndim:
+        return None
+    same = canonical(array.sharding).is_equivalent_to(wanted, array.ndim)
+    return jax.device_put(array, wanted) if same else None
 
 
 class DeclaredState:
@@ -37,106 +80,59 @@ class DeclaredState:
         if not isinstance(declared, Sharding | TrainState):
             raise RuleTypeError(
                 "train_state_shardings must be a train state of shardings, or one sharding for "
-                f"everything, not {declared!r}. Make them: {_MAKE}."
+                f"everything, not {declared!r}. {_MAKE_STATE}"
             )
-        flat, _ = jax.tree_util.tree_flatten_with_path(declared)
-        raise_all(
-            RuleTypeError,
-            "train_state_shardings must hold shardings:",
-            [
-                f"{array_path_text(path)}: a {type(leaf).__name__} stands where a sharding should "
-                f"be. Make them: {_MAKE}."
-                for path, leaf in flat
-                if not isinstance(leaf, Sharding)
-            ],
-        )
-        self._declared = shardings_on_auto_twin(declared)
+        self._declared = _read("train_state_shardings", declared, _MAKE_STATE)
 
-    def of(self, structure: StateStructure) -> tuple[Shardings, Shardings]:
-        """The sharding of every stepped and every kept leaf, None where undeclared.
+    def of(self, form: StateForm) -> list[Sharding | None]:
+        """The sharding of every leaf of a state, None where undeclared.
 
         Raises:
             ShardingError: The declared state is of another model, or its optimizer's state of
                 another form. Whether it was made with the same optimizer does not matter.
         """
+        shardings: list[Sharding | None] = []
         problems: list[str] = []
-        stepped, kept = (
-            [
-                sharding
-                for section in sections
-                for sharding in self._section(structure, section, problems)
-            ]
-            for sections in (STEPPED_SECTIONS, KEPT_SECTIONS)
-        )
+        for name, treedef in form.treedefs.items():
+            tree = self._declared
+            if isinstance(tree, TrainState):
+                tree = getattr(tree, name)
+            if tree is None or isinstance(tree, Sharding):
+                shardings += [tree] * treedef.num_leaves
+                continue
+            try:
+                shardings += treedef.flatten_up_to(tree)
+            except (ValueError, TypeError) as error:
+                problems.append(f"{name}: {error}")
         raise_all(
             ShardingError,
-            f"train_state_shardings are not shaped like this train state. Make them anew: {_MAKE}.",
+            "train_state_shardings are not shaped like this train state. Make them anew: "
+            "train_state_sharding(state, mesh, rules).",
             problems,
         )
-        return stepped, kept
+        return shardings
 
-    def _section(self, structure: StateStructure, section: str, problems: list[str]) -> Shardings:
-        treedef = structure.treedefs[section]
-        field = FIELD_OF_SECTION[section]
-        tree: Any = self._declared
-        if isinstance(tree, TrainState):
-            tree = getattr(tree, field)
-        if tree is None or isinstance(tree, Sharding):
-            return [tree] * treedef.num_leaves
-        if field == "params" and isinstance(tree, Mapping):
-            wanted = section == "trainable"
-            names = structure.variables.trainable_names
-            tree = {name: value for name, value in tree.items() if (name in names) == wanted}
-        try:
-            return list(treedef.flatten_up_to(tree))
-        except (ValueError, TypeError) as error:
-            problems.append(f"{field}: {error}")
-            return []
+    def checked(self, form: StateForm, leaves: list[Any]) -> list[Any]:
+        """The leaves of a state with exactly the declared shardings, if they have that layout.
 
-
-def as_declared(
-    structure: StateStructure,
-    stepped: list[Any],
-    kept: list[Any],
-    declared: tuple[Shardings, Shardings],
-) -> tuple[list[Any], list[Any]]:
-    """The state with exactly the declared shardings, if it lies so already.
-
-    Raises:
-        ShardingError: Some arrays lie otherwise; all are reported.
-    """
-    problems = []
-    results: list[list[Any]] = []
-    for sections, leaves, shardings in (
-        (STEPPED_SECTIONS, stepped, declared[0]),
-        (KEPT_SECTIONS, kept, declared[1]),
-    ):
-        placed = []
-        for i, (leaf, wanted) in enumerate(zip(leaves, shardings, strict=True)):
-            if wanted is None or leaf.sharding == wanted:
-                placed.append(leaf)
-            elif _lies_so(leaf, wanted):
-                placed.append(jax.device_put(leaf, wanted))
-            else:
-                path = list(structure.paths(sections))[i]
+        Raises:
+            ShardingError: Some arrays have another; all are reported.
+        """
+        problems = []
+        checked = []
+        for path, leaf, wanted in zip(form.paths(), leaves, self.of(form), strict=True):
+            checked.append(leaf if wanted is None else _as_declared(leaf, wanted))
+            if wanted is not None and checked[-1] is None:
                 problems.append(
                     f"{path}: has {sharding_text(leaf.sharding)}, declared {sharding_text(wanted)}."
                 )
-        results.append(placed)
-    raise_all(
-        ShardingError,
-        "the train state does not lie as declared in train_state_shardings. "
-        "Place it once before training: state = jax.device_put(state, shardings).",
-        problems,
-    )
-    return results[0], results[1]
-
-
-def _lies_so(leaf: Any, wanted: Sharding) -> bool:
-    """Whether an array has the same layout under another name."""
-    if len(getattr(wanted, "spec", ())) > leaf.ndim:
-        return False
-    return canonical(leaf.sharding).is_equivalent_to(wanted, leaf.ndim)
+        raise_all(
+            ShardingError,
+            "the train state is not laid out as declared in train_state_shardings. "
+            "Place it once before training: state = jax.device_put(state, shardings).",
+            problems,
+        )
+        return checked
 
 
 class DeclaredInputs:
@@ -155,28 +151,18 @@ class DeclaredInputs:
                 "input_kwarg_shardings must map names of inputs to shardings, not "
                 f"{declared!r}. Write for instance {{'x': NamedSharding(mesh, spec)}}."
             )
-        flat, _ = jax.tree_util.tree_flatten_with_path(dict(declared))
-        raise_all(
-            RuleTypeError,
-            "input_kwarg_shardings must hold shardings:",
-            [
-                f"{array_path_text(path)}: a {type(leaf).__name__} stands where a sharding should "
-                "be. Pass NamedSharding(mesh, PartitionSpec(...))."
-                for path, leaf in flat
-                if not isinstance(leaf, Sharding)
-            ],
+        self._declared: dict[str, Any] = _read(
+            "input_kwarg_shardings", dict(declared), f"{_MAKE_ONE}."
         )
-        self._declared: dict[str, Any] = shardings_on_auto_twin(dict(declared))
-
-    def __bool__(self) -> bool:
-        return bool(self._declared)
 
     def placed(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs under their declared shardings.
 
         Raises:
-            ShardingError: A declared input is not there, or lies otherwise.
+            ShardingError: A declared input was not given, or has another layout.
         """
+        if not self._declared:
+            return inputs
         unknown = sorted(self._declared.keys() - inputs.keys())
         raise_all(
             ShardingError,
@@ -188,36 +174,99 @@ class DeclaredInputs:
         for name, shardings in self._declared.items():
             flat, treedef = jax.tree_util.tree_flatten_with_path(inputs[name])
             try:
-                wanted = spread(shardings, inputs[name])
+                wanted = _spread(shardings, inputs[name])
             except ValueError as error:
                 problems.append(f"input {name}: its shardings are not shaped like it: {error}")
                 continue
-            placed[name] = jax.tree.unflatten(
-                treedef,
-                [
-                    _placed(leaf, w, join_paths(name, array_path_text(path)), problems)
-                    for (path, leaf), w in zip(flat, wanted, strict=True)
-                ],
-            )
-        raise_all(ShardingError, "some inputs do not lie as declared:", problems)
+            leaves = [
+                leaf
+                if w is None
+                else _placed_input(leaf, w, join_paths(name, array_path_text(path)), problems)
+                for (path, leaf), w in zip(flat, wanted, strict=True)
+            ]
+            placed[name] = jax.tree.unflatten(treedef, leaves)
+        raise_all(ShardingError, "some inputs are not laid out as declared:", problems)
         return placed
 
 
-def _placed(leaf: Any, wanted: Sharding, path: str, problems: list[str]) -> Any:
-    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+def _placed_input(leaf: Any, wanted: Sharding, path: str, problems: list[str]) -> Any:
+    """A leaf of an input under its declared sharding, if it has that layout or none yet."""
+    if is_traced(leaf) or is_abstract(leaf):
         return leaf
     try:
         if not isinstance(leaf, jax.Array) or not leaf.committed:
             return jax.device_put(leaf, wanted)
-        if leaf.sharding == wanted:
-            return leaf
-        if _lies_so(leaf, wanted):
-            return jax.device_put(leaf, wanted)
+        placed = _as_declared(leaf, wanted)
     except ValueError as error:
         problems.append(f"input {path}: {sharding_text(wanted)} does not fit it: {error}")
         return leaf
-    problems.append(
-        f"input {path}: has {sharding_text(leaf.sharding)}, declared {sharding_text(wanted)}. "
-        "Place it so: jax.device_put(..., sharding), or shard_batch(batch, mesh, rules)."
-    )
-    return leaf
+    if placed is None:
+        problems.append(
+            f"input {path}: has {sharding_text(leaf.sharding)}, declared {sharding_text(wanted)}. "
+            "Place it so: jax.device_put(..., sharding), or shard_batch(batch, mesh, rules)."
+        )
+    return placed
+
+
+class DeclaredAux:
+    """The declared layout of auxiliary outputs.
+
+    Args:
+        declared: A sharding for all, or a tree of shardings that the outputs extend; None, also
+            in the tree, leaves the layout to JAX.
+
+    Attributes:
+        tree: The same, on the Auto twins of the meshes.
+
+    Raises:
+        RuleTypeError: Something else stands where a sharding should be.
+
+    >>> DeclaredAux(None).tree is None
+    True
+    """
+
+    def __init__(self, declared: Any) -> None:
+        fix = f"{_MAKE_ONE}, or None to leave it to JAX."
+        self.tree = _read("aux_output_shardings", declared, fix)
+
+    def place(self, aux: Any, put: Callable[[Any, Sharding], Any]) -> Any:
+        """The outputs, ``put(output, sharding)`` in place of each that has one declared."""
+        leaves, treedef = jax.tree.flatten(aux)
+        wanted = self.of(aux)
+        return jax.tree.unflatten(
+            treedef,
+            [x if w is None else put(x, w) for x, w in zip(leaves, wanted, strict=True)],
+        )
+
+    def of(self, aux: Any) -> list[Sharding | None]:
+        """The declared sharding of every array of some outputs, in order.
+
+        Args:
+            aux: The outputs, concrete or traced.
+
+        Raises:
+            ShardingError: The declaration is not shaped like the outputs, or does not fit them.
+        """
+        flat, _ = jax.tree_util.tree_flatten_with_path(aux)
+        paths = [array_path_text(path) for path, _ in flat]
+        try:
+            shardings = _spread(self.tree, aux)
+        except ValueError as error:
+            known = ", ".join(map(repr, paths[:5])) + (", ..." if len(paths) > 5 else "") or "none"
+            raise ShardingError(
+                "aux_output_shardings are not shaped like the auxiliary outputs, which are "
+                f"{known}: {error}"
+            ) from error
+        problems = []
+        for path, (_, leaf), sharding in zip(paths, flat, shardings, strict=True):
+            text = f"{path or 'the output'}: of shape {leaf.shape}"
+            spec = getattr(sharding, "spec", ())
+            if len(spec) > leaf.ndim:
+                problems.append(f"{text} has fewer dimensions than {spec}.")
+            elif sharding is not None:
+                try:
+                    sharding.shard_shape(leaf.shape)
+                except ValueError as error:
+                    problems.append(f"{text}: {error}")
+        raise_all(ShardingError, "aux_output_shardings do not fit:", problems)
+        return shardings

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from penzai_shard.model_variables import VariableTable
-from penzai_shard.training.aux_outputs import AuxReductions
+from penzai_shard.training.aux_reductions import AuxReductions
 from penzai_shard.training.loss_contract import (
     check_signature,
     fit_leaves,
@@ -18,6 +17,7 @@ from penzai_shard.training.loss_contract import (
 )
 from penzai_shard.training.microbatches import Microbatches, split_inputs
 from penzai_shard.training.optimizer_calls import update_parameters
+from penzai_shard.training.train_state import TrainState
 from penzai_shard.tree_paths import array_path_text
 
 _FIX_LOSS_STATE = (
@@ -45,27 +45,15 @@ class GradientStep:
     batch_axis: str
     aux_reductions: AuxReductions
 
-    def __call__(
-        self,
-        changing: Mapping[str, Any],
-        constant: Mapping[str, Any],
-        inputs: Mapping[str, Any],
-        variables: VariableTable,
-        optimizer_def: Any,
-    ) -> tuple[dict[str, Any], Any]:
+    def __call__(self, state: TrainState, inputs: Mapping[str, Any]) -> tuple[TrainState, Any]:
         """Runs one step.
 
         Args:
-            changing: Trees of the sections ``step``, ``trainable``, ``opt_state``,
-                ``state_vars`` and ``loss_fn_state``.
-            constant: Trees of ``root_rng``, ``frozen`` and ``unbound_model``.
+            state: The state to start from.
             inputs: Inputs of the loss by keyword.
-            variables: The model's variables.
-            optimizer_def: The optimizer.
 
         Returns:
-            The new trees of the changing sections, in the same form, and the loss function's
-            auxiliary output.
+            The next state, in the same form, and the loss function's auxiliary output.
 
         Raises:
             ShardingError: The loss function or the optimizer broke its contract, or the inputs
@@ -73,34 +61,30 @@ class GradientStep:
         """
         check_signature(self.loss_fn, inputs)
         parts = self.accumulate_steps
-        batch = _Batch(
-            self.loss_fn,
-            variables,
-            constant,
-            jax.random.fold_in(constant["root_rng"], changing["step"]),
-            _Carried(changing["state_vars"], changing["loss_fn_state"]),
-            inputs,
-            None if parts == 1 else split_inputs(inputs, parts, self.batch_axis),
-            parts,
-        )
-        trainable, opt_state = changing["trainable"], changing["opt_state"]
+        split = None if parts == 1 else split_inputs(inputs, parts, self.batch_axis)
+        rng = jax.random.fold_in(state.root_rng, state.step)
+        batch = _Batch(self.loss_fn, state, rng, inputs, split, parts)
+        names = state.variables.trainable_names
+        trainable = {name: value for name, value in state.params.items() if name in names}
         grads, loss, carried, auxes = batch.gradient(trainable)
         new_trainable, new_opt_state = update_parameters(
-            optimizer_def,
+            state.optimizer_def,
             grads,
-            opt_state,
+            state.opt_state,
             trainable,
             value=loss,
             value_fn=batch.value,
             grad_fn=lambda params: batch.gradient(params)[0],
         )
-        return {
-            "step": changing["step"] + 1,
-            "trainable": _in_old_form(trainable, new_trainable, "params", _FIX_PARAMS),
-            "opt_state": _in_old_form(opt_state, new_opt_state, "opt_state", _FIX_OPT_STATE),
-            "state_vars": carried.state_vars,
-            "loss_fn_state": carried.loss_fn_state,
-        }, self.aux_reductions.reduce(auxes, parts)
+        new_state = dataclasses.replace(
+            state,
+            step=state.step + 1,
+            params=state.params | _in_old_form(trainable, new_trainable, "params", _FIX_PARAMS),
+            opt_state=_in_old_form(state.opt_state, new_opt_state, "opt_state", _FIX_OPT_STATE),
+            state_vars=carried.state_vars,
+            loss_fn_state=carried.loss_fn_state,
+        )
+        return new_state, self.aux_reductions.reduce(auxes, parts)
 
 
 class _Carried(NamedTuple):
@@ -122,17 +106,25 @@ class _Batch:
     """The loss of one batch as a function of the trainable parameters alone.
 
     Attributes:
+        loss_fn: The loss function.
+        state: The state that the step started from.
+        rng: The random key of the step.
+        inputs: The inputs.
         split: The inputs in microbatches; None if the batch is evaluated whole.
+        parts: The number of microbatches.
     """
 
     loss_fn: Callable[..., Any]
-    variables: VariableTable
-    constant: Mapping[str, Any]
+    state: TrainState
     rng: jax.Array
-    carried: _Carried
     inputs: Mapping[str, Any]
     split: Microbatches | None
     parts: int
+
+    @property
+    def carried(self) -> _Carried:
+        """What the first evaluation starts from."""
+        return _Carried(self.state.state_vars, self.state.loss_fn_state)
 
     def value(self, trainable: Any) -> jax.Array:
         """The loss; of microbatches, their mean."""
@@ -183,8 +175,8 @@ class _Batch:
         self, trainable: dict[str, Any], rng: jax.Array, carried: _Carried, inputs: Any
     ) -> tuple[jax.Array, tuple[jax.Array, _Carried, Any]]:
         """One evaluation of the loss function."""
-        model, bound = self.variables.bind_for_loss(
-            self.constant["unbound_model"], trainable | self.constant["frozen"], carried.state_vars
+        model, bound = self.state.variables.bind_for_loss(
+            self.state.unbound_model, self.state.params | trainable, carried.state_vars
         )
         result = self.loss_fn(model=model, rng=rng, state=carried.loss_fn_state, **inputs)
         loss, new_state, aux = read_result(result)

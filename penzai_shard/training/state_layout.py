@@ -1,4 +1,4 @@
-"""How the arrays of a state lie, and bringing them to a form in which that is settled.
+"""How the arrays of a state are laid out, and bringing them to a form in which that is certain.
 
 A compiled step is made for one layout. For every later step to fit it, arrays must be committed
 to their places, on the Auto twin of their mesh, with canonical specs and strong types.
@@ -25,15 +25,6 @@ def deleted(leaves: Iterable[Any]) -> bool:
     False
     """
     return any(map(is_deleted, leaves))
-
-
-def is_traced(leaves: Iterable[Any]) -> bool:
-    """Whether any leaf is a tracer, so that there is nothing to place.
-
-    >>> is_traced([1, jnp.ones(2)])
-    False
-    """
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
 
 
 def as_array(leaf: Any) -> Any:
@@ -94,8 +85,8 @@ def canonical(sharding: Sharding) -> Sharding:
     return NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def settled(leaf: Any, mesh: Mesh | None) -> Any:
-    """An array committed to where it lies, in canonical form; moves nothing that is committed.
+def committed(leaf: Any, mesh: Mesh | None) -> Any:
+    """An array committed to its place, in canonical form; moves nothing that is committed.
 
     Args:
         leaf: An array. One that JAX was free to place goes to every device of the mesh.
@@ -212,23 +203,6 @@ def _buffers(leaf: Any) -> set[int]:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
-
-
-def spread(prefix: Any, tree: Any) -> list[Any]:
-    """For every leaf of a tree the leaf of a prefix that it is under.
-
-    Raises:
-        ValueError: It is no prefix of the tree.
-
-    >>> spread({"a": 1, "b": 2}, {"a": [5, 6], "b": 7})
-    [1, 1, 2]
-    """
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(prefix)
-    below = treedef.flatten_up_to(tree)
-    return [
-        leaf for leaf, subtree in zip(leaves, below, strict=True) for _ in jax.tree.leaves(subtree)
-    ]
 
 
 def sharding_text(sharding: Sharding) -> str:

@@ -10,81 +10,75 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from penzai import pz
 
+from penzai_shard.array_kinds import is_traced
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.meshes import auto_context
 from penzai_shard.named_leaves import with_data
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.planning import OnUnnamed, plan_tree
 from penzai_shard.reduced_statistics import align_names
+from penzai_shard.training.flat_state import CONSTANT_FIELDS
 from penzai_shard.training.optimizer_calls import initial_optimizer_state
 from penzai_shard.training.state_layout import (
     as_array,
     canonical,
+    committed,
     device_problems,
-    is_traced,
     mesh_of,
-    settled,
     with_strong_type,
 )
 from penzai_shard.tree_paths import array_path_text
 
-Parts = dict[str, Any]
 
-
-def place_initial_parts(
-    changing: Parts,
-    constant: Parts,
+def place_initial_fields(
+    fields: dict[str, Any],
     optimizer_def: Any,
     trainable: frozenset[str],
     on_unnamed: OnUnnamed = "error",
-) -> tuple[Parts, Parts, Any]:
-    """Places the parts of a new state and makes the optimizer's part of it.
+) -> dict[str, Any]:
+    """Places the fields of a new state and makes the optimizer's.
 
     Args:
-        changing: Trees that steps will replace, ``"params"`` among them.
-        constant: Trees that steps only read; their weak types are kept.
+        fields: The trees of all other fields. Weak types are kept in those that a step only reads.
         optimizer_def: The optimizer.
         trainable: Names of the parameters that the optimizer is to know.
         on_unnamed: What becomes of its arrays that are not made of a parameter's dimensions.
 
     Returns:
-        The changing parts, the constant parts, and the optimizer's state. On one device they
-        stay where they are; if any array lies on a mesh, all do.
+        All fields. On one device they stay where they are; if any array is on a mesh, all are.
 
     Raises:
         ShardingError: Some array is committed to other devices than the rest, or the optimizer
             cannot take these parameters.
     """
     init = functools.partial(initial_optimizer_state, optimizer_def)
-
-    def chosen(params: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in params.items() if name in trainable}
-
-    changing = jax.tree.map(with_strong_type, changing)
-    constant = jax.tree.map(as_array, constant)
-    leaves = jax.tree.leaves((changing, constant))
-    mesh = None if is_traced(leaves) else mesh_of(leaves)
+    fields = {
+        name: jax.tree.map(as_array if name in CONSTANT_FIELDS else with_strong_type, tree)
+        for name, tree in fields.items()
+    }
+    leaves = jax.tree.leaves(fields)
+    mesh = None if any(map(is_traced, leaves)) else mesh_of(leaves)
+    if mesh is not None:
+        fields = jax.tree.map(lambda leaf: committed(leaf, mesh), fields)
+        flat, _ = jax.tree_util.tree_flatten_with_path(fields)
+        paths = [array_path_text(path) for path, _ in flat]
+        raise_all(
+            ShardingError,
+            "the arrays of this train state are on different devices:",
+            device_problems(paths, [leaf for _, leaf in flat], mesh),
+        )
+    params = {name: value for name, value in fields["params"].items() if name in trainable}
     if mesh is None:
         # What the optimizer hands out may be its own, such as a random key, or a parameter.
-        opt_state = jax.tree.map(
-            lambda leaf: jnp.copy(with_strong_type(leaf)), init(chosen(changing["params"]))
-        )
-        return changing, constant, opt_state
-    changing, constant = jax.tree.map(lambda leaf: settled(leaf, mesh), (changing, constant))
-    flat, _ = jax.tree_util.tree_flatten_with_path(changing | constant)
-    raise_all(
-        ShardingError,
-        "the arrays of this train state lie on different devices:",
-        device_problems([array_path_text(path) for path, _ in flat], [x for _, x in flat], mesh),
-    )
-    params = chosen(changing["params"])
+        opt_state = jax.tree.map(lambda leaf: jnp.copy(with_strong_type(leaf)), init(params))
+        return fields | {"opt_state": opt_state}
     with auto_context():
         abstract = jax.eval_shape(init, params)
         shardings = shardings_like_params(abstract, params, mesh, on_unnamed)
         opt_state = jax.jit(
             lambda params: jax.tree.map(with_strong_type, init(params)), out_shardings=shardings
         )(params)
-    return changing, constant, opt_state
+    return fields | {"opt_state": opt_state}
 
 
 def shardings_like_params(

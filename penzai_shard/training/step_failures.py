@@ -11,11 +11,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from penzai_shard.array_kinds import is_array_like
+from penzai_shard.array_kinds import is_abstract, is_array_like, is_deleted
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
+from penzai_shard.training.flat_state import FlatState, StateForm
 from penzai_shard.training.loss_contract import not_arrays
 from penzai_shard.training.state_layout import deleted, sharding_text
-from penzai_shard.training.state_structure import KEPT_SECTIONS, STEPPED_SECTIONS, FlatState
 from penzai_shard.training.train_state import donation_text, from_flat
 from penzai_shard.tree_paths import array_path_text
 
@@ -46,30 +46,29 @@ def refuse_positional(positional: tuple[Any, ...], called: str = "step(state, ")
 
 def refuse_donated(flat: FlatState) -> None:
     """Raises if a state was donated to an earlier step."""
-    if deleted(flat.stepped):
+    if deleted(flat.changing):
         raise ShardingError(donation_text(from_flat(flat)))
-    if deleted(flat.kept):
-        paths = zip(flat.structure.paths(KEPT_SECTIONS), flat.kept, strict=True)
-        gone = [path for path, leaf in paths if deleted([leaf])]
+    if deleted(flat.constant):
         raise ShardingError(
             "arrays of this train state were deleted or donated elsewhere:",
-            [f"{path}: its memory is gone. Make the state from a copy." for path in gone],
+            [
+                f"{path}: its memory is gone. Make the state from a copy."
+                for path, leaf in zip(flat.form.paths(), flat.leaves(), strict=True)
+                if is_deleted(leaf)
+            ],
         )
 
 
-def refuse_other_leaves(flat: FlatState) -> None:
+def refuse_other_leaves(form: StateForm, leaves: list[Any]) -> None:
     """Raises for leaves of a state that are not arrays, as one filled in by hand may have."""
-    leaves = zip(
-        flat.structure.paths(STEPPED_SECTIONS + KEPT_SECTIONS),
-        (*flat.stepped, *flat.kept),
-        strict=True,
-    )
+    if all(map(is_array_like, leaves)):
+        return
     raise_all(
         ShardingError,
         "a train state must be made of arrays:",
         [
             f"{path}: is of type {type(leaf).__name__}. Fill it with an array."
-            for path, leaf in leaves
+            for path, leaf in zip(form.paths(), leaves, strict=True)
             if not is_array_like(leaf)
         ],
     )
@@ -101,18 +100,18 @@ def explained(error: Exception, flat: FlatState, inputs: Mapping[str, Any]) -> S
     problems = [
         f"{path}: its memory is gone, as it was donated or deleted. Make the batch anew."
         for path, leaf in named
-        if deleted([leaf])
+        if is_deleted(leaf)
     ]
     problems += [
         f"{path}: it is abstract, a {type(leaf).__name__}. Pass an array."
         for path, leaf in named
-        if isinstance(leaf, jax.ShapeDtypeStruct)
+        if is_abstract(leaf)
     ]
     if problems:
         return ShardingError("some inputs hold no values:", problems)
     if "ncompatible devices" not in str(error):
         return None
-    state = next(leaf for leaf in flat.stepped if isinstance(leaf, jax.Array))
+    state = next(leaf for leaf in flat.changing if isinstance(leaf, jax.Array))
     devices = _devices(state)
     problems = [
         f"input {path}: lies on {_place(leaf)}, the train state on {_place(state)}. Place it with "
@@ -145,7 +144,7 @@ def _place(array: jax.Array) -> str:
 
 def _with_paths(text: str, flat: FlatState) -> str:
     """JAX's message with paths of the train state in place of positions."""
-    paths = list(flat.structure.paths(STEPPED_SECTIONS))
+    paths, _ = flat.form.parted(flat.form.paths())
 
     def path_of(match: re.Match[str]) -> str:
         if match[1] == "step" or match[2] is None:

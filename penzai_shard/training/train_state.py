@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from penzai_shard.array_kinds import is_abstract, is_traced
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.model_variables import (
     TrainablePredicate,
@@ -20,34 +21,27 @@ from penzai_shard.model_variables import (
 from penzai_shard.named_leaves import refuse_builder
 from penzai_shard.rule_kinds import OnUnnamed, check_option
 from penzai_shard.text_tables import NotebookView
+from penzai_shard.training.flat_state import (
+    CONSTANT_FIELDS,
+    FIELDS,
+    FlatState,
+    Flattened,
+    StateForm,
+)
 from penzai_shard.training.loss_contract import not_arrays
 from penzai_shard.training.optimizer_calls import check_optimizer
 from penzai_shard.training.optimizer_identity import OptimizerIdentity
 from penzai_shard.training.state_layout import deleted
-from penzai_shard.training.state_placement import place_initial_parts
-from penzai_shard.training.state_structure import (
-    FIELD_OF_SECTION,
-    SECTIONS,
-    STEPPED_SECTIONS,
-    FlatState,
-    StateStructure,
-)
+from penzai_shard.training.state_placement import place_initial_fields
 from penzai_shard.training.state_table import PARTS, StateTable
 from penzai_shard.tree_paths import array_path_text
 
 if TYPE_CHECKING:
     import optax
 
-FIELDS = (
-    "step",
-    "params",
-    "opt_state",
-    "state_vars",
-    "root_rng",
-    "loss_fn_state",
-    "unbound_model",
-)
 _STATIC = ("optimizer_def", "variables")
+# The fields that consist of containers, which whoever reads them may change in place.
+_TREES = tuple(name for name in FIELDS if name not in ("step", "root_rng"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -147,29 +141,24 @@ class TrainState(NotebookView):
             )
         unbound_model, params, state_vars, variables = split_model(model, trainable)
         _refuse_deleted({"params": params, "state_vars": state_vars, "model": unbound_model})
-        changing = {
+        fields = {
             "step": jnp.zeros((), jnp.int32),
             "params": params,
             "state_vars": state_vars,
+            "root_rng": root_rng,
             "loss_fn_state": loss_fn_state,
+            "unbound_model": unbound_model,
         }
-        constant = {"root_rng": root_rng, "unbound_model": unbound_model}
 
-        def build(changing: Any, constant: Any) -> TrainState:
-            changing, constant, opt_state = place_initial_parts(
-                changing, constant, optimizer_def, variables.trainable_names, on_unnamed
+        def build(fields: dict[str, Any]) -> TrainState:
+            placed = place_initial_fields(
+                fields, optimizer_def, variables.trainable_names, on_unnamed
             )
-            return cls(
-                opt_state=opt_state,
-                optimizer_def=optimizer_def,
-                variables=variables,
-                **changing,
-                **constant,
-            )
+            return cls(optimizer_def=optimizer_def, variables=variables, **placed)
 
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((changing, constant))):
-            return jax.eval_shape(build, changing, constant)
-        return build(changing, constant)
+        if any(map(is_abstract, jax.tree.leaves(fields))):
+            return jax.eval_shape(build, fields)
+        return build(fields)
 
     @property
     def model(self) -> Any:
@@ -185,15 +174,11 @@ class TrainState(NotebookView):
         )
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached while a field is not there: the state came out of a train step.
-        flat = self.__dict__.get("_flat")
-        if flat is None or name not in FIELDS:
+        # Only reached while a tree is not built: the state came out of a train step.
+        if name not in _TREES or "_flat" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = flat.field(name)
-        if name == "params" or not jax.tree_util.all_leaves([value]):
-            # The caller may change these containers in place, so they count from now on.
-            object.__setattr__(self, name, value)
-        return value
+        # The caller may change containers of the tree in place, so it counts from now on.
+        return self.__dict__.setdefault(name, peek(self, name))
 
     def __reduce__(self) -> Any:
         # For copies: the fields are the state, and not the program that they came out of.
@@ -208,9 +193,8 @@ class TrainState(NotebookView):
         """What the state holds and how it lies, arrays alike in one row."""
         if is_donated(self):
             return StateTable((), donation_text(self))
-        step = peek(self, "step")
-        known = isinstance(step, jax.Array) and not isinstance(step, jax.core.Tracer)
-        at = f"step {int(step)}" if known else "a step not known yet"
+        known = isinstance(self.step, jax.Array) and not is_traced(self.step)
+        at = f"step {int(self.step)}" if known else "a step not known yet"
         return StateTable.of(
             f"TrainState at {at}, {self.variables.counts()}",
             {name: peek(self, name) for name in PARTS},
@@ -230,10 +214,9 @@ class TrainState(NotebookView):
 
 
 def peek(state: TrainState, field: str) -> Any:
-    """A field, without making it what counts."""
-    if field in state.__dict__:
-        return state.__dict__[field]
-    return state.__dict__["_flat"].field(field)
+    """A field, without making it what counts if it was not read before."""
+    fields = state.__dict__
+    return fields[field] if field in fields else fields["_flat"].field(field)
 
 
 def _flatten_with_keys(state: TrainState) -> tuple[Sequence[Any], Any]:
@@ -265,9 +248,9 @@ def with_own_buffers(state: TrainState) -> TrainState:
         jax.device_put(jnp.copy(leaf), leaf.sharding)
         if isinstance(leaf, jax.Array) and leaf.committed
         else jnp.copy(leaf)
-        for leaf in flat.stepped
+        for leaf in flat.changing
     ]
-    return from_flat(FlatState(flat.structure, copied, flat.kept, flat.program, flat.passed))
+    return from_flat(FlatState(flat.form, copied, flat.constant, flat.program, flat.packed))
 
 
 def optimizer_of(state: TrainState) -> OptimizerIdentity:
@@ -280,16 +263,17 @@ def optimizer_of(state: TrainState) -> OptimizerIdentity:
 
 def is_donated(state: TrainState) -> bool:
     """Whether a train step took the memory of a state."""
-    flat: FlatState | None = state.__dict__.get("_flat")
-    if flat is not None and not any(name in state.__dict__ for name in FIELDS):
-        return deleted(flat.stepped)
-    return deleted(jax.tree.leaves([peek(state, FIELD_OF_SECTION[s]) for s in STEPPED_SECTIONS]))
+    flat = _unread(state)
+    if flat is not None:
+        return deleted(flat.changing)
+    changing = [peek(state, name) for name in FIELDS if name not in CONSTANT_FIELDS]
+    return deleted(jax.tree.leaves(changing))
 
 
 def donation_text(state: TrainState) -> str:
     """By which step a state was donated, and what to keep."""
-    step = peek(state, "step")
-    # A step does not take the number along, so that it can still be said here.
+    step = state.step
+    # A step does not take the memory of its number, so that messages can still say it.
     by = "a step" if deleted([step]) else f"the step from {int(step)} to {int(step) + 1}"
     return (
         f"this train state was donated to {by}, which reused its memory. Keep the state that the "
@@ -323,76 +307,55 @@ def _check_key(root_rng: Any) -> None:
 
 
 def from_flat(flat: FlatState) -> TrainState:
-    """A state whose fields are built when they are read."""
+    """A state whose trees are built when they are read."""
     state = object.__new__(TrainState)
-    state.__dict__["_flat"] = flat
-    state.__dict__["optimizer_def"] = flat.structure.optimizer.definition
-    state.__dict__["_optimizer"] = flat.structure.optimizer
-    state.__dict__["variables"] = flat.structure.variables
+    state.__dict__.update(
+        _flat=flat,
+        _optimizer=flat.form.optimizer,
+        step=flat.changing[0],
+        root_rng=flat.constant[flat.form.key_index],
+        optimizer_def=flat.form.optimizer.definition,
+        variables=flat.form.variables,
+    )
     return state
 
 
+def _unread(state: TrainState) -> FlatState | None:
+    """The flat form of a state that came from a step and of which no tree was read."""
+    fields = state.__dict__
+    return None if any(name in fields for name in _TREES) else fields["_flat"]
+
+
 def to_flat(state: TrainState) -> FlatState:
-    """The flat form of a state; no work if it came from a step and no field was read.
+    """The flat form of a state; no work if it came from a step and no tree of it was read.
 
     Args:
         state: Any train state.
 
     Returns:
-        Its flat form. Fields that were handed out are flattened again, since they may have been
+        Its flat form. Trees that were handed out are flattened again, since they may have been
         changed in place; if they were not, the flat form that the state had is returned.
     """
-    fields = state.__dict__
-    flat: FlatState | None = fields.get("_flat")
-    if flat is not None and not any(name in fields for name in FIELDS):
+    flat = _unread(state)
+    if flat is not None:
         return flat
-    for field, entries in (
+    fields = state.__dict__
+    for name, entries in (
         ("params", state.variables.parameters),
         ("state_vars", state.variables.states),
     ):
-        if field in fields:
-            _check_names(field, fields[field], [entry.name for entry in entries])
-    if "root_rng" in fields:
-        _check_key(fields["root_rng"])
-    treedefs = []
-    stepped: list[Any] = []
-    kept: list[Any] = []
-    for section in SECTIONS:
-        into = stepped if section in STEPPED_SECTIONS else kept
-        if flat is not None and FIELD_OF_SECTION[section] not in fields:
-            where = (
-                flat.stepped[flat.structure.stepped_slices[section]]
-                if section in STEPPED_SECTIONS
-                else flat.kept[flat.structure.kept_slices[section]]
-            )
-            into.extend(where)
-            treedefs.append(flat.structure.treedefs[section])
-            continue
-        leaves, treedef = jax.tree.flatten(section_of(state, section))
-        into.extend(leaves)
-        treedefs.append(treedef)
-    structure = StateStructure(tuple(treedefs), state.variables, optimizer_of(state))
-    if (
-        flat is not None
-        and structure == flat.structure
-        and all(map(_is, stepped, flat.stepped))
-        and all(map(_is, kept, flat.kept))
-    ):
-        return flat
-    return FlatState(structure, stepped, kept)
-
-
-def section_of(state: TrainState, section: str) -> Any:
-    """The tree of one section of a state."""
-    if section not in ("trainable", "frozen"):
-        return peek(state, section)
-    wanted = section == "trainable"
-    trainable = state.variables.trainable_names
-    return {
-        name: value
-        for name, value in peek(state, "params").items()
-        if (name in trainable) == wanted
+        if name in fields:
+            _check_names(name, fields[name], [entry.name for entry in entries])
+    _check_key(state.root_rng)
+    flat = fields.get("_flat")
+    before = {} if flat is None else flat.fields()
+    now = before | {
+        name: Flattened(*jax.tree.flatten(fields[name])) for name in FIELDS if name in fields
     }
+    if flat is not None and all(now[name].same_objects(before[name]) for name in FIELDS):
+        return flat
+    form = StateForm([now[name].treedef for name in FIELDS], state.variables, optimizer_of(state))
+    return FlatState(form, *form.parted(leaf for name in FIELDS for leaf in now[name].leaves))
 
 
 def _check_names(field: str, values: Any, names: list[str]) -> None:
@@ -414,7 +377,3 @@ def _check_names(field: str, values: Any, names: list[str]) -> None:
         if name not in wanted
     ]
     raise_all(ShardingError, f"{field} of this train state are not those of its model:", problems)
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b

@@ -4,6 +4,7 @@ A step flattens its state once, when the state was made or changed by hand. From
 a list of arrays to one compiled program and wraps the list that comes back.
 """
 
+import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
@@ -11,30 +12,24 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import NamedSharding, Sharding
 
-from penzai_shard.array_kinds import is_array_like
+from penzai_shard.array_kinds import is_abstract, is_array_like, is_traced
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.meshes import auto_context, has_explicit_axes, onto_auto_twin
-from penzai_shard.training.aux_outputs import AuxReductions, AuxShardings
-from penzai_shard.training.declared_layout import DeclaredInputs, DeclaredState, as_declared
+from penzai_shard.training.aux_reductions import AuxReductions
+from penzai_shard.training.declared_layout import DeclaredAux, DeclaredInputs, DeclaredState
+from penzai_shard.training.flat_state import FlatState, StateForm
 from penzai_shard.training.gradient_step import GradientStep
 from penzai_shard.training.loss_contract import RESERVED
 from penzai_shard.training.state_layout import (
     Packing,
     as_array,
+    committed,
     device_problems,
-    is_traced,
     mesh_of,
     packed_scalars,
-    settled,
     unpacked,
     with_strong_type,
     without_shared_buffers,
-)
-from penzai_shard.training.state_structure import (
-    KEPT_SECTIONS,
-    STEPPED_SECTIONS,
-    FlatState,
-    StateStructure,
 )
 from penzai_shard.training.step_failures import (
     explained,
@@ -43,7 +38,7 @@ from penzai_shard.training.step_failures import (
     refuse_other_leaves,
     refuse_positional,
 )
-from penzai_shard.training.train_state import TrainState, from_flat, to_flat
+from penzai_shard.training.train_state import TrainState, from_flat, peek, to_flat
 
 # A step keeps the programs of so many structures and layouts of states.
 MOST_PROGRAMS = 32
@@ -149,17 +144,21 @@ def build_train_step_fn(
         GradientStep(loss_fn, accumulate_steps, batch_axis, AuxReductions.of(aux_reduction)),
         jit=jit,
         donate=donate_params_and_state,
-        input_shardings=input_kwarg_shardings,
-        declared=train_state_shardings,
-        aux_shardings=aux_output_shardings,
+        declared_state=(
+            None if train_state_shardings is None else DeclaredState(train_state_shardings)
+        ),
+        declared_inputs=DeclaredInputs(
+            {} if input_kwarg_shardings is None else input_kwarg_shardings
+        ),
+        declared_aux=DeclaredAux(aux_output_shardings),
     )
 
 
 class TrainStep:
     """A train step; made by ``build_train_step_fn``.
 
-    It keeps the compiled programs last used, one per structure and layout of a state, but no
-    state. Several threads may call it.
+    It keeps the compiled programs last used, one per form and layout of a state, but no state.
+    Several threads may call it.
     """
 
     def __init__(
@@ -168,16 +167,16 @@ class TrainStep:
         *,
         jit: bool,
         donate: bool,
-        input_shardings: Any,
-        declared: Any,
-        aux_shardings: Any,
+        declared_state: DeclaredState | None,
+        declared_inputs: DeclaredInputs,
+        declared_aux: DeclaredAux,
     ) -> None:
         self._computation = computation
         self._jit = jit
         self._donate = donate
-        self._input_shardings = DeclaredInputs({} if input_shardings is None else input_shardings)
-        self._declared = None if declared is None else DeclaredState(declared)
-        self._aux_shardings = AuxShardings(aux_shardings)
+        self._declared_state = declared_state
+        self._declared_inputs = declared_inputs
+        self._declared_aux = declared_aux
         self._programs: dict[Any, _Program] = {}
         self._lock = threading.Lock()
 
@@ -203,26 +202,29 @@ class TrainStep:
             refuse_positional(positional)
         leaves = self._checked_inputs(inputs)
         program = flat.program
+        # A state that this step returned fits the program that made it, without another look. But
+        # one that JAX was free to place follows the first inputs that are committed to a place.
         if (
             not isinstance(program, _Program)
             or program.owner is not self
-            or (program.free and any(map(_is_committed, leaves)))
+            or (program.is_free and any(map(_is_committed, leaves)))
         ):
-            if is_traced(flat.stepped) or is_traced(flat.kept) or is_traced(leaves):
+            if any(map(is_traced, (*flat.changing, *flat.constant, *leaves))):
                 return self._inline(flat, inputs)
-            flat, program = self._prepare(flat, leaves)
-        if self._input_shardings:
-            inputs = self._input_shardings.placed(inputs)
+            flat, program = self._prepared(flat, leaves)
+        inputs = self._declared_inputs.placed(inputs)
         try:
             with auto_context():
-                stepped, aux = program.run(flat.stepped[0], flat.stepped[1:], flat.passed, inputs)
+                changing, aux = program.run(
+                    flat.changing[0], flat.changing[1:], flat.packed, inputs
+                )
         except (ValueError, TypeError, RuntimeError) as error:
+            # JAX names what it refuses by positions in the program, and this by paths.
             better = explained(error, flat, inputs)
             if better is None:
                 raise
             raise better from error
-        new = FlatState(flat.structure, stepped, flat.kept, program, flat.passed)
-        return from_flat(new), aux
+        return from_flat(FlatState(flat.form, changing, flat.constant, program, flat.packed)), aux
 
     def lower(self, train_state: TrainState, /, **inputs: Any) -> Any:
         """The step's ``jax.stages.Lowered`` for a state and inputs, without running it.
@@ -240,20 +242,19 @@ class TrainStep:
         if not self._jit:
             raise ShardingError("a step built with jit=False has nothing to lower. Pass jit=True.")
         flat = _flat_of(train_state)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in flat.stepped):
-            program = self._program(
-                flat.structure,
-                [getattr(leaf, "sharding", None) for leaf in flat.stepped],
-                tuple((i, None) for i in range(len(flat.kept))),
-            )
+        if any(map(is_abstract, flat.changing)):
+            shardings = [getattr(leaf, "sharding", None) for leaf in flat.changing]
+            # There are no values that could be packed.
+            packing = tuple((i, None) for i in range(len(flat.constant)))
+            program = self._program(flat.form, shardings, packing)
         else:
-            flat, program = self._prepare(flat, self._checked_inputs(inputs))
-        if self._input_shardings:
-            inputs = self._input_shardings.placed(inputs)
+            flat, program = self._prepared(flat, self._checked_inputs(inputs))
+        inputs = self._declared_inputs.placed(inputs)
         with auto_context():
-            return program.run.lower(flat.stepped[0], flat.stepped[1:], flat.passed, inputs)
+            return program.run.lower(flat.changing[0], flat.changing[1:], flat.packed, inputs)
 
     def _checked_inputs(self, inputs: dict[str, Any]) -> list[Any]:
+        """The leaves of the inputs, which are brought onto the Auto twin of their mesh in place."""
         leaves = jax.tree.leaves(inputs)
         if not all(map(is_array_like, leaves)):
             refuse_inputs(inputs)
@@ -268,141 +269,141 @@ class TrainStep:
                 inputs[name] = onto_auto_twin(inputs[name])
         return leaves
 
-    def _prepare(self, flat: FlatState, inputs: list[Any]) -> tuple[FlatState, "_Program"]:
-        """Settles a state that did not come from this step, and finds its program."""
-        structure = flat.structure
+    def _prepared(self, flat: FlatState, inputs: list[Any]) -> tuple[FlatState, "_Program"]:
+        """A state that did not come from this step, as its programs take it, and its program.
+
+        The state that comes out of a program goes into the same program without a compilation
+        only if nothing about it changed on the way. So weak types, which a result does not have,
+        are dropped here, and every array is committed to its place.
+        """
+        form = flat.form
         refuse_donated(flat)
-        stepped = [with_strong_type(leaf) for leaf in flat.stepped]
-        kept = [as_array(leaf) for leaf in flat.kept]
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in stepped + kept):
+        leaves = [
+            with_strong_type(leaf) if changes else as_array(leaf)
+            for leaf, changes in zip(flat.leaves(), form.changes, strict=True)
+        ]
+        if any(map(is_abstract, leaves)):
             raise ShardingError(
                 "this train state is abstract. Fill it before training, for instance with "
                 "restore_train_state(path, state, mesh, rules)."
             )
-        refuse_other_leaves(flat)
-        if self._declared is not None:
-            stepped, kept = as_declared(structure, stepped, kept, self._declared.of(structure))
-        mesh = mesh_of(stepped) or mesh_of(kept) or mesh_of(inputs)
+        refuse_other_leaves(form, leaves)
+        if self._declared_state is not None:
+            leaves = self._declared_state.checked(form, leaves)
+        mesh = mesh_of((*leaves, *inputs))
         # JAX was free to place everything, and stays so: the result mixes with any other.
-        free = self._declared is None and not any(map(_is_committed, (*stepped, *kept, *inputs)))
-        if not free:
+        is_free = self._declared_state is None and not any(map(_is_committed, (*leaves, *inputs)))
+        if not is_free:
             with auto_context():
-                stepped = [settled(leaf, mesh) for leaf in stepped]
-                kept = [settled(leaf, mesh) for leaf in kept]
+                leaves = [committed(leaf, mesh) for leaf in leaves]
             raise_all(
                 ShardingError,
-                "the arrays of this train state lie on different devices:",
-                device_problems(
-                    structure.paths(STEPPED_SECTIONS + KEPT_SECTIONS), stepped + kept, mesh
-                ),
+                "the arrays of this train state are on different devices:",
+                device_problems(form.paths(), leaves, mesh),
             )
+        changing, constant = form.parted(leaves)
         if self._donate:
             # The step's number, which comes first, is not donated.
-            stepped[1:] = without_shared_buffers(stepped[1:], [stepped[0], *kept])
+            changing[1:] = without_shared_buffers(changing[1:], [changing[0], *constant])
         with auto_context():
-            passed, packing = packed_scalars(kept)
-        shardings = None if free else [leaf.sharding for leaf in stepped]
-        program = self._program(structure, shardings, packing)
-        return FlatState(structure, stepped, kept, program, passed), program
+            packed, packing = packed_scalars(constant)
+        shardings = None if is_free else [leaf.sharding for leaf in changing]
+        program = self._program(form, shardings, packing)
+        return FlatState(form, changing, constant, program, packed), program
 
     def _program(
-        self,
-        structure: StateStructure,
-        shardings: list[Sharding | None] | None,
-        packing: Packing,
+        self, form: StateForm, shardings: list[Sharding | None] | None, packing: Packing
     ) -> "_Program":
-        """The program for a structure and a layout; None is that of a state JAX may place."""
-        if self._declared is not None and shardings is not None:
+        """The program for a form and a layout; None is that of a state JAX may place."""
+        if self._declared_state is not None and shardings is not None:
+            declared, _ = form.parted(self._declared_state.of(form))
             shardings = [
                 own if wanted is None else wanted
-                for own, wanted in zip(shardings, self._declared.of(structure)[0], strict=True)
+                for own, wanted in zip(shardings, declared, strict=True)
             ]
-        if not structure.optimizer.is_current():
+        if not form.optimizer.is_current():
             # Something that the optimizer reads was changed, so that it is no longer what the
-            # structure says. Its program is not shared.
-            return _Program(self, structure, shardings, packing)
-        key = (structure, None if shardings is None else tuple(shardings), packing)
+            # form says. Its program is not shared.
+            return self._built(form, shardings, packing)
+        key = (form, None if shardings is None else tuple(shardings), packing)
         with self._lock:
-            program = self._programs.pop(key, None)
-            if program is None:
-                program = _Program(self, structure, shardings, packing)
+            program = self._programs.pop(key, None) or self._built(form, shardings, packing)
             # The last used are at the end.
             self._programs[key] = program
             while len(self._programs) > MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
         return program
 
-    def _inline(self, flat: FlatState, inputs: dict[str, Any]) -> tuple[TrainState, Any]:
-        """The step as part of a surrounding trace, which owns layout and compilation."""
-        stepped = [with_strong_type(leaf) for leaf in flat.stepped]
-        kept = [as_array(leaf) for leaf in flat.kept]
-        with auto_context():
-            new, aux = _flat_step(self._computation, flat.structure, stepped, kept, inputs)
-            if self._declared is not None:
-                new = [
-                    leaf if wanted is None else jax.lax.with_sharding_constraint(leaf, wanted)
-                    for leaf, wanted in zip(new, self._declared.of(flat.structure)[0], strict=True)
-                ]
-            aux = self._aux_shardings.place(aux, jax.lax.with_sharding_constraint)
-        return from_flat(FlatState(flat.structure, new, kept)), aux
+    def _built(
+        self, form: StateForm, shardings: list[Sharding | None] | None, packing: Packing
+    ) -> "_Program":
+        """A new program; JAX compiles it when it is first run."""
 
-
-class _Program:
-    """The step for one structure and one layout of a state."""
-
-    def __init__(
-        self,
-        owner: TrainStep,
-        structure: StateStructure,
-        shardings: list[Sharding | None] | None,
-        packing: Packing,
-    ) -> None:
-        self.owner = owner
-        self.free = shardings is None
-        computation, aux_shardings = owner._computation, owner._aux_shardings
-
-        def train_step(step: Any, rest: list[Any], passed: list[Any], inputs: Any) -> Any:
-            kept = unpacked(passed, packing)
-            new, aux = _flat_step(computation, structure, [step, *rest], kept, inputs)
+        def train_step(step: Any, rest: list[Any], packed: list[Any], inputs: Any) -> Any:
+            new, aux = self._computed(form, [step, *rest], unpacked(packed, packing), inputs)
             # Checked while tracing, when the outputs are first known.
-            aux_shardings.of(aux)
+            self._declared_aux.of(aux)
             return new, aux
 
-        def eager_train_step(step: Any, rest: list[Any], passed: list[Any], inputs: Any) -> Any:
-            new, aux = train_step(step, rest, passed, inputs)
+        def eager_train_step(step: Any, rest: list[Any], packed: list[Any], inputs: Any) -> Any:
+            new, aux = train_step(step, rest, packed, inputs)
             if shardings is not None:
                 new = [jax.device_put(x, s) for x, s in zip(new, shardings, strict=True)]
-            return new, aux_shardings.place(aux, jax.device_put)
+            return new, self._declared_aux.place(aux, jax.device_put)
 
+        if not self._jit:
+            return _Program(self, shardings is None, eager_train_step)
         train_step.__qualname__ = "train_step"  # As JAX names it in messages.
-        self.run: Any = eager_train_step
-        if owner._jit:
-            self.run = jax.jit(
-                train_step,
-                donate_argnames=("rest",) if owner._donate else (),
-                out_shardings=(shardings, aux_shardings.tree),
-            )
+        run = jax.jit(
+            train_step,
+            # Not the step's number: a message about a donated state still says it.
+            donate_argnames=("rest",) if self._donate else (),
+            out_shardings=(shardings, self._declared_aux.tree),
+        )
+        return _Program(self, shardings is None, run)
+
+    def _inline(self, flat: FlatState, inputs: dict[str, Any]) -> tuple[TrainState, Any]:
+        """The step as part of a surrounding trace, which owns layout and compilation."""
+        changing = [with_strong_type(leaf) for leaf in flat.changing]
+        constant = [as_array(leaf) for leaf in flat.constant]
+        with auto_context():
+            new, aux = self._computed(flat.form, changing, constant, inputs)
+            if self._declared_state is not None:
+                declared, _ = flat.form.parted(self._declared_state.of(flat.form))
+                new = [
+                    leaf if wanted is None else jax.lax.with_sharding_constraint(leaf, wanted)
+                    for leaf, wanted in zip(new, declared, strict=True)
+                ]
+            aux = self._declared_aux.place(aux, jax.lax.with_sharding_constraint)
+        return from_flat(FlatState(flat.form, new, constant)), aux
+
+    def _computed(
+        self, form: StateForm, changing: list[Any], constant: list[Any], inputs: dict[str, Any]
+    ) -> tuple[list[Any], Any]:
+        """One step on flat lists: the new changing leaves, and the auxiliary output."""
+        state, aux = self._computation(from_flat(FlatState(form, changing, constant)), inputs)
+        leaves = [
+            leaf
+            for name, treedef in form.treedefs.items()
+            for leaf in treedef.flatten_up_to(peek(state, name))
+        ]
+        return form.parted(leaves)[0], aux
 
 
-def _flat_step(
-    computation: GradientStep,
-    structure: StateStructure,
-    stepped: list[Any],
-    kept: list[Any],
-    inputs: dict[str, Any],
-) -> tuple[list[Any], Any]:
-    """One step on flat lists."""
-    new, aux = computation(
-        {section: structure.build(section, stepped, kept) for section in STEPPED_SECTIONS},
-        {section: structure.build(section, stepped, kept) for section in KEPT_SECTIONS},
-        inputs,
-        structure.variables,
-        structure.optimizer.definition,
-    )
-    leaves: list[Any] = []
-    for section in STEPPED_SECTIONS:
-        leaves.extend(structure.treedefs[section].flatten_up_to(new[section]))
-    return leaves, aux
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """The step for one form and one layout of a state.
+
+    Attributes:
+        owner: The step that it belongs to.
+        is_free: Whether JAX may place the state.
+        run: Takes the step's number, the other changing leaves, the packed constants and the
+            inputs; returns the new changing leaves and the auxiliary output.
+    """
+
+    owner: TrainStep
+    is_free: bool
+    run: Any
 
 
 def _is_committed(leaf: Any) -> bool:
@@ -410,7 +411,7 @@ def _is_committed(leaf: Any) -> bool:
 
 
 def _is_explicit(leaf: Any) -> bool:
-    sharding = jax.typeof(leaf).sharding if is_traced([leaf]) else getattr(leaf, "sharding", None)
+    sharding = jax.typeof(leaf).sharding if is_traced(leaf) else getattr(leaf, "sharding", None)
     return isinstance(sharding, NamedSharding) and has_explicit_axes(sharding.mesh)
 
 

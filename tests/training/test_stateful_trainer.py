@@ -65,7 +65,7 @@ def test_nothing_that_was_handed_out_dies(make_model, loss_fn, batch, donate):
 def test_memory_is_donated_while_nobody_looks(make_model, loss_fn, batch):
     trainer = build(make_model(), loss_fn)
     trainer.step(**batch)
-    inside = trainer._state.__dict__["_flat"].stepped[1]
+    inside = trainer._state.__dict__["_flat"].changing[1]
     trainer.step(**batch)
     assert inside.is_deleted()
     assert loss_fn.traces == 1

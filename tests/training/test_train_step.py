@@ -94,7 +94,7 @@ def test_no_state_outlives_its_last_reference(linear, batch):
     seen = []
     for _ in range(3):
         state, _ = step(state, **batch)
-        seen.append(weakref.ref(state.__dict__["_flat"].stepped[1]))
+        seen.append(weakref.ref(state.__dict__["_flat"].changing[1]))
     gc.collect()
     assert [ref() is None for ref in seen] == [True, True, False]
     del state
@@ -343,8 +343,8 @@ def test_scalar_constants_are_passed_in_one_array_and_keep_their_weak_types(line
     for epsilons in ([0.5, 0.5, 0.5, 0.5, 0.5, 0.25], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]):
         state, aux = step(initial(model(epsilons)), **batch)
         assert [float(x) for x in aux["eps"]] == epsilons
-        assert len(state.__dict__["_flat"].kept) == 7
-        assert len(state.__dict__["_flat"].passed) == 2
+        assert len(state.__dict__["_flat"].constant) == 7
+        assert len(state.__dict__["_flat"].packed) == 2
         assert [float(x) for x in state.model[1]["eps"]] == epsilons[4:]
     (program,) = step._programs.values()  # No value is part of a program's key.
     assert program.run._cache_size() == 1

@@ -1,4 +1,4 @@
-"""A loss function's auxiliary outputs: put together over microbatches, and laid out.
+"""A loss function's auxiliary outputs of several microbatches become one.
 
 Under gradient accumulation a loss function is called once per microbatch, and what it reports is
 of one microbatch alone. Whether the whole batch's value is the sum, the mean or the last of these
@@ -11,12 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
-from penzai_shard.meshes import shardings_on_auto_twin
 from penzai_shard.rule_kinds import nearest_name
-from penzai_shard.training.state_layout import spread
 from penzai_shard.tree_paths import array_path_text, join_paths
 
 _REDUCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -136,83 +133,3 @@ def _undeclared(path: str, values: jax.Array, parts: int) -> str:
 
 def _some(paths: list[str]) -> str:
     return ", ".join(map(repr, paths[:5])) + (", ..." if len(paths) > 5 else "") or "none"
-
-
-_FREE = object()
-
-
-class AuxShardings:
-    """The declared layout of auxiliary outputs.
-
-    Args:
-        declared: A sharding for all, or a tree of shardings that the outputs extend; None, also
-            in the tree, leaves the layout to JAX.
-
-    Raises:
-        RuleTypeError: Something else stands where a sharding should be.
-
-    >>> AuxShardings(None).tree is None
-    True
-    """
-
-    def __init__(self, declared: Any) -> None:
-        flat, _ = jax.tree_util.tree_flatten_with_path(declared, is_leaf=lambda x: x is None)
-        raise_all(
-            RuleTypeError,
-            "aux_output_shardings must hold shardings:",
-            [
-                f"{array_path_text(path) or 'it'}: is {leaf!r}, not a sharding. Pass "
-                "NamedSharding(mesh, PartitionSpec(...)), or None to leave it to JAX."
-                for path, leaf in flat
-                if leaf is not None and not isinstance(leaf, Sharding)
-            ],
-        )
-        self.tree = shardings_on_auto_twin(declared)
-        # None is no leaf of a tree, and the outputs may hold it too.
-        self._marked = jax.tree.map(
-            lambda leaf: _FREE if leaf is None else leaf, self.tree, is_leaf=lambda x: x is None
-        )
-
-    def place(self, aux: Any, put: Callable[[Any, Sharding], Any]) -> Any:
-        """The outputs, ``put(output, sharding)`` in place of each that has one declared."""
-        leaves, treedef = jax.tree.flatten(aux)
-        wanted = self.of(aux)
-        return jax.tree.unflatten(
-            treedef,
-            [x if w is None else put(x, w) for x, w in zip(leaves, wanted, strict=True)],
-        )
-
-    def of(self, aux: Any) -> list[Sharding | None]:
-        """The declared sharding of every array of some outputs, in order.
-
-        Args:
-            aux: The outputs, concrete or traced.
-
-        Raises:
-            ShardingError: The declaration is not shaped like the outputs, or does not fit them.
-        """
-        flat, _ = jax.tree_util.tree_flatten_with_path(aux)
-        try:
-            wanted = spread(self._marked, aux)
-        except ValueError as error:
-            paths = [array_path_text(path) for path, _ in flat]
-            raise ShardingError(
-                "aux_output_shardings are not shaped like the auxiliary outputs, which are "
-                f"{_some(paths)}: {error}"
-            ) from error
-        shardings = [None if leaf is _FREE else leaf for leaf in wanted]
-        problems = []
-        for (path, leaf), sharding in zip(flat, shardings, strict=True):
-            if sharding is None:
-                continue
-            text = array_path_text(path) or "the output"
-            spec = getattr(sharding, "spec", ())
-            if len(spec) > leaf.ndim:
-                problems.append(f"{text}: of shape {leaf.shape} has fewer dimensions than {spec}.")
-                continue
-            try:
-                sharding.shard_shape(leaf.shape)
-            except ValueError as error:
-                problems.append(f"{text}: of shape {leaf.shape}: {error}")
-        raise_all(ShardingError, "aux_output_shardings do not fit:", problems)
-        return shardings
