@@ -10,15 +10,12 @@ import jax.numpy as jnp
 from penzai_shard.training.aux_reductions import AuxReductions
 from penzai_shard.training.loss_contract import (
     check_signature,
-    fit_leaves,
     fit_state,
     read_result,
-    refuse_other_form,
 )
 from penzai_shard.training.microbatches import Microbatches, split_inputs
 from penzai_shard.training.optimizer_calls import update_parameters
 from penzai_shard.training.train_state import TrainState
-from penzai_shard.tree_paths import array_path_text
 
 _FIX_LOSS_STATE = (
     "Return a new_state of the form that came in as state, and pass "
@@ -79,8 +76,11 @@ class GradientStep:
         new_state = dataclasses.replace(
             state,
             step=state.step + 1,
-            params=state.params | _in_old_form(trainable, new_trainable, "params", _FIX_PARAMS),
-            opt_state=_in_old_form(state.opt_state, new_opt_state, "opt_state", _FIX_OPT_STATE),
+            params=state.params
+            | fit_state(trainable, new_trainable, "params", _FIX_PARAMS, of_optimizer=True),
+            opt_state=fit_state(
+                state.opt_state, new_opt_state, "opt_state", _FIX_OPT_STATE, of_optimizer=True
+            ),
             state_vars=carried.state_vars,
             loss_fn_state=carried.loss_fn_state,
         )
@@ -186,24 +186,3 @@ class _Batch:
             fit_state(carried.loss_fn_state, new_state, "loss_fn_state", _FIX_LOSS_STATE),
         )
         return loss, (loss, new, jax.tree.map(jnp.asarray, aux))
-
-
-def _in_old_form(old: Any, new: Any, what: str, fix: str) -> Any:
-    """What the optimizer made, in the structure, shapes and dtypes that the layout is for.
-
-    Updates computed in mixed precision can come out wider than the state that they are for.
-    """
-    refuse_other_form(old, new, what, fix)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(old)
-    before = [jnp.asarray(leaf) for _, leaf in flat]
-    after = [
-        _in_dtype_of(leaf, jnp.asarray(other))
-        for leaf, other in zip(before, jax.tree.leaves(new), strict=True)
-    ]
-    paths = [array_path_text(path) for path, _ in flat]
-    return jax.tree.unflatten(treedef, fit_leaves(paths, before, after, what, fix))
-
-
-def _in_dtype_of(old: jax.Array, new: jax.Array) -> jax.Array:
-    both_inexact = all(jnp.issubdtype(array.dtype, jnp.inexact) for array in (old, new))
-    return new.astype(old.dtype) if both_inexact else new

@@ -2,7 +2,7 @@
 
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from penzai import pz
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.rule_kinds import dimension_texts
+from penzai_shard.training.state_layout import with_strong_type
 from penzai_shard.tree_paths import array_path_text, join_paths
 
 RESERVED = ("model", "rng", "state")
@@ -127,7 +128,7 @@ def read_result(result: Any) -> tuple[jax.Array, Any, Any]:
     return jnp.asarray(loss), state, aux
 
 
-def fit_state(old: Any, new: Any, what: str, fix: str) -> Any:
+def fit_state(old: Any, new: Any, what: str, fix: str, of_optimizer: bool = False) -> Any:
     """A new value of a carried state in the very form of the old one.
 
     Named arrays get the old order of their axes; everything else must agree already, since the
@@ -138,25 +139,50 @@ def fit_state(old: Any, new: Any, what: str, fix: str) -> Any:
         new: The value that it ended with.
         what: Name of the state for messages.
         fix: What to do if they do not agree.
+        of_optimizer: Whether an optimizer made the value. In its named arrays may be statistics
+            whose dimensions are not those of the names, so that only the data counts; and what
+            it computed in mixed precision may be wider than what it is for, and is rounded.
 
     Returns:
         The new value, with strong types.
 
     Raises:
         ShardingError: Structure, shape or dtype changed; all offenders are listed.
+
+    >>> fit_state({"w": jnp.ones(2)}, {"w": jnp.ones(3)}, "params", "Keep it.")
+    Traceback (most recent call last):
+    penzai_shard.errors.ShardingError: params must keep its form from step to step:
+      params/w: was float32 of shape (2,), became float32 of shape (3,). Keep it.
     """
-    refuse_other_form(old, new, what, fix)
-    is_named = pz.nx.is_namedarray
-    flat, treedef = jax.tree_util.tree_flatten_with_path(old, is_leaf=is_named)
-    paths = [array_path_text(path) for path, _ in flat]
-    before, after = [leaf for _, leaf in flat], jax.tree.leaves(new, is_leaf=is_named)
-    return jax.tree.unflatten(treedef, fit_leaves(paths, before, after, what, fix))
+    _refuse_other_form(old, new, what, fix)
+    is_leaf = None if of_optimizer else pz.nx.is_namedarray
+    flat, treedef = jax.tree_util.tree_flatten_with_path(old, is_leaf=is_leaf)
+    problems = []
+    fitted = []
+    for (path, before), after in zip(flat, jax.tree.leaves(new, is_leaf=is_leaf), strict=True):
+        if of_optimizer:
+            after = _in_dtype_of(before, after)
+        if _form(before) != _form(after):
+            place = join_paths(what, array_path_text(path))
+            problems.append(f"{place}: was {_form(before)}, became {_form(after)}. {fix}")
+        elif pz.nx.is_namedarray(before):
+            fitted.append(jax.tree.map(with_strong_type, after.order_like(before)))
+        else:
+            fitted.append(with_strong_type(after))
+    raise_all(ShardingError, f"{what} must keep its form from step to step:", problems)
+    return jax.tree.unflatten(treedef, fitted)
 
 
-def refuse_other_form(old: Any, new: Any, what: str, fix: str) -> None:
+def _in_dtype_of(old: Any, new: Any) -> Any:
+    dtypes = jnp.result_type(old), jnp.result_type(new)
+    both_inexact = all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
+    return jnp.asarray(new, dtypes[0]) if both_inexact else new
+
+
+def _refuse_other_form(old: Any, new: Any, what: str, fix: str) -> None:
     """Raises if the structure of a carried value changed; the arguments are as for `fit_state`.
 
-    >>> refuse_other_form({"a": 1}, {"b": 1}, "opt_state", "Keep it.")
+    >>> _refuse_other_form({"a": 1}, {"b": 1}, "opt_state", "Keep it.")
     Traceback (most recent call last):
     penzai_shard.errors.ShardingError: opt_state must keep its form from step to step:
       opt_state/a: went missing. Keep it.
@@ -184,49 +210,6 @@ def refuse_other_form(old: Any, new: Any, what: str, fix: str) -> None:
     headline = f"{what} must keep its form from step to step:"
     forms = (textwrap.shorten(str(form), 300) for form in (old_def, new_def))
     raise ShardingError(headline, problems or [f"{what}: {' became '.join(forms)}. {fix}"])
-
-
-def fit_leaves(
-    paths: Sequence[str], old: Sequence[Any], new: Sequence[Any], what: str, fix: str
-) -> list[Any]:
-    """`fit_state` leaf by leaf.
-
-    Args:
-        paths: Path of each leaf.
-        old: The arrays and named arrays that the step started with.
-        new: Those that it ended with.
-        what: Name of the state for messages.
-        fix: What to do if they do not agree.
-
-    Returns:
-        The new ones, with strong types and the old order of axes.
-
-    Raises:
-        ShardingError: A shape or dtype changed; all offenders are listed.
-
-    >>> fit_leaves(["w"], [jnp.ones(2)], [jnp.ones(3)], "params", "Keep it.")
-    Traceback (most recent call last):
-    penzai_shard.errors.ShardingError: params must keep its form from step to step:
-      params/w: was float32 of shape (2,), became float32 of shape (3,). Keep it.
-    """
-    problems = []
-    fitted = []
-    for path, before, after in zip(paths, old, new, strict=True):
-        if _form(before) != _form(after):
-            problems.append(
-                f"{join_paths(what, path)}: was {_form(before)}, became {_form(after)}. {fix}"
-            )
-        elif pz.nx.is_namedarray(before):
-            fitted.append(jax.tree.map(_strong, after.order_like(before)))
-        else:
-            fitted.append(_strong(after))
-    raise_all(ShardingError, f"{what} must keep its form from step to step:", problems)
-    return fitted
-
-
-def _strong(leaf: Any) -> Any:
-    leaf = jnp.asarray(leaf)
-    return jax.lax.convert_element_type(leaf, leaf.dtype) if leaf.weak_type else leaf
 
 
 def _form(leaf: Any) -> str:

@@ -22,32 +22,23 @@ class Microbatches:
     """Inputs split into equal parts.
 
     Attributes:
-        stacked: Data arrays of the inputs that were split, the parts along their first dimension.
-        whole: The inputs that every part gets whole.
+        stacked: The inputs that were split, as named arrays with the parts along a first,
+            positional dimension; None in place of one that every part gets whole.
+        whole: The inputs that every part gets whole; None in place of one that was split.
         treedef: Structure of the inputs, named arrays as leaves.
-        templates: For each leaf, the named array whose structure a part has, or None for a whole
-            one.
     """
 
     stacked: list[Any]
     whole: list[Any]
     treedef: Any
-    templates: tuple[Any, ...]
 
     def part(self, sliced: list[Any]) -> Any:
         """The inputs of one microbatch.
 
         Args:
-            sliced: One slice of each array in ``stacked``.
+            sliced: ``stacked`` with one slice of each array.
         """
-        slices, whole = iter(sliced), iter(self.whole)
-        leaves = [
-            next(whole) if template is None else dataclasses.replace(template, data_array=data)
-            for template, data in (
-                (template, None if template is None else next(slices))
-                for template in self.templates
-            )
-        ]
+        leaves = [w if s is None else s for s, w in zip(sliced, self.whole, strict=True)]
         return self.treedef.unflatten(leaves)
 
 
@@ -67,22 +58,22 @@ def split_inputs(inputs: Any, parts: int, batch_axis: str) -> Microbatches:
         ShardingError: A length does not divide, or no input has the axis.
 
     >>> split = split_inputs({"x": pz.nx.wrap(jnp.arange(4), "batch")}, 2, "batch")
-    >>> split.part([data[0] for data in split.stacked])["x"].data_array.tolist()
+    >>> split.part(jax.tree.map(lambda data: data[0], split.stacked))["x"].data_array.tolist()
     [0, 2]
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(inputs, is_leaf=pz.nx.is_namedarray)
     stacked: list[Any] = []
     whole: list[Any] = []
-    templates: list[Any] = []
     problems: list[str] = []
     unsplit: list[str] = []
     for key_path, leaf in flat:
         path = path_text(key_path)
         if not pz.nx.is_namedarray(leaf) or batch_axis not in leaf.named_shape:
             whole.append(leaf)
-            templates.append(None)
+            stacked.append(None)
             unsplit.append(f"{path}: {_axes_text(leaf)}.")
             continue
+        whole.append(None)
         size = leaf.named_shape[batch_axis]
         if size % parts:
             problems.append(
@@ -90,36 +81,29 @@ def split_inputs(inputs: Any, parts: int, batch_axis: str) -> Microbatches:
                 f"accumulate_steps={parts} microbatches. Pad the batch to "
                 f"{-(-size // parts) * parts}, or choose a divisor of {size}."
             )
-            continue
-        data, template = _split(leaf, size, parts, batch_axis)
-        stacked.append(data)
-        templates.append(template)
+        else:
+            stacked.append(_stacked(leaf.with_positional_prefix(), parts, batch_axis))
     raise_all(ShardingError, "the inputs cannot be split into microbatches:", problems)
-    if not stacked:
+    if len(unsplit) == len(flat):
         raise ShardingError(
             f"accumulate_steps={parts}, but no input has the logical axis {batch_axis!r}. "
             f'Name it, for instance pz.nx.wrap(x, {batch_axis!r}, "features"), or pass the '
             'name that it has: build_train_step_fn(..., batch_axis="...").',
             unsplit,
         )
-    return Microbatches(stacked, whole, treedef, tuple(templates))
+    return Microbatches(stacked, whole, treedef)
 
 
-def _split(leaf: Any, size: int, parts: int, batch_axis: str) -> tuple[Any, Any]:
-    """The data with the parts in front, and the named array that a part fills."""
-    shape = leaf.data_array.shape
-    dimension = leaf.as_namedarrayview().data_axis_for_name[batch_axis]
-    part_size = size // parts
-    split = jnp.reshape(
-        leaf.data_array, (*shape[:dimension], part_size, parts, *shape[dimension + 1 :])
-    )
-    data = jnp.moveaxis(split, dimension + 1, 0)
-    if isinstance(leaf, pz.nx.NamedArray):
-        named_axes = collections.OrderedDict(leaf.named_axes)
-        named_axes[batch_axis] = part_size
-        return data, pz.nx.NamedArray(named_axes, None)
-    part_shape = (*shape[:dimension], part_size, *shape[dimension + 1 :])
-    return data, dataclasses.replace(leaf, data_shape=part_shape, data_array=None)
+def _stacked(array: pz.nx.NamedArray, parts: int, batch_axis: str) -> pz.nx.NamedArray:
+    """The array with the parts along a new first dimension."""
+    sizes = collections.OrderedDict(array.named_axes)
+    dimension = array.data_array.ndim - len(sizes) + list(sizes).index(batch_axis)
+    sizes[batch_axis] //= parts
+    # Strided: part i of n gets the examples i, i + n, and so on.
+    shape = list(array.data_array.shape)
+    shape[dimension : dimension + 1] = sizes[batch_axis], parts
+    split = jnp.reshape(array.data_array, shape)
+    return pz.nx.NamedArray(sizes, jnp.moveaxis(split, dimension + 1, 0))
 
 
 def _axes_text(leaf: Any) -> str:

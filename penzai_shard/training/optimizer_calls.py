@@ -1,6 +1,5 @@
 """Calling an optax optimizer, with all that optax's optimizers may ask for."""
 
-import inspect
 import re
 import types
 from collections.abc import Callable, Mapping
@@ -127,13 +126,12 @@ def update_parameters(
             "grad_fn": lambda params, *_: grad_fn(params),
             "obj_fn": lambda params: value_fn(params),
         }
-        extra = _accepted(optimizer_def.update, extra)
     while True:
         try:
             updates, new_opt_state = optimizer_def.update(grads, opt_state, params, **extra)
             return optax.apply_updates(params, updates), new_opt_state
         except TypeError as error:
-            # Inside a chain an optimizer may refuse what another one needs.
+            # An optimizer may take only some of these, and inside a chain each may take others.
             refused = _UNEXPECTED.search(str(error))
             if refused is None or refused[1] not in extra:
                 raise _failure(error, extra) from error
@@ -142,14 +140,6 @@ def update_parameters(
             if isinstance(error, ShardingError):
                 raise
             raise _failure(error, extra) from error
-
-
-def _accepted(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that a function's signature can take."""
-    parameters = inspect.signature(update).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return extra
-    return {name: value for name, value in extra.items() if name in parameters}
 
 
 def _failure(error: Exception, extra: Mapping[str, Any]) -> ShardingError:

@@ -55,7 +55,7 @@ def test_split_is_strided_and_leaves_other_inputs_whole():
         "plain": jnp.ones(5),
     }
     split = split_inputs(inputs, 3, "batch")
-    part = split.part([data[1] for data in split.stacked])
+    part = split.part(jax.tree.map(lambda data: data[1], split.stacked))
     np.testing.assert_array_equal(
         part["x"].unwrap("features", "batch"), np.arange(12).reshape(2, 6)[:, [1, 4]]
     )
