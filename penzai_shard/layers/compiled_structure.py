@@ -81,13 +81,7 @@ class CompiledStructure:
     """
 
     def __init__(self, structure: Structure) -> None:
-        def run(
-            arrays: Sequence[Any],
-            constants: Sequence[Any],
-            argument: Any,
-            side_inputs: dict[str, Any],
-            extras: tuple[Any, ...] | None,
-        ) -> tuple[Any, dict[int, Any]]:
+        def run(arrays: Any, constants: Any, argument: Any, side_inputs: Any, extras: Any) -> Any:
             given = arrays, constants, argument, side_inputs, extras
             outer = this_thread.tracing
             this_thread.tracing = outer | {id(structure)}

@@ -64,12 +64,11 @@ class ConstrainSharding(pz.nn.Layer):
         Returns:
             The same tree, every array laid out as ``sharding`` says.
         """
-        structure: Any
-        leaves, structure = jax.tree_util.tree_flatten(tree)
+        structure: Any = jax.tree_util.tree_structure(tree)
         shardings = jax.tree.broadcast(
             shardings_on_auto_twin(self.sharding), tree, is_leaf=lambda node: node is None
         )
-        return _constrain(leaves, structure, structure.flatten_up_to(shardings))
+        return _constrain(tree, structure, structure.flatten_up_to(shardings))
 
     def meshes(self) -> list[Mesh]:
         """The meshes with devices that it pins arrays to."""
@@ -170,7 +169,7 @@ class ConstrainShardingByName(pz.nn.Layer):
         leaves, structure = jax.tree_util.tree_flatten(tree)
         shardings, doubts = _layout_by_name(structure, tuple(map(_abstract, leaves)), request)
         warn_caller(doubts)
-        return _constrain(leaves, structure, shardings)
+        return _constrain(tree, structure, shardings)
 
     def meshes(self) -> list[Mesh]:
         """The mesh, if it has devices."""
@@ -212,40 +211,33 @@ def _without_manual_extent(mesh: AnyMesh) -> AnyMesh:
     return AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def _constrain(leaves: Sequence[Any], structure: Any, shardings: Sequence[Any]) -> Any:
-    _refuse_other_devices(leaves, structure, shardings)
+def _constrain(tree: Any, structure: Any, shardings: Sequence[Any]) -> Any:
+    """The tree, each leaf as its sharding says; None leaves one alone."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    conflicts = [
+        f"{array_path_text(path) or 'the array'}: is on the mesh {_devices_text(leaf.sharding)}, "
+        f"and the constraint is for {_devices_text(sharding)}. Make the constraint with the mesh "
+        "of the model, or place the input on it: place(x, mesh, rules)."
+        for (path, leaf), sharding in zip(leaves, shardings, strict=True)
+        if _is_for_other_devices(leaf, sharding)
+    ]
+    raise_all(MeshError, "a constraint is for other devices than what flows through it:", conflicts)
     constrain = _constrain_rest if manual_mesh_axes() else _constrain_array
     constrained = [
         leaf if sharding is None else constrain(leaf, sharding)
-        for leaf, sharding in zip(leaves, shardings, strict=True)
+        for (_, leaf), sharding in zip(leaves, shardings, strict=True)
     ]
     return jax.tree_util.tree_unflatten(structure, constrained)
 
 
-def _refuse_other_devices(leaves: Sequence[Any], structure: Any, shardings: Sequence[Any]) -> None:
-    """Refuses arrays of a mesh of other devices: a constraint lays an array out on its own."""
-    conflicts = {
-        index: (leaf.sharding, sharding)
-        for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
-        if is_concrete(leaf)
+def _is_for_other_devices(leaf: Any, sharding: Any) -> bool:
+    """Whether an array is on a mesh of other devices: a constraint is no way to move it."""
+    return (
+        is_concrete(leaf)
         and isinstance(leaf.sharding, NamedSharding)
         and isinstance(sharding, NamedSharding)
         and not isinstance(sharding.mesh, AbstractMesh)
         and leaf.sharding.device_set != sharding.device_set
-    }
-    if not conflicts:
-        return
-    numbered = jax.tree_util.tree_unflatten(structure, range(len(leaves)))
-    paths = [array_path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
-    raise_all(
-        MeshError,
-        "a constraint is for other devices than what flows through it:",
-        [
-            f"{paths[index] or 'the array'}: is on the mesh {_devices_text(own)}, and the "
-            f"constraint is for {_devices_text(wanted)}. Make the constraint with the mesh of the "
-            "model, or place the input on it: place(x, mesh, rules)."
-            for index, (own, wanted) in conflicts.items()
-        ],
     )
 
 
