@@ -7,7 +7,6 @@ something else (an index, a sharding) in its place; the result has the structure
 ``pz.freeze_variables``.
 """
 
-import collections
 import dataclasses
 import functools
 import sys
@@ -75,9 +74,9 @@ def _unit_kind(node_type: Hashable) -> str | None:
     if issubclass(node_type, LabeledVariable):
         return "variable"
     if issubclass(node_type, LabeledVariableValue):
-        return "variable_value"
+        return "named_value"
     if kind := first_api.parameter_kind(node_type):
-        return "uninitialized" if kind == "uninitialized" else "first_api_parameter"
+        return "uninitialized" if kind == "uninitialized" else "named_value"
     # Looked up, not imported: a tree can hold Equinox modules only if somebody has imported it.
     equinox = sys.modules.get("equinox")
     if equinox is not None and issubclass(node_type, equinox.Module):
@@ -118,10 +117,10 @@ the class dict. ...
         return
     name = getattr(tree, "__name__", "")
     kind = "class" if isinstance(tree, type) else "function"
-    told = f"the {kind} {name}" if name else f"a {type(tree).__name__}" if callable(tree) else tree
+    given = f"the {kind} {name}" if name else f"a {type(tree).__name__}" if callable(tree) else tree
     example = name if name.isidentifier() else "build_model"
     raise RuleTypeError(
-        f"{called} takes a model or another tree of arrays, not {told}. Give what it builds: "
+        f"{called} takes a model or another tree of arrays, not {given}. Give what it builds: "
         f"abstract_model({example}, ...), without memory, to plan or to restore; "
         f"sharded_init({example}, ..., mesh=mesh, rules=rules) to have it on a mesh."
     )
@@ -131,12 +130,12 @@ def map_arrays(tree: Any, visit: Visit, path: str = "") -> Any:
     """Puts ``visit(leaf)`` in place of every array of a tree.
 
     Mutable variables are replaced by their frozen values, uninitialised parameters by
-    parameters; everything else of the structure is kept. A variable that occurs several times,
+    parameters; everything else of the structure stays. A variable that occurs several times,
     frozen or not, is visited once and its result used again.
 
     Args:
         tree: Any pytree.
-        visit: Called with a ``NamedLeaf`` for every array. Leaves that are no arrays (strings,
+        visit: Called with a ``NamedLeaf`` for every array. Leaves that are not arrays (strings,
             functions) are passed too, with names None and no dtype.
         path: Prepended to all paths.
 
@@ -146,44 +145,82 @@ def map_arrays(tree: Any, visit: Visit, path: str = "") -> Any:
     >>> map_arrays({"w": pz.nx.ones({"a": 2, "b": 3})}, lambda leaf: leaf.names)["w"].data_array
     ('a', 'b')
     """
-    return _map_tree(tree, visit, path, path)
+    return _ArrayMapper(visit).tree(tree, path, path)
 
 
-def _map_tree(
-    tree: Any,
-    visit: Visit,
-    path: str,
-    place: str,
-    is_leaf: Callable[[Any], bool] = _is_known,
-) -> Any:
+class _ArrayMapper:
     """``map_arrays``, with the place in the whole tree where labels stand for the path."""
-    seen: dict[Hashable, Any] = {}
 
-    def at_unit(key_path: Any, node: Any) -> Any:
-        text = path_text(key_path)
-        here = join_paths(path, text)
-        there = here if place == path else join_paths(place, text)
-        if isinstance(node, LabeledVariable | LabeledVariableValue):
-            identity = _identity(node)
-            if identity not in seen:
-                seen[identity] = _map_unit(node, visit, here, there)
-            return seen[identity]
-        if _is_coefficients(key_path) and is_array_like(node):
-            return visit(_coefficients_leaf(node, here))
-        return _map_unit(node, visit, here, there)
+    def __init__(self, visit: Visit) -> None:
+        self.visit = visit
+        self.seen: dict[Hashable, Any] = {}
 
-    return jax.tree_util.tree_map_with_path(at_unit, tree, is_leaf=is_leaf)
+    def tree(
+        self, tree: Any, path: str, place: str, is_leaf: Callable[[Any], bool] = _is_known
+    ) -> Any:
+        def at_unit(key_path: Any, node: Any) -> Any:
+            text = path_text(key_path)
+            own_path, own_place = join_paths(path, text), join_paths(place, text)
+            if _is_coefficients(key_path) and is_array_like(node):
+                return self.visit(_coefficients_leaf(node, own_path))
+            return self.unit(node, own_path, own_place)
+
+        return jax.tree_util.tree_map_with_path(at_unit, tree, is_leaf=is_leaf)
+
+    def unit(self, node: Any, path: str, place: str) -> Any:
+        match _unit_kind(node.__class__):
+            case None:
+                return self.visit(_plain_leaf(node, path))
+            case "nameless_module":
+                mapper = _ArrayMapper(_in_nameless_module(self.visit))
+                return mapper.tree(node, path, place, is_leaf=is_named_unit)
+            case "named_array" | "named_array_view":
+                return self.named_array(node, path, place)
+            case "uninitialized":
+                return self.named_value(node.as_empty_parameter(), path, place)
+        identity = _identity(node)
+        if identity not in self.seen:
+            frozen = node.freeze() if isinstance(node, LabeledVariable) else node
+            self.seen[identity] = self.named_value(frozen, path, place)
+        return self.seen[identity]
+
+    def named_value(self, node: Any, path: str, place: str) -> Any:
+        """The value of a frozen variable or of a parameter, which has a name of its own."""
+        label = node.label if isinstance(node, LabeledVariableValue) else node.name
+        if not isinstance(label, AutoStateVarLabel):
+            # An automatic label is the id of an object, which says nothing to anyone.
+            path, place = str(label), join_paths(place, str(label))
+        return dataclasses.replace(node, value=self.tree(node.value, path, place))
+
+    def named_array(self, node: Any, path: str, place: str) -> Any:
+        data = node.data_array
+        if is_array_like(data):
+            return with_data(node, self.visit(_named_leaf(node, data, path, place, None)))
+        leaves = jax.tree_util.tree_leaves(data)
+        if data is None or (len(leaves) == 1 and leaves[0] is data):
+            # The data array is missing or is not an array: only its names count.
+            return with_data(node, self.visit(_dataless_leaf(node, data, path)))
+        # Some optimizers keep several statistics, or none, where the parameter has one array.
+        mapped = jax.tree_util.tree_map_with_path(
+            lambda key_path, part: self.visit(
+                _named_leaf(node, part, join_paths(path, path_text(key_path)), place, key_path)
+            ),
+            data,
+        )
+        return with_data(node, mapped)
 
 
-def _identity(node: LabeledVariable | LabeledVariableValue) -> Hashable:
+def _identity(node: Any) -> Hashable:
     """Equal for two occurrences of one variable, also of a frozen one that was taken apart."""
     if isinstance(node, LabeledVariable):
         return id(node)
-    data = getattr(node.value, "data_array", node.value)
-    if not is_array_like(data) or (data is not node.value and dimension_names(node.value) is None):
+    if isinstance(node, LabeledVariableValue):
+        data = getattr(node.value, "data_array", node.value)
         # Statistics of a parameter are named by where they are.
-        return object()
-    return type(node), node.label, id(data)
+        is_statistic = data is not node.value and dimension_names(node.value) is None
+        if is_array_like(data) and not is_statistic:
+            return type(node), node.label, id(data)
+    return object()
 
 
 def leaves_of(tree: Any, path: str = "") -> list[NamedLeaf]:
@@ -195,31 +232,6 @@ def leaves_of(tree: Any, path: str = "") -> list[NamedLeaf]:
     found: list[NamedLeaf] = []
     map_arrays(tree, found.append, path)
     return found
-
-
-def _map_unit(node: Any, visit: Visit, path: str, place: str) -> Any:
-    match _unit_kind(node.__class__):
-        case None:
-            return visit(_plain_leaf(node, path))
-        case "nameless_module":
-            return _map_tree(node, _in_nameless_module(visit), path, place, is_leaf=is_named_unit)
-        case "named_array" | "named_array_view":
-            return _map_named_array(node, visit, path, place)
-        case "variable":
-            return _map_unit(node.freeze(), visit, path, place)
-        case "variable_value":
-            if isinstance(node.label, AutoStateVarLabel):
-                # An automatic label is the id of an object, which says nothing to anyone.
-                value = _map_tree(node.value, visit, path, place)
-                return dataclasses.replace(node, value=value)
-            label = str(node.label)
-            value = _map_tree(node.value, visit, label, join_paths(place, label))
-            return dataclasses.replace(node, value=value)
-        case "first_api_parameter":
-            value = _map_tree(node.value, visit, node.name, join_paths(place, node.name))
-            return dataclasses.replace(node, value=value)
-        case _:
-            return _map_unit(node.as_empty_parameter(), visit, path, place)
 
 
 def _in_nameless_module(visit: Visit) -> Visit:
@@ -246,24 +258,6 @@ def _coefficients_leaf(value: Any, path: str) -> NamedLeaf:
     return dataclasses.replace(leaf, names=(None,) * len(leaf.shape), note="coefficients")
 
 
-def _map_named_array(node: Any, visit: Visit, path: str, place: str) -> Any:
-    data = node.data_array
-    if is_array_like(data):
-        return with_data(node, visit(_named_leaf(node, data, path, place, None)))
-    leaves = jax.tree_util.tree_leaves(data)
-    if data is None or (len(leaves) == 1 and leaves[0] is data):
-        # The data array is missing or is not an array: only its names count.
-        return with_data(node, visit(_nameless_data_leaf(node, data, path)))
-    # Some optimizers keep several statistics, or none, where the parameter has one array.
-    mapped = jax.tree_util.tree_map_with_path(
-        lambda key_path, part: visit(
-            _named_leaf(node, part, join_paths(path, path_text(key_path)), place, key_path)
-        ),
-        data,
-    )
-    return with_data(node, mapped)
-
-
 def with_data(node: Any, data: Any) -> Any:
     """A named array like another, with other data; nothing is checked.
 
@@ -276,15 +270,22 @@ def with_data(node: Any, data: Any) -> Any:
     return made
 
 
-def dimension_names(node: Any) -> tuple[LogicalAxis | None, ...] | None:
+def dimension_names(
+    node: Any, shape: tuple[int, ...] | None = None
+) -> tuple[LogicalAxis | None, ...] | None:
     """The logical axis of each data dimension of a named array, None for positional ones.
 
-    Returns None where the data array's shape contradicts the names.
+    Args:
+        node: A named array or view.
+        shape: The shape of its data, if that is not known from the data array.
+
+    Returns:
+        The names, or None where the shape contradicts them.
 
     >>> dimension_names(pz.nx.ones({"a": 2, "b": 3}).untag("b"))
     ('a', None)
     """
-    shape = tuple(np.shape(node.data_array))
+    shape = tuple(np.shape(node.data_array)) if shape is None else shape
     if isinstance(node, pz.nx.NamedArrayView):
         if tuple(node.data_shape) != shape:
             return None
@@ -305,10 +306,15 @@ def named_sizes(node: Any) -> dict[LogicalAxis, int]:
     >>> named_sizes(pz.nx.ones({"a": 2, "b": 3}))
     {'a': 2, 'b': 3}
     """
-    if isinstance(node, pz.nx.NamedArrayView):
-        by_dimension = sorted(node.data_axis_for_name.items(), key=lambda item: item[1])
-        return {name: node.data_shape[dimension] for name, dimension in by_dimension}
-    return dict(collections.OrderedDict(node.named_axes))
+    shape = _shape_without_data(node)
+    names = dimension_names(node, shape) or ()
+    return {name: size for name, size in zip(names, shape, strict=True) if name is not None}
+
+
+def _shape_without_data(node: Any) -> tuple[int, ...]:
+    """The shape of a view's data; that of the named dimensions of a ``NamedArray``."""
+    is_view = isinstance(node, pz.nx.NamedArrayView)
+    return tuple(node.data_shape if is_view else node.named_axes.values())
 
 
 def _named_leaf(node: Any, data: Any, path: str, place: str, part: Any) -> NamedLeaf:
@@ -323,9 +329,6 @@ def _named_leaf(node: Any, data: Any, path: str, place: str, part: Any) -> Named
     return NamedLeaf(path, aligned.names, shape, dtype, data, whole, aligned.note, aligned.problem)
 
 
-def _nameless_data_leaf(node: Any, data: Any, path: str) -> NamedLeaf:
-    if isinstance(node, pz.nx.NamedArrayView):
-        names = dimension_names(with_data(node, np.empty(node.data_shape, np.int8)))
-        return NamedLeaf(path, names, tuple(node.data_shape), None, data)
-    sizes = named_sizes(node)
-    return NamedLeaf(path, tuple(sizes), tuple(sizes.values()), None, data)
+def _dataless_leaf(node: Any, data: Any, path: str) -> NamedLeaf:
+    shape = _shape_without_data(node)
+    return NamedLeaf(path, dimension_names(node, shape), shape, None, data)
