@@ -33,7 +33,7 @@ class DimensionDecision:
         logical_axis: Its logical axis, or None for a positional dimension.
         size: Its length.
         mesh_axes: The mesh axes it is sharded over; empty when it is not sharded.
-        rule: The rule that gave this, or None if no rule speaks of it.
+        rule: The rule that gave this, or None if no rule names it.
         reason: One phrase for people.
     """
 
@@ -66,8 +66,8 @@ class SpecExplanation(TextTable):
     @property
     def reason(self) -> str:
         """The reasons of all sharded or relaxed dimensions, in one line."""
-        told = [d.reason for d in self.dimensions if d.rule is not None]
-        return "; ".join([*told, *self.notes]) or "no rule names its logical axes"
+        reasons = [d.reason for d in self.dimensions if d.rule is not None]
+        return "; ".join([*reasons, *self.notes]) or "no rule names its logical axes"
 
     def text_verdict(self) -> str:
         """The spec."""
@@ -116,24 +116,21 @@ def decide(
     return _Decider(rules, names, sizes, dict(mesh_items), on_indivisible).explanation()
 
 
+@dataclasses.dataclass
 class _Decider:
     """Applies rules to one array. Rules for names come first, in their order; what they leave
     free is then offered to the rules for the largest dimension."""
 
-    def __init__(
-        self,
-        rules: tuple[Rule, ...],
-        names: tuple[LogicalAxis | None, ...],
-        sizes: tuple[int, ...],
-        mesh_shape: dict[str, int],
-        on_indivisible: OnIndivisible,
-    ) -> None:
-        self.rules, self.names, self.sizes = rules, names, sizes
-        self.mesh_shape, self.on_indivisible = mesh_shape, on_indivisible
-        self.decided: dict[int, DimensionDecision] = {}
-        self.taken: dict[str, tuple[int, Rule]] = {}
-        self.problems: list[str] = []
-        self.notes: list[str] = []
+    rules: tuple[Rule, ...]
+    names: tuple[LogicalAxis | None, ...]
+    sizes: tuple[int, ...]
+    mesh_shape: dict[str, int]
+    on_indivisible: OnIndivisible
+    # The decision for a dimension by its number; who has a mesh axis: number and rule.
+    decided: dict[int, DimensionDecision] = dataclasses.field(default_factory=dict)
+    taken: dict[str, tuple[int, Rule]] = dataclasses.field(default_factory=dict)
+    problems: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     def explanation(self) -> SpecExplanation:
         for rule in self.rules:
@@ -141,7 +138,7 @@ class _Decider:
                 self._apply_name_rule(rule)
             elif isinstance(rule, IdentityRule):
                 self._apply_identity(rule)
-        self._settle_unfit_names()
+        self._decide_unfit_names()
         for rule in self.rules:
             if isinstance(rule, LargestDimensionRule):
                 self._apply_largest(rule)
@@ -177,9 +174,7 @@ class _Decider:
     def _apply_identity(self, rule: IdentityRule) -> None:
         named = {r.logical_axis for r in self.rules if isinstance(r, NameRule)}
         for i, name in enumerate(self.names):
-            if name is None or i in self.decided or name not in self.mesh_shape:
-                continue
-            if name in named:
+            if i in self.decided or name in named or name not in self.mesh_shape:
                 continue
             assert isinstance(name, str)
             same = NameRule(name, (name,))
@@ -190,7 +185,7 @@ class _Decider:
             else:
                 self._indivisible(i, same)
 
-    def _settle_unfit_names(self) -> None:
+    def _decide_unfit_names(self) -> None:
         """Names that have rules of which none fitted: a problem, or a recorded relaxation."""
         for i, name in enumerate(self.names):
             if name is None or i in self.decided:
@@ -225,12 +220,8 @@ class _Decider:
         parts = part_count(rule.mesh_axes, self.mesh_shape)
         over = sized_mesh_axes_text(rule.mesh_axes, self.mesh_shape)
         if self.on_indivisible == "replicate":
-            self._decide(
-                i,
-                (),
-                rule,
-                f"{name!r} ({size}) replicated: does not divide over {over}, rule {rule}",
-            )
+            reason = f"{name!r} ({size}) replicated: does not divide over {over}, rule {rule}"
+            self._decide(i, (), rule, reason)
             return
         padded = max(parts, -(-size // parts) * parts)
         self.problems.append(
@@ -251,7 +242,7 @@ class _Decider:
 
     def _none_fits(self, i: int, candidates: list[NameRule], busy: list[NameRule]) -> None:
         name, size = self.names[i], self.sizes[i]
-        told = "; ".join(
+        reasons = "; ".join(
             f"rule {rule}: "
             + (
                 self._holders(rule)
@@ -261,10 +252,10 @@ class _Decider:
             for rule in candidates
         )
         if self.on_indivisible == "replicate" and len(busy) < len(candidates):
-            self._decide(i, (), candidates[0], f"{name!r} ({size}) replicated: {told}")
+            self._decide(i, (), candidates[0], f"{name!r} ({size}) replicated: {reasons}")
             return
         self.problems.append(
-            f"logical axis {name!r} ({size}) fits none of its rules: {told}. "
+            f"logical axis {name!r} ({size}) fits none of its rules: {reasons}. "
             f"Add ({name!r}, None) as the last of them to leave it unsharded."
         )
 

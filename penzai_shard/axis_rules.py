@@ -41,7 +41,7 @@ class AxisRules(NotebookView):
     counts. A rule ``name -> None`` says that the dimension stays unsharded.
 
     The idea of ordered logical-to-mesh rules is that of T5X and Flax (flax.linen.partitioning);
-    here a rule that cannot be kept is an error instead of being dropped.
+    in this library a rule that cannot be followed is an error instead of being dropped.
 
     Args:
         rules: A mapping ``{logical: mesh | (mesh, mesh) | None}``, a sequence of
@@ -60,10 +60,9 @@ class AxisRules(NotebookView):
     P()
     """
 
-    __slots__ = ("_hash", "_key", "_names", "rules")
+    __slots__ = ("_hash", "_key", "rules")
 
     rules: tuple[Rule, ...]
-    _names: dict[LogicalAxis, list[NameRule]]
     _key: Hashable
     _hash: int
 
@@ -94,17 +93,13 @@ class AxisRules(NotebookView):
         return made
 
     def _set(self, rules: tuple[Rule, ...]) -> None:
-        names: dict[LogicalAxis, list[NameRule]] = {}
-        for rule in rules:
-            if isinstance(rule, NameRule):
-                names.setdefault(rule.logical_axis, []).append(rule)
         object.__setattr__(self, "rules", rules)
-        object.__setattr__(self, "_names", names)
         # Where no rule gives way to another the order says nothing, and does not count for
         # equality.
+        name_rules = [rule for rule in rules if isinstance(rule, NameRule)]
         ordered = (
-            any(len(of_name) > 1 for of_name in names.values())
-            or any(isinstance(rule, NameRule) and rule.yields for rule in rules)
+            len(self.logical_axes) < len(name_rules)
+            or any(rule.yields for rule in name_rules)
             or sum(isinstance(rule, LargestDimensionRule) for rule in rules) > 1
         )
         key: Hashable = rules if ordered else frozenset(rules)
@@ -132,14 +127,14 @@ class AxisRules(NotebookView):
 
     def __or__(self, other: Any) -> "AxisRules":
         """Combines with other rules; this one's names count where both have them."""
-        other = AxisRules.of(other)
-        kept = [
+        names = self.logical_axes
+        added = [
             rule
-            for rule in other.rules
+            for rule in AxisRules.of(other).rules
             if rule not in self.rules
-            and not (isinstance(rule, NameRule) and rule.logical_axis in self._names)
+            and not (isinstance(rule, NameRule) and rule.logical_axis in names)
         ]
-        return AxisRules.from_rules((*self.rules, *kept))
+        return AxisRules.from_rules((*self.rules, *added))
 
     def __ror__(self, other: Any) -> "AxisRules":
         return AxisRules.of(other) | self
@@ -173,7 +168,8 @@ class AxisRules(NotebookView):
         >>> AxisRules({"batch": "data", "neurons": None}).logical_axes
         ('batch', 'neurons')
         """
-        return tuple(self._names)
+        names = (rule.logical_axis for rule in self.rules if isinstance(rule, NameRule))
+        return tuple(dict.fromkeys(names))
 
     def mesh_problems(self, mesh: AnyMesh | Mapping[str, int]) -> list[str]:
         """One line for every rule that names a mesh axis which the mesh does not have.
@@ -182,23 +178,13 @@ class AxisRules(NotebookView):
         ["rule 'neurons' -> 'modle': the mesh (data=4, model=2) has no mesh axis 'modle'. Did ...]
         """
         shape = mesh_shape_of(mesh)
-        problems = []
-        for rule in self.rules:
-            for name in rule.mesh_axes:
-                if name not in shape:
-                    has = mesh_text(shape)
-                    near = nearest_name(name, shape)
-                    fix = (
-                        f"It looks turned round: logical axis first, {{{name!r}: {turned!r}}}."
-                        if (turned := _mesh_axis_on_the_left(rule, shape))
-                        else f"Did you mean {near!r}?"
-                        if near
-                        else f"Use one of {sorted(shape)}, or None."
-                    )
-                    problems.append(
-                        f"rule {rule}: the mesh ({has}) has no mesh axis {name!r}. {fix}"
-                    )
-        return problems
+        return [
+            f"rule {rule}: the mesh ({mesh_text(shape)}) has no mesh axis {name!r}. "
+            f"{_mesh_axis_fix(rule, name, shape)}"
+            for rule in self.rules
+            for name in rule.mesh_axes
+            if name not in shape
+        ]
 
     def check_mesh(self, mesh: AnyMesh | Mapping[str, int]) -> None:
         """Checks that every mesh axis named by a rule exists.
@@ -207,7 +193,8 @@ class AxisRules(NotebookView):
             mesh: The mesh, or its axis sizes by name.
 
         Raises:
-            MeshError: Some rule names a mesh axis that is not there; all are reported at once.
+            MeshError: Some rule names a mesh axis that the mesh does not have; all are reported
+                at once.
 
         >>> AxisRules({"neurons": "model"}).check_mesh({"model": 2})
         """
@@ -235,7 +222,7 @@ class AxisRules(NotebookView):
             A ``PartitionSpec`` without trailing ``None``.
 
         Raises:
-            MeshError: A rule names a mesh axis that is not there.
+            MeshError: A rule names a mesh axis that the mesh does not have.
             PlanError: A length does not divide, or one mesh axis is asked for twice.
             RuleTypeError: Names and sizes differ in number, or a name occurs twice.
 
@@ -260,7 +247,7 @@ class AxisRules(NotebookView):
         Takes the arguments of ``spec``. Problems with the array are returned, not raised.
 
         Raises:
-            MeshError: A rule names a mesh axis that is not there.
+            MeshError: A rule names a mesh axis that the mesh does not have.
             RuleTypeError: Names and sizes differ in number, or a name occurs twice.
 
         >>> print(AxisRules({"b": "data"}).explain(("a", "b"), (3, 4), {"data": 2}))
@@ -295,10 +282,8 @@ def _read_rules(rules: Any) -> tuple[Rule, ...]:
     if isinstance(rules, AxisRules):
         return rules.rules
     if isinstance(rules, Mapping):
-        items = list(rules.items())
-    elif isinstance(rules, Iterable) and not isinstance(rules, str | bytes | Set):
-        items = list(rules)
-    else:
+        rules = rules.items()
+    elif not isinstance(rules, Iterable) or isinstance(rules, str | bytes | Set):
         if callable(rules):
             name = getattr(rules, "__name__", type(rules).__name__)
             raise RuleTypeError(
@@ -311,7 +296,7 @@ def _read_rules(rules: Any) -> tuple[Rule, ...]:
         )
     read: list[Rule] = []
     problems = []
-    for item in items:
+    for item in rules:
         if not isinstance(item, tuple | list) or len(item) != 2:
             problems.append(
                 f"{item!r} is not a (logical, mesh) pair. Write for instance ('embedding', 'data')."
@@ -346,10 +331,12 @@ def _read_rules(rules: Any) -> tuple[Rule, ...]:
     return tuple(read)
 
 
-def _mesh_axis_on_the_left(rule: Rule, mesh_shape: Mapping[str, int]) -> str | None:
-    """The mesh axis that a rule gives as its logical axis, if it gives one."""
-    left = rule.logical_axis if isinstance(rule, NameRule) else None
-    return left if isinstance(left, str) and left in mesh_shape else None
+def _mesh_axis_fix(rule: Rule, name: str, mesh_shape: Mapping[str, int]) -> str:
+    """What to write in place of a mesh axis that the mesh does not have."""
+    if isinstance(rule, NameRule) and rule.logical_axis in mesh_shape:
+        return f"It looks reversed: logical axis first, {{{name!r}: {rule.logical_axis!r}}}."
+    near = nearest_name(name, mesh_shape)
+    return f"Did you mean {near!r}?" if near else f"Use one of {sorted(mesh_shape)}, or None."
 
 
 def _kind_of_run(rule: Rule) -> Any:

@@ -1,4 +1,4 @@
-"""The kinds of rule there are, and how rules, names and sizes are written in messages."""
+"""The kinds of rule, and how rules, names and sizes are written in messages."""
 
 import dataclasses
 import difflib
@@ -21,7 +21,7 @@ _ACTIVATION_AXES = frozenset(
     {"batch", "seq", "sequence", "kv_seq", "tokens", "kv_tokens", "positions", "time", "length"}
 )
 
-# A name this similar to one that exists is probably a slip of the finger.
+# A name this similar to one that exists is probably misspelt.
 _NEAR = 0.8
 
 
@@ -90,7 +90,7 @@ class NameRule:
 
     @property
     def is_expected_to_be_unused(self) -> bool:
-        """Whether it is no surprise that some tree has nothing of this logical axis.
+        """Whether it is as expected that some tree has nothing of this logical axis.
 
         >>> NameRule("batch", ("data",)).is_expected_to_be_unused
         True
@@ -106,7 +106,7 @@ class NameRule:
 
 @dataclasses.dataclass(frozen=True)
 class IdentityRule:
-    """Every logical axis goes to the mesh axis of the same name, where there is one."""
+    """Every logical axis goes to the mesh axis of the same name, if the mesh has one."""
 
     mesh_axes: tuple[str, ...] = ()
 

@@ -29,7 +29,7 @@ def data_parallel(
         batch_axis: The logical axis of the batch.
 
     Raises:
-        RuleTypeError: These are no names of axes.
+        RuleTypeError: These are not names of axes.
 
     >>> data_parallel()
     AxisRules({'batch': 'data'})
@@ -54,7 +54,7 @@ def fully_sharded(mesh_axis: str | tuple[str, ...] = "data", min_size: int = 2**
         min_size: Arrays with fewer elements than this stay whole.
 
     Raises:
-        RuleTypeError: These are no mesh axes, or ``min_size`` is not a number of elements.
+        RuleTypeError: These are not mesh axes, or ``min_size`` is not a number of elements.
 
     >>> rules = fully_sharded(min_size=1) | tensor_parallel(axes=("neurons",))
     >>> rules.spec(("embedding", "neurons"), (8, 64), {"data": 4, "model": 2})
@@ -89,7 +89,7 @@ def tensor_parallel(
             the first that divides. By default those of Penzai's transformers.
 
     Raises:
-        RuleTypeError: These are no names of axes.
+        RuleTypeError: These are not names of axes.
 
     >>> tensor_parallel().spec(("head_groups", "query_heads"), (4, 2), {"model": 2})
     P('model',)

@@ -266,7 +266,7 @@ def a_sum_of_presets(directory):
     errors.MeshError,
     "the rules do not fit the mesh:",
     "  rule 'model' -> 'features_out': the mesh (data=4, model=2) has no mesh axis "
-    "'features_out'. It looks turned round: logical axis first, {'features_out': 'model'}.",
+    "'features_out'. It looks reversed: logical axis first, {'features_out': 'model'}.",
 )
 def a_rule_turned_round(directory):
     return (

@@ -207,8 +207,7 @@ class ShardingPlan(NotebookView):
         if strange:
             has = ", ".join(map(repr, sorted(self.logical_axes, key=str))) or "none"
             remarks.append(
-                f"UNKNOWN HERE, a slip of the pen? {_rules_text(strange)} "
-                f"(the logical axes are {has})"
+                f"UNKNOWN NAMES, misspelt? {_rules_text(strange)} (the logical axes are {has})"
             )
         if expected:
             remarks.append(f"for other arrays, such as activations: {_rules_text(expected)}")

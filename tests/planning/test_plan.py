@@ -450,7 +450,7 @@ def test_rules_that_match_nothing_are_listed(mesh):
         "'vocabulary' -> None",
     ]
     assert plan.table().text_summary() == (
-        "UNKNOWN HERE, a slip of the pen? 'vocabulary' -> None "
+        "UNKNOWN NAMES, misspelt? 'vocabulary' -> None "
         "(the logical axes are 'embedding', 'neurons')",
         "for other arrays, such as activations: 'batch' -> 'data'",
     )
