@@ -32,7 +32,7 @@ def shard_batch(
         plan: A plan to carry out instead of mesh, rules and options.
 
     Returns:
-        The batch, its arrays on the mesh. Arrays that lie so already are not copied.
+        The batch, its arrays on the mesh. Arrays that are laid out so already are not copied.
 
     Raises:
         ShardingError: An array has no names, or has no valid layout; all are reported at once.

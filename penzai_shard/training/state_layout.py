@@ -4,7 +4,7 @@ A compiled step is made for one layout. For every later step to fit it, arrays m
 to their places, on the Auto twin of their mesh, with canonical specs and strong types.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from penzai_shard.array_kinds import is_deleted
+from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.meshes import auto_twin, mesh_text
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.planning import shared_named_sharding
@@ -53,7 +54,7 @@ def with_strong_type(leaf: Any) -> Any:
 
 
 def mesh_of(leaves: Iterable[Any]) -> Mesh | None:
-    """The Auto twin of the first mesh that an array lies on; None if none lies on one.
+    """The Auto twin of the first mesh that an array is on; None if none is on one.
 
     >>> mesh_of([1.0, jnp.ones(2)]) is None
     True
@@ -85,41 +86,56 @@ def canonical(sharding: Sharding) -> Sharding:
     return NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def committed(leaf: Any, mesh: Mesh | None) -> Any:
-    """An array committed to its place, in canonical form; moves nothing that is committed.
+def committed(
+    leaves: Sequence[Any], mesh: Mesh | None, paths: Callable[[], list[str]]
+) -> list[Any]:
+    """Arrays committed to their places, in canonical form; moves nothing that is committed.
 
     Args:
-        leaf: An array. One that JAX was free to place goes to every device of the mesh.
+        leaves: Arrays. Those that JAX was free to place go to every device of the mesh.
         mesh: The mesh of the state, or None for a state on one device.
+        paths: Gives the path of each leaf, for messages.
+
+    Raises:
+        ShardingError: Some arrays are committed to other devices than the mesh's.
     """
+    placed = [_committed(leaf, mesh) for leaf in leaves]
+    devices = None if mesh is None else set(mesh.devices.flat)
+    elsewhere = [
+        i
+        for i, leaf in enumerate(placed)
+        if devices and isinstance(leaf, jax.Array) and leaf.sharding.device_set != devices
+    ]
+    if elsewhere and devices:
+        texts = paths()
+        raise_all(
+            ShardingError,
+            "the arrays of this train state are on different devices:",
+            [
+                f"{texts[i]}: is on {_devices_text(placed[i].sharding.device_set)}, the rest of "
+                f"the state on a mesh of {len(devices)} devices. Place it too: "
+                "jax.device_put(state, train_state_sharding(state, mesh, rules))."
+                for i in elsewhere
+            ],
+        )
+    return placed
+
+
+def _committed(leaf: Any, mesh: Mesh | None) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
-    sharding = leaf.sharding
-    if not leaf.committed:
-        target = sharding if mesh is None else shared_named_sharding(mesh, PartitionSpec())
-        return jax.device_put(leaf, target)
-    target = canonical(sharding)
-    return leaf if target is sharding else jax.device_put(leaf, target)
+    target = canonical(leaf.sharding)
+    if leaf.committed and target is leaf.sharding:
+        return leaf
+    if not leaf.committed and mesh is not None:
+        target = shared_named_sharding(mesh, PartitionSpec())
+    return jax.device_put(leaf, target)
 
 
-def device_problems(paths: Iterable[str], leaves: Sequence[Any], mesh: Mesh | None) -> list[str]:
-    """One line for every array that is committed to other devices than the mesh's.
-
-    Args:
-        paths: Path of each leaf.
-        leaves: The leaves.
-        mesh: The mesh of the state, or None for a state on one device.
-    """
-    if mesh is None:
-        return []
-    devices = set(mesh.devices.flat)
-    return [
-        f"{path}: lies on {_devices_text(leaf.sharding.device_set)}, "
-        f"the rest of the state on a mesh of {len(devices)} devices. Place it too: "
-        "jax.device_put(state, train_state_sharding(state, mesh, rules))."
-        for path, leaf in zip(paths, leaves, strict=True)
-        if isinstance(leaf, jax.Array) and leaf.sharding.device_set != devices
-    ]
+def own_copy(leaf: Any) -> Any:
+    """A copy of an array with memory of its own, as committed to its place as the array is."""
+    copy = jnp.copy(leaf)
+    return jax.device_put(copy, leaf.sharding) if getattr(leaf, "committed", False) else copy
 
 
 def without_shared_buffers(leaves: Sequence[Any], others: Iterable[Any]) -> list[Any]:
@@ -133,11 +149,8 @@ def without_shared_buffers(leaves: Sequence[Any], others: Iterable[Any]) -> list
     result = []
     for leaf in leaves:
         buffers = _buffers(leaf)
-        if used.intersection(buffers):
-            copy = jnp.copy(leaf)
-            leaf = jax.device_put(copy, leaf.sharding) if leaf.committed else copy
-        used.update(buffers)
-        result.append(leaf)
+        result.append(own_copy(leaf) if used & buffers else leaf)
+        used |= buffers
     return result
 
 
@@ -157,27 +170,25 @@ def packed_scalars(leaves: Sequence[Any]) -> tuple[list[Any], Packing]:
         The arrays to pass, and for every leaf which of them it is, or is in and where. That
         depends on dtypes and layouts, not on values.
 
-    >>> passed, packing = packed_scalars([jnp.asarray(1.0), jnp.ones(2), jnp.asarray(3.0)])
-    >>> packing, [float(x) for x in unpacked(passed, packing)[::2]]
+    >>> packed, packing = packed_scalars([jnp.asarray(1.0), jnp.ones(2), jnp.asarray(3.0)])
+    >>> packing, [float(x) for x in unpacked(packed, packing)[::2]]
     (((1, 0), (0, None), (1, 1)), [1.0, 3.0])
     """
-    passed: list[Any] = []
-    where: list[tuple[int, int | None]] = []
+    packed: list[Any] = []
+    where: dict[int, tuple[int, int | None]] = {}
     alike: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if _is_packable(leaf):
             key = (leaf.dtype, leaf.weak_type, leaf.sharding, leaf.committed)
             alike.setdefault(key, []).append(i)
-            where.append((-1, None))
         else:
-            where.append((len(passed), None))
-            passed.append(leaf)
-    for (_, _, sharding, committed), members in alike.items():
-        for position, i in enumerate(members):
-            where[i] = (len(passed), position)
-        packed = jax.lax.concatenate([jax.lax.reshape(leaves[i], (1,)) for i in members], 0)
-        passed.append(jax.device_put(packed, sharding) if committed else packed)
-    return passed, tuple(where)
+            where[i] = (len(packed), None)
+            packed.append(leaf)
+    for (_, _, sharding, is_committed), members in alike.items():
+        where |= {i: (len(packed), position) for position, i in enumerate(members)}
+        array = jax.lax.concatenate([jax.lax.reshape(leaves[i], (1,)) for i in members], 0)
+        packed.append(jax.device_put(array, sharding) if is_committed else array)
+    return packed, tuple(where[i] for i in range(len(leaves)))
 
 
 def _is_packable(leaf: Any) -> bool:
@@ -189,10 +200,10 @@ def _is_packable(leaf: Any) -> bool:
     )
 
 
-def unpacked(passed: Sequence[Any], packing: Packing) -> list[Any]:
+def unpacked(packed: Sequence[Any], packing: Packing) -> list[Any]:
     """The leaves that `packed_scalars` packed, weak types kept."""
     return [
-        passed[i] if j is None else jax.lax.index_in_dim(passed[i], j, keepdims=False)
+        packed[i] if j is None else jax.lax.index_in_dim(packed[i], j, keepdims=False)
         for i, j in packing
     ]
 

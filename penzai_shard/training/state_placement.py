@@ -1,4 +1,4 @@
-"""Laying out a new train state as the model's parameters already lie."""
+"""Laying out a new train state as the model's parameters are already."""
 
 import collections
 import functools
@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard.array_kinds import is_traced
-from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.meshes import auto_context
 from penzai_shard.named_leaves import with_data
 from penzai_shard.partition_specs import mesh_axes_by_dimension
@@ -23,7 +22,6 @@ from penzai_shard.training.state_layout import (
     as_array,
     canonical,
     committed,
-    device_problems,
     mesh_of,
     with_strong_type,
 )
@@ -56,17 +54,12 @@ def place_initial_fields(
         name: jax.tree.map(as_array if name in CONSTANT_FIELDS else with_strong_type, tree)
         for name, tree in fields.items()
     }
-    leaves = jax.tree.leaves(fields)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(fields)
+    leaves = [leaf for _, leaf in flat]
     mesh = None if any(map(is_traced, leaves)) else mesh_of(leaves)
     if mesh is not None:
-        fields = jax.tree.map(lambda leaf: committed(leaf, mesh), fields)
-        flat, _ = jax.tree_util.tree_flatten_with_path(fields)
-        paths = [array_path_text(path) for path, _ in flat]
-        raise_all(
-            ShardingError,
-            "the arrays of this train state are on different devices:",
-            device_problems(paths, [leaf for _, leaf in flat], mesh),
-        )
+        placed = committed(leaves, mesh, lambda: [array_path_text(path) for path, _ in flat])
+        fields = jax.tree.unflatten(treedef, placed)
     params = {name: value for name, value in fields["params"].items() if name in trainable}
     if mesh is None:
         # What the optimizer hands out may be its own, such as a random key, or a parameter.
@@ -86,8 +79,8 @@ def shardings_like_params(
 ) -> Any:
     """A sharding for every array of an optimizer state, read off the parameters' own layouts.
 
-    Each dimension of each parameter gets a logical axis of its own, ruled by where that dimension
-    lies; the plan then carries this over to whatever statistics the optimizer keeps.
+    Each dimension of each parameter gets a logical axis of its own, with the rule that it is split
+    as it is; the plan then carries this over to whatever statistics the optimizer keeps.
 
     Args:
         opt_state: State whose shardings are wanted, usually abstract.
@@ -130,7 +123,7 @@ def shardings_like_params(
 def _named_by_layout(
     value: Any, mesh: Mesh, rules: dict[tuple[int, Any], Any]
 ) -> tuple[Any, list[pz.nx.NamedArray]]:
-    """A parameter's structure, and empty arrays whose axes are named after where they lie."""
+    """A parameter's structure, and empty arrays whose axes are named after their own layout."""
     leaves, treedef = jax.tree.flatten(value)
     templates = []
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""Deciding how a whole train state lies, by name."""
+"""Deciding how a whole train state is laid out, by name."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def train_state_sharding(
 
     For ``jax.device_put(state, shardings)`` and for ``train_state_shardings`` of
     ``build_train_step_fn``. Parameters, state variables, constants and the loss function's state
-    lie as the rules say, the optimizer's state under its own rules if there are any. With
+    are laid out as the rules say, the optimizer's state under its own rules if there are any. With
     parameters replicated and the optimizer's state sharded this is stage 1 of ZeRO (Rajbhandari
     et al. 2020, arXiv:1910.02054). Scalars and keys are replicated over the mesh, so that nothing
     sits on one device.

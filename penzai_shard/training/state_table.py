@@ -24,7 +24,7 @@ PARTS = {
 
 
 class StateTable(PreparedTable):
-    """What a train state holds and how it lies; ``print`` and notebooks show it."""
+    """What a train state holds and how it is laid out; ``print`` and notebooks show it."""
 
     headings = ("array", "count", "logical axes/mesh axes", "dtype", "per device", "part")
     right_aligned = frozenset({"count", "per device"})
@@ -50,8 +50,8 @@ class StateTable(PreparedTable):
         for field, part in PARTS.items():
             if field == "params":
                 for name, value in parts[field].items():
-                    told = "trained" if name in trained else "frozen"
-                    map_arrays(value, functools.partial(_add_row, rows, told, name))
+                    kind = "trained" if name in trained else "frozen"
+                    map_arrays(value, functools.partial(_add_row, rows, kind, name))
             else:
                 map_arrays(parts[field], functools.partial(_add_row, rows, part, None), field)
         held = bytes_text(sum(row[3] for row in rows))

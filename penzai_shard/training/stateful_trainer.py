@@ -13,7 +13,6 @@ from penzai_shard.placement import place
 from penzai_shard.planning import PlacingRequest, PlanRequest
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 from penzai_shard.text_tables import NotebookView
-from penzai_shard.training.state_sharding import train_state_sharding
 from penzai_shard.training.state_table import StateTable
 from penzai_shard.training.step_failures import refuse_inputs, refuse_positional
 from penzai_shard.training.train_state import TrainState, with_own_buffers
@@ -90,14 +89,8 @@ class StatefulTrainer(NotebookView):
             self._request = PlacingRequest.read(
                 "StatefulTrainer", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed
             )
-            self.shardings = train_state_sharding(
-                _checked(train_state),
-                mesh,
-                self._request.rules if self._request.rules_given else None,
-                optimizer_rules,
-                on_indivisible=on_indivisible,
-                on_unnamed=on_unnamed,
-            )
+            plan = self._request.plan_state(_checked(train_state), optimizer_rules)
+            self.shardings = plan.sharding_tree()
         elif any(rule is not None for rule in given):
             raise RuleTypeError("rules need a mesh: pass mesh=make_mesh({...}) too.")
         self.loss_fn = loss_fn

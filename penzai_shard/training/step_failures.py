@@ -114,16 +114,16 @@ def explained(error: Exception, flat: FlatState, inputs: Mapping[str, Any]) -> S
     state = next(leaf for leaf in flat.changing if isinstance(leaf, jax.Array))
     devices = _devices(state)
     problems = [
-        f"input {path}: lies on {_place(leaf)}, the train state on {_place(state)}. Place it with "
+        f"input {path}: is on {_place(leaf)}, the train state on {_place(state)}. Place it with "
         "the state: shard_batch(batch, mesh, rules), with the state's mesh."
         for path, leaf in named
         if isinstance(leaf, jax.Array) and leaf.committed and _devices(leaf) != devices
     ]
     if problems:
-        return ShardingError("the inputs lie on other devices than the train state:", problems)
+        return ShardingError("the inputs are on other devices than the train state:", problems)
     return ShardingError(
         "the loss function uses arrays or constraints on other devices than the train state, which "
-        f"lies on {_place(state)}. Make its constraint layers and its closures for the same mesh. "
+        f"is on {_place(state)}. Make its constraint layers and its closures for the same mesh. "
         f"JAX says: {_with_paths(str(error), flat)}"
     )
 

@@ -31,7 +31,7 @@ from penzai_shard.training.flat_state import (
 from penzai_shard.training.loss_contract import not_arrays
 from penzai_shard.training.optimizer_calls import check_optimizer
 from penzai_shard.training.optimizer_identity import OptimizerIdentity
-from penzai_shard.training.state_layout import deleted
+from penzai_shard.training.state_layout import deleted, own_copy
 from penzai_shard.training.state_placement import place_initial_fields
 from penzai_shard.training.state_table import PARTS, StateTable
 from penzai_shard.tree_paths import array_path_text
@@ -98,7 +98,7 @@ class TrainState(NotebookView):
     ) -> "TrainState":
         """The state before the first step.
 
-        If any array of the model lies on a mesh, nothing of the state is left on one device:
+        If any array of the model is on a mesh, nothing of the state is left on one device:
         the optimizer's state is made already laid out as the parameters it belongs to, and
         everything else is replicated over the mesh. An Explicit mesh is replaced by its Auto
         twin, which moves no data.
@@ -113,7 +113,7 @@ class TrainState(NotebookView):
             trainable: Which parameters to train; see `split_model`. By default all that are not
                 frozen, and whose metadata does not say ``{"trainable": False}``.
             on_unnamed: What becomes of arrays that the optimizer keeps and that are not made of
-                a parameter's dimensions, if the model lies on a mesh: an error, or a copy on
+                a parameter's dimensions, if the model is on a mesh: an error, or a copy on
                 every device (``"replicate"``).
 
         Returns:
@@ -190,7 +190,7 @@ class TrainState(NotebookView):
         return f"TrainState(step={self.step}, {self.variables!r})"
 
     def notebook_table(self) -> StateTable:
-        """What the state holds and how it lies, arrays alike in one row."""
+        """What the state holds and how it is laid out, arrays alike in one row."""
         if is_donated(self):
             return StateTable((), donation_text(self))
         known = isinstance(self.step, jax.Array) and not is_traced(self.step)
@@ -219,13 +219,9 @@ def peek(state: TrainState, field: str) -> Any:
     return fields[field] if field in fields else fields["_flat"].field(field)
 
 
-def _flatten_with_keys(state: TrainState) -> tuple[Sequence[Any], Any]:
+def _flatten(state: TrainState) -> tuple[Sequence[Any], Any]:
     children = [(jax.tree_util.GetAttrKey(name), peek(state, name)) for name in FIELDS]
     return children, (optimizer_of(state), state.variables)
-
-
-def _flatten(state: TrainState) -> tuple[Sequence[Any], Any]:
-    return [peek(state, name) for name in FIELDS], (optimizer_of(state), state.variables)
 
 
 def _unflatten(
@@ -238,18 +234,13 @@ def _unflatten(
     return state
 
 
-jax.tree_util.register_pytree_with_keys(TrainState, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_pytree_with_keys(TrainState, _flatten, _unflatten)
 
 
 def with_own_buffers(state: TrainState) -> TrainState:
     """A state like another, in which all that a step would donate is copied."""
     flat = to_flat(state)
-    copied = [
-        jax.device_put(jnp.copy(leaf), leaf.sharding)
-        if isinstance(leaf, jax.Array) and leaf.committed
-        else jnp.copy(leaf)
-        for leaf in flat.changing
-    ]
+    copied = [own_copy(leaf) for leaf in flat.changing]
     return from_flat(FlatState(flat.form, copied, flat.constant, flat.program, flat.packed))
 
 

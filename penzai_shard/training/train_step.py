@@ -13,7 +13,7 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 
 from penzai_shard.array_kinds import is_abstract, is_array_like, is_traced
-from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
+from penzai_shard.errors import RuleTypeError, ShardingError
 from penzai_shard.meshes import auto_context, has_explicit_axes, onto_auto_twin
 from penzai_shard.training.aux_reductions import AuxReductions
 from penzai_shard.training.declared_layout import DeclaredAux, DeclaredInputs, DeclaredState
@@ -24,7 +24,6 @@ from penzai_shard.training.state_layout import (
     Packing,
     as_array,
     committed,
-    device_problems,
     mesh_of,
     packed_scalars,
     unpacked,
@@ -67,7 +66,7 @@ def build_train_step_fn(
 ) -> "TrainStep":
     """Builds the function that does one step of training.
 
-    One compilation serves any number of steps: the new state always lies exactly as declared,
+    One compilation serves any number of steps: the new state is always laid out as declared,
     or, if nothing is declared, exactly as the state that went in.
 
     Args:
@@ -81,8 +80,8 @@ def build_train_step_fn(
             is then unusable, and so is any model that shares its arrays. Frozen parameters,
             constants and the random key are never donated.
         input_kwarg_shardings: For some inputs by name, a sharding or a tree of shardings.
-            Arrays that JAX is free to place are placed so; arrays that lie otherwise are an
-            error.
+            Arrays that JAX is free to place are placed so; arrays that have another
+            layout are an error.
         train_state_shardings: Declared layout of the state, as `train_state_sharding` makes it,
             or one sharding for everything. Leaves that are None are not declared. It may be of
             a state with another optimizer of the same form.
@@ -295,12 +294,7 @@ class TrainStep:
         is_free = self._declared_state is None and not any(map(_is_committed, (*leaves, *inputs)))
         if not is_free:
             with auto_context():
-                leaves = [committed(leaf, mesh) for leaf in leaves]
-            raise_all(
-                ShardingError,
-                "the arrays of this train state are on different devices:",
-                device_problems(form.paths(), leaves, mesh),
-            )
+                leaves = committed(leaves, mesh, form.paths)
         changing, constant = form.parted(leaves)
         if self._donate:
             # The step's number, which comes first, is not donated.

@@ -241,23 +241,23 @@ REFUSED = {
     "a deleted input": (lambda: step(x=deleted()), "x: its memory is gone"),
     "a batch on a part of the devices": (
         lambda: step(placed(), x=x(half_mesh(), PartitionSpec("data"))),
-        "input x: lies on P('data',) on mesh data=4 (devices 0, 1, 2, 3), the train state on P() "
+        "input x: is on P('data',) on mesh data=4 (devices 0, 1, 2, 3), the train state on P() "
         "on mesh data=4, model=2 (devices 0, 1, 2, 3, 4, 5, 6, 7). Place it with the state: "
         "shard_batch(batch, mesh, rules), with the state's mesh.",
     ),
     "a batch on one device": (
         lambda: step(placed(), x=jax.device_put(x(), jax.devices()[3])),
-        "input x: lies on device 3, the train state on P() on mesh data=4, model=2",
+        "input x: is on device 3, the train state on P() on mesh data=4, model=2",
     ),
     "a state on a part of the devices": (
         lambda: step(placed(half_mesh()), x=x(make_mesh(MESH), PartitionSpec("data"))),
-        "input x: lies on P('data',) on mesh data=4, model=2",
+        "input x: is on P('data',) on mesh data=4, model=2",
     ),
     "a constraint layer on other devices": (constrained_elsewhere, "devices"),
     "a constraint on other devices": (
         pinned_elsewhere,
         "the loss function uses arrays or constraints on other devices than the train state, "
-        "which lies on P() on mesh data=4, model=2",
+        "which is on P() on mesh data=4, model=2",
     ),
     "a state that was donated": (
         step_twice_from_one,

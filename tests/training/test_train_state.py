@@ -210,7 +210,7 @@ def test_arrays_committed_elsewhere_are_refused(mesh):
         "a": jax.device_put(jnp.ones(8), NamedSharding(mesh, PartitionSpec("data"))),
         "b": jax.device_put(jnp.ones(8), jax.devices()[3]),
     }
-    with pytest.raises(ShardingError, match="params/b: lies on device 3"):
+    with pytest.raises(ShardingError, match="params/b: is on device 3"):
         initial(params)
 
 
