@@ -5,18 +5,13 @@ computes. A value's type says along which of them it *varies*, which is to say t
 hold different ones.
 """
 
-import dataclasses
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
-from penzai_shard.axis_rules import AxisRules
-from penzai_shard.meshes import AnyMesh
-from penzai_shard.partition_specs import part_count, restricted_spec
-from penzai_shard.planning import plan_tree
+from penzai_shard.library_apis.jax_api import manual_mesh_axes
 
 
 def manual_axes() -> frozenset[str]:
@@ -25,7 +20,7 @@ def manual_axes() -> frozenset[str]:
     >>> manual_axes()
     frozenset()
     """
-    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    return manual_mesh_axes()
 
 
 def varying_axes(value: Any) -> frozenset[str]:
@@ -58,47 +53,3 @@ def as_varying(array: Any, mesh_axes: Iterable[str]) -> Any:
     """
     missing = tuple(sorted(set(mesh_axes) - varying_axes(array)))
     return jax.lax.pcast(array, missing, to="varying") if missing else array
-
-
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """Which mesh axes a region of the program takes over, and what is split over them.
-
-    Attributes:
-        mesh: The mesh, with Auto axes.
-        parameter_rules: Rules for parameters.
-        activation_rules: Rules for everything else.
-        manual: The mesh axes that the region takes over.
-        min_size: Parameters with fewer elements than this are not split.
-        keep_split: The logical axes over which parameters stay split inside.
-        per_device: Whether the layer is written for one device's part.
-        assume_independent: Operations that are taken to treat elements independently.
-    """
-
-    mesh: AnyMesh
-    parameter_rules: AxisRules
-    activation_rules: AxisRules
-    manual: tuple[str, ...]
-    min_size: int = 0
-    keep_split: tuple[Hashable, ...] = ()
-    per_device: bool = False
-    assume_independent: tuple[str, ...] = ()
-
-    def parameter_specs(self, tree: Any) -> list[PartitionSpec]:
-        """The specs of the arrays of a tree, over the manual mesh axes alone."""
-        return self._specs(tree, self.parameter_rules, self.min_size)
-
-    def activation_specs(self, tree: Any) -> list[PartitionSpec]:
-        """The specs of the arrays of a tree, over the manual mesh axes alone."""
-        return self._specs(tree, self.activation_rules)
-
-    def parts(self, mesh_axes: Iterable[str]) -> int:
-        """How many parts some mesh axes make."""
-        return part_count(mesh_axes, self.mesh.shape)
-
-    def _specs(self, tree: Any, rules: AxisRules, min_size: int = 0) -> list[PartitionSpec]:
-        plan = plan_tree(tree, self.mesh, rules, on_unnamed="replicate", min_size=min_size)
-        return [
-            restricted_spec(sharding.spec, self.manual)
-            for sharding in jax.tree_util.tree_leaves(plan.sharding_tree())
-        ]

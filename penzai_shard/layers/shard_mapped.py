@@ -21,10 +21,11 @@ from penzai import pz
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import MeshError, RuleTypeError, ShardingError, raise_all
 from penzai_shard.layers import variable_threading
-from penzai_shard.layers.manual_region import Region, manual_axes
-from penzai_shard.layers.region_boundary import BoundaryTree, take_apart
-from penzai_shard.layers.region_call import RegionCall
-from penzai_shard.layers.region_outputs import ManualRegionError
+from penzai_shard.layers.manual_region import manual_axes
+from penzai_shard.layers.shard_map_regions.boundaries import BoundaryTree, take_apart
+from penzai_shard.layers.shard_map_regions.region_call import RegionCall, indices_by_text
+from penzai_shard.layers.shard_map_regions.region_plan import ManualRegionError, Region
+from penzai_shard.layers.unfit_calls import UNFIT_CALL
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, mesh_text, onto_auto_twin
 from penzai_shard.named_leaves import leaves_of
@@ -95,8 +96,9 @@ class ShardMapped(WrapperLayer):
     >>> ShardMapped(pz.nn.Softmax("batch"), mesh, {}, {"batch": "data"})(output)
     Traceback (most recent call last):
         ...
-    penzai_shard.layers.region_outputs.ManualRegionError: the layer does not treat the elements
-    that lie on different devices independently (split: 'batch' (16) over mesh axis 'data' (8)):
+    penzai_shard.layers.shard_map_regions.region_plan.ManualRegionError: the layer does not treat
+    the elements that lie on different devices independently (split: 'batch' (16) over mesh axis
+    'data' (8)):
       'reduce_max' of Softmax (basic_ops.py:71): it reduces logical axis 'batch', ...
     """
 
@@ -155,26 +157,30 @@ class ShardMapped(WrapperLayer):
         variable_threading.check_distinct_slots(variables)
         parameters = [variable for variable in variables if isinstance(variable, pz.Parameter)]
         states = [variable for variable in variables if not isinstance(variable, pz.Parameter)]
-        weights, weight_arrays = take_apart(([v.freeze() for v in parameters], body))
-        activations, activation_arrays = take_apart(
-            {
-                "argument": argument,
-                "side_inputs": side_inputs,
-                "states": [v.freeze() for v in states],
-            }
+        inputs, arrays = take_apart(
+            (
+                ([v.freeze() for v in parameters], body),
+                {
+                    "argument": argument,
+                    "side_inputs": side_inputs,
+                    "states": [v.freeze() for v in states],
+                },
+            )
         )
-        call = RegionCall(region, weights, activations)
         try:
             with auto_context():
-                arrays, (after,) = _shard_mapped(call, weight_arrays, activation_arrays)
-        except Exception as error:
+                tree, arrays = _shard_mapped(RegionCall(region, inputs), arrays)
+        except UNFIT_CALL as error:
             problem = _unfit(error, region, given)
             if problem is None:
                 raise
             raise problem from None
-        output, changed = after.value.put_together(arrays)
-        variable_threading.assign([*parameters, *states], changed)
-        return output
+        after = tree.put_together(arrays)
+        if after["changed"]:
+            indices = indices_by_text([*parameters, *states])
+            changed = {indices[text]: content for text, content in after["changed"].items()}
+            variable_threading.assign([*parameters, *states], changed)
+        return after["output"]
 
     def _region(self) -> Region:
         if not isinstance(self.mesh, Mesh | AbstractMesh):
@@ -268,25 +274,9 @@ def _check_manual_axes(wanted: Sequence[str], mesh: AnyMesh) -> None:
     raise_all(MeshError, "cannot take over mesh axes:", problems)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Fixed:
-    """What a compiled function returns that is not an array, such as a tree's structure.
-
-    Attributes:
-        value: It, compared by equality.
-    """
-
-    value: BoundaryTree = dataclasses.field(metadata={"static": True})
-
-
 @functools.partial(jax.jit, static_argnums=0)
-def _shard_mapped(
-    call: RegionCall, weight_arrays: list[Any], activation_arrays: list[Any]
-) -> tuple[list[Any], list[Fixed]]:
+def _shard_mapped(call: RegionCall, arrays: list[Any]) -> tuple[BoundaryTree, list[Any]]:
     # Compiled, and remembered by how the model is built: a region that is not compiled would be
     # traced anew at every call, and cannot leave mesh axes to the compiler.
     with auto_context():
-        result = call.run(*onto_auto_twin((weight_arrays, activation_arrays)))
-        boundary, arrays = take_apart(result)
-        return arrays, [Fixed(boundary)]
+        return call.run(onto_auto_twin(arrays))

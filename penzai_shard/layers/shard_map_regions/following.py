@@ -50,7 +50,7 @@ from penzai_shard.traced_programs import (
 DERIVATIVES_FOLLOWED = 2
 """How many times a program with custom derivatives may be differentiated and still be followed."""
 
-_ENTRY = str(pathlib.Path(__file__).parents[1] / "region_call.py")
+_ENTRY = str(pathlib.Path(__file__).with_name("region_call.py"))
 """Where a layer is called; what called the region is no part of where an operation is."""
 
 _COLLECTIVE = (

@@ -6,7 +6,7 @@ each device holds a part of it. Bare arrays can; the names wait on the other sid
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from penzai import pz
 
 from penzai_shard.named_leaves import dimension_names
+from penzai_shard.tree_paths import path_text
 
 
 class ByEquality:
@@ -72,9 +73,12 @@ class BoundaryLeaf:
         )
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class BoundaryTree:
     """A tree without its arrays. Two such trees are equal if they are built alike.
+
+    To JAX it is static: a compiled function can take and return it.
 
     Attributes:
         structure: The structure of the tree, in which each named array is one leaf.
@@ -86,7 +90,22 @@ class BoundaryTree:
 
     def array_names(self) -> list[tuple[Hashable | None, ...] | None]:
         """For each array the logical axis of each of its dimensions, None for a bare array."""
-        return [leaf.names for leaf in self.leaves if leaf.fixed is None]
+        return [leaf.names for leaf in self._array_leaves()]
+
+    def array_paths(self) -> list[str]:
+        """For each array where it is in the tree, for people."""
+        places = jax.tree_util.tree_leaves_with_path(self._numbered())
+        return [path_text(path) for path, _ in places]
+
+    def random_keys(self) -> list[int]:
+        """Which of the arrays are base keys of ``pz.RandomStream`` objects."""
+
+        def is_stream(node: Any) -> bool:
+            return isinstance(node, pz.RandomStream)
+
+        nodes = jax.tree_util.tree_leaves(self._numbered(), is_leaf=is_stream)
+        keys = [node.base_key for node in nodes if is_stream(node)]
+        return [key for key in keys if isinstance(key, int)]
 
     def built_alike(self, other: "BoundaryTree") -> bool:
         """Whether another tree has the same structure and names, whatever is not an array."""
@@ -106,13 +125,22 @@ class BoundaryTree:
         Returns:
             The tree.
         """
-        remaining = iter(arrays)
-        leaves = []
-        for leaf in self.leaves:
-            if leaf.fixed is not None:
-                leaves.append(leaf.fixed.value if fixed else None)
-                continue
-            leaves.append(leaf.wrap(next(remaining)))
+        pairs = zip(self._array_leaves(), arrays, strict=True)
+        return self._filled([leaf.wrap(array) for leaf, array in pairs], fixed)
+
+    def _array_leaves(self) -> list[BoundaryLeaf]:
+        return [leaf for leaf in self.leaves if leaf.fixed is None]
+
+    def _numbered(self) -> Any:
+        """The tree with the index of each array in place of the array."""
+        return self._filled(range(len(self._array_leaves())), fixed=False)
+
+    def _filled(self, values: Iterable[Any], fixed: bool) -> Any:
+        remaining = iter(values)
+        leaves = [
+            next(remaining) if leaf.fixed is None else leaf.fixed.value if fixed else None
+            for leaf in self.leaves
+        ]
         return jax.tree_util.tree_unflatten(self.structure.value, leaves)
 
 
