@@ -63,11 +63,11 @@ class ShardMapped(WrapperLayer):
     activations are split over: every device draws other numbers for its part of the batch than
     the others do, and the same as those that hold the same part. State variables may live in the
     layer, in the argument and in the side inputs; their values are split by ``activation_rules``
-    too. Constraint layers inside leave out the mesh axes that are taken over here. Inside another
+    too. Constraint layers inside leave out the mesh axes that are taken over by it. Inside another
     ``ShardMapped`` layer, or anything else under ``jax.shard_map``, this one steps aside: the
     parameters were gathered outside, and the compiler lays out what is left.
 
-    Arrays of an Explicit mesh are relabelled onto its Auto twin, so outputs lie on the Auto twin.
+    Arrays of an Explicit mesh are relabelled onto its Auto twin, so outputs are on the Auto twin.
 
     Attributes:
         body: The layer.
@@ -97,7 +97,7 @@ class ShardMapped(WrapperLayer):
     Traceback (most recent call last):
         ...
     penzai_shard.layers.shard_map_regions.region_plan.ManualRegionError: the layer does not treat
-    the elements that lie on different devices independently (split: 'batch' (16) over mesh axis
+    the elements that are on different devices independently (split: 'batch' (16) over mesh axis
     'data' (8)):
       'reduce_max' of Softmax (basic_ops.py:71): it reduces logical axis 'batch', ...
     """
@@ -238,7 +238,7 @@ def _unfit(error: Exception, region: Region, given: dict[str, Any]) -> ShardingE
     if "incompatible" not in str(error) or not elsewhere:
         return None
     return MeshError(
-        f"ShardMapped was called with arrays that do not lie on its mesh, {_text(region.mesh)}:",
+        f"ShardMapped was called with arrays that are not on its mesh, {_text(region.mesh)}:",
         [
             f"{leaf.path}: is on {_text(getattr(leaf.array.sharding, 'mesh', leaf.array))}. Place "
             "it there: place(x, mesh, rules)."

@@ -88,7 +88,7 @@ def function_name(equation: Any) -> str | None:
 
 
 def public_name(equation: Any) -> str:
-    """The name by which a user called an operation, as far as it can be told.
+    """The name by which a user called an operation, as far as that is known.
 
     >>> public_name(jax.make_jaxpr(lambda x: x[::-1])(jax.numpy.ones(3)).eqns[0])
     'rev'

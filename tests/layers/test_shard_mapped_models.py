@@ -92,7 +92,7 @@ ELSEWHERE = {
 def test_an_input_on_other_devices_is_refused_by_its_path(where):
     with pytest.raises(
         MeshError,
-        match=r"not lie on its mesh, a mesh \(data=4, model=2\) of 8 devices:\n  argument: is on "
+        match=r"not on its mesh, a mesh \(data=4, model=2\) of 8 devices:\n  argument: is on "
         + where
         + r"\. Place it there: place\(x, mesh, rules\)",
     ):

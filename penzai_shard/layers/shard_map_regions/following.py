@@ -10,13 +10,11 @@ known is refused.
 """
 
 import dataclasses
-import itertools
 import pathlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from penzai_shard.layers.shard_map_regions.control_flow import CONTROL
 from penzai_shard.layers.shard_map_regions.derivatives import (
@@ -25,6 +23,7 @@ from penzai_shard.layers.shard_map_regions.derivatives import (
     partial_axes,
 )
 from penzai_shard.layers.shard_map_regions.primitive_rules import RULES, drawn_axes
+from penzai_shard.layers.shard_map_regions.side_by_side import SideBySide, rank_of
 from penzai_shard.layers.shard_map_regions.split_values import (
     UNIFORM,
     Dimension,
@@ -37,13 +36,11 @@ from penzai_shard.layers.shard_map_regions.split_values import (
     same_value,
     unsplit,
 )
-from penzai_shard.library_apis.jax_api import Literal, Tracer
 from penzai_shard.traced_programs import (
     called_program,
     equations,
     function_name,
     location_text,
-    opened,
     public_name,
 )
 
@@ -51,13 +48,12 @@ DERIVATIVES_FOLLOWED = 2
 """How many times a program with custom derivatives may be differentiated and still be followed."""
 
 _ENTRY = str(pathlib.Path(__file__).with_name("region_call.py"))
-"""Where a layer is called; what called the region is no part of where an operation is."""
+"""Where a layer is called; what called the region is not part of where an operation is."""
 
 _COLLECTIVE = (
     *("psum", "pmax", "pmin", "pbroadcast", "ppermute", "pgather", "all_gather", "all_to_all"),
     *("ragged_all_to_all", "reduce_scatter", "unreduced_", "axis_index", "psend", "precv"),
 )
-_SAME_VALUE = ("pvary", "pcast", "reshard")
 _OTHERWISE_AT_LENGTH_ONE = frozenset({"take_along_axis", "solve", "lu_solve", "cho_solve"})
 _ONLY_LAYOUT = frozenset({"sharding", "out_sharding", "name", "ctx_mesh"})
 
@@ -145,7 +141,7 @@ class SplitFlow:
         # JAX gives one inner program to all calls of a function, which are then followed once.
         key = (id(whole), id(part), tuple(flows))
         if key not in self._seen:
-            self._seen[key] = _SideBySide(self).results(whole, part, flows)
+            self._seen[key] = SideBySide(self).results(whole, part, flows)
         return self._seen[key]
 
     def refuse(self, equation: Any, reason: str) -> frozenset[int]:
@@ -176,7 +172,7 @@ class SplitFlow:
             ):
                 return self._vouched(whole, part, given)
             if refused := refused_by(given):
-                return [Flow(unsplit(_rank(atom)), refused=refused) for atom in whole.outvars]
+                return [Flow(unsplit(rank_of(atom)), refused=refused) for atom in whole.outvars]
             for flow in flows:
                 if isinstance(flow, str):
                     raise MixesElementsError(flow)
@@ -185,7 +181,7 @@ class SplitFlow:
             return list(found)
         except MixesElementsError as error:
             refused = self.refuse(whole, str(error))
-            return [Flow(unsplit(_rank(atom)), refused=refused) for atom in whole.outvars]
+            return [Flow(unsplit(rank_of(atom)), refused=refused) for atom in whole.outvars]
 
     def _apply(self, whole: Any, part: Any, flows: Sequence[Flow]) -> Sequence[Flow]:
         name = whole.primitive.name
@@ -293,100 +289,12 @@ class SplitFlow:
                 if len(fitting := list(of_operands) or splits) != 1:
                     raise MixesElementsError(
                         f"it is vouched for, but dimension {index} of its result, of length "
-                        f"{length} in the whole and {own} in a part, is split in no way that can "
-                        "be told"
+                        f"{length} in the whole and {own} in a part, is not split in one "
+                        "known way"
                     )
                 dims.append(fitting[0])
             found.append(Flow(tuple(dims), partial=partial, refused=refused_by(flows)))
         return found
-
-
-@dataclasses.dataclass(eq=False)
-class _Value:
-    """A value of both programs; compared by identity."""
-
-    flow: Flow | str
-
-
-class _SideBySide:
-    """One reading of a program, with the whole lengths and with those of a part in step."""
-
-    def __init__(self, analysis: SplitFlow) -> None:
-        self.analysis = analysis
-        self.known: dict[Any, Any] = {}
-        """For each variable of either program its value, which is a literal or a ``_Value``."""
-
-    def results(self, whole: Any, part: Any, flows: Sequence[Flow]) -> tuple[Flow, ...]:
-        (one, constants), (other, own_constants) = opened(whole), opened(part)
-        if len(one.invars) != len(other.invars) or len(one.constvars) != len(other.constvars):
-            return self._different(one, None, None)
-        self._assign(one.invars, other.invars, flows)
-        of_constants = map(_constant_flow, constants, own_constants)
-        self._assign(one.constvars, other.constvars, list(of_constants))
-        for equation, twin in itertools.zip_longest(self._equations(one), self._equations(other)):
-            if equation is None or twin is None or not self._alike(equation, twin):
-                return self._different(one, equation, twin)
-            operands = list(map(self._flow, equation.invars, twin.invars))
-            found = self.analysis.step(equation, twin, operands)
-            self._assign(equation.outvars, twin.outvars, found)
-        if not self._same(one.outvars, other.outvars):
-            return self._different(one, None, None)
-        return tuple(map(self._output, one.outvars, other.outvars))
-
-    def _assign(self, variables: Sequence[Any], twins: Sequence[Any], flows: Any) -> None:
-        for variable, twin, flow in zip(variables, twins, flows, strict=True):
-            self.known[variable] = self.known[twin] = _Value(flow)
-
-    def _value(self, atom: Any) -> Any:
-        return atom if isinstance(atom, Literal) else self.known[atom]
-
-    def _equations(self, jaxpr: Any) -> Iterator[Any]:
-        """The equations of a program but for those that only change what JAX tracks."""
-        for equation in jaxpr.eqns:
-            if equation.primitive.name in _SAME_VALUE:
-                values = map(self._value, equation.invars)
-                self.known.update(zip(equation.outvars, values, strict=True))
-            else:
-                yield equation
-
-    def _alike(self, one: Any, other: Any) -> bool:
-        return (
-            one.primitive is other.primitive
-            and len(one.outvars) == len(other.outvars)
-            and self._same(one.invars, other.invars)
-            and all(_kind(a) == _kind(b) for a, b in zip(one.outvars, other.outvars, strict=True))
-        )
-
-    def _same(self, atoms: Sequence[Any], others: Sequence[Any]) -> bool:
-        """Whether atoms of both programs are the same values; literals are compared later."""
-        pairs = zip(map(self._value, atoms), map(self._value, others), strict=False)
-        return len(atoms) == len(others) and all(
-            a is b or (isinstance(a, Literal) and isinstance(b, Literal)) for a, b in pairs
-        )
-
-    def _flow(self, atom: Any, twin: Any) -> Flow | str:
-        value, other = self._value(atom), self._value(twin)
-        return _constant_flow(value.val, other.val) if isinstance(value, Literal) else value.flow
-
-    def _output(self, atom: Any, twin: Any) -> Flow:
-        flow = self._flow(atom, twin)
-        if isinstance(flow, Flow):
-            return flow
-        return Flow(unsplit(_rank(atom)), refused=self.analysis.refuse(None, flow))
-
-    def _different(self, jaxpr: Any, one: Any, other: Any) -> tuple[Flow, ...]:
-        """All results depend on where the programs differ."""
-        names = [e.primitive.name if e is not None else "nothing" for e in (one, other)]
-        refused = self.analysis.refuse(
-            one if one is not None else other,
-            "the program depends on the length of a split dimension: "
-            + (
-                f"it does {names[0]} in the whole where it does {names[1]} in a part"
-                if names[0] != names[1]
-                else "it computes with other values in the whole than in a part"
-            ),
-        )
-        return tuple(Flow(unsplit(_rank(atom)), refused=refused) for atom in jaxpr.outvars)
 
 
 def _clamped_to_zero(whole: Any, part: Any) -> list[int]:
@@ -410,14 +318,6 @@ def _clamped_to_zero(whole: Any, part: Any) -> list[int]:
     ]
 
 
-def _rank(atom: Any) -> int:
-    return len(getattr(atom.aval, "shape", ()))
-
-
-def _kind(atom: Any) -> Any:
-    return getattr(atom.aval, "dtype", type(atom.aval)), _rank(atom)
-
-
 def _shape_pairs(atoms: Sequence[Any], twins: Sequence[Any]) -> tuple[tuple[Shape, Shape], ...]:
     """The shapes of values in the whole and in a part."""
     shapes = ([tuple(getattr(atom.aval, "shape", ())) for atom in of] for of in (atoms, twins))
@@ -436,23 +336,6 @@ def _check_lengths(whole: Any, part: Any, flows: Sequence[Flow]) -> None:
                     f"its result has length {length} in the whole and {own} in a part, where "
                     + (f"{parts} parts make the whole" if dim else "nothing is split")
                 )
-
-
-def _constant_flow(constant: Any, own: Any) -> Flow | str:
-    if same_value(constant, own):
-        number = np.ndim(constant) == 0 and jax.numpy.issubdtype(
-            getattr(constant, "dtype", type(constant)), np.number
-        )
-        concrete = number and not isinstance(constant, Tracer)
-        return Flow(unsplit(len(np.shape(constant))), zero=concrete and float(constant.real) == 0)
-    shapes = [np.shape(one) for one in (constant, own)]
-    if any(shapes):
-        return (
-            f"it uses a constant array of shape {shapes[0]} in the whole and {shapes[1]} in a part"
-            if shapes[0] != shapes[1]
-            else f"it uses a constant array of shape {shapes[0]} with other values in a part"
-        )
-    return f"it uses the constant {constant} in the whole and {own} in a part"
 
 
 def _is_of_jax(equation: Any) -> bool:

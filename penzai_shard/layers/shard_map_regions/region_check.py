@@ -225,7 +225,7 @@ def _check_independent(
     ]
     raise_all(
         ManualRegionError,
-        "the layer does not treat the elements that lie on different devices independently"
+        "the layer does not treat the elements that are on different devices independently"
         f" (split: {plan.split_text()}):",
         [
             f"{problem.where}: {problem.reason}. Needed for {_listed(paths)}. Do it outside "

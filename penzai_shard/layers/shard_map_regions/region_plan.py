@@ -214,7 +214,7 @@ class RegionPlan:
             )
             for weight in inputs[:count]
         ]
-        _check_kept(region, inputs[:count])
+        _check_keep_split(region, inputs[:count])
         used = {name for one in inputs[count:] for entry in one.mesh_axes for name in entry}
         random_axes = tuple(name for name in region.manual if name in used)
         return cls(region, inputs, count, tree.random_keys(), random_axes)
@@ -255,8 +255,10 @@ class RegionPlan:
         Parameters are gathered, and keys of random streams are others for every position along
         the mesh axes that activations are split over.
         """
-        kept = mesh_axes_of(dim for flow in self.flows()[: self.weights] for dim in flow.dims)
-        varying = {*self.random_axes, *kept} if tracking is Tracking.VARYING else ()
+        weight_dims = (dim for flow in self.flows()[: self.weights] for dim in flow.dims)
+        varying = (
+            {*self.random_axes, *mesh_axes_of(weight_dims)} if tracking is Tracking.VARYING else ()
+        )
         found = [
             crossing.gathered(array, varying, tracking)
             for crossing, array in zip(self.inputs, arrays, strict=True)
@@ -279,7 +281,7 @@ class RegionPlan:
         )
 
 
-def _check_kept(region: Region, weights: Sequence[Crossing]) -> None:
+def _check_keep_split(region: Region, weights: Sequence[Crossing]) -> None:
     names = dict.fromkeys(name for weight in weights for name in weight.names if name)
     near = {name: nearest_name(name, names) for name in region.keep_split if name not in names}
     raise_all(
