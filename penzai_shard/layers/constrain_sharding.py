@@ -190,12 +190,12 @@ def _abstract(leaf: Any) -> Any:
 @functools.lru_cache(maxsize=1024)
 def _layout_by_name(
     structure: Any, leaves: tuple[Any, ...], request: PlanRequest
-) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+) -> tuple[tuple[Any, ...], list[str]]:
     """The sharding of each leaf, and what is to be warned of; equal trees are planned once."""
     tree = jax.tree_util.tree_unflatten(structure, leaves)
     plan = request.planner.plan(tree)
     shardings = tuple(structure.flatten_up_to(plan.sharding_tree()))
-    return shardings, request.doubts_of_constraint(plan.logical_axes)
+    return shardings, request.doubts(plan.logical_axes, constrains=True)
 
 
 def _without_manual_extent(mesh: AnyMesh) -> AnyMesh:

@@ -21,9 +21,9 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
     """Gives logical axis names to the arrays of a tree, by path pattern.
 
     For raw dictionaries, torch-style state dictionaries, and anything else whose arrays carry no
-    names. Values, shapes and the containers are kept; every array becomes a ``NamedArray``, or a
+    names. Values, shapes and the containers stay; every array becomes a ``NamedArray``, or a
     ``NamedArrayView`` where a nameless dimension follows a named one. Arrays that are named
-    already, and leaves that are no arrays, stay as they are.
+    already, and leaves that are not arrays, stay as they are.
 
     Args:
         tree: A pytree of arrays or ``jax.ShapeDtypeStruct`` objects.
@@ -49,22 +49,21 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
     problems: list[str] = []
     used: set[str] = set()
     paths = []
-    named = []
-    for key_path, leaf in leaves:
+    named = [leaf for _, leaf in leaves]
+    for index, (key_path, leaf) in enumerate(leaves):
         if is_named_unit(leaf) or not is_array_like(leaf):
-            named.append(leaf)
             continue
         path = path_text(key_path)
         paths.append(path)
-        shape = tuple(np.shape(leaf))
-        matching = [pattern for pattern in patterns if path_matches(pattern, path)]
+        matching = {
+            pattern: patterns[pattern] for pattern in patterns if path_matches(pattern, path)
+        }
         used.update(matching)
-        fitting = [pattern for pattern in matching if len(patterns[pattern]) == len(shape)]
-        if len(matching) == 1 and fitting:
-            named.append(_named(leaf, tuple(patterns[matching[0]])))
-            continue
-        named.append(leaf)
-        problems.append(f"{path or 'the array'}: {_mismatch(path, shape, matching, patterns)}")
+        if problem := _mismatch(path, tuple(np.shape(leaf)), matching):
+            problems.append(f"{path or 'the array'}: {problem}")
+        else:
+            (names,) = matching.values()
+            named[index] = _named(leaf, tuple(names))
     for pattern in patterns:
         if pattern not in used:
             near = nearest_name(pattern, paths)
@@ -101,18 +100,20 @@ def _check_names(patterns: Any) -> None:
     raise_all(RuleTypeError, "these names cannot be read:", problems)
 
 
-def _mismatch(
-    path: str, shape: tuple[int, ...], matching: Sequence[str], patterns: Mapping[str, AxisNames]
-) -> str:
+def _mismatch(path: str, shape: tuple[int, ...], matching: Mapping[str, AxisNames]) -> str:
+    """Why an array cannot get its names from the patterns that match its path; empty if it can."""
     example = tuple(f"axis_{i}" for i in range(len(shape)))
     if not matching:
         return f"no pattern matches this array of shape {shape}. Add {path!r}: {example}."
     if len(matching) > 1:
-        several = " and ".join(repr(pattern) for pattern in matching)
-        return f"matched by {several}. Make the patterns exclude each other."
-    names = tuple(patterns[matching[0]])
+        return (
+            f"matched by {' and '.join(map(repr, matching))}. Make the patterns exclude each other."
+        )
+    ((pattern, names),) = matching.items()
+    if len(names) == len(shape):
+        return ""
     return (
-        f"pattern {matching[0]!r} gives {len(names)} logical axes {names} to an array of rank "
+        f"pattern {pattern!r} gives {len(names)} logical axes {tuple(names)} to an array of rank "
         f"{len(shape)}, shape {shape}. Give {len(shape)}, None for a positional dimension."
     )
 

@@ -1,7 +1,7 @@
 """Carrying a plan over to the tree that it was made for, or to one just like it.
 
-A plan is usually made before there are arrays: from an abstract model, whose variables are frozen
-and may come in another order. What counts is that the same arrays are there under the same paths.
+A plan is usually made before any array exists: from an abstract model, whose variables are frozen
+and may be in another order. What counts is that it has the same arrays under the same paths.
 """
 
 import collections
@@ -75,21 +75,16 @@ def fitted_plan(
 
 
 def _difference(planned: LeafPlan, leaf: NamedLeaf) -> list[str]:
-    unknown = planned.dtype is None or leaf.dtype is None
-    same_dtype = unknown or planned.dtype == leaf.dtype
+    same_dtype = planned.dtype == leaf.dtype or None in (planned.dtype, leaf.dtype)
     if planned.names == leaf.names and planned.shape == leaf.shape and same_dtype:
         return []
-    texts = [
-        _array_text(names, shape) if same_dtype else f"{dtype}{_array_text(names, shape)}"
-        for names, shape, dtype in (
-            (planned.names, planned.shape, planned.dtype),
-            (leaf.names, leaf.shape, leaf.dtype),
+    in_plan, in_tree = (
+        ("" if same_dtype else str(array.dtype))
+        + (
+            f"{list(array.shape)} without names"
+            if array.names is None
+            else array_text(array.names, array.shape)
         )
-    ]
-    return [f"{leaf.path or 'the array'}: is {texts[0]} in the plan and {texts[1]} in the tree."]
-
-
-def _array_text(names: Any, shape: tuple[int, ...]) -> str:
-    if names is None:
-        return f"{list(shape)} without names"
-    return array_text(names, shape)
+        for array in (planned, leaf)
+    )
+    return [f"{leaf.path or 'the array'}: is {in_plan} in the plan and {in_tree} in the tree."]

@@ -6,8 +6,7 @@ refuses what cannot be meant, and plans.
 """
 
 import dataclasses
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, ClassVar, Self
 
 from jax.sharding import AbstractMesh, Mesh
@@ -18,14 +17,13 @@ from penzai_shard.meshes import AnyMesh, auto_twin, mesh_text
 from penzai_shard.named_leaves import refuse_builder
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.plan_fitting import fitted_plan
-from penzai_shard.planning.planner import NAMELESS_MODULE, Planner
+from penzai_shard.planning.planner import Planner
 from penzai_shard.planning.quick_shardings import quick_shardings
+from penzai_shard.planning.rule_doubts import nameless_module_doubts, rule_doubts
 from penzai_shard.rule_kinds import (
     LogicalAxis,
-    NameRule,
     OnIndivisible,
     OnUnnamed,
-    nearest_name,
 )
 
 # Fields of a train state: data of a random generator, and what the optimizer keeps.
@@ -82,7 +80,8 @@ class PlanRequest:
 
         Raises:
             RuleTypeError: Arguments contradict each other, or cannot be read.
-            MeshError: A rule names a mesh axis that is not there, or a mesh has no devices.
+            MeshError: A rule names a mesh axis that the mesh does not have, or a mesh has no
+                devices.
 
         >>> from penzai_shard.meshes import make_mesh
         >>> mesh = make_mesh({"data": 8})
@@ -141,7 +140,7 @@ class PlanRequest:
         if self.given is not None:
             return fitted_plan(self.given, tree, self.called, self.keep_others)
         plan = self.planner.plan(tree, self.keep_others)
-        warn_caller((*self.doubts(plan.logical_axes), *_nameless_modules(plan)))
+        warn_caller((*self.doubts(plan.logical_axes), *nameless_module_doubts(plan)))
         return plan
 
     def sharding_tree(self, tree: Any) -> Any:
@@ -199,91 +198,23 @@ class PlanRequest:
         warn_caller(self.doubts(plan.logical_axes))
         return plan
 
-    def doubts(self, present: Collection[LogicalAxis]) -> tuple[str, ...]:
+    def doubts(self, present: Collection[LogicalAxis], constrains: bool = False) -> list[str]:
         """What about the rules is probably not meant, as messages of warnings.
 
         Args:
-            present: The logical axes that there are.
+            present: The logical axes of the arrays.
+            constrains: Whether the rules pin what flows through a layer.
 
         Returns:
-            One message for each rule that matches nothing and whose name is nearly one that is
-            there; or one if no rules were given, and no logical axis has the name of a mesh axis.
+            What ``rule_doubts`` finds.
         """
-        return *self._near_names(present), *self._rules_left_out(present)
-
-    def doubts_of_constraint(self, present: Collection[LogicalAxis]) -> tuple[str, ...]:
-        """``doubts`` about rules that are to pin what flows through a layer.
-
-        A constraint of which no rule applies is not idle, as it is in a plan of parameters: it
-        makes every device compute everything.
-        """
-        doubts = self.doubts(present)
-        rules = self.rules.rules
-        if doubts or not rules or not self.rules_given or not self._is_split(present):
-            return doubts
-        # The rules of a preset are alternatives, of which a value need not have any.
-        if any(not isinstance(rule, NameRule) or rule.yields for rule in rules):
-            return doubts
-        if set(self.rules.logical_axes) & set(present):
-            return doubts
-        axes = _sorted_names(present)
-        example = {axes[0]: next(iter(self.mesh.shape))}
-        return (
-            f"the rules of this constraint ({'; '.join(map(str, rules))}) name none of the "
-            f"logical axes of what flows through it ({_listed(axes)}), so every device gets a "
-            f"whole copy of it. Name one of them, for instance {example!r}, or write "
-            f"{ {axes[0]: None}!r} if copies are wanted.",
-        )
-
-    def _near_names(self, present: Collection[LogicalAxis]) -> list[str]:
-        free = set(present) - set(self.rules.logical_axes)
-        near = {
-            rule: nearest_name(rule.logical_axis, _not_longer_by_a_word(rule.logical_axis, free))
-            for rule in self.rules.rules
-            if isinstance(rule, NameRule) and rule.logical_axis not in present
-        }
-        return [
-            f"rule {rule} matches no logical axis of this tree, which has {name!r}. "
-            f"Did you mean {name!r}?"
-            for rule, name in near.items()
-            if name is not None
-        ]
-
-    def _rules_left_out(self, present: Collection[LogicalAxis]) -> list[str]:
-        if self.rules_given or not self._is_split(present) or set(self.mesh.shape) & set(present):
-            return []
-        axes = _sorted_names(present)
-        example = {axes[0]: next(iter(self.mesh.shape))}
-        return [
-            f"{self.called} was given no rules, and none of the logical axes ({_listed(axes)}) has "
-            f"the name of a mesh axis ({mesh_text(self.mesh)}), so every device gets a whole "
-            f"copy. Say what is split over what, for instance rules={example!r}, or that copies "
-            "are wanted: rules={}."
-        ]
-
-    def _is_split(self, present: Collection[LogicalAxis]) -> bool:
-        """Whether there is anything to split, and more than one part to split it into."""
-        return bool(present) and math.prod(self.mesh.shape.values()) > 1
+        return rule_doubts(self.called, self.planner, self.rules_given, present, constrains)
 
 
 class PlacingRequest(PlanRequest):
     """What a caller of a function asked for that puts arrays on devices."""
 
     places = True
-
-
-def _not_longer_by_a_word(name: LogicalAxis, others: Collection[LogicalAxis]) -> list[LogicalAxis]:
-    """Names without those that have a word more or less, which are names of other things.
-
-    >>> _not_longer_by_a_word("features_out", ["features", "feature_out"])
-    ['feature_out']
-    """
-    return [
-        other
-        for other in others
-        for shorter, longer in [sorted((str(name), str(other)), key=len)]
-        if not longer.startswith(f"{shorter}_") and not longer.endswith(f"_{shorter}")
-    ]
 
 
 def _refuse_mixed_up(called: str, mesh: Any, rules: Any, places: bool) -> None:
@@ -334,24 +265,3 @@ def _check_has_devices(called: str, mesh: Any) -> None:
             f"{called} cannot put arrays on this {type(mesh).__name__}: it has no devices. "
             "Plan with make_plan on it, or use make_mesh({...}) to place."
         )
-
-
-def _nameless_modules(plan: ShardingPlan) -> list[str]:
-    paths = [leaf.path for leaf in plan.leaves if leaf.reason == NAMELESS_MODULE]
-    if not paths:
-        return []
-    arrays = f"the array {paths[0]} is" if len(paths) == 1 else f"{len(paths)} arrays are"
-    return [
-        f"{arrays} in Equinox modules, which give no names to logical axes, so that every device "
-        "gets a whole copy. Name what is to be split, for instance "
-        f'name_axes(module, {{"**/weight": ("out", "in"), ...}}), or pass on_unnamed="replicate" '
-        "if copies are wanted."
-    ]
-
-
-def _sorted_names(names: Collection[LogicalAxis]) -> list[LogicalAxis]:
-    return sorted(names, key=str)
-
-
-def _listed(names: Sequence[LogicalAxis]) -> str:
-    return ", ".join(map(repr, names[:6])) + (", ..." if len(names) > 6 else "")

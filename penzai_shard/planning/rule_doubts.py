@@ -1,0 +1,107 @@
+"""What about rules is probably not meant though it is allowed: messages of warnings."""
+
+import math
+from collections.abc import Collection
+
+from penzai_shard.meshes import mesh_text
+from penzai_shard.planning.plan import ShardingPlan
+from penzai_shard.planning.planner import NAMELESS_MODULE, Planner
+from penzai_shard.rule_kinds import LogicalAxis, NameRule, nearest_name
+
+
+def rule_doubts(
+    called: str,
+    planner: Planner,
+    rules_given: bool,
+    present: Collection[LogicalAxis],
+    constrains: bool = False,
+) -> list[str]:
+    """Finds rules that are probably mistakes.
+
+    Args:
+        called: The function that was called, for messages.
+        planner: Mesh and rules.
+        rules_given: Whether the caller gave any rules; if not, they are the identity.
+        present: The logical axes of the arrays.
+        constrains: Whether the rules pin what flows through a layer. If none of them applies it is
+            not idle, as it would be in a plan of parameters: every device computes everything.
+
+    Returns:
+        One message for each rule that matches nothing and whose name is nearly that of a logical
+        axis; or one if no rules were given, and no logical axis has the name of a mesh axis; or
+        one if no rule of a constraint applies.
+
+    >>> import jax
+    >>> planner = Planner(jax.sharding.AbstractMesh((2,), ("data",)), {"neuron": "data"})
+    >>> rule_doubts("place", planner, True, {"neurons"})
+    ["rule 'neuron' -> 'data' matches no logical axis of this tree, which has 'neurons'. Did ...]
+    """
+    mesh, rules = planner.mesh, planner.rules
+    doubts = _near_names(planner, present)
+    if not present or math.prod(mesh.shape.values()) == 1:
+        return doubts
+    axes = sorted(present, key=str)
+    listed = ", ".join(map(repr, axes[:6])) + (", ..." if len(axes) > 6 else "")
+    example = {axes[0]: next(iter(mesh.shape))}
+    # The rules of a preset are alternatives, of which a value need not have any.
+    only_names = all(isinstance(rule, NameRule) and not rule.yields for rule in rules.rules)
+    applies_nowhere = rules.rules and only_names and not set(rules.logical_axes) & set(present)
+    if not rules_given:
+        if not set(mesh.shape) & set(present):
+            doubts.append(
+                f"{called} was given no rules, and none of the logical axes ({listed}) has the "
+                f"name of a mesh axis ({mesh_text(mesh)}), so every device gets a whole copy. Say "
+                f"what is split over what, for instance rules={example!r}, or that copies are "
+                "wanted: rules={}."
+            )
+    elif constrains and not doubts and applies_nowhere:
+        doubts.append(
+            f"the rules of this constraint ({'; '.join(map(str, rules.rules))}) name none of the "
+            f"logical axes of what flows through it ({listed}), so every device gets a whole copy "
+            f"of it. Name one of them, for instance {example!r}, or write { {axes[0]: None}!r} if "
+            "copies are wanted."
+        )
+    return doubts
+
+
+def _near_names(planner: Planner, present: Collection[LogicalAxis]) -> list[str]:
+    free = set(present) - set(planner.rules.logical_axes)
+    near = {
+        rule: nearest_name(rule.logical_axis, _not_longer_by_a_word(rule.logical_axis, free))
+        for rule in planner.rules.rules
+        if isinstance(rule, NameRule) and rule.logical_axis not in present
+    }
+    return [
+        f"rule {rule} matches no logical axis of this tree, which has {name!r}. "
+        f"Did you mean {name!r}?"
+        for rule, name in near.items()
+        if name is not None
+    ]
+
+
+def _not_longer_by_a_word(name: LogicalAxis, others: Collection[LogicalAxis]) -> list[LogicalAxis]:
+    """Names without those that have a word more or less, which are names of other things.
+
+    >>> _not_longer_by_a_word("features_out", ["features", "feature_out"])
+    ['feature_out']
+    """
+    return [
+        other
+        for other in others
+        for shorter, longer in [sorted((str(name), str(other)), key=len)]
+        if not longer.startswith(f"{shorter}_") and not longer.endswith(f"_{shorter}")
+    ]
+
+
+def nameless_module_doubts(plan: ShardingPlan) -> list[str]:
+    """One message if arrays are copied to every device because they are in Equinox modules."""
+    paths = [leaf.path for leaf in plan.leaves if leaf.reason == NAMELESS_MODULE]
+    if not paths:
+        return []
+    arrays = f"the array {paths[0]} is" if len(paths) == 1 else f"{len(paths)} arrays are"
+    return [
+        f"{arrays} in Equinox modules, which give no names to logical axes, so that every device "
+        "gets a whole copy. Name what is to be split, for instance "
+        f'name_axes(module, {{"**/weight": ("out", "in"), ...}}), or pass on_unnamed="replicate" '
+        "if copies are wanted."
+    ]
