@@ -107,7 +107,7 @@ def split_of(initializer, *args):
 def calls_by_program(split):
     calls = collections.defaultdict(list)
     for call in split.calls:
-        if call.program.program.eqns:  # One more makes the literals, for instance epsilons.
+        if call.program.traced.eqns:  # One more makes the literals, for instance epsilons.
             calls[call.program].append(call)
     return list(calls.values())
 
@@ -396,7 +396,7 @@ def test_factorisation_shared_by_two_outputs_is_computed_once(mesh, size):
         return [pz.nx.wrap(q).tag("a", "b"), pz.nx.wrap(r).tag("a", "b")]
 
     split = split_of(initializer, jax.random.key(0))
-    factorisations = [call for call in split.calls if "qr" in str(call.program.program)]
+    factorisations = [call for call in split.calls if "qr" in str(call.program.traced)]
     assert len(factorisations) == 1
     built = sharded_init(
         initializer, jax.random.key(0), mesh=mesh, axis_name_to_mesh_name={"a": "data"}
@@ -501,7 +501,7 @@ def test_only_wanted_outputs_are_computed():
     traced = jax.make_jaxpr(lambda: (jnp.ones(3) * 2, jax.random.normal(jax.random.key(0), (3,))))()
     split = split_initializer(flat_program(traced), {0: None})
     assert list(run_split(split)) == [0]
-    assert "random" not in "".join(str(call.program.program) for call in split.calls)
+    assert "random" not in "".join(str(call.program.traced) for call in split.calls)
 
 
 # Meshes.

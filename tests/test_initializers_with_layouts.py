@@ -23,6 +23,7 @@ from penzai_shard import (
     sharded_init,
 )
 from penzai_shard.errors import MeshError, ShardingError, ShardingWarning
+from penzai_shard.placement.initializer_splitting import flat_program
 
 AUTO = make_mesh({"data": 4, "model": 2})
 EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -191,14 +192,12 @@ def test_values_are_the_same_to_the_bit_on_every_mesh():
 
 
 def test_equal_initializations_share_one_program_with_constraints_too():
-    from penzai_shard.placement.tracing import TracedInitializer
-
-    def initializer(key, pin):
-        keys = jax.random.split(key, 4)
+    def initializer(pin):
+        keys = jax.random.split(KEY, 4)
         return [weights(pin(jax.random.normal(k, (8, 4)))) for k in keys]
 
     programs = [
-        str(TracedInitializer.trace(initializer, (KEY, pin), {}, AUTO).program)
+        str(flat_program(jax.make_jaxpr(functools.partial(initializer, pin))()))
         for pin in (by_jax(AUTO), lambda x: x)
     ]
     assert programs[0] == programs[1]

@@ -1,4 +1,4 @@
-"""Putting models on a mesh by logical axis names, and making them there in the first place."""
+"""Putting models on a mesh by logical axis names, and building them on it from the start."""
 
 from penzai_shard.placement.initializing import (
     abstract_model,

@@ -57,18 +57,20 @@ def check_builder(
     builder = _Builder.of(initializer, args)
     if builder is None:
         return
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    keywords = {name for name, kind in builder.kinds.items() if kind in by_keyword}
     problems = [
         f"{name}=: is taken by sharded_init and not passed on to {builder.name}, which has a "
         f"parameter {name!r} too. Give it that one first, or leave it at its default so: "
         f"functools.partial({builder.name}, {name}=...)."
         for name in given
-        if name in builder.keywords - builder.bound
+        if name in keywords - builder.values.keys()
     ]
     for name in kwargs:
         near = nearest_name(name, OWN_ARGUMENTS)
-        if near is not None and name not in builder.keywords:
+        if near is not None and name not in keywords:
             text = f"{name}=: is passed on to {builder.name}"
-            if builder.takes_any_keyword:
+            if inspect.Parameter.VAR_KEYWORD in builder.kinds.values():
                 warn_caller([f"{text}. Did you mean {near}=, which sharded_init takes?"])
             else:
                 problems.append(f"{text}, which does not take it. Did you mean {near}=?")
@@ -96,44 +98,34 @@ class _Builder:
 
     Attributes:
         name: Its name, for messages.
-        keywords: The parameters that can be given by keyword.
-        bound: Those that have a value already, by position or by ``functools.partial``.
-        takes_any_keyword: Whether it has a parameter such as ``**kwargs``.
-        signature: Its signature.
+        kinds: The kind of each parameter.
+        values: The values that are given by position or by ``functools.partial``.
     """
 
     name: str
-    keywords: frozenset[str]
-    bound: frozenset[str]
-    takes_any_keyword: bool
-    signature: inspect.Signature
+    kinds: dict[str, Any]
+    values: dict[str, Any]
 
     @classmethod
     def of(cls, initializer: Any, args: tuple[Any, ...]) -> "_Builder | None":
         try:
             signature = inspect.signature(initializer)
-            bound = {*signature.bind_partial(*args).arguments}
+            values = signature.bind_partial(*args).arguments
         except (TypeError, ValueError):
             return None  # No signature to look at, or arguments that the call itself will refuse.
         while isinstance(initializer, functools.partial):
-            bound |= initializer.keywords.keys()
+            values = initializer.keywords | values
             initializer = initializer.func
-        kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
-        by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        return cls(
-            getattr(initializer, "__qualname__", type(initializer).__name__),
-            frozenset(name for name, kind in kinds.items() if kind in by_keyword),
-            frozenset(bound),
-            inspect.Parameter.VAR_KEYWORD in kinds.values(),
-            signature,
-        )
+        name = getattr(initializer, "__qualname__", type(initializer).__name__)
+        kinds = {parameter.name: parameter.kind for parameter in signature.parameters.values()}
+        return cls(name, kinds, values)
 
 
 @contextlib.contextmanager
 def naming_numbers_as_keys(
     initializer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[None]:
-    """Says it where an initialiser fails because a number was given to it as a random key.
+    """Reports where an initialiser fails because a number was given to it as a random key.
 
     Raises:
         RuleTypeError: It failed, and one of its keys is a number, or a text is where a number
@@ -148,13 +140,12 @@ def naming_numbers_as_keys(
         builder = _Builder.of(initializer, args)
         if builder is None or isinstance(error, ShardingError):
             raise
-        given = builder.signature.bind_partial(*args).arguments | kwargs
+        given = builder.values | kwargs
         problems = [
             f"{name}={value}: a number is not a random key. Write {name}=jax.random.key({value})."
             for name, value in given.items()
             if name in _KEY_NAMES and isinstance(value, int | np.integer)
-        ]
-        problems += [
+        ] + [
             f"{name}={value!r}: is a text. Write {name}={value}."
             for name, value in given.items()
             if isinstance(value, str) and value.isdecimal()

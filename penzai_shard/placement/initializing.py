@@ -1,12 +1,13 @@
 """Making models on a mesh by logical axis names, or without any memory."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 from penzai import pz
 from penzai.core.variables import AbstractVariableValue
 
@@ -18,7 +19,7 @@ from penzai_shard.placement.builders import (
     is_model,
     naming_numbers_as_keys,
 )
-from penzai_shard.placement.tracing import TracedInitializer
+from penzai_shard.placement.tracing import Layouts, initialized
 from penzai_shard.planning import PlacingRequest, PlanRequest, ShardingPlan
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
@@ -36,8 +37,8 @@ def sharded_init(
 ) -> Any:
     """Builds a model with every array laid out over a mesh from the start.
 
-    The initialiser is traced once and split by its outputs. Parameters that are computed alike
-    and lie alike, but for the key that each starts from, share one compiled program, so that the
+    The initialiser is traced once and split by its outputs. Parameters that are computed alike and
+    laid out alike, but for the key that each starts from, share one compiled program, so that the
     time to compile does not grow with depth. Beyond the sharded model, memory is needed for about
     one array more; none exists unsharded, except results of operations that sum floating-point
     numbers (``qr``, norms): these are computed on one device, one after the other, because their
@@ -100,9 +101,11 @@ def sharded_init(
         "sharded_init", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
     )
     request = dataclasses.replace(request, keep_others=True)
-    with naming_numbers_as_keys(initializer, args, kwargs):
-        traced = TracedInitializer.trace(_unbound(initializer), args, kwargs, request.mesh)
-        tree = traced.run(_layouts(request, _bound(traced.tree, frozen=AbstractVariableValue)))
+
+    def layouts_of(tree: Any) -> Layouts:
+        return _planned_layouts(request, _bound(tree, frozen=AbstractVariableValue))
+
+    tree = initialized(_unbound(initializer), args, kwargs, layouts_of, request.mesh)
     return _bound(tree, frozen=())
 
 
@@ -175,20 +178,20 @@ def initialize_parameters_sharded(
         leaves = tuple(leaf for leaf in request.given.leaves if leaf.path in names)
         given = dataclasses.replace(request.given, leaves=leaves)
         request = dataclasses.replace(request, given=given)
-    traced = TracedInitializer.trace(
+    parameters = initialized(
         lambda key: first_api.initialize_parameters(uninitialized.get_sequence(), key),
         (rng,),
         {},
+        functools.partial(_planned_layouts, request),
         request.mesh,
     )
-    parameters = traced.run(_layouts(request, traced.tree))
     return uninitialized.set_sequence(parameters)
 
 
 def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Builds a model without memory for its parameters, to plan for it or to restore into it.
 
-    Each parameter is there as a frozen ``pz.ParameterValue`` whose arrays are
+    Each parameter is a frozen ``pz.ParameterValue`` whose arrays are
     ``jax.ShapeDtypeStruct``s. What a checkpoint of parameters does not hold is computed for real,
     and only that: constants of the layers (an epsilon, a mask) and state variables, which are
     ordinary mutable ones. So the model can run once values are put in place of the parameters.
@@ -222,15 +225,7 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
             "abstract_model(build_model, seed=0). A model that exists already needs none: "
             "make_plan and restore_params take it as it is."
         )
-    with naming_numbers_as_keys(initializer, args, kwargs):
-        traced = TracedInitializer.trace(_unbound(initializer), args, kwargs)
-    computed = [
-        leaf
-        for node in jax.tree_util.tree_leaves(traced.tree, is_leaf=_is_parameter_value)
-        if not _is_parameter_value(node)
-        for leaf in jax.tree_util.tree_leaves(node)
-    ]
-    tree = traced.run({id(leaf): None for leaf in computed})
+    tree = initialized(_unbound(initializer), args, kwargs, _layouts_but_of_parameters)
     return _bound(tree, frozen=pz.ParameterValue)
 
 
@@ -255,13 +250,11 @@ def _refuse_empty_slots(tree: dict[str, Any]) -> None:
     )
 
 
-def _is_parameter_value(node: Any) -> bool:
-    return isinstance(node, pz.ParameterValue)
-
-
 def _unbound(initializer: Callable[..., Any]) -> Callable[..., Any]:
     def unbound(*args: Any, **kwargs: Any) -> Any:
-        model, variables = pz.unbind_variables(initializer(*args, **kwargs), freeze=True)
+        with naming_numbers_as_keys(initializer, args, kwargs):
+            built = initializer(*args, **kwargs)
+        model, variables = pz.unbind_variables(built, freeze=True)
         # The names are what paths in error messages begin with.
         return {"model": model, "variables": variables}
 
@@ -280,8 +273,8 @@ def _bound(tree: dict[str, Any], frozen: type | tuple[type, ...]) -> Any:
     return bound
 
 
-def _layouts(request: PlanRequest, tree: Any) -> dict[int, Sharding | None]:
-    """The planned layout of each struct of a tree, by its ``id``.
+def _planned_layouts(request: PlanRequest, tree: Any) -> Layouts:
+    """The planned layout of each struct of a tree.
 
     The tree that is planned may have its arrays in another order than the one that was traced, and
     the array of a shared variable at several places.
@@ -291,3 +284,11 @@ def _layouts(request: PlanRequest, tree: Any) -> dict[int, Sharding | None]:
     planned: Any = treedef
     layouts = zip(structs, planned.flatten_up_to(shardings), strict=True)
     return {id(struct): sharding for struct, sharding in layouts}
+
+
+def _layouts_but_of_parameters(tree: Any) -> Layouts:
+    """Any layout for each struct that is not in a parameter."""
+    frozen = pz.ParameterValue
+    nodes = jax.tree_util.tree_leaves(tree, is_leaf=lambda node: isinstance(node, frozen))
+    others = [node for node in nodes if not isinstance(node, frozen)]
+    return dict.fromkeys(map(id, others))

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh
 from penzai.core.variables import AbstractVariable, AbstractVariableValue
 
-from penzai_shard.array_kinds import is_array_like, is_deleted
+from penzai_shard.array_kinds import is_abstract, is_array_like, is_deleted, is_traced
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.meshes import onto_auto_twin
 from penzai_shard.model_variables import thawed
@@ -133,7 +133,6 @@ def put(tree: Any, shardings: Any) -> Any:
     Raises:
         ShardingError: Some array has no value, or was donated.
     """
-    _refuse_abstract(tree)
     treedef: Any
     nodes, treedef = jax.tree_util.tree_flatten(tree)
     targets = treedef.flatten_up_to(shardings)
@@ -149,13 +148,10 @@ def put(tree: Any, shardings: Any) -> Any:
             layouts.setdefault(place, target)
         else:
             others[place] = node
-    if any(map(is_deleted, jax.tree_util.tree_leaves(values))):
-        # JAX would hand an array that is gone on where the layout stays the same.
-        _refuse_deleted(tree)
-    moved = _device_put(values, layouts)
+    _refuse_without_value(tree, values)
     placed = others | {
         place: thawed(value) if isinstance(value, AbstractVariableValue) else value
-        for place, value in moved.items()
+        for place, value in _device_put(values, layouts).items()
     }
     return treedef.unflatten([placed[_place_of(index, node)] for index, node in enumerate(nodes)])
 
@@ -163,7 +159,7 @@ def put(tree: Any, shardings: Any) -> Any:
 def _device_put(values: Any, layouts: Any) -> Any:
     treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten(values)
-    if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    if not any(map(is_traced, leaves)):
         return jax.device_put(values, layouts)
     # Inside a traced function JAX takes a placement for a mere hint.
     targets = jax.tree.broadcast(layouts, values, is_leaf=lambda node: node is None)
@@ -174,33 +170,29 @@ def _device_put(values: Any, layouts: Any) -> Any:
     return jax.tree_util.tree_unflatten(treedef, pinned)
 
 
-def _refuse_abstract(tree: Any) -> None:
-    flat, _ = jax.tree_util.tree_flatten(tree)
-    values = [node.freeze() if isinstance(node, AbstractVariable) else node for node in flat]
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree_util.tree_leaves(values)):
-        raise_all(
-            ShardingError,
-            "only arrays can be placed, and these have a shape and no value:",
-            [
-                f"{leaf.path or 'the array'}: build it with sharded_init, or fill it with "
-                "restore_params."
-                for leaf in leaves_of(tree)
-                if isinstance(leaf.array, jax.ShapeDtypeStruct)
-            ],
-        )
-
-
-def _refuse_deleted(tree: Any) -> None:
-    raise_all(
-        ShardingError,
+# What cannot be placed, the headline that says so, and for each array its fix. Without the second
+# one JAX would hand on an array whose memory is gone where its layout stays the same.
+_WITHOUT_VALUE = (
+    (
+        is_abstract,
+        "only arrays can be placed, and these have a shape and no value:",
+        "build it with sharded_init, or fill it with restore_params.",
+    ),
+    (
+        is_deleted,
         "these arrays are no longer there, because something was called that donates them:",
-        [
-            f"{leaf.path or 'the array'}: was donated or deleted. Place what that call returned, "
-            "such as the newest state."
-            for leaf in leaves_of(tree)
-            if is_deleted(leaf.array)
-        ],
-    )
+        "was donated or deleted. Place what that call returned, such as the newest state.",
+    ),
+)
+
+
+def _refuse_without_value(tree: Any, values: dict[int, Any]) -> None:
+    leaves = jax.tree_util.tree_leaves(values)
+    for is_unfit, headline, fix in _WITHOUT_VALUE:
+        if any(map(is_unfit, leaves)):
+            unfit = [leaf for leaf in leaves_of(tree) if is_unfit(leaf.array)]
+            problems = [f"{leaf.path or 'the array'}: {fix}" for leaf in unfit]
+            raise_all(ShardingError, headline, problems)
 
 
 def _place_of(index: int, node: Any) -> int:

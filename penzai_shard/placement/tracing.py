@@ -1,7 +1,6 @@
-"""Initialisers as programs: what they compute, and the tree that they return."""
+"""Running initialisers part by part: from the call of one to the tree that it returns."""
 
 import contextlib
-import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,7 +10,6 @@ from jax.sharding import Mesh, Sharding
 
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import ShardingError
-from penzai_shard.library_apis.jax_api import ClosedJaxpr
 from penzai_shard.meshes import AnyMesh, auto_twin, onto_auto_twin
 from penzai_shard.placement.initializer_splitting import (
     flat_program,
@@ -20,83 +18,65 @@ from penzai_shard.placement.initializer_splitting import (
     split_initializer,
 )
 
+Layouts = Mapping[int, Sharding | None]
+"""Where arrays are laid out, by the ``id`` of their structs; None where JAX may choose."""
 
-@dataclasses.dataclass(frozen=True)
-class TracedInitializer:
-    """An initialiser that was traced with its arguments.
 
-    Attributes:
-        program: What it computes: its arrays, in the order of the tree.
-        structs: A ``jax.ShapeDtypeStruct`` for each of these arrays, an object of its own.
-        tree: What it returns, with these structs in place of arrays. Everything else, such as
-            functions and strings, is as it is.
+def initialized(
+    initializer: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    layouts_of: Callable[[Any], Layouts],
+    mesh: AnyMesh | None = None,
+) -> Any:
+    """What ``initializer(*args, **kwargs)`` returns, its arrays computed part by part.
+
+    Args:
+        initializer: The initialiser. It is traced once.
+        args: Its arguments; arrays and anything else.
+        kwargs: Its keyword arguments.
+        layouts_of: Gives the layouts of the arrays to compute, for what the initialiser returns
+            with a ``jax.ShapeDtypeStruct``, an object of its own, in place of each array.
+        mesh: The mesh that the arrays are for, if it is known.
+
+    Returns:
+        The same tree with arrays in place of the structs that have a layout. Leaves that are not
+        arrays, such as functions and strings, are as they are.
+
+    Raises:
+        MeshError: The initialiser constrains values to other devices than those of the mesh.
+        ShardingError: This is called while JAX traces something else.
+
+    >>> initialized(dict, (), {"a": 1.5, "b": "text"}, lambda tree: {id(tree["a"]): None})
+    {'a': Array(1.5, dtype=float32, weak_type=True), 'b': 'text'}
     """
+    _refuse_other_traces()
+    args, kwargs = _with_auto_axes((args, kwargs))
+    returned: list[Any] = []
 
-    program: ClosedJaxpr
-    structs: tuple[jax.ShapeDtypeStruct, ...]
-    tree: Any
+    def arrays_only() -> list[Any]:
+        leaves, treedef = jax.tree_util.tree_flatten(initializer(*args, **kwargs))
+        # A traced array must not outlive the trace.
+        returned[:] = [None if is_array_like(leaf) else leaf for leaf in leaves], treedef
+        return [leaf for leaf in leaves if is_array_like(leaf)]
 
-    @classmethod
-    def trace(
-        cls,
-        initializer: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        mesh: AnyMesh | None = None,
-    ) -> "TracedInitializer":
-        """Traces ``initializer(*args, **kwargs)``.
-
-        Args:
-            initializer: The initialiser.
-            args: Its arguments; arrays and anything else.
-            kwargs: Its keyword arguments.
-            mesh: The mesh that the arrays are for, if it is known.
-
-        Raises:
-            MeshError: It constrains values to other devices than those of the mesh.
-            ShardingError: This is called while JAX traces something else.
-        """
-        _refuse_other_traces()
-        args, kwargs = _with_auto_axes((args, kwargs))
-        returned: list[Any] = []
-
-        def arrays_only() -> list[Any]:
-            leaves, treedef = jax.tree_util.tree_flatten(initializer(*args, **kwargs))
-            others = [None if is_array_like(leaf) else leaf for leaf in leaves]
-            returned[:] = [others, treedef]
-            return [leaf for leaf in leaves if is_array_like(leaf)]
-
-        with _auto_axes_context(mesh):
-            program, structs = jax.make_jaxpr(arrays_only, return_shape=True)()
-        others, treedef = returned
-        remaining = iter(structs)
-        leaves = [next(remaining) if other is None else other for other in others]
-        devices = frozenset(mesh.devices.flat) if isinstance(mesh, Mesh) else None
-        return cls(
-            flat_program(program, devices),
-            tuple(structs),
-            jax.tree_util.tree_unflatten(treedef, leaves),
-        )
-
-    def run(self, layouts: Mapping[int, Sharding | None]) -> Any:
-        """Computes arrays.
-
-        Args:
-            layouts: Where each of the arrays to compute is laid out, by the ``id`` of its struct;
-                None where JAX may choose.
-
-        Returns:
-            ``tree`` with these arrays in place of their structs.
-        """
-        positions = {
-            id(struct): i for i, struct in enumerate(self.structs) if id(struct) in layouts
-        }
-        shardings = {position: layouts[struct] for struct, position in positions.items()}
-        with no_mesh_context():
-            arrays = run_split(split_initializer(self.program, shardings))
-        leaves, treedef = jax.tree_util.tree_flatten(self.tree)
-        filled = [arrays.get(positions.get(id(leaf), -1), leaf) for leaf in leaves]
-        return jax.tree_util.tree_unflatten(treedef, filled)
+    with _auto_axes_context(mesh):
+        traced, structs = jax.make_jaxpr(arrays_only, return_shape=True)()
+    devices = frozenset(mesh.devices.flat) if isinstance(mesh, Mesh) else None
+    program = flat_program(traced, devices)
+    others, treedef = returned
+    remaining = iter(structs)
+    leaves = [next(remaining) if other is None else other for other in others]
+    layouts = layouts_of(jax.tree_util.tree_unflatten(treedef, leaves))
+    shardings = {
+        position: layouts[id(struct)]
+        for position, struct in enumerate(structs)
+        if id(struct) in layouts
+    }
+    with no_mesh_context():
+        arrays = run_split(split_initializer(program, shardings))
+    computed = {id(structs[position]): array for position, array in arrays.items()}
+    return jax.tree_util.tree_unflatten(treedef, [computed.get(id(leaf), leaf) for leaf in leaves])
 
 
 def _refuse_other_traces() -> None:

@@ -1,15 +1,16 @@
 """Writing a traced initialiser out as one flat program, without what it says about layouts.
 
 Where the results are laid out is planned, and each part of the initialiser is compiled for that
-alone, some parts for one device. A constraint inside would ask for a mesh there. It never changes a
-value, so it is taken out: with it go placements, layouts of nested calls, and layouts in the types
-of arrays.
+alone, some parts for one device, where a constraint would ask for a mesh. Constraints never change
+a value, so they are taken out: with them go placements, layouts of nested calls, and layouts in the
+types of arrays.
 """
 
 import contextlib
 import functools
+import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ def flat_program(traced: ClosedJaxpr, devices: frozenset[Any] | None = None) -> 
         devices: The devices that the results are for; None if they are not known.
 
     Returns:
-        The same function. A constant that it closes over several times is there once.
+        The same function. A constant that it closes over several times is one variable.
 
     Raises:
         MeshError: A constraint is for other devices than the results.
@@ -93,10 +94,10 @@ def _plain_jit_params() -> dict[str, Any]:
 
 
 class _Writer:
-    """Writes equations of a traced program without layouts.
+    """Writes equations of a traced program without layouts, between new variables.
 
-    Nested programs that say nothing about layouts stay the same objects, and each of the others is
-    rewritten once: calls of one function share one program, on which later passes rely for speed.
+    Each nested program is rewritten once: calls of one function share one program, on which later
+    passes rely for speed.
     """
 
     def __init__(self, devices: frozenset[Any] | None) -> None:
@@ -109,66 +110,29 @@ class _Writer:
 
     def inline(self, program: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
         """Appends the equations of a program; returns the variables and literals it results in."""
-        write = functools.partial(self._write, self.equations, outermost=True)
-        return walk(program, arguments, write, constant=self._constant)
+        return walk(program, arguments, self._append, constant=self._constant)
 
     def _constant(self, value: Any, variable: Var) -> Var:
-        return self.constants.setdefault(id(value), (Var(variable.aval), value))[0]
+        return self.constants.setdefault(id(value), (_new_variable(variable), value))[0]
+
+    def _append(self, equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        if _is_to_be_opened(equation):
+            return self.inline(equation.params["jaxpr"], operands)
+        return self._write(self.equations, *_with_given_start(equation, operands))
 
     def _write(
-        self,
-        written: list[JaxprEqn],
-        equation: JaxprEqn,
-        operands: list[Any],
-        outermost: bool = False,
+        self, written: list[JaxprEqn], equation: JaxprEqn, operands: list[Any]
     ) -> Sequence[Any]:
-        """Appends an equation between other variables; returns what stands for its results."""
+        """Adds an equation to those written, unless it only lays out; returns its results."""
         if equation.primitive.name in _LAYOUTS_ONLY:
             self._check_devices(equation)
             return operands
-        if outermost and _is_to_be_opened(equation):
-            return self.inline(equation.params["jaxpr"], operands)
-        # At the top all variables are new, because a function called twice is written out twice.
-        results = _without_mesh(equation.outvars, always_new=outermost)
-        equation = self._equation(equation, operands, results)
-        written.append(_with_given_start(equation) if outermost else equation)
-        return results
-
-    def _nested(self, program: ClosedJaxpr | Jaxpr) -> Any:
-        """A nested program, closed or not, without layouts."""
-        if id(program) not in self._rewritten:
-            without: Any
-            if isinstance(program, Jaxpr):
-                without = self._nested_jaxpr(program)
-            else:
-                jaxpr = self._nested(program.jaxpr)
-                same = jaxpr is program.jaxpr
-                without = program if same else ClosedJaxpr(jaxpr, program.consts)
-            self._rewritten[id(program)] = program, without
-        return self._rewritten[id(program)][1]
-
-    def _nested_jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
-        equations: list[JaxprEqn] = []
-        constants = _without_mesh(jaxpr.constvars)
-        arguments = _without_mesh(jaxpr.invars)
-        # The walk takes the constants of a closed program for what stands for them.
-        closed = ClosedJaxpr(jaxpr, constants)
-        outputs = walk(closed, arguments, functools.partial(self._write, equations))
-        before = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.eqns]
-        if _are_same([*constants, *arguments, *equations], before):
-            return jaxpr
-        return jaxpr.replace(constvars=constants, invars=arguments, eqns=equations, outvars=outputs)
-
-    def _equation(
-        self, equation: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]
-    ) -> JaxprEqn:
-        params, context = self._params(equation), self._context(equation.ctx)
-        before = [*equation.invars, *equation.outvars, *equation.params.values(), equation.ctx]
-        if _are_same([*operands, *results, *params.values(), context], before):
-            return equation
-        return equation.replace(
-            invars=list(operands), outvars=list(results), params=params, ctx=context
+        results = list(map(_new_variable, equation.outvars))
+        params, context = self._params(equation), self._once(_without_mesh, equation.ctx)
+        written.append(
+            equation.replace(invars=operands, outvars=results, params=params, ctx=context)
         )
+        return results
 
     def _params(self, equation: JaxprEqn) -> dict[str, Any]:
         if equation_traits.runs_on_its_own_mesh(equation):
@@ -176,27 +140,34 @@ class _Writer:
         params = {name: self._param(value) for name, value in equation.params.items()}
         if is_jit(equation.primitive):
             for name, plain in _plain_jit_params().items():
-                without = plain * len(params[name]) if isinstance(plain, tuple) else plain
-                if params[name] != without:
-                    params[name] = without
+                params[name] = plain * len(params[name]) if isinstance(plain, tuple) else plain
         return params
 
     def _param(self, value: Any) -> Any:
         if isinstance(value, ClosedJaxpr | Jaxpr):
-            return self._nested(value)
+            return self._once(self._nested, value)
         if type(value) is tuple:
-            items = tuple(map(self._param, value))
-            return value if _are_same(items, value) else items
+            return tuple(map(self._param, value))
         return None if isinstance(value, Sharding) else value
 
-    def _context(self, context: Any) -> Any:
-        """The context of an equation, such as its precision, without the mesh."""
-        if context.cur_abstract_mesh.empty:
-            return context
-        if id(context) not in self._rewritten:
-            with context.manager, no_mesh_context():
-                self._rewritten[id(context)] = context, type(context)()
-        return self._rewritten[id(context)][1]
+    def _once(self, rewrite: Callable[[Any], Any], value: Any) -> Any:
+        if id(value) not in self._rewritten:
+            self._rewritten[id(value)] = value, rewrite(value)
+        return self._rewritten[id(value)][1]
+
+    def _nested(self, program: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
+        """A nested program, closed or not, without layouts."""
+        if isinstance(program, ClosedJaxpr):
+            return ClosedJaxpr(self._once(self._nested, program.jaxpr), program.consts)
+        equations: list[JaxprEqn] = []
+        constants = list(map(_new_variable, program.constvars))
+        arguments = list(map(_new_variable, program.invars))
+        # The walk takes the constants of a closed program for what stands for them.
+        closed = ClosedJaxpr(program, constants)
+        outputs = walk(closed, arguments, functools.partial(self._write, equations))
+        return program.replace(
+            constvars=constants, invars=arguments, eqns=equations, outvars=outputs
+        )
 
     def _check_devices(self, equation: JaxprEqn) -> None:
         sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
@@ -213,22 +184,21 @@ class _Writer:
             )
 
 
-def _are_same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(objects) == len(others) and all(map(operator.is_, objects, others))
+def _new_variable(variable: Var) -> Var:
+    """A variable of the same type but for the mesh."""
+    aval: Any = variable.aval
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    if mesh is None or mesh.empty:
+        return Var(aval)
+    return Var(type(aval)(aval.shape, aval.dtype, aval.weak_type))
 
 
-def _without_mesh(variables: Sequence[Var], always_new: bool = False) -> list[Var]:
-    """Variables whose types have no mesh; the same ones where nothing changes, unless asked."""
-    result = []
-    for variable in variables:
-        aval: Any = variable.aval
-        mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
-        if mesh is not None and not mesh.empty:
-            variable = Var(type(aval)(aval.shape, aval.dtype, aval.weak_type))
-        elif always_new:
-            variable = Var(aval)
-        result.append(variable)
-    return result
+def _without_mesh(context: Any) -> Any:
+    """The context of an equation, such as its precision, without the mesh."""
+    if context.cur_abstract_mesh.empty:
+        return context
+    with context.manager, no_mesh_context():
+        return type(context)()
 
 
 def _is_to_be_opened(equation: JaxprEqn) -> bool:
@@ -237,24 +207,17 @@ def _is_to_be_opened(equation: JaxprEqn) -> bool:
     )
 
 
-def _with_given_start(equation: JaxprEqn) -> JaxprEqn:
+def _with_given_start(equation: JaxprEqn, operands: list[Any]) -> tuple[JaxprEqn, list[Any]]:
     """A short slice at a fixed place as a slice whose place is an operand."""
-    if equation.primitive.name != "slice":
-        return equation
-    operand: Any = equation.invars[0].aval
-    result: Any = equation.outvars[0].aval
-    params = equation.params
-    if (
-        any(stride != 1 for stride in params["strides"] or ())
-        or not operand.shape
-        or equation_traits.element_count([operand]) > _SMALL_SLICED_OPERAND
-    ):
-        return equation
-    starts = [
-        Literal(np.int32(start), jax.typeof(np.int32(0))) for start in params["start_indices"]
-    ]
-    return equation.replace(
-        primitive=jax.lax.dynamic_slice_p,
-        params={"slice_sizes": tuple(result.shape)},
-        invars=[equation.invars[0], *starts],
+    if equation.primitive is not jax.lax.slice_p:
+        return equation, operands
+    shape, params = getattr(equation.invars[0].aval, "shape", ()), equation.params
+    is_strided = any(stride != 1 for stride in params["strides"] or ())
+    if is_strided or not shape or math.prod(shape) > _SMALL_SLICED_OPERAND:
+        return equation, operands
+    starts = list(map(np.int32, params["start_indices"]))
+    sizes = tuple(map(operator.sub, params["limit_indices"], params["start_indices"]))
+    return (
+        equation.replace(primitive=jax.lax.dynamic_slice_p, params={"slice_sizes": sizes}),
+        [*operands, *(Literal(start, jax.typeof(start)) for start in starts)],
     )

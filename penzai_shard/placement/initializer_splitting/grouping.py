@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,6 @@ _IRRELEVANT_PARAMS = {
 }
 
 
-_Place = tuple[int, int]  # The index of an equation, and of one of its operands.
-_Integers = dict[_Place, Literal]
 _GroupKey = tuple[Hashable, tuple[Sharding | None, ...], bool]
 
 
@@ -36,13 +34,13 @@ class Program:
     """Something to compile once and to call for each subprogram that it serves.
 
     Attributes:
-        program: What it computes, a function of arrays and then of integers.
+        traced: What it computes, a function of arrays and then of integers.
         shardings: The layout of each result; None where JAX may choose.
         on_one_device: Whether it must run on one device, and the results be spread afterwards,
             because partial sums over several devices would make values depend on the layout.
     """
 
-    program: ClosedJaxpr
+    traced: ClosedJaxpr
     shardings: tuple[Sharding | None, ...]
     on_one_device: bool
 
@@ -70,7 +68,7 @@ class SplitInitializer:
 
     Attributes:
         constants: Arrays that the initialiser closed over.
-        calls: The calls, in an order in which each value is there before it is read.
+        calls: The calls, in an order in which each value is computed before it is read.
         available: For positions of outputs that no call gives: the constant, or the result of a
             call that others read too.
         shardings: The layouts of the outputs to compute, by position.
@@ -106,31 +104,28 @@ def split_initializer(
     """
     subprograms, available = split_by_output(flat, shardings.keys())
     keys = _StructuralKeys()
-    groups: dict[_GroupKey, list[tuple[Subprogram, _Integers]]] = {}
+    groups: dict[_GroupKey, list[tuple[Subprogram, list[Literal]]]] = {}
     for subprogram in subprograms:
-        integers: _Integers = {}
-        structure = keys.of_program(subprogram.program.jaxpr, integers)
+        integers: list[Literal] = []
+        structure = keys.of_program(subprogram.traced.jaxpr, integers)
         layouts = tuple(shardings[r] if isinstance(r, int) else None for r in subprogram.results)
         key = structure, layouts, subprogram.is_shared
         groups.setdefault(key, []).append((subprogram, integers))
     calls: dict[tuple[Result, ...], Call] = {}
     for (_, layouts, _), members in groups.items():
-        first, integers = members[0]
-        differing = [
-            place
-            for place, literal in integers.items()
-            if any(others[place].val != literal.val for _, others in members)
-        ]
+        of_members = zip(*(integers for _, integers in members), strict=True)
+        differing = [i for i, same in enumerate(of_members) if len({int(x.val) for x in same}) > 1]
+        first, _ = members[0]
         program = Program(
-            program=_with_integer_arguments(first.program, differing),
+            traced=_with_integer_arguments(first.traced, differing),
             shardings=layouts,
             on_one_device=_runs_on_one_device(first),
         )
         for subprogram, integers in members:
             calls[subprogram.results] = Call(
                 program=program,
-                arguments=tuple(subprogram.program.jaxpr.invars),
-                integers=tuple(_argument(integers[place]) for place in differing),
+                arguments=tuple(subprogram.traced.jaxpr.invars),
+                integers=tuple(_argument(integers[index]) for index in differing),
                 results=subprogram.results,
             )
     return SplitInitializer(
@@ -141,23 +136,25 @@ def split_initializer(
     )
 
 
-def _with_integer_arguments(program: ClosedJaxpr, places: Sequence[_Place]) -> ClosedJaxpr:
-    """The program with the literals at some places as further arguments."""
-    equations = list(program.eqns)
-    arguments = []
-    for index, operand in places:
-        operands = list(equations[index].invars)
-        arguments.append(Var(operands[operand].aval))
-        operands[operand] = arguments[-1]
-        equations[index] = equations[index].replace(invars=operands)
+def _with_integer_arguments(program: ClosedJaxpr, chosen: Collection[int]) -> ClosedJaxpr:
+    """The program with some of the integers in its equations, in order, as further arguments."""
+    order = itertools.count()
+    arguments: list[Var] = []
+
+    def operand(atom: Any) -> Any:
+        if isinstance(atom, Var) or not _is_integer(atom) or next(order) not in chosen:
+            return atom
+        arguments.append(Var(atom.aval))
+        return arguments[-1]
+
+    equations = [one.replace(invars=list(map(operand, one.invars))) for one in program.eqns]
     jaxpr = program.jaxpr
-    return program_of(
-        equations, [*jaxpr.invars, *arguments], jaxpr.outvars, jaxpr.debug_info.func_name
-    )
+    name = jaxpr.debug_info.func_name
+    return program_of(equations, [*jaxpr.invars, *arguments], jaxpr.outvars, name)
 
 
 def _runs_on_one_device(subprogram: Subprogram) -> bool:
-    program = subprogram.program
+    program = subprogram.traced
     nested = list(all_equations(program))
     if any(map(equation_traits.runs_on_its_own_mesh, nested)):
         return False
@@ -209,13 +206,13 @@ class _StructuralKeys:
         self._number_of_jaxpr: dict[int, int] = {}
         self._compared: list[Any] = []
 
-    def of_program(self, jaxpr: Jaxpr, integers: _Integers | None = None) -> Hashable:
+    def of_program(self, jaxpr: Jaxpr, integers: list[Literal] | None = None) -> Hashable:
         """The key of a program.
 
         Args:
             jaxpr: The program.
-            integers: Filled with the single integers that are written into its equations, not
-                into those of nested programs; the key says nothing of them then.
+            integers: Filled with the single integers that are written into its equations, in order,
+                not those of nested programs. The key says nothing of their values then.
         """
         numbers: dict[Var, int] = {}
 
@@ -223,18 +220,18 @@ class _StructuralKeys:
             numbers.update(zip(variables, itertools.count(len(numbers))))
             return tuple(_type_key(variable.aval) for variable in variables)
 
-        def read(atom: Any, *place: int) -> Hashable:
+        def read(atom: Any) -> Hashable:
             if isinstance(atom, Var):
                 return numbers[atom]
-            if integers is not None and len(place) == 2 and _is_integer(atom):
-                integers[place] = atom
+            if integers is not None and _is_integer(atom):
+                integers.append(atom)
                 return _type_key(atom.aval)
             return _type_key(atom.aval), _array_key(atom.val)
 
         head = bind(jaxpr.constvars), bind(jaxpr.invars)
         body = []
-        for index, equation in enumerate(jaxpr.eqns):
-            operands = tuple(read(atom, index, i) for i, atom in enumerate(equation.invars))
+        for equation in jaxpr.eqns:
+            operands = tuple(map(read, equation.invars))
             body.append((equation.primitive, self._of_params(equation), operands))
             bind(equation.outvars)
         return head, tuple(body), tuple(map(read, jaxpr.outvars))

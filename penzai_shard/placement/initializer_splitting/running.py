@@ -65,10 +65,10 @@ class _Run:
         functions = self._compile_all()
         in_flight: list[jax.Array] = []
         bytes_in_flight = 0
-        largest = max((byte_count(program.program.out_avals) for program in functions), default=0)
+        largest = max((byte_count(program.traced.out_avals) for program in functions), default=0)
         for call in self.split.calls:
             in_flight += self._call(functions[call.program], call)
-            bytes_in_flight += _SIZE_IN_THE_MAKING * byte_count(call.program.program.out_avals)
+            bytes_in_flight += _SIZE_IN_THE_MAKING * byte_count(call.program.traced.out_avals)
             if bytes_in_flight >= max(_SMALL_IN_FLIGHT, largest):
                 jax.block_until_ready(in_flight)
                 in_flight, bytes_in_flight = [], 0
@@ -87,7 +87,7 @@ class _Run:
 
     def _lower(self, call: Call) -> Any:
         program = call.program
-        run_jaxpr = jaxpr_as_fun(program.program)
+        run_jaxpr = jaxpr_as_fun(program.traced)
 
         def initialize(*arguments: Any) -> list[Any]:
             return list(run_jaxpr(*arguments))
@@ -122,7 +122,7 @@ class _Run:
         # An array of a result's shape is most likely read element by element: it is laid out as
         # that result, so that no device gets the whole of a large array.
         shape = getattr(variable.aval, "shape", ())
-        for aval, sharding in zip(program.program.out_avals, program.shardings, strict=True):
+        for aval, sharding in zip(program.traced.out_avals, program.shardings, strict=True):
             if shape and aval.shape == shape and sharding is not None:
                 return sharding
         return self.everywhere
@@ -143,6 +143,6 @@ def _own_copy(value: Any, sharding: Sharding | None) -> jax.Array:
     A train step that donates the model must not delete an argument of the initialiser.
     """
     placed = jax.device_put(value, sharding)
-    # Not in one step: spreading an array over devices uses the buffer that it has on one of them,
-    # even if told not to.
+    # Not in one step: spreading an array over devices reuses the buffer that it has on one of
+    # them, whatever ``may_alias`` says.
     return jax.device_put(placed, placed.sharding, may_alias=False)

@@ -25,13 +25,14 @@ class Subprogram:
     """Some equations of a program that are compiled and run together.
 
     Attributes:
-        program: The equations. Its arguments are the variables of the whole program that it reads.
+        traced: The equations, as a program. Its arguments are the variables of the whole program
+            that it reads.
         results: What its results are in the whole program: either variables that other subprograms
             read, or positions of outputs.
         is_shared: Whether others read its results.
     """
 
-    program: ClosedJaxpr
+    traced: ClosedJaxpr
     results: tuple[Result, ...]
     is_shared: bool = False
 
@@ -104,7 +105,7 @@ class _Splitter:
             program = program_of([], [], [*self.literals.values()], _NAME)
             final.append(Subprogram(program, tuple(self.literals)))
         # The largest first, so that their temporaries are gone before the rest of a model is made.
-        final.sort(key=lambda one: equation_traits.byte_count(one.program.out_avals), reverse=True)
+        final.sort(key=lambda one: equation_traits.byte_count(one.traced.out_avals), reverse=True)
         first = [
             self._subprogram(values, values, known, is_shared=True) for values in shared.values()
         ]
@@ -144,7 +145,7 @@ class _Splitter:
                 readers[variable].append(index)
         outputs = set(self.outputs.values())
 
-        def is_only_passed_on(variable: Var, mask: int) -> bool:
+        def has_one_small_reader(variable: Var, mask: int) -> bool:
             """Whether one small equation alone reads it, for the same groups: that one is last."""
             if variable in outputs or len(readers[variable]) != 1:
                 return False
@@ -163,7 +164,7 @@ class _Splitter:
                     variable
                     for variable in equation.outvars
                     if (variable in outputs or any(masks[i] for i in readers[variable]))
-                    and not is_only_passed_on(variable, mask)
+                    and not has_one_small_reader(variable, mask)
                 ]
                 if values:
                     shared[index] = values
