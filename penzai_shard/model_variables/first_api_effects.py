@@ -1,9 +1,9 @@
 """What the handlers of Penzai's first API put into a layer while it runs, as variables.
 
-A handler of that API replaces the references to it in its body by objects that
-hold its state, its side input or its list of side outputs, and calls the body. A transformation
-around a layer inside that body must carry what such an object holds in, and what was assigned
-out; otherwise tracers stay in it.
+A handler of that API replaces the references to it in its body by objects that hold its state, its
+side input or its list of side outputs, and calls the body. A transformation around a layer inside
+that body must carry what such an object holds in, and what was assigned out; otherwise tracers stay
+in it.
 """
 
 import dataclasses
@@ -13,10 +13,11 @@ import jax
 from penzai import pz
 from penzai.core.variables import (
     AbstractVariable,
-    AbstractVariableSlot,
     AbstractVariableValue,
+    StateVariableSlot,
 )
 
+from penzai_shard.library_apis.penzai_api import share_side_outputs, side_outputs
 from penzai_shard.model_variables.first_api import looked_up
 
 # For each class the field with what it holds.
@@ -35,15 +36,8 @@ def _fields() -> dict[type, str]:
     }
 
 
-@pz.pytree_dataclass
-class EffectSlot(AbstractVariableSlot):
-    """Where an effect was in a tree.
-
-    Attributes:
-        number: Which of the tree's effects it is.
-    """
-
-    number: int = dataclasses.field(metadata={"pytree_node": False})
+def _slot(number: int) -> StateVariableSlot:
+    return StateVariableSlot(label=("effect of the first API", number))
 
 
 @pz.pytree_dataclass
@@ -53,26 +47,24 @@ class EffectValue(AbstractVariableValue):
     Attributes:
         number: Which of the tree's effects it is.
         owner: The first of those that write to the same list of side outputs; else ``number``.
-        kind: The class of the effect.
-        others: The fields of the effect besides what it holds.
+        template: The effect without what it holds.
         content: What it holds; of a list of side outputs, those that were added, at its owner.
     """
 
     number: int = dataclasses.field(metadata={"pytree_node": False})
     owner: int = dataclasses.field(metadata={"pytree_node": False})
-    kind: type = dataclasses.field(metadata={"pytree_node": False})
-    others: tuple[tuple[str, Any], ...] = dataclasses.field(metadata={"pytree_node": False})
+    template: Any = dataclasses.field(metadata={"pytree_node": False})
     content: Any
 
-    def get_slot(self) -> EffectSlot:
+    def get_slot(self) -> StateVariableSlot:
         """The place of the effect."""
-        return EffectSlot(self.number)
+        return _slot(self.number)
 
     def unfreeze_as_copy(self) -> "EffectVariable":
         """A new effect of the same kind that holds the same."""
-        field = _fields()[self.kind]
+        field = _fields()[type(self.template)]
         content = list(self.content) if field == _LIST else self.content
-        effect = self.kind(**dict(self.others), **{field: content})
+        effect = dataclasses.replace(self.template, **{field: content})
         return EffectVariable(effect, self.number, self.owner)
 
 
@@ -90,30 +82,26 @@ class EffectVariable(AbstractVariable):
         self.number = number
         self.owner = owner
         self.field = _fields()[type(effect)]
-        # Side outputs that were there before belong to others.
-        self._start = len(effect._destination) if self.field == _LIST else 0
+        # Side outputs that were in the list before belong to others.
+        self._start = len(side_outputs(effect)) if self.field == _LIST else 0
 
-    def get_slot(self) -> EffectSlot:
+    def get_slot(self) -> StateVariableSlot:
         """The place of the effect."""
-        return EffectSlot(self.number)
+        return _slot(self.number)
 
     def freeze(self) -> EffectValue:
         """What the effect holds now."""
-        fields = {
-            field.name: getattr(self.effect, field.name)
-            for field in dataclasses.fields(self.effect)
-        }
-        content = fields.pop(self.field)
+        content = getattr(self.effect, self.field)
         if self.field == _LIST:
             content = tuple(content[self._start :]) if self.owner == self.number else ()
-        others = tuple(fields.items())
-        return EffectValue(self.number, self.owner, type(self.effect), others, content)
+        template = dataclasses.replace(self.effect, **{self.field: None})
+        return EffectValue(self.number, self.owner, template, content)
 
     def update(self, new_frozen_value: AbstractVariableValue) -> None:
         """Gives the effect what a transformation brought out."""
         assert isinstance(new_frozen_value, EffectValue)
         if self.field == _LIST:
-            self.effect._destination[self._start :] = new_frozen_value.content
+            side_outputs(self.effect)[self._start :] = new_frozen_value.content
         else:
             setattr(self.effect, self.field, new_frozen_value.content)
 
@@ -130,7 +118,7 @@ def effects_as_variables(tree: Any) -> Any:
     for leaf in leaves:
         if type(leaf) in fields and id(leaf) not in variables:
             number = len(variables)
-            shared = leaf._destination if fields[type(leaf)] == _LIST else leaf
+            shared = side_outputs(leaf) if fields[type(leaf)] == _LIST else leaf
             owner = owners.setdefault(id(shared), number)
             variables[id(leaf)] = EffectVariable(leaf, number, owner)
     if not variables:
@@ -145,7 +133,7 @@ def variables_as_effects(tree: Any) -> Any:
     variables = {leaf.number: leaf for leaf in leaves if isinstance(leaf, EffectVariable)}
     for variable in variables.values():
         if variable.owner != variable.number:
-            variable.effect._destination = variables[variable.owner].effect._destination
+            share_side_outputs(variable.effect, side_outputs(variables[variable.owner].effect))
     return structure.unflatten(
         [leaf.effect if isinstance(leaf, EffectVariable) else leaf for leaf in leaves]
     )
