@@ -121,7 +121,7 @@ def _run(
     return variable_threading.call_with(variables, body, argument, side_inputs, "Jitted")
 
 
-_kept = functools.lru_cache(MOST_STRUCTURES_KEPT)(CompiledStructure)
+_shared = functools.lru_cache(MOST_STRUCTURES_KEPT)(CompiledStructure)
 
 
 def compiled_structure(structure: Structure) -> CompiledStructure:
@@ -138,7 +138,7 @@ def compiled_structure(structure: Structure) -> CompiledStructure:
     """
     try:
         with variable_threading.EXCHANGE:
-            return _kept(structure)
+            return _shared(structure)
     except INCOMPARABLE:
         return CompiledStructure(structure)
 
@@ -146,4 +146,4 @@ def compiled_structure(structure: Structure) -> CompiledStructure:
 def clear_compiled_structures() -> None:
     """Forgets all compiled functions that no model at hand uses."""
     with variable_threading.EXCHANGE:
-        _kept.cache_clear()
+        _shared.cache_clear()

@@ -488,9 +488,11 @@ def test_keeps_the_last_structures_only():
     clear_compiled_structures()
     for depth in range(compiled_structure.MOST_STRUCTURES_KEPT + 5):
         compiled_structure.compiled_structure(structure_of(pz.nn.Identity(), depth))
-    assert compiled_structure._kept.cache_info().currsize == compiled_structure.MOST_STRUCTURES_KEPT
+    assert (
+        compiled_structure._shared.cache_info().currsize == compiled_structure.MOST_STRUCTURES_KEPT
+    )
     clear_compiled_structures()
-    assert compiled_structure._kept.cache_info().currsize == 0
+    assert compiled_structure._shared.cache_info().currsize == 0
 
 
 def structure_of(model, depth):

@@ -90,7 +90,7 @@ def test_one_model_called_by_eight_threads():
         jitted = Jitted(affine(3.0, 1.0))
         calls = [functools.partial(jitted, float(value)) for value in range(THREADS)]
         assert in_threads(*calls) == [3.0 * value + 1 for value in range(THREADS)]
-    assert compiled_structure._kept.cache_info().currsize == 1
+    assert compiled_structure._shared.cache_info().currsize == 1
 
 
 def test_models_of_one_structure_called_at_once_share_a_program_and_not_their_values():
@@ -98,13 +98,13 @@ def test_models_of_one_structure_called_at_once_share_a_program_and_not_their_va
     models = [Jitted(affine(weight, 10.0 * weight)) for weight in range(THREADS)]
     calls = [lambda model=model: float(model(2.0)) for model in models]
     assert in_threads(*calls) == [12.0 * weight for weight in range(THREADS)]
-    assert compiled_structure._kept.cache_info().currsize == 1
+    assert compiled_structure._shared.cache_info().currsize == 1
 
 
 def test_models_of_more_structures_than_are_kept(monkeypatch):
     # Every call looks a structure up, adds one and drops another.
     monkeypatch.setattr(
-        compiled_structure, "_kept", functools.lru_cache(3)(compiled_structure.CompiledStructure)
+        compiled_structure, "_shared", functools.lru_cache(3)(compiled_structure.CompiledStructure)
     )
 
     def rounds(seed):
@@ -113,7 +113,7 @@ def test_models_of_more_structures_than_are_kept(monkeypatch):
 
     calls = [lambda seed=seed: rounds(seed) for seed in range(THREADS)]
     assert in_threads(*calls) == [[7.0] * 15] * THREADS
-    assert compiled_structure._kept.cache_info().currsize == 3
+    assert compiled_structure._shared.cache_info().currsize == 3
 
 
 @pytest.mark.parametrize("share", ["one layer", "layers around one model", "copies of a layer"])
