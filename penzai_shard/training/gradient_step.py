@@ -58,9 +58,9 @@ class GradientStep:
         """
         check_signature(self.loss_fn, inputs)
         parts = self.accumulate_steps
-        split = None if parts == 1 else split_inputs(inputs, parts, self.batch_axis)
         rng = jax.random.fold_in(state.root_rng, state.step)
-        batch = _Batch(self.loss_fn, state, rng, inputs, split, parts)
+        microbatches = split_inputs(inputs, parts, self.batch_axis)
+        batch = _Batch(self.loss_fn, state, rng, microbatches)
         names = state.variables.trainable_names
         trainable = {name: value for name, value in state.params.items() if name in names}
         grads, loss, carried, auxes = batch.gradient(trainable)
@@ -94,13 +94,6 @@ class _Carried(NamedTuple):
     loss_fn_state: Any
 
 
-class _Gradient(NamedTuple):
-    grads: Any
-    loss: jax.Array
-    carried: _Carried
-    auxes: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class _Batch:
     """The loss of one batch as a function of the trainable parameters alone.
@@ -109,17 +102,13 @@ class _Batch:
         loss_fn: The loss function.
         state: The state that the step started from.
         rng: The random key of the step.
-        inputs: The inputs.
-        split: The inputs in microbatches; None if the batch is evaluated whole.
-        parts: The number of microbatches.
+        microbatches: The inputs.
     """
 
     loss_fn: Callable[..., Any]
     state: TrainState
     rng: jax.Array
-    inputs: Mapping[str, Any]
-    split: Microbatches | None
-    parts: int
+    microbatches: Microbatches
 
     @property
     def carried(self) -> _Carried:
@@ -128,53 +117,46 @@ class _Batch:
 
     def value(self, trainable: Any) -> jax.Array:
         """The loss; of microbatches, their mean."""
-        if self.split is None:
-            return self._loss(trainable, self.rng, self.carried, self.inputs)[0]
 
-        def body(carried: _Carried, xs: Any) -> Any:
-            loss, (_, carried, _) = self._loss(trainable, *self._part(carried, xs))
+        def evaluate(carried: _Carried, index: Any, inputs: Any) -> Any:
+            loss, (_, carried, _) = self._loss(trainable, carried, index, inputs)
             return carried, loss
 
-        return jnp.mean(jax.lax.scan(body, self.carried, self._parts())[1])
+        return jnp.mean(self.microbatches.in_turn(evaluate, self.carried)[1])
 
-    def gradient(self, trainable: Any) -> _Gradient:
-        """Gradient, loss, new state, and auxiliary outputs, along a new first dimension; of
-        microbatches the gradient and the loss are averaged, one after the other in one loop."""
+    def gradient(self, trainable: Any) -> tuple[Any, jax.Array, _Carried, Any]:
+        """Gradient, loss, what is carried on, and auxiliary outputs along a new first dimension.
+
+        Of microbatches the gradient and the loss are averaged.
+        """
+        parts = self.microbatches.count
         gradient_of = jax.grad(self._loss, has_aux=True)
-        if self.split is None:
-            grads, (loss, carried, aux) = gradient_of(
-                trainable, self.rng, self.carried, self.inputs
+        total = None
+        if parts > 1:
+            # Sums of many small gradients need more digits than half precision has.
+            total = jax.tree.map(
+                lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), trainable
             )
-            return _Gradient(grads, loss, carried, jax.tree.map(lambda x: x[None], aux))
 
-        def body(carry: Any, xs: Any) -> Any:
+        def evaluate(carry: Any, index: Any, inputs: Any) -> Any:
             total, carried = carry
-            grads, (loss, carried, aux) = gradient_of(trainable, *self._part(carried, xs))
-            total = jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, grads)
-            return (total, carried), (loss, aux)
+            grads, (loss, carried, aux) = gradient_of(trainable, carried, index, inputs)
+            if total is not None:
+                grads = jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, grads)
+            return (grads, carried), (loss, aux)
 
-        # Sums of many small gradients need more digits than half precision has.
-        zeros = jax.tree.map(
-            lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), trainable
+        (grads, carried), (losses, auxes) = self.microbatches.in_turn(
+            evaluate, (total, self.carried)
         )
-        (total, carried), (losses, auxes) = jax.lax.scan(body, (zeros, self.carried), self._parts())
-        grads = jax.tree.map(lambda t, p: (t / self.parts).astype(p.dtype), total, trainable)
-        return _Gradient(grads, jnp.mean(losses), carried, auxes)
-
-    def _parts(self) -> Any:
-        assert self.split is not None
-        return jnp.arange(self.parts), self.split.stacked
-
-    def _part(self, carried: _Carried, xs: Any) -> tuple[jax.Array, _Carried, Any]:
-        """Random key, state and inputs of one microbatch."""
-        assert self.split is not None
-        index, sliced = xs
-        return jax.random.fold_in(self.rng, index), carried, self.split.part(sliced)
+        if parts > 1:
+            grads = jax.tree.map(lambda g, p: (g / parts).astype(p.dtype), grads, trainable)
+        return grads, jnp.mean(losses), carried, auxes
 
     def _loss(
-        self, trainable: dict[str, Any], rng: jax.Array, carried: _Carried, inputs: Any
+        self, trainable: dict[str, Any], carried: _Carried, index: Any, inputs: Any
     ) -> tuple[jax.Array, tuple[jax.Array, _Carried, Any]]:
-        """One evaluation of the loss function."""
+        """One evaluation of the loss function; ``index`` is that of a microbatch, if there are."""
+        rng = self.rng if index is None else jax.random.fold_in(self.rng, index)
         model, bound = self.state.variables.bind_for_loss(
             self.state.unbound_model, self.state.params | trainable, carried.state_vars
         )

@@ -7,6 +7,7 @@ keeps the examples that it has, which a split into contiguous parts would not al
 
 import collections
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,15 +20,17 @@ from penzai_shard.tree_paths import path_text
 
 @dataclasses.dataclass(frozen=True)
 class Microbatches:
-    """Inputs split into equal parts.
+    """Inputs split into equal parts, or left whole as a single one.
 
     Attributes:
+        count: Number of parts.
         stacked: The inputs that were split, as named arrays with the parts along a first,
             positional dimension; None in place of one that every part gets whole.
         whole: The inputs that every part gets whole; None in place of one that was split.
         treedef: Structure of the inputs, named arrays as leaves.
     """
 
+    count: int
     stacked: list[Any]
     whole: list[Any]
     treedef: Any
@@ -41,6 +44,26 @@ class Microbatches:
         leaves = [w if s is None else s for s, w in zip(sliced, self.whole, strict=True)]
         return self.treedef.unflatten(leaves)
 
+    def in_turn(self, evaluate: Callable[[Any, Any, Any], tuple[Any, Any]], carry: Any) -> Any:
+        """Evaluates one microbatch after the other, in one compiled loop.
+
+        Args:
+            evaluate: Gets what is carried, the index of the microbatch and its inputs, and returns
+                what is carried on and an output. The index of a single one is None.
+            carry: What the first one gets.
+
+        Returns:
+            What the last one carried on, and the outputs along a new first dimension.
+        """
+        if self.count == 1:
+            carry, output = evaluate(carry, None, self.part(self.stacked))
+            return carry, jax.tree.map(lambda x: x[None], output)
+        return jax.lax.scan(
+            lambda carry, xs: evaluate(carry, xs[0], self.part(xs[1])),
+            carry,
+            (jnp.arange(self.count), self.stacked),
+        )
+
 
 def split_inputs(inputs: Any, parts: int, batch_axis: str) -> Microbatches:
     """Splits every named array that has the batch axis.
@@ -48,7 +71,7 @@ def split_inputs(inputs: Any, parts: int, batch_axis: str) -> Microbatches:
     Args:
         inputs: The inputs of a train step. Arrays without names, and named arrays without the
             batch axis, go whole to every part.
-        parts: How many microbatches.
+        parts: How many microbatches; one gets all inputs as they are.
         batch_axis: Logical axis to split along.
 
     Returns:
@@ -62,6 +85,8 @@ def split_inputs(inputs: Any, parts: int, batch_axis: str) -> Microbatches:
     [0, 2]
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(inputs, is_leaf=pz.nx.is_namedarray)
+    if parts == 1:
+        return Microbatches(1, [None] * len(flat), [leaf for _, leaf in flat], treedef)
     stacked: list[Any] = []
     whole: list[Any] = []
     problems: list[str] = []
@@ -91,7 +116,7 @@ def split_inputs(inputs: Any, parts: int, batch_axis: str) -> Microbatches:
             'name that it has: build_train_step_fn(..., batch_axis="...").',
             unsplit,
         )
-    return Microbatches(stacked, whole, treedef)
+    return Microbatches(parts, stacked, whole, treedef)
 
 
 def _stacked(array: pz.nx.NamedArray, parts: int, batch_axis: str) -> pz.nx.NamedArray:
