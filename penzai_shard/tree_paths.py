@@ -8,7 +8,7 @@ flat one whose keys are ``layers.0.weight``.
 import fnmatch
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +52,22 @@ def array_path_text(key_path: KeyPath) -> str:
     if key_path and getattr(key_path[-1], "name", None) == "data_array":
         key_path = key_path[:-1]
     return path_text(key_path)
+
+
+def paths_and_leaves(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> list[tuple[str, Any]]:
+    """The leaves of a tree, each with its readable path, in the order of flattening.
+
+    Args:
+        tree: Any pytree.
+        is_leaf: Which nodes count as leaves, as in ``jax.tree.flatten``.
+
+    >>> paths_and_leaves({"layers": [{"w": 1.0}]})
+    [('layers/0/w', 1.0)]
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return [(array_path_text(key_path), leaf) for key_path, leaf in flat]
 
 
 def join_paths(*parts: str) -> str:

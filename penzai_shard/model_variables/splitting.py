@@ -7,6 +7,7 @@ trees of bare weights, in which every leaf counts as a parameter named by its pa
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -73,19 +74,17 @@ class VariableEntry:
         )
         return thawed(frozen) if self.mutable and holds_arrays else frozen
 
-    def same_as(self, other: "VariableEntry") -> bool:
+    def __eq__(self, other: object) -> bool:
         """Whether both describe the same variable, labels that Penzai made up left aside."""
-        if (self.name, self.kind, self.mutable, self.trainable) != (
-            other.name,
-            other.kind,
-            other.mutable,
-            other.trainable,
-        ):
-            return False
-        mine, theirs = self.template, other.template
-        if type(mine) is not type(theirs):
-            return False
-        return _same(getattr(mine, "metadata", None), getattr(theirs, "metadata", None))
+        return isinstance(other, VariableEntry) and _same(self._described(), other._described())
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.kind, self.trainable))
+
+    def _described(self) -> tuple[Any, ...]:
+        metadata = getattr(self.template, "metadata", None)
+        known = (self.name, self.kind, self.mutable, self.trainable)
+        return (*known, type(self.template), metadata)
 
 
 @jax.tree_util.register_static
@@ -111,29 +110,33 @@ class StaticLeaf:
         return f"StaticLeaf({self.value!r})"
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class VariableTable:
     """The variables that were taken out of one model, in the model's order.
 
     It is static data of a train state: comparable, without arrays, and equal for two models of
     the same make even where Penzai labelled their state variables by object identity.
+
+    Attributes:
+        entries: What each variable was.
     """
 
-    def __init__(self, entries: tuple[VariableEntry, ...]) -> None:
-        self.entries = entries
-        self.parameters = tuple(e for e in entries if e.kind == "parameter")
-        self.states = tuple(e for e in entries if e.kind == "state")
-        self.trainable_names = frozenset(e.name for e in self.parameters if e.trainable)
-        self._hash = hash(tuple((e.name, e.kind, e.trainable) for e in entries))
+    entries: tuple[VariableEntry, ...]
 
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, VariableTable) or len(self.entries) != len(other.entries):
-            return False
-        return all(a.same_as(b) for a, b in zip(self.entries, other.entries, strict=True))
+    @functools.cached_property
+    def parameters(self) -> tuple[VariableEntry, ...]:
+        """The entries of parameters."""
+        return tuple(entry for entry in self.entries if entry.kind == "parameter")
 
-    def __hash__(self) -> int:
-        return self._hash
+    @functools.cached_property
+    def states(self) -> tuple[VariableEntry, ...]:
+        """The entries of state variables."""
+        return tuple(entry for entry in self.entries if entry.kind == "state")
+
+    @functools.cached_property
+    def trainable_names(self) -> frozenset[str]:
+        """The names of the parameters that the optimizer changes."""
+        return frozenset(entry.name for entry in self.parameters if entry.trainable)
 
     def counts(self) -> str:
         """How many variables there are of each kind, in words."""
@@ -383,11 +386,8 @@ def _refuse_untrained(table: VariableTable) -> None:
 
 def _is_floating(value: Any) -> bool:
     leaves = jax.tree.leaves(value)
-    return bool(leaves) and all(jnp.issubdtype(_dtype_of(leaf), jnp.inexact) for leaf in leaves)
-
-
-def _dtype_of(leaf: Any) -> Any:
-    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    dtypes = map(jax.dtypes.result_type, leaves)
+    return bool(leaves) and all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.rule_kinds import nearest_name
-from penzai_shard.tree_paths import array_path_text, join_paths
+from penzai_shard.tree_paths import join_paths, paths_and_leaves
 
 _REDUCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "mean": lambda values: jnp.mean(values, axis=0),
@@ -83,11 +83,10 @@ class AuxReductions:
             ShardingError: An output that is not floating is not declared, a declaration names
                 no output, or its word does not fit the output.
         """
-        flat, treedef = jax.tree_util.tree_flatten_with_path(stacked)
-        paths = [array_path_text(path) for path, _ in flat]
-        problems = self._unknown(paths)
+        flat = paths_and_leaves(stacked)
+        problems = self._unknown([path for path, _ in flat])
         results = []
-        for path, (_, values) in zip(paths, flat, strict=True):
+        for path, values in flat:
             word = self._word(path)
             floating = jnp.issubdtype(values.dtype, jnp.inexact)
             if word is None and parts == 1:
@@ -103,7 +102,7 @@ class AuxReductions:
             f"the auxiliary outputs of {parts} microbatches cannot be put together:",
             problems,
         )
-        return jax.tree.unflatten(treedef, results)
+        return jax.tree.unflatten(jax.tree.structure(stacked), results)
 
     def _word(self, path: str) -> str | None:
         """The word of the longest declared path that leads to an output."""

@@ -12,7 +12,7 @@ from penzai_shard.meshes import shardings_on_auto_twin
 from penzai_shard.training.flat_state import StateForm
 from penzai_shard.training.state_layout import canonical, sharding_text
 from penzai_shard.training.train_state import TrainState
-from penzai_shard.tree_paths import array_path_text, join_paths
+from penzai_shard.tree_paths import join_paths, paths_and_leaves
 
 _MAKE_STATE = "Make them: train_state_sharding(state, mesh, rules)."
 _MAKE_ONE = "Pass NamedSharding(mesh, PartitionSpec(...))"
@@ -20,14 +20,12 @@ _MAKE_ONE = "Pass NamedSharding(mesh, PartitionSpec(...))"
 
 def _read(argument: str, declared: Any, fix: str) -> Any:
     """A tree of shardings on the Auto twins of their meshes; None in it is left as it is."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(declared)
     raise_all(
         RuleTypeError,
         f"{argument} must hold shardings:",
         [
-            f"{array_path_text(path) or 'it'}: a {type(leaf).__name__} stands where a sharding "
-            f"should be. {fix}"
-            for path, leaf in flat
+            f"{path or 'it'}: a {type(leaf).__name__} stands where a sharding should be. {fix}"
+            for path, leaf in paths_and_leaves(declared)
             if not isinstance(leaf, Sharding)
         ],
     )
@@ -172,19 +170,16 @@ class DeclaredInputs:
         problems: list[str] = []
         placed = dict(inputs)
         for name, shardings in self._declared.items():
-            flat, treedef = jax.tree_util.tree_flatten_with_path(inputs[name])
             try:
                 wanted = _spread(shardings, inputs[name])
             except ValueError as error:
                 problems.append(f"input {name}: its shardings are not shaped like it: {error}")
                 continue
             leaves = [
-                leaf
-                if w is None
-                else _placed_input(leaf, w, join_paths(name, array_path_text(path)), problems)
-                for (path, leaf), w in zip(flat, wanted, strict=True)
+                leaf if w is None else _placed_input(leaf, w, join_paths(name, path), problems)
+                for (path, leaf), w in zip(paths_and_leaves(inputs[name]), wanted, strict=True)
             ]
-            placed[name] = jax.tree.unflatten(treedef, leaves)
+            placed[name] = jax.tree.unflatten(jax.tree.structure(inputs[name]), leaves)
         raise_all(ShardingError, "some inputs are not laid out as declared:", problems)
         return placed
 
@@ -247,18 +242,18 @@ class DeclaredAux:
         Raises:
             ShardingError: The declaration is not shaped like the outputs, or does not fit them.
         """
-        flat, _ = jax.tree_util.tree_flatten_with_path(aux)
-        paths = [array_path_text(path) for path, _ in flat]
+        flat = paths_and_leaves(aux)
         try:
             shardings = _spread(self.tree, aux)
         except ValueError as error:
-            known = ", ".join(map(repr, paths[:5])) + (", ..." if len(paths) > 5 else "") or "none"
+            known = ", ".join(repr(path) for path, _ in flat[:5]) or "none"
+            known += ", ..." if len(flat) > 5 else ""
             raise ShardingError(
                 "aux_output_shardings are not shaped like the auxiliary outputs, which are "
                 f"{known}: {error}"
             ) from error
         problems = []
-        for path, (_, leaf), sharding in zip(paths, flat, shardings, strict=True):
+        for (path, leaf), sharding in zip(flat, shardings, strict=True):
             text = f"{path or 'the output'}: of shape {leaf.shape}"
             spec = getattr(sharding, "spec", ())
             if len(spec) > leaf.ndim:

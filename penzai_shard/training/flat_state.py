@@ -14,7 +14,7 @@ import jax
 
 from penzai_shard.model_variables import VariableTable
 from penzai_shard.training.optimizer_identity import OptimizerIdentity
-from penzai_shard.tree_paths import array_path_text, join_paths
+from penzai_shard.tree_paths import join_paths, paths_and_leaves
 
 # The fields of a train state that hold arrays, the step's number first.
 FIELDS = (
@@ -111,11 +111,9 @@ class StateForm:
     def paths(self) -> list[str]:
         """Readable path of every leaf."""
         return [
-            join_paths(name, array_path_text(key_path))
+            join_paths(name, path)
             for name, treedef in self.treedefs.items()
-            for key_path, _ in jax.tree_util.tree_flatten_with_path(
-                jax.tree.unflatten(treedef, range(treedef.num_leaves))
-            )[0]
+            for path, _ in paths_and_leaves(treedef.unflatten(range(treedef.num_leaves)))
         ]
 
 

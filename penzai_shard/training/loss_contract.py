@@ -14,7 +14,7 @@ from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.rule_kinds import dimension_texts
 from penzai_shard.training.state_layout import with_strong_type
-from penzai_shard.tree_paths import array_path_text, join_paths
+from penzai_shard.tree_paths import join_paths, paths_and_leaves
 
 RESERVED = ("model", "rng", "state")
 _FIX_AUX = "Leave it out of the auxiliary outputs; of a variable return its .value."
@@ -33,10 +33,9 @@ def not_arrays(tree: Any, what: str, fix: str) -> list[str]:
     >>> not_arrays({"x": 1.0, "tag": "a"}, "input", "Drop it.")
     ["input/tag: is the str 'a', not an array. Drop it."]
     """
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [
-        f"{join_paths(what, array_path_text(path))}: is {_value_text(leaf)}, not an array. {fix}"
-        for path, leaf in flat
+        f"{join_paths(what, path)}: is {_value_text(leaf)}, not an array. {fix}"
+        for path, leaf in paths_and_leaves(tree)
         if not is_array_like(leaf)
     ]
 
@@ -156,21 +155,23 @@ def fit_state(old: Any, new: Any, what: str, fix: str, of_optimizer: bool = Fals
     """
     _refuse_other_form(old, new, what, fix)
     is_leaf = None if of_optimizer else pz.nx.is_namedarray
-    flat, treedef = jax.tree_util.tree_flatten_with_path(old, is_leaf=is_leaf)
+    before_by_path = paths_and_leaves(old, is_leaf)
     problems = []
     fitted = []
-    for (path, before), after in zip(flat, jax.tree.leaves(new, is_leaf=is_leaf), strict=True):
+    for (path, before), after in zip(
+        before_by_path, jax.tree.leaves(new, is_leaf=is_leaf), strict=True
+    ):
         if of_optimizer:
             after = _in_dtype_of(before, after)
         if _form(before) != _form(after):
-            place = join_paths(what, array_path_text(path))
+            place = join_paths(what, path)
             problems.append(f"{place}: was {_form(before)}, became {_form(after)}. {fix}")
         elif pz.nx.is_namedarray(before):
             fitted.append(jax.tree.map(with_strong_type, after.order_like(before)))
         else:
             fitted.append(with_strong_type(after))
     raise_all(ShardingError, f"{what} must keep its form from step to step:", problems)
-    return jax.tree.unflatten(treedef, fitted)
+    return jax.tree.unflatten(jax.tree.structure(old, is_leaf=is_leaf), fitted)
 
 
 def _in_dtype_of(old: Any, new: Any) -> Any:
@@ -191,14 +192,11 @@ def _refuse_other_form(old: Any, new: Any, what: str, fix: str) -> None:
     old_def: Any
     new_def: Any
     is_named = pz.nx.is_namedarray
-    old_flat, old_def = jax.tree_util.tree_flatten_with_path(old, is_leaf=is_named)
-    new_flat, new_def = jax.tree_util.tree_flatten_with_path(new, is_leaf=is_named)
+    old_def = jax.tree.structure(old, is_leaf=is_named)
+    new_def = jax.tree.structure(new, is_leaf=is_named)
     if old_def == new_def:
         return
-    # In the order of the trees, each once.
-    before, after = (
-        dict.fromkeys(array_path_text(path) for path, _ in flat) for flat in (old_flat, new_flat)
-    )
+    before, after = (dict(paths_and_leaves(tree, is_named)) for tree in (old, new))
     problems = [
         f"{join_paths(what, path)}: went missing. {fix}" for path in before if path not in after
     ]

@@ -17,7 +17,7 @@ from penzai_shard.training.flat_state import FlatState, StateForm
 from penzai_shard.training.loss_contract import not_arrays
 from penzai_shard.training.state_layout import deleted, sharding_text
 from penzai_shard.training.train_state import donation_text, from_flat
-from penzai_shard.tree_paths import array_path_text
+from penzai_shard.tree_paths import paths_and_leaves
 
 FIX_INPUT = (
     "Pass arrays; give anything else to the loss function itself, for instance with "
@@ -93,10 +93,7 @@ def explained(error: Exception, flat: FlatState, inputs: Mapping[str, Any]) -> S
             refuse_donated(flat)
         except ShardingError as donated:
             return donated
-    named = [
-        (array_path_text(path), leaf)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(dict(inputs))[0]
-    ]
+    named = paths_and_leaves(dict(inputs))
     problems = [
         f"{path}: its memory is gone, as it was donated or deleted. Make the batch anew."
         for path, leaf in named

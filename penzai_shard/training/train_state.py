@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from penzai_shard.array_kinds import is_abstract, is_traced
+from penzai_shard.array_kinds import is_abstract, is_concrete, is_deleted
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.model_variables import (
     TrainablePredicate,
@@ -34,7 +34,7 @@ from penzai_shard.training.optimizer_identity import OptimizerIdentity
 from penzai_shard.training.state_layout import deleted, own_copy
 from penzai_shard.training.state_placement import place_initial_fields
 from penzai_shard.training.state_table import PARTS, StateTable
-from penzai_shard.tree_paths import array_path_text
+from penzai_shard.tree_paths import paths_and_leaves
 
 if TYPE_CHECKING:
     import optax
@@ -193,8 +193,7 @@ class TrainState(NotebookView):
         """What the state holds and how it is laid out, arrays alike in one row."""
         if is_donated(self):
             return StateTable((), donation_text(self))
-        known = isinstance(self.step, jax.Array) and not is_traced(self.step)
-        at = f"step {int(self.step)}" if known else "a step not known yet"
+        at = f"step {int(self.step)}" if is_concrete(self.step) else "a step not known yet"
         return StateTable.of(
             f"TrainState at {at}, {self.variables.counts()}",
             {name: peek(self, name) for name in PARTS},
@@ -279,9 +278,9 @@ def _refuse_deleted(parts: dict[str, Any]) -> None:
         ShardingError,
         "the memory of this model is gone, for instance since a train step that donates took it:",
         [
-            f"{array_path_text(path)}: is deleted. Use the model of the last state, state.model."
-            for path, leaf in jax.tree_util.tree_flatten_with_path(parts)[0]
-            if deleted([leaf])
+            f"{path}: is deleted. Use the model of the last state, state.model."
+            for path, leaf in paths_and_leaves(parts)
+            if is_deleted(leaf)
         ],
     )
 
