@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from penzai_shard.axis_decisions import SpecExplanation, decide
 from penzai_shard.errors import MeshError, PlanError, RuleTypeError, raise_all
-from penzai_shard.meshes import AnyMesh, mesh_text
+from penzai_shard.meshes import AnyMesh, mesh_shape_of, mesh_text
 from penzai_shard.rule_kinds import (
     IdentityRule,
     LargestDimensionRule,
@@ -24,7 +24,6 @@ from penzai_shard.rule_kinds import (
     array_text,
     check_option,
     mesh_axes_text,
-    mesh_shape_of,
     nearest_name,
 )
 from penzai_shard.rule_table import RuleTable, rule_table

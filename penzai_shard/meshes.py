@@ -90,6 +90,15 @@ def make_mesh(
     )
 
 
+def mesh_shape_of(mesh: AnyMesh | Mapping[str, int]) -> Mapping[str, int]:
+    """The axis sizes of a mesh by name; a mapping of them is returned as it is.
+
+    >>> mesh_shape_of({"data": 4})
+    {'data': 4}
+    """
+    return mesh if isinstance(mesh, Mapping) else mesh.shape
+
+
 def mesh_text(mesh: AnyMesh | Mapping[str, int]) -> str:
     """The sizes of a mesh for messages.
 
@@ -99,8 +108,7 @@ def mesh_text(mesh: AnyMesh | Mapping[str, int]) -> str:
     >>> mesh_text(make_mesh({"data": 4, "model": 2}))
     'data=4, model=2'
     """
-    shape = mesh if isinstance(mesh, Mapping) else mesh.shape
-    return ", ".join(f"{name}={size}" for name, size in shape.items())
+    return ", ".join(f"{name}={size}" for name, size in mesh_shape_of(mesh).items())
 
 
 def has_explicit_axes(mesh: AnyMesh) -> bool:

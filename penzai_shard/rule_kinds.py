@@ -6,7 +6,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 from penzai_shard.errors import RuleTypeError
-from penzai_shard.meshes import AnyMesh
 from penzai_shard.partition_specs import part_count
 
 LogicalAxis: TypeAlias = Hashable
@@ -133,15 +132,6 @@ class LargestDimensionRule:
 
 
 Rule: TypeAlias = NameRule | IdentityRule | LargestDimensionRule
-
-
-def mesh_shape_of(mesh: AnyMesh | Mapping[str, int]) -> Mapping[str, int]:
-    """The axis sizes of a mesh by name; a mapping of them is returned as it is.
-
-    >>> mesh_shape_of({"data": 4})
-    {'data': 4}
-    """
-    return mesh if isinstance(mesh, Mapping) else mesh.shape
 
 
 def array_text(names: Sequence[LogicalAxis | None], sizes: Sequence[int]) -> str:

@@ -22,7 +22,7 @@ from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan, itemsize, shared_named_sharding
 from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed, check_option
-from penzai_shard.tree_paths import key_text
+from penzai_shard.tree_paths import path_text
 
 # Why every device gets a whole copy of an array though nobody asked for it.
 NAMELESS_MODULE = "no names, as in any Equinox module: replicated"
@@ -89,6 +89,7 @@ class Planner:
         """
         leaves: list[LeafPlan] = []
         problems: list[str] = []
+        others: list[str] = []
 
         def number(planner: Planner, leaf: NamedLeaf) -> int:
             leaf_plan, found = planner.plan_leaf(leaf)
@@ -96,24 +97,18 @@ class Planner:
             leaves.append(leaf_plan)
             return len(leaves) - 1
 
-        others: list[str] = []
-        if by_field is None:
-            visit = array_visitor(functools.partial(number, self), others, keep_others)
-            numbered = map_arrays(tree, visit)
-        else:
-            treedef: Any
-            fields, treedef = jax.tree_util.tree_flatten_with_path(
-                tree, is_leaf=lambda node: node is not tree
-            )
-            numbered_fields = []
-            for key_path, field in fields:
-                name = "".join(map(key_text, key_path))
-                planner = by_field.get(name, self)
-                visit = array_visitor(functools.partial(number, planner), others, keep_others)
-                numbered_fields.append(map_arrays(field, visit, name))
-            numbered = treedef.unflatten(numbered_fields)
+        def numbered(key_path: Any, field: Any) -> Any:
+            name = path_text(key_path)
+            planner = self if by_field is None else by_field.get(name, self)
+            visit = array_visitor(functools.partial(number, planner), others, keep_others)
+            return map_arrays(field, visit, name)
+
+        # Without fields the whole tree is one that has no name.
+        numbers = jax.tree_util.tree_map_with_path(
+            numbered, tree, is_leaf=lambda node: by_field is None or node is not tree
+        )
         raise_all(PlanError, "no valid layout for some arrays:", problems)
-        return ShardingPlan.of(self.mesh, self.rules, leaves, numbered, others)
+        return ShardingPlan.of(self.mesh, self.rules, leaves, numbers, others)
 
     def plan_leaf(self, leaf: NamedLeaf) -> tuple[LeafPlan, tuple[str, ...]]:
         """The decision for one array, and what stands in its way."""

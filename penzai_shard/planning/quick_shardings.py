@@ -33,7 +33,7 @@ def quick_shardings(planner: Planner, tree: Any) -> tuple[Any, Collection[Logica
 
 
 class _NeedsPlan(Exception):
-    """The tree has something that only the full plan can treat or tell of."""
+    """The tree has something that only the full plan can treat or report."""
 
 
 class _QuickTree:
@@ -54,42 +54,29 @@ class _QuickTree:
     def shardings(self, tree: Any) -> Any:
         kind = type(tree)
         if kind is pz.nx.NamedArray:
-            return self._named_array(tree)
+            axes = tree.named_axes
+            try:
+                key = (tree.data_array.shape, *axes, *axes.values())
+                return self.made[key]
+            except KeyError:
+                self.made[key] = self._lay_out(tree)
+                return self.made[key]
+            except AttributeError:
+                raise _NeedsPlan from None
+        build = self.shardings
         if kind is dict:
-            return self._dict(tree)
+            return {key: build(child) for key, child in tree.items()}
         if kind is list or kind is tuple:
-            return kind([self.shardings(child) for child in tree])
+            return kind([build(child) for child in tree])
         if tree is None:
             return None
-        if kind is pz.ParameterValue or kind is pz.StateVariableValue:
-            return self._variable_value(tree)
+        is_value = kind is pz.ParameterValue or kind is pz.StateVariableValue
+        if is_value and type(tree.value) is pz.nx.NamedArray:
+            made = object.__new__(kind)
+            made.__dict__.update(tree.__dict__)
+            made.__dict__["value"] = build(tree.value)
+            return made
         raise _NeedsPlan
-
-    def _dict(self, tree: dict[Any, Any]) -> dict[Any, Any]:
-        # Most trees of many arrays are flat dictionaries of named arrays: looked up in place.
-        made, named_array, build = self.made, pz.nx.NamedArray, self.shardings
-        result = {}
-        for key, node in tree.items():
-            if type(node) is named_array:
-                try:
-                    axes = node.named_axes
-                    result[key] = made[(node.data_array.shape, *axes, *axes.values())]
-                    continue
-                except (KeyError, AttributeError, TypeError):
-                    pass
-            result[key] = build(node)
-        return result
-
-    def _named_array(self, node: Any) -> Any:
-        axes = node.named_axes
-        try:
-            key = (node.data_array.shape, *axes, *axes.values())
-        except AttributeError:
-            raise _NeedsPlan from None
-        found = self.made.get(key)
-        if found is None:
-            found = self.made[key] = self._lay_out(node)
-        return found
 
     def _lay_out(self, node: Any) -> Any:
         names = dimension_names(node)
@@ -101,11 +88,3 @@ class _QuickTree:
         return pz.nx.NamedArray(
             node.named_axes, shared_named_sharding(self.planner.mesh, explained.spec)
         )
-
-    def _variable_value(self, node: Any) -> Any:
-        if type(node.value) is not pz.nx.NamedArray:
-            raise _NeedsPlan
-        made = object.__new__(type(node))
-        made.__dict__.update(node.__dict__)
-        made.__dict__["value"] = self._named_array(node.value)
-        return made
