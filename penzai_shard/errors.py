@@ -84,7 +84,7 @@ class CheckpointNotFoundError(ShardingError, FileNotFoundError):
 
 
 class CheckpointWriteError(ShardingError, OSError):
-    """A checkpoint cannot be written; what was at the path is still there."""
+    """A checkpoint cannot be written; what was at the path is unchanged."""
 
 
 class MissingExtraError(ImportError):
@@ -149,13 +149,13 @@ def _group_line(rest: str, members: Sequence[str]) -> str:
     if ": " not in members[0]:
         return f"{members[0]} ({len(members)} times)"
     paths = [member.partition(": ")[0] for member in members]
-    told = f"{len(members)} times"
+    count = f"{len(members)} times"
     varying = _varying(members)
     if len(varying) == 1:
-        told += (
+        count += (
             f", * = {_ranges(sorted({number for column in varying for number in column or ()}))}"
         )
-    return f"{folded_path(paths)} ({told}): {rest}"
+    return f"{folded_path(paths)} ({count}): {rest}"
 
 
 def _varying(members: Sequence[str]) -> set[tuple[int, ...] | None]:

@@ -1,7 +1,7 @@
 """Making meshes, and the one place that knows about Auto and Explicit mesh axes.
 
 Since jax 0.9 ``jax.make_mesh`` gives Explicit axes: the type of every array then carries its
-layout, and an operation whose result could lie in several ways is an error. Models that were not
+layout, and an operation whose result could have several layouts is an error. Models that were not
 written for that mode fail in it. This library therefore lays everything out on the *Auto twin* of
 a mesh: the same devices in the same order under the same names, with Auto axes. Relabelling an
 array from one to the other moves no data.
@@ -172,7 +172,7 @@ def onto_auto_twin(tree: Any) -> Any:
     ``jax.vmap``; gradients come back with the type that the original array had.
 
     Args:
-        tree: Any pytree. Leaves that are no JAX arrays, or have no Explicit axes, stay the same
+        tree: Any pytree. Leaves that are not JAX arrays, or have no Explicit axes, stay the same
             objects; so do mutable variables, whose values this function does not look into.
 
     Returns:
@@ -199,8 +199,8 @@ def _array_onto_auto_twin(leaf: Any) -> Any:
     if not has_explicit_axes(kind.sharding.mesh):
         return leaf
     twin = auto_twin(kind.sharding.mesh)
-    # Resharding changes the type, and drops from it how the array lies, which an Auto mesh does
-    # not track; the constraint says it again to the compiler. Unlike a constraint alone, both
+    # Resharding changes the type, and drops from it the layout, which an Auto mesh does not
+    # track; the constraint says it again to the compiler. Unlike a constraint alone, both
     # have a transpose that gives the Explicit type back.
     untyped = jax.sharding.reshard(leaf, NamedSharding(twin, PartitionSpec(*(None,) * kind.ndim)))
     return jax.lax.with_sharding_constraint(untyped, NamedSharding(twin, kind.sharding.spec))

@@ -38,7 +38,7 @@ class NamedLeaf:
         dtype: Its dtype, or None if the tree does not say.
         array: What stands in the tree as the data: an array, a struct, a tracer.
         whole: For a statistic that keeps only some of a parameter's dimensions, the names and
-            sizes of all of them: its layout is that of the parameter, where they are kept.
+            sizes of all of them: its layout is that of the parameter in the dimensions that it has.
         note: How the names were found, where that is not plain; empty otherwise.
         problem: Why the names cannot be right; empty when they can.
         in_nameless_module: Whether it has no names because it is in a module of Equinox, whose
@@ -136,7 +136,7 @@ def map_arrays(tree: Any, visit: Visit, path: str = "") -> Any:
     Args:
         tree: Any pytree.
         visit: Called with a ``NamedLeaf`` for every array. Leaves that are not arrays (strings,
-            functions) are passed too, with names None and no dtype.
+            functions) are visited too, with names None and no dtype.
         path: Prepended to all paths.
 
     Returns:

@@ -37,15 +37,15 @@ def align_names(
     path: str = "",
     part: Sequence[Any] | None = None,
 ) -> AlignedNames:
-    """Finds which named dimensions a statistic of some shape has kept.
+    """Finds which named dimensions a statistic of some shape still has.
 
     Args:
         sizes: Names and sizes of the parameter's dimensions, in order.
         shape: The statistic's shape.
-        path: Where it is in the whole tree; adafactor's ``v_row`` and ``v_col`` are told apart
-            by it.
+        path: Where it is in the whole tree; adafactor's ``v_row`` and ``v_col`` are
+            distinguished by it.
         part: Key path inside the parameter's place, for optimizers such as sm3 that keep one
-            statistic per dimension there.
+            statistic per dimension in it.
 
     Returns:
         The names, or a problem.
@@ -61,38 +61,29 @@ def align_names(
         return AlignedNames((None,), "placeholder without content")
     names, lengths = tuple(sizes), tuple(sizes.values())
     if len(shape) == len(lengths) and all(
-        kept in (1, length) for kept, length in zip(shape, lengths, strict=True)
+        size in (1, length) for size, length in zip(shape, lengths, strict=True)
     ):
-        same = zip(names, shape, lengths, strict=True)
-        kept_names = tuple(name if kept == length else None for name, kept, length in same)
-        return AlignedNames(kept_names, "statistic with reduced dimensions kept at length 1")
+        by_dimension = zip(names, shape, lengths, strict=True)
+        remaining = tuple(name if size == length else None for name, size, length in by_dimension)
+        return AlignedNames(remaining, "statistic with reduced dimensions of length 1")
     fits = [
         chosen
         for chosen in itertools.combinations(range(len(lengths)), len(shape))
         if tuple(lengths[i] for i in chosen) == shape
     ]
     axes = ", ".join(dimension_texts(sizes, sizes.values()))
-    if not fits:
-        return AlignedNames(
-            (None,) * len(shape),
-            problem=(
-                f"its logical axes ({axes}) do not fit its data of shape {shape}. "
-                "Name the array anew with pz.nx.wrap(data).tag(...)"
-            ),
-        )
-    chosen = fits[0] if len(fits) == 1 else _told_apart(fits, lengths, path, part)
+    problem = f"its logical axes ({axes}) do not fit its data of shape {shape}"
+    chosen = fits[0] if len(fits) == 1 else None
+    if len(fits) > 1:
+        problem = f"its data of shape {shape} fits several of its logical axes ({axes})"
+        chosen = _by_convention(fits, lengths, path, part)
     if chosen is None:
-        return AlignedNames(
-            (None,) * len(shape),
-            problem=(
-                f"its data of shape {shape} fits several of its logical axes ({axes}). "
-                "Name the array anew with pz.nx.wrap(data).tag(...)"
-            ),
-        )
+        problem += ". Name the array again with pz.nx.wrap(data).tag(...)"
+        return AlignedNames((None,) * len(shape), problem=problem)
     return AlignedNames(tuple(names[i] for i in chosen), "statistic of some dimensions")
 
 
-def _told_apart(
+def _by_convention(
     fits: Sequence[tuple[int, ...]],
     lengths: tuple[int, ...],
     path: str,
@@ -110,5 +101,5 @@ def _told_apart(
     if field is None or len(lengths) < 2:
         return None
     dropped = int(np.argsort(lengths)[ranks[field]])
-    kept = tuple(i for i in range(len(lengths)) if i != dropped)
-    return kept if kept in fits else None
+    remaining = tuple(i for i in range(len(lengths)) if i != dropped)
+    return remaining if remaining in fits else None

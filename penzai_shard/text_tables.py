@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
-# Where there is no terminal to ask, as in a pipe.
+# Without a terminal to ask, as in a pipe.
 PLAIN_WIDTH = 100
 # More lines than this in one cell are worse to read than the narrow layout.
 MOST_LINES = 4
@@ -121,7 +121,7 @@ class TextTable(NotebookView):
 
         Args:
             width: How wide it may be, in columns; by default as wide as the terminal, or
-                ``PLAIN_WIDTH`` where there is none. A word that is longer is not broken.
+                ``PLAIN_WIDTH`` without one. A word that is longer is not broken.
         """
         if width is None:
             width = shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns

@@ -43,7 +43,7 @@ def make_plan(
         PlanError: Some arrays have no valid layout; all of them are reported at once.
 
     Warns:
-        ShardingWarning: A rule matches nothing and its name is nearly one that is there; or no
+        ShardingWarning: A rule matches nothing and its name is nearly a logical axis of it; or no
             rules are given, and no logical axis has the name of a mesh axis; or arrays of
             Equinox modules, which never have names, are copied to every device.
 
@@ -76,7 +76,7 @@ def name_to_name_sharding(
 
     Takes what ``penzai.toolshed.sharding_util.name_to_name_sharding`` takes, and more. What it
     decides is the plan of ``make_plan``; what is new: positional dimensions stay unsharded, specs
-    have no trailing ``None``, and rules that cannot be kept are errors.
+    have no trailing ``None``, and rules that cannot be followed are errors.
 
     Args:
         tree: A pytree of named arrays, concrete or abstract. Data arrays may be missing.

@@ -84,6 +84,6 @@ class PlanTable(PreparedTable):
     right_aligned = frozenset({"count", "per device"})
     unwrapped = frozenset({"dtype"})
     paths = frozenset({"array"})
-    # From here on the reasons have room beside the rest.
+    # From this width on the reasons have room beside the rest.
     below = "reason"
     wide = 140

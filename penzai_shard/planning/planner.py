@@ -24,7 +24,7 @@ from penzai_shard.planning.plan import LeafPlan, ShardingPlan, itemsize, shared_
 from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed, check_option
 from penzai_shard.tree_paths import path_text
 
-# Why every device gets a whole copy of an array though nobody asked for it.
+# Why every device gets a whole copy of an array without being asked to.
 NAMELESS_MODULE = "no names, as in any Equinox module: replicated"
 
 

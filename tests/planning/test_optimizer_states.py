@@ -243,7 +243,7 @@ def test_a_statistic_that_fits_several_dimensions_is_replicated_only_when_asked_
         make_plan({"mean": statistic}, mesh, RULES)
     assert caught.value.problems == (
         "mean: its data of shape (256,) fits several of its logical axes (embedding=256, "
-        "neurons=256). Name the array anew with pz.nx.wrap(data).tag(...), or pass "
+        "neurons=256). Name the array again with pz.nx.wrap(data).tag(...), or pass "
         'on_unnamed="replicate" for a copy on every device.',
     )
     (leaf,) = make_plan({"mean": statistic}, mesh, RULES, on_unnamed="replicate").leaves
