@@ -135,6 +135,19 @@ def test_programs_inside_an_equation_are_found_in_its_parameters():
     assert counts["jit"] == 1
 
 
+def test_a_scan_says_how_many_inputs_are_constants_and_how_many_are_carried():
+    def looped(x, y):
+        def turn(carry, element):
+            return {"a": carry["a"] + element * y, "b": carry["b"] + 1}, carry["a"] * x["c"]
+
+        return jax.lax.scan(turn, {"a": x["a"], "b": x["b"]}, jnp.ones(3))
+
+    program = traced(looped, {"a": 1.0, "b": 2.0, "c": 3.0}, 4.0)
+    equation = next(one for one in program.eqns if one.primitive.name == "scan")
+    assert jax_api.scan_counts(equation.params) == (2, 2)
+    assert len(equation.invars) == 2 + 2 + 1
+
+
 def test_a_program_can_be_taken_apart_and_put_together():
     closed = traced(lambda x: (jnp.sin(x) + 1.0, 2.0), 1.0)
     jaxpr = closed.jaxpr

@@ -5,7 +5,7 @@ Traced programs come from ``jax.extend.core``, which JAX offers to libraries wit
 ``jax.experimental``. The functions below are for attributes that JAX does not document.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -40,6 +40,7 @@ __all__ = [
     "jaxprs_in_params",
     "keyed_children_of_node",
     "manual_mesh_axes",
+    "scan_counts",
     "scope_path",
     "source_frames",
     "text_from_first_process",
@@ -107,6 +108,20 @@ def scope_path(equation: JaxprEqn) -> str:
     'block'
     """
     return str(equation.source_info.name_stack)
+
+
+def scan_counts(parameters: Mapping[str, Any]) -> tuple[int, int]:
+    """How many inputs of a ``scan`` are constants, and how many are carried from turn to turn.
+
+    >>> program = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (c + 1, c), x, None, 3))(0)
+    >>> scan_counts(program.eqns[-1].params)
+    (0, 1)
+    """
+    if "num_consts" in parameters:
+        return parameters["num_consts"], parameters["num_carry"]
+    # Since jax 0.12: the trees of constants, of what is carried, and of what is scanned over.
+    constants, carried, _ = parameters["ft_in"].unpack()
+    return len(constants), len(carried)
 
 
 def text_from_first_process(text: str, length: int) -> str:

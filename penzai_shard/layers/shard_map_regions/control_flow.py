@@ -12,6 +12,7 @@ from penzai_shard.layers.shard_map_regions.split_values import (
     join_flows,
     same_value,
 )
+from penzai_shard.library_apis.jax_api import scan_counts
 
 
 class Follows(Protocol):
@@ -25,7 +26,8 @@ def _scan(analysis: Follows, whole: Any, part: Any, flows: Sequence[Flow]) -> Se
     params = whole.params
     if not same_value(params["reverse"], part.params["reverse"]):
         raise MixesElementsError("its direction depends on the length of a split dimension")
-    first, rest = params["num_consts"], params["num_consts"] + params["num_carry"]
+    first, carried = scan_counts(params)
+    rest = first + carried
     constants, carry, along = list(flows[:first]), list(flows[first:rest]), list(flows[rest:])
     turns: Dimension = None
     if params["length"] != part.params["length"] or any(flow.dims[0] for flow in along):

@@ -73,9 +73,15 @@ class SideBySide:
     def _equations(self, jaxpr: Any) -> Iterator[Any]:
         """The equations of a program but for those that only change what JAX tracks."""
         for equation in jaxpr.eqns:
+            values = list(map(self._value, equation.invars))
             if equation.primitive.name in _SAME_VALUE:
-                values = map(self._value, equation.invars)
                 self.known.update(zip(equation.outvars, values, strict=True))
+            elif equation.primitive.name == "convert_element_type" and isinstance(
+                values[0], Literal
+            ):
+                # A number of the program: JAX converts it here, or writes it so to begin with.
+                aval = equation.outvars[0].aval
+                self.known[equation.outvars[0]] = Literal(_number(values[0], aval.dtype), aval)
             else:
                 yield equation
 
@@ -96,7 +102,9 @@ class SideBySide:
 
     def _flow(self, atom: Any, twin: Any) -> Flow | str:
         value, other = self._value(atom), self._value(twin)
-        return _constant_flow(value.val, other.val) if isinstance(value, Literal) else value.flow
+        if not isinstance(value, Literal):
+            return value.flow
+        return _constant_flow(_number(value), _number(other))
 
     def _output(self, atom: Any, twin: Any) -> Flow:
         flow = self._flow(atom, twin)
@@ -126,6 +134,10 @@ def rank_of(atom: Any) -> int:
 
 def _kind(atom: Any) -> Any:
     return getattr(atom.aval, "dtype", type(atom.aval)), rank_of(atom)
+
+
+def _number(literal: Any, dtype: Any = None) -> np.ndarray:
+    return np.asarray(np.asarray(literal.val, literal.aval.dtype), dtype)
 
 
 def _constant_flow(constant: Any, own: Any) -> Flow | str:

@@ -18,6 +18,7 @@ import numpy as np
 from jax.extend import core as jax_core
 
 from penzai_shard.array_kinds import is_traced
+from penzai_shard.library_apis.jax_api import scan_counts
 from penzai_shard.surgery.equivalence.comparable_arrays import epsilon_of, is_float, widest
 from penzai_shard.surgery.equivalence.program_constants import Constants, literal_value
 from penzai_shard.surgery.equivalence.random_rounding import Rounding
@@ -224,7 +225,7 @@ class WiderRun:
         return _bound(equation.primitive, own, equation.params)
 
     def _scan(self, inputs: list[Any], parameters: dict[str, Any]) -> list[Any]:
-        constants, carries = parameters["num_consts"], parameters["num_carry"]
+        constants, carries = scan_counts(parameters)
         body = self._body(parameters["jaxpr"])
 
         def turn(carry: Any, element: Any) -> tuple[Any, Any]:
