@@ -95,7 +95,7 @@ class InPrecision(WrapperLayer):
             if isinstance(node, InPrecision):
                 return variables.cast(node, None)
             if is_kept(node):
-                return InPrecision(variables.cast(node, None), keep_dtype, compute, keep=())
+                return _BetweenCasts(variables.cast(node, keep_dtype), keep_dtype, compute)
             return variables.cast(node, compute)
 
         body = jax.tree_util.tree_map(
@@ -116,6 +116,25 @@ class InPrecision(WrapperLayer):
             if dtypes:
                 return functools.reduce(jnp.promote_types, sorted(dtypes, key=str))
         return jnp.dtype(jnp.float32)
+
+
+@pz.pytree_dataclass
+class _BetweenCasts(WrapperLayer):
+    """A layer that is computed in another dtype than those around it.
+
+    Attributes:
+        body: The layer, its arrays cast already.
+        inside: The dtype that it sees.
+        outside: The dtype that those around it see.
+    """
+
+    body: Any
+    inside: Any = dataclasses.field(metadata={"pytree_node": False})
+    outside: Any = dataclasses.field(metadata={"pytree_node": False})
+
+    def __call__(self, argument: Any, /, **side_inputs: Any) -> Any:
+        argument, side_inputs = _cast_floats((argument, side_inputs), self.inside)
+        return _cast_floats(self.body(argument, **side_inputs), self.outside)
 
 
 class _CastVariables:
