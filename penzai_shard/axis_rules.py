@@ -293,41 +293,35 @@ def _read_rules(rules: Any) -> tuple[Rule, ...]:
             f"not {type(rules).__name__}: {reprlib.repr(rules)}. "
             "For instance {'embedding': 'data'}."
         )
-    read: list[Rule] = []
-    problems = []
-    for item in rules:
-        if not isinstance(item, tuple | list) or len(item) != 2:
-            problems.append(
-                f"{item!r} is not a (logical, mesh) pair. Write for instance ('embedding', 'data')."
-            )
-            continue
-        logical, mesh_axes = item
-        if isinstance(mesh_axes, str):
-            mesh_axes = (mesh_axes,)
-        elif mesh_axes is None:
-            mesh_axes = ()
-        elif isinstance(mesh_axes, list):
-            mesh_axes = tuple(mesh_axes)
-        is_axes = isinstance(mesh_axes, tuple) and all(isinstance(name, str) for name in mesh_axes)
-        if logical is None or not isinstance(logical, Hashable):
-            problems.append(
-                f"rule {logical!r} -> {mesh_axes!r}: the logical axis must be a hashable name. "
-                "Positional dimensions have none and stay unsharded."
-            )
-        elif not is_axes:
-            problems.append(
-                f"rule {logical!r} -> {item[1]!r}: a mesh axis is a name, a tuple of names or "
-                f"None, not {type(item[1]).__name__}. Write for instance {logical!r}: 'data'."
-            )
-        elif len(set(mesh_axes)) < len(mesh_axes):
-            problems.append(
-                f"rule {logical!r} -> {mesh_axes!r} names a mesh axis twice. "
-                f"Write {logical!r}: {mesh_axes_text(tuple(dict.fromkeys(mesh_axes)))}."
-            )
-        else:
-            read.append(NameRule(logical, mesh_axes))
+    read = [_read_pair(item) for item in rules]
+    problems = [problem for problem in read if isinstance(problem, str)]
     raise_all(RuleTypeError, "these rules cannot be read:", problems)
-    return tuple(read)
+    return tuple(rule for rule in read if not isinstance(rule, str))
+
+
+def _read_pair(item: Any) -> NameRule | str:
+    """The rule of a pair, or why it cannot be read."""
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        return f"{item!r} is not a (logical, mesh) pair. Write for instance ('embedding', 'data')."
+    logical, given = item
+    mesh_axes = (given,) if isinstance(given, str) else () if given is None else given
+    mesh_axes = tuple(mesh_axes) if isinstance(mesh_axes, list) else mesh_axes
+    if logical is None or not isinstance(logical, Hashable):
+        return (
+            f"rule {logical!r} -> {mesh_axes!r}: the logical axis must be a hashable name. "
+            "Positional dimensions have none and stay unsharded."
+        )
+    if not isinstance(mesh_axes, tuple) or not all(isinstance(name, str) for name in mesh_axes):
+        return (
+            f"rule {logical!r} -> {given!r}: a mesh axis is a name, a tuple of names or None, not "
+            f"{type(given).__name__}. Write for instance {logical!r}: 'data'."
+        )
+    if len(set(mesh_axes)) < len(mesh_axes):
+        return (
+            f"rule {logical!r} -> {mesh_axes!r} names a mesh axis twice. "
+            f"Write {logical!r}: {mesh_axes_text(tuple(dict.fromkeys(mesh_axes)))}."
+        )
+    return NameRule(logical, mesh_axes)
 
 
 def _mesh_axis_fix(rule: Rule, name: str, mesh_shape: Mapping[str, int]) -> str:
