@@ -1,4 +1,9 @@
-"""Plans: a pure, printable decision for every array, and the sharding trees made from it."""
+"""Plans: a pure, printable decision for every array, and the sharding trees made from it.
+
+A call goes down the modules and enters each once: ``plan_making`` (the functions), ``plan_request``
+(what their arguments mean), ``planner`` (the walk over a tree; ``quick_shardings`` where no plan is
+asked for), ``axis_decisions`` (one array), and up comes what ``plan`` describes.
+"""
 
 from penzai_shard.planning.axis_naming import name_axes
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan, shared_named_sharding

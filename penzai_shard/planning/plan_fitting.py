@@ -8,9 +8,9 @@ import collections
 from typing import Any
 
 from penzai_shard.errors import PlanError, raise_all
-from penzai_shard.named_leaves import NamedLeaf, map_arrays
+from penzai_shard.named_leaves import NamedLeaf
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan
-from penzai_shard.planning.planner import array_visitor
+from penzai_shard.planning.planner import number_arrays
 from penzai_shard.rule_kinds import array_text
 
 
@@ -63,7 +63,7 @@ def fitted_plan(
         return index
 
     others: list[str] = []
-    numbered = map_arrays(tree, array_visitor(find, others, keep_others))
+    numbered = number_arrays(tree, find, others, keep_others)
     problems += [
         f"{path or 'the array'}: is in the plan and not in the tree."
         for path in indices

@@ -100,8 +100,8 @@ class Planner:
         def numbered(key_path: Any, field: Any) -> Any:
             name = path_text(key_path)
             planner = self if by_field is None else by_field.get(name, self)
-            visit = array_visitor(functools.partial(number, planner), others, keep_others)
-            return map_arrays(field, visit, name)
+            number_leaf = functools.partial(number, planner)
+            return number_arrays(field, number_leaf, others, keep_others, name)
 
         # Without fields the whole tree is one that has no name.
         numbers = jax.tree_util.tree_map_with_path(
@@ -197,22 +197,28 @@ def plan_tree(tree: Any, mesh: AnyMesh, rules: Any = None, **options: Any) -> Sh
     return Planner(mesh, rules, **options).plan(tree)
 
 
-def array_visitor(
-    number: Callable[[NamedLeaf], int], others: list[str], keep_others: bool
-) -> Callable[[NamedLeaf], int]:
-    """For ``map_arrays``: numbers arrays, and notes the paths of leaves that are not meant as such.
+def number_arrays(
+    tree: Any,
+    number: Callable[[NamedLeaf], int],
+    others: list[str],
+    keep_others: bool,
+    path: str = "",
+) -> Any:
+    """The tree with a number in place of every array, and -1 for leaves that are not meant as one.
 
     Models of other libraries have functions and classes among their leaves. Text, or an array of
     it, is more likely a mistake, unless whoever made the tree keeps all ``others``.
 
     Args:
+        tree: The tree.
         number: Gives an array its number.
-        others: Gets the paths of the other leaves, whose number is -1.
+        others: Gets the paths of the other leaves.
         keep_others: As for ``Planner.plan``.
+        path: Prepended to all paths.
 
     >>> others = []
-    >>> array_visitor(lambda leaf: 0, others, False)(NamedLeaf("activation", None, (), None, len))
-    -1
+    >>> number_arrays({"w": 1.0, "activation": len}, lambda leaf: 7, others, False), others
+    ({'activation': -1, 'w': 7}, ['activation'])
     """
 
     def visit(leaf: NamedLeaf) -> int:
@@ -221,4 +227,4 @@ def array_visitor(
             return -1
         return number(leaf)
 
-    return visit
+    return map_arrays(tree, visit, path)
