@@ -529,7 +529,7 @@ def a_rematerialisation_policy_that_does_not_exist(directory):
 
 @answered(
     errors.ShardingError,
-    "the layer does not treat the elements that lie on different devices independently "
+    "the layer does not treat the elements that are on different devices independently "
     "(split: 'batch' (8) over mesh axis 'data' (4)):",
     "  'rev' of Backwards (test_mistakes_of_new_users.py:LINE): it reverses logical axis "
     "'batch', which is split over mesh axis 'data'. Needed for output. Do it outside of the "
