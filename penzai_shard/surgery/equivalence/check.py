@@ -1,22 +1,22 @@
 """Does an edited model still compute the same? Both are run on the same values and compared."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from penzai_shard.meshes import auto_context
 from penzai_shard.surgery.equivalence.array_comparisons import Comparison
-from penzai_shard.surgery.equivalence.comparable_arrays import is_float
 from penzai_shard.surgery.equivalence.divergence import Divergence, first_to_differ
 from penzai_shard.surgery.equivalence.model_calls import ModelCall
-from penzai_shard.surgery.equivalence.model_steps import OUTPUTS, ModelStep
-from penzai_shard.surgery.equivalence.named_values import NamedValues, drawn, has_abstract, some
+from penzai_shard.surgery.equivalence.model_steps import ModelStep
+from penzai_shard.surgery.equivalence.named_values import NamedValues, has_abstract, some
 from penzai_shard.surgery.equivalence.paired_runs import (
     PairedRuns,
     first_line_of,
     functions_agree,
 )
 from penzai_shard.surgery.equivalence.report import EquivalenceReport
-from penzai_shard.surgery.equivalence.tapping import Recorder, tapped
+from penzai_shard.surgery.equivalence.tapping import Recorder, Recording, tapped
 from penzai_shard.surgery.equivalence.unfit_comparisons import explain_nameless_inputs, refuse_unfit
 
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -84,27 +84,64 @@ def check_equivalent(
     """
     refuse_unfit((original, edited), args, side_inputs)
     with auto_context():
-        check = _Check((original, edited), (args, side_inputs), rtol or 0.0, gradients)
+        first = ComparedModel(original, (args, side_inputs), gradients)
+        second = ComparedModel(edited, (args, side_inputs), gradients, first)
         try:
-            return check.report(same_values, added_parameters)
+            return _Check(first, second, rtol or 0.0).report(same_values, added_parameters)
         except AttributeError as error:
             explain_nameless_inputs(error, args, side_inputs)
             raise
 
 
+class ComparedModel:
+    """One of the two models, with the inputs.
+
+    Args:
+        model: The model.
+        inputs: Its inputs and side inputs.
+        gradients: Whether to compute gradients.
+        original: For an edited model, the original, whose parameters and state it is run on.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        inputs: Inputs,
+        gradients: bool,
+        original: "ComparedModel | None" = None,
+    ) -> None:
+        self._model, self._inputs, self._gradients = model, inputs, gradients
+        self._original = original
+        self.call = ModelCall(model, *inputs)
+
+    @functools.cached_property
+    def step(self) -> ModelStep:
+        """Its call, to be run."""
+        return self._step(self.call, self._gradients)
+
+    def recordings(self, in_float64: bool) -> dict[str, Recording]:
+        """What goes through its layers, by path."""
+        recorder = Recorder()
+        call = ModelCall(tapped(self._model, recorder), *self._inputs)
+        step = self._step(call, gradients=False, callbacks=True)
+        _ = step.wider.results if in_float64 else step.results
+        return recorder.recordings
+
+    def _step(self, call: ModelCall, gradients: bool, callbacks: bool = False) -> ModelStep:
+        original = None if self._original is None else self._original.step
+        return ModelStep(call, gradients, original, callbacks)
+
+
 class _Check:
     """One comparison of two models."""
 
-    def __init__(
-        self, models: tuple[Any, Any], inputs: Inputs, rtol: float, gradients: bool
-    ) -> None:
-        self._models, self._inputs = models, inputs
-        self._rtol, self._gradients = rtol, gradients
+    def __init__(self, original: ComparedModel, edited: ComparedModel, rtol: float) -> None:
+        self._original, self._edited, self._rtol = original, edited, rtol
         self._notes: list[str] = []
         self._not_compared: list[str] = []
 
     def report(self, same_values: bool, added_parameters: bool) -> EquivalenceReport:
-        original, edited = calls = [ModelCall(model, *self._inputs) for model in self._models]
+        original, edited = calls = self._original.call, self._edited.call
         found = NamedValues.of(original.parameters, edited.parameters, same_values)
         state = NamedValues.of(original.state, edited.state, same_values)
         before = tuple(state.problems("state variable has another value before the call"))
@@ -120,8 +157,7 @@ class _Check:
             )
             rest = (Comparison("state variables", problems=before),) if before else ()
             return self._report((parameters, *rest))
-        steps = _steps(original, edited, self._gradients)
-        runs = PairedRuns(*steps, self._gradients, self._rtol, self._notes)
+        runs = PairedRuns(self._original.step, self._edited.step, self._rtol, self._notes)
         comparisons = runs.comparisons()
         comparisons[1] = comparisons[1].with_problems(before)
         self._explain_changes(found, state)
@@ -130,8 +166,7 @@ class _Check:
             divergence = self._first_divergence(runs, not functions_agree(comparisons))
         if state.added:
             self._notes.append(f"state variables of the edited model alone: {some(state.added)}")
-        outputs = (array for (group, _), array in steps[0].results.items() if group == OUTPUTS)
-        if self._gradients and not any(map(is_float, outputs)):
+        if len(comparisons) > 2 and not runs.has_float_outputs:
             self._notes.append("gradients were not compared: no output is a real number")
             comparisons = comparisons[:2]
         return self._report((parameters, *comparisons), divergence, runs.precision)
@@ -173,12 +208,9 @@ class _Check:
 
     def _first_divergence(self, runs: PairedRuns, in_float64: bool) -> Divergence | None:
         """Runs both models with a tap around every layer that they have in common."""
-        recorders = Recorder(), Recorder()
         try:
-            original, edited = map(tapped, self._models, recorders)
-            calls = ModelCall(original, *self._inputs), ModelCall(edited, *self._inputs)
-            for step in _steps(*calls, gradients=False, callbacks=True):
-                _ = step.wider.results if in_float64 else step.results
+            originals = self._original.recordings(in_float64)
+            edits = self._edited.recordings(in_float64)
         # A callback is not allowed everywhere, and a layer may refuse one in any way.
         except Exception as error:
             self._notes.append(
@@ -186,16 +218,4 @@ class _Check:
                 f"models do not run ({first_line_of(error)})"
             )
             return None
-        originals, edits = (recorder.recordings for recorder in recorders)
         return first_to_differ(originals, edits, max(runs.tolerance(in_float64), self._rtol))
-
-
-def _steps(
-    original: ModelCall, edited: ModelCall, gradients: bool, callbacks: bool = False
-) -> tuple[ModelStep, ModelStep]:
-    """Both models' steps on the original's values, or on drawn ones where it has none."""
-    for call in (original, edited):
-        for values in (call.parameters, call.state):
-            values.update({name: drawn(name, value) for name, value in values.items()})
-    first = ModelStep(original, gradients, callbacks=callbacks)
-    return first, ModelStep(edited, gradients, first, callbacks)

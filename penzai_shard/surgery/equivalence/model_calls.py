@@ -1,42 +1,31 @@
 """Running a model as a function of its parameters and state, without changing either.
 
 Models keep their parameters in several ways: as mutable variables, as frozen values, as the
-parameters of Penzai's first API, or as bare arrays. Here each kind becomes a value with a name.
+parameters of Penzai's first API, or as bare arrays. Each kind becomes a value with a name.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from penzai import pz
-from penzai.core.variables import AbstractVariable, AbstractVariableValue
 
 from penzai_shard.model_variables import first_api, thawed
+from penzai_shard.surgery.equivalence.comparable_arrays import is_float
 from penzai_shard.surgery.stripping import strip
 from penzai_shard.tree_paths import path_text
 
 Name = Any
 
 
-def _is_unit(node: Any) -> bool:
-    return (
-        isinstance(node, pz.ParameterValue) or first_api.parameter_kind(type(node)) == "parameter"
-    )
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """What stands at one leaf of the model and its inputs: a named value, or an array."""
+    """Where a named value belongs: in a dictionary of values, and under which name."""
 
-    kind: str
-    index: Any
+    values: str
+    name: Name
 
 
 class ModelCall:
@@ -51,75 +40,87 @@ class ModelCall:
         parameters: The values of the parameters by name: a variable's label, a parameter's name,
             or the path of an array in a model that has no named parameters.
         state: The frozen values of all other variables, by label.
-        arrays: All other arrays, of the model and the inputs.
+        arrays: All other arrays, of the model and the inputs, by number.
     """
 
     def __init__(self, model: Any, args: tuple[Any, ...], side_inputs: Mapping[str, Any]) -> None:
         tree, variables = pz.unbind_variables((model, args, dict(side_inputs)))
         self.parameters: dict[Name, Any] = {}
         self.state: dict[Name, Any] = {}
-        self._variables: list[tuple[str, Name]] = []
-        for variable in variables:
-            kind = "parameter" if isinstance(variable, pz.Parameter) else "state"
-            name = getattr(variable, "label", None) or variable.get_slot()
-            values = self.parameters if kind == "parameter" else self.state
-            values[name] = variable.freeze()
-            self._variables.append((kind, name))
-        leaves, self._structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_unit)
-        units = [leaf for leaf in leaves if _is_unit(leaf)]
-        is_named = bool(units) or bool(self.parameters)
+        self.arrays: dict[int, Any] = {}
+        self._variables = [
+            self._place(
+                "parameters" if isinstance(variable, pz.Parameter) else "state",
+                getattr(variable, "label", None) or variable.get_slot(),
+                variable.freeze(),
+            )
+            for variable in variables
+        ]
+        leaves, self._structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_parameter)
+        is_named = bool(self.parameters) or any(map(_is_parameter, leaves))
         paths = {} if is_named else _paths_of_arrays(model)
-        self.arrays: list[Any] = []
-        self._leaves: list[Any] = []
-        for leaf in leaves:
-            place: Any = leaf
-            if _is_unit(leaf):
-                name = leaf.label if isinstance(leaf, pz.ParameterValue) else leaf.name
-                self.parameters[name] = leaf
-                place = _Place("parameter", name)
-            elif id(leaf) in paths and jnp.issubdtype(leaf.dtype, jnp.inexact):
-                name = paths[id(leaf)]
-                self.parameters[name] = leaf
-                place = _Place("parameter", name)
-            elif _is_array(leaf):
-                place = _Place("array", len(self.arrays))
-                self.arrays.append(leaf)
-            self._leaves.append(place)
+        self._leaves = [self._placed(leaf, paths) for leaf in leaves]
+
+    def _place(self, values: str, name: Name, value: Any) -> _Place:
+        getattr(self, values)[name] = value
+        return _Place(values, name)
+
+    def _placed(self, leaf: Any, paths: Mapping[int, str]) -> Any:
+        """What stands for a leaf of the model and its inputs; the leaf itself if it is no value."""
+        if _is_parameter(leaf):
+            name = leaf.label if isinstance(leaf, pz.ParameterValue) else leaf.name
+            return self._place("parameters", name, leaf)
+        if id(leaf) in paths and is_float(leaf):
+            return self._place("parameters", paths[id(leaf)], leaf)
+        if _is_array(leaf):
+            return self._place("arrays", len(self.arrays), leaf)
+        return leaf
 
     def __call__(
-        self, parameters: Mapping[Name, Any], state: Mapping[Name, Any], arrays: list[Any]
+        self, parameters: Sequence[Any], state: Sequence[Any], arrays: Sequence[Any]
     ) -> tuple[Any, dict[Name, Any]]:
         """Runs the model.
 
         Args:
-            parameters: Values in place of ``self.parameters``.
-            state: Values in place of ``self.state``.
-            arrays: Values in place of ``self.arrays``.
+            parameters: Values in place of those of ``self.parameters``.
+            state: Values in place of those of ``self.state``.
+            arrays: Values in place of those of ``self.arrays``.
 
         Returns:
             The output, variables in it frozen, and the new values of the state variables.
         """
-        leaves = [
-            leaf
-            if not isinstance(leaf, _Place)
-            else parameters[leaf.index]
-            if leaf.kind == "parameter"
-            else arrays[leaf.index]
-            for leaf in self._leaves
-        ]
-        tree = jax.tree_util.tree_unflatten(self._structure, leaves)
-        values: list[AbstractVariableValue] = [
-            (parameters if kind == "parameter" else state)[name] for kind, name in self._variables
-        ]
-        variables: list[AbstractVariable] = [thawed(value) for value in values]
-        model, args, side_inputs = pz.bind_variables(tree, variables)
+        values: dict[str, Any] = {
+            "parameters": dict(zip(self.parameters, parameters, strict=True)),
+            "state": dict(zip(self.state, state, strict=True)),
+            "arrays": arrays,
+        }
+        tree = jax.tree_util.tree_unflatten(
+            self._structure,
+            [
+                values[leaf.values][leaf.name] if isinstance(leaf, _Place) else leaf
+                for leaf in self._leaves
+            ],
+        )
+        variables = {place: thawed(values[place.values][place.name]) for place in self._variables}
+        model, args, side_inputs = pz.bind_variables(tree, list(variables.values()))
         output = pz.freeze_variables(model(*args, **side_inputs))
         new_state = {
-            name: variable.freeze()
-            for (kind, name), variable in zip(self._variables, variables, strict=True)
-            if kind == "state"
+            place.name: variable.freeze()
+            for place, variable in variables.items()
+            if place.values == "state"
         }
         return output, new_state
+
+
+def _is_parameter(node: Any) -> bool:
+    """Whether a node is a parameter that is a value, and no variable."""
+    return (
+        isinstance(node, pz.ParameterValue) or first_api.parameter_kind(type(node)) == "parameter"
+    )
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
 
 
 def _paths_of_arrays(model: Any) -> dict[int, str]:
@@ -148,13 +149,11 @@ def with_values_of(own: Mapping[Name, Any], other: Mapping[Name, Any]) -> dict[N
 
 
 def _placed_like(value: Any, like: Any) -> Any:
-    value_leaves, structure = jax.tree_util.tree_flatten(value)
+    leaves, structure = jax.tree_util.tree_flatten(value)
     like_leaves = jax.tree_util.tree_leaves(like)
-    if len(value_leaves) != len(like_leaves):
+    if len(leaves) != len(like_leaves):
         return value
-    return jax.tree_util.tree_unflatten(
-        structure, map(_array_placed_like, value_leaves, like_leaves)
-    )
+    return jax.tree_util.tree_unflatten(structure, map(_array_placed_like, leaves, like_leaves))
 
 
 def _array_placed_like(array: Any, like: Any) -> Any:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from penzai_shard.library_apis.jax_api import UNOPTIMISED_COMPILATION
 from penzai_shard.meshes import onto_auto_twin
 from penzai_shard.surgery.equivalence.comparable_arrays import (
     canonical_leaves,
@@ -18,6 +19,7 @@ from penzai_shard.surgery.equivalence.comparable_arrays import (
     widest,
 )
 from penzai_shard.surgery.equivalence.model_calls import ModelCall, with_values_of
+from penzai_shard.surgery.equivalence.named_values import drawn
 from penzai_shard.surgery.equivalence.program_constants import (
     Constants,
     constants_of,
@@ -37,9 +39,6 @@ _COTANGENT_SEED = 20240229
 _ROUNDED_RUNS = 4
 _MAGNIFIED = 2.0**20
 
-# The run in float64 is short: time spent on making its code faster would be lost.
-_FASTER_COMPILATION: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
-
 Results = dict[tuple[str, str], Any]
 """Outputs, state variables after the call, and gradients: arrays by group and name."""
 
@@ -48,7 +47,7 @@ class ModelStep:
     """One call of a model: outputs, state and gradients by name.
 
     Args:
-        call: The model and its inputs.
+        call: The model and its inputs; values that it lacks are drawn.
         gradients: Whether to compute gradients of all parameters, of the sum of the outputs times
             fixed random numbers.
         original: For an edited model, the original's step, whose parameters and state it is run on.
@@ -68,8 +67,17 @@ class ModelStep:
         original: "ModelStep | None" = None,
         callbacks: bool = False,
     ) -> None:
-        self.call, self.original, self.callbacks = call, original, callbacks
-        self._values = _values(call, original.call if original else call)
+        self.gradients, self.original, self.callbacks = gradients, original, callbacks
+        self._named = [
+            {name: drawn(name, value) for name, value in values.items()}
+            for values in (call.parameters, call.state)
+        ]
+        if original is not None:
+            self._named = list(map(with_values_of, self._named, original._named))
+        # Names may be of any type, and JAX sorts the keys of a dictionary.
+        self._values = onto_auto_twin(
+            tuple(list(values.values()) for values in (*self._named, call.arrays))
+        )
         self._traced = jax.jit(_step(call, gradients)).trace(*self._values)
         self.arguments: list[Any] = jax.tree_util.tree_leaves(self._values)
         self.program = self._traced.jaxpr
@@ -156,7 +164,7 @@ class WiderStep:
         with jax.enable_x64(True):
             self._arguments = list(map(as_widest, arguments))
             lowered = jax.jit(run).lower(self._arguments, Rounding.of())
-            self._compiled = lowered.compile(compiler_options=_FASTER_COMPILATION)
+            self._compiled = lowered.compile(compiler_options=UNOPTIMISED_COMPILATION)
 
     @functools.cached_property
     def results(self) -> Results:
@@ -218,24 +226,11 @@ def _read_as_the_originals(
     return read, frozenset(new)
 
 
-def _values(call: ModelCall, original: ModelCall) -> tuple[Any, Any, Any]:
-    """What to run a model on: the original's parameters and state, where it has them."""
-    parameters = with_values_of(call.parameters, original.parameters)
-    state = with_values_of(call.state, original.state)
-    # Names may be of any type, and JAX sorts the keys of a dictionary.
-    return onto_auto_twin((list(parameters.values()), list(state.values()), call.arrays))
-
-
 def _step(call: ModelCall, gradients: bool) -> Callable[..., Results]:
     """A function that runs a model, and gives outputs, state and gradients by name."""
-    parameter_names, state_names = list(call.parameters), list(call.state)
 
     def outputs_of(parameters: list[Any], state: list[Any], arrays: list[Any]) -> Any:
-        output, new_state = call(
-            dict(zip(parameter_names, parameters, strict=True)),
-            dict(zip(state_names, state, strict=True)),
-            arrays,
-        )
+        output, new_state = call(parameters, state, arrays)
         leaves = canonical_leaves(output)
         total = _weighted_sum([array for _, array in leaves]) if gradients else None
         return total, _grouped(OUTPUTS, leaves) | _grouped(STATE, _flat_names(new_state))
@@ -246,7 +241,7 @@ def _step(call: ModelCall, gradients: bool) -> Callable[..., Results]:
         found, results = jax.grad(outputs_of, has_aux=True, allow_int=True)(
             parameters, state, arrays
         )
-        named = _flat_names(dict(zip(parameter_names, found, strict=True)))
+        named = _flat_names(dict(zip(call.parameters, found, strict=True)))
         return results | _grouped(
             GRADIENTS, [(name, g) for name, g in named if g.dtype != jax.dtypes.float0]
         )

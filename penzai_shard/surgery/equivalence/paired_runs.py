@@ -41,7 +41,6 @@ class PairedRuns:
     Args:
         original: The original's step.
         edited: The edited model's.
-        gradients: Whether to compare gradients.
         rtol: What may differ in any case, relative to the largest value of an array.
         notes: Gets what else there is to know.
 
@@ -53,15 +52,10 @@ class PairedRuns:
     """
 
     def __init__(
-        self,
-        original: ModelStep,
-        edited: ModelStep,
-        gradients: bool,
-        rtol: float,
-        notes: list[str],
+        self, original: ModelStep, edited: ModelStep, rtol: float, notes: list[str]
     ) -> None:
         self._original, self._edited = original, edited
-        self._groups = (OUTPUTS, STATE, GRADIENTS) if gradients else (OUTPUTS, STATE)
+        self._groups = (OUTPUTS, STATE, GRADIENTS) if original.gradients else (OUTPUTS, STATE)
         self._rtol, self._notes = rtol, notes
         self.precision = ""
         self._own = original.results, edited.results
@@ -129,6 +123,11 @@ class PairedRuns:
                     f"what the original would be if it rounded all to {self.precision}."
                 )
         return found
+
+    @property
+    def has_float_outputs(self) -> bool:
+        """Whether an output of the original is an array of real numbers."""
+        return any(of == OUTPUTS and is_float(array) for (of, _), array in self._own[0].items())
 
     def tolerance(self, in_float64: bool) -> float:
         """From which difference on, relative to its largest value, an array counts as another."""

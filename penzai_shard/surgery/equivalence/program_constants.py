@@ -1,27 +1,20 @@
 """The constants and precisions of a traced program, and the constants that two programs share."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jax_core
 
+from penzai_shard.library_apis.jax_api import Literal
 from penzai_shard.surgery.equivalence.comparable_arrays import (
     epsilon_of,
     equal_elements,
     is_float,
     widest,
 )
-
-
-def equations(program: Any) -> Iterator[Any]:
-    """All equations of a program, those of the programs that it runs included."""
-    for equation in getattr(program, "jaxpr", program).eqns:
-        yield equation
-        for inner in jax_core.jaxprs_in_params(equation.params):
-            yield from equations(inner)
+from penzai_shard.traced_programs import equations, inner_programs, opened
 
 
 def epsilons_of(program: Any) -> set[float]:
@@ -43,14 +36,9 @@ def constants_of(program: Any) -> list[np.ndarray]:
     """All floating-point constants that are written into a program, nested functions included."""
     values = list(program.consts)
     for equation in equations(program):
-        values += [
-            literal_value(variable)
-            for variable in equation.invars
-            if isinstance(variable, jax_core.Literal)
-        ]
-        for parameter in equation.params.values():
-            for part in parameter if isinstance(parameter, tuple | list) else (parameter,):
-                values += part.consts if isinstance(part, jax_core.ClosedJaxpr) else ()
+        values += [literal_value(atom) for atom in equation.invars if isinstance(atom, Literal)]
+        for inner in inner_programs(equation):
+            values += opened(inner)[1]
     arrays = [
         np.asarray(value)
         for value in values

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from penzai import pz
 
+from penzai_shard.library_apis.jax_api import manual_mesh_axes
 from penzai_shard.surgery.equivalence.comparable_arrays import canonical_leaves, to_numpy
 from penzai_shard.surgery.inserted_layers import surrounded, vanishes, with_surrounded
 from penzai_shard.surgery.rewriting import SEQUENCE_FIELD
@@ -69,7 +70,7 @@ class Tap(pz.nn.Layer):
             The layer's output.
         """
         output = self.body(*args, **side_inputs)
-        if jax.sharding.get_abstract_mesh().manual_axes:
+        if manual_mesh_axes():
             # Each device has a part of its own, which the original has nothing to compare with.
             return output
         recording = self.recorder.recordings.setdefault(self.path, Recording(_name_of(self.body)))

@@ -15,26 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jax_core
 
 from penzai_shard.array_kinds import is_traced
 from penzai_shard.library_apis.jax_api import scan_counts
 from penzai_shard.surgery.equivalence.comparable_arrays import epsilon_of, is_float, widest
 from penzai_shard.surgery.equivalence.program_constants import Constants, literal_value
 from penzai_shard.surgery.equivalence.random_rounding import Rounding
-
-# Operations that are a function of their own, to be run in place, and the parameter that has it.
-_CALLS = {
-    "checkpoint": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "composite": "jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "remat2": "jaxpr",
-}
+from penzai_shard.traced_programs import called_program, inner_programs, walk
 
 # Operations that move, choose or count values, or flip their sign, and so never round.
 _EXACT = re.findall(
@@ -113,20 +100,14 @@ class WiderRun:
         return self._run(program, given)
 
     def _run(self, program: Any, arguments: Sequence[Any]) -> list[Any]:
-        """The results of a program, or of one that it runs, with or without constants."""
-        jaxpr, constants = getattr(program, "jaxpr", program), getattr(program, "consts", ())
-        values: dict[Any, Any] = dict(zip(jaxpr.invars, map(as_widest, arguments), strict=True))
-        values |= zip(jaxpr.constvars, map(self._constant, constants), strict=True)
-
-        def value_of(atom: Any) -> Any:
-            if isinstance(atom, jax_core.Literal):
-                return self._constant(literal_value(atom))
-            return values[atom]
-
-        for equation in jaxpr.eqns:
-            found = self._equation(equation, list(map(value_of, equation.invars)))
-            values |= zip(equation.outvars, map(as_widest, found), strict=True)
-        return list(map(value_of, jaxpr.outvars))
+        """The results of a program, or of one that it runs."""
+        return walk(
+            program,
+            list(map(as_widest, arguments)),
+            lambda equation, inputs: list(map(as_widest, self._equation(equation, inputs))),
+            constant=lambda value, _: self._constant(value),
+            literal=lambda literal: self._constant(literal_value(literal)),
+        )
 
     def _body(self, program: Any) -> Callable[..., tuple[Any, ...]]:
         """A program that runs in a loop or the like, as a function of JAX."""
@@ -180,8 +161,8 @@ class WiderRun:
 
     def _equation(self, equation: Any, inputs: list[Any]) -> list[Any]:
         name, parameters = equation.primitive.name, equation.params
-        if name in _CALLS and _CALLS[name] in parameters:
-            return self._run(parameters[_CALLS[name]], inputs)
+        if (called := called_program(equation)) is not None:
+            return self._run(called, inputs)
         if name in _STRUCTURED:
             return list(_STRUCTURED[name](self, inputs, parameters))
         if name in ("debug_callback", "debug_print"):
@@ -195,7 +176,7 @@ class WiderRun:
         if _SCATTER.fullmatch(name):
             scatter = getattr(jax.lax, name.replace("-", "_"))
             results = [scatter(*inputs, **{key: parameters[key] for key in _SCATTER_OPTIONS})]
-        elif name in _NARROW or any(True for _ in jax_core.jaxprs_in_params(parameters)):
+        elif name in _NARROW or any(True for _ in inner_programs(equation)):
             results = self._narrow(equation, inputs)
         else:
             results = _bound(equation.primitive, inputs, _widened_parameters(parameters))
