@@ -1,20 +1,16 @@
 """Does an edited model still compute the same? Both are run on the same values and compared."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from penzai_shard.meshes import auto_context
 from penzai_shard.surgery.equivalence.array_comparisons import Comparison
 from penzai_shard.surgery.equivalence.divergence import Divergence, first_to_differ
 from penzai_shard.surgery.equivalence.model_calls import ModelCall
-from penzai_shard.surgery.equivalence.model_steps import ModelStep
+from penzai_shard.surgery.equivalence.model_steps import STATE, ModelStep
 from penzai_shard.surgery.equivalence.named_values import NamedValues, has_abstract, some
-from penzai_shard.surgery.equivalence.paired_runs import (
-    PairedRuns,
-    first_line_of,
-    functions_agree,
-)
+from penzai_shard.surgery.equivalence.paired_runs import PairedRuns, first_line_of
 from penzai_shard.surgery.equivalence.report import EquivalenceReport
 from penzai_shard.surgery.equivalence.tapping import Recorder, Recording, tapped
 from penzai_shard.surgery.equivalence.unfit_comparisons import explain_nameless_inputs, refuse_unfit
@@ -87,7 +83,7 @@ def check_equivalent(
         first = ComparedModel(original, (args, side_inputs), gradients)
         second = ComparedModel(edited, (args, side_inputs), gradients, first)
         try:
-            return _Check(first, second, rtol or 0.0).report(same_values, added_parameters)
+            return _report(first, second, rtol or 0.0, same_values, added_parameters)
         except AttributeError as error:
             explain_nameless_inputs(error, args, side_inputs)
             raise
@@ -132,90 +128,95 @@ class ComparedModel:
         return ModelStep(call, gradients, original, callbacks)
 
 
-class _Check:
-    """One comparison of two models."""
+def _report(
+    original: ComparedModel,
+    edited: ComparedModel,
+    rtol: float,
+    same_values: bool,
+    added_parameters: bool,
+) -> EquivalenceReport:
+    one, other = original.call, edited.call
+    found = NamedValues.of(one.parameters, other.parameters, same_values)
+    state = NamedValues.of(one.state, other.state, same_values)
+    before = tuple(state.problems("state variable has another value before the call"))
+    parameters = Comparison(
+        "parameters",
+        len(one.parameters),
+        found.changed,
+        tuple(_parameter_problems(found, added_parameters)),
+    )
+    notes: list[str] = []
+    not_compared: list[str] = []
+    if found.added and added_parameters:
+        not_compared.append(f"parameters of the edited model alone: {some(found.added)}")
+    if not same_values:
+        not_compared.append("values of parameters and of state variables before the call")
+    elif has_abstract([*one.parameters.values(), *other.parameters.values()]):
+        not_compared.append("values of parameters, which an abstract model lacks")
+    if found.reshaped or state.reshaped:
+        notes.append(
+            "The models were not run, because their parameters or state variables have "
+            "different shapes or dtypes."
+        )
+        rest = (Comparison(STATE, problems=before),) if before else ()
+        return EquivalenceReport((parameters, *rest), None, tuple(notes), tuple(not_compared))
+    runs = PairedRuns(original.step, edited.step, rtol, notes)
+    outputs, after, *gradients = runs.comparisons
+    notes += _notes_on_values(found, state)
+    divergence = None
+    if not (outputs.ok and after.ok and not before):
+        divergence = first_divergence(original, edited, runs, notes)
+    if state.added:
+        notes.append(f"state variables of the edited model alone: {some(state.added)}")
+    if gradients and not runs.has_float_outputs:
+        notes.append("gradients were not compared: no output is a real number")
+        gradients = []
+    comparisons = parameters, outputs, after.with_problems(before), *gradients
+    return EquivalenceReport(
+        comparisons, divergence, tuple(notes), tuple(not_compared), runs.precision
+    )
 
-    def __init__(self, original: ComparedModel, edited: ComparedModel, rtol: float) -> None:
-        self._original, self._edited, self._rtol = original, edited, rtol
-        self._notes: list[str] = []
-        self._not_compared: list[str] = []
 
-    def report(self, same_values: bool, added_parameters: bool) -> EquivalenceReport:
-        original, edited = calls = self._original.call, self._edited.call
-        found = NamedValues.of(original.parameters, edited.parameters, same_values)
-        state = NamedValues.of(original.state, edited.state, same_values)
-        before = tuple(state.problems("state variable has another value before the call"))
-        parameters = self._parameters(found, len(original.parameters), added_parameters)
-        if not same_values:
-            self._not_compared.append("values of parameters and of state variables before the call")
-        elif any(has_abstract(list(call.parameters.values())) for call in calls):
-            self._not_compared.append("values of parameters, which an abstract model lacks")
-        if found.reshaped or state.reshaped:
-            self._notes.append(
-                "The models were not run, because their parameters or state variables have "
-                "different shapes or dtypes."
-            )
-            rest = (Comparison("state variables", problems=before),) if before else ()
-            return self._report((parameters, *rest))
-        runs = PairedRuns(self._original.step, self._edited.step, self._rtol, self._notes)
-        comparisons = runs.comparisons()
-        comparisons[1] = comparisons[1].with_problems(before)
-        self._explain_changes(found, state)
-        divergence = None
-        if not (comparisons[0].ok and comparisons[1].ok):
-            divergence = self._first_divergence(runs, not functions_agree(comparisons))
-        if state.added:
-            self._notes.append(f"state variables of the edited model alone: {some(state.added)}")
-        if len(comparisons) > 2 and not runs.has_float_outputs:
-            self._notes.append("gradients were not compared: no output is a real number")
-            comparisons = comparisons[:2]
-        return self._report((parameters, *comparisons), divergence, runs.precision)
-
-    def _report(
-        self,
-        comparisons: tuple[Comparison, ...],
-        divergence: Divergence | None = None,
-        precision: str = "",
-    ) -> EquivalenceReport:
-        notes, not_compared = tuple(self._notes), tuple(self._not_compared)
-        return EquivalenceReport(comparisons, divergence, notes, not_compared, precision)
-
-    def _parameters(self, found: NamedValues, count: int, added_parameters: bool) -> Comparison:
-        problems = [
+def _parameter_problems(found: NamedValues, added_parameters: bool) -> list[str]:
+    return [
+        *(
             f"{name}: parameter is missing from the edited model"
             + (f"; {found.renamed[name]} has its values there" if name in found.renamed else "")
             for name in found.missing
-        ]
-        if found.added and added_parameters:
-            self._not_compared.append(f"parameters of the edited model alone: {some(found.added)}")
-        else:
-            problems += [f"{name}: parameter of the edited model alone" for name in found.added]
-        problems += found.problems("parameter has other values")
-        return Comparison("parameters", count, found.changed, tuple(problems))
+        ),
+        *(
+            f"{name}: parameter of the edited model alone"
+            for name in (() if added_parameters else found.added)
+        ),
+        *found.problems("parameter has other values"),
+    ]
 
-    def _explain_changes(self, *found: NamedValues) -> None:
-        if any(values.differs_by_rounding for values in found):
-            self._notes.append(
-                "Values that differ by rounding alone may come from the same initialisers, run "
-                "compiled (as sharded_init does) and not. same_values=False compares only what "
-                "the models compute."
-            )
-        if any(values.changed for values in found):
-            self._notes.append(
-                "Both models ran on the original's parameters and state, whatever values the "
-                "edited model has."
-            )
 
-    def _first_divergence(self, runs: PairedRuns, in_float64: bool) -> Divergence | None:
-        """Runs both models with a tap around every layer that they have in common."""
-        try:
-            originals = self._original.recordings(in_float64)
-            edits = self._edited.recordings(in_float64)
-        # A callback is not allowed everywhere, and a layer may refuse one in any way.
-        except Exception as error:
-            self._notes.append(
-                "the first layer to differ was not found: with a callback around every layer the "
-                f"models do not run ({first_line_of(error)})"
-            )
-            return None
-        return first_to_differ(originals, edits, max(runs.tolerance(in_float64), self._rtol))
+def _notes_on_values(*found: NamedValues) -> Iterator[str]:
+    if any(values.differs_by_rounding for values in found):
+        yield (
+            "Values that differ by rounding alone may come from the same initialisers, run "
+            "compiled (as sharded_init does) and not. same_values=False compares only what "
+            "the models compute."
+        )
+    if any(values.changed for values in found):
+        yield (
+            "Both models ran on the original's parameters and state, whatever values the "
+            "edited model has."
+        )
+
+
+def first_divergence(
+    original: ComparedModel, edited: ComparedModel, runs: PairedRuns, notes: list[str]
+) -> Divergence | None:
+    """Runs both models with a tap around every layer that they have in common."""
+    try:
+        recordings = [model.recordings(not runs.same_functions) for model in (original, edited)]
+    # A callback is not allowed everywhere, and a layer may refuse one in any way.
+    except Exception as error:
+        notes.append(
+            "the first layer to differ was not found: with a callback around every layer the "
+            f"models do not run ({first_line_of(error)})"
+        )
+        return None
+    return first_to_differ(recordings[0], recordings[1], runs.tolerance)

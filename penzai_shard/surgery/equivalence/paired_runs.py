@@ -45,6 +45,8 @@ class PairedRuns:
         notes: Gets what else there is to know.
 
     Attributes:
+        comparisons: One per group of values; again with other roundings where the first yardstick
+            was not enough.
         precision: The dtype that the edited model rounds to where the original keeps more digits,
             if that was needed to call them equivalent.
         closeness: The part of what rounding explains by which the functions may differ; 1 if
@@ -72,6 +74,9 @@ class PairedRuns:
         # How far the edited model moves if the constants that it brings in are rounded, if that
         # was tried.
         self._of_constants: Results = {}
+        self.comparisons = self._compared()
+        self._allow_for_new_constants()
+        self._allow_for_lower_precision()
 
     def _runs_in_float64(self) -> bool:
         try:
@@ -99,43 +104,54 @@ class PairedRuns:
         # Halfway between what float64 rounds and what the model rounds.
         return float(np.sqrt(WIDEST_EPSILON / max(finest, WIDEST_EPSILON)))
 
-    def comparisons(self) -> list[Comparison]:
-        """Compares both; again with other roundings where the first yardstick is not enough."""
-        found = self._compared()
-        original, edited = self._original, self._edited
-        if self._in_float64 and edited.wider.has_new_constants and not functions_agree(found):
-            # A constant is known to within half a unit in the last place of its dtype.
-            rounded = edited.wider.rounded(_RUNS_OF_CONSTANTS, scale=1.0)
-            self._of_constants = largest_errors(self._exact[1], rounded)
-            found = self._compared()
-        coarsest = max(edited.epsilons, default=0.0)
+    def _allow_for_new_constants(self) -> None:
+        """Where the functions differ: a new constant is known to half a unit of its last place."""
+        if not self._in_float64 or self.same_functions or not self._edited.wider.has_new_constants:
+            return
+        rounded = self._edited.wider.rounded(_RUNS_OF_CONSTANTS, scale=1.0)
+        self._of_constants = largest_errors(self._exact[1], rounded)
+        self.comparisons = self._compared()
+
+    def _allow_for_lower_precision(self) -> None:
+        """Where the results differ: the original may be rounded as coarsely as the edited model."""
+        coarsest = max(self._edited.epsilons, default=0.0)
         # Where the functions are compared in float64, a lower precision in some places is safe.
         usual = min if self.closeness < 1 else max
-        is_lower = coarsest > usual(original.epsilons, default=coarsest)
-        if is_lower and not all(comparison.ok for comparison in found):
-            self._own_errors = original.rounding_errors(self._in_float64, coarsest)
-            self._coarsest = coarsest
-            before, found = found, self._compared()
-            if sum(one.ok for one in found) > sum(one.ok for one in before):
-                self.precision = _dtype_of(coarsest)
-                self._notes.append(
-                    "The edited model rounds to fewer digits than the original: it may be off by "
-                    f"what the original would be if it rounded all to {self.precision}."
-                )
-        return found
+        is_lower = coarsest > usual(self._original.epsilons, default=coarsest)
+        if not is_lower or all(comparison.ok for comparison in self.comparisons):
+            return
+        self._own_errors = self._original.rounding_errors(self._in_float64, coarsest)
+        self._coarsest = coarsest
+        before, self.comparisons = self.comparisons, self._compared()
+        if sum(one.ok for one in self.comparisons) > sum(one.ok for one in before):
+            self.precision = _dtype_of(coarsest)
+            self._notes.append(
+                "The edited model rounds to fewer digits than the original: it may be off by "
+                f"what the original would be if it rounded all to {self.precision}."
+            )
 
     @property
     def has_float_outputs(self) -> bool:
         """Whether an output of the original is an array of real numbers."""
         return any(of == OUTPUTS and is_float(array) for (of, _), array in self._own[0].items())
 
-    def tolerance(self, in_float64: bool) -> float:
+    @property
+    def same_functions(self) -> bool:
+        """Whether no array differs in float64, as far as that is known."""
+        return all(array.same_function for each in self.comparisons for array in each.arrays)
+
+    @property
+    def tolerance(self) -> float:
         """From which difference on, relative to its largest value, an array counts as another."""
         epsilons = {*self._original.epsilons, *self._edited.epsilons} or {WIDEST_EPSILON}
-        if not in_float64:
-            return 2 * max(epsilons) ** 0.75
         finest = min(epsilons)
-        return finest if self._of_constants else float(np.sqrt(WIDEST_EPSILON * finest))
+        if self.same_functions:
+            tolerance = 2 * max(epsilons) ** 0.75
+        elif self._of_constants:
+            tolerance = finest
+        else:
+            tolerance = float(np.sqrt(WIDEST_EPSILON * finest))
+        return max(tolerance, self._rtol)
 
     def _compared(self) -> list[Comparison]:
         return [self._group(group) for group in self._groups]
@@ -195,11 +211,6 @@ class PairedRuns:
             function=function,
             cancels=0 < largest <= 8 * rounding,
         )
-
-
-def functions_agree(comparisons: Sequence[Comparison]) -> bool:
-    """Whether no array differs in float64."""
-    return all(array.same_function for each in comparisons for array in each.arrays)
 
 
 def first_line_of(error: Exception) -> str:
