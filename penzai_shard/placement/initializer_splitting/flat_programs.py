@@ -118,6 +118,8 @@ class _Writer:
     def _append(self, equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         if _is_to_be_opened(equation):
             return self.inline(equation.params["jaxpr"], operands)
+        if equation.primitive.name == "unstack":
+            return self.inline(_as_slices(equation), operands)
         return self._write(self.equations, *_with_given_start(equation, operands))
 
     def _write(
@@ -157,7 +159,8 @@ class _Writer:
 
     def _nested(self, program: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
         """A nested program, closed or not, without layouts."""
-        if isinstance(program, ClosedJaxpr):
+        # Since jax 0.12 one class is both, and a program without constants is its own ``jaxpr``.
+        if isinstance(program, ClosedJaxpr) and program.jaxpr is not program:
             return ClosedJaxpr(self._once(self._nested, program.jaxpr), program.consts)
         equations: list[JaxprEqn] = []
         constants = list(map(_new_variable, program.constvars))
@@ -182,6 +185,22 @@ class _Writer:
                 f"{ids}, and the model is built on devices "
                 f"{sorted(device.id for device in self.devices)}. Use the same mesh for both."
             )
+
+
+def _as_slices(equation: JaxprEqn) -> ClosedJaxpr:
+    """An ``unstack`` as one slice for each result: keys made by one split then stay alike."""
+    dimension = equation.params["axis"]
+
+    def sliced(stacked: jax.Array) -> list[jax.Array]:
+        return [
+            jax.lax.squeeze(
+                jax.lax.slice_in_dim(stacked, index, index + 1, axis=dimension), [dimension]
+            )
+            for index in range(len(equation.outvars))
+        ]
+
+    aval: Any = equation.invars[0].aval
+    return jax.make_jaxpr(sliced)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
 
 
 def _new_variable(variable: Var) -> Var:
