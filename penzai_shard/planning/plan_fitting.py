@@ -34,9 +34,9 @@ def fitted_plan(
 
     >>> import jax
     >>> from penzai import pz
-    >>> from penzai_shard.planning.planner import plan_tree
+    >>> from penzai_shard.planning.planner import Planner
     >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
-    >>> plan = plan_tree({"w": pz.nx.ones({"a": 2})}, mesh, {"a": "data"})
+    >>> plan = Planner(mesh, {"a": "data"}).plan({"w": pz.nx.ones({"a": 2})})
     >>> fitted_plan(plan, {"w": pz.nx.zeros({"a": 2})}).leaves == plan.leaves
     True
     >>> fitted_plan(plan, {"w": pz.nx.zeros({"b": 2})})

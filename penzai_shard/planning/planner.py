@@ -182,21 +182,6 @@ class Planner:
         return spec, reason, explained.problems
 
 
-def plan_tree(tree: Any, mesh: AnyMesh, rules: Any = None, **options: Any) -> ShardingPlan:
-    """``make_plan`` without its warnings, for trees such as activations that see few of the rules.
-
-    Args:
-        tree: The tree.
-        mesh: The mesh.
-        rules: Rules in any form that ``AxisRules`` reads.
-        **options: Further attributes of ``Planner``.
-
-    >>> plan_tree({}, jax.sharding.AbstractMesh((2,), ("data",))).leaves
-    ()
-    """
-    return Planner(mesh, rules, **options).plan(tree)
-
-
 def number_arrays(
     tree: Any,
     number: Callable[[NamedLeaf], int],

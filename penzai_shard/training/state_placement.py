@@ -14,8 +14,9 @@ from penzai_shard.array_kinds import is_traced
 from penzai_shard.meshes import auto_context
 from penzai_shard.named_leaves import with_data
 from penzai_shard.partition_specs import mesh_axes_by_dimension
-from penzai_shard.planning import OnUnnamed, plan_tree
+from penzai_shard.planning import Planner
 from penzai_shard.reduced_statistics import align_names
+from penzai_shard.rule_kinds import OnUnnamed
 from penzai_shard.training.flat_state import CONSTANT_FIELDS
 from penzai_shard.training.optimizer_calls import initial_optimizer_state
 from penzai_shard.training.state_layout import (
@@ -116,7 +117,8 @@ def shardings_like_params(
         return {name: _renamed(statistic, *templates[name]) for name, statistic in node.items()}
 
     ruled = jax.tree.map(named, opt_state, is_leaf=is_per_parameter)
-    plan = plan_tree({"opt_state": ruled}, mesh, list(rules.items()), on_unnamed=on_unnamed)
+    planner = Planner(mesh, list(rules.items()), on_unnamed=on_unnamed)
+    plan = planner.plan({"opt_state": ruled})
     return jax.tree.unflatten(jax.tree.structure(opt_state), jax.tree.leaves(plan.sharding_tree()))
 
 

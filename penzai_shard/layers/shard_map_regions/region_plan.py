@@ -20,7 +20,7 @@ from penzai_shard.partition_specs import (
     part_count,
     restricted_spec,
 )
-from penzai_shard.planning import plan_tree
+from penzai_shard.planning import Planner
 from penzai_shard.rule_kinds import nearest_name, sized_mesh_axes_text
 
 
@@ -83,7 +83,8 @@ class Region:
         return part_count(mesh_axes, self.mesh.shape)
 
     def _specs(self, tree: Any, rules: AxisRules, min_size: int = 0) -> list[PartitionSpec]:
-        plan = plan_tree(tree, self.mesh, rules, on_unnamed="replicate", min_size=min_size)
+        planner = Planner(self.mesh, rules, on_unnamed="replicate", min_size=min_size)
+        plan = planner.plan(tree)
         return [
             restricted_spec(sharding.spec, self.manual)
             for sharding in jax.tree_util.tree_leaves(plan.sharding_tree())
