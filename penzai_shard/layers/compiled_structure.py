@@ -23,8 +23,9 @@ MOST_STRUCTURES_KEPT = 128
 CONSTANT, FIXED = -1, -2
 """Places of leaves that are not variables: arrays, and anything else."""
 
-INCOMPARABLE = (AttributeError, TypeError, ValueError)
-"""What ``hash`` and ``==`` raise for objects, such as arrays, that were not written for them."""
+INCOMPARABLE = (AttributeError, RuntimeError, TypeError, ValueError)
+"""What ``hash`` and ``==`` raise for objects that were not written for them, such as arrays, some
+of them deleted."""
 
 
 @dataclasses.dataclass(frozen=True)

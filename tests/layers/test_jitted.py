@@ -160,6 +160,15 @@ def test_edits_in_place_of_dictionaries_are_seen(container):
     assert float(jitted(jnp.ones(()))) == 10
 
 
+def test_an_array_in_a_list_that_was_deleted_may_be_replaced():
+    held = [jnp.asarray(2.0)]
+    jitted = Jitted(Scale(held))
+    assert float(jitted(jnp.ones(()))) == 2
+    held[0].delete()
+    held[0] = jnp.asarray(3.0)
+    assert float(jitted(jnp.ones(()))) == 3
+
+
 def test_equal_numbers_of_another_type_in_a_list_are_another_structure():
     held = [1]
     jitted = Jitted(Scale(held))
