@@ -1,16 +1,18 @@
-"""Run as a program: stops saves at every step on the file system, and tells what is left.
+"""Run as a program: stops saves at every step on the file system, and reports what is left.
 
-Usage: stopped_saves.py DIRECTORY (exchange|renames) [EVERY]
+Usage: stopped_saves.py DIRECTORY [EVERY]
 
 A step is one of Python's audit events about a path in the directory. From the chosen step on every
 further one fails with an exception that nothing catches, so that no clean-up runs either, as after
-a kill. Prints one line of JSON: for each step the value that was there (0 for a new path), the
-step, what the path then restored to, what it did after the next save, and what is beside it then.
+a kill. Prints one line of JSON: for each way of replacing a directory, ``exchange`` or ``renames``,
+a list: for each step the value that was saved before (0 for a new path), the step, what the path
+then restored to, what it did after the next save, and what is beside it then.
 """
 
 import contextlib
 import fcntl
 import functools
+import gc
 import json
 import os
 import pathlib
@@ -72,10 +74,10 @@ def _is_path(argument):
     return isinstance(argument, str | bytes | os.PathLike)
 
 
-def main(directory, mode, every=1):
-    if mode == "renames":
-        replacement._exchanged = lambda first, second: False
+def main(directory, every=1):
     mesh = make_mesh({"data": 8})
+    # Orbax' failures are collected each time: not everything else that this process holds.
+    gc.freeze()
 
     def state(value):
         return {"w": pz.nx.wrap(np.full((8, 4), value, "float32")).tag("a", "b")}
@@ -94,24 +96,27 @@ def main(directory, mode, every=1):
         assert steps.run(functools.partial(save, path, value + 1), stop)
         first = restored(path)
         save(path, value + 2)
-        found.append((value, stop, first, restored(path), sorted(os.listdir(path.parent))))
+        return value, stop, first, restored(path), sorted(os.listdir(path.parent))
+
+    def stopped_everywhere(folder, is_exchanged):
+        path = folder / "params"
+        save(path, 1)
+        assert not steps.run(functools.partial(save, path, 2), 10**9)
+        last = steps.count
+        stops = sorted({*range(1, last, every), *range(last - 10, last + 1)})
+        found = [run(path, 2 + 2 * count, stop) for count, stop in enumerate(stops)]
+        for stop in stops[::2] if is_exchanged else ():
+            fresh = folder / f"{stop}" / "params"
+            fresh.parent.mkdir()
+            found.append(run(fresh, 0, min(stop, last - 12)))
+        return found
 
     steps = Steps(str(directory))
-    found = []
-    path = pathlib.Path(directory) / "params"
-    save(path, 1)
-    assert not steps.run(functools.partial(save, path, 2), 10**9)
-    last = steps.count
-    stops = sorted({*range(1, last, every), *range(last - 10, last + 1)})
-    for count, stop in enumerate(stops):
-        run(path, 2 + 2 * count, stop)
-    if mode == "exchange":
-        for stop in stops[::2]:
-            fresh = pathlib.Path(directory) / f"{stop}" / "params"
-            fresh.parent.mkdir()
-            run(fresh, 0, min(stop, last - 12))
+    found = {"exchange": stopped_everywhere(pathlib.Path(directory) / "exchange", True)}
+    replacement._exchanged = lambda first, second: False
+    found["renames"] = stopped_everywhere(pathlib.Path(directory) / "renames", False)
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))
