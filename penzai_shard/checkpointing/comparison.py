@@ -178,12 +178,12 @@ def compare(
             )
             continue
         order = _order(source, target)
-        problem = _axes_problem(name, source, target, order, wording, tolerance)
-        if not problem and compare_dtypes:
-            problem = _dtype_problem(source, target, wording, tolerance)
+        problem = _axes_problem(name, source, target, order, wording, tolerance) or (
+            _dtype_problem(source, target, wording, tolerance) if compare_dtypes else ""
+        )
         if problem:
             problems.append(f"{name}: {wording.source} {problem}")
-        elif order is not None and order != tuple(range(len(order))):
+        elif order is not None and order != tuple(sorted(order)):
             orders[name] = order
     if tolerance.on_extra == "error":
         problems += [
@@ -228,21 +228,21 @@ def _axes_problem(
     tolerance: Tolerance,
 ) -> str:
     """Why an array's axes are not those wanted; empty if they are, or may be reordered."""
-    both = f"{source}, and {wording.target} wants {target}"
-    if order is None:
-        renames = _renames(source, target)
-        if not renames:
-            return f"{both}: the logical axes differ. Build {wording.target} with the same axes."
+    if order is None and (renames := _renames(source, target)):
         old, new = (", ".join(map(repr, names)) for names in (renames, renames.values()))
+        what = "the logical axes have other names"
         fix = wording.rename_fix.format(renames=renames, old=old, new=new)
-        return f"{both}: the logical axes have other names. {fix}"
-    if tuple(source.shape[i] for i in order) != target.shape:
-        return f"{both}: the sizes differ. Build {wording.target} with the same sizes."
-    if order != tuple(range(len(order))) and tolerance.on_axis_mismatch == "error":
+    elif order is None:
+        what, fix = "the logical axes differ", f"Build {wording.target} with the same axes."
+    elif tuple(source.shape[i] for i in order) != target.shape:
+        what, fix = "the sizes differ", f"Build {wording.target} with the same sizes."
+    elif order != tuple(sorted(order)) and tolerance.on_axis_mismatch == "error":
         wanted = ", ".join(repr(axis) for axis in target.axes or () if axis is not None)
+        what = "the same logical axes in another order"
         fix = wording.reorder_fix.format(name=name, order=wanted)
-        return f"{both}: the same logical axes in another order. {fix}"
-    return ""
+    else:
+        return ""
+    return f"{source}, and {wording.target} wants {target}: {what}. {fix}"
 
 
 def _renames(source: ArrayRecord, target: ArrayRecord) -> dict[str, str]:

@@ -133,23 +133,22 @@ def read_manifest(path: PathLike) -> Manifest:
     where = absolute_path(path)
     directory = found_directory(where)
     headline = f"the checkpoint at {where} is not as it was saved. Restore another copy of it:"
-    section, problems = _own_section(where, directory)
+    kind, records, problems = _own_records(where, directory)
     raise_all(CheckpointDamagedError, headline, problems)
     try:
         tree = orbax_api.described_arrays(str(directory))
     except Exception as error:
         # Orbax raises whatever its readers of files raise where these are damaged.
-        if section is None and orbax_api.is_unknown_layout(error):
+        if kind is None and orbax_api.is_unknown_layout(error):
             raise no_checkpoint(where, directory) from None
         problem = f"Orbax cannot read what it says of the arrays: {orbax_api.first_line(error)}"
         raise CheckpointDamagedError(headline, [problem]) from error
-    manifest = Manifest(where, str(directory), section and section["kind"], {}, tree)
+    manifest = Manifest(where, str(directory), kind, records, tree)
     stored = _stored_by_name(manifest)
-    if section is None:
-        records = {name: ArrayRecord(tuple(a.shape), _dtype_text(a)) for name, a in stored.items()}
-    else:
-        records = _whole_records(section["arrays"])
+    if kind is not None:
         raise_all(CheckpointDamagedError, headline, _contradictions(records, stored))
+        return manifest
+    records = {name: ArrayRecord(*_shape_and_dtype(array)) for name, array in stored.items()}
     return dataclasses.replace(manifest, records=records)
 
 
@@ -165,8 +164,11 @@ def identity_of(path: PathLike) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _own_section(where: str, directory: Any) -> tuple[Any, list[str]]:
-    """What the checkpoint says of itself, None if it is plain Orbax', and what is wrong with it."""
+def _own_records(
+    where: str, directory: Any
+) -> tuple[str | None, dict[str, ArrayRecord], list[str]]:
+    """What the checkpoint says of itself: its kind, None if it is plain Orbax', its arrays, and
+    what is wrong with that."""
     metadata_file = directory / _METADATA
     metadata = _mapping_in(metadata_file)
     custom = {} if metadata is None else metadata.get("custom_metadata") or {}
@@ -179,10 +181,7 @@ def _own_section(where: str, directory: Any) -> tuple[Any, list[str]]:
     if isinstance(version, int) and (version > _VERSION or (version < _VERSION and not is_sealed)):
         raise _other_format(where, version)
     if is_sealed:
-        names, broken = _read_seal(directory)
-        if section is None:
-            return {}, broken or [f"{_METADATA}: says nothing of the arrays."]
-        return section, _broken_entries(section, names) or broken
+        return _sealed_records(directory, section)
     problems = []
     if metadata is None and metadata_file.exists():
         problems.append(f"{_METADATA}: cannot be read as JSON.")
@@ -191,7 +190,7 @@ def _own_section(where: str, directory: Any) -> tuple[Any, list[str]]:
         problems.append(f"{_METADATA}: is missing.")
     elif section is not None:
         problems.append(f"{SEAL}: is missing. It stands beside {_METADATA}.")
-    return section, problems
+    return None, {}, problems
 
 
 def _other_format(where: str, version: int) -> CheckpointMismatchError:
@@ -218,26 +217,22 @@ def _mapping_in(file: Any) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _whole_records(entries: Mapping[str, Any]) -> dict[str, ArrayRecord]:
-    """The entries' records, without those that are not as they were written."""
+def _sealed_records(
+    directory: Any, section: Any
+) -> tuple[str | None, dict[str, ArrayRecord], list[str]]:
+    """Kind and arrays of a checkpoint with a seal, and what is wrong with it."""
+    names, broken = _read_seal(directory)
+    if section is None:
+        return None, {}, broken or [f"{_METADATA}: says nothing of the arrays."]
+    kind = section.get("kind") if isinstance(section, Mapping) else None
+    entries = section.get("arrays") if kind in ("params", "train_state") else None
+    if not isinstance(entries, Mapping):
+        return None, {}, [f"{_METADATA}: the list of arrays is not as it was written."]
     found = {name: record_from_json(name, entry) for name, entry in entries.items()}
-    return {name: record for name, record in found.items() if record is not None}
-
-
-def _broken_entries(section: Any, names: Iterable[str]) -> list[str]:
-    """What is wrong with the entries of the arrays, of which the seal has the names."""
-    is_right = (
-        isinstance(section, Mapping)
-        and isinstance(section.get("arrays"), Mapping)
-        and section.get("kind") in ("params", "train_state")
-    )
-    if not is_right:
-        return [f"{_METADATA}: the list of arrays is not as it was written."]
-    entries = section["arrays"]
-    whole = _whole_records(entries)
-    return [
-        f"{name}: its entry is not as it was written." for name in entries if name not in whole
-    ] + [f"{name}: its entry is missing." for name in names if name not in entries]
+    records = {name: record for name, record in found.items() if record is not None}
+    problems = [f"{n}: its entry is not as it was written." for n in entries if n not in records]
+    problems += [f"{name}: its entry is missing." for name in names if name not in entries]
+    return kind, records, problems or broken
 
 
 def _read_seal(directory: Any) -> tuple[list[str], list[str]]:
@@ -274,8 +269,7 @@ def _contradictions(records: Mapping[str, ArrayRecord], stored: Mapping[str, Any
         f"{name}: has no entry that says its axes." for name in stored if name not in records
     ]
     for name, record in records.items():
-        array = stored.get(name)
-        found = None if array is None else (tuple(array.shape), _dtype_text(array))
+        found = _shape_and_dtype(stored[name]) if name in stored else None
         if found != _stored_form(record):
             text = "nothing is stored" if found is None else f"{found[0]} {found[1]} is stored"
             problems.append(f"{name}: its entry says {record} {record.dtype}, and {text}.")
@@ -291,8 +285,8 @@ def _stored_form(record: ArrayRecord) -> tuple[tuple[int, ...], str] | None:
     return (*record.shape, *key_data_shape(record.key_impl)), "uint32"
 
 
-def _dtype_text(array: Any) -> str:
-    return str(jnp.dtype(array.dtype))
+def _shape_and_dtype(description: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(description.shape), str(jnp.dtype(description.dtype))
 
 
 def _metadata_checksums(directory: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

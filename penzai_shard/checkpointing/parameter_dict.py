@@ -4,7 +4,7 @@ A parameter is known by its name alone, wherever in the model it is. So wrapper 
 constraints that are inserted or taken out never change the dictionary.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import jax
@@ -54,10 +54,13 @@ def param_dict(model: Any) -> dict[str, Any]:
     if is_parameter_mapping(model):
         found: dict[str, Any] = {}
         clashes = []
-        for name, value in _flat_mapping(model, ""):
+
+        def add(name: str, value: Any) -> None:
             if name in found:
                 clashes.append(f"{name}: two entries have this name once nested names are joined.")
             found[name] = value
+
+        _mapped(model, add)
         raise_all(CheckpointMismatchError, "cannot tell entries apart by name:", clashes)
         return found
     if isinstance(model, pz.nx.NamedArrayBase) or is_array_like(model):
@@ -137,7 +140,7 @@ def rebuilt(model: Any, values: Mapping[str, Any], shardings: Any = None) -> Any
     {'a': {'b': 2.0}}
     """
     if is_parameter_mapping(model):
-        return _rebuilt_mapping(model, values, "")
+        return _mapped(model, lambda name, _: values[name])
     fresh: dict[Any, Any] = {}
 
     def place(node: Any, layout: Any = None) -> Any:
@@ -193,19 +196,21 @@ def refuse_states_without_values(model: Any, headline: str) -> None:
     Raises:
         CheckpointMismatchError: With one line per variable.
     """
-    problems = []
-    for path, node in _variables(model):
-        if is_parameter(node):
-            continue
-        lack = ""
-        leaves = jax.tree_util.tree_leaves(node.value)
-        if any(map(is_abstract, leaves)):
-            lack = "a shape and no value"
-        elif any(map(is_deleted, leaves)):
-            lack = "no value any more, since it was donated or deleted"
-        if lack:
-            problems.append(f"{path}: this state variable has {lack}. Set its value first.")
+    problems = [
+        f"{path}: this state variable has {lack}. Set its value first."
+        for path, node in _variables(model)
+        if not is_parameter(node) and (lack := _lack_of(node))
+    ]
     raise_all(CheckpointMismatchError, headline, problems)
+
+
+def _lack_of(state_variable: Any) -> str:
+    leaves = jax.tree_util.tree_leaves(state_variable.value)
+    if any(map(is_abstract, leaves)):
+        return "a shape and no value"
+    if any(map(is_deleted, leaves)):
+        return "no value any more, since it was donated or deleted"
+    return ""
 
 
 def is_parameter_mapping(model: Any) -> TypeGuard[Mapping[str, Any]]:
@@ -239,19 +244,11 @@ def _same_parameter(first: Any, second: Any) -> bool:
     return can_tell and is_copy(first, second)
 
 
-def _flat_mapping(mapping: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _mapped(mapping: Mapping[Any, Any], visit: Callable[[str, Any], Any], prefix: str = "") -> Any:
+    """A mapping, possibly nested, with ``visit(name, value)`` in place of each value."""
+    made = {}
     for key, value in mapping.items():
         name = join_paths(prefix, str(key))
-        if isinstance(value, Mapping):
-            yield from _flat_mapping(value, name)
-        else:
-            yield name, value
-
-
-def _rebuilt_mapping(mapping: Mapping[Any, Any], values: Mapping[str, Any], prefix: str) -> Any:
-    return {
-        key: _rebuilt_mapping(value, values, join_paths(prefix, str(key)))
-        if isinstance(value, Mapping)
-        else values[join_paths(prefix, str(key))]
-        for key, value in mapping.items()
-    }
+        is_nested = isinstance(value, Mapping)
+        made[key] = _mapped(value, visit, name) if is_nested else visit(name, value)
+    return made

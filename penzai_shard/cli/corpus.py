@@ -26,8 +26,8 @@ class Corpus:
         topics = pydoc_data.topics.topics
         text = "\n\n".join(topics[name] for name in sorted(topics))
         data = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
-        kept = int(len(data) * (1 - held_out_share))
-        return cls(data[:kept], data[kept:])
+        trained_on = int(len(data) * (1 - held_out_share))
+        return cls(data[:trained_on], data[trained_on:])
 
     def unigram_entropy(self) -> float:
         """Entropy of single bytes, in nats: what a model reaches that ignores all context."""

@@ -19,7 +19,7 @@ from penzai import pz
 from penzai.models.transformer.model_parts import TransformerBlock
 from penzai.models.transformer.variants import llamalike_common
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.checkpointing import param_dict, restore_params, save_params
@@ -32,11 +32,12 @@ from penzai_shard.placement import abstract_model, sharded_init
 from penzai_shard.planning import ShardingPlan, bytes_text, make_plan
 from penzai_shard.rule_presets import data_parallel, fully_sharded, tensor_parallel
 from penzai_shard.text_tables import printable
-from penzai_shard.training import TrainState, build_train_step_fn, shard_batch, train_state_sharding
+from penzai_shard.training import StatefulTrainer, shard_batch
 
 # Rounded up to what both meshes divide.
 LEAST_BATCH_SIZE = 16
 CONTEXT = 64
+DECODER_BLOCKS = 2
 SAMPLE_LENGTH = 160
 PARAMETERS_FOLDER = "parameters"
 RECORDS = ("plan.json", "training.json", "sample.txt")
@@ -146,10 +147,9 @@ def run_demo(
     console.print(f"{edits} constraints inserted, by selecting TransformerBlock")
 
     _headline(console, f"4. Train on Python's help pages ({len(corpus.training):,} bytes)")
-    state, history = _train(console, Jitted(edited), corpus, mesh, layouts, steps, seed)
+    trained, history = _train(console, Jitted(edited), corpus, mesh, layouts, steps, seed)
 
     _headline(console, "5. Save")
-    trained = state.model
     save_params(out / PARAMETERS_FOLDER, trained, overwrite=True)
     held = sum(f.stat().st_size for f in (out / PARAMETERS_FOLDER).rglob("*") if f.is_file())
     console.print(f"{bytes_text(held)} in {out / PARAMETERS_FOLDER}")
@@ -204,7 +204,7 @@ def build_model(seed: int) -> Any:
         embedding_dim=128,
         projection_dim=16,
         mlp_hidden_dim=384,
-        num_decoder_blocks=2,
+        num_decoder_blocks=DECODER_BLOCKS,
         vocab_size=256,
         mlp_variant="swiglu",
         tie_embedder_and_logits=False,
@@ -237,42 +237,42 @@ def _train(
     layouts: Layouts,
     steps: int,
     seed: int,
-) -> tuple[TrainState, list[float]]:
+) -> tuple[Any, list[float]]:
     schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, max(1, steps // 10), steps + 1)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    state = TrainState.initial_state(model, optimizer, jax.random.key(seed))
-    shardings = train_state_sharding(state, mesh, layouts.train_rules)
-    state = jax.device_put(state, shardings)
-    step = build_train_step_fn(
-        next_byte_loss, donate_params_and_state=True, train_state_shardings=shardings
+    trainer = StatefulTrainer.build(
+        root_rng=jax.random.key(seed),
+        model=model,
+        optimizer_def=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)),
+        loss_fn=next_byte_loss,
+        mesh=mesh,
+        rules=layouts.train_rules,
     )
     batches = corpus.batches(seed, layouts.batch_size, CONTEXT + 1)
     history: list[float] = []
     first, start = 0.0, time.perf_counter()
-    columns = [
-        TextColumn("step"),
+    bar = Progress(
+        "step",
         MofNCompleteColumn(),
         BarColumn(),
-        TextColumn("{task.fields[told]}"),
+        "{task.fields[progress]}",
         TimeRemainingColumn(),
-    ]
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=steps, told="compiling")
+        console=console,
+    )
+    with bar:
+        task = bar.add_task("training", total=steps, progress="compiling")
         for done in range(1, steps + 1):
-            tokens = shard_batch(next(batches), mesh, data_parallel())
-            state, aux = step(state, tokens=tokens)
-            history.append(float(aux["loss"]))
+            history.append(float(trainer.step(tokens=next(batches))["loss"]))
             if not math.isfinite(history[-1]):
                 raise DemoFailure(f"the loss is {history[-1]} at step {done}: training diverged.")
-            told = f"loss {history[-1]:.3f} nats/byte"
+            progress = f"loss {history[-1]:.3f} nats/byte"
             if done == 1:
                 # The first step compiles; the rate is that of the others.
                 first = time.perf_counter() - start
                 start = time.perf_counter()
             else:
                 seen = (done - 1) * layouts.batch_size * CONTEXT
-                told += f", {seen / (time.perf_counter() - start):,.0f} tokens/s"
-            progress.update(task, advance=1, told=told)
+                progress += f", {seen / (time.perf_counter() - start):,.0f} tokens/s"
+            bar.update(task, advance=1, progress=progress)
     entropy = corpus.unigram_entropy()
     last = float(np.mean(history[-10:]))
     console.print(
@@ -284,7 +284,7 @@ def _train(
         raise DemoFailure(
             f"the loss {last:.3f} is not clearly below the unigram entropy {entropy:.3f}."
         )
-    return state, history
+    return trainer.model, history
 
 
 def _compare(

@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         description=(
             "Builds a byte-level transformer, prints its plan, initialises it sharded, trains it "
             "on Python's help pages, saves it, and restores it on another mesh. Runs on the "
-            "accelerators there are, else on eight simulated CPU devices."
+            "accelerators of this machine, else on eight simulated CPU devices."
         ),
     )
     demo.add_argument("--steps", type=int, default=250, help="training steps (default 250)")
@@ -87,8 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from penzai_shard.cli.demo import DemoFailure, run_demo
     except (MissingExtraError, ModuleNotFoundError) as error:
         name = getattr(error, "name", None)
-        told = str(error) if name is None else f"this needs {name!r}, which is not installed"
-        print(f"penzai-shard: {told}. Try: pip install 'penzai-shard[cli]'", file=sys.stderr)
+        reason = str(error) if name is None else f"this needs {name!r}, which is not installed"
+        print(f"penzai-shard: {reason}. Try: pip install 'penzai-shard[cli]'", file=sys.stderr)
         return 1
     try:
         shape = None if options.mesh is None else mesh_shape(options.mesh)
@@ -103,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\npenzai-shard: stopped.", file=sys.stderr)
         return 130
     except Exception as error:
+        # Whatever the cause, the shell gets one line of it, or the traceback if it asks for that.
         if options.debug:
             raise
         kind = "" if isinstance(error, ShardingError | DemoFailure) else f"{type(error).__name__}: "

@@ -37,6 +37,8 @@ def test_the_demo_does_the_whole_job_on_another_mesh_and_names_its_files(tmp_pat
     written = io.StringIO()
     terminal = functools.partial(Console, file=written, force_terminal=True, width=80)
     monkeypatch.setattr(demo, "Console", terminal)
+    monkeypatch.setattr(demo, "DECODER_BLOCKS", 1)
+    monkeypatch.setattr(demo, "SAMPLE_LENGTH", 16)
     out = tmp_path / "made" / "here"
     assert main(["demo", "--steps", "3", "--mesh", "data=2,model=4", "--out", str(out)]) == 0
     lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.getvalue()))
@@ -47,8 +49,8 @@ def test_the_demo_does_the_whole_job_on_another_mesh_and_names_its_files(tmp_pat
     assert not any("nan" in bar or "inf" in bar for bar in bars)
     printed = " ".join(" ".join(lines).split())
     assert "on mesh (data=2, model=4) each device holds" in printed
-    assert "2 constraints inserted" in printed
-    assert "parameters: largest difference 0.0 over 21 arrays" in printed
+    assert "1 constraints inserted" in printed
+    assert "parameters: largest difference 0.0 over 12 arrays" in printed
     for name in ("parameters", "plan.json", "training.json", "sample.txt"):
         assert (out / name).exists()
         assert name in printed
@@ -61,7 +63,7 @@ def test_the_demo_does_the_whole_job_on_another_mesh_and_names_its_files(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--steps", "0"], "--steps must be at least 1, not 0"),
         (["--mesh", "rows=4,columns=2"], "the mesh axes data and model, not rows, columns"),
@@ -90,10 +92,10 @@ def test_the_demo_does_the_whole_job_on_another_mesh_and_names_its_files(tmp_pat
         ),
     ],
 )
-def test_a_failing_demo_exits_with_one_clear_line(arguments, told, tmp_path, capsys):
+def test_a_failing_demo_exits_with_one_clear_line(arguments, message, tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path), *arguments]) == 1
     error = capsys.readouterr().err
-    assert told in error
+    assert message in error
     assert error.startswith("penzai-shard: ")
     assert error.count("\n") == 1
 
@@ -128,7 +130,7 @@ def test_a_missing_extra_names_the_extra(monkeypatch, tmp_path, capsys):
 
 
 def unusable_folders(tmp_path):
-    """Things that ``--out`` cannot be, each with what is told."""
+    """Things that ``--out`` cannot be, each with its message."""
     (tmp_path / "a_file").write_text("mine")
     (tmp_path / "taken" / "plan.json").mkdir(parents=True)
     (tmp_path / "mine" / "parameters").mkdir(parents=True)
@@ -142,16 +144,16 @@ def unusable_folders(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a_file", "a_file/below", "taken", "mine"])
-def test_an_unusable_folder_is_told_before_any_work(name, monkeypatch, tmp_path, capsys):
+def test_an_unusable_folder_is_refused_before_any_work(name, monkeypatch, tmp_path, capsys):
     def work(*_, **__):
         raise AssertionError("this is work")
 
-    told = unusable_folders(tmp_path)[name]
+    message = unusable_folders(tmp_path)[name]
     for step in ("_devices", "abstract_model", "sharded_init"):
         monkeypatch.setattr(demo, step, work)
     monkeypatch.setattr(Corpus, "help_pages", work)
     assert main(["demo", "--out", str(tmp_path / name)]) == 1
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "mine" / "plan.json").exists()
 
 
@@ -185,7 +187,7 @@ def run_in_a_new_process(*arguments, **environment):
     )
 
 
-def test_a_large_mesh_simulates_no_devices_unasked_and_as_many_as_asked_for(tmp_path):
+def test_python_m_simulates_no_devices_for_a_large_mesh_unasked_and_as_many_as_asked_for(tmp_path):
     refused = run_in_a_new_process(
         "-m", "penzai_shard", "demo", "--mesh", "data=64", "--out", str(tmp_path)
     )
@@ -196,19 +198,25 @@ def test_a_large_mesh_simulates_no_devices_unasked_and_as_many_as_asked_for(tmp_
     assert run_in_a_new_process("-c", code).stdout.strip() == "10"
 
 
-def test_the_version_is_told_by_the_command_and_the_package(capsys):
+def test_the_version_is_given_by_the_command_and_the_package(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"penzai-shard {penzai_shard.__version__}\n"
 
 
-def test_python_m_runs_the_command_line_and_simulates_devices_when_there_is_one_cpu(tmp_path):
+def test_the_command_line_says_its_options(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for option in ("--steps", "--mesh", "--simulate-devices", "--out", "--seed"):
+        assert option in shown
+
+
+def test_devices_are_simulated_when_there_is_one_cpu():
     code = "from penzai_shard.cli.demo import _devices; print(len(_devices(None, None)))"
     assert run_in_a_new_process("-c", code).stdout.strip() == "8"
-    shown = run_in_a_new_process("-m", "penzai_shard", "demo", "--help")
-    for option in ("--steps", "--mesh", "--simulate-devices", "--out", "--seed"):
-        assert option in shown.stdout
 
 
 def test_the_corpus_is_split_and_its_entropy_is_that_of_single_bytes():
