@@ -88,6 +88,7 @@ class VariableEntry:
 
 
 @jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
 class StaticLeaf:
     """Stands in a model for a leaf that is not an array, such as a function: static data.
 
@@ -95,8 +96,7 @@ class StaticLeaf:
     ([], True)
     """
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StaticLeaf) or type(self.value) is not type(other.value):
@@ -105,9 +105,6 @@ class StaticLeaf:
 
     def __hash__(self) -> int:
         return hash(type(self.value))
-
-    def __repr__(self) -> str:
-        return f"StaticLeaf({self.value!r})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 from penzai_shard.array_kinds import is_abstract, is_traced
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.meshes import shardings_on_auto_twin
-from penzai_shard.training.flat_state import StateForm
+from penzai_shard.training.flat_state import FIELDS, StateForm
 from penzai_shard.training.state_layout import canonical, sharding_text
 from penzai_shard.training.train_state import TrainState
 from penzai_shard.tree_paths import join_paths, paths_and_leaves
@@ -91,7 +91,7 @@ class DeclaredState:
         """
         shardings: list[Sharding | None] = []
         problems: list[str] = []
-        for name, treedef in form.treedefs.items():
+        for name, treedef in zip(FIELDS, form.treedefs, strict=True):
             tree = self._declared
             if isinstance(tree, TrainState):
                 tree = getattr(tree, name)

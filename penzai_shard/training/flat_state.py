@@ -5,6 +5,8 @@ once: from then on a state is two lists of arrays and a reference to its form, a
 built only when somebody asks for them.
 """
 
+import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Iterable
@@ -41,56 +43,44 @@ class Flattened(NamedTuple):
         return self.treedef == other.treedef and all(map(operator.is_, self.leaves, other.leaves))
 
 
+@dataclasses.dataclass(frozen=True)
 class StateForm:
     """All of a train state but its arrays. Two are equal if one program serves both.
 
     Leaves are counted field by field, in the order of ``FIELDS``.
 
-    Args:
+    Attributes:
         treedefs: Tree structure of each field.
         variables: Table of the model's variables.
         optimizer: The optimizer.
-
-    Attributes:
-        changes: Of each leaf whether a step replaces it.
-        key_index: Where the random key is among the leaves that a step only reads.
     """
 
-    def __init__(
-        self, treedefs: Iterable[Any], variables: VariableTable, optimizer: OptimizerIdentity
-    ) -> None:
-        self._parts = (tuple(treedefs), variables, optimizer)
-        self._hash = hash(self._parts)
-        self.treedefs = dict(zip(FIELDS, self._parts[0], strict=True))
-        self.variables = variables
-        self.optimizer = optimizer
-        counts = (treedef.num_leaves for treedef in self._parts[0])
-        bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
-        self._slices = {name: slice(*ends) for name, ends in zip(FIELDS, bounds, strict=True)}
-        self.changes = tuple(
-            changes for name in FIELDS for changes in self._changes_of(name, variables)
-        )
-        self.key_index = self.changes[: self._slices["root_rng"].start].count(False)
+    treedefs: tuple[Any, ...]
+    variables: VariableTable
+    optimizer: OptimizerIdentity
 
-    def _changes_of(self, name: str, variables: VariableTable) -> list[bool]:
-        count = self.treedefs[name].num_leaves
-        if name != "params":
-            return [name not in CONSTANT_FIELDS] * count
-        params = jax.tree.unflatten(self.treedefs[name], range(count))
-        trained = variables.trainable_names
-        return jax.tree.leaves(
-            {key: jax.tree.map(lambda _, key=key: key in trained, params[key]) for key in params}
-        )
+    @functools.cached_property
+    def changes(self) -> tuple[bool, ...]:
+        """Of each leaf whether a step replaces it."""
+        trained = self.variables.trainable_names
+        found: list[bool] = []
+        for name, treedef in zip(FIELDS, self.treedefs, strict=True):
+            leaves = [name not in CONSTANT_FIELDS] * treedef.num_leaves
+            if name == "params":
+                # As a dictionary again, so that JAX puts the marks in the order of the leaves.
+                params = treedef.unflatten(leaves)
+                marks = {
+                    key: [key in trained] * len(jax.tree.leaves(params[key])) for key in params
+                }
+                leaves = jax.tree.leaves(marks)
+            found += leaves
+        return tuple(found)
 
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, StateForm):
-            return NotImplemented
-        return self._hash == other._hash and self._parts == other._parts
-
-    def __hash__(self) -> int:
-        return self._hash
+    @functools.cached_property
+    def key_index(self) -> int:
+        """Where the random key is among the leaves that a step only reads."""
+        before = self.treedefs[: FIELDS.index("root_rng")]
+        return self.changes[: sum(treedef.num_leaves for treedef in before)].count(False)
 
     def parted(self, leaves: Iterable[Any]) -> tuple[list[Any], list[Any]]:
         """The leaves that a step replaces, and those that it only reads."""
@@ -104,19 +94,24 @@ class StateForm:
         parts = iter(constant), iter(changing)
         return [next(parts[changes]) for changes in self.changes]
 
-    def fields_of(self, leaves: list[Any]) -> dict[str, Flattened]:
+    def fields_of(self, leaves: Iterable[Any]) -> dict[str, Flattened]:
         """Each field of the state with these leaves, flattened."""
-        return {n: Flattened(leaves[self._slices[n]], self.treedefs[n]) for n in FIELDS}
+        remaining = iter(leaves)
+        return {
+            name: Flattened(list(itertools.islice(remaining, treedef.num_leaves)), treedef)
+            for name, treedef in zip(FIELDS, self.treedefs, strict=True)
+        }
 
     def paths(self) -> list[str]:
         """Readable path of every leaf."""
         return [
             join_paths(name, path)
-            for name, treedef in self.treedefs.items()
+            for name, treedef in zip(FIELDS, self.treedefs, strict=True)
             for path, _ in paths_and_leaves(treedef.unflatten(range(treedef.num_leaves)))
         ]
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class FlatState:
     """A train state as flat lists.
 
@@ -129,21 +124,11 @@ class FlatState:
         packed: What that program takes for ``constant``: scalars packed into few arrays.
     """
 
-    __slots__ = ("changing", "constant", "form", "packed", "program")
-
-    def __init__(
-        self,
-        form: StateForm,
-        changing: list[Any],
-        constant: list[Any],
-        program: object | None = None,
-        packed: list[Any] | None = None,
-    ) -> None:
-        self.form = form
-        self.changing = changing
-        self.constant = constant
-        self.program = program
-        self.packed = constant if packed is None else packed
+    form: StateForm
+    changing: list[Any]
+    constant: list[Any]
+    program: object | None = None
+    packed: list[Any] = dataclasses.field(default_factory=list)
 
     def leaves(self) -> list[Any]:
         """All arrays in the order of the fields."""

@@ -36,7 +36,7 @@ class SameObject:
         return id(self.value)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, repr=False)
 class OptimizerIdentity:
     """An optimizer as a static part of a train state, comparable by what it computes.
 
@@ -45,7 +45,7 @@ class OptimizerIdentity:
         fingerprint: What it is made of, as one hashable value, read when this was made.
     """
 
-    definition: Any
+    definition: Any = dataclasses.field(compare=False)
     fingerprint: Any
 
     @classmethod
@@ -64,18 +64,6 @@ class OptimizerIdentity:
     def is_current(self) -> bool:
         """Whether nothing that the optimizer holds was changed since this was made."""
         return bool(_fingerprint(self.definition, {}) == self.fingerprint)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, OptimizerIdentity):
-            return NotImplemented
-        return self is other or bool(self.fingerprint == other.fingerprint)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(self.fingerprint)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({optimizer_name(self.definition)})"

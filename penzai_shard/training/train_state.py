@@ -344,7 +344,8 @@ def to_flat(state: TrainState) -> FlatState:
     }
     if flat is not None and all(now[name].same_objects(before[name]) for name in FIELDS):
         return flat
-    form = StateForm([now[name].treedef for name in FIELDS], state.variables, optimizer_of(state))
+    treedefs = tuple(now[name].treedef for name in FIELDS)
+    form = StateForm(treedefs, state.variables, optimizer_of(state))
     return FlatState(form, *form.parted(leaf for name in FIELDS for leaf in now[name].leaves))
 
 

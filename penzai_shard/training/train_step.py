@@ -17,7 +17,7 @@ from penzai_shard.errors import RuleTypeError, ShardingError
 from penzai_shard.meshes import auto_context, has_explicit_axes, onto_auto_twin
 from penzai_shard.training.aux_reductions import AuxReductions
 from penzai_shard.training.declared_layout import DeclaredAux, DeclaredInputs, DeclaredState
-from penzai_shard.training.flat_state import FlatState, StateForm
+from penzai_shard.training.flat_state import FIELDS, FlatState, StateForm
 from penzai_shard.training.gradient_step import GradientStep
 from penzai_shard.training.loss_contract import RESERVED
 from penzai_shard.training.state_layout import (
@@ -153,31 +153,30 @@ def build_train_step_fn(
     )
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class TrainStep:
     """A train step; made by ``build_train_step_fn``.
 
     It keeps the compiled programs last used, one per form and layout of a state, but no state.
     Several threads may call it.
+
+    Attributes:
+        computation: What a step computes.
+        jit: Whether it is compiled.
+        donate: Whether the new state may take the memory of the old one.
+        declared_state: The declared layout of the state, if there is one.
+        declared_inputs: That of inputs.
+        declared_aux: That of auxiliary outputs.
     """
 
-    def __init__(
-        self,
-        computation: GradientStep,
-        *,
-        jit: bool,
-        donate: bool,
-        declared_state: DeclaredState | None,
-        declared_inputs: DeclaredInputs,
-        declared_aux: DeclaredAux,
-    ) -> None:
-        self._computation = computation
-        self._jit = jit
-        self._donate = donate
-        self._declared_state = declared_state
-        self._declared_inputs = declared_inputs
-        self._declared_aux = declared_aux
-        self._programs: dict[Any, _Program] = {}
-        self._lock = threading.Lock()
+    computation: GradientStep
+    jit: bool
+    donate: bool
+    declared_state: DeclaredState | None
+    declared_inputs: DeclaredInputs
+    declared_aux: DeclaredAux
+    _programs: "dict[Any, _Program]" = dataclasses.field(default_factory=dict, init=False)
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)
 
     def __call__(
         self, train_state: TrainState | None = None, /, *positional: Any, **inputs: Any
@@ -211,7 +210,7 @@ class TrainStep:
             if any(map(is_traced, (*flat.changing, *flat.constant, *leaves))):
                 return self._inline(flat, inputs)
             flat, program = self._prepared(flat, leaves)
-        inputs = self._declared_inputs.placed(inputs)
+        inputs = self.declared_inputs.placed(inputs)
         try:
             with auto_context():
                 changing, aux = program.run(
@@ -238,7 +237,7 @@ class TrainStep:
         Raises:
             ShardingError: The step was built with ``jit=False``, or as calling it does.
         """
-        if not self._jit:
+        if not self.jit:
             raise ShardingError("a step built with jit=False has nothing to lower. Pass jit=True.")
         flat = _flat_of(train_state)
         if any(map(is_abstract, flat.changing)):
@@ -246,9 +245,10 @@ class TrainStep:
             # There are no values that could be packed.
             packing = tuple((i, None) for i in range(len(flat.constant)))
             program = self._program(flat.form, shardings, packing)
+            flat = dataclasses.replace(flat, packed=flat.constant)
         else:
             flat, program = self._prepared(flat, self._checked_inputs(inputs))
-        inputs = self._declared_inputs.placed(inputs)
+        inputs = self.declared_inputs.placed(inputs)
         with auto_context():
             return program.run.lower(flat.changing[0], flat.changing[1:], flat.packed, inputs)
 
@@ -287,16 +287,16 @@ class TrainStep:
                 "restore_train_state(path, state, mesh, rules)."
             )
         refuse_other_leaves(form, leaves)
-        if self._declared_state is not None:
-            leaves = self._declared_state.checked(form, leaves)
+        if self.declared_state is not None:
+            leaves = self.declared_state.checked(form, leaves)
         mesh = mesh_of((*leaves, *inputs))
         # JAX was free to place everything, and stays so: the result mixes with any other.
-        is_free = self._declared_state is None and not any(map(_is_committed, (*leaves, *inputs)))
+        is_free = self.declared_state is None and not any(map(_is_committed, (*leaves, *inputs)))
         if not is_free:
             with auto_context():
                 leaves = committed(leaves, mesh, form.paths)
         changing, constant = form.parted(leaves)
-        if self._donate:
+        if self.donate:
             # The step's number, which comes first, is not donated.
             changing[1:] = without_shared_buffers(changing[1:], [changing[0], *constant])
         with auto_context():
@@ -309,8 +309,8 @@ class TrainStep:
         self, form: StateForm, shardings: list[Sharding | None] | None, packing: Packing
     ) -> "_Program":
         """The program for a form and a layout; None is that of a state JAX may place."""
-        if self._declared_state is not None and shardings is not None:
-            declared, _ = form.parted(self._declared_state.of(form))
+        if self.declared_state is not None and shardings is not None:
+            declared, _ = form.parted(self.declared_state.of(form))
             shardings = [
                 own if wanted is None else wanted
                 for own, wanted in zip(shardings, declared, strict=True)
@@ -336,23 +336,23 @@ class TrainStep:
         def train_step(step: Any, rest: list[Any], packed: list[Any], inputs: Any) -> Any:
             new, aux = self._computed(form, [step, *rest], unpacked(packed, packing), inputs)
             # Checked while tracing, when the outputs are first known.
-            self._declared_aux.of(aux)
+            self.declared_aux.of(aux)
             return new, aux
 
         def eager_train_step(step: Any, rest: list[Any], packed: list[Any], inputs: Any) -> Any:
             new, aux = train_step(step, rest, packed, inputs)
             if shardings is not None:
                 new = [jax.device_put(x, s) for x, s in zip(new, shardings, strict=True)]
-            return new, self._declared_aux.place(aux, jax.device_put)
+            return new, self.declared_aux.place(aux, jax.device_put)
 
-        if not self._jit:
+        if not self.jit:
             return _Program(self, shardings is None, eager_train_step)
         train_step.__qualname__ = "train_step"  # As JAX names it in messages.
         run = jax.jit(
             train_step,
             # Not the step's number: a message about a donated state still says it.
-            donate_argnames=("rest",) if self._donate else (),
-            out_shardings=(shardings, self._declared_aux.tree),
+            donate_argnames=("rest",) if self.donate else (),
+            out_shardings=(shardings, self.declared_aux.tree),
         )
         return _Program(self, shardings is None, run)
 
@@ -362,23 +362,23 @@ class TrainStep:
         constant = [as_array(leaf) for leaf in flat.constant]
         with auto_context():
             new, aux = self._computed(flat.form, changing, constant, inputs)
-            if self._declared_state is not None:
-                declared, _ = flat.form.parted(self._declared_state.of(flat.form))
+            if self.declared_state is not None:
+                declared, _ = flat.form.parted(self.declared_state.of(flat.form))
                 new = [
                     leaf if wanted is None else jax.lax.with_sharding_constraint(leaf, wanted)
                     for leaf, wanted in zip(new, declared, strict=True)
                 ]
-            aux = self._declared_aux.place(aux, jax.lax.with_sharding_constraint)
+            aux = self.declared_aux.place(aux, jax.lax.with_sharding_constraint)
         return from_flat(FlatState(flat.form, new, constant)), aux
 
     def _computed(
         self, form: StateForm, changing: list[Any], constant: list[Any], inputs: dict[str, Any]
     ) -> tuple[list[Any], Any]:
         """One step on flat lists: the new changing leaves, and the auxiliary output."""
-        state, aux = self._computation(from_flat(FlatState(form, changing, constant)), inputs)
+        state, aux = self.computation(from_flat(FlatState(form, changing, constant)), inputs)
         leaves = [
             leaf
-            for name, treedef in form.treedefs.items()
+            for name, treedef in zip(FIELDS, form.treedefs, strict=True)
             for leaf in treedef.flatten_up_to(peek(state, name))
         ]
         return form.parted(leaves)[0], aux
