@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -84,9 +84,8 @@ class ShardingPlan(NotebookView):
     mesh: AnyMesh
     rules: AxisRules
     leaves: tuple[LeafPlan, ...]
-    # The structure of the tree, and for each of its leaves the number of its plan; -1 for others.
-    _treedef: Any
-    _leaf_of_slot: tuple[int, ...]
+    # The tree with the number of its plan in place of each array, and -1 for each of the others.
+    _numbers: Any
     others: tuple[str, ...] = ()
 
     def sharding_tree(self) -> Any:
@@ -124,22 +123,7 @@ class ShardingPlan(NotebookView):
         return self._fill([leaf.restore_struct() for leaf in self.leaves])
 
     def _fill(self, per_leaf: list[Any]) -> Any:
-        return jax.tree_util.tree_unflatten(
-            self._treedef, [None if i < 0 else per_leaf[i] for i in self._leaf_of_slot]
-        )
-
-    @classmethod
-    def of(
-        cls,
-        mesh: AnyMesh,
-        rules: AxisRules,
-        leaves: Iterable[LeafPlan],
-        numbered: Any,
-        others: Iterable[str],
-    ) -> "ShardingPlan":
-        """Makes a plan from the tree with the number of its plan in place of each array, or -1."""
-        slots, treedef = jax.tree_util.tree_flatten(numbered)
-        return cls(mesh, rules, tuple(leaves), treedef, tuple(slots), tuple(others))
+        return jax.tree_util.tree_map(lambda i: None if i < 0 else per_leaf[i], self._numbers)
 
     @functools.cached_property
     def bytes_per_device(self) -> int:

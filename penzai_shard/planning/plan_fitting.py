@@ -5,6 +5,7 @@ and may be in another order. What counts is that it has the same arrays under th
 """
 
 import collections
+import dataclasses
 from typing import Any
 
 from penzai_shard.errors import PlanError, raise_all
@@ -63,7 +64,7 @@ def fitted_plan(
         return index
 
     others: list[str] = []
-    numbered = number_arrays(tree, find, others, keep_others)
+    numbers = number_arrays(tree, find, others, keep_others)
     problems += [
         f"{path or 'the array'}: is in the plan and not in the tree."
         for path in indices
@@ -71,7 +72,7 @@ def fitted_plan(
     ]
     headline = f"{called}: the plan was made for another tree. Plan this one: make_plan(tree, ...)"
     raise_all(PlanError, headline, problems)
-    return ShardingPlan.of(plan.mesh, plan.rules, plan.leaves, numbered, others)
+    return dataclasses.replace(plan, _numbers=numbers, others=tuple(others))
 
 
 def _difference(planned: LeafPlan, leaf: NamedLeaf) -> list[str]:

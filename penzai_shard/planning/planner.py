@@ -108,7 +108,7 @@ class Planner:
             numbered, tree, is_leaf=lambda node: by_field is None or node is not tree
         )
         raise_all(PlanError, "no valid layout for some arrays:", problems)
-        return ShardingPlan.of(self.mesh, self.rules, leaves, numbers, others)
+        return ShardingPlan(self.mesh, self.rules, tuple(leaves), numbers, tuple(others))
 
     def plan_leaf(self, leaf: NamedLeaf) -> tuple[LeafPlan, tuple[str, ...]]:
         """The decision for one array, and what stands in its way."""
