@@ -100,6 +100,11 @@ class ModelStep:
         """The step in float64."""
         return WiderStep(self)
 
+    @functools.cached_property
+    def constants(self) -> Constants:
+        """The constants that are written into the step's program."""
+        return Constants(constants_of(self.program))
+
     def _run(self, values: Any) -> Results:
         return jax.tree_util.tree_map(to_numpy, self._compiled(*values))
 
@@ -152,7 +157,7 @@ class WiderStep:
         self._structure = step.structure
         constants, arguments, new = None, step.arguments, frozenset[int]()
         if step.original is not None:
-            constants = Constants(constants_of(step.original.program))
+            constants = step.original.constants
             arguments, new = _read_as_the_originals(arguments, step.original.arguments)
 
         def run(arguments: Sequence[Any], rounding: Rounding) -> list[Any]:

@@ -56,7 +56,7 @@ def literal_value(literal: Any) -> np.ndarray:
 
 
 class Constants:
-    """The constants of an original's program, which those of an edited one are held against.
+    """The constants of an original's program, with which those of an edited one are compared.
 
     An edit that computes in fewer digits rounds the constants in the code, too: a constant that is
     one of the original's in another dtype is read as that one. Any other is new.

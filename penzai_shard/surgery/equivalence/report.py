@@ -1,4 +1,4 @@
-"""The result of holding an edited model against its original, as a short table."""
+"""The result of comparing an edited model with its original, as a short table."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ from penzai_shard.errors import SHOWN_PROBLEMS, ShardingError, grouped_problems
 from penzai_shard.path_folding import folding_key
 from penzai_shard.surgery.equivalence.array_comparisons import ArrayComparison, Comparison
 from penzai_shard.surgery.equivalence.divergence import Divergence
-from penzai_shard.text_tables import TextTable
+from penzai_shard.text_tables import PreparedTable, TextTable
 
 _FIGURES = ("rounding", "off by", "allowed", "in float64", "allowed there")
 
@@ -15,40 +15,12 @@ class NotEquivalentError(ShardingError):
     """An edited model does not compute what its original computes."""
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class ArrayTable(TextTable):
-    """All arrays that were compared, those alike in one row; ``print`` shows them.
-
-    Attributes:
-        comparisons: What was compared.
-    """
+class ArrayTable(PreparedTable):
+    """All arrays that were compared, those alike in one row; ``print`` shows them."""
 
     headings = ("compared", "array", "count", *_FIGURES, "")
     right_aligned = frozenset({"count", *_FIGURES})
     paths = frozenset({"array"})
-
-    comparisons: tuple[Comparison, ...]
-
-    def text_rows(self) -> list[tuple[str, ...]]:
-        """One row per group of arrays whose names differ in numbers alone, with its worst one."""
-        groups: dict[tuple[str, str], list[ArrayComparison]] = {}
-        for comparison in self.comparisons:
-            for array in comparison.arrays:
-                groups.setdefault((comparison.what, folding_key(array.name)), []).append(array)
-        return [
-            (
-                what,
-                name if len(members) > 1 else members[0].name,
-                str(len(members)),
-                *_figures(max(members, key=lambda array: array.excess)),
-                "same" if all(array.ok for array in members) else "DIFFERENT",
-            )
-            for (what, name), members in groups.items()
-        ]
-
-    def text_summary(self) -> list[str]:
-        """What the columns mean."""
-        return [_LEGEND]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -94,13 +66,26 @@ class EquivalenceReport(TextTable):
         """The largest difference of any array, relative to the size of that array."""
         return max((comparison.relative for comparison in self.comparisons), default=0.0)
 
-    def problems(self) -> list[str]:
-        """All that differs, in all groups of values."""
+    def _problems(self) -> list[str]:
         return [problem for comparison in self.comparisons for problem in comparison.problems]
 
     def arrays(self) -> ArrayTable:
-        """Every array that was compared, those alike in one row."""
-        return ArrayTable(self.comparisons)
+        """Every array that was compared; those whose names differ in numbers alone in one row."""
+        groups: dict[tuple[str, str], list[ArrayComparison]] = {}
+        for comparison in self.comparisons:
+            for array in comparison.arrays:
+                groups.setdefault((comparison.what, folding_key(array.name)), []).append(array)
+        rows = (
+            (
+                what,
+                name if len(members) > 1 else members[0].name,
+                str(len(members)),
+                *_figures(max(members, key=lambda array: array.excess)),
+                "same" if all(array.ok for array in members) else "DIFFERENT",
+            )
+            for (what, name), members in groups.items()
+        )
+        return ArrayTable(tuple(rows), summary=(_LEGEND,))
 
     def raise_if_different(self) -> None:
         """Does nothing if the models agree.
@@ -111,7 +96,7 @@ class EquivalenceReport(TextTable):
         """
         if self.ok:
             return
-        problems = self.problems()
+        problems = self._problems()
         if self.divergence is not None:
             problems.insert(0, f"The first layer to differ is {self.divergence}.")
         raise NotEquivalentError(
@@ -149,7 +134,7 @@ class EquivalenceReport(TextTable):
         lines = []
         if self.divergence is not None:
             lines.append(f"first to differ: {self.divergence}")
-        grouped = [line for line, _ in grouped_problems(self.problems())]
+        grouped = [line for line, _ in grouped_problems(self._problems())]
         lines += grouped[:SHOWN_PROBLEMS]
         if len(grouped) > SHOWN_PROBLEMS:
             lines.append(f"and {len(grouped) - SHOWN_PROBLEMS:,} more; all are in comparisons")

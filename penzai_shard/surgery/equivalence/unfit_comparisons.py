@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from penzai import pz
 
+from penzai_shard.array_kinds import is_abstract
 from penzai_shard.errors import RuleTypeError, raise_all
 from penzai_shard.layers.unfit_calls import refusal_of_deleted
 from penzai_shard.named_leaves import NamedLeaf, leaves_of
@@ -37,7 +38,7 @@ def refuse_unfit(
     problems += [
         f"{leaf.path}: has a shape and no values. Give an array of numbers."
         for leaf in inputs
-        if isinstance(leaf.array, jax.ShapeDtypeStruct)
+        if is_abstract(leaf.array)
     ]
     raise_all(
         RuleTypeError,

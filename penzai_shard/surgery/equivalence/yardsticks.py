@@ -88,7 +88,7 @@ def allowances(exact: np.ndarray, errors: np.ndarray, epsilon: float) -> np.ndar
 
 
 def deviation(exact: np.ndarray, found: np.ndarray, allowed: np.ndarray, scale: float) -> Deviation:
-    """Holds an array against its exact values.
+    """Compares an array with its exact values.
 
     Args:
         exact: The exact values.
