@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.surgery.references import reference_to
-from penzai_shard.surgery.tree_nodes import STRUCT, kind_of
+from penzai_shard.surgery.tree_nodes import kind_of
 
 _LIBRARY = __name__.partition(".")[0]
 
@@ -85,7 +85,7 @@ def expression(value: Any, write: Callable[[str], str] = repr) -> str:
         return f"<{value.__name__} of {value.__module__}, line {code.co_firstlineno}>".replace(
             "<<lambda>", "<lambda"
         )
-    if dataclasses.is_dataclass(value) and kind_of(value).shape == STRUCT:
+    if dataclasses.is_dataclass(value) and kind_of(value).is_struct:
         fields = [
             # A layer's fields take a type or function itself, and no reference to one.
             f"{field.name}={expression(getattr(value, field.name), _dotted)}"

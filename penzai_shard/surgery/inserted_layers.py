@@ -14,8 +14,7 @@ from typing import Any, Literal
 from penzai import pz
 
 from penzai_shard.layers import RolledLayerStack, WrapperLayer
-from penzai_shard.surgery.rewriting import replaced
-from penzai_shard.surgery.tree_nodes import children_of, with_fields
+from penzai_shard.surgery.tree_nodes import children_of
 
 Role = Literal["wrapper", "passer", "rolled", "sequence", "inserted", "original"]
 
@@ -197,16 +196,3 @@ def surrounded(node: Any) -> Any:
             left = [layer for layer in node.sublayers if not vanishes(layer)]
             return left[0] if len(left) == 1 else None
     return None
-
-
-def with_surrounded(node: Any, layer: Any) -> Any:
-    """A node like another, put around another layer; see ``surrounded``."""
-    match library_role(type(node)):
-        case "inserted":
-            original = original_in(node.body)
-            new = with_surrounded(original, layer)
-            return with_fields(node, {"body": replaced(node.body, original, new)})
-        case "sequence":
-            layers = [part if vanishes(part) else layer for part in node.sublayers]
-            return with_fields(node, {"sublayers": layers})
-    return with_fields(node, {"body": layer})

@@ -23,7 +23,7 @@ from penzai_shard.surgery.edits import Edit, make_edit
 from penzai_shard.surgery.expressions import expression
 from penzai_shard.surgery.places import ROOT, Where
 from penzai_shard.surgery.references import is_reference, reference_to
-from penzai_shard.surgery.tree_nodes import STRUCT, kind_of
+from penzai_shard.surgery.tree_nodes import kind_of
 from penzai_shard.surgery.trusted_references import (
     NotAllowedError,
     Role,
@@ -209,7 +209,7 @@ def _write(value: Any) -> Any:
             )
     if reference_to(value) is not None:
         return {"$ref": _reference(value)}
-    if isinstance(value, Struct) and kind_of(value).shape == STRUCT:
+    if isinstance(value, Struct) and kind_of(value).is_struct:
         return {
             "$layer": _reference(type(value)),
             "fields": {name: _write(part) for name, part in value.attributes_dict().items()},

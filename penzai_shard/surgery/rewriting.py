@@ -6,9 +6,8 @@ places that share a node still share one afterwards, as long as they were edited
 
 import collections
 import dataclasses
-import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from penzai import pz
@@ -16,18 +15,13 @@ from penzai import pz
 from penzai_shard.surgery.places import Finder, find_object
 from penzai_shard.surgery.refusals import EditRefused
 from penzai_shard.surgery.tree_nodes import (
-    LEAF,
-    LIST,
-    STRUCT,
-    TUPLE,
     Keys,
+    NodeKind,
     children_of,
     first_cycle,
     keys_text,
     kind_of,
     nodes_of,
-    with_children,
-    with_fields,
 )
 
 Change = Callable[[Any, Keys], tuple[Any, ...]]
@@ -35,9 +29,9 @@ Change = Callable[[Any, Keys], tuple[Any, ...]]
 SEQUENCE_FIELD = "sublayers"
 """The field whose list or tuple of layers is run in order, in Penzai and what follows it."""
 
-# What a walk knows of a type: whether its nodes match (None if the node must be asked), the
-# shape of its nodes, and the fields of Penzai's classes.
-_Row = tuple[bool | None, str, tuple[str, ...]]
+# What a walk knows of a type: whether its nodes match (None if the node must be asked), how they
+# are taken apart and put together, and whether they are passed over.
+_Row = tuple[bool | None, NodeKind, bool]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,11 +93,12 @@ class Rewriter:
         # The keys from the root to the node at hand. One list, and not a path per node, because
         # most nodes never need theirs.
         self._keys: list[Any] = []
-        # What was made of the nodes that changed, by their ids. Little is kept of each, because
-        # every object that outlives its function is one more for the garbage collector to visit.
+        # What was made of nodes that matched, of several things joined, and of other parts in the
+        # place of a node's, by ids. Little is kept of each, because every object that outlives
+        # its function is one more for the garbage collector to visit.
         self._changed: dict[int, tuple[Any, ...]] = {}
         self._joined: dict[int, Any] = {}
-        self._rebuilt: dict[int, Any] = {}
+        self._made: dict[int, Any] = {}
         # Nodes that the tree itself does not keep alive: their ids must not be used again.
         self._kept_alive: list[Any] = []
         self._record = record
@@ -119,8 +114,13 @@ class Rewriter:
             EditRefused: The tree contains itself, or is too deep, or has a dictionary that JAX
                 cannot take; a predicate raised it, or ``change`` did at some nodes.
         """
+        row = self._row(tree)
+        state = self._start(tree)
         try:
-            edited = self._visit(tree, self._start(tree), self._row(tree))
+            if row[0] or (row[0] is None and self._matches(tree, self._keys, state)):
+                edited = self._one(self._items(tree, state, row[1]))
+            else:
+                edited = self._below(tree, state, row[1])
         except RecursionError:
             raise _too_deep(tree) from None
         if self._refused:
@@ -130,143 +130,82 @@ class Rewriter:
     def _row(self, node: Any) -> _Row:
         kind = kind_of(node)
         decided = self._decide(type(node), kind.is_layer)
-        shape = LEAF if kind.shape is STRUCT and not kind.fields else kind.shape
-        row = self._rows[type(node)] = (decided, shape, kind.fields)
+        is_empty = kind.is_leaf or (kind.is_struct and not kind.fields)
+        row = self._rows[type(node)] = (decided, kind, decided is False and is_empty)
         return row
 
-    def _visit(self, node: Any, state: Any, row: _Row) -> Any:
-        """What takes the place of a node where one thing is wanted."""
-        decided = row[0]
-        if decided is False or not (decided or self._matches(node, self._keys, state)):
-            return self._visit_children(node, state, row)
-        items = self._items(node, state)
-        if len(items) == 1:
-            return items[0]
-        if not items:
-            return self.removed
-        joined = self._joined.get(id(items))
-        if joined is None:
-            joined = self._joined[id(items)] = self._join(items)
-        return joined
+    def _below(self, node: Any, state: Any, kind: NodeKind, is_sequence: bool = False) -> Any:
+        """A node with its subtrees edited.
 
-    def _visit_children(self, node: Any, state: Any, row: _Row) -> Any:
-        _, shape, fields = row
-        if shape is STRUCT:
-            return self._visit_struct(node, state, fields)
-        if shape is LIST or shape is TUPLE:
-            return self._visit_list(node, state, splice=False)
-        if shape is LEAF:
-            return node
-        return self._visit_other(node, state)
-
-    def _visit_struct(self, node: Any, state: Any, fields: tuple[str, ...]) -> Any:
-        changes: dict[str, Any] | None = None
+        Args:
+            node: The node.
+            state: The finder's state of it.
+            kind: How it is built.
+            is_sequence: Whether it is a list of layers that are run in order, so that several may
+                take the place of one.
+        """
+        # Most nodes have fields or are lists, and are read without a call of ours.
+        if kind.fields:
+            parts: Iterable[tuple[Any, Any]] = zip(kind.fields, kind.read(node))  # noqa: B905
+        else:
+            parts = enumerate(node) if type(node) is list else self._parts(node, kind)
         rows, keys, step = self._rows, self._keys, self._step
+        new: list[Any] = []
+        is_changed = False
         child_state = state
-        for name in fields:
-            child = getattr(node, name)
-            row = rows.get(type(child)) or self._row(child)
-            decided, shape, child_fields = row
-            if decided is False and shape is LEAF:
+        for key, child in parts:
+            decided, child_kind, is_passed_over = rows.get(type(child)) or self._row(child)
+            if is_passed_over:
+                new.append(child)
                 continue
-            keys.append(name)
+            keys.append(key)
             if step is not None:
                 child_state = step(state, node, keys, child)
             if child_state is None:
-                made = child
-            elif decided is not False and (decided or self._matches(child, keys, child_state)):
-                made = self._visit(child, child_state, row)
-            elif shape is STRUCT:
-                made = self._visit_struct(child, child_state, child_fields)
-            elif shape is LIST or shape is TUPLE:
-                made = self._visit_list(child, child_state, splice=name == SEQUENCE_FIELD)
-            else:
-                made = self._visit_children(child, child_state, row)
-            keys.pop()
-            if made is not child:
-                if changes is None:
-                    changes = {}
-                changes[name] = made
-        if changes is None:
-            return node
-        known = self._rebuilt.get(id(node))
-        if known is not None and _has_parts(known, node, changes, fields):
-            return known
-        made = self._rebuilt[id(node)] = with_fields(node, changes)
-        return made
-
-    def _visit_list(self, nodes: Any, state: Any, splice: bool) -> Any:
-        new: list[Any] = []
-        is_changed = False
-        rows, keys, step = self._rows, self._keys, self._step
-        child_state = state
-        for index, child in enumerate(nodes):
-            row = rows.get(type(child)) or self._row(child)
-            decided, shape, fields = row
-            if decided is False and shape is LEAF:
                 new.append(child)
-                continue
-            keys.append(index)
-            if step is not None:
-                child_state = step(state, nodes, keys, child)
-            if child_state is None:
-                made = child
-            elif (
-                splice
-                and decided is not False
-                and (decided or self._matches(child, keys, child_state))
-            ):
-                items = self._items(child, child_state)
-                keys.pop()
-                new.extend(items)
-                is_changed = is_changed or len(items) != 1 or items[0] is not child
-                continue
-            elif shape is STRUCT and decided is False:
-                made = self._visit_struct(child, child_state, fields)
-            elif splice:
-                made = self._visit_children(child, child_state, row)
+            elif decided or (decided is None and self._matches(child, keys, child_state)):
+                items = self._items(child, child_state, child_kind)
+                if len(items) != 1 or items[0] is not child:
+                    is_changed = True
+                if is_sequence:
+                    new += items
+                else:
+                    new.append(self._one(items))
             else:
-                made = self._visit(child, child_state, row)
+                is_list = kind.is_struct and key == SEQUENCE_FIELD
+                made = self._below(child, child_state, child_kind, is_list)
+                if made is not child:
+                    is_changed = True
+                new.append(made)
             keys.pop()
-            is_changed = is_changed or made is not child
-            new.append(made)
         if not is_changed:
-            return nodes
-        known = self._rebuilt.get(id(nodes))
-        if known is not None and len(known) == len(new) and all(map(operator.is_, known, new)):
+            return node
+        known = self._made.get(id(node))
+        if known is not None and [id(c) for _, c in kind.parts(known)] == list(map(id, new)):
             return known
-        made = self._rebuilt[id(nodes)] = new if type(nodes) is list else tuple(new)
+        made = self._made[id(node)] = kind.rebuilt(node, new)
         return made
 
-    def _visit_other(self, node: Any, state: Any) -> Any:
+    def _parts(self, node: Any, kind: NodeKind) -> Iterable[tuple[Any, Any]]:
         if isinstance(node, dict):
             _check_keys(node, self._keys)
-        children = children_of(node)
-        new: list[Any] = []
-        # A node like this may make its children when it is asked for them.
-        self._kept_alive.append(children)
-        for key, child in children:
-            row = self._rows.get(type(child)) or self._row(child)
-            self._keys.append(key)
-            child_state = state
-            if self._step is not None:
-                child_state = self._step(state, node, self._keys, child)
-            new.append(child if child_state is None else self._visit(child, child_state, row))
-            self._keys.pop()
-        if all(made is child for made, (_, child) in zip(new, children, strict=True)):
-            return node
-        known = self._rebuilt.get(id(node))
-        if known is not None and all(map(operator.is_, known[1], new)):
-            return known[0]
-        made = with_children(node, new)
-        self._rebuilt[id(node)] = (made, new)
-        return made
+        parts = kind.parts(node)
+        # Nodes of other libraries may make their children when they are asked for them.
+        self._kept_alive.append(parts)
+        return parts
 
-    def _items(self, node: Any, state: Any) -> tuple[Any, ...]:
+    def _one(self, items: tuple[Any, ...]) -> Any:
+        """What takes the place of a node where one thing is wanted."""
+        if len(items) > 1:
+            joined = self._joined.get(id(items))
+            if joined is None:
+                joined = self._joined[id(items)] = self._join(items)
+            return joined
+        return items[0] if items else self.removed
+
+    def _items(self, node: Any, state: Any, kind: NodeKind) -> tuple[Any, ...]:
         """What takes the place of a node that matches."""
-        inner = node
-        if self._enters(node):
-            inner = self._visit_children(node, state, self._rows[type(node)])
+        inner = self._below(node, state, kind) if self._enters(node) else node
         items = self._changed.get(id(inner)) if self._same_everywhere else None
         if items is None:
             try:
@@ -283,14 +222,6 @@ class Rewriter:
         if self._record:
             self.matches.append(Match(tuple(self._keys), node, items))
         return items
-
-
-def _has_parts(made: Any, node: Any, changes: dict[str, Any], fields: tuple[str, ...]) -> bool:
-    """Whether an object that was made of a node is that node with these changes."""
-    return all(
-        getattr(made, name) is (changes[name] if name in changes else getattr(node, name))
-        for name in fields
-    )
 
 
 def replaced(tree: Any, old: Any, new: Any) -> Any:

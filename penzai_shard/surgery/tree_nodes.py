@@ -8,8 +8,9 @@ pytree through JAX. Mutable variables are leaves: what they hold is theirs.
 import collections
 import dataclasses
 import functools
+import operator
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,62 +19,107 @@ from penzai.core.variables import AbstractVariable
 
 from penzai_shard.tree_paths import key_text
 
-LEAF = "leaf"
-STRUCT = "struct"
-LIST = "list"
-TUPLE = "tuple"
-DICT = "dict"
-OTHER = "other"
-
-_BUILTIN_SHAPES: dict[type, str] = {
-    list: LIST,
-    tuple: TUPLE,
-    dict: DICT,
-    collections.defaultdict: OTHER,
-}
-
 Keys = Sequence[Any]
 """The keys from the root to a node. Text is made of them only where it is needed."""
 
 _WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
+def _nothing(node: Any) -> tuple[()]:
+    return ()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeKind:
-    """How the nodes of a type are built.
+    """How the nodes of a type are taken apart and put together.
 
     Attributes:
-        shape: One of the constants of this module.
-        fields: For Penzai's classes, the fields that hold subtrees.
-        kept: For Penzai's classes, all fields.
+        parts: Gives the keys and subtrees directly below a node, in order.
+        rebuilt: Makes a node like another of a list of subtrees.
+        is_leaf: Whether such nodes have no subtrees, and are no nodes to look for.
+        is_struct: Whether it is one of Penzai's classes.
         is_layer: Whether it is a node that can be called.
+        fields: For Penzai's classes, the fields that hold subtrees.
+        read: For Penzai's classes with such fields, gives their values, and something more.
     """
 
-    shape: str
-    fields: tuple[str, ...]
-    kept: tuple[str, ...]
-    is_layer: bool
+    parts: Callable[[Any], Iterable[tuple[Any, Any]]]
+    rebuilt: Callable[[Any, list[Any]], Any]
+    is_leaf: bool = False
+    is_struct: bool = False
+    is_layer: bool = False
+    fields: tuple[str, ...] = ()
+    read: Callable[[Any], tuple[Any, ...]] = _nothing
+
+
+def _parts_of_other(node: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return zip(node._fields, node, strict=True)
+    found: Any = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
+    return [(key_text(key), child) for key, child in found[0]]
+
+
+def _other_rebuilt(node: Any, children: list[Any]) -> Any:
+    structure: Any = jax.tree_util.tree_structure(node, is_leaf=lambda part: part is not node)
+    return structure.unflatten(children)
+
+
+_LEAF = NodeKind(_nothing, lambda node, children: node, is_leaf=True)
+_OTHER = NodeKind(_parts_of_other, _other_rebuilt)
+_BUILTINS: dict[type, NodeKind] = {
+    list: NodeKind(enumerate, lambda node, children: children),
+    tuple: NodeKind(enumerate, lambda node, children: tuple(children)),
+    dict: NodeKind(dict.items, lambda node, children: dict(zip(node, children, strict=True))),
+    collections.defaultdict: _OTHER,
+}
 
 
 @functools.lru_cache(maxsize=4096)
 def kind_of_type(node_type: Hashable) -> NodeKind | None:
     """The kind of a type as far as the type alone tells; None if an object must be asked."""
     assert isinstance(node_type, type)
-    builtin = _BUILTIN_SHAPES.get(node_type)
-    if builtin is not None:
-        return NodeKind(builtin, (), (), False)
+    if node_type in _BUILTINS:
+        return _BUILTINS[node_type]
     if issubclass(node_type, AbstractVariable | jax.Array | str | int | float | None):
-        return NodeKind(LEAF, (), (), False)
-    is_layer = any("__call__" in base.__dict__ for base in node_type.__mro__)
+        return _LEAF
     if (
         issubclass(node_type, Struct)
         and is_pytree_dataclass_type(node_type)
         and node_type.__dictoffset__
     ):
-        fields = dataclasses.fields(node_type)  # type: ignore[arg-type]
-        subtrees = tuple(field.name for field in fields if is_pytree_node_field(field))
-        return NodeKind(STRUCT, subtrees, tuple(field.name for field in fields), is_layer)
+        return _kind_of_struct(node_type)
     return None
+
+
+def _kind_of_struct(node_type: type) -> NodeKind:
+    """The kind of one of Penzai's classes, whose nodes are read and made without JAX."""
+    fields: Any = dataclasses.fields(node_type)
+    every = [field.name for field in fields]
+    subtrees = tuple(field.name for field in fields if is_pytree_node_field(field))
+    # With a name twice, because for a single one it would give the value itself.
+    read: Any = operator.attrgetter(*subtrees, subtrees[0]) if subtrees else _nothing
+
+    def rebuilt(node: Any, children: list[Any]) -> Any:
+        # Nothing is checked or run, and nothing but fields is carried over: other attributes,
+        # such as what a compiled layer remembers of its body, belong to the old object alone.
+        made: Any = object.__new__(node_type)
+        old, attributes = node.__dict__, made.__dict__
+        if len(old) == len(every):
+            attributes.update(old)
+        else:
+            attributes.update((name, getattr(node, name)) for name in every)
+        for name, child in zip(subtrees, children):  # noqa: B905
+            attributes[name] = child
+        return made
+
+    return NodeKind(
+        lambda node: zip(subtrees, read(node), strict=False),
+        rebuilt,
+        is_struct=True,
+        is_layer=any("__call__" in base.__dict__ for base in node_type.__mro__),
+        fields=subtrees,
+        read=read,
+    )
 
 
 _kinds_of_others: dict[type, NodeKind] = {}
@@ -82,17 +128,17 @@ _kinds_of_others: dict[type, NodeKind] = {}
 def kind_of(node: Any) -> NodeKind:
     """How a node is built; worked out once per type.
 
-    >>> kind_of([1]).shape, kind_of(3).shape, kind_of({"a": 1}).shape
-    ('list', 'leaf', 'dict')
+    >>> kind_of([1]).is_leaf, kind_of(3).is_leaf
+    (False, True)
     """
     node_type = type(node)
     key: Any = node_type
     kind = kind_of_type(key) or _kinds_of_others.get(node_type)
     if kind is None:
         if jax.tree_util.default_registry.flatten_one_level(node) is None:
-            # Not kept: the type may be registered as a pytree later.
-            return NodeKind(LEAF, (), (), False)
-        kind = NodeKind(OTHER, (), (), callable(node))
+            # Not remembered: the type may be registered as a pytree later.
+            return _LEAF
+        kind = dataclasses.replace(_OTHER, is_layer=callable(node))
         _kinds_of_others[node_type] = kind
     return kind
 
@@ -115,59 +161,7 @@ def children_of(node: Any) -> list[tuple[Any, Any]]:
     >>> children_of({"b": 1, "a": [2]})
     [('b', 1), ('a', [2])]
     """
-    kind = kind_of(node)
-    match kind.shape:
-        case "struct":
-            return [(name, getattr(node, name)) for name in kind.fields]
-        case "list" | "tuple":
-            return list(enumerate(node))
-        case "dict":
-            return list(node.items())
-        case "other":
-            if isinstance(node, tuple) and hasattr(node, "_fields"):
-                return list(zip(node._fields, node, strict=True))
-            found = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
-            return [] if found is None else [(key_text(key), child) for key, child in found[0]]
-    return []
-
-
-def with_children(node: Any, children: Sequence[Any]) -> Any:
-    """A node like another with other subtrees, given in the order of ``children_of``.
-
-    >>> with_children((1, 2), [3, 4])
-    (3, 4)
-    """
-    kind = kind_of(node)
-    match kind.shape:
-        case "struct":
-            return with_fields(node, dict(zip(kind.fields, children, strict=True)))
-        case "list":
-            return list(children)
-        case "tuple":
-            return tuple(children)
-        case "dict":
-            return dict(zip(node, children, strict=True))
-    structure: Any = jax.tree_util.tree_structure(node, is_leaf=lambda part: part is not node)
-    return structure.unflatten(children)
-
-
-def with_fields(node: Any, changes: Mapping[str, Any]) -> Any:
-    """A node of one of Penzai's classes with some fields changed; nothing is checked or run.
-
-    Only fields are carried over: other attributes of an object, such as what a compiled layer
-    remembers of its body, belong to the old object alone.
-    """
-    made = object.__new__(type(node))
-    attributes = made.__dict__
-    old = node.__dict__
-    kept = kind_of(node).kept
-    if len(old) == len(kept):
-        attributes.update(old)
-        attributes.update(changes)
-        return made
-    for name in kept:
-        attributes[name] = changes[name] if name in changes else getattr(node, name)
-    return made
+    return list(kind_of(node).parts(node))
 
 
 def nodes_of(tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -179,7 +173,7 @@ def nodes_of(tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
     while waiting:
         keys, node = waiting.pop()
-        if kind_of(node).shape == LEAF:
+        if kind_of(node).is_leaf:
             continue
         yield keys, node
         waiting.extend(reversed([((*keys, key), child) for key, child in children_of(node)]))
@@ -193,19 +187,12 @@ def first_cycle(tree: Any) -> tuple[Keys, Keys] | None:
     >>> first_cycle(ring)
     ((), (0, 'a'))
     """
-    above: dict[int, tuple[Any, ...]] = {}
-    # A node twice: to enter it, and, with None, to leave it.
-    waiting: list[tuple[tuple[Any, ...] | None, Any]] = [((), tree)]
-    while waiting:
-        keys, node = waiting.pop()
-        if keys is None:
-            del above[id(node)]
-        elif id(node) in above:
-            return above[id(node)], keys
-        elif kind_of(node).shape != LEAF:
-            above[id(node)] = keys
-            waiting.append((None, node))
-            waiting.extend(((*keys, key), child) for key, child in reversed(children_of(node)))
+    above: list[int] = []
+    for keys, node in nodes_of(tree):
+        del above[len(keys) :]
+        if id(node) in above:
+            return keys[: above.index(id(node))], keys
+        above.append(id(node))
     return None
 
 
@@ -239,11 +226,11 @@ def names_of(node: Any) -> tuple[str, ...]:
     names = _names_of_type(key)
     if names == ("named_group",) and isinstance(getattr(node, "name", None), str):
         return "named_group", node.name
-    return names if names and kind_of(node).shape in (STRUCT, OTHER) else ()
+    return names if names and not kind_of(node).is_leaf else ()
 
 
 @functools.lru_cache(maxsize=4096)
 def _names_of_type(node_type: Hashable) -> tuple[str, ...]:
     """What nodes of a type are called, if they are nodes at all."""
     assert isinstance(node_type, type)
-    return () if node_type in _BUILTIN_SHAPES else (snake_case(node_type.__name__),)
+    return () if node_type in _BUILTINS else (snake_case(node_type.__name__),)

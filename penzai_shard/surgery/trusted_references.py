@@ -13,7 +13,7 @@ import jax
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.surgery.references import Ref, full_module_name, resolve_chain
-from penzai_shard.surgery.tree_nodes import STRUCT, kind_of_type
+from penzai_shard.surgery.tree_nodes import kind_of_type
 
 KNOWN_PACKAGES = ("penzai_shard", "penzai", "jax")
 """What a recipe's text may import unasked."""
@@ -113,7 +113,7 @@ class TrustedReferences:
         if role in ("type", "layer type") and not is_type:
             raise RuleTypeError(f"{reference!r} is not a type.")
         kind = kind_of_type(found) if is_type else None
-        if role == "layer type" and (kind is None or kind.shape != STRUCT):
+        if role == "layer type" and (kind is None or not kind.is_struct):
             raise RuleTypeError(f"{reference!r} is not a class of Penzai's kind (pz.Struct).")
         is_method = isinstance(found, types.MethodType)
         known = _LAYER_PACKAGES if role in ("function", "layer type") else _VALUE_PACKAGES

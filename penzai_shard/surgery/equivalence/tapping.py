@@ -14,9 +14,10 @@ from penzai import pz
 
 from penzai_shard.library_apis.jax_api import manual_mesh_axes
 from penzai_shard.surgery.equivalence.comparable_arrays import canonical_leaves, to_numpy
-from penzai_shard.surgery.inserted_layers import surrounded, vanishes, with_surrounded
-from penzai_shard.surgery.rewriting import SEQUENCE_FIELD
-from penzai_shard.surgery.tree_nodes import LEAF, children_of, keys_text, kind_of, with_children
+from penzai_shard.surgery.inserted_layers import surrounded, vanishes
+from penzai_shard.surgery.places import Finder
+from penzai_shard.surgery.rewriting import SEQUENCE_FIELD, Rewriter
+from penzai_shard.surgery.tree_nodes import Keys, keys_text
 
 
 @dataclasses.dataclass
@@ -119,34 +120,50 @@ def tapped(model: Any, recorder: Recorder) -> Any:
     >>> [(path, found.layer) for path, found in recorder.recordings.items()]
     [('sublayers/0', 'ConstantRescale'), ('', 'Sequential')]
     """
-    return _tapped(model, (), recorder)
+    paths: dict[tuple[Any, ...], str] = {}
+
+    def is_tapped(node: Any, keys: Keys, place: _Place) -> bool:
+        if not place.is_own or vanishes(node):
+            return False
+        paths[tuple(keys)] = keys_text(place.keys)
+        return True
+
+    return Rewriter(
+        Finder(
+            lambda node_type, is_layer: None if is_layer else False,
+            is_tapped,
+            _place_below,
+            lambda node: _Place((), True, surrounded(node)),
+        ),
+        lambda node, keys: (Tap(node, paths[tuple(keys)], recorder),),
+        same_everywhere=False,
+        enters=lambda node: True,
+    ).run(model)
 
 
-def _tapped(node: Any, keys: tuple[Any, ...], recorder: Recorder) -> Any:
-    kind = kind_of(node)
-    if kind.shape == LEAF or vanishes(node):
-        return node
-    inside = _tapped_inside(node, keys, recorder)
-    return Tap(inside, keys_text(keys), recorder) if kind.is_layer else inside
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a node is in the model without inserted layers.
+
+    Attributes:
+        keys: The keys of the node there; of the layer that it was put around, if it was.
+        is_own: Whether the node is the outermost at these keys, and belongs to the model.
+        inner: The layer at these keys, if what is on the way to it was put around it.
+    """
+
+    keys: tuple[Any, ...]
+    is_own: bool
+    inner: Any
 
 
-def _tapped_inside(node: Any, keys: tuple[Any, ...], recorder: Recorder) -> Any:
-    """A node with taps below it, and none of its own at these keys."""
-    if vanishes(node):
-        return node
-    inner = surrounded(node)
-    if inner is not None:
-        return with_surrounded(node, _tapped_inside(inner, keys, recorder))
-    children = []
-    for name, child in children_of(node):
-        if name == SEQUENCE_FIELD and type(child) in (list, tuple):
-            # Layers are counted as if those that were put in were not among them.
-            layers: list[Any] = []
-            count = 0
-            for layer in child:
-                layers.append(_tapped(layer, (*keys, name, count), recorder))
-                count += not vanishes(layer)
-            children.append(layers if type(child) is list else tuple(layers))
-        else:
-            children.append(_tapped(child, (*keys, name), recorder))
-    return with_children(node, children)
+def _place_below(place: _Place, parent: Any, keys: Keys, child: Any) -> _Place | None:
+    """The place of a child; None where the model without inserted layers has nothing."""
+    if vanishes(parent):
+        return None
+    if place.inner is not None:
+        inner = surrounded(child) if child is place.inner else place.inner
+        return _Place(place.keys, False, inner)
+    key = keys[-1]
+    if type(parent) in (list, tuple) and keys[-2:-1] == [SEQUENCE_FIELD]:
+        key = sum(not vanishes(layer) for layer in parent[:key])
+    return _Place((*place.keys, key), True, surrounded(child))
