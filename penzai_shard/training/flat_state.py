@@ -90,7 +90,7 @@ class StateForm:
         return parts
 
     def merged(self, changing: Iterable[Any], constant: Iterable[Any]) -> list[Any]:
-        """The leaves in the order of the fields, from what ``parted`` gave."""
+        """The leaves in the order of the fields, from the two lists of ``parted``."""
         parts = iter(constant), iter(changing)
         return [next(parts[changes]) for changes in self.changes]
 

@@ -1,7 +1,7 @@
 """Calling an optax optimizer, with all that optax's optimizers may ask for."""
 
 import re
-import types
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -159,11 +159,8 @@ def _failure(error: Exception, extra: Mapping[str, Any]) -> ShardingError:
 def _innermost(error: Exception) -> str:
     """The function of optax that an error comes from, by its traceback."""
     found = ""
-    traceback: types.TracebackType | None = error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__")).split(".", maxsplit=1)[0] == "optax":
             name = frame.f_code.co_qualname.split(".", maxsplit=1)[0]
             found = found if name.startswith(("_", "<")) else name
-        traceback = traceback.tb_next
     return found

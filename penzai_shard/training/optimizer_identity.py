@@ -58,6 +58,8 @@ class OptimizerIdentity:
         True
         >>> identity(optax.adam(1e-3)) == identity(optax.adam(2e-3))
         False
+        >>> identity(optax.sgd(0.1, momentum=0.9))
+        OptimizerIdentity(chain)
         """
         return cls(definition, _fingerprint(definition, {}))
 
@@ -66,18 +68,10 @@ class OptimizerIdentity:
         return bool(_fingerprint(self.definition, {}) == self.fingerprint)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({optimizer_name(self.definition)})"
-
-
-def optimizer_name(optimizer: Any) -> str:
-    """The name of the function that made an optimizer, as far as it can be seen.
-
-    >>> import optax
-    >>> optimizer_name(optax.sgd(0.1, momentum=0.9))
-    'chain'
-    """
-    name = getattr(getattr(optimizer, "update", None), "__qualname__", type(optimizer).__name__)
-    return str(name).split(".", maxsplit=1)[0]
+        # The function that made it, as far as that can be seen.
+        made = getattr(getattr(self.definition, "update", None), "__qualname__", None)
+        name = str(made or type(self.definition).__name__).split(".", maxsplit=1)[0]
+        return f"{type(self).__name__}({name})"
 
 
 def _fingerprint(value: Any, visiting: dict[int, int]) -> Any:

@@ -201,7 +201,7 @@ def _is_packable(leaf: Any) -> bool:
 
 
 def unpacked(packed: Sequence[Any], packing: Packing) -> list[Any]:
-    """The leaves that `packed_scalars` packed, weak types kept."""
+    """The leaves that `packed_scalars` packed, with their weak types."""
     return [
         packed[i] if j is None else jax.lax.index_in_dim(packed[i], j, keepdims=False)
         for i, j in packing

@@ -106,7 +106,7 @@ def shardings_like_params(
     P(None, 'data')
     """
     rules: dict[tuple[int, Any], Any] = {}
-    templates = {name: _named_by_layout(value, mesh, rules) for name, value in params.items()}
+    templates = {name: _named_by_layout(value, rules) for name, value in params.items()}
 
     def is_per_parameter(node: Any) -> bool:
         return isinstance(node, dict) and bool(node) and all(name in templates for name in node)
@@ -123,7 +123,7 @@ def shardings_like_params(
 
 
 def _named_by_layout(
-    value: Any, mesh: Mesh, rules: dict[tuple[int, Any], Any]
+    value: Any, rules: dict[tuple[int, Any], Any]
 ) -> tuple[Any, list[pz.nx.NamedArray]]:
     """A parameter's structure, and empty arrays whose axes are named after their own layout."""
     leaves, treedef = jax.tree.flatten(value)
@@ -144,7 +144,7 @@ def _renamed(statistic: Any, treedef: Any, templates: list[pz.nx.NamedArray]) ->
     try:
         parts = treedef.flatten_up_to(statistic)
     except ValueError:
-        # Not kept for this parameter, for instance masked out.
+        # The optimizer has none for this parameter, for instance because it is masked out.
         return statistic
     if not all(map(_fits, parts, templates)):
         # Not made of the parameter's dimensions, as a matrix of second moments.

@@ -1,7 +1,7 @@
 """What is wrong when a compiled step refuses its arguments, in the words of the train state.
 
 A step does not look at every array before every call. JAX does, and names what it refuses by
-positions in the program; here the same is said by paths.
+positions in the program; these functions say the same by paths.
 """
 
 import re

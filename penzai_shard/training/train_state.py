@@ -174,14 +174,14 @@ class TrainState(NotebookView):
         )
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached while a tree is not built: the state came out of a train step.
+        # Only reached while a tree is not built: a train step returned the state.
         if name not in _TREES or "_flat" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         # The caller may change containers of the tree in place, so it counts from now on.
         return self.__dict__.setdefault(name, peek(self, name))
 
     def __reduce__(self) -> Any:
-        # For copies: the fields are the state, and not the program that they came out of.
+        # For copies: the fields are the state, and not the program that made them.
         return type(self), tuple(peek(self, name) for name in FIELDS + _STATIC)
 
     def __repr__(self) -> str:
@@ -311,13 +311,13 @@ def from_flat(flat: FlatState) -> TrainState:
 
 
 def _unread(state: TrainState) -> FlatState | None:
-    """The flat form of a state that came from a step and of which no tree was read."""
+    """The flat form of a state that a step returned and of which no tree was read."""
     fields = state.__dict__
     return None if any(name in fields for name in _TREES) else fields["_flat"]
 
 
 def to_flat(state: TrainState) -> FlatState:
-    """The flat form of a state; no work if it came from a step and no tree of it was read.
+    """The flat form of a state; no work if a step returned it and no tree of it was read.
 
     Args:
         state: Any train state.
