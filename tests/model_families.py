@@ -69,8 +69,16 @@ def transformer(family, key, name="transformer", **options):
 
 @functools.cache
 def drawn_transformer(family, **options):
-    """A transformer whose parameters are drawn by numpy, much faster than by the model itself."""
-    build = functools.partial(transformer, family, name="t", **options)
+    """A transformer whose parameters are drawn by numpy."""
+    return drawn(functools.partial(transformer, family, name="t", **options))
+
+
+def drawn(build):
+    """A model whose parameters are drawn by numpy, much faster than by the model itself.
+
+    Args:
+        build: Builds it from a key; without one, it leaves the places of its parameters empty.
+    """
     like = jax.eval_shape(lambda: pz.freeze_params(build(jax.random.key(0))))
     return with_drawn_values(build(None), pz.unbind_variables(like)[0])
 

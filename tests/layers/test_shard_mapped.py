@@ -21,9 +21,12 @@ from penzai_shard.layers import (
     ShardMapped,
 )
 from penzai_shard.meshes import make_mesh
+from tests.model_families import drawn
 
 PARAMETER_RULES = {"embedding": "data", "neurons": "model"}
 ACTIVATION_RULES = {"batch": "data"}
+# Values are the same to the bit.
+FEWER_PASSES = {"xla_backend_optimization_level": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,7 @@ def block(name="block", base_rng=None):
 
 
 def model():
-    return pz.nn.Sequential([block(f"block_{i}", jax.random.key(i)) for i in range(2)])
+    return drawn(lambda key: pz.nn.Sequential([block(f"block_{i}", key) for i in range(2)]))
 
 
 X = pz.nx.wrap(jax.random.normal(jax.random.key(9), (8, 8))).tag("batch", "embedding")
@@ -115,7 +118,8 @@ def output_and_gradients(layer, x=X, **side_inputs):
         return jnp.mean(jnp.sin(output.unwrap(*names)) ** 2), output
 
     value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    (_, output), (by_parameter, by_input) = jax.jit(value_and_grad)(parameters, x)
+    compiled = jax.jit(value_and_grad, compiler_options=FEWER_PASSES)
+    (_, output), (by_parameter, by_input) = compiled(parameters, x)
     return {"output": output, "input": by_input, **{p.label: p.value for p in by_parameter}}
 
 
@@ -134,8 +138,10 @@ def expected():
 
 
 def rolled(mesh, inside):
-    stack = pz.nn.LayerStack.from_sublayer_builder(
-        lambda init_base_rng: block("block", init_base_rng), "layers", 2, jax.random.key(0), {}
+    stack = drawn(
+        lambda key: pz.nn.LayerStack.from_sublayer_builder(
+            lambda init_base_rng: block("block", init_base_rng), "layers", 2, key, {}
+        )
     )
     edited = pz.select(stack).at_instances_of(pz.nn.Residual).apply(inside)
     return stack, RolledLayerStack.from_layer_stack(edited)

@@ -3,6 +3,7 @@
 The bare layer on whole arrays is the oracle of every body here.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from penzai import pz
 
 from penzai_shard.layers import ManualRegionError, ShardMapped
 from penzai_shard.meshes import make_mesh
+from tests.layers.quick_programs import result_of, results_together
 
 LENGTH, WIDTH = 8, 6
 MESH = make_mesh({"data": 4, "model": 2})
@@ -42,14 +44,18 @@ def region(layer, parts=4, **options):
     return ShardMapped(layer, mesh, {}, {"seq": "data"}, **options)
 
 
-def gradient(layer, x):
-    """The loss with the output, and the gradient."""
+def gradient_of(layer):
+    """A function of the input: the loss with the output, and the gradient."""
 
     def loss(x):
         output = layer(x).unwrap("seq", "embedding")
         return jnp.sum(jnp.sin(output) * jnp.arange(WIDTH)), output
 
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))(x)
+    return jax.value_and_grad(loss, has_aux=True)
+
+
+def gradient(layer, x):
+    return jax.jit(gradient_of(layer))(x)
 
 
 def shifted(x):
@@ -364,15 +370,26 @@ def test_a_body_that_mixes_is_refused_by_name_or_equal(name, parts):
     assert "activation_rules" in found
 
 
-@pytest.mark.parametrize("name", INDEPENDENT)
+@functools.cache
+def independent(parts):
+    """What all independent bodies give, in parts or bare (1), compiled as one program."""
+    layers = {
+        name: body(function) if parts == 1 else region(body(function), parts)
+        for name, function in INDEPENDENT.items()
+    }
+    kind = gradient_of if parts < 8 else lambda layer: lambda x: layer(x).unwrap(*X.named_shape)
+    return results_together({name: kind(layer) for name, layer in layers.items()}, X)
+
+
 @pytest.mark.parametrize("parts", [4, 8], ids=["parts of 2", "parts of 1"])
+@pytest.mark.parametrize("name", INDEPENDENT)
 def test_an_independent_body_runs_and_equals_the_bare_layer(name, parts):
-    layer = body(INDEPENDENT[name])
+    found, expected = (result_of(independent(number)[name]) for number in (parts, 1))
     if parts == 4:
-        check_equal(gradient(region(layer), X), gradient(layer, X))
+        check_equal(found, expected)
     else:
-        outputs = [jax.jit(lambda x, f=f: f(x))(X) for f in (region(layer, parts), layer)]
-        check_equal(*(output.data_array for output in outputs))
+        (_, output), _ = expected
+        check_equal(found, output)
 
 
 def check_equal(found, expected):

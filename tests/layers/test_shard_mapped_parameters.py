@@ -3,6 +3,7 @@
 The bare layer on whole arrays is the oracle.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from penzai import pz
 
 from penzai_shard.layers import ManualRegionError, ShardMapped
 from penzai_shard.meshes import make_mesh
+from tests.layers.quick_programs import result_of, results_together
 
 MESH = make_mesh({"data": 2, "model": 2, "other": 2})
 X = pz.nx.wrap(jax.random.normal(jax.random.key(9), (4, 4, 4))).tag("batch", "seq", "embedding")
@@ -156,14 +158,40 @@ EITHER = {
 }
 
 
-def loss_and_gradients(layer):
-    slots, parameters = pz.unbind_params(layer, freeze=True)
+def loss_and_gradients_of(layer):
+    """A function of the frozen parameters and the input."""
+    slots, _ = pz.unbind_params(layer, freeze=True)
 
     def loss(parameters, x):
         output = pz.bind_variables(slots, parameters)(x).unwrap(*OUT)
         return jnp.sum(jnp.sin(output) * jnp.arange(64).reshape(4, 4, 4)), output
 
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(parameters, X)
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+
+
+def loss_and_gradients(layer):
+    _, parameters = pz.unbind_params(layer, freeze=True)
+    return jax.jit(loss_and_gradients_of(layer))(parameters, X)
+
+
+BODIES = {
+    "batch": EITHER,
+    "batch and seq": EITHER,
+    "batch over two": EQUAL,
+    "seq": EQUAL,
+    None: EQUAL | EITHER,
+}
+
+
+@functools.cache
+def together(layout):
+    """What bodies give in a layout, or bare (None), or how they are refused; as one program."""
+    layers = {name: body(function) for name, function in BODIES[layout].items()}
+    if layout is not None:
+        layers = {name: mapped(layer, layout) for name, layer in layers.items()}
+    functions = {name: loss_and_gradients_of(layer) for name, layer in layers.items()}
+    _, parameters = pz.unbind_params(body(EQUAL["product"]), freeze=True)
+    return results_together(functions, parameters, X)
 
 
 def check_equal(found, expected):
@@ -178,22 +206,18 @@ def mapped(layer, layout):
 @pytest.mark.parametrize("name", EQUAL)
 @pytest.mark.parametrize("layout", ["batch over two", "seq"])
 def test_outputs_and_gradients_are_those_of_the_bare_layer(name, layout):
-    layer = body(EQUAL[name])
-    check_equal(loss_and_gradients(mapped(layer, layout)), loss_and_gradients(layer))
+    check_equal(*(result_of(together(where)[name]) for where in (layout, None)))
 
 
 @pytest.mark.parametrize("name", EITHER)
 @pytest.mark.parametrize("layout", ["batch", "batch and seq"])
 def test_a_body_is_refused_by_name_or_equals_the_bare_layer(name, layout):
-    layer = body(EITHER[name])
-    try:
-        found = loss_and_gradients(mapped(layer, layout))
-    except ManualRegionError as error:
-        found = str(error)
-    if isinstance(found, str):
+    found = together(layout)[name]
+    if isinstance(found, ManualRegionError):
+        found = str(found)
         assert "test_shard_mapped_parameters.py:" in found or "output: logical axis" in found
     else:
-        check_equal(found, loss_and_gradients(layer))
+        check_equal(*(result_of(together(where)[name]) for where in (layout, None)))
 
 
 def test_a_wrong_gradient_is_refused_with_the_operation_that_makes_it_wrong():
