@@ -28,7 +28,7 @@ from penzai_shard.surgery import (
     scope_layers,
     wrap,
 )
-from penzai_shard.surgery.equivalence import check, model_steps
+from penzai_shard.surgery.equivalence import check, model_steps, paired_runs
 from tests.model_families import drawn_transformer, with_drawn_values
 from tests.surgery.small_models import Block, features, mlp, tokens
 
@@ -135,7 +135,7 @@ gradient_off.defjvp(lambda primals, tangents: (primals[0], tangents[0] * 1.001))
 original = functools.cache(toy)
 inputs = functools.cache(inputs)
 
-_original_runs = {}
+_original_steps = {}
 
 
 @pytest.fixture(autouse=True)
@@ -144,18 +144,18 @@ def each_original_runs_once(monkeypatch):
 
     The search for the first layer that differs is left out, as no case here is about it.
     """
-    compared_model = check.ComparedModel
+    model_step = check.ModelStep
 
-    def compared_once(model, inputs, gradients, original=None):
+    def one_step(call, gradients, original=None):
         if original is not None:
-            return compared_model(model, inputs, gradients, original)
-        key = (gradients, *map(id, (model, *inputs[0])))
-        if key not in _original_runs:
-            _original_runs[key] = compared_model(model, inputs, gradients)
-        return _original_runs[key]
+            return model_step(call, gradients, original)
+        key = (gradients, *map(id, (call.model, *call.inputs[0])))
+        if key not in _original_steps:
+            _original_steps[key] = model_step(call, gradients)
+        return _original_steps[key]
 
-    monkeypatch.setattr(check, "ComparedModel", compared_once)
-    monkeypatch.setattr(check, "first_divergence", lambda *_: None)
+    monkeypatch.setattr(check, "ModelStep", one_step)
+    monkeypatch.setattr(paired_runs.PairedRuns, "first_divergence", lambda self: None)
 
 
 up, down, tanh, tally, small = (

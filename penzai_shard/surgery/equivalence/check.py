@@ -1,21 +1,16 @@
 """Does an edited model still compute the same? Both are run on the same values and compared."""
 
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from penzai_shard.meshes import auto_context
 from penzai_shard.surgery.equivalence.array_comparisons import Comparison
-from penzai_shard.surgery.equivalence.divergence import Divergence, first_to_differ
 from penzai_shard.surgery.equivalence.model_calls import ModelCall
 from penzai_shard.surgery.equivalence.model_steps import STATE, ModelStep
 from penzai_shard.surgery.equivalence.named_values import NamedValues, has_abstract, some
-from penzai_shard.surgery.equivalence.paired_runs import PairedRuns, first_line_of
+from penzai_shard.surgery.equivalence.paired_runs import PairedRuns
 from penzai_shard.surgery.equivalence.report import EquivalenceReport
-from penzai_shard.surgery.equivalence.tapping import Recorder, Recording, tapped
 from penzai_shard.surgery.equivalence.unfit_comparisons import explain_nameless_inputs, refuse_unfit
-
-Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 def check_equivalent(
@@ -80,68 +75,28 @@ def check_equivalent(
     """
     refuse_unfit((original, edited), args, side_inputs)
     with auto_context():
-        first = ComparedModel(original, (args, side_inputs), gradients)
-        second = ComparedModel(edited, (args, side_inputs), gradients, first)
+        calls = ModelCall(original, args, side_inputs), ModelCall(edited, args, side_inputs)
         try:
-            return _report(first, second, rtol or 0.0, same_values, added_parameters)
+            return _report(*calls, gradients, rtol or 0.0, same_values, added_parameters)
         except AttributeError as error:
             explain_nameless_inputs(error, args, side_inputs)
             raise
 
 
-class ComparedModel:
-    """One of the two models, with the inputs.
-
-    Args:
-        model: The model.
-        inputs: Its inputs and side inputs.
-        gradients: Whether to compute gradients.
-        original: For an edited model, the original, whose parameters and state it is run on.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        inputs: Inputs,
-        gradients: bool,
-        original: "ComparedModel | None" = None,
-    ) -> None:
-        self._model, self._inputs, self._gradients = model, inputs, gradients
-        self._original = original
-        self.call = ModelCall(model, *inputs)
-
-    @functools.cached_property
-    def step(self) -> ModelStep:
-        """Its call, to be run."""
-        return self._step(self.call, self._gradients)
-
-    def recordings(self, in_float64: bool) -> dict[str, Recording]:
-        """What goes through its layers, by path."""
-        recorder = Recorder()
-        call = ModelCall(tapped(self._model, recorder), *self._inputs)
-        step = self._step(call, gradients=False, callbacks=True)
-        _ = step.wider.results if in_float64 else step.results
-        return recorder.recordings
-
-    def _step(self, call: ModelCall, gradients: bool, callbacks: bool = False) -> ModelStep:
-        original = None if self._original is None else self._original.step
-        return ModelStep(call, gradients, original, callbacks)
-
-
 def _report(
-    original: ComparedModel,
-    edited: ComparedModel,
+    original: ModelCall,
+    edited: ModelCall,
+    gradients: bool,
     rtol: float,
     same_values: bool,
     added_parameters: bool,
 ) -> EquivalenceReport:
-    one, other = original.call, edited.call
-    found = NamedValues.of(one.parameters, other.parameters, same_values)
-    state = NamedValues.of(one.state, other.state, same_values)
+    found = NamedValues.of(original.parameters, edited.parameters, same_values)
+    state = NamedValues.of(original.state, edited.state, same_values)
     before = tuple(state.problems("state variable has another value before the call"))
     parameters = Comparison(
         "parameters",
-        len(one.parameters),
+        len(original.parameters),
         found.changed,
         tuple(_parameter_problems(found, added_parameters)),
     )
@@ -151,7 +106,7 @@ def _report(
         not_compared.append(f"parameters of the edited model alone: {some(found.added)}")
     if not same_values:
         not_compared.append("values of parameters and of state variables before the call")
-    elif has_abstract([*one.parameters.values(), *other.parameters.values()]):
+    elif has_abstract([*original.parameters.values(), *edited.parameters.values()]):
         not_compared.append("values of parameters, which an abstract model lacks")
     if found.reshaped or state.reshaped:
         notes.append(
@@ -160,18 +115,19 @@ def _report(
         )
         rest = (Comparison(STATE, problems=before),) if before else ()
         return EquivalenceReport((parameters, *rest), None, tuple(notes), tuple(not_compared))
-    runs = PairedRuns(original.step, edited.step, rtol, notes)
-    outputs, after, *gradients = runs.comparisons
+    step = ModelStep(original, gradients)
+    runs = PairedRuns(step, ModelStep(edited, gradients, step), rtol, notes)
+    outputs, after, *of_gradients = runs.comparisons
     notes += _notes_on_values(found, state)
     divergence = None
     if not (outputs.ok and after.ok and not before):
-        divergence = first_divergence(original, edited, runs, notes)
+        divergence = runs.first_divergence()
     if state.added:
         notes.append(f"state variables of the edited model alone: {some(state.added)}")
     if gradients and not runs.has_float_outputs:
         notes.append("gradients were not compared: no output is a real number")
-        gradients = []
-    comparisons = parameters, outputs, after.with_problems(before), *gradients
+        of_gradients = []
+    comparisons = parameters, outputs, after.with_problems(before), *of_gradients
     return EquivalenceReport(
         comparisons, divergence, tuple(notes), tuple(not_compared), runs.precision
     )
@@ -204,19 +160,3 @@ def _notes_on_values(*found: NamedValues) -> Iterator[str]:
             "Both models ran on the original's parameters and state, whatever values the "
             "edited model has."
         )
-
-
-def first_divergence(
-    original: ComparedModel, edited: ComparedModel, runs: PairedRuns, notes: list[str]
-) -> Divergence | None:
-    """Runs both models with a tap around every layer that they have in common."""
-    try:
-        recordings = [model.recordings(not runs.same_functions) for model in (original, edited)]
-    # A callback is not allowed everywhere, and a layer may refuse one in any way.
-    except Exception as error:
-        notes.append(
-            "the first layer to differ was not found: with a callback around every layer the "
-            f"models do not run ({first_line_of(error)})"
-        )
-        return None
-    return first_to_differ(recordings[0], recordings[1], runs.tolerance)

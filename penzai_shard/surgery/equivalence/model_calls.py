@@ -37,6 +37,8 @@ class ModelCall:
         side_inputs: Its side inputs.
 
     Attributes:
+        model: The model.
+        inputs: Its positional and its side inputs.
         parameters: The values of the parameters by name: a variable's label, a parameter's name,
             or the path of an array in a model that has no named parameters.
         state: The frozen values of all other variables, by label.
@@ -44,6 +46,7 @@ class ModelCall:
     """
 
     def __init__(self, model: Any, args: tuple[Any, ...], side_inputs: Mapping[str, Any]) -> None:
+        self.model, self.inputs = model, (args, side_inputs)
         tree, variables = pz.unbind_variables((model, args, dict(side_inputs)))
         self.parameters: dict[Name, Any] = {}
         self.state: dict[Name, Any] = {}

@@ -30,6 +30,7 @@ from penzai_shard.surgery.equivalence.random_rounding import (
     Rounding,
     scattered_numbers,
 )
+from penzai_shard.surgery.equivalence.tapping import Recorder, Recording, tapped
 from penzai_shard.surgery.equivalence.wider_arithmetic import WiderRun, as_widest
 from penzai_shard.surgery.equivalence.yardsticks import errors_of
 
@@ -68,6 +69,7 @@ class ModelStep:
         callbacks: bool = False,
     ) -> None:
         self.gradients, self.original, self.callbacks = gradients, original, callbacks
+        self._call = call
         self._named = [
             {name: drawn(name, value) for name, value in values.items()}
             for values in (call.parameters, call.state)
@@ -99,6 +101,14 @@ class ModelStep:
     def wider(self) -> "WiderStep":
         """The step in float64."""
         return WiderStep(self)
+
+    def recordings(self, in_float64: bool) -> dict[str, Recording]:
+        """What goes through the model's layers, by path, as they are or in float64."""
+        recorder = Recorder()
+        call = ModelCall(tapped(self._call.model, recorder), *self._call.inputs)
+        step = ModelStep(call, gradients=False, original=self.original, callbacks=True)
+        _ = step.wider.results if in_float64 else step.results
+        return recorder.recordings
 
     @functools.cached_property
     def constants(self) -> Constants:

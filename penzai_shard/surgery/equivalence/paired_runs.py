@@ -18,6 +18,7 @@ from penzai_shard.surgery.equivalence.array_comparisons import (
     difference,
 )
 from penzai_shard.surgery.equivalence.comparable_arrays import epsilon_of, is_float, widest
+from penzai_shard.surgery.equivalence.divergence import Divergence, first_to_differ
 from penzai_shard.surgery.equivalence.model_steps import (
     GRADIENTS,
     OUTPUTS,
@@ -49,8 +50,6 @@ class PairedRuns:
             was not enough.
         precision: The dtype that the edited model rounds to where the original keeps more digits,
             if that was needed to call them equivalent.
-        closeness: The part of what rounding explains by which the functions may differ; 1 if
-            they are not known any better than the results as they are.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class PairedRuns:
             self._exact = original.wider.results, edited.wider.results
         else:
             self._exact = _widened(original.results), _widened(edited.results)
-        self.closeness = self._closeness()
+        self._closeness = self._part_of_rounding()
         self._errors = original.rounding_errors(self._in_float64)
         # The errors that the original would have in the edited model's precision, if that is
         # lower; the machine epsilon that all was rounded to for that.
@@ -86,12 +85,16 @@ class PairedRuns:
         except Exception as error:
             self._notes.append(
                 "The models do not run in float64, so that a change smaller than rounding is not "
-                f"found ({first_line_of(error)})."
+                f"found ({_first_line_of(error)})."
             )
             return False
         return True
 
-    def _closeness(self) -> float:
+    def _part_of_rounding(self) -> float:
+        """By which part of what rounding explains the functions may differ.
+
+        It is 1 if they are not known any better than the results as they are.
+        """
         if not self._in_float64:
             return 1.0
         if opaque := sorted(self._original.wider.opaque | self._edited.wider.opaque):
@@ -106,7 +109,7 @@ class PairedRuns:
 
     def _allow_for_new_constants(self) -> None:
         """Where the functions differ: a new constant is known to half a unit of its last place."""
-        if not self._in_float64 or self.same_functions or not self._edited.wider.has_new_constants:
+        if not self._in_float64 or self._same_functions or not self._edited.wider.has_new_constants:
             return
         rounded = self._edited.wider.rounded(_RUNS_OF_CONSTANTS, scale=1.0)
         self._of_constants = largest_errors(self._exact[1], rounded)
@@ -116,7 +119,7 @@ class PairedRuns:
         """Where the results differ: the original may be rounded as coarsely as the edited model."""
         coarsest = max(self._edited.epsilons, default=0.0)
         # Where the functions are compared in float64, a lower precision in some places is safe.
-        usual = min if self.closeness < 1 else max
+        usual = min if self._closeness < 1 else max
         is_lower = coarsest > usual(self._original.epsilons, default=coarsest)
         if not is_lower or all(comparison.ok for comparison in self.comparisons):
             return
@@ -136,22 +139,32 @@ class PairedRuns:
         return any(of == OUTPUTS and is_float(array) for (of, _), array in self._own[0].items())
 
     @property
-    def same_functions(self) -> bool:
+    def _same_functions(self) -> bool:
         """Whether no array differs in float64, as far as that is known."""
         return all(array.same_function for each in self.comparisons for array in each.arrays)
 
-    @property
-    def tolerance(self) -> float:
-        """From which difference on, relative to its largest value, an array counts as another."""
+    def first_divergence(self) -> Divergence | None:
+        """The first layer that both have whose output differs; None if it cannot be found."""
         epsilons = {*self._original.epsilons, *self._edited.epsilons} or {WIDEST_EPSILON}
-        finest = min(epsilons)
-        if self.same_functions:
+        in_float64 = not self._same_functions
+        if not in_float64:
             tolerance = 2 * max(epsilons) ** 0.75
         elif self._of_constants:
-            tolerance = finest
+            tolerance = min(epsilons)
         else:
-            tolerance = float(np.sqrt(WIDEST_EPSILON * finest))
-        return max(tolerance, self._rtol)
+            tolerance = float(np.sqrt(WIDEST_EPSILON * min(epsilons)))
+        try:
+            original, edited = (
+                step.recordings(in_float64) for step in (self._original, self._edited)
+            )
+        # A callback is not allowed everywhere, and a layer may refuse one in any way.
+        except Exception as error:
+            self._notes.append(
+                "the first layer to differ was not found: with a callback around every layer the "
+                f"models do not run ({_first_line_of(error)})"
+            )
+            return None
+        return first_to_differ(original, edited, max(tolerance, self._rtol))
 
     def _compared(self) -> list[Comparison]:
         return [self._group(group) for group in self._groups]
@@ -197,9 +210,9 @@ class PairedRuns:
         if np.array_equal(one, other, equal_nan=True):
             own = dataclasses.replace(own, off_by=0.0, excess=0.0, problem="")
         function = None
-        if self.closeness < 1:
+        if self._closeness < 1:
             explained = allowances(exact, self._errors[key], epsilon_of(one))
-            close = np.maximum(self.closeness * explained, self._rtol * largest)
+            close = np.maximum(self._closeness * explained, self._rtol * largest)
             if key in self._of_constants:
                 moved = allowances(exact, self._of_constants[key], 0.0)
                 close = close + _OF_CONSTANTS * moved
@@ -213,13 +226,9 @@ class PairedRuns:
         )
 
 
-def first_line_of(error: Exception) -> str:
-    """The kind of an error and the first line of what it says.
-
-    >>> first_line_of(ValueError("no number" + chr(10) + "and more"))
-    'ValueError: no number'
-    """
-    return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+def _first_line_of(error: Exception) -> str:
+    first, _, _ = str(error).strip().partition("\n")
+    return f"{type(error).__name__}: {first}"
 
 
 def _what_is_off(arrays: Sequence[ArrayComparison]) -> list[tuple[str, str]]:
