@@ -95,8 +95,9 @@ class Where:
             made = find_root()
         else:
             made = find_predicate(self.what, layers_only)
-        if self.within is not None or self.outside is not None:
-            made = _narrowed(made, self.within, self.outside)
+        for around, is_wanted in ((self.within, True), (self.outside, False)):
+            if around is not None:
+                made = _narrowed(made, around, is_wanted)
         return made
 
 
@@ -289,34 +290,44 @@ def _type_of_layer(layers_only: bool) -> Callable[[type, bool], bool | None]:
     return lambda node_type, is_layer: False if layers_only and not is_layer else None
 
 
-def _narrowed(base: Finder, within: Where | None, outside: Where | None) -> Finder:
-    """Finds what another finder finds, inside or outside of other places."""
-    around = [(_inside(place), is_wanted) for place, is_wanted in ((within, True), (outside, False))
-              if place is not None]  # fmt: skip
+_INSIDE = object()
+"""The state of a place around, once a walk is in it."""
+
+
+def _narrowed(base: Finder, around: Where, is_wanted: bool) -> Finder:
+    """Finds what another finder finds, but only inside of another place, or only outside of it.
+
+    A type or a predicate stands for what is strictly inside such a node. A path pattern stands for
+    the paths that match it, and for what is below them.
+    """
+    finder = around.finder(layers_only=False)
+    counts_itself = isinstance(around.what, str)
+
+    def entered(state: Any, node: Any, keys: Keys) -> Any:
+        is_entered = state is _INSIDE or (state is not None and finder.matches(node, keys, state))
+        return _INSIDE if is_entered else state
 
     def start(node: Any) -> Any:
-        return base.start(node), [inside[0](node) for inside, _ in around]
+        state = finder.start(node)
+        return base.start(node), entered(state, node, ()) if counts_itself else state
 
-    def step(state: Any, parent: Any, keys: Keys, child: Any) -> Any:
-        own, places = state
+    def step(states: Any, parent: Any, keys: Keys, child: Any) -> Any:
+        own, state = states
         if base.step is not None:
             own = base.step(own, parent, keys, child)
         if own is None:
             return None
-        places = [
-            inside[1](place, parent, keys, child)
-            for (inside, _), place in zip(around, places, strict=True)
-        ]
-        left = any(
-            place[0] and not is_wanted for (_, is_wanted), place in zip(around, places, strict=True)
-        )
-        return None if left else (own, places)
+        if not counts_itself:
+            state = entered(state, parent, keys[:-1])
+        if finder.step is not None and state is not None and state is not _INSIDE:
+            state = finder.step(state, parent, keys, child)
+        if counts_itself:
+            state = entered(state, child, keys)
+        return None if state is _INSIDE and not is_wanted else (own, state)
 
-    def matches(node: Any, keys: Keys, state: Any) -> bool:
-        own, places = state
-        return all(
-            place[0] is is_wanted for (_, is_wanted), place in zip(around, places, strict=True)
-        ) and base.matches(node, keys, own)
+    def matches(node: Any, keys: Keys, states: Any) -> bool:
+        own, state = states
+        return (state is _INSIDE) is is_wanted and base.matches(node, keys, own)
 
     return Finder(
         lambda node_type, is_layer: False if base.by_type(node_type, is_layer) is False else None,
@@ -324,31 +335,3 @@ def _narrowed(base: Finder, within: Where | None, outside: Where | None) -> Find
         step,
         start,
     )
-
-
-def _inside(where: Where) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """How to follow whether a node lies inside a place: the root's state, and the next one.
-
-    A state is whether the node is inside, and how the walk to the place stands. A type or a
-    predicate stands for what lies strictly inside such a node. A path pattern stands for the paths
-    that match it, and for what lies below them.
-    """
-    finder = where.finder(layers_only=False)
-    counts_itself = isinstance(where.what, str)
-
-    def start(node: Any) -> tuple[bool, Any]:
-        state = finder.start(node)
-        return counts_itself and finder.matches(node, (), state), state
-
-    def step(around: tuple[bool, Any], parent: Any, keys: Keys, child: Any) -> tuple[bool, Any]:
-        is_inside, state = around
-        if is_inside or state is None:
-            return around
-        if not counts_itself and finder.matches(parent, keys[:-1], state):
-            return True, None
-        if finder.step is not None:
-            state = finder.step(state, parent, keys, child)
-        is_there = counts_itself and state is not None and finder.matches(child, keys, state)
-        return is_there, state
-
-    return start, step
