@@ -11,7 +11,7 @@ from typing import Any
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.surgery.changes import CHANGES, EditKind, inserted
-from penzai_shard.surgery.expressions import expression, last_name
+from penzai_shard.surgery.edit_values import expression, last_name
 from penzai_shard.surgery.inserted_layers import inserted_sequence, library_role
 from penzai_shard.surgery.places import PlaceLike, Where, _Root, called_with_path, wants_path
 from penzai_shard.surgery.references import Ref, display_name, named
