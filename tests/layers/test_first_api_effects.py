@@ -59,21 +59,30 @@ def two_chunks(model):
     return jnp.stack(outputs)
 
 
-def test_a_key_value_cache_outside_of_the_wrapper(wrap):
-    model = gemma_model()
+@pytest.fixture(scope="module")
+def model():
+    return gemma_model()
+
+
+def test_a_key_value_cache_outside_of_the_wrapper(wrap, model):
     blocks = pz.select(model).at_instances_of(gemma.model_core.GemmaTransformerBlock)
     wrapped = blocks.apply(wrap)
     np.testing.assert_allclose(two_chunks(wrapped), two_chunks(model), rtol=2e-5, atol=2e-5)
 
 
-def test_around_a_model_with_a_cache(wrap):
-    model = gemma_model()
+@pytest.fixture(scope="module")
+def cached(model):
+    """A model with a cache, its inputs, and what it computes."""
     sampler, state = gemma.sampling_mode.GemmaKVCachingTransformer.from_uncached(
         model, cache_len=4, batch_axes={"batch": 2}
     )
     tokens = pz.nx.wrap(jnp.asarray([[1, 2], [3, 4]]), "batch", "seq")
     inputs = gemma.sampling_mode.GemmaKVCachingInputs.from_basic_subsegments(tokens, state)
-    expected = jax.jit(lambda layer, x: layer(x))(sampler, inputs)
+    return sampler, inputs, jax.jit(lambda layer, x: layer(x))(sampler, inputs)
+
+
+def test_around_a_model_with_a_cache(wrap, cached):
+    sampler, inputs, expected = cached
     actual = wrap(wrap(sampler))(inputs)
     assert jax.tree_util.tree_structure(actual) == jax.tree_util.tree_structure(expected)
     for ours, theirs in zip(*map(jax.tree_util.tree_leaves, (actual, expected)), strict=True):

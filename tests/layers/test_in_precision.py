@@ -260,6 +260,12 @@ def stack_of_two():
     )
 
 
+@pytest.fixture(scope="module")
+def expected_of_stack():
+    stack = stack_of_two()
+    return stack, gradients(InPrecision(stack, "bfloat16"))[0]
+
+
 @pytest.mark.parametrize(
     "edit",
     [
@@ -271,9 +277,8 @@ def stack_of_two():
     ],
     ids=["inside jitted", "around jitted", "around remat", "inside remat", "around rolled"],
 )
-def test_it_goes_inside_and_around_other_wrapper_layers(edit):
-    stack = stack_of_two()
-    expected, _ = gradients(InPrecision(stack, "bfloat16"))
+def test_it_goes_inside_and_around_other_wrapper_layers(edit, expected_of_stack):
+    stack, expected = expected_of_stack
     found, _ = gradients(edit(stack))
     for name, value in expected.items():
         assert found[name].dtype == F32
