@@ -180,7 +180,7 @@ def test_small_parameters_stay_replicated_with_the_same_gradients(mesh, expected
 def test_eager_calls_give_the_same_and_compile_once(mesh):
     layer = fsdp(model(), mesh)
     output = layer(X)
-    assert jnp.allclose(output.data_array, model()(X).data_array, rtol=1e-6)
+    assert jnp.allclose(output.data_array, model()(X).data_array, rtol=1e-6, atol=1e-6)
     assert output.data_array.sharding.is_equivalent_to(
         NamedSharding(mesh, PartitionSpec("data")), 2
     )

@@ -370,11 +370,17 @@ def test_a_body_that_mixes_is_refused_by_name_or_equal(name, parts):
     assert "activation_rules" in found
 
 
+# Since jax 0.12 it is an operation whose program and derivative cannot be seen.
+VOUCHED = {"interpolated": ("searchsorted",)} if jax.__version_info__ >= (0, 12) else {}
+
+
 @functools.cache
 def independent(parts):
     """What all independent bodies give, in parts or bare (1), compiled as one program."""
     layers = {
-        name: body(function) if parts == 1 else region(body(function), parts)
+        name: body(function)
+        if parts == 1
+        else region(body(function), parts, assume_independent=VOUCHED.get(name, ()))
         for name, function in INDEPENDENT.items()
     }
     kind = gradient_of if parts < 8 else lambda layer: lambda x: layer(x).unwrap(*X.named_shape)
@@ -385,16 +391,18 @@ def independent(parts):
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_an_independent_body_runs_and_equals_the_bare_layer(name, parts):
     found, expected = (result_of(independent(number)[name]) for number in (parts, 1))
+    # XLA is free to leave out roundings to bfloat16, and does so otherwise in either program.
+    tolerance = 2**-3 if name == "low precision" else 1e-4
     if parts == 4:
-        check_equal(found, expected)
+        check_equal(found, expected, tolerance)
     else:
         (_, output), _ = expected
-        check_equal(found, output)
+        check_equal(found, output, tolerance)
 
 
-def check_equal(found, expected):
+def check_equal(found, expected, tolerance):
     for one, other in zip(*map(jax.tree_util.tree_leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
 def test_a_derivative_that_cannot_be_followed_is_refused():

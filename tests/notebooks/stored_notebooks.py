@@ -42,7 +42,8 @@ def run(notebook, folder):
         **kept,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONWARNINGS": "default",
+        # treescope looks up every public name of numpy, and numpy 2.5 deprecates one of them.
+        "PYTHONWARNINGS": "default,ignore:The chararray class is deprecated",
         # This checkout, wherever the kernel's package may be installed from.
         "PYTHONPATH": str(FOLDER.parent),
     }
