@@ -400,7 +400,7 @@ def test_an_independent_body_runs_and_equals_the_bare_layer(name, parts):
         check_equal(found, output, tolerance)
 
 
-def check_equal(found, expected, tolerance):
+def check_equal(found, expected, tolerance=1e-4):
     for one, other in zip(*map(jax.tree_util.tree_leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
 
