@@ -48,6 +48,14 @@ def test_values_say_whether_they_are_weakly_typed():
     assert not jax_api.is_weakly_typed(1.0)
 
 
+def test_arrays_that_share_memory_have_an_address_in_common():
+    array = jax.device_put(jnp.ones((8, 2)), NamedSharding(MESH, PartitionSpec("data")))
+    relabelled = jax.device_put(array, NamedSharding(MESH, PartitionSpec("data", None)))
+    assert len(jax_api.memory_addresses(array)) == 8
+    assert jax_api.memory_addresses(relabelled) == jax_api.memory_addresses(array)
+    assert not jax_api.memory_addresses(jnp.copy(array)) & jax_api.memory_addresses(array)
+
+
 @pytest.mark.parametrize("node", [{"b": 1, "a": 2}, [1, 2], (1, 2), pz.nn.Identity(), None])
 def test_a_node_of_a_pytree_gives_its_children_and_a_leaf_gives_none(node):
     children, _ = jax_api.children_of_node(node)

@@ -40,6 +40,7 @@ __all__ = [
     "jaxprs_in_params",
     "keyed_children_of_node",
     "manual_mesh_axes",
+    "memory_addresses",
     "scan_counts",
     "scope_path",
     "source_frames",
@@ -57,6 +58,18 @@ def is_weakly_typed(value: Any) -> bool:
     (True, False)
     """
     return bool(getattr(value, "weak_type", False))
+
+
+def memory_addresses(array: jax.Array) -> frozenset[int]:
+    """Where the memory of each part of an array begins that is on this process's devices.
+
+    Two arrays share memory if they have an address in common.
+
+    >>> array = jax.numpy.ones(2)
+    >>> memory_addresses(array) == memory_addresses(jax.device_put(array, array.sharding))
+    True
+    """
+    return frozenset(shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards)
 
 
 def children_of_node(node: Any) -> tuple[Iterable[Any], Any] | None:

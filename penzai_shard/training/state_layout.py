@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from penzai_shard.array_kinds import is_deleted
 from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.library_apis.jax_api import is_weakly_typed, memory_addresses
 from penzai_shard.meshes import auto_twin, mesh_text
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.planning import shared_named_sharding
@@ -48,7 +49,7 @@ def with_strong_type(leaf: Any) -> Any:
     (True, False)
     """
     leaf = as_array(leaf)
-    if getattr(leaf, "weak_type", False):
+    if is_weakly_typed(leaf):
         return jax.lax.convert_element_type(leaf, leaf.dtype)
     return leaf
 
@@ -179,7 +180,7 @@ def packed_scalars(leaves: Sequence[Any]) -> tuple[list[Any], Packing]:
     alike: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if _is_packable(leaf):
-            key = (leaf.dtype, leaf.weak_type, leaf.sharding, leaf.committed)
+            key = (leaf.dtype, is_weakly_typed(leaf), leaf.sharding, leaf.committed)
             alike.setdefault(key, []).append(i)
         else:
             where[i] = (len(packed), None)
@@ -208,12 +209,12 @@ def unpacked(packed: Sequence[Any], packing: Packing) -> list[Any]:
     ]
 
 
-def _buffers(leaf: Any) -> set[int]:
+def _buffers(leaf: Any) -> frozenset[int]:
     if not isinstance(leaf, jax.Array) or not leaf.size:
-        return set()
+        return frozenset()
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
+    return memory_addresses(leaf)
 
 
 def sharding_text(sharding: Sharding) -> str:

@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from penzai_shard.array_kinds import is_traced
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.planning import axes_text, bytes_text, grouped_rows
 from penzai_shard.planning.plan_table import Row
@@ -85,8 +85,7 @@ def _folded_moments(rows: Sequence[Row], trained: frozenset[str]) -> list[Row]:
 def _add_row(rows: list[Row], part: str, name: str | None, leaf: NamedLeaf) -> None:
     if leaf.dtype is None:
         return
-    known = not isinstance(leaf.array, jax.core.Tracer)
-    sharding = getattr(leaf.array, "sharding", None) if known else None
+    sharding = None if is_traced(leaf.array) else getattr(leaf.array, "sharding", None)
     spec = PartitionSpec()
     shape = leaf.shape
     if isinstance(sharding, NamedSharding):
