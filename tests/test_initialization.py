@@ -474,6 +474,16 @@ def test_keys_taken_from_one_split_share_a_program(make_key, count):
     assert_within_one_ulp(list(run_split(split).values()), initializer(make_key(0)))
 
 
+def test_keys_unstacked_from_one_split_share_a_program():
+    def initializer(key):
+        keys = jnp.unstack(jax.random.split(key, 12))
+        return [jax.random.normal(own, (16,)) for own in keys]
+
+    split = split_of(initializer, jax.random.PRNGKey(0))
+    assert max(map(len, calls_by_program(split))) == 12
+    assert_within_one_ulp(list(run_split(split).values()), initializer(jax.random.PRNGKey(0)))
+
+
 def test_float_literals_that_differ_are_kept_apart():
     def initializer(key):
         return [jax.random.normal(key, (8,)) * scale for scale in (1.0, 2.0, 2.0, -0.0, 0.0)]

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from penzai_shard.errors import MeshError, raise_all
 from penzai_shard.library_apis.jax_api import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from penzai_shard.placement.initializer_splitting import equation_traits
-from penzai_shard.traced_programs import is_jit, walk
+from penzai_shard.traced_programs import is_jit, opened, walk
 
 # Each result is the operand of the same position.
 _LAYOUTS_ONLY = frozenset(
@@ -34,8 +34,8 @@ def flat_program(traced: ClosedJaxpr, devices: frozenset[Any] | None = None) -> 
 
     Nested ``jax.jit`` calls are opened where that helps to tell outputs apart: those with several
     results, and those that derive random keys. Others stay one equation. Slices at a fixed place
-    are written as slices at a given place, so that taking the first and the second of many keys is
-    the same operation with another integer.
+    are written as slices at a given place, and ``unstack`` as such slices, so that taking the first
+    and the second of many keys is the same operation with another integer.
 
     Args:
         traced: What ``jax.make_jaxpr`` gives for a function without arguments.
@@ -62,11 +62,10 @@ def flat_program(traced: ClosedJaxpr, devices: frozenset[Any] | None = None) -> 
         "the initialiser constrains values to other devices than those of the mesh:",
         list(dict.fromkeys(writer.problems)),
     )
-    constants = writer.constants.values()
-    jaxpr = traced.jaxpr.replace(
-        constvars=[variable for variable, _ in constants], eqns=writer.equations, outvars=outputs
-    )
-    return ClosedJaxpr(jaxpr, [value for _, value in constants])
+    variables = [variable for variable, _ in writer.constants.values()]
+    about = traced.effects, traced.jaxpr.debug_info
+    jaxpr = Jaxpr(variables, [], outputs, writer.equations, *about)
+    return ClosedJaxpr(jaxpr, [value for _, value in writer.constants.values()])
 
 
 @contextlib.contextmanager
@@ -119,7 +118,7 @@ class _Writer:
         if _is_to_be_opened(equation):
             return self.inline(equation.params["jaxpr"], operands)
         if equation.primitive.name == "unstack":
-            return self.inline(_as_slices(equation), operands)
+            return self.inline(_slices_instead(equation), operands)
         return self._write(self.equations, *_with_given_start(equation, operands))
 
     def _write(
@@ -159,18 +158,16 @@ class _Writer:
 
     def _nested(self, program: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
         """A nested program, closed or not, without layouts."""
-        # Since jax 0.12 one class is both, and a program without constants is its own ``jaxpr``.
-        if isinstance(program, ClosedJaxpr) and program.jaxpr is not program:
-            return ClosedJaxpr(self._once(self._nested, program.jaxpr), program.consts)
         equations: list[JaxprEqn] = []
-        constants = list(map(_new_variable, program.constvars))
-        arguments = list(map(_new_variable, program.invars))
+        jaxpr, values = opened(program)
+        constants = list(map(_new_variable, jaxpr.constvars))
+        arguments = list(map(_new_variable, jaxpr.invars))
         # The walk takes the constants of a closed program for what stands for them.
-        closed = ClosedJaxpr(program, constants)
+        closed = ClosedJaxpr(jaxpr, constants)
         outputs = walk(closed, arguments, functools.partial(self._write, equations))
-        return program.replace(
-            constvars=constants, invars=arguments, eqns=equations, outvars=outputs
-        )
+        about = jaxpr.effects, jaxpr.debug_info
+        rewritten = Jaxpr(constants, arguments, outputs, equations, *about)
+        return ClosedJaxpr(rewritten, values) if isinstance(program, ClosedJaxpr) else rewritten
 
     def _check_devices(self, equation: JaxprEqn) -> None:
         sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
@@ -185,22 +182,6 @@ class _Writer:
                 f"{ids}, and the model is built on devices "
                 f"{sorted(device.id for device in self.devices)}. Use the same mesh for both."
             )
-
-
-def _as_slices(equation: JaxprEqn) -> ClosedJaxpr:
-    """An ``unstack`` as one slice for each result: keys made by one split then stay alike."""
-    dimension = equation.params["axis"]
-
-    def sliced(stacked: jax.Array) -> list[jax.Array]:
-        return [
-            jax.lax.squeeze(
-                jax.lax.slice_in_dim(stacked, index, index + 1, axis=dimension), [dimension]
-            )
-            for index in range(len(equation.outvars))
-        ]
-
-    aval: Any = equation.invars[0].aval
-    return jax.make_jaxpr(sliced)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
 
 
 def _new_variable(variable: Var) -> Var:
@@ -224,6 +205,17 @@ def _is_to_be_opened(equation: JaxprEqn) -> bool:
     return is_jit(equation.primitive) and (
         len(equation.outvars) > 1 or equation_traits.derives_keys(equation.params["jaxpr"])
     )
+
+
+def _slices_instead(unstack: JaxprEqn) -> ClosedJaxpr:
+    """A program with a slice for each part of an array, instead of one equation for all."""
+    operand: Any = unstack.invars[0].aval
+    axis = unstack.params["axis"]
+
+    def parts(x: Any) -> list[Any]:
+        return [jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]
+
+    return jax.make_jaxpr(parts)(jax.ShapeDtypeStruct(operand.shape, operand.dtype))
 
 
 def _with_given_start(equation: JaxprEqn, operands: list[Any]) -> tuple[JaxprEqn, list[Any]]:
