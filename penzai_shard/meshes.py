@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from penzai_shard.array_kinds import is_traced
 from penzai_shard.errors import MeshError
 
 AnyMesh = Mesh | AbstractMesh
@@ -190,7 +191,7 @@ def onto_auto_twin(tree: Any) -> Any:
 def _array_onto_auto_twin(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
-    if not isinstance(leaf, jax.core.Tracer):
+    if not is_traced(leaf):
         sharding = leaf.sharding
         if isinstance(sharding, NamedSharding) and has_explicit_axes(sharding.mesh):
             return jax.device_put(leaf, shardings_on_auto_twin(sharding))
