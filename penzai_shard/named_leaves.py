@@ -67,16 +67,12 @@ _COEFFICIENT_FIELDS = frozenset({"ns_coeffs"})
 def _unit_kind(node_type: Hashable) -> str | None:
     """Which kind of named unit a type is, or None for containers and plain leaves."""
     assert isinstance(node_type, type)
-    if issubclass(node_type, pz.nx.NamedArray):
+    if issubclass(node_type, pz.nx.NamedArray | pz.nx.NamedArrayView):
         return "named_array"
-    if issubclass(node_type, pz.nx.NamedArrayView):
-        return "named_array_view"
-    if issubclass(node_type, LabeledVariable):
-        return "variable"
-    if issubclass(node_type, LabeledVariableValue):
+    if issubclass(node_type, LabeledVariable | LabeledVariableValue):
         return "named_value"
-    if kind := first_api.parameter_kind(node_type):
-        return "uninitialized" if kind == "uninitialized" else "named_value"
+    if first_api.parameter_kind(node_type):
+        return "named_value"
     # Looked up, not imported: a tree can hold Equinox modules only if somebody has imported it.
     equinox = sys.modules.get("equinox")
     if equinox is not None and issubclass(node_type, equinox.Module):
@@ -151,13 +147,14 @@ def map_arrays(tree: Any, visit: Visit, path: str = "") -> Any:
 class _ArrayMapper:
     """``map_arrays``, with the place in the whole tree where labels stand for the path."""
 
-    def __init__(self, visit: Visit) -> None:
+    def __init__(self, visit: Visit, in_nameless_module: bool = False) -> None:
         self.visit = visit
+        self.in_nameless_module = in_nameless_module
         self.seen: dict[Hashable, Any] = {}
 
-    def tree(
-        self, tree: Any, path: str, place: str, is_leaf: Callable[[Any], bool] = _is_known
-    ) -> Any:
+    def tree(self, tree: Any, path: str, place: str) -> Any:
+        is_leaf = is_named_unit if self.in_nameless_module else _is_known
+
         def at_unit(key_path: Any, node: Any) -> Any:
             text = path_text(key_path)
             own_path, own_place = join_paths(path, text), join_paths(place, text)
@@ -170,22 +167,22 @@ class _ArrayMapper:
     def unit(self, node: Any, path: str, place: str) -> Any:
         match _unit_kind(node.__class__):
             case None:
-                return self.visit(_plain_leaf(node, path))
+                return self.visit(_plain_leaf(node, path, self.in_nameless_module))
             case "nameless_module":
-                mapper = _ArrayMapper(_in_nameless_module(self.visit))
-                return mapper.tree(node, path, place, is_leaf=is_named_unit)
-            case "named_array" | "named_array_view":
+                return _ArrayMapper(self.visit, True).tree(node, path, place)
+            case "named_array":
                 return self.named_array(node, path, place)
-            case "uninitialized":
-                return self.named_value(node.as_empty_parameter(), path, place)
         identity = _identity(node)
         if identity not in self.seen:
-            frozen = node.freeze() if isinstance(node, LabeledVariable) else node
-            self.seen[identity] = self.named_value(frozen, path, place)
+            self.seen[identity] = self.named_value(node, path, place)
         return self.seen[identity]
 
     def named_value(self, node: Any, path: str, place: str) -> Any:
-        """The value of a frozen variable or of a parameter, which has a name of its own."""
+        """The value of a variable or of a parameter, which has a name of its own."""
+        if isinstance(node, LabeledVariable):
+            node = node.freeze()
+        elif first_api.parameter_kind(type(node)) == "uninitialized":
+            node = node.as_empty_parameter()
         label = node.label if isinstance(node, LabeledVariableValue) else node.name
         if not isinstance(label, AutoStateVarLabel):
             # An automatic label is the id of an object, which says nothing to anyone.
@@ -234,16 +231,11 @@ def leaves_of(tree: Any, path: str = "") -> list[NamedLeaf]:
     return found
 
 
-def _in_nameless_module(visit: Visit) -> Visit:
-    return lambda leaf: visit(
-        dataclasses.replace(leaf, in_nameless_module=True) if leaf.names is None else leaf
-    )
-
-
-def _plain_leaf(value: Any, path: str) -> NamedLeaf:
-    if not is_array_like(value):
-        return NamedLeaf(path, None, (), None, value)
-    return NamedLeaf(path, None, tuple(np.shape(value)), jax.dtypes.result_type(value), value)
+def _plain_leaf(value: Any, path: str, in_nameless_module: bool = False) -> NamedLeaf:
+    shape, dtype = (), None
+    if is_array_like(value):
+        shape, dtype = tuple(np.shape(value)), jax.dtypes.result_type(value)
+    return NamedLeaf(path, None, shape, dtype, value, in_nameless_module=in_nameless_module)
 
 
 def _is_coefficients(key_path: Any) -> bool:
