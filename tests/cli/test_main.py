@@ -187,15 +187,24 @@ def run_in_a_new_process(*arguments, **environment):
     )
 
 
-def test_python_m_simulates_no_devices_for_a_large_mesh_unasked_and_as_many_as_asked_for(tmp_path):
+def test_python_m_runs_the_command_line_and_simulates_no_devices_for_a_large_mesh_unasked(tmp_path):
     refused = run_in_a_new_process(
         "-m", "penzai_shard", "demo", "--mesh", "data=64", "--out", str(tmp_path)
     )
     assert refused.returncode == 1
     assert "there are 8" in refused.stderr
     assert "--simulate-devices 64" in refused.stderr
-    code = "from penzai_shard.cli.demo import _devices; print(len(_devices(12, 10)))"
-    assert run_in_a_new_process("-c", code).stdout.strip() == "10"
+
+
+def test_devices_are_simulated_when_there_is_one_cpu_and_as_many_as_asked_for():
+    code = (
+        "from jax.extend.backend import clear_backends\n"
+        "from penzai_shard.cli.demo import _devices\n"
+        "print(len(_devices(None, None)))\n"
+        "clear_backends()\n"
+        "print(len(_devices(12, 10)))\n"
+    )
+    assert run_in_a_new_process("-c", code).stdout.split() == ["8", "10"]
 
 
 def test_the_version_is_given_by_the_command_and_the_package(capsys):
@@ -212,11 +221,6 @@ def test_the_command_line_says_its_options(capsys):
     shown = capsys.readouterr().out
     for option in ("--steps", "--mesh", "--simulate-devices", "--out", "--seed"):
         assert option in shown
-
-
-def test_devices_are_simulated_when_there_is_one_cpu():
-    code = "from penzai_shard.cli.demo import _devices; print(len(_devices(None, None)))"
-    assert run_in_a_new_process("-c", code).stdout.strip() == "8"
 
 
 def test_the_corpus_is_split_and_its_entropy_is_that_of_single_bytes():
