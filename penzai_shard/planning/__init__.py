@@ -6,6 +6,7 @@ asked for), ``axis_decisions`` (one array), and up comes what ``plan`` describes
 """
 
 from penzai_shard.planning.axis_naming import name_axes
+from penzai_shard.planning.optimizer_layouts import shardings_like_params
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan, shared_named_sharding
 from penzai_shard.planning.plan_making import make_plan, name_to_name_sharding
 from penzai_shard.planning.plan_request import PlacingRequest, PlanRequest
@@ -24,5 +25,6 @@ __all__ = [
     "make_plan",
     "name_axes",
     "name_to_name_sharding",
+    "shardings_like_params",
     "shared_named_sharding",
 ]
