@@ -6,7 +6,7 @@ from typing import Any
 from penzai_shard.path_folding import folded_path, folding_key
 from penzai_shard.surgery.inserted_layers import library_role, original_in
 from penzai_shard.surgery.tree_nodes import children_of, kind_of
-from penzai_shard.text_tables import TextTable
+from penzai_shard.text_tables import PreparedTable, TextTable
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -71,29 +71,10 @@ def _holder_text(node: Any) -> str:
     return f"{type(node).__name__}({inside})"
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class RecipeTable(TextTable):
-    """The edits of a recipe, in order, as a notebook shows them.
-
-    Attributes:
-        rows: For each its kind, where it applies, and what it does there.
-    """
+class RecipeTable(PreparedTable):
+    """The edits of a recipe, in order, as a notebook shows them: kind, where, and what."""
 
     headings = ("edit", "where", "what")
-
-    rows: tuple[tuple[str, str, str], ...]
-
-    def text_rows(self) -> tuple[tuple[str, str, str], ...]:
-        """The rows."""
-        return self.rows
-
-    def text_verdict(self) -> str:
-        """How many edits there are."""
-        return "Recipe of 1 edit" if len(self.rows) == 1 else f"Recipe of {len(self.rows)} edits"
-
-    def text_summary(self) -> tuple[str, ...]:
-        """Nothing more."""
-        return ()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -149,11 +130,9 @@ class EditReport(TextTable):
 
     def text_verdict(self) -> str:
         """Whether the recipe fits, and how much it does."""
-        places = sum(row.count for row in self.rows)
-        edits = "1 edit" if len(self.rows) == 1 else f"{len(self.rows)} edits"
-        changed = "1 place" if places == 1 else f"{places} places"
+        places = counted(sum(row.count for row in self.rows), "place")
         fits = "" if self.ok else ": does NOT fit"
-        return f"{edits} of {self.model}, {changed}{fits}"
+        return f"{counted(len(self.rows), 'edit')} of {self.model}, {places}{fits}"
 
     def verdict_style(self) -> str:
         """Red where an edit does not fit."""
@@ -166,6 +145,15 @@ class EditReport(TextTable):
             *(f"does not fit: {row.problem}" for row in self.rows if row.problem),
             *(f"{title}: is there already, and is put around it once more" for title in twice),
         ]
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things in words.
+
+    >>> counted(1, "edit"), counted(3, "edit")
+    ('1 edit', '3 edits')
+    """
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _is_twice(before: Any, after: tuple[Any, ...]) -> bool:

@@ -15,9 +15,9 @@ from penzai_shard.surgery.edit_values import expression, last_name
 from penzai_shard.surgery.inserted_layers import inserted_sequence, library_role
 from penzai_shard.surgery.places import PlaceLike, Where, _Root, called_with_path, wants_path
 from penzai_shard.surgery.references import Ref, display_name, named
-from penzai_shard.surgery.rewriting import Change, Match, Rewriter
+from penzai_shard.surgery.rewriting import Match, Rewriter
 from penzai_shard.surgery.suggestions import nearest_places
-from penzai_shard.surgery.tree_nodes import is_layer
+from penzai_shard.surgery.tree_nodes import Keys, is_layer
 
 _MOST_NAMED = 5
 
@@ -129,49 +129,50 @@ class Edit:
         Raises:
             EditRefused: At some places the edit cannot be made.
         """
-        finder = self.where.finder(layers_only=self.kind != "replace")
-        change, same_everywhere = self._change()
         rewriter = Rewriter(
-            finder, change, inserted_sequence, same_everywhere, lambda node: self.nested, record
+            self.where.finder(self._layers_only),
+            functools.partial(CHANGES[self.kind], self._maker()),
+            inserted_sequence,
+            same_everywhere=is_layer(self.what)
+            or wants_path(self.what, frozenset(dict(self.options))) is None,
+            enters=lambda node: self.nested,
+            record=record,
         )
         edited = rewriter.run(model)
-        if self._fits(rewriter.count):
-            return Outcome(edited, rewriter.count, tuple(rewriter.matches))
-        if rewriter.count and not record:
+        count, matches = rewriter.count, tuple(rewriter.matches)
+        if count == self.expect or (self.expect is None and count):
+            return Outcome(edited, count, matches)
+        if count and not record:
             return self.run(model, record=True)
-        matches = tuple(rewriter.matches)
-        return Outcome(model, len(matches), matches, self._problem(model, matches))
+        return Outcome(model, count, matches, self._problem(model, matches))
 
-    def _fits(self, count: int) -> bool:
-        return count > 0 if self.expect is None else count == self.expect
-
-    def _change(self) -> tuple[Change, bool]:
-        """What the edit makes of a node, and whether that is the same whatever the path."""
-        change = CHANGES[self.kind]
+    def _maker(self) -> Callable[[Any, Keys], Any]:
+        """What makes the layer or value for a node at these keys."""
         if is_layer(self.what):
             layer = inserted(self.what, ())
-            return functools.partial(change, lambda node, keys: layer), True
-        options = dict(self.options)
-        call = called_with_path(self.what, options, "the function")
-        is_same = wants_path(self.what, frozenset(options)) is None
-        if self.kind.startswith("insert"):
-            return (
-                functools.partial(change, lambda node, keys: inserted(call(node, keys), keys)),
-                is_same,
-            )
-        return functools.partial(change, call), is_same
+            return lambda node, keys: layer
+        call = called_with_path(self.what, dict(self.options), "the function")
+        if self.kind in ("wrap", "replace"):
+            return call
+        return lambda node, keys: inserted(call(node, keys), keys)
+
+    @property
+    def _layers_only(self) -> bool:
+        return self.kind != "replace"
 
     def _problem(self, model: Any, matches: tuple[Match, ...]) -> str:
         count = len(matches)
         if count == 0:
-            asked = "" if self.expect is None else f", and {self.expect} are expected"
-            fix = (
-                "Give expect=0 if that is meant, or leave the edit out."
-                if self.expect is None
-                else "Correct the place, or give expect=0."
+            near = nearest_places(model, self.where, self._layers_only)
+            if self.expect is None:
+                return (
+                    f"{self!r}: nothing matches. {near} Give expect=0 if that is meant, or leave "
+                    "the edit out."
+                )
+            return (
+                f"{self!r}: nothing matches, and {self.expect} are expected. {near} Correct the "
+                "place, or give expect=0."
             )
-            near = nearest_places(model, self.where, layers_only=self.kind != "replace")
-            return f"{self!r}: nothing matches{asked}. {near} {fix}"
         paths = [match.path_text or "the root" for match in matches[:_MOST_NAMED]]
         more = f" and {count - len(paths)} more" if count > len(paths) else ""
         places = "1 place matches" if count == 1 else f"{count} places match"

@@ -7,7 +7,7 @@ from typing import Any, overload
 from jax.sharding import AbstractMesh, Mesh
 
 from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
-from penzai_shard.surgery.edit_report import EditReport, EditRow, RecipeTable
+from penzai_shard.surgery.edit_report import EditReport, EditRow, RecipeTable, counted
 from penzai_shard.surgery.edits import Edit, Outcome
 from penzai_shard.surgery.recipe_json import edits_from_json, edits_to_json
 from penzai_shard.surgery.refusals import EditRefused
@@ -95,7 +95,8 @@ class Recipe(NotebookView):
 
     def notebook_table(self) -> RecipeTable:
         """The edits as a table."""
-        return RecipeTable(tuple(edit.cells for edit in self.edits))
+        rows = tuple(edit.cells for edit in self.edits)
+        return RecipeTable(rows, f"Recipe of {counted(len(rows), 'edit')}")
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         """The text of ``repr`` inside of other values, with an edit a line."""
@@ -127,17 +128,14 @@ class Recipe(NotebookView):
         """
         problems: list[str] = []
         edited = model
-        for number, outcome in self._outcomes(model):
+        for outcome in self._outcomes(model, problems):
             edited = outcome.model
-            if outcome.problem:
-                problems.append(f"edit {number}, {outcome.problem}")
         raise_all(SelectionError, f"this recipe does not fit the {type(model).__name__}:", problems)
         return edited
 
-    def _outcomes(self, model: Any, record: bool = False) -> Iterator[tuple[int, Outcome]]:
-        """What each edit does, by its number, to what those before left."""
+    def _outcomes(self, model: Any, problems: list[str], record: bool = False) -> Iterator[Outcome]:
+        """What each edit does to what those before left; what does not fit is added to problems."""
         edited = model
-        problems: list[str] = []
         for number, edit in enumerate(self.edits, 1):
             try:
                 outcome = edit.run(edited, record)
@@ -149,7 +147,7 @@ class Recipe(NotebookView):
             edited = outcome.model
             if outcome.problem:
                 problems.append(f"edit {number}, {outcome.problem}")
-            yield number, outcome
+            yield outcome
 
     def report(self, model: Any) -> EditReport:
         """Says what the edits would do to a model.
@@ -164,20 +162,18 @@ class Recipe(NotebookView):
         Raises:
             RuleTypeError: As in ``apply``.
         """
-        rows = []
-        for number, outcome in self._outcomes(model, record=True):
-            edit = self.edits[number - 1]
-            rows.append(
-                EditRow(
-                    edit=repr(edit),
-                    title=edit.title,
-                    count=outcome.count,
-                    paths=tuple(match.path_text for match in outcome.matches),
-                    before=tuple(match.before for match in outcome.matches),
-                    after=tuple(match.after for match in outcome.matches),
-                    problem=outcome.problem,
-                )
+        rows = [
+            EditRow(
+                edit=repr(edit),
+                title=edit.title,
+                count=outcome.count,
+                paths=tuple(match.path_text for match in outcome.matches),
+                before=tuple(match.before for match in outcome.matches),
+                after=tuple(match.after for match in outcome.matches),
+                problem=outcome.problem,
             )
+            for edit, outcome in zip(self.edits, self._outcomes(model, [], True), strict=True)
+        ]
         return EditReport(tuple(rows), type(model).__name__)
 
     def to_json(self) -> str:

@@ -1,7 +1,6 @@
 """Types and functions by name: ``module:qualname``, as recipes are written and read."""
 
 import dataclasses
-import functools
 import importlib
 import inspect
 import re
@@ -150,8 +149,9 @@ def reference_to(value: Any) -> str | None:
         if not isinstance(value.__self__, type):
             return None
         module = value.__self__.__module__
-    if (policy := _policy_reference(value)) is not None:
-        return policy
+    for name, policy in vars(jax.checkpoint_policies).items():
+        if policy is value:
+            return f"jax:checkpoint_policies.{name}"
     if isinstance(qualname, str) and isinstance(module, str):
         for candidate in _candidates(module, qualname):
             if is_reference(candidate) and _resolves_to(candidate, value):
@@ -186,18 +186,6 @@ def _resolves_to(reference: str, value: Any) -> bool:
     except RuleTypeError:
         return False
     return found is value or (isinstance(value, types.MethodType) and found == value)
-
-
-@functools.cache
-def _policies() -> list[tuple[str, Any]]:
-    return list(vars(jax.checkpoint_policies).items())
-
-
-def _policy_reference(value: Any) -> str | None:
-    for name, policy in _policies():
-        if policy is value:
-            return f"jax:checkpoint_policies.{name}"
-    return None
 
 
 def display_name(value: Any) -> str:

@@ -27,16 +27,21 @@ def nearest_places(model: Any, where: Where, layers_only: bool) -> str:
     'The model has: Sequential (1).'
     """
     if where.within is not None or where.outside is not None:
-        alone = Rewriter(Where(where.what).finder(layers_only), lambda node, keys: (node,))
-        alone.run(model)
-        if alone.count:
-            return f"Without within= and outside= there would be {alone.count}."
+        count = _count(model, Where(where.what), layers_only)
+        if count:
+            return f"Without within= and outside= there would be {count}."
     nodes = list(nodes_of(model))
     if isinstance(where.what, tuple):
         return _nearest_types(where.what, [node for _, node in nodes])
     if isinstance(where.what, str):
         return _nearest_paths(model, where.what, nodes)
     return f"The predicate is false for all {len(nodes)} nodes that were asked."
+
+
+def _count(model: Any, where: Where, layers_only: bool) -> int:
+    walk = Rewriter(where.finder(layers_only), lambda node, keys: (node,))
+    walk.run(model)
+    return walk.count
 
 
 def _nearest_types(wanted: tuple[type, ...], nodes: list[Any]) -> str:
@@ -92,9 +97,8 @@ def _nearest_paths(model: Any, pattern: str, nodes: list[tuple[tuple[Any, ...], 
     sentence = f"In the model {'; '.join(near)}. " if near else ""
     corrected = "/".join(closest.get(part, part) for part in pattern.split("/"))
     for candidate in (corrected, f"**/{corrected}"):
-        finder = Rewriter(Where(candidate).finder(True), lambda node, keys: (node,))
-        finder.run(model)
-        if finder.count:
-            sentence += f"Write {candidate!r}, which matches {finder.count}. "
+        count = _count(model, Where(candidate), layers_only=True)
+        if count:
+            sentence += f"Write {candidate!r}, which matches {count}. "
             break
     return sentence + f"Nearest paths: {', '.join(ranked[:3]) or 'none'}."
