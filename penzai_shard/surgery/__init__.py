@@ -1,7 +1,7 @@
 """Surgery as data: recipes that edit a model, prove that it computes the same, and come off."""
 
 from penzai_shard.surgery.edit_report import EditReport, EditRow
-from penzai_shard.surgery.edits import Edit, insert_after, insert_before, replace, wrap
+from penzai_shard.surgery.edits import Edit
 from penzai_shard.surgery.equivalence import (
     ArrayComparison,
     Comparison,
@@ -11,6 +11,7 @@ from penzai_shard.surgery.equivalence import (
     check_equivalent,
 )
 from penzai_shard.surgery.inserted_layers import Inserted, InsertedSequence, Original
+from penzai_shard.surgery.making_edits import insert_after, insert_before, replace, wrap
 from penzai_shard.surgery.places import ROOT, Where
 from penzai_shard.surgery.recipe import Recipe
 from penzai_shard.surgery.references import Ref

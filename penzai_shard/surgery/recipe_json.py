@@ -14,7 +14,8 @@ from penzai_shard.surgery.edit_values import (
     data_of,
     written_reference,
 )
-from penzai_shard.surgery.edits import Edit, make_edit
+from penzai_shard.surgery.edits import Edit
+from penzai_shard.surgery.making_edits import make_edit
 from penzai_shard.surgery.places import ROOT, Where
 from penzai_shard.surgery.references import is_reference
 from penzai_shard.surgery.trusted_references import TrustedReferences

@@ -17,8 +17,8 @@ from penzai_shard.layers import (
 from penzai_shard.layers.in_precision import is_sensitive
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import leaves_of
-from penzai_shard.surgery.edits import insert_after, replace, wrap
 from penzai_shard.surgery.inserted_layers import library_role
+from penzai_shard.surgery.making_edits import insert_after, replace, wrap
 from penzai_shard.surgery.places import ROOT, PlaceLike
 from penzai_shard.surgery.recipe import Recipe
 from penzai_shard.surgery.tree_nodes import kind_of, snake_case
