@@ -596,10 +596,10 @@ def an_edit_of_another_number_of_places(directory):
     errors.RuleTypeError,
     "this recipe cannot be applied to the MLP:",
     "  edit 1, wrap('pz.nn:Linear', 'builtins:repr'), at sublayers/0/sublayers/0: the "
-    'function gave "Linear(weigh...tures_out\',))" of type str where a layer belongs. '
+    'function returned "Linear(weigh...tures_out\',))" of type str where a layer belongs. '
     "Return the layer from it.",
     "  edit 1, wrap('pz.nn:Linear', 'builtins:repr'), at sublayers/2/sublayers/0: the "
-    'function gave "Linear(weigh...tures_out\',))" of type str where a layer belongs. '
+    'function returned "Linear(weigh...tures_out\',))" of type str where a layer belongs. '
     "Return the layer from it.",
 )
 def a_wrapper_that_returns_a_text(directory):

@@ -29,19 +29,17 @@ def _check_layer(layer: Any, keys: Keys) -> None:
     if is_layer(layer):
         return
     if isinstance(layer, type):
-        raise EditRefused(
-            keys, f"the function gave the class {layer.__name__} and not a layer. Return "
-            f"{layer.__name__}(...)."
-        )  # fmt: skip
-    if callable(layer):
-        raise EditRefused(
-            keys, f"the function gave {_kind_text(layer)}, which is not a pytree: its parameters "
-            "would be lost. Make it a layer, such as a pz.nn.Layer with @pz.pytree_dataclass."
-        )  # fmt: skip
-    gave = "None" if layer is None else f"{reprlib.repr(layer)} of type {type(layer).__name__}"
-    raise EditRefused(
-        keys, f"the function gave {gave} where a layer belongs. Return the layer from it."
-    )
+        reason = f"the class {layer.__name__} and not a layer. Return {layer.__name__}(...)."
+    elif callable(layer):
+        reason = (
+            f"{_kind_text(layer)}, which is not a pytree: its parameters would be lost. Make it a "
+            "layer, such as a pz.nn.Layer with @pz.pytree_dataclass."
+        )
+    else:
+        shown = f"{reprlib.repr(layer)} of type {type(layer).__name__}"
+        returned = "None" if layer is None else shown
+        reason = f"{returned} where a layer belongs. Return the layer from it."
+    raise EditRefused(keys, f"the function returned {reason}")
 
 
 def _kind_text(value: Any) -> str:
@@ -103,7 +101,7 @@ def _wrap(make: Callable[[Any, Keys], Any], node: Any, keys: Keys) -> tuple[Any,
     if not is_edited:
         raise EditRefused(
             keys,
-            f"the function gave {display_name(type(made))}, which does not hold the "
+            f"the function returned {display_name(type(made))}, which does not hold the "
             f"{display_name(type(node))} that it was given. Put that into it, or use replace.",
         )
     return (made,)

@@ -143,7 +143,10 @@ class EditReport(TextTable):
         twice = [row.title for row in self.rows if any(map(_is_twice, row.before, row.after))]
         return [
             *(f"does not fit: {row.problem}" for row in self.rows if row.problem),
-            *(f"{title}: is there already, and is put around it once more" for title in twice),
+            *(
+                f"{title}: is around the layer already, and is put around it once more"
+                for title in twice
+            ),
         ]
 
 

@@ -140,7 +140,7 @@ def data_of(value: Any) -> Any:
     """What stands for a value in JSON.
 
     Raises:
-        CannotWriteError: It has no form there.
+        CannotWriteError: It has no form in JSON.
 
     >>> data_of({"a": (1, None)})
     {'$dict': [['a', {'$tuple': [1, None]}]]}
@@ -330,7 +330,7 @@ def _devices(ids: list[int]) -> np.ndarray:
     missing = [number for number in ids if number not in devices]
     if missing:
         raise MeshError(
-            f"the recipe's mesh has the devices {ids}, and there are none here with the ids "
+            f"the recipe's mesh has the devices {ids}, and this process has none with the ids "
             f"{missing}. Give the recipe another mesh: Recipe.from_json(text, mesh=mesh)."
         )
     return np.array([devices[number] for number in ids])

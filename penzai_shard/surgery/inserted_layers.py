@@ -1,9 +1,9 @@
-"""Which layers of a model are not the model's own, and what the model was before they came.
+"""Which layers of a model are not the model's own, and what the model was without them.
 
 All that a recipe puts in is visible in the tree, as layers of this library: they are known by
 their types, in every process and after every rebuilding of the tree. A layer of somebody else's
-lies in an ``Inserted``; if it was put around a layer of the model, that one lies in an
-``Original`` in it.
+is in an ``Inserted``; if it was put around a layer of the model, that one is in an ``Original``
+in it.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Inserted(_PassingWrapper):
 
     Attributes:
         body: The layer.
-        holds_original: Whether the layer was put around a layer of the model, which then lies
+        holds_original: Whether the layer was put around a layer of the model, which then is
             somewhere in it, in an ``Original``.
 
     >>> Inserted(pz.nn.ConstantRescale(by=2.0))(3.0)
@@ -63,7 +63,7 @@ class Original(_PassingWrapper):
     """Holds a layer of the model inside of an ``Inserted`` layer that was put around it.
 
     It runs the layer, and attributes of the layer are read through it. What happens to the layer
-    inside, and to the layers around, is free: ``strip`` leaves what is in here.
+    inside, and to the layers around, is free: ``strip`` leaves what is in this.
 
     Attributes:
         body: The layer.
@@ -77,7 +77,7 @@ class Original(_PassingWrapper):
 
 @pz.pytree_dataclass(has_implicitly_inherited_fields=True)
 class InsertedSequence(pz.nn.Sequential):
-    """A layer and what a recipe put before or after it where there was no list to put it in.
+    """A layer and what a recipe put before or after it where no list could take it.
 
     It runs like ``pz.nn.Sequential``. ``strip`` puts the layer back in its place.
 
@@ -160,10 +160,10 @@ def vanishes(node: Any) -> bool:
 
 
 def original_in(node: Any) -> Original | None:
-    """The ``Original`` in a node that was put around it; None if there is none.
+    """The ``Original`` in a node that was put around it; None if it has none.
 
-    Pairs of ``Inserted`` and ``Original`` lie in one another like brackets: what was put around a
-    node later is passed over.
+    Pairs of ``Inserted`` and ``Original`` are nested like brackets: what was put around a
+    node later is skipped.
 
     >>> layer = Inserted(Inserted(Original(Original(pz.nn.Identity())), holds_original=True))
     >>> original_in(layer.body)

@@ -30,16 +30,16 @@ def wrap(
         where: A layer type or a tuple of types; a predicate of the layer, or of the layer and
             its path; a path pattern; ``"module:name"`` or a ``Ref`` of a type or predicate, which
             is imported; ``ROOT``. Where
-            one match lies in another, the outer one counts. Patterns match the path of a node
+            one match is in another, the outer one counts. Patterns match the path of a node
             from the model's root, such as ``body/sublayers/0``; each part of a pattern matches a
             key or the snake-case name of a type (or a ``NamedGroup``'s name), so that
             ``**/attention/**`` finds ``pz.nn.Attention``.
         wrapper: A class, or a function of the layer. If it needs a second argument, or has one
             called ``path``, it gets the layer's path too.
         expect: How many places there must be. By default there must be one at least.
-        within: Only what lies inside such a place: strictly inside a node of a type or for which
+        within: Only what is inside such a place: strictly inside a node of a type or for which
             a predicate is true, and at or below a path that matches a pattern.
-        outside: Only what does not lie inside such a place.
+        outside: Only what is not inside such a place.
         nested: Also change matches inside of matches, the inner ones first.
         **options: Further arguments of the wrapper. Text is text; ``Ref("module:name")`` stands
             for what it names.

@@ -2,7 +2,7 @@
 
 A pattern is read as in ``tree_paths.path_matches``, with one addition: each part of it matches
 the key of a node, or the name of the node's type in snake case. ``**/attention/**`` thus finds
-what lies under the key ``attention``, and the ``pz.nn.Attention`` layers and what lies in them.
+what is under the key ``attention``, and the ``pz.nn.Attention`` layers and what is in them.
 """
 
 import fnmatch

@@ -39,8 +39,8 @@ class Where:
 
     Attributes:
         what: Types, a predicate, the text of a path pattern, or ``ROOT``.
-        within: If given, only what lies inside such a place.
-        outside: If given, only what does not lie inside such a place.
+        within: If given, only what is inside such a place.
+        outside: If given, only what is not inside such a place.
     """
 
     what: tuple[type, ...] | str | Callable[..., Any] | _Root
@@ -54,8 +54,8 @@ class Where:
         Args:
             place: A layer type or a tuple of types; a predicate of the node, or of the node and
                 its path; a path pattern; ``module:name`` of a type or predicate; ``ROOT``.
-            within: A place that it must lie in.
-            outside: A place that it must not lie in.
+            within: A place that it must be in.
+            outside: A place that it must not be in.
 
         Returns:
             The place.
@@ -206,7 +206,7 @@ def called_with_path(
             if way == "position":
                 return read(function(node, keys_text(keys), **options))
             return read(function(node, path=keys_text(keys), **options))
-        except Exception as error:
+        except Exception as error:  # The function is the user's, and may raise anything.
             raise raised(f"{what} {display_name(function)}", keys, error) from error
 
     return call

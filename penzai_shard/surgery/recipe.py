@@ -123,7 +123,7 @@ class Recipe(NotebookView):
         Raises:
             SelectionError: Some edit matched nothing, or not the number of places that it
                 expects; all such edits are reported, with the nearest types or paths of the model.
-            RuleTypeError: A function of an edit raised, gave something that is not a layer, or
+            RuleTypeError: A function of an edit raised, returned something that is not a layer, or
                 dropped the layer that it was to wrap; or JAX cannot take such a model.
         """
         problems: list[str] = []
@@ -156,8 +156,8 @@ class Recipe(NotebookView):
             model: The model; it stays as it is.
 
         Returns:
-            A table with the places of each edit, what stood there before and what stands there
-            after. Edits that do not fit are reported in it, and are not an error.
+            A table with the places of each edit, what stood at each before and what stands at
+            each after. Edits that do not fit are reported in it, and are not an error.
 
         Raises:
             RuleTypeError: As in ``apply``.
@@ -223,7 +223,7 @@ class Recipe(NotebookView):
         Raises:
             RuleTypeError: The text is not a recipe, or names what cannot be imported or is not
                 allowed; all such are reported, with the ``allow=`` to add.
-            MeshError: A mesh cannot be made here, or the one given lacks a mesh axis.
+            MeshError: A mesh cannot be made on this machine, or the one given lacks a mesh axis.
 
         >>> Recipe.from_json('{"format": "penzai_shard recipe", "version": 1, "edits": ['
         ...     '{"edit": "wrap", "where": {"root": true}, "what": {"$ref": "os:system"}}]}')

@@ -103,7 +103,7 @@ def resolve_chain(reference: str) -> list[Any]:
     module_name, _, qualname = reference.partition(":")
     try:
         chain: list[Any] = [importlib.import_module(full_module_name(module_name))]
-    except Exception as error:
+    except Exception as error:  # A module runs when it is imported, and may raise anything.
         raise RuleTypeError(
             f"{reference!r}: cannot import {module_name!r}: {error}. "
             "Install or import it first, or correct the name."

@@ -18,7 +18,7 @@ class EditRefused(RuleTypeError):
         others: What stopped the same edit at other places.
 
     Attributes:
-        lines: The places, and why not there.
+        lines: The places, and why not at each.
     """
 
     def __init__(self, keys: Keys, reason: str, others: Sequence["EditRefused"] = ()) -> None:

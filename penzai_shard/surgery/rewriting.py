@@ -30,7 +30,7 @@ SEQUENCE_FIELD = "sublayers"
 """The field whose list or tuple of layers is run in order, in Penzai and what follows it."""
 
 # What a walk knows of a type: whether its nodes match (None if the node must be asked), how they
-# are taken apart and put together, and whether they are passed over.
+# are taken apart and put together, and whether they are skipped.
 _Row = tuple[bool | None, NodeKind, bool]
 
 
@@ -40,8 +40,8 @@ class Match:
 
     Attributes:
         path: Where, in the model before this edit.
-        before: What was there.
-        after: What stands there now, in order.
+        before: What stood in it.
+        after: What stands in it now, in order.
     """
 
     path: tuple[Any, ...]
@@ -69,7 +69,7 @@ class Rewriter:
     Attributes:
         removed: What stands for a node that was removed where no list can be shortened.
         count: The number of matches.
-        matches: The matches, if they are kept.
+        matches: The matches, if they are recorded.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class Rewriter:
         # most nodes never need theirs.
         self._keys: list[Any] = []
         # What was made of nodes that matched, of several things joined, and of other parts in the
-        # place of a node's, by ids. Little is kept of each, because every object that outlives
-        # its function is one more for the garbage collector to visit.
+        # place of a node's, by ids. Little is remembered of each, because every object that
+        # outlives its function is one more for the garbage collector to visit.
         self._changed: dict[int, tuple[Any, ...]] = {}
         self._joined: dict[int, Any] = {}
         self._made: dict[int, Any] = {}
         # Nodes that the tree itself does not keep alive: their ids must not be used again.
-        self._kept_alive: list[Any] = []
+        self._held: list[Any] = []
         self._record = record
         self._refused: list[EditRefused] = []
         self.removed = pz.nn.Identity()
@@ -154,8 +154,8 @@ class Rewriter:
         is_changed = False
         child_state = state
         for key, child in parts:
-            decided, child_kind, is_passed_over = rows.get(type(child)) or self._row(child)
-            if is_passed_over:
+            decided, child_kind, is_skipped = rows.get(type(child)) or self._row(child)
+            if is_skipped:
                 new.append(child)
                 continue
             keys.append(key)
@@ -191,7 +191,7 @@ class Rewriter:
             _check_keys(node, self._keys)
         parts = kind.parts(node)
         # Nodes of other libraries may make their children when they are asked for them.
-        self._kept_alive.append(parts)
+        self._held.append(parts)
         return parts
 
     def _one(self, items: tuple[Any, ...]) -> Any:
@@ -215,9 +215,9 @@ class Rewriter:
                 items = (inner,)
             if self._same_everywhere:
                 self._changed[id(inner)] = items
-            self._kept_alive.append(items)
+            self._held.append(items)
         if inner is not node:
-            self._kept_alive.append(inner)
+            self._held.append(inner)
         self.count += 1
         if self._record:
             self.matches.append(Match(tuple(self._keys), node, items))

@@ -126,7 +126,7 @@ class TrustedReferences:
 
 
 def module_is_in(module: str, package: str) -> bool:
-    """Whether a module is a package or lies in it; names that only begin alike do not count.
+    """Whether a module is a package or is in it; names that only begin alike do not count.
 
     >>> module_is_in("jax.numpy", "jax"), module_is_in("jaxtyping", "jax")
     (True, False)

@@ -322,7 +322,7 @@ def test_the_devices_of_a_mesh_and_their_order_are_kept_in_json():
         (edit,) = read(recipe.to_json())
         assert edit.what.mesh == mesh
     elsewhere = recipe.to_json().replace("3\n", "99\n")
-    with pytest.raises(MeshError, match=r"none here with the ids \[99\].*from_json\(text, mesh"):
+    with pytest.raises(MeshError, match=r"none with the ids \[99\].*from_json\(text, mesh"):
         read(elsewhere)
 
 
@@ -347,7 +347,7 @@ def test_text_that_was_changed_by_hand_is_refused(change, told):
 
 @pytest.mark.parametrize("make", [wrap, insert_after])
 def test_a_function_that_gives_no_layer_is_refused(make):
-    with pytest.raises(RuleTypeError, match="gave None where a layer belongs"):
+    with pytest.raises(RuleTypeError, match="returned None where a layer belongs"):
         Recipe(make(pz.nn.Linear, lambda layer: None)).apply(mlp(1))
 
 
@@ -372,4 +372,6 @@ def test_edits_and_recipes_add_up_to_recipes_in_any_order():
 def test_a_report_says_what_is_put_around_its_like():
     twice = Recipe(wrap(ROOT, Jitted), wrap(pz.nn.Linear, Jitted), wrap(ROOT, Jitted))
     notes = twice.report(mlp(1)).text_summary()
-    assert notes == ["wrap(ROOT, Jitted): is there already, and is put around it once more"]
+    assert notes == [
+        "wrap(ROOT, Jitted): is around the layer already, and is put around it once more"
+    ]

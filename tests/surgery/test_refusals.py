@@ -65,15 +65,21 @@ def refused(edit, model=None):
 
 
 NOT_LAYERS = {
-    "text": ("dense", "gave 'dense' of type str where a layer belongs. Return the layer from it."),
-    "a number": (3, "gave 3 of type int where a layer belongs."),
-    "a truth value": (True, "gave True of type bool where a layer belongs."),
-    "nothing": (None, "gave None where a layer belongs. Return the layer from it."),
-    "a class": (pz.nn.Identity, "gave the class Identity and not a layer. Return Identity(...)."),
+    "text": (
+        "dense",
+        "returned 'dense' of type str where a layer belongs. Return the layer from it.",
+    ),
+    "a number": (3, "returned 3 of type int where a layer belongs."),
+    "a truth value": (True, "returned True of type bool where a layer belongs."),
+    "nothing": (None, "returned None where a layer belongs. Return the layer from it."),
+    "a class": (
+        pz.nn.Identity,
+        "returned the class Identity and not a layer. Return Identity(...).",
+    ),
     "an array": (jnp.ones(2), "of type ArrayImpl where a layer belongs."),
     "a NumPy array": (np.ones(2), "of type ndarray where a layer belongs."),
     "a named array": (pz.nx.ones({"a": 2}), "of type NamedArray where a layer belongs."),
-    "a dictionary": ({"a": 1}, "gave {'a': 1} of type dict where a layer belongs."),
+    "a dictionary": ({"a": 1}, "returned {'a': 1} of type dict where a layer belongs."),
     "a function": (jnp.sin, "which is not a pytree: its parameters would be lost. Make it a layer"),
 }
 
@@ -84,7 +90,7 @@ def test_what_is_not_a_layer_is_refused(make, name):
     given, told = NOT_LAYERS[name]
     error = refused(make(pz.nn.Linear, lambda layer: given))
     assert told in str(error)
-    assert f"at {FIRST_LINEAR}: the function gave " in str(error)
+    assert f"at {FIRST_LINEAR}: the function returned " in str(error)
     assert str(error).startswith(
         f"this recipe cannot be applied to the Sequential:\n  edit 1, {make.__name__}("
     )
@@ -129,7 +135,7 @@ def test_a_container_is_not_a_wrapper(name):
 def test_a_wrapper_that_drops_its_layer_is_refused(name):
     error = refused(wrap(pz.nn.Residual, LOSING[name]))
     message = (
-        r"at sublayers/0/sublayers/0: the function gave \w+, which does not hold the Residual "
+        r"at sublayers/0/sublayers/0: the function returned \w+, which does not hold the Residual "
         r"that it was given\. Put that into it, or use replace\."
     )
     assert re.search(message, str(error))
