@@ -126,9 +126,8 @@ class _Decider:
     sizes: tuple[int, ...]
     mesh_shape: dict[str, int]
     on_indivisible: OnIndivisible
-    # The decision for a dimension by its number; who has a mesh axis: number and rule.
+    # The decision for a dimension, by its number.
     decided: dict[int, DimensionDecision] = dataclasses.field(default_factory=dict)
-    taken: dict[str, tuple[int, Rule]] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -154,8 +153,11 @@ class _Decider:
 
     def _decide(self, i: int, mesh_axes: tuple[str, ...], rule: Rule, reason: str) -> None:
         self.decided[i] = DimensionDecision(self.names[i], self.sizes[i], mesh_axes, rule, reason)
-        for name in mesh_axes:
-            self.taken[name] = (i, rule)
+
+    @property
+    def taken(self) -> dict[str, DimensionDecision]:
+        """The mesh axes that some dimension is sharded over already, and which."""
+        return {axis: d for d in self.decided.values() for axis in d.mesh_axes}
 
     def _divides(self, i: int, mesh_axes: Sequence[str]) -> bool:
         return self.sizes[i] % part_count(mesh_axes, self.mesh_shape) == 0
@@ -210,9 +212,9 @@ class _Decider:
 
     def _holders(self, rule: NameRule) -> str:
         return " and ".join(
-            f"{a!r} is taken by logical axis {self.names[self.taken[a][0]]!r}"
-            for a in rule.mesh_axes
-            if a in self.taken
+            f"{axis!r} is taken by logical axis {self.taken[axis].logical_axis!r}"
+            for axis in rule.mesh_axes
+            if axis in self.taken
         )
 
     def _indivisible(self, i: int, rule: NameRule) -> None:
@@ -231,11 +233,11 @@ class _Decider:
 
     def _asked_twice(self, i: int, rule: NameRule) -> None:
         mesh_axis = next(a for a in rule.mesh_axes if a in self.taken)
-        other, other_rule = self.taken[mesh_axis]
+        other = self.taken[mesh_axis]
         name, size = self.names[i], self.sizes[i]
         self.problems.append(
             f"mesh axis {mesh_axis!r} ({self.mesh_shape[mesh_axis]}) is asked for twice: "
-            f"by logical axis {self.names[other]!r} ({self.sizes[other]}), rule {other_rule}, and "
+            f"by logical axis {other.logical_axis!r} ({other.size}), rule {other.rule}, and "
             f"by logical axis {name!r} ({size}), rule {rule}. "
             f"Map one of them to another mesh axis, or map {name!r} to None."
         )
