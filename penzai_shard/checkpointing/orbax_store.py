@@ -78,7 +78,7 @@ def save_arrays(
         [problem for name, leaf in leaves.items() if (problem := _unsavable(name, leaf))],
     )
     records = {name: record_of(leaf) for name, leaf in leaves.items()}
-    # Orbax refuses arrays without elements. Their records say all there is.
+    # Orbax refuses arrays without elements. Their records say everything about them.
     stored = {
         name: _storable(leaf) for name, leaf in leaves.items() if 0 not in records[name].shape
     }
@@ -110,7 +110,7 @@ def _written_beside(where: str, size: int, *, overwrite: bool) -> Iterator[str]:
     before = set(threading.enumerate())
     try:
         _on_one_process(replacement.begin)
-        # Now that nobody else can save there.
+        # Once more, now that nobody else can save to the path.
         _on_one_process(lambda: refuse_existing(where, overwrite))
         yield str(replacement.new)
         _on_one_process(replacement.commit)

@@ -147,7 +147,7 @@ def rebuilt(model: Any, values: Mapping[str, Any], shardings: Any = None) -> Any
         if not is_variable(node):
             return _put(node, layout)
         if not isinstance(node, LabeledVariable | LabeledVariableValue):
-            # A parameter of Penzai's first API is no object of its own: it is its name and value.
+            # A parameter of Penzai's first API is a plain value with a name, shared by nobody.
             return with_value(node, values[variable_name(node)])
         slot = node.get_slot()
         if slot not in fresh:

@@ -1,7 +1,7 @@
 """Replacing a directory in one step, so that its old content is lost at no moment.
 
 A new checkpoint is written into a staging directory beside its path, on the same file system, and
-then exchanged with what is there: one system call on Linux (``renameat2``) and macOS
+then exchanged with what the path has: one system call on Linux (``renameat2``) and macOS
 (``renamex_np``). Where the file system has no exchange, two renames do it, and a reader that is
 killed between finds the old one set aside. A staging directory is locked while it is in use; what
 a killed process left is known by its free lock, and the next save beside it clears it away.
@@ -102,10 +102,10 @@ class Replacement:
         )
 
     def commit(self) -> None:
-        """Puts the new directory at its path in one step, then removes what was there.
+        """Puts the new directory at its path in one step, then removes the old one.
 
         Raises:
-            OSError: It cannot be put there; what was there still is.
+            OSError: It cannot be put at the path, which still has what it had.
         """
         _synchronise(self.new)
         aside = self._staging / "old"

@@ -109,7 +109,7 @@ def run_demo(
         out: Folder to write to; made if needed.
         seed: Seed of the initialisation, the batches and the sampling.
         simulated: How many devices to simulate on the CPU; if None, the accelerators are used,
-            and eight simulated devices where there are none.
+            and eight simulated devices on a machine without any.
 
     Raises:
         DemoFailure: The options do not fit together, or a step failed, or did not give what it
@@ -369,7 +369,7 @@ def _devices(simulated: int | None, wanted: int | None) -> list[jax.Device]:
 
     Args:
         simulated: How many devices to simulate, if that was asked for.
-        wanted: How many the mesh needs; by default all there are.
+        wanted: How many the mesh needs; by default all.
     """
     if simulated is not None and simulated < 1:
         raise DemoFailure(f"--simulate-devices must be at least 1, not {simulated}.")

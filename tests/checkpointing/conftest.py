@@ -36,13 +36,13 @@ def mlp():
     return build_mlp()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def wide():
     """Four by two devices."""
     return make_mesh({"data": 4, "model": 2})
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tall():
     """Two by four devices."""
     return make_mesh({"data": 2, "model": 4})

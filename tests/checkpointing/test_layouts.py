@@ -48,9 +48,9 @@ def build(seed=0, neurons=16):
     return pz.nn.Sequential([linear, shift, linear])
 
 
-@pytest.fixture
-def saved(tmp_path):
-    return save_params(tmp_path / "params", build())
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save_params(tmp_path_factory.mktemp("layouts") / "params", build())
 
 
 def layouts(tree):
