@@ -3,7 +3,11 @@
 A release that breaks one of them fails here, with the name of the assumption.
 """
 
+import ast
+import dataclasses
+import importlib
 import json
+import pathlib
 import re
 
 import jax
@@ -14,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from penzai import pz
 from penzai.deprecated.v1 import pz as pz_v1
 
+import penzai_shard
 from penzai_shard.library_apis import jax_api, orbax_api, penzai_api
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -94,9 +99,10 @@ def test_a_text_reaches_every_process_whole_and_cut_to_its_length():
     assert jax_api.text_from_first_process("", 4) == ""
 
 
-def test_a_program_compiles_with_the_options_for_unoptimised_compilation():
+@pytest.mark.parametrize("options", ["UNOPTIMISED_COMPILATION", "LITTLE_OPTIMISED_COMPILATION"])
+def test_a_program_compiles_with_options_of_the_compiler(options):
     lowered = jax.jit(lambda x: jnp.sin(x) * 2).lower(1.0)
-    compiled = lowered.compile(compiler_options=jax_api.UNOPTIMISED_COMPILATION)
+    compiled = lowered.compile(compiler_options=getattr(jax_api, options))
     assert compiled(1.0) == pytest.approx(2 * jnp.sin(1.0))
 
 
@@ -190,6 +196,13 @@ def test_a_variable_stores_its_value_as_it_is_given(kind):
     assert variable.freeze().value is array
 
 
+def test_effects_of_the_first_api_hold_what_they_hold_in_one_field():
+    for (module, name), field in penzai_api.EFFECT_FIELDS.items():
+        effects = importlib.import_module(f"penzai.deprecated.v1.data_effects.{module}")
+        kind = getattr(effects, name)
+        assert field in {one.name for one in dataclasses.fields(kind)}
+
+
 def test_side_outputs_of_the_first_api_go_to_a_list_that_can_be_shared():
     collected = []
 
@@ -247,6 +260,8 @@ def test_orbax_casts_while_it_reads(saved):
     assert loaded["a"].dtype == jnp.bfloat16
 
 
+# Orbax leaves tasks of the failed read behind, which report themselves when they are collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_orbax_fails_where_a_piece_is_larger_than_the_bound_on_reading(saved):
     with pytest.raises(ValueError, match="bytes"):
         orbax_api.load(str(saved), {"a": None, "b": struct((2, 3))}, 8)
@@ -289,3 +304,73 @@ def test_orbax_stores_no_empty_arrays(tmp_path):
 def test_orbax_has_paths_of_object_stores():
     path = orbax_api.path_object("gs://bucket/run")
     assert str(path / "params") == "gs://bucket/run/params"
+
+
+# Nothing else uses them
+
+PACKAGE = pathlib.Path(penzai_shard.__file__).parent
+FRAGILE_MODULES = re.compile(
+    r"jax\.(core|extend|experimental|interpreters|lib)\b|jaxlib\b|orbax\."
+    r"|(jax|jnp|penzai|pz|treescope|optax)(\.\w+)*\._(?!_)"
+)
+FRAGILE_ATTRIBUTES = {
+    *("source_info", "default_registry", "manual_axes", "weak_type", "_raw_value", "_destination"),
+    *("xla_backend_optimization_level",),
+}
+
+
+def fragile_uses(source):
+    """The line and the name of each use of what is not promised, in a module's source."""
+    nodes = list(ast.walk(ast.parse(source)))
+    # A field of ours may be called alike.
+    own = {ast.unparse(node.target) for node in nodes if isinstance(node, ast.AnnAssign)}
+    for node in nodes:
+        names, attribute = [], None
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names, attribute = [ast.unparse(node)], node.attr
+        elif isinstance(node, ast.Constant):
+            attribute = node.value
+        if attribute in FRAGILE_ATTRIBUTES - own:
+            yield node.lineno, attribute
+        yield from ((node.lineno, name) for name in names if FRAGILE_MODULES.match(name))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import jax._src.core",
+        "from jax.extend import core",
+        "from jax import core",
+        "from jax.experimental.layout import Format",
+        "import jax\njax.core.Tracer",
+        "import jaxlib.xla_client",
+        "equation.source_info.traceback",
+        "jax.tree_util.default_registry",
+        "variable._raw_value",
+        "effect._destination = []",
+        "jax.sharding.get_abstract_mesh().manual_axes",
+        "aval.weak_type",
+        "getattr(leaf, 'weak_type', False)",
+        "import orbax.checkpoint as ocp",
+        "from penzai.core._private import x",
+        "import treescope._internal",
+        "from treescope import _internal",
+        "options = {'xla_backend_optimization_level': 1}",
+    ],
+)
+def test_a_use_of_what_is_not_promised_is_found(source):
+    assert list(fragile_uses(source))
+
+
+def test_what_is_not_promised_is_used_in_library_apis_alone():
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.parent.name != "library_apis"
+        for line, name in fragile_uses(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []

@@ -18,6 +18,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from penzai import pz
 
+from penzai_shard.array_kinds import is_concrete
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import MeshError, RuleTypeError, ShardingError, raise_all
 from penzai_shard.layers import variable_threading
@@ -248,7 +249,7 @@ def _unfit(error: Exception, region: Region, given: dict[str, Any]) -> ShardingE
 
 
 def _is_elsewhere(array: Any, mesh: AnyMesh) -> bool:
-    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+    if not is_concrete(array):
         return False
     sharding = array.sharding
     return array.committed and (

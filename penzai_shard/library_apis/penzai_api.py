@@ -10,6 +10,15 @@ from typing import Any
 
 from penzai.core.variables import AbstractVariable
 
+SIDE_OUTPUTS = "_destination"
+EFFECT_FIELDS = {
+    ("local_state", "LocalStateEffectImpl"): "_state",
+    ("side_input", "SideInputEffectImpl"): "_value",
+    ("side_output", "SideOutputEffectImpl"): SIDE_OUTPUTS,
+}
+"""For each effect of ``penzai.deprecated.v1`` that is handled, by module and class, the field with
+what it holds."""
+
 
 def stored_values(variables: Iterable[AbstractVariable]) -> list[Any]:
     """What plain ``pz.Parameter`` and ``pz.StateVariable`` objects hold, without a check.

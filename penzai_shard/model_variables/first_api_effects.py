@@ -17,21 +17,19 @@ from penzai.core.variables import (
     StateVariableSlot,
 )
 
-from penzai_shard.library_apis.penzai_api import share_side_outputs, side_outputs
+from penzai_shard.library_apis.penzai_api import (
+    EFFECT_FIELDS,
+    SIDE_OUTPUTS,
+    share_side_outputs,
+    side_outputs,
+)
 from penzai_shard.model_variables.first_api import looked_up
-
-# For each class the field with what it holds.
-_FIELDS = {
-    ("local_state", "LocalStateEffectImpl"): "_state",
-    ("side_input", "SideInputEffectImpl"): "_value",
-    ("side_output", "SideOutputEffectImpl"): (_LIST := "_destination"),
-}
 
 
 def _fields() -> dict[type, str]:
     return {
         getattr(module, name): field
-        for (module_name, name), field in _FIELDS.items()
+        for (module_name, name), field in EFFECT_FIELDS.items()
         if (module := looked_up(f"data_effects.{module_name}")) is not None
     }
 
@@ -63,7 +61,7 @@ class EffectValue(AbstractVariableValue):
     def unfreeze_as_copy(self) -> "EffectVariable":
         """A new effect of the same kind that holds the same."""
         field = _fields()[type(self.template)]
-        content = list(self.content) if field == _LIST else self.content
+        content = list(self.content) if field == SIDE_OUTPUTS else self.content
         effect = dataclasses.replace(self.template, **{field: content})
         return EffectVariable(effect, self.number, self.owner)
 
@@ -83,7 +81,7 @@ class EffectVariable(AbstractVariable):
         self.owner = owner
         self.field = _fields()[type(effect)]
         # Side outputs that were in the list before belong to others.
-        self._start = len(side_outputs(effect)) if self.field == _LIST else 0
+        self._start = len(side_outputs(effect)) if self.field == SIDE_OUTPUTS else 0
 
     def get_slot(self) -> StateVariableSlot:
         """The place of the effect."""
@@ -92,7 +90,7 @@ class EffectVariable(AbstractVariable):
     def freeze(self) -> EffectValue:
         """What the effect holds now."""
         content = getattr(self.effect, self.field)
-        if self.field == _LIST:
+        if self.field == SIDE_OUTPUTS:
             content = tuple(content[self._start :]) if self.owner == self.number else ()
         template = dataclasses.replace(self.effect, **{self.field: None})
         return EffectValue(self.number, self.owner, template, content)
@@ -100,7 +98,7 @@ class EffectVariable(AbstractVariable):
     def update(self, new_frozen_value: AbstractVariableValue) -> None:
         """Gives the effect what a transformation brought out."""
         assert isinstance(new_frozen_value, EffectValue)
-        if self.field == _LIST:
+        if self.field == SIDE_OUTPUTS:
             side_outputs(self.effect)[self._start :] = new_frozen_value.content
         else:
             setattr(self.effect, self.field, new_frozen_value.content)
@@ -118,7 +116,7 @@ def effects_as_variables(tree: Any) -> Any:
     for leaf in leaves:
         if type(leaf) in fields and id(leaf) not in variables:
             number = len(variables)
-            shared = side_outputs(leaf) if fields[type(leaf)] == _LIST else leaf
+            shared = side_outputs(leaf) if fields[type(leaf)] == SIDE_OUTPUTS else leaf
             owner = owners.setdefault(id(shared), number)
             variables[id(leaf)] = EffectVariable(leaf, number, owner)
     if not variables:

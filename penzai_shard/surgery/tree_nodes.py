@@ -17,6 +17,7 @@ import jax
 from penzai.core.struct import Struct, is_pytree_dataclass_type, is_pytree_node_field
 from penzai.core.variables import AbstractVariable
 
+from penzai_shard.library_apis.jax_api import children_of_node, keyed_children_of_node
 from penzai_shard.tree_paths import key_text
 
 Keys = Sequence[Any]
@@ -55,7 +56,7 @@ class NodeKind:
 def _parts_of_other(node: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return zip(node._fields, node, strict=True)
-    found: Any = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
+    found: Any = keyed_children_of_node(node)
     return [(key_text(key), child) for key, child in found[0]]
 
 
@@ -135,7 +136,7 @@ def kind_of(node: Any) -> NodeKind:
     key: Any = node_type
     kind = kind_of_type(key) or _kinds_of_others.get(node_type)
     if kind is None:
-        if jax.tree_util.default_registry.flatten_one_level(node) is None:
+        if children_of_node(node) is None:
             # Not remembered: the type may be registered as a pytree later.
             return _LEAF
         kind = dataclasses.replace(_OTHER, is_layer=callable(node))
@@ -152,7 +153,7 @@ def is_layer(value: Any) -> bool:
     """
     if isinstance(value, type) or not callable(value):
         return False
-    return jax.tree_util.default_registry.flatten_one_level(value) is not None
+    return children_of_node(value) is not None
 
 
 def children_of(node: Any) -> list[tuple[Any, Any]]:

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import penzai
 
+from penzai_shard.library_apis.jax_api import scope_path, source_frames
+
 _JAX = pathlib.Path(jax.__file__).parent
 _PENZAI_CORE = pathlib.Path(penzai.__file__).parent / "core"
 _OWN = pathlib.Path(__file__).parents[1]
@@ -47,7 +49,7 @@ def location_text(chain: Sequence[Any], entry: str = "") -> str:
         own = _user_frames(equation, entry)
         if own[: len(frames)] == frames:
             frames = own
-    scopes = str(chain[-1].source_info.name_stack).split("/")
+    scopes = scope_path(chain[-1]).split("/")
     path = "/".join(scope for scope in scopes if not _ONLY_TRANSFORMED.fullmatch(scope))
     if path:
         text += f" at {path!r}"
@@ -59,10 +61,7 @@ def location_text(chain: Sequence[Any], entry: str = "") -> str:
 
 def _user_frames(equation: Any, entry: str) -> list[tuple[str, str, int]]:
     """File, function and line of each call outside of libraries' internals, outermost first."""
-    traceback = equation.source_info.traceback
-    frames = [
-        (f.file_name, f.function_name, f.line_num) for f in (traceback.frames if traceback else ())
-    ]
+    frames = source_frames(equation)
     outside = next((i for i, (file, *_) in enumerate(frames) if file == entry), len(frames))
     return [frame for frame in reversed(frames[:outside]) if not _is_internal(frame[0])]
 
@@ -93,11 +92,10 @@ def public_name(equation: Any) -> str:
     >>> public_name(jax.make_jaxpr(lambda x: x[::-1])(jax.numpy.ones(3)).eqns[0])
     'rev'
     """
-    traceback = equation.source_info.traceback
     called = [
-        frame.function_name
-        for frame in (traceback.frames if traceback else ())
-        if frame.file_name == _COLLECTIVES and not frame.function_name.startswith("_")
+        function
+        for file, function, _ in source_frames(equation)
+        if file == _COLLECTIVES and not function.startswith("_")
     ]
     name = equation.primitive.name
     # ``pmean`` does a ``psum_invariant``. The first function of the file is the outermost one.

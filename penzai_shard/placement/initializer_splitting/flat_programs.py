@@ -18,7 +18,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from penzai_shard.errors import MeshError, raise_all
-from penzai_shard.library_apis.jax_api import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from penzai_shard.library_apis.jax_api import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    is_weakly_typed,
+)
 from penzai_shard.placement.initializer_splitting import equation_traits
 from penzai_shard.traced_programs import is_jit, opened, walk
 
@@ -190,7 +197,7 @@ def _new_variable(variable: Var) -> Var:
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     if mesh is None or mesh.empty:
         return Var(aval)
-    return Var(type(aval)(aval.shape, aval.dtype, aval.weak_type))
+    return Var(type(aval)(aval.shape, aval.dtype, is_weakly_typed(aval)))
 
 
 def _without_mesh(context: Any) -> Any:

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 from jax.sharding import Sharding
 
-from penzai_shard.library_apis.jax_api import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from penzai_shard.library_apis.jax_api import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    is_weakly_typed,
+)
 from penzai_shard.placement.initializer_splitting import equation_traits
 from penzai_shard.placement.initializer_splitting.subprograms import (
     Result,
@@ -176,14 +183,14 @@ def _is_integer(literal: Literal) -> bool:
 def _argument(literal: Literal) -> Any:
     """An integer literal as an argument of exactly its type; Python integers are weakly typed."""
     aval: Any = literal.aval
-    return int(literal.val) if aval.weak_type else np.asarray(literal.val, aval.dtype)[()]
+    return int(literal.val) if is_weakly_typed(aval) else np.asarray(literal.val, aval.dtype)[()]
 
 
 def _type_key(aval: Any) -> Hashable:
     return (
         getattr(aval, "shape", None),
         getattr(aval, "dtype", type(aval)),
-        getattr(aval, "weak_type", False),
+        is_weakly_typed(aval),
     )
 
 

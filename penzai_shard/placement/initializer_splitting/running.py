@@ -7,17 +7,18 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from penzai_shard.library_apis.jax_api import Var, jaxpr_as_fun
+from penzai_shard.library_apis.jax_api import (
+    LITTLE_OPTIMISED_COMPILATION,
+    Var,
+    is_weakly_typed,
+    jaxpr_as_fun,
+)
 from penzai_shard.placement.initializer_splitting.equation_traits import byte_count
 from penzai_shard.placement.initializer_splitting.grouping import Call, Program, SplitInitializer
 
 # So many bytes may always be in the making at once: waiting for each of many small arrays would
 # take longer than computing them.
 _SMALL_IN_FLIGHT = 2**24
-# A program of an initialiser runs a few times at most, and what the later passes of the CPU
-# compiler would save then is a small part of the time that they take. Values are the same to the
-# bit at this level, which is not so at level 0: that one forms no fused multiply-adds.
-_CPU_COMPILER_OPTIONS = {"xla_backend_optimization_level": 1}
 # Random numbers need about three times their own size while they are made.
 _SIZE_IN_THE_MAKING = 4
 
@@ -56,7 +57,9 @@ class _Run:
             # Of several processes, each computes the same on a device of its own.
             device = meshes[0].local_devices[0]
             self.one_device = SingleDeviceSharding(device)
-            self.compiler_options = _CPU_COMPILER_OPTIONS if device.platform == "cpu" else None
+            self.compiler_options = (
+                LITTLE_OPTIMISED_COMPILATION if device.platform == "cpu" else None
+            )
         # By variable, or by position for outputs.
         self.values: dict[Any, Any] = dict(split.constants)
         self._placements: dict[tuple[Var, Sharding], jax.Array] = {}
@@ -102,7 +105,7 @@ class _Run:
         aval: Any = variable.aval
         layout = self._layout_read(variable, program)
         return jax.ShapeDtypeStruct(
-            aval.shape, aval.dtype, sharding=layout, weak_type=aval.weak_type
+            aval.shape, aval.dtype, sharding=layout, weak_type=is_weakly_typed(aval)
         )
 
     def _call(self, function: Callable[..., list[jax.Array]], call: Call) -> list[jax.Array]:
