@@ -138,8 +138,8 @@ def run_demo(
     _headline(console, "2. Initialise, each device its own part")
     start = time.perf_counter()
     bare = sharded_init(build_model, seed, plan=plan)
-    jax.block_until_ready(_arrays(bare))
-    count = sum(leaf.size for leaf in _arrays(param_dict(bare)))
+    parameters = jax.block_until_ready(jax.tree.leaves(param_dict(bare)))
+    count = sum(array.size for array in parameters)
     console.print(f"{count:,} parameters in {time.perf_counter() - start:.1f} s")
 
     _headline(console, "3. Edit: constrain after each block, jit the whole")
@@ -341,11 +341,6 @@ def _write_records(
     for name, text in zip(RECORDS, (plan.to_json(), losses, line), strict=True):
         (out / name).write_text(text + "\n", encoding="utf-8")
     return [out / name for name in (PARAMETERS_FOLDER, *RECORDS)]
-
-
-def _arrays(tree: Any) -> list[jax.Array]:
-    frozen = pz.freeze_variables(tree)
-    return [leaf for leaf in jax.tree_util.tree_leaves(frozen) if isinstance(leaf, jax.Array)]
 
 
 def _prepare_folder(out: Path) -> None:
