@@ -141,7 +141,7 @@ class SplitFlow:
         # JAX gives one inner program to all calls of a function, which are then followed once.
         key = (id(whole), id(part), tuple(flows))
         if key not in self._seen:
-            self._seen[key] = SideBySide(self).results(whole, part, flows)
+            self._seen[key] = SideBySide(self.step, self.refuse).results(whole, part, flows)
         return self._seen[key]
 
     def refuse(self, equation: Any, reason: str) -> frozenset[int]:

@@ -12,8 +12,8 @@ from penzai_shard.layers import variable_threading
 from penzai_shard.layers.shard_map_regions.boundaries import BoundaryTree, take_apart
 from penzai_shard.layers.shard_map_regions.following import collectives
 from penzai_shard.layers.shard_map_regions.region_check import (
+    RegionCheck,
     Traced,
-    checked_outputs,
     struct_of,
     unchecked_outputs,
 )
@@ -93,17 +93,8 @@ class RegionCall:
             # What JAX tracks stands in the way: it refuses, for one, a loop that starts with the
             # same on all devices and turns it into something that differs. If that was not the
             # reason, the same fails again without it, and Python shows both errors.
-            program = self._untracked_program(plan, arrays)
+            program = self._program(plan, arrays, Tracking.UNTRACKED)
             return program.tree, self._call(plan, program, arrays, program.trackings)
-
-    def _untracked_program(self, plan: RegionPlan, arrays: Sequence[Any]) -> Program:
-        try:
-            return self._program(plan, arrays, Tracking.UNTRACKED)
-        except ShardingError:
-            raise
-        except Exception as error:  # Whatever the layer raises.
-            self._explain(plan, arrays, error)
-            raise
 
     # Trace.
 
@@ -121,7 +112,14 @@ class RegionCall:
             found.append(self._read(plan, arrays, plan.inside(own, tracking), tracking))
             return []
 
-        jax.eval_shape(plan.mapped(dry, tracking, []), *arrays)
+        try:
+            jax.eval_shape(plan.mapped(dry, tracking, []), *arrays)
+        except ShardingError:
+            raise
+        except Exception as error:  # Whatever the layer raises; tracked, it is tried once more.
+            if tracking is Tracking.UNTRACKED:
+                self._explain(plan, arrays, error)
+            raise
         return found[-1]
 
     def _read(
@@ -148,7 +146,8 @@ class RegionCall:
             moves = bool(collectives(part.program))
             return Program(run, part.tree, outputs, trackings, may_gather=moves)
         try:
-            tree, outputs = checked_outputs(plan, run, part, arrays, tracked)
+            shapes = list(map(struct_of, arrays))
+            tree, outputs = RegionCheck(plan, run, part, shapes, tracked).outputs()
         except ManualRegionError as error:
             if tracked and own_gradient:
                 raise TrackingError from error

@@ -22,9 +22,8 @@ from penzai_shard.layers.shard_map_regions.region_plan import (
     RegionPlan,
     crossings,
 )
-from penzai_shard.layers.shard_map_regions.split_values import UNIFORM, Flow, Split
+from penzai_shard.layers.shard_map_regions.split_values import UNIFORM, Flow, Split, mesh_axes_of
 from penzai_shard.library_apis.jax_api import is_weakly_typed
-from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.rule_kinds import sized_mesh_axes_text
 
 
@@ -50,46 +49,123 @@ class Traced:
         return cls(traced.jaxpr, tree, [atom.aval for atom in traced.jaxpr.jaxpr.outvars])
 
 
-def checked_outputs(
-    plan: RegionPlan, run: Any, part: Traced, arrays: Sequence[Any], tracked: bool
-) -> tuple[BoundaryTree, list[Crossing]]:
-    """Checks a layer for whole arrays, and says what leaves the region.
+@dataclasses.dataclass(frozen=True)
+class RegionCheck:
+    """The check of a layer that is written for whole arrays.
 
-    Args:
+    Attributes:
         plan: The plan of what enters.
         run: The layer, compiled, on arrays of whatever lengths.
         part: It on one device's part.
-        arrays: The global arrays that enter.
+        arrays: The global shapes of what enters.
         tracked: Whether JAX tracks along which mesh axes values vary.
-
-    Returns:
-        The output without its arrays, and how its arrays leave.
-
-    Raises:
-        ManualRegionError: The layer does not treat the elements of a split logical axis
-            independently.
     """
-    _check_collectives(part.program)
-    structs = list(map(struct_of, arrays))
-    whole = Traced.of(run, structs)
-    if not whole.tree.built_alike(part.tree):
-        raise ManualRegionError(
-            "the layer returns something else per device than for whole arrays: "
-            f"{part.tree.structure.value} instead of {whole.tree.structure.value}."
+
+    plan: RegionPlan
+    run: Any
+    part: Traced
+    arrays: Sequence[jax.ShapeDtypeStruct]
+    tracked: bool
+
+    def outputs(self) -> tuple[BoundaryTree, list[Crossing]]:
+        """The output without its arrays, and how its arrays leave.
+
+        Raises:
+            ManualRegionError: The layer does not treat the elements of a split logical axis
+                independently.
+        """
+        part, region = self.part, self.plan.region
+        _check_collectives(part.program)
+        whole = Traced.of(self.run, self.arrays)
+        if not whole.tree.built_alike(part.tree):
+            raise ManualRegionError(
+                "the layer returns something else per device than for whole arrays: "
+                f"{part.tree.structure.value} instead of {whole.tree.structure.value}."
+            )
+        problems, flows = self._followed_at_any_length(whole)
+        outputs = []
+        for output, flow in zip(crossings(region, whole.tree, whole.structs), flows, strict=True):
+            dims = enumerate(zip(flow.dims, output.mesh_axes, strict=True))
+            cut = {i for i, (dim, entry) in dims if dim is None and region.parts(entry) > 1}
+            outputs.append(dataclasses.replace(output, whole_inside=frozenset(cut)))
+        self._check_independent(problems, flows, outputs)
+        raise_all(
+            ManualRegionError,
+            "the layer cannot run per device:",
+            [
+                text
+                for output, flow, own in zip(outputs, flows, part.structs, strict=True)
+                for text in _output_problems(output, flow, own.shape, region)
+            ],
         )
-    problems, flows = _followed_at_any_length(plan, run, whole, part, structs, tracked)
-    outputs = _followed_outputs(plan.region, whole, flows)
-    _check_independent(plan, problems, flows, outputs)
-    raise_all(
-        ManualRegionError,
-        "the layer cannot run per device:",
-        [
-            text
-            for output, flow, own in zip(outputs, flows, part.structs, strict=True)
-            for text in _output_problems(output, flow, own.shape, plan.region)
-        ],
-    )
-    return whole.tree, outputs
+        return whole.tree, outputs
+
+    def _followed_at_any_length(self, whole: Traced) -> tuple[list[Problem], list[Flow]]:
+        problems, flows = self._followed(whole, self.part)
+        inputs = list(zip(self.arrays, self.plan.flows(), strict=True))
+        of_one = any(
+            isinstance(dim, Split) and dim.parts == length
+            for array, flow in inputs
+            for length, dim in zip(array.shape, flow.dims, strict=True)
+        )
+        if not any(flow.refused for flow in flows) or not of_one:
+            return problems, flows
+        # Some functions of JAX trace to other operations where a length is 1. They are followed in
+        # the whole and in another that is twice as long.
+        doubled = [
+            struct_of(array, [2 if isinstance(dim, Split) else 1 for dim in flow.dims])
+            for array, flow in inputs
+        ]
+        try:
+            longer = Traced.of(self.run, doubled)
+        except Exception:
+            # The body, which may raise anything, takes no other length. What was refused at this
+            # one stays refused, and is reported.
+            return problems, flows
+        of_longer = self._followed(longer, whole, parts=2)
+        if any(flow.refused for flow in of_longer[1]):
+            return of_longer
+        return self._followed(whole, self.part, part_of_one=True)
+
+    def _followed(
+        self, whole: Traced, part: Traced, parts: int | None = None, part_of_one: bool = False
+    ) -> tuple[list[Problem], list[Flow]]:
+        """What is refused, and what the results are."""
+        region, inputs = self.plan.region, self.plan.flows(parts)
+        splits = frozenset(dim for flow in inputs for dim in flow.dims if isinstance(dim, Split))
+        real = frozenset(name for name in region.manual if region.mesh.shape[name] > 1)
+        analysis = SplitFlow(
+            splits,
+            random_axes=real.intersection(self.plan.random_axes),
+            # Untracked, the gradient of an output is divided by the number of devices that hold
+            # the same, to be added up over them.
+            summed_axes=mesh_axes_of(splits) if self.tracked else real,
+            vouched=frozenset(region.assume_independent),
+            part_of_one=part_of_one,
+        )
+        flows = analysis.results(whole.program, part.program, inputs)
+        return analysis.problems, list(flows)
+
+    def _check_independent(
+        self, problems: Sequence[Problem], flows: Sequence[Flow], outputs: Sequence[Crossing]
+    ) -> None:
+        needed = [
+            [out.path for out, flow in zip(outputs, flows, strict=True) if index in flow.refused]
+            for index in range(len(problems))
+        ]
+        raise_all(
+            ManualRegionError,
+            "the layer does not treat the elements that are on different devices independently"
+            f" (split: {self.plan.split_text()}):",
+            [
+                f"{problem.where}: {problem.reason}. Needed for {_listed(paths)}. Do it outside "
+                "of the layer, or map the logical axis to None in activation_rules; if the "
+                "elements are independent after all, say "
+                f"assume_independent=({problem.operation!r},)."
+                for problem, paths in zip(problems, needed, strict=True)
+                if paths
+            ],
+        )
 
 
 def unchecked_outputs(region: Region, part: Traced, tracked: bool) -> list[Crossing]:
@@ -106,136 +182,25 @@ def unchecked_outputs(region: Region, part: Traced, tracked: bool) -> list[Cross
     # The lengths are known once it is known what is split, for which long ones stand in.
     all_parts = region.parts(region.manual)
     longest = [struct_of(struct, [all_parts] * len(struct.shape)) for struct in part.structs]
-    specs = region.activation_specs(part.tree.put_together(longest, fixed=False))
-    outputs, final = [], []
-    for struct, spec in zip(part.structs, specs, strict=True):
-        mesh_axes = mesh_axes_by_dimension(spec, len(struct.shape))
-        whole = frozenset(
-            dimension
-            for dimension, entry in enumerate(mesh_axes)
-            if region.parts(entry) > 1 and tracked and not varying_axes(struct) & set(entry)
-        )
-        parts = [1 if i in whole else region.parts(entry) for i, entry in enumerate(mesh_axes)]
-        outputs.append(whole)
+    guessed = crossings(region, part.tree, longest)
+    whole, final = [], []
+    for struct, output in zip(part.structs, guessed, strict=True):
+        axes = list(enumerate(output.mesh_axes))
+        varying = varying_axes(struct) if tracked else set(region.manual)  # Anything may vary.
+        whole.append(frozenset(i for i, e in axes if region.parts(e) > 1 and not varying & set(e)))
+        parts = [1 if i in whole[-1] else region.parts(entry) for i, entry in axes]
         final.append(struct_of(struct, parts))
     # Planned again with the lengths that came out, so that one that does not divide is reported.
-    again = region.activation_specs(part.tree.put_together(final, fixed=False))
-    if again != specs:
+    outputs = crossings(region, part.tree, final)
+    if [output.spec for output in outputs] != [output.spec for output in guessed]:
         raise ManualRegionError(
             "the rules split the output otherwise by its global lengths than by those of a part. "
             "Map its logical axes in activation_rules by a mapping."
         )
     return [
-        dataclasses.replace(crossing, path=_variable_or_output(crossing.path), whole_inside=whole)
-        for crossing, whole in zip(crossings(part.tree, final, specs), outputs, strict=True)
+        dataclasses.replace(output, whole_inside=cut)
+        for output, cut in zip(outputs, whole, strict=True)
     ]
-
-
-def _followed_outputs(region: Region, whole: Traced, flows: Sequence[Flow]) -> list[Crossing]:
-    """What leaves the region of a layer that was followed."""
-    specs = region.activation_specs(whole.tree.put_together(whole.structs, fixed=False))
-    return [
-        dataclasses.replace(
-            crossing,
-            path=_variable_or_output(crossing.path),
-            whole_inside=frozenset(
-                dimension
-                for dimension, (dim, entry) in enumerate(
-                    zip(flow.dims, crossing.mesh_axes, strict=True)
-                )
-                if dim is None and region.parts(entry) > 1
-            ),
-        )
-        for crossing, flow in zip(crossings(whole.tree, whole.structs, specs), flows, strict=True)
-    ]
-
-
-def _variable_or_output(path: str) -> str:
-    return path.removeprefix("changed/")
-
-
-def _followed_at_any_length(
-    plan: RegionPlan,
-    run: Any,
-    whole: Traced,
-    part: Traced,
-    structs: Sequence[Any],
-    tracked: bool,
-) -> tuple[list[Problem], list[Flow]]:
-    problems, flows = _followed(plan, whole, part, tracked)
-    splits = [[isinstance(dim, Split) for dim in flow.dims] for flow in plan.flows()]
-    of_one = any(
-        split and struct.shape[dimension] == plan.region.parts(array.mesh_axes[dimension])
-        for struct, array, dims in zip(structs, plan.inputs, splits, strict=True)
-        for dimension, split in enumerate(dims)
-    )
-    if not any(flow.refused for flow in flows) or not of_one:
-        return problems, flows
-    # Some functions of JAX trace to other operations where a length is 1. They are followed in
-    # the whole and in another that is twice as long.
-    doubled = [
-        struct_of(struct, [2 if split else 1 for split in dims])
-        for struct, dims in zip(structs, splits, strict=True)
-    ]
-    try:
-        longer = Traced.of(run, doubled)
-    except Exception:
-        # The body, which may raise anything, takes no other length. What was refused at this one
-        # stays refused, and is reported.
-        return problems, flows
-    of_longer = _followed(plan, longer, whole, tracked, parts=2)
-    if any(flow.refused for flow in of_longer[1]):
-        return of_longer
-    return _followed(plan, whole, part, tracked, part_of_one=True)
-
-
-def _followed(
-    plan: RegionPlan,
-    whole: Traced,
-    part: Traced,
-    tracked: bool,
-    parts: int | None = None,
-    part_of_one: bool = False,
-) -> tuple[list[Problem], list[Flow]]:
-    region, inputs = plan.region, plan.flows(parts)
-    splits = frozenset(dim for flow in inputs for dim in flow.dims if isinstance(dim, Split))
-    real = frozenset(name for name in region.manual if region.mesh.shape[name] > 1)
-    analysis = SplitFlow(
-        splits,
-        random_axes=real.intersection(plan.random_axes),
-        # Untracked, the gradient of an output is divided by the number of devices that hold the
-        # same, to be added up over them.
-        summed_axes=frozenset(n for s in splits for n in s.mesh_axes) if tracked else real,
-        vouched=frozenset(region.assume_independent),
-        part_of_one=part_of_one,
-    )
-    flows = analysis.results(whole.program, part.program, inputs)
-    return analysis.problems, list(flows)
-
-
-def _check_independent(
-    plan: RegionPlan,
-    problems: Sequence[Problem],
-    flows: Sequence[Flow],
-    outputs: Sequence[Crossing],
-) -> None:
-    needed = [
-        [output.path for output, flow in zip(outputs, flows, strict=True) if index in flow.refused]
-        for index in range(len(problems))
-    ]
-    raise_all(
-        ManualRegionError,
-        "the layer does not treat the elements that are on different devices independently"
-        f" (split: {plan.split_text()}):",
-        [
-            f"{problem.where}: {problem.reason}. Needed for {_listed(paths)}. Do it outside "
-            "of the layer, or map the logical axis to None in activation_rules; if the "
-            "elements are independent after all, say "
-            f"assume_independent=({problem.operation!r},)."
-            for problem, paths in zip(problems, needed, strict=True)
-            if paths
-        ],
-    )
 
 
 def _output_problems(output: Crossing, flow: Flow, own: Sequence[int], region: Region) -> list[str]:

@@ -70,19 +70,14 @@ class Region:
     per_device: bool = False
     assume_independent: tuple[str, ...] = ()
 
-    def parameter_specs(self, tree: Any) -> list[PartitionSpec]:
-        """The specs of the arrays of a tree, over the manual mesh axes alone."""
-        return self._specs(tree, self.parameter_rules, self.min_size)
-
-    def activation_specs(self, tree: Any) -> list[PartitionSpec]:
-        """The specs of the arrays of a tree, over the manual mesh axes alone."""
-        return self._specs(tree, self.activation_rules)
-
     def parts(self, mesh_axes: Iterable[str]) -> int:
         """How many parts some mesh axes make."""
         return part_count(mesh_axes, self.mesh.shape)
 
-    def _specs(self, tree: Any, rules: AxisRules, min_size: int = 0) -> list[PartitionSpec]:
+    def specs(self, tree: Any, of_parameters: bool = False) -> list[PartitionSpec]:
+        """The specs of the arrays of a tree, over the manual mesh axes alone."""
+        rules = self.parameter_rules if of_parameters else self.activation_rules
+        min_size = self.min_size if of_parameters else 0
         planner = Planner(self.mesh, rules, on_unnamed="replicate", min_size=min_size)
         plan = planner.plan(tree)
         return [
@@ -153,12 +148,24 @@ class Crossing:
 
 
 def crossings(
-    tree: BoundaryTree, structs: Sequence[Any], specs: Sequence[PartitionSpec]
+    region: Region,
+    tree: BoundaryTree,
+    structs: Sequence[Any],
+    specs: Sequence[PartitionSpec] | None = None,
 ) -> list[Crossing]:
-    """The arrays of a tree that crosses the boundary, from their shapes and specs outside."""
+    """The arrays of a tree that crosses the boundary.
+
+    Args:
+        region: The region.
+        tree: The tree.
+        structs: The global shapes of its arrays.
+        specs: Their specs outside; by default those of activations.
+    """
+    if specs is None:
+        specs = region.specs(tree.put_together(structs, fixed=False))
     return [
         Crossing(
-            path,
+            path.removeprefix("changed/"),  # The key of a variable that changed says what it is.
             names or (None,) * len(struct.shape),
             tuple(struct.shape),
             mesh_axes_by_dimension(spec, len(struct.shape)),
@@ -202,8 +209,8 @@ class RegionPlan:
         """
         weights, activations = tree.put_together(arrays, fixed=False)
         count = len(jax.tree_util.tree_leaves(weights))
-        specs = [*region.parameter_specs(weights), *region.activation_specs(activations)]
-        inputs = crossings(tree, arrays, specs)
+        specs = [*region.specs(weights, of_parameters=True), *region.specs(activations)]
+        inputs = crossings(region, tree, arrays, specs)
         inputs[:count] = [
             dataclasses.replace(
                 weight,

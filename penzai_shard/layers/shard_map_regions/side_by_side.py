@@ -6,8 +6,8 @@ for both, and is answered operation by operation, by whoever follows the program
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,16 +20,6 @@ _SAME_VALUE = ("pvary", "pcast", "reshard")
 """Operations that only change what JAX tracks of a value."""
 
 
-class Follower(Protocol):
-    """What follows operations, and notes what it refuses."""
-
-    def step(self, whole: Any, part: Any, flows: Sequence[Flow | str]) -> list[Flow]:
-        """What the results of one operation are."""
-
-    def refuse(self, equation: Any, reason: str) -> frozenset[int]:
-        """Notes a refused operation, and gives what depends on it its index."""
-
-
 @dataclasses.dataclass(eq=False)
 class _Value:
     """A value of both programs; compared by identity."""
@@ -38,10 +28,20 @@ class _Value:
 
 
 class SideBySide:
-    """One reading of a program, with the whole lengths and with those of a part in step."""
+    """One reading of a program, with the whole lengths and with those of a part in step.
 
-    def __init__(self, follower: Follower) -> None:
-        self.follower = follower
+    Args:
+        step: What the results of an operation are, from it in both programs and from what its
+            operands are; a text says why one of them cannot be followed.
+        refuse: Notes a refused operation, and gives what depends on it its index.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Any, Any, Sequence[Flow | str]], list[Flow]],
+        refuse: Callable[[Any, str], frozenset[int]],
+    ) -> None:
+        self._step, self._refuse = step, refuse
         self.known: dict[Any, Any] = {}
         """For each variable of either program its value, which is a literal or a ``_Value``."""
 
@@ -57,7 +57,7 @@ class SideBySide:
             if equation is None or twin is None or not self._alike(equation, twin):
                 return self._different(one, equation, twin)
             operands = list(map(self._flow, equation.invars, twin.invars))
-            found = self.follower.step(equation, twin, operands)
+            found = self._step(equation, twin, operands)
             self._assign(equation.outvars, twin.outvars, found)
         if not self._same(one.outvars, other.outvars):
             return self._different(one, None, None)
@@ -110,12 +110,12 @@ class SideBySide:
         flow = self._flow(atom, twin)
         if isinstance(flow, Flow):
             return flow
-        return Flow(unsplit(rank_of(atom)), refused=self.follower.refuse(None, flow))
+        return Flow(unsplit(rank_of(atom)), refused=self._refuse(None, flow))
 
     def _different(self, jaxpr: Any, one: Any, other: Any) -> tuple[Flow, ...]:
         """All results depend on where the programs differ."""
         names = [e.primitive.name if e is not None else "nothing" for e in (one, other)]
-        refused = self.follower.refuse(
+        refused = self._refuse(
             one if one is not None else other,
             "the program depends on the length of a split dimension: "
             + (
