@@ -34,6 +34,11 @@ from penzai_shard.rule_kinds import nearest_name
 
 __all__ = ["ManualRegionError", "ShardMapped"]
 
+Rules = AxisRules | Mapping[Any, Any] | Sequence[Any] | None
+"""Any form that ``AxisRules`` reads."""
+
+_STATIC = {"pytree_node": False}
+
 
 @pz.pytree_dataclass
 class ShardMapped(WrapperLayer):
@@ -104,24 +109,14 @@ class ShardMapped(WrapperLayer):
     """
 
     body: Any
-    mesh: AnyMesh = dataclasses.field(metadata={"pytree_node": False})
-    parameter_rules: AxisRules | Mapping[Any, Any] | Sequence[Any] | None = dataclasses.field(
-        metadata={"pytree_node": False}
-    )
-    activation_rules: AxisRules | Mapping[Any, Any] | Sequence[Any] | None = dataclasses.field(
-        metadata={"pytree_node": False}
-    )
-    manual_axes: str | tuple[str, ...] | None = dataclasses.field(
-        default=None, metadata={"pytree_node": False}
-    )
-    min_size: int = dataclasses.field(default=0, metadata={"pytree_node": False})
-    keep_split: str | tuple[str, ...] = dataclasses.field(
-        default=(), metadata={"pytree_node": False}
-    )
-    per_device: bool = dataclasses.field(default=False, metadata={"pytree_node": False})
-    assume_independent: str | tuple[str, ...] = dataclasses.field(
-        default=(), metadata={"pytree_node": False}
-    )
+    mesh: AnyMesh = dataclasses.field(metadata=_STATIC)
+    parameter_rules: Rules = dataclasses.field(metadata=_STATIC)
+    activation_rules: Rules = dataclasses.field(metadata=_STATIC)
+    manual_axes: str | tuple[str, ...] | None = dataclasses.field(default=None, metadata=_STATIC)
+    min_size: int = dataclasses.field(default=0, metadata=_STATIC)
+    keep_split: str | tuple[str, ...] = dataclasses.field(default=(), metadata=_STATIC)
+    per_device: bool = dataclasses.field(default=False, metadata=_STATIC)
+    assume_independent: str | tuple[str, ...] = dataclasses.field(default=(), metadata=_STATIC)
 
     def __post_init__(self) -> None:
         """Refuses what cannot be read where it is written, not where the model runs."""
@@ -156,18 +151,12 @@ class ShardMapped(WrapperLayer):
             (self.body, argument, side_inputs)
         )
         variable_threading.check_distinct_slots(variables)
-        parameters = [variable for variable in variables if isinstance(variable, pz.Parameter)]
-        states = [variable for variable in variables if not isinstance(variable, pz.Parameter)]
-        inputs, arrays = take_apart(
-            (
-                ([v.freeze() for v in parameters], body),
-                {
-                    "argument": argument,
-                    "side_inputs": side_inputs,
-                    "states": [v.freeze() for v in states],
-                },
-            )
-        )
+        # Parameters come first, as they are split by other rules than states.
+        variables = sorted(variables, key=lambda variable: not isinstance(variable, pz.Parameter))
+        count = sum(isinstance(variable, pz.Parameter) for variable in variables)
+        frozen = [variable.freeze() for variable in variables]
+        given_to_body = {"argument": argument, "side_inputs": side_inputs, "states": frozen[count:]}
+        inputs, arrays = take_apart(((frozen[:count], body), given_to_body))
         try:
             with auto_context():
                 tree, arrays = _shard_mapped(RegionCall(region, inputs), arrays)
@@ -178,9 +167,9 @@ class ShardMapped(WrapperLayer):
             raise problem from None
         after = tree.put_together(arrays)
         if after["changed"]:
-            indices = indices_by_text([*parameters, *states])
+            indices = indices_by_text(variables)
             changed = {indices[text]: content for text, content in after["changed"].items()}
-            variable_threading.assign([*parameters, *states], changed)
+            variable_threading.assign(variables, changed)
         return after["output"]
 
     def _region(self) -> Region:
