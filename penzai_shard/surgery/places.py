@@ -147,37 +147,33 @@ def wants_path(function: Callable[..., Any], given: frozenset[str] = frozenset()
         parameters = _parameters_of(function)
     except (TypeError, ValueError):
         return None
-    positional = [
-        parameter
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    unknown = given - {parameter.name for parameter in parameters}
     name = display_name(function)
-    if not positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    kinds = {parameter.kind for parameter in parameters}
+    either = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [parameter.name for parameter in parameters if parameter.kind in either]
+    unknown = sorted(given - {parameter.name for parameter in parameters})
+    if not positional and inspect.Parameter.VAR_POSITIONAL not in kinds:
         raise RuleTypeError(f"{name} takes no layer. Give a function or class that does.")
-    if positional and positional[0].name in given:
-        raise RuleTypeError(f"{name}'s {positional[0].name!r} is the layer itself. Leave it out.")
-    if unknown and not takes_any:
-        raise RuleTypeError(f"{name} takes no argument {sorted(unknown)[0]!r}. Leave it out.")
+    if positional and positional[0] in given:
+        raise RuleTypeError(f"{name}'s {positional[0]!r} is the layer itself. Leave it out.")
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise RuleTypeError(f"{name} takes no argument {unknown[0]!r}. Leave it out.")
     required = [
         parameter
         for parameter in parameters
         if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and parameter.kind in (*either, parameter.KEYWORD_ONLY)
         and parameter.name not in given
     ]
     if len(required) > 2 or any(p.kind is p.KEYWORD_ONLY for p in required):
-        missing = [p.name for p in required if p.kind is p.KEYWORD_ONLY or p is not positional[0]]
+        missing = [p.name for p in required if p.name not in positional[:1]]
         raise RuleTypeError(
             f"{name} needs {', '.join(missing)} beside the layer. "
             f"Give them as keyword arguments of the edit: {missing[0]}=..."
         )
     if len(required) == 2:
         return "position"
-    is_named = any(p.name == "path" and p.name not in given for p in positional[1:])
-    return "keyword" if is_named else None
+    return "keyword" if "path" in positional[1:] and "path" not in given else None
 
 
 def called_with_path(

@@ -17,7 +17,6 @@ from penzai_shard.surgery.refusals import EditRefused
 from penzai_shard.surgery.tree_nodes import (
     Keys,
     NodeKind,
-    children_of,
     first_cycle,
     keys_text,
     kind_of,
@@ -54,41 +53,34 @@ class Match:
         return keys_text(self.path)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Rewriter:
     """Carries out one edit on one tree.
 
-    Args:
+    Attributes:
         finder: Where.
         change: Gives what shall stand in the place of a node: one thing, several to run in order,
             or nothing.
         joined: Makes one thing of several, where there is no list of layers to put them in.
         same_everywhere: Whether ``change`` depends on the node alone, and not on its path.
         enters: Whether to look for matches in a match, the inner ones being changed first.
-        record: Whether to keep the matches, and not only their number.
-
-    Attributes:
+        record: Whether to record the matches, and not only their number.
         removed: What stands for a node that was removed where no list can be shortened.
         count: The number of matches.
         matches: The matches, if they are recorded.
     """
 
-    def __init__(
-        self,
-        finder: Finder,
-        change: Change,
-        joined: Callable[[tuple[Any, ...]], Any] = tuple,
-        same_everywhere: bool = True,
-        enters: Callable[[Any], bool] = lambda node: False,
-        record: bool = False,
-    ) -> None:
-        self._decide = finder.by_type
-        self._matches = finder.matches
-        self._step = finder.step
-        self._start = finder.start
-        self._change = change
-        self._join = joined
-        self._same_everywhere = same_everywhere
-        self._enters = enters
+    finder: Finder
+    change: Change
+    joined: Callable[[tuple[Any, ...]], Any] = tuple
+    same_everywhere: bool = True
+    enters: Callable[[Any], bool] = lambda node: False
+    record: bool = False
+    removed: Any = dataclasses.field(init=False, default_factory=pz.nn.Identity)
+    count: int = dataclasses.field(init=False, default=0)
+    matches: list[Match] = dataclasses.field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
         self._rows: dict[type, _Row] = {}
         # The keys from the root to the node at hand. One list, and not a path per node, because
         # most nodes never need theirs.
@@ -101,11 +93,7 @@ class Rewriter:
         self._made: dict[int, Any] = {}
         # Nodes that the tree itself does not keep alive: their ids must not be used again.
         self._held: list[Any] = []
-        self._record = record
         self._refused: list[EditRefused] = []
-        self.removed = pz.nn.Identity()
-        self.count = 0
-        self.matches: list[Match] = []
 
     def run(self, tree: Any) -> Any:
         """The edited tree; the tree itself if nothing changed.
@@ -115,9 +103,9 @@ class Rewriter:
                 cannot take; a predicate raised it, or ``change`` did at some nodes.
         """
         row = self._row(tree)
-        state = self._start(tree)
+        state = self.finder.start(tree)
         try:
-            if row[0] or (row[0] is None and self._matches(tree, self._keys, state)):
+            if row[0] or (row[0] is None and self.finder.matches(tree, self._keys, state)):
                 edited = self._one(self._items(tree, state, row[1]))
             else:
                 edited = self._below(tree, state, row[1])
@@ -129,7 +117,7 @@ class Rewriter:
 
     def _row(self, node: Any) -> _Row:
         kind = kind_of(node)
-        decided = self._decide(type(node), kind.is_layer)
+        decided = self.finder.by_type(type(node), kind.is_layer)
         is_empty = kind.is_leaf or (kind.is_struct and not kind.fields)
         row = self._rows[type(node)] = (decided, kind, decided is False and is_empty)
         return row
@@ -149,7 +137,7 @@ class Rewriter:
             parts: Iterable[tuple[Any, Any]] = zip(kind.fields, kind.read(node))  # noqa: B905
         else:
             parts = enumerate(node) if type(node) is list else self._parts(node, kind)
-        rows, keys, step = self._rows, self._keys, self._step
+        rows, keys, step, matches = self._rows, self._keys, self.finder.step, self.finder.matches
         new: list[Any] = []
         is_changed = False
         child_state = state
@@ -163,7 +151,7 @@ class Rewriter:
                 child_state = step(state, node, keys, child)
             if child_state is None:
                 new.append(child)
-            elif decided or (decided is None and self._matches(child, keys, child_state)):
+            elif decided or (decided is None and matches(child, keys, child_state)):
                 items = self._items(child, child_state, child_kind)
                 if len(items) != 1 or items[0] is not child:
                     is_changed = True
@@ -199,27 +187,27 @@ class Rewriter:
         if len(items) > 1:
             joined = self._joined.get(id(items))
             if joined is None:
-                joined = self._joined[id(items)] = self._join(items)
+                joined = self._joined[id(items)] = self.joined(items)
             return joined
         return items[0] if items else self.removed
 
     def _items(self, node: Any, state: Any, kind: NodeKind) -> tuple[Any, ...]:
         """What takes the place of a node that matches."""
-        inner = self._below(node, state, kind) if self._enters(node) else node
-        items = self._changed.get(id(inner)) if self._same_everywhere else None
+        inner = self._below(node, state, kind) if self.enters(node) else node
+        items = self._changed.get(id(inner)) if self.same_everywhere else None
         if items is None:
             try:
-                items = self._change(inner, self._keys)
+                items = self.change(inner, self._keys)
             except EditRefused as error:
                 self._refused.append(error)
                 items = (inner,)
-            if self._same_everywhere:
+            if self.same_everywhere:
                 self._changed[id(inner)] = items
             self._held.append(items)
         if inner is not node:
             self._held.append(inner)
         self.count += 1
-        if self._record:
+        if self.record:
             self.matches.append(Match(tuple(self._keys), node, items))
         return items
 
@@ -252,10 +240,10 @@ def _check_keys(node: dict[Any, Any], keys: Keys) -> None:
 def _too_deep(tree: Any) -> EditRefused:
     cycle = first_cycle(tree)
     if cycle is not None:
-        above, below = cycle
+        above, below, node = cycle
         return EditRefused(
             below,
-            f"this is the same {type(_at(tree, above)).__name__} as at "
+            f"this is the same {type(node).__name__} as at "
             f"{keys_text(above) or 'the root'}: the model contains itself, and no JAX function "
             "takes such a tree. Take it out of itself.",
         )
@@ -265,9 +253,3 @@ def _too_deep(tree: Any) -> EditRefused:
         f"the model is nested {len(deepest)} levels deep, and Python's limit of recursion is "
         f"{sys.getrecursionlimit()}. Raise it: sys.setrecursionlimit({20 * len(deepest) + 1000}).",
     )
-
-
-def _at(tree: Any, keys: Keys) -> Any:
-    for key in keys:
-        tree = dict(children_of(tree))[key]
-    return tree

@@ -180,19 +180,19 @@ def nodes_of(tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
         waiting.extend(reversed([((*keys, key), child) for key, child in children_of(node)]))
 
 
-def first_cycle(tree: Any) -> tuple[Keys, Keys] | None:
-    """Where a tree contains itself: the keys of a node and, below it, those of the same node.
+def first_cycle(tree: Any) -> tuple[Keys, Keys, Any] | None:
+    """Where a tree contains itself: a node's keys, the same node's keys below it, and the node.
 
     >>> ring = []
     >>> ring.append({"a": ring})
-    >>> first_cycle(ring)
+    >>> first_cycle(ring)[:2]
     ((), (0, 'a'))
     """
     above: list[int] = []
     for keys, node in nodes_of(tree):
         del above[len(keys) :]
         if id(node) in above:
-            return keys[: above.index(id(node))], keys
+            return keys[: above.index(id(node))], keys, node
         above.append(id(node))
     return None
 
