@@ -1,4 +1,4 @@
-"""Holding an edited model against its original."""
+"""Comparing an edited model with its original."""
 
 import dataclasses
 import re
@@ -302,6 +302,21 @@ class TestValues:
         )
         after = [parameter.value for parameter in pz.unbind_params(other)[1]]
         assert all(one is two for one, two in zip(before, after, strict=True))
+
+    @pytest.mark.parametrize(("values", "name"), [((5.0, 2.0), "w"), ((1.0, 5.0), "w (2)")])
+    def test_frozen_parameters_of_one_name_are_compared_one_by_one(self, values, name):
+        def layer(value):
+            weights = pz.nx.wrap(jnp.full((2, 2), value), "a", "b")
+            frozen = pz.ParameterValue(value=weights, label="w", metadata={})
+            return pz.nn.Linear(frozen, ("a",), ("b",))
+
+        def model(one, other):
+            return pz.nn.Sequential([layer(one), pz.nn.RenameAxes("b", "a"), layer(other)])
+
+        x = pz.nx.ones({"a": 2})
+        report = check_equivalent(model(1.0, 2.0), model(*values), x, gradients=False)
+        assert of(report, "parameters").problems == (f"{name}: parameter has other values",)
+        assert check_equivalent(model(1.0, 1.0), model(1.0, 1.0), x, gradients=False)
 
     def test_both_run_on_the_values_of_the_original(self):
         model, other = mlp(1), self.doubled(mlp(1))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from penzai import pz
 
-from penzai_shard.model_variables import first_api, thawed
+from penzai_shard.model_variables import first_api, is_copy, thawed
 from penzai_shard.surgery.equivalence.comparable_arrays import is_float
 from penzai_shard.surgery.stripping import strip
 from penzai_shard.tree_paths import path_text
@@ -72,12 +72,20 @@ class ModelCall:
         """What stands for a leaf of the model and its inputs; the leaf itself if it is no value."""
         if _is_parameter(leaf):
             name = leaf.label if isinstance(leaf, pz.ParameterValue) else leaf.name
-            return self._place("parameters", name, leaf)
+            return self._place("parameters", self._own_name(name, leaf), leaf)
         if id(leaf) in paths and is_float(leaf):
             return self._place("parameters", paths[id(leaf)], leaf)
         if _is_array(leaf):
             return self._place("arrays", len(self.arrays), leaf)
         return leaf
+
+    def _own_name(self, name: Name, parameter: Any) -> Name:
+        """The name of a parameter; a numbered one if another value in the model has that name."""
+        own, number = name, 1
+        while own in self.parameters and not is_copy(parameter, self.parameters[own]):
+            number += 1
+            own = f"{name} ({number})"
+        return own
 
     def __call__(
         self, parameters: Sequence[Any], state: Sequence[Any], arrays: Sequence[Any]
