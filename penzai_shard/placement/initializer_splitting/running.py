@@ -84,8 +84,10 @@ class _Run:
         """Every program, compiled; several at a time, as compiling leaves Python's lock."""
         first_calls = {call.program: call for call in reversed(self.split.calls)}
         lowered = [self._lower(call) for call in first_calls.values()]
+        # Programs on one device may sum, and since jaxlib 0.11 the order depends on the level.
+        options = [None if one.on_one_device else self.compiler_options for one in first_calls]
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            compiled = pool.map(lambda one: one.compile(self.compiler_options), lowered)
+            compiled = pool.map(lambda one, chosen: one.compile(chosen), lowered, options)
             return dict(zip(first_calls, compiled, strict=True))
 
     def _lower(self, call: Call) -> Any:
