@@ -5,6 +5,7 @@ dimensions through the program of a layer; ``initializer_splitting`` flattens, s
 those of initialisers; ``surgery`` runs those of models in float64.
 """
 
+from penzai_shard.traced_programs.elementwise import ELEMENTWISE
 from penzai_shard.traced_programs.source_locations import (
     exception_location_text,
     function_name,
@@ -23,6 +24,7 @@ from penzai_shard.traced_programs.walking import (
 )
 
 __all__ = [
+    "ELEMENTWISE",
     "called_program",
     "equations",
     "evaluate",

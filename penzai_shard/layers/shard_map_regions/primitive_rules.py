@@ -22,6 +22,7 @@ from penzai_shard.layers.shard_map_regions.split_values import (
     mesh_axes_of,
     unsplit,
 )
+from penzai_shard.traced_programs import ELEMENTWISE
 
 Apply = Callable[[Operation], Sequence[Dimensions]]
 
@@ -325,14 +326,8 @@ def _drawn(op: Operation) -> list[tuple[Dimension, frozenset[str]]]:
 
 
 _BY_NAMES = {
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-    clamp clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc
-    exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite
-    layout_constraint le le_to lgamma log log1p logistic lt lt_to max min mul mulhi name ne neg
-    nextafter not or polygamma population_count pow random_clone random_fold_in random_gamma_grad
-    random_seed real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
-    sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
-    square stop_gradient sub tan tanh threefry2x32 xor zeta""": Rule(_elementwise),
+    """igamma_grad_a layout_constraint name random_clone random_fold_in random_gamma_grad
+    random_seed sharding_constraint threefry2x32""": Rule(_elementwise),
     "optimization_barrier": Rule(_each_operand),
     "debug_callback debug_print": Rule(_nothing, None),
     "cumsum cumprod cummax cummin cumlogsumexp": Rule(_mixes("axis", "accumulates along")),
@@ -372,5 +367,8 @@ _BY_NAMES = {
     ),
 }
 
-RULES: dict[str, Rule] = {name: rule for names, rule in _BY_NAMES.items() for name in names.split()}
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE, Rule(_elementwise)),
+    **{name: rule for names, rule in _BY_NAMES.items() for name in names.split()},
+}
 """The rule of each primitive that is known, except those that run other programs."""

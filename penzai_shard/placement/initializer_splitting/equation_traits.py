@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from penzai_shard.library_apis.jax_api import ClosedJaxpr, JaxprEqn
-from penzai_shard.traced_programs import inner_programs, is_jit
+from penzai_shard.traced_programs import ELEMENTWISE, inner_programs, is_jit
 
 
 def _names(text: str) -> frozenset[str]:
@@ -24,16 +24,7 @@ _FREE = _names(
 
 # Each element of the result comes from at most one element of each operand by a fixed formula, or
 # from an exact choice among elements, whose outcome does not depend on the order of evaluation.
-_ELEMENTWISE = _names(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e "
-    "bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos "
-    "cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag "
-    "integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi ne neg "
-    "nextafter not opt_barrier optimization_barrier or polygamma population_count pow real "
-    "reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan "
-    "tanh xor zeta"
-)
+_ELEMENTWISE = ELEMENTWISE | _names("bitcast_convert_type copy_p opt_barrier optimization_barrier")
 _MOVES_ELEMENTS = _names(
     "broadcast_in_dim concatenate device_put dynamic_slice dynamic_update_slice expand_dims gather "
     "iota pad reshape rev scatter select_and_gather_add slice sort split squeeze transpose tile "
