@@ -7,8 +7,7 @@ in it.
 """
 
 import dataclasses
-import functools
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from penzai import pz
@@ -100,6 +99,15 @@ def inserted_sequence(layers: Iterable[Any]) -> InsertedSequence:
     return made
 
 
+# Further types are added when they are asked for.
+_roles: dict[type, Role | None] = {
+    Inserted: "inserted",
+    Original: "original",
+    InsertedSequence: "sequence",
+    RolledLayerStack: "rolled",
+}
+
+
 def library_role(node_type: type) -> Role | None:
     """What a layer type of this library does to a model; None for all other types.
 
@@ -117,28 +125,11 @@ def library_role(node_type: type) -> Role | None:
     >>> library_role(Jitted), library_role(ConstrainSharding), library_role(pz.nn.Linear)
     ('wrapper', 'passer', None)
     """
-    key: Hashable = node_type
-    return _library_role(key)
-
-
-_ROLES: dict[Any, Role] = {
-    Inserted: "inserted",
-    Original: "original",
-    InsertedSequence: "sequence",
-    RolledLayerStack: "rolled",
-}
-
-
-@functools.lru_cache(maxsize=4096)
-def _library_role(node_type: Hashable) -> Role | None:
-    assert isinstance(node_type, type)
-    if node_type in _ROLES:
-        return _ROLES[node_type]
-    if not (
-        node_type.__module__.startswith(_LAYERS_PACKAGE) and issubclass(node_type, pz.nn.Layer)
-    ):
-        return None
-    return "wrapper" if issubclass(node_type, WrapperLayer) else "passer"
+    if node_type not in _roles:
+        role: Role = "wrapper" if issubclass(node_type, WrapperLayer) else "passer"
+        is_ours = node_type.__module__.startswith(_LAYERS_PACKAGE)
+        _roles[node_type] = role if is_ours and issubclass(node_type, pz.nn.Layer) else None
+    return _roles[node_type]
 
 
 def vanishes(node: Any) -> bool:

@@ -224,14 +224,20 @@ def names_of(node: Any) -> tuple[str, ...]:
     ('named_group', 'gate')
     """
     key: Any = type(node)
-    names = _names_of_type(key)
+    names, is_known = _names_of_type(key)
+    if is_known:
+        return names
     if names == ("named_group",) and isinstance(getattr(node, "name", None), str):
         return "named_group", node.name
-    return names if names and not kind_of(node).is_leaf else ()
+    return () if kind_of(node).is_leaf else names
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_of_type(node_type: Hashable) -> tuple[str, ...]:
-    """What nodes of a type are called, if they are nodes at all."""
+def _names_of_type(node_type: Hashable) -> tuple[tuple[str, ...], bool]:
+    """What nodes of a type are called, and whether that is known without asking the node."""
     assert isinstance(node_type, type)
-    return () if node_type in _BUILTINS else (snake_case(node_type.__name__),)
+    kind = kind_of_type(node_type)
+    if node_type in _BUILTINS or (kind is not None and kind.is_leaf):
+        return (), True
+    names = (snake_case(node_type.__name__),)
+    return names, kind is not None and names != ("named_group",)
