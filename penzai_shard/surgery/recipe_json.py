@@ -3,11 +3,12 @@
 import json
 import reprlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from jax.sharding import AbstractMesh, Mesh
 
 from penzai_shard.errors import MeshError, RuleTypeError, raise_all
+from penzai_shard.surgery.changes import EditKind
 from penzai_shard.surgery.edit_values import (
     CannotWriteError,
     ValueReader,
@@ -22,7 +23,7 @@ from penzai_shard.surgery.trusted_references import TrustedReferences
 
 _FORMAT = "penzai_shard recipe"
 _VERSION = 1
-_EDIT_KINDS = ("wrap", "insert_before", "insert_after", "replace")
+_EDIT_KINDS = get_args(EditKind)
 
 
 def edits_to_json(edits: Sequence[Edit]) -> str:
@@ -56,7 +57,7 @@ def edits_from_json(
             edits.append(_read_edit(written, reader))
         except MeshError:
             raise
-        except (RuleTypeError, KeyError, _Abandoned) as error:
+        except (RuleTypeError, KeyError) as error:
             own = f"{error} is missing." if isinstance(error, KeyError) else str(error)
             shown = [*map(str, reader.refused)] or [own]
             problems += [f"edit {number}: {problem}" for problem in shown]
@@ -129,10 +130,6 @@ def _write_where(where: Where) -> dict[str, Any]:
     return written | {name: _write_where(place) for name, place in around.items() if place}
 
 
-class _Abandoned(Exception):
-    """An edit refers to what may not be used; the reader has the refusals."""
-
-
 def _read_edit(written: Any, reader: ValueReader) -> Edit:
     kind, what = written["edit"], written["what"]
     if kind not in _EDIT_KINDS:
@@ -143,7 +140,7 @@ def _read_edit(written: Any, reader: ValueReader) -> Edit:
         raise RuleTypeError(f'{what!r} is not a layer or a function. Write {{"$ref": ...}}.')
     what = reader.resolve(what["$ref"], "function") if "$ref" in what else reader.value(what)
     if reader.refused:
-        raise _Abandoned
+        raise reader.refused[0]
     return make_edit(
         kind, where, what, options, written.get("expect"), written.get("nested", False)
     )
