@@ -551,6 +551,23 @@ class TestDifferences:
         assert "shape [2] became [3]" in difference("w", np.ones(2), np.ones(3)).problem
 
 
+@pz.pytree_dataclass
+class OfOnePath(pz.nn.Layer):
+    """Gives two outputs that have the same path as text."""
+
+    factor: float = dataclasses.field(metadata={"pytree_node": False})
+
+    def __call__(self, value, **side_inputs):
+        return {"a": {"b": value * self.factor}, "a/b": value}
+
+
+def test_outputs_of_one_path_are_compared_one_by_one():
+    report = check_equivalent(OfOnePath(1.0), OfOnePath(2.0), features(), gradients=False)
+    assert [part.ok for part in report.comparisons] == [True, False, True]
+    assert of(report, "outputs").count == 2
+    assert check_equivalent(OfOnePath(2.0), OfOnePath(2.0), features(), gradients=False)
+
+
 def test_a_layer_may_be_compared_alone():
     layer = linear("w")
     assert check_equivalent(layer, InPrecision(layer, "float32"), features())

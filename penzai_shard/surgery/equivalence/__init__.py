@@ -1,7 +1,7 @@
 """Whether an edited model computes the same as its original.
 
 ``check`` runs both models on the same values and compares what they compute: parameters and state
-by name (``named_values``), results array by array (``array_comparisons``) on the yardstick of the
+by name (``named_values``), results array by array (``paired_runs``) on the yardstick of the
 original's rounding errors (``yardsticks``), which runs in float64 measure (``model_steps``,
 ``wider_arithmetic``). Where they differ, ``tapping`` and ``divergence`` find the first layer that
 does. The result is a ``report``.

@@ -265,7 +265,15 @@ def _step(call: ModelCall, gradients: bool) -> Callable[..., Results]:
 
 
 def _grouped(group: str, named: Iterable[tuple[str, Any]]) -> Results:
-    return {(group, name): array for name, array in named}
+    """Named arrays as results of a group; of several with one name the later ones are numbered."""
+    results: Results = {}
+    for name, array in named:
+        own, number = name, 1
+        while (group, own) in results:
+            number += 1
+            own = f"{name} ({number})"
+        results[group, own] = array
+    return results
 
 
 def _flat_names(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
