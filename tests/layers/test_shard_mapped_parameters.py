@@ -76,6 +76,17 @@ def own_tangent(tangent):
     return function
 
 
+def repeated(gradient):
+    """A product with one weight for all elements, whose gradient is a function of x and ct."""
+
+    @jax.custom_vjp
+    def product(x, weights):
+        return x * weights
+
+    product.defvjp(lambda x, w: (x * w, (x, w)), lambda xw, ct: (ct * xw[1], gradient(xw[0], ct)))
+    return lambda x, w: product(x, jnp.broadcast_to(w[0, 0], x.shape)) @ w
+
+
 def clipped(value):
     @jax.custom_vjp
     def same(value):
@@ -111,6 +122,8 @@ EQUAL = {
     "scaled gradient": own_gradient(lambda x, w, ct: (3 * ct @ w.T, -summed(x, ct) / 2)),
     "tangent": own_tangent(lambda t: t),
     "scaled tangent": own_tangent(lambda t: 2 * t),
+    "repeated weight": repeated(lambda x, ct: x * ct),
+    "repeated weight without gradient": repeated(lambda x, ct: jnp.zeros_like(x)),
     "clipped input": lambda x, w: clipped(x) @ w,
     "mapped": lambda x, w: jax.lax.map(lambda r: r @ w, x),
 }
@@ -129,6 +142,10 @@ EITHER = {
     "gradient spread over the batch": own_gradient(
         lambda x, w, ct: (jnp.broadcast_to(ct.sum(0), x.shape), summed(x, ct))
     ),
+    "gradient of a repeated weight spread again": repeated(
+        lambda x, ct: jnp.broadcast_to((x * ct).sum(), x.shape)
+    ),
+    "constant gradient of a repeated weight": repeated(lambda x, ct: jnp.ones_like(x)),
     "gradient turned": own_gradient(lambda x, w, ct: ((ct @ w.T)[::-1], summed(x, ct))),
     "gradient turned in seq": own_gradient(lambda x, w, ct: ((ct @ w.T)[:, ::-1], summed(x, ct))),
     "gradient of the largest": own_gradient(

@@ -96,13 +96,12 @@ class Derivative:
                 one == other or UNIFORM in (one, other)
                 for one, other in zip(flow.dims, expected.dims, strict=True)
             )
-            # JAX adds a gradient up over the axes that its input is not split over, so that it
-            # has to be a part of the sum over those and no others.
-            wanted = {
-                self.summed_axes - split.mesh_axes if self.backward else frozenset()
-                for split in (flow, expected)
-            }
-            if not alike or flow.random or not (flow.zero or wanted == {flow.partial}):
+            wanted = self.summed_axes - flow.mesh_axes if self.backward else frozenset()
+            # What is the same for all elements of a split dimension may be a sum over it. Each
+            # device then gives its elements its own part of that, and nothing adds the parts up.
+            spread = self.backward and UNIFORM in flow.dims
+            fits = flow.zero or (flow.partial == wanted and not spread)
+            if not alike or flow.random or not fits:
                 raise MixesElementsError("its derivative is not split as what it is derived from")
 
 
