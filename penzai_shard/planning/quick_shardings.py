@@ -32,6 +32,10 @@ def quick_shardings(planner: Planner, tree: Any) -> tuple[Any, Collection[Logica
         return None
 
 
+# Looked up once for every array.
+NamedArray = pz.nx.NamedArray
+
+
 class _NeedsPlan(Exception):
     """The tree has something that only the full plan can treat or report."""
 
@@ -52,31 +56,43 @@ class _QuickTree:
         return {name for named_array in self.made.values() for name in named_array.named_axes}
 
     def shardings(self, tree: Any) -> Any:
-        kind = type(tree)
-        if kind is pz.nx.NamedArray:
+        kind, build = type(tree), self.shardings
+        if kind is dict:
+            return self._dict(tree)
+        if kind is NamedArray:
             axes = tree.named_axes
             try:
                 key = (tree.data_array.shape, *axes, *axes.values())
-                return self.made[key]
-            except KeyError:
-                self.made[key] = self._lay_out(tree)
-                return self.made[key]
             except AttributeError:
                 raise _NeedsPlan from None
-        build = self.shardings
-        if kind is dict:
-            return {key: build(child) for key, child in tree.items()}
+            if key not in self.made:
+                self.made[key] = self._lay_out(tree)
+            return self.made[key]
         if kind is list or kind is tuple:
             return kind([build(child) for child in tree])
         if tree is None:
             return None
         is_value = kind is pz.ParameterValue or kind is pz.StateVariableValue
-        if is_value and type(tree.value) is pz.nx.NamedArray:
+        if is_value and type(tree.value) is NamedArray:
             made = object.__new__(kind)
             made.__dict__.update(tree.__dict__)
             made.__dict__["value"] = build(tree.value)
             return made
         raise _NeedsPlan
+
+    def _dict(self, tree: dict[Any, Any]) -> dict[Any, Any]:
+        # Most trees of many arrays are flat dictionaries of named arrays: looked up in place.
+        made, result = self.made, {}
+        for name, node in tree.items():
+            if type(node) is NamedArray:
+                try:
+                    axes = node.named_axes
+                    result[name] = made[(node.data_array.shape, *axes, *axes.values())]
+                    continue
+                except (KeyError, AttributeError):
+                    pass  # Laid out, or left to the plan, like any other child.
+            result[name] = self.shardings(node)
+        return result
 
     def _lay_out(self, node: Any) -> Any:
         names = dimension_names(node)
@@ -85,6 +101,4 @@ class _QuickTree:
         explained = self.planner.decide(names, tuple(node.data_array.shape))
         if explained.problems:
             raise _NeedsPlan
-        return pz.nx.NamedArray(
-            node.named_axes, shared_named_sharding(self.planner.mesh, explained.spec)
-        )
+        return NamedArray(node.named_axes, shared_named_sharding(self.planner.mesh, explained.spec))

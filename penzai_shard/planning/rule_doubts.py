@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection
 
+from penzai_shard.axis_rules import AxisRules
 from penzai_shard.meshes import mesh_text
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.planner import NAMELESS_MODULE, Planner
@@ -40,28 +41,38 @@ def rule_doubts(
     doubts = _near_names(planner, present)
     if not present or math.prod(mesh.shape.values()) == 1:
         return doubts
-    axes = sorted(present, key=str)
-    listed = ", ".join(map(repr, axes[:6])) + (", ..." if len(axes) > 6 else "")
-    example = {axes[0]: next(iter(mesh.shape))}
-    # The rules of a preset are alternatives, of which a value need not have any.
-    only_names = all(isinstance(rule, NameRule) and not rule.yields for rule in rules.rules)
-    applies_nowhere = rules.rules and only_names and not set(rules.logical_axes) & set(present)
-    if not rules_given:
-        if not set(mesh.shape) & set(present):
-            doubts.append(
-                f"{called} was given no rules, and none of the logical axes ({listed}) has the "
-                f"name of a mesh axis ({mesh_text(mesh)}), so every device gets a whole copy. Say "
-                f"what is split over what, for instance rules={example!r}, or that copies are "
-                "wanted: rules={}."
-            )
-    elif constrains and not doubts and applies_nowhere:
+    if not rules_given and not set(mesh.shape) & set(present):
+        listed, example = _listed_with_example(planner, present)
+        doubts.append(
+            f"{called} was given no rules, and none of the logical axes ({listed}) has the name of "
+            f"a mesh axis ({mesh_text(mesh)}), so every device gets a whole copy. Say what is "
+            f"split over what, for instance rules={example!r}, or that copies are wanted: "
+            "rules={}."
+        )
+    elif constrains and rules_given and not doubts and _applies_nowhere(rules, present):
+        listed, example = _listed_with_example(planner, present)
         doubts.append(
             f"the rules of this constraint ({'; '.join(map(str, rules.rules))}) name none of the "
             f"logical axes of what flows through it ({listed}), so every device gets a whole copy "
-            f"of it. Name one of them, for instance {example!r}, or write { {axes[0]: None}!r} if "
-            "copies are wanted."
+            f"of it. Name one of them, for instance {example!r}, or write "
+            f"{dict.fromkeys(example)!r} if copies are wanted."
         )
     return doubts
+
+
+def _listed_with_example(
+    planner: Planner, present: Collection[LogicalAxis]
+) -> tuple[str, dict[LogicalAxis, str]]:
+    """Logical axes as text, and a rule for the first of them."""
+    axes = sorted(present, key=str)
+    listed = ", ".join(map(repr, axes[:6])) + (", ..." if len(axes) > 6 else "")
+    return listed, {axes[0]: next(iter(planner.mesh.shape))}
+
+
+def _applies_nowhere(rules: AxisRules, present: Collection[LogicalAxis]) -> bool:
+    # The rules of a preset are alternatives, of which a value need not have any.
+    only_names = all(isinstance(rule, NameRule) and not rule.yields for rule in rules.rules)
+    return bool(rules.rules) and only_names and not set(rules.logical_axes) & set(present)
 
 
 def _near_names(planner: Planner, present: Collection[LogicalAxis]) -> list[str]:
