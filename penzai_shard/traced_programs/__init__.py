@@ -1,8 +1,8 @@
 """Traced programs (jaxprs): walking through one, and saying where an operation was written.
 
 What every reader of programs needs, and nothing that one of them decides. ``layers`` follows split
-dimensions through the program of a layer; ``initializer_splitting`` flattens, splits and groups
-those of initialisers; ``surgery`` runs those of models in float64.
+dimensions through the program of a layer; ``placement`` flattens, splits and groups those of
+initialisers; ``surgery.equivalence`` runs those of models in float64.
 """
 
 from penzai_shard.traced_programs.elementwise import ELEMENTWISE
