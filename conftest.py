@@ -1,6 +1,8 @@
 """Eight simulated CPU devices for every test, chosen before JAX starts; tables 100 wide."""
 
+import atexit
 import os
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
@@ -16,6 +18,15 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # The width of every table and console that is not given one, whatever terminal the tests run in.
 os.environ["COLUMNS"] = "100"
+
+# Many tests compile the same programs, in both processes and in those that they start: what one
+# has compiled is read by the others. A folder of your own, named in the environment, keeps it.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="penzai_shard_tests_", ignore_cleanup_errors=True)
+    atexit.register(_cache.cleanup)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # Before any module is collected for its doctests, which would otherwise be imported a second time
 # if it is named first, with classes of its own.

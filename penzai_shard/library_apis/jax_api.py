@@ -51,8 +51,8 @@ __all__ = [
 LITTLE_OPTIMISED_COMPILATION: dict[str, str | bool] = {"xla_backend_optimization_level": "1"}
 """Options of XLA for a program that runs a few times on a CPU.
 
-The later passes of the compiler take longer than they save then. Values are the same to the bit at
-this level, which is not so at level 0: that one forms no fused multiply-adds."""
+The later passes of the compiler take longer than they save then. On jax 0.10 values are the same to
+the bit at this level, which is not so at level 0: that one forms no fused multiply-adds."""
 
 UNOPTIMISED_COMPILATION: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 """Options of XLA for a program that runs once: compiling it costs more than running it."""

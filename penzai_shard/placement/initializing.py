@@ -49,7 +49,7 @@ def sharded_init(
 
     Args:
         initializer: Called as ``initializer(*args, **kwargs)``; returns a model with new
-            ``pz.Parameter``s and ``pz.StateVariable``s, or any other tree of arrays. Anything
+            ``pz.Parameter`` and ``pz.StateVariable`` objects, or any other tree of arrays. Anything
             that can be traced works, also with effects such as ``jax.debug.print``, which happen
             once.
         *args: Passed on; arrays and anything else.
@@ -125,7 +125,7 @@ def initialize_parameters_sharded(
     Time, memory and values are as for ``sharded_init``.
 
     Args:
-        model_def: A model, or any tree, with ``pz.nn.UninitializedParameter``s.
+        model_def: A model, or any tree, with ``pz.nn.UninitializedParameter`` objects.
         rng: The key from which ``pz.nn.initialize_parameters`` derives those of the parameters.
         mesh: The mesh. One with Explicit axes is treated as its twin with Auto axes.
         axis_name_to_mesh_name: Rules, in any form that ``AxisRules`` reads; None maps each
@@ -137,8 +137,8 @@ def initialize_parameters_sharded(
             for ``model_def``.
 
     Returns:
-        The model with initialised ``pz.nn.Parameter``s of the same names. The rest of it is what
-        it was.
+        The model with initialised ``pz.nn.Parameter`` objects of the same names. The rest of it
+        is what it was.
 
     Raises:
         ShardingError: Some parameter has no valid layout; nothing has been computed then.
@@ -192,8 +192,8 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     """Builds a model without memory for its parameters, to plan for it or to restore into it.
 
     Each parameter is a frozen ``pz.ParameterValue`` whose arrays are
-    ``jax.ShapeDtypeStruct``s. What a checkpoint of parameters does not hold is computed for real,
-    and only that: constants of the layers (an epsilon, a mask) and state variables, which are
+    ``jax.ShapeDtypeStruct`` objects. What a checkpoint of parameters does not hold is computed for
+    real, and only that: constants of the layers (an epsilon, a mask) and state variables, which are
     ordinary mutable ones. So the model can run once values are put in place of the parameters.
 
     Args:
