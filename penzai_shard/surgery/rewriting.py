@@ -28,6 +28,8 @@ Change = Callable[[Any, Keys], tuple[Any, ...]]
 SEQUENCE_FIELD = "sublayers"
 """The field whose list or tuple of layers is run in order, in Penzai and what follows it."""
 
+_SEQUENCES = frozenset({list, tuple})
+
 # What a walk knows of a type: whether its nodes match (None if the node must be asked), how they
 # are taken apart and put together, and whether they are skipped.
 _Row = tuple[bool | None, NodeKind, bool]
@@ -132,11 +134,11 @@ class Rewriter:
             is_sequence: Whether it is a list of layers that are run in order, so that several may
                 take the place of one.
         """
-        # Most nodes have fields or are lists, and are read without a call of ours.
+        # Most nodes have fields or are lists or tuples, and are read without a call of ours.
         if kind.fields:
             parts: Iterable[tuple[Any, Any]] = zip(kind.fields, kind.read(node))  # noqa: B905
         else:
-            parts = enumerate(node) if type(node) is list else self._parts(node, kind)
+            parts = enumerate(node) if type(node) in _SEQUENCES else self._parts(node, kind)
         rows, keys, step, matches = self._rows, self._keys, self.finder.step, self.finder.matches
         new: list[Any] = []
         is_changed = False
