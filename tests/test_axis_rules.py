@@ -83,10 +83,10 @@ def test_repeated_names_that_all_fail_tell_of_each_rule():
     rules = AxisRules([("a", "data"), ("b", "data"), ("b", "model")])
     with pytest.raises(PlanError, match=r"'b' \(3\) fits none of its rules") as caught:
         rules.spec(("a", "b"), (4, 3), MESH)
-    told = str(caught.value)
-    assert "rule 'b' -> 'data': 'data' is taken by logical axis 'a'" in told
-    assert "rule 'b' -> 'model': does not divide over mesh axis 'model' (2)" in told
-    assert "Add ('b', None)" in told
+    message = str(caught.value)
+    assert "rule 'b' -> 'data': 'data' is taken by logical axis 'a'" in message
+    assert "rule 'b' -> 'model': does not divide over mesh axis 'model' (2)" in message
+    assert "Add ('b', None)" in message
 
 
 def test_an_indivisible_length_has_the_promised_text():
@@ -127,7 +127,7 @@ def test_the_identity_beside_other_rules_yields_to_a_name_that_they_rule():
     assert (None | AxisRules({"data": "model"})).spec(("data",), (4,), MESH) == P("model")
 
 
-def test_all_problems_of_an_array_are_told_at_once():
+def test_all_problems_of_an_array_are_reported_at_once():
     with pytest.raises(PlanError, match="no valid layout") as caught:
         AxisRules({"a": "data", "b": "model", "c": "model"}).spec(("a", "b", "c"), (3, 2, 2), MESH)
     assert len(caught.value.problems) == 2
@@ -156,7 +156,7 @@ def test_replication_on_request_does_not_excuse_a_mesh_axis_asked_for_twice():
         )
 
 
-def test_unknown_mesh_axes_are_all_told_with_near_names():
+def test_unknown_mesh_axes_are_all_reported_with_near_names():
     rules = AxisRules({"neurons": "modle", "heads": ("data", "tensor"), "ok": "data"})
     with pytest.raises(MeshError, match="the rules do not fit the mesh") as caught:
         rules.spec(("ok",), (4,), MESH)
@@ -169,7 +169,7 @@ def test_unknown_mesh_axes_are_all_told_with_near_names():
 
 
 @pytest.mark.parametrize(
-    ("rules", "told"),
+    ("rules", "message"),
     [
         (3, "rules must be AxisRules, a mapping, .* not int"),
         ("data", "rules must be AxisRules, a mapping, .* not str"),
@@ -185,12 +185,12 @@ def test_unknown_mesh_axes_are_all_told_with_near_names():
         ({"a": ("data", "data")}, "names a mesh axis twice. Write 'a': 'data'"),
     ],
 )
-def test_rules_of_a_wrong_form_are_refused(rules, told):
-    with pytest.raises(RuleTypeError, match=told):
+def test_rules_of_a_wrong_form_are_refused(rules, message):
+    with pytest.raises(RuleTypeError, match=message):
         AxisRules(rules)
 
 
-def test_all_unreadable_rules_are_told_at_once():
+def test_all_unreadable_rules_are_reported_at_once():
     with pytest.raises(RuleTypeError, match="cannot be read") as caught:
         AxisRules([("a", 1), ("b", "data"), "c", ("d", ("x", "x"))])
     assert len(caught.value.problems) == 3

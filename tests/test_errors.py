@@ -31,16 +31,16 @@ def test_wrong_types_and_failed_lookups_can_be_caught_as_such():
 
 
 @pytest.mark.parametrize("error", FAMILY)
-def test_all_offenders_are_told_in_one_error_in_their_order(error):
-    with pytest.raises(error, match=re.escape("told here:\n  first.\n  second.")) as caught:
-        errors.raise_all(error, "told here:", ["first.", "second."])
+def test_all_offenders_are_reported_in_one_error_in_their_order(error):
+    with pytest.raises(error, match=re.escape("reported:\n  first.\n  second.")) as caught:
+        errors.raise_all(error, "reported:", ["first.", "second."])
     assert caught.value.problems == ("first.", "second.")
     # A lookup error must not show its text quoted, as KeyError does.
-    assert str(caught.value) == "told here:\n  first.\n  second."
+    assert str(caught.value) == "reported:\n  first.\n  second."
 
 
 def test_no_offender_is_no_error():
-    assert errors.raise_all(errors.PlanError, "told here:", []) is None
+    assert errors.raise_all(errors.PlanError, "reported:", []) is None
 
 
 def test_an_error_without_offenders_is_its_headline():
@@ -182,8 +182,8 @@ def test_folding_loses_no_offender_and_invents_none(problems):
     assert sum(count for _, count in lines) == len(problems)
     covered = set()
     for line, count in lines:
-        told = re.sub(r" \(\d+ times(, \* = [^)]*)?\)", "", line)
-        pattern = re.escape(told).replace(r"\*", r"\d+")
+        message = re.sub(r" \(\d+ times(, \* = [^)]*)?\)", "", line)
+        pattern = re.escape(message).replace(r"\*", r"\d+")
         stands_for = [problem for problem in problems if re.fullmatch(pattern, problem)]
         assert len(stands_for) >= count
         covered.update(stands_for)

@@ -45,9 +45,9 @@ def test_too_few_devices_name_the_setting_that_simulates_them():
         MeshError, match=r"data=4 x model=4: it needs 16 devices, and there are 8"
     ) as caught:
         make_mesh({"data": 4, "model": 4})
-    told = str(caught.value)
-    assert "XLA_FLAGS=--xla_force_host_platform_device_count=16" in told
-    assert "product is 8" in told
+    message = str(caught.value)
+    assert "XLA_FLAGS=--xla_force_host_platform_device_count=16" in message
+    assert "product is 8" in message
 
 
 def test_too_many_devices_say_how_to_use_fewer():
@@ -56,7 +56,7 @@ def test_too_many_devices_say_how_to_use_fewer():
     assert "make_mesh({'data': 4}, jax.devices()[:4])" in str(caught.value)
 
 
-def test_all_wrong_sizes_are_told_at_once():
+def test_all_wrong_sizes_are_reported_at_once():
     with pytest.raises(MeshError, match="mesh axis 'data': its size must be a positive") as caught:
         make_mesh({"data": 0, "model": 2.0, "seq": 2, "pipe": True})
     assert len(caught.value.problems) == 3

@@ -1,4 +1,4 @@
-"""A model's variables: read, thawed, told apart and looked up, of either of Penzai's APIs."""
+"""A model's variables: read, thawed, distinguished and looked up, of either of Penzai's APIs."""
 
 import subprocess
 import sys

@@ -169,7 +169,7 @@ def test_unbound_models_have_nothing_to_lay_out():
     assert [leaf.path for leaf in leaves_of(variables)] == ["linear.weights"]
 
 
-def test_names_that_contradict_the_data_are_told():
+def test_names_that_contradict_the_data_are_reported():
     wrong = object.__new__(pz.nx.NamedArray)
     wrong.__dict__.update(named_axes=collections.OrderedDict(a=2, b=3), data_array=jnp.ones((7,)))
     assert dimension_names(wrong) is None
@@ -208,12 +208,12 @@ def test_a_statistic_that_may_be_of_either_dimension_is_a_problem():
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_one_statistic_per_dimension_is_told_apart_by_its_place(place):
+def test_one_statistic_per_dimension_is_reported_apart_by_its_place(place):
     part = (jax.tree_util.SequenceKey(place),)
     assert align_names({"a": 8, "b": 8}, (8,), "mu/w/0", part).names == ("ab"[place],)
 
 
-def test_statistics_inside_frozen_parameters_are_told_apart_by_where_they_are():
+def test_statistics_inside_frozen_parameters_are_reported_apart_by_where_they_are():
     value = pz.nx.NamedArray(collections.OrderedDict(a=8, b=8), jnp.ones(8))
     parameter = pz.ParameterValue(label="w", value=value, metadata={})
     leaves = leaves_of({"v_row": parameter, "v_col": parameter})

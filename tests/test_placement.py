@@ -195,7 +195,7 @@ def test_an_array_that_was_donated_is_named_also_where_its_layout_stays_the_same
 
 
 @pytest.mark.parametrize(
-    ("tree", "told"),
+    ("tree", "message"),
     [
         (mlp, r"the function mlp\. Give what it builds: abstract_model\(mlp, \.\.\.\), without"),
         (lambda: None, r"the function <lambda>\. .* abstract_model\(build_model, \.\.\.\)"),
@@ -205,7 +205,7 @@ def test_an_array_that_was_donated_is_named_also_where_its_layout_stays_the_same
     ],
 )
 def test_what_builds_a_model_is_not_planned_or_placed_or_restored_as_one(
-    mesh, tree, told, tmp_path
+    mesh, tree, message, tmp_path
 ):
     path = save_params(tmp_path / "params", mlp())
     for act in (
@@ -216,7 +216,7 @@ def test_what_builds_a_model_is_not_planned_or_placed_or_restored_as_one(
         lambda: restore_params(path, tree, mesh, RULES, on_extra="ignore"),
         lambda: TrainState.initial_state(tree, optax.sgd(0.1), jax.random.key(0)),
     ):
-        with pytest.raises(RuleTypeError, match=r"takes a model or another tree.*not " + told):
+        with pytest.raises(RuleTypeError, match=r"takes a model or another tree.*not " + message):
             act()
 
 

@@ -76,14 +76,14 @@ def test_every_python_block_runs_as_pasted_twice_in_one_process_and_one_folder(t
 
 
 def test_the_extras_that_the_readme_lists_are_those_of_the_package():
-    told = set(
+    listed = set(
         re.findall(r"^\| `(\w+)` \| .* \| .* \|$", README.split("## A tour")[0], re.MULTILINE)
     )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert told | {"test"} == set(project["optional-dependencies"])
+    assert listed | {"test"} == set(project["optional-dependencies"])
 
 
-def test_the_version_is_told_in_one_place():
+def test_the_version_is_reported_in_one_place():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert "version" not in project["project"]
     assert project["tool"]["hatch"]["version"]["path"] == "penzai_shard/__init__.py"

@@ -108,15 +108,15 @@ class Writes(pz_v1.Layer):
 
 
 def test_side_outputs_keep_their_order(wrap):
-    def told(inner):
+    def outcome(inner):
         model = pz_v1.de.CollectingSideOutputs.handling(
             pz_v1.nn.Sequential([Writes(), inner(Writes()), inner(Writes())])
         )
         value, outputs = model(jnp.asarray(1.0))
         return float(value), [(output.tag, float(output.value)) for output in outputs]
 
-    assert told(wrap) == told(lambda layer: layer)
-    assert told(wrap)[1][3:6] == [("first", 2.0), ("second", 3.0), ("first", 4.0)]
+    assert outcome(wrap) == outcome(lambda layer: layer)
+    assert outcome(wrap)[1][3:6] == [("first", 2.0), ("second", 3.0), ("first", 4.0)]
 
 
 def test_one_program_serves_calls_with_other_side_inputs_and_state():

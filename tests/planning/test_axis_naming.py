@@ -91,7 +91,7 @@ def test_named_arrays_variables_and_other_leaves_stay_as_they_are():
     assert named["none"] is None
 
 
-def test_every_offender_is_told_in_one_error():
+def test_every_offender_is_reported_in_one_error():
     tree = torch_style() | {"head": np.ones((8, 2)), "deep": [np.ones(3)]}
     with pytest.raises(SelectionError, match="cannot name the arrays of this tree:") as caught:
         name_axes(
@@ -135,15 +135,15 @@ def test_patterns_must_be_a_mapping():
         name_axes({"w": np.ones(2)}, [("w", ("a",))])
 
 
-def test_all_unreadable_names_are_told_at_once():
+def test_all_unreadable_names_are_reported_at_once():
     with pytest.raises(RuleTypeError, match="these names cannot be read:") as caught:
         name_axes(
             {"w": np.ones(2)},
             {"a": "out", "b": ("x", "x"), "c": (0, "x"), "d": (["x"],), "w": ("ok",)},
         )
-    told = caught.value.problems
-    assert len(told) == 4
-    assert "pattern 'a': names must be a tuple, not 'out'. Write ('out',)." in told
-    assert "pattern 'b': ('x', 'x') uses a logical axis twice." in told
-    assert "integers cannot name an axis" in told[2]
-    assert "names must be hashable" in told[3]
+    message = caught.value.problems
+    assert len(message) == 4
+    assert "pattern 'a': names must be a tuple, not 'out'. Write ('out',)." in message
+    assert "pattern 'b': ('x', 'x') uses a logical axis twice." in message
+    assert "integers cannot name an axis" in message[2]
+    assert "names must be hashable" in message[3]

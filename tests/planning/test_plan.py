@@ -1,4 +1,4 @@
-"""Plans: what is decided for every array, how it is told, and what is made from it."""
+"""Plans: what is decided for every array, how it is shown, and what is made from it."""
 
 import collections
 import gc
@@ -364,7 +364,7 @@ def test_an_indivisible_length_has_the_promised_text():
     )
 
 
-def test_every_offender_is_told_in_one_error(mesh):
+def test_every_offender_is_reported_in_one_error(mesh):
     tree = {
         "bad": pz.nx.ones({"embedding": 6, "neurons": 3}),
         "fine": pz.nx.ones({"embedding": 8}),
@@ -374,9 +374,15 @@ def test_every_offender_is_told_in_one_error(mesh):
     }
     with pytest.raises(PlanError, match="no valid layout") as caught:
         make_plan(tree, mesh, RULES | {"seq": "data"})
-    told = caught.value.problems
-    assert [problem.split(":")[0] for problem in told] == ["bad", "bad", "twice", "plain", "text"]
-    assert "mesh axis 'data' (4) is asked for twice" in told[2]
+    problems = caught.value.problems
+    assert [problem.split(":")[0] for problem in problems] == [
+        "bad",
+        "bad",
+        "twice",
+        "plain",
+        "text",
+    ]
+    assert "mesh axis 'data' (4) is asked for twice" in problems[2]
 
 
 def test_an_offender_at_the_root_has_a_readable_place(mesh):
@@ -395,7 +401,7 @@ def test_names_that_contradict_the_data_are_refused(mesh):
         make_plan({"w": wrong}, mesh, RULES)
 
 
-def test_an_unknown_mesh_axis_is_told_with_the_nearest(mesh):
+def test_an_unknown_mesh_axis_is_reported_with_the_nearest(mesh):
     with pytest.raises(MeshError, match=r"no mesh axis 'modle'\. Did you mean 'model'\?"):
         make_plan(weights(), mesh, {"neurons": "modle"})
 
@@ -412,14 +418,14 @@ def test_rules_of_a_wrong_type_are_refused(mesh, rules):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"on_unnamed": "ignore"}, "on_unnamed must be 'error', 'replicate' or 'infer'"),
         ({"on_indivisible": "ignore"}, "on_indivisible must be 'error' or 'replicate'"),
     ],
 )
-def test_options_of_a_wrong_kind_are_refused(mesh, options, told):
-    with pytest.raises(RuleTypeError, match=told):
+def test_options_of_a_wrong_kind_are_refused(mesh, options, message):
+    with pytest.raises(RuleTypeError, match=message):
         make_plan(weights(), mesh, {}, **options)
 
 
@@ -618,15 +624,15 @@ def test_json_comes_back_with_the_whole_plan(mesh):
     assert read["total_bytes"] == plan.total_bytes
     assert read["bytes_per_device"] == plan.bytes_per_device
     assert read["replicated_bytes"] == plan.replicated_bytes
-    for told, leaf in zip(read["arrays"], plan.leaves, strict=True):
-        assert told["path"] == leaf.path
-        assert told["names"] == (None if leaf.names is None else list(leaf.names))
-        assert told["shape"] == list(leaf.shape)
-        assert told["dtype"] == (None if leaf.dtype is None else str(leaf.dtype))
-        assert told["spec"] == (None if leaf.spec is None else list(leaf.spec))
-        assert told["shard_shape"] == list(leaf.shard_shape)
-        assert told["reason"] == leaf.reason
-        assert told["bytes_per_device"] == leaf.bytes_per_device
+    for entry, leaf in zip(read["arrays"], plan.leaves, strict=True):
+        assert entry["path"] == leaf.path
+        assert entry["names"] == (None if leaf.names is None else list(leaf.names))
+        assert entry["shape"] == list(leaf.shape)
+        assert entry["dtype"] == (None if leaf.dtype is None else str(leaf.dtype))
+        assert entry["spec"] == (None if leaf.spec is None else list(leaf.spec))
+        assert message["shard_shape"] == list(leaf.shard_shape)
+        assert message["reason"] == leaf.reason
+        assert message["bytes_per_device"] == leaf.bytes_per_device
 
 
 def test_json_writes_several_mesh_axes_as_a_list(mesh):

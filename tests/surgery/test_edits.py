@@ -335,7 +335,7 @@ class TestErrors:
         with pytest.raises(SelectionError, match=r"The model has: .*Linear \(4\)"):
             Recipe(wrap(pz.nn.Attention, Jitted)).apply(mlp(2))
 
-    def test_another_type_of_the_same_name_is_told(self):
+    def test_another_type_of_the_same_name_is_reported(self):
         from penzai.deprecated.v1 import pz as v1
 
         message = r"has another type of that name: penzai.nn.linear_and_affine.Linear \(4\)"
@@ -355,11 +355,11 @@ class TestErrors:
         with pytest.raises(SelectionError, match=r"The predicate is false for all \d+ nodes"):
             Recipe(wrap(lambda node: False, Jitted)).apply(mlp(1))
 
-    def test_a_narrowing_that_leaves_nothing_is_told(self):
+    def test_a_narrowing_that_leaves_nothing_is_reported(self):
         with pytest.raises(SelectionError, match="Without within= and outside= there would be 4"):
             Recipe(wrap(pz.nn.Linear, Jitted, within=pz.nn.Attention)).apply(mlp(2))
 
-    def test_a_wrong_number_is_told_with_paths(self):
+    def test_a_wrong_number_is_reported_with_paths(self):
         message = (
             r"2 places match, and 3 are expected: sublayers/0, sublayers/1. "
             r"Give expect=2, or narrow the edit with within= or outside="
@@ -373,7 +373,7 @@ class TestErrors:
         with pytest.raises(SelectionError, match="1 place matches, and 0 are expected: the root"):
             Recipe(wrap(ROOT, Jitted, expect=0)).apply(model)
 
-    def test_all_edits_that_do_not_fit_are_told_at_once(self):
+    def test_all_edits_that_do_not_fit_are_reported_at_once(self):
         recipe = Recipe(
             wrap(pz.nn.Attention, Jitted), wrap(Block, Jitted), wrap("**/nothing", Jitted)
         )
@@ -399,7 +399,7 @@ class TestErrors:
         with pytest.raises(RuleTypeError, match="wrap needs a class or a function of the layer"):
             wrap(pz.nn.Linear, pz.nn.Identity())
 
-    def test_a_wrapper_that_needs_more_is_told_what(self):
+    def test_a_wrapper_that_needs_more_is_reported_what(self):
         def gated(layer, *, rate, kind):
             return layer
 

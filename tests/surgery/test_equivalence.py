@@ -191,7 +191,7 @@ def test_a_lower_precision_is_allowed_what_the_original_would_lose_in_it():
     assert "what the original would be if it rounded all to bfloat16" in report.plain_text(200)
 
 
-def test_renamed_and_missing_parameters_are_told():
+def test_renamed_and_missing_parameters_are_reported():
     model = mlp(1)
 
     def other(layer):
@@ -208,7 +208,7 @@ def test_renamed_and_missing_parameters_are_told():
     )
 
 
-def test_parameters_of_another_shape_are_told_and_nothing_is_run():
+def test_parameters_of_another_shape_are_reported_and_nothing_is_run():
     model = mlp(1, size=4)
     report = check_equivalent(model, mlp(1, size=8), features())
     assert not report
@@ -349,7 +349,7 @@ class TestValues:
         wrong = Recipe(wrap(pz.nn.Elementwise, scaled)).apply(model)
         assert not check_equivalent(model, wrong, features(), gradients=False)
 
-    def test_added_parameters_are_refused_or_told(self):
+    def test_added_parameters_are_refused_or_reported(self):
         def adapted(layer, path):
             return lora.LowRankAdapter.from_linear(
                 layer, f"LoRA:{path}", init_base_rng=jax.random.key(1), rank=2
@@ -418,7 +418,7 @@ class TestState:
         )
         assert check_equivalent(model, other, features(), same_values=False)
 
-    def test_state_that_only_the_edited_model_has_is_told_and_allowed(self):
+    def test_state_that_only_the_edited_model_has_is_reported_and_allowed(self):
         model = self.model()
         edited = Recipe(
             insert_after(
@@ -510,7 +510,7 @@ class TestTheReport:
             report.raise_if_different()
         assert issubclass(NotEquivalentError, ShardingError)
 
-    def test_other_outputs_are_told(self):
+    def test_other_outputs_are_reported(self):
         model = mlp(1)
         edited = Recipe(insert_after(ROOT, pz.nn.Elementwise(lambda x: x > 0))).apply(model)
         report = check_equivalent(model, edited, features(), gradients=False)

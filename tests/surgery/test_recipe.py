@@ -160,7 +160,7 @@ class TestJson:
         with pytest.raises(MeshError, match=r"needs 16 devices(.|\n)*from_json\(text, mesh=mesh\)"):
             read(text)
 
-    def test_everything_that_cannot_be_written_is_told_at_once(self):
+    def test_everything_that_cannot_be_written_is_reported_at_once(self):
         def local(layer):
             return layer
 
@@ -195,7 +195,7 @@ class TestJson:
         with pytest.raises(RuleTypeError, match=r"has version 7, and 1 is known"):
             read(json.dumps(data | {"version": 7}))
 
-    def test_every_edit_that_cannot_be_read_is_told(self):
+    def test_every_edit_that_cannot_be_read_is_reported(self):
         data = json.loads((jit_root() + jit_root() + jit_root() + jit_root()).to_json())
         data["edits"][0]["edit"] = "wrp"
         data["edits"][1]["what"] = {"$ref": "penzai_shard.layers:Jited"}
@@ -243,7 +243,7 @@ class TestReport:
         assert "Checkpointed(Block)" in shown
         assert "2 edits of Sequential, 3 places" in shown
 
-    def test_an_edit_that_does_not_fit_is_told_and_the_rest_is_shown(self):
+    def test_an_edit_that_does_not_fit_is_reported_and_the_rest_is_shown(self):
         report = Recipe(wrap(pz.nn.Attention, Jitted), jit_root()).report(mlp(1))
         assert not report.ok
         assert [row.count for row in report.rows] == [0, 1]
@@ -327,7 +327,7 @@ def test_the_devices_of_a_mesh_and_their_order_are_kept_in_json():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"edits": 5}, 'has no list of "edits"'),
         ({}, 'has no list of "edits"'),
@@ -339,9 +339,9 @@ def test_the_devices_of_a_mesh_and_their_order_are_kept_in_json():
         ({"edits": [{"edit": "wrap", "where": {"root": True}}]}, "edit 1: 'what' is missing"),
     ],
 )
-def test_text_that_was_changed_by_hand_is_refused(change, told):
+def test_text_that_was_changed_by_hand_is_refused(change, message):
     text = json.dumps({"format": "penzai_shard recipe", "version": 1, **change})
-    with pytest.raises(RuleTypeError, match=told):
+    with pytest.raises(RuleTypeError, match=message):
         read(text)
 
 
@@ -351,7 +351,7 @@ def test_a_function_that_gives_no_layer_is_refused(make):
         Recipe(make(pz.nn.Linear, lambda layer: None)).apply(mlp(1))
 
 
-def test_a_slip_in_a_policy_is_told_when_the_recipe_is_applied():
+def test_a_slip_in_a_policy_is_reported_when_the_recipe_is_applied():
     with pytest.raises(RuleTypeError, match="dots"):
         Recipe(wrap(pz.nn.Linear, Checkpointed, policy="dot")).apply(mlp(1))
 

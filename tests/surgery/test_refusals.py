@@ -87,9 +87,9 @@ NOT_LAYERS = {
 @pytest.mark.parametrize("name", NOT_LAYERS)
 @pytest.mark.parametrize("make", [wrap, insert_after, insert_before])
 def test_what_is_not_a_layer_is_refused(make, name):
-    given, told = NOT_LAYERS[name]
+    given, message = NOT_LAYERS[name]
     error = refused(make(pz.nn.Linear, lambda layer: given))
-    assert told in str(error)
+    assert message in str(error)
     assert f"at {FIRST_LINEAR}: the function returned " in str(error)
     assert str(error).startswith(
         f"this recipe cannot be applied to the Sequential:\n  edit 1, {make.__name__}("
@@ -98,8 +98,8 @@ def test_what_is_not_a_layer_is_refused(make, name):
 
 @pytest.mark.parametrize("name", sorted(set(NOT_LAYERS) - {"a function"}))
 def test_a_layer_is_replaced_by_a_layer(name):
-    given, told = NOT_LAYERS[name]
-    assert told in str(refused(replace(pz.nn.Linear, lambda layer: given)))
+    given, message = NOT_LAYERS[name]
+    assert message in str(refused(replace(pz.nn.Linear, lambda layer: given)))
 
 
 def test_what_is_not_a_layer_is_replaced_by_anything():
@@ -127,8 +127,8 @@ LOSING = {
 
 @pytest.mark.parametrize("name", DROPPING)
 def test_a_container_is_not_a_wrapper(name):
-    told = str(refused(wrap(pz.nn.Residual, DROPPING[name])))
-    assert "where a layer belongs" in told or "is not a pytree" in told
+    message = str(refused(wrap(pz.nn.Residual, DROPPING[name])))
+    assert "where a layer belongs" in message or "is not a pytree" in message
 
 
 @pytest.mark.parametrize("name", LOSING)
@@ -150,7 +150,7 @@ def test_a_wrapper_may_leave_layers_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         (ConstrainShardingByName, "is not a wrapper: it holds no layer. Put an instance of it be"),
         (ConstrainSharding, "is not a wrapper: it holds no layer"),
@@ -162,8 +162,8 @@ def test_a_wrapper_may_leave_layers_as_they_are():
         (lambda: None, "takes no layer"),
     ],
 )
-def test_a_class_that_is_not_a_wrapper_is_refused_where_it_is_written(given, told):
-    with pytest.raises(RuleTypeError, match=f"^wrap: .*{told}"):
+def test_a_class_that_is_not_a_wrapper_is_refused_where_it_is_written(given, message):
+    with pytest.raises(RuleTypeError, match=f"^wrap: .*{message}"):
         wrap(pz.nn.Linear, given)
 
 
@@ -179,20 +179,20 @@ def test_options_for_the_layer_itself_are_refused():
 
 
 def test_nothing_goes_around_what_is_not_a_layer():
-    told = str(refused(wrap(pz.Parameter, Jitted)))
-    assert "Parameter is not a layer, so that nothing can be put around it" in told
-    told = str(refused(insert_after(dict, pz.nn.Identity()), [{"b": pz.nn.Identity()}]))
-    assert "at 0: dict is not a layer" in told
+    message = str(refused(wrap(pz.Parameter, Jitted)))
+    assert "Parameter is not a layer, so that nothing can be put around it" in message
+    message = str(refused(insert_after(dict, pz.nn.Identity()), [{"b": pz.nn.Identity()}]))
+    assert "at 0: dict is not a layer" in message
 
 
 def test_a_class_is_not_a_model():
-    told = "at the root: the class Linear is not a layer"
-    assert told in str(refused(wrap(ROOT, Jitted), pz.nn.Linear))
+    message = "at the root: the class Linear is not a layer"
+    assert message in str(refused(wrap(ROOT, Jitted), pz.nn.Linear))
 
 
 def test_a_sequence_takes_a_list():
-    told = "Sequential takes a list of layers. Write Sequential([layer])."
-    assert told in str(refused(wrap(pz.nn.Linear, pz.nn.Sequential)))
+    message = "Sequential takes a list of layers. Write Sequential([layer])."
+    assert message in str(refused(wrap(pz.nn.Linear, pz.nn.Sequential)))
 
 
 def test_a_layer_is_not_a_place():
@@ -207,17 +207,17 @@ def test_strip_leaves_something():
         strip(mlp(1), layers=pz.nn.Layer)
 
 
-def test_all_places_are_told_at_once():
+def test_all_places_are_reported_at_once():
     def uneven(block, path):
         return {"0": None, "1": jnp.ones(2), "2": Jitted(block), "3": pz.nn.Identity()}[path[-1]]
 
     with pytest.raises(RuleTypeError) as error:
         Recipe(wrap(Block, uneven)).apply(mlp(5))
-    told = [problem.partition("), at ")[2] for problem in error.value.problems]
-    assert [line.partition(": the function ")[0] for line in told] == [
+    message = [problem.partition("), at ")[2] for problem in error.value.problems]
+    assert [line.partition(": the function ")[0] for line in message] == [
         f"sublayers/{number}" for number in (0, 1, 3, 4)
     ]
-    assert told[-1].endswith("the function uneven raised KeyError: '4'")
+    assert message[-1].endswith("the function uneven raised KeyError: '4'")
 
 
 class TestFunctionsThatRaise:
@@ -226,8 +226,8 @@ class TestFunctionsThatRaise:
             return {}["rate"]
 
         error = refused(wrap(pz.nn.Linear, broken))
-        told = f"at {FIRST_LINEAR}: the function broken raised KeyError: 'rate'"
-        assert error.problems[0].endswith(told)
+        message = f"at {FIRST_LINEAR}: the function broken raised KeyError: 'rate'"
+        assert error.problems[0].endswith(message)
         assert type(error.__cause__) is KeyError
 
     def test_a_predicate_with_the_path_that_it_was_given(self):
@@ -254,8 +254,8 @@ class TestFunctionsThatRaise:
                 raise OSError("no such file")
             return False
 
-        told = str(refused(wrap(pz.nn.Linear, Jitted, **{around: broken})))
-        assert told.endswith("at sublayers/0: the predicate broken raised OSError: no such file")
+        message = str(refused(wrap(pz.nn.Linear, Jitted, **{around: broken})))
+        assert message.endswith("at sublayers/0: the predicate broken raised OSError: no such file")
 
     def test_an_inserted_layer_s_function_with_the_edit_s_number(self):
         recipe = Recipe(wrap(Block, Jitted), insert_after(Block, lambda block: 1 / 0))
@@ -265,7 +265,7 @@ class TestFunctionsThatRaise:
         assert "at sublayers/0/body: the function" in str(error.value)
         assert len(error.value.problems) == 2
 
-    def test_what_did_not_fit_before_is_told_too(self):
+    def test_what_did_not_fit_before_is_reported_too(self):
         recipe = Recipe(wrap(pz.nn.Attention, Jitted), wrap(Block, lambda block: 1 / 0))
         with pytest.raises(RuleTypeError) as error:
             recipe.apply(mlp(1))
@@ -275,9 +275,9 @@ class TestFunctionsThatRaise:
         def endless(layer):
             return endless(layer)
 
-        told = str(refused(wrap(pz.nn.Linear, endless)))
-        assert f"at {FIRST_LINEAR}: the function" in told
-        assert "raised RecursionError" in told
+        message = str(refused(wrap(pz.nn.Linear, endless)))
+        assert f"at {FIRST_LINEAR}: the function" in message
+        assert "raised RecursionError" in message
 
     def test_interrupts_go_through(self):
         def interrupted(layer):
@@ -307,18 +307,18 @@ class TestModelsThatJaxCannotTake:
     def test_cyclic_dictionaries_and_wrappers(self):
         model = {"a": [pz.nn.Identity()]}
         model["b"] = {"c": model}
-        told = str(refused(wrap("nothing/**", Jitted), model | {"nothing": model}))
-        assert "contains itself" in told
-        told = str(refused(wrap(pz.nn.Linear, lambda layer: ring())))
-        assert f"at {FIRST_LINEAR}/sublayers/1/delta/sublayers: this is the same list" in told
+        message = str(refused(wrap("nothing/**", Jitted), model | {"nothing": model}))
+        assert "contains itself" in message
+        message = str(refused(wrap(pz.nn.Linear, lambda layer: ring())))
+        assert f"at {FIRST_LINEAR}/sublayers/1/delta/sublayers: this is the same list" in message
 
     def test_a_model_too_deep_for_python(self):
         model = pz.nn.Identity()
         for _ in range(2000):
             model = pz.nn.Residual(model)
-        told = str(refused(wrap(pz.nn.Identity, Jitted), model))
-        assert "nested 2000 levels deep" in told
-        assert "sys.setrecursionlimit(" in told
+        message = str(refused(wrap(pz.nn.Identity, Jitted), model))
+        assert "nested 2000 levels deep" in message
+        assert "sys.setrecursionlimit(" in message
 
     @pytest.mark.parametrize("kind", [dict, lambda d: collections.defaultdict(list, d)])
     def test_keys_of_several_types(self, kind):

@@ -247,7 +247,7 @@ class TestAllow:
         assert Recipe.from_json(text, allow=allow).apply(pz.nn.Identity()).name == "own"
 
     @pytest.mark.parametrize(
-        ("reference", "told"),
+        ("reference", "message"),
         [
             ("own_layers._parts:os.system", "goes through a module"),
             ("own_layers._parts:_hidden", "names something private"),
@@ -255,8 +255,8 @@ class TestAllow:
             ("own_layers_too:x", r"give allow=\('own_layers_too',\)"),
         ],
     )
-    def test_what_is_allowed_opens_no_more(self, package, reference, told):
-        with pytest.raises(RuleTypeError, match=told):
+    def test_what_is_allowed_opens_no_more(self, package, reference, message):
+        with pytest.raises(RuleTypeError, match=message):
             Recipe.from_json(text_of(what={"$ref": reference}), allow=[package])
 
     def test_a_known_package_s_other_functions_are_allowed_by_module(self):
@@ -285,11 +285,11 @@ class TestFromNotebooks:
         recipe = Recipe(insert_after(pz.nn.Linear, kind()), replace(kind, Jitted))
         with pytest.raises(RuleTypeError, match="cannot be written as JSON") as error:
             recipe.to_json()
-        told = (
+        message = (
             "Mine cannot be imported by name outside of the script or notebook that defines it. "
             "Define the class at the top level of a module."
         )
-        assert [problem.endswith(told) for problem in error.value.problems] == [True, True]
+        assert [problem.endswith(message) for problem in error.value.problems] == [True, True]
 
     def test_an_object_of_such_a_class(self, monkeypatch):
         kind = type("Settings", (), {"__module__": "__main__"})
