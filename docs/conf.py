@@ -36,7 +36,7 @@ html_copy_source = False
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-# The stored outputs are shown: a test of the suite runs the notebooks and compares.
+# The stored outputs are shown; a test of the suite runs the notebooks.
 nb_execution_mode = "off"
 
 autosummary_generate = True

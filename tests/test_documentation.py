@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import penzai_shard
+from penzai_shard import errors
 
 ROOT = Path(__file__).parents[1]
 SHORT_TEXTS = ["lay_out", "edit", "train", "save", "restore"]
@@ -37,10 +38,19 @@ def site(tmp_path_factory):
     return folder / "site"
 
 
+def is_error(kind):
+    return isinstance(kind, type) and issubclass(kind, Exception)
+
+
 def test_every_public_name_has_its_page(site):
     names = {name for name in penzai_shard.__all__ if not name.startswith("__")}
     pages = {path.stem for path in (site / "reference" / "generated").glob("*.html")}
-    assert pages == {f"penzai_shard.{name}" for name in names}
+    kinds = {page for page in pages if page.startswith("penzai_shard.errors.")}
+    assert pages - kinds == {f"penzai_shard.{name}" for name in names}
+    every = {
+        f"{kind.__module__}.{kind.__name__}" for kind in vars(errors).values() if is_error(kind)
+    }
+    assert kinds == {name for name in every if name.rpartition(".")[2] not in names}
     for name in names:
         page = (site / "reference" / "generated" / f"penzai_shard.{name}.html").read_text("utf-8")
         assert f'id="penzai_shard.{name}"' in page, name

@@ -64,7 +64,7 @@ class TrainState(NotebookView):
         loss_fn_state: Whatever the loss function carries along.
         unbound_model: The model with slots instead of variables.
         optimizer_def: The optax optimizer (static). Two states of equal optimizers have the same
-            structure; see `OptimizerIdentity`.
+            structure.
         variables: What the model's variables were (static).
 
     >>> import optax
@@ -110,8 +110,8 @@ class TrainState(NotebookView):
                 dictionary by name.
             root_rng: Random key of the whole run.
             loss_fn_state: What the loss function gets as ``state`` in the first step.
-            trainable: Which parameters to train; see `split_model`. By default all that are not
-                frozen, and whose metadata does not say ``{"trainable": False}``.
+            trainable: Whether to train a parameter, which it is called with. By default all that are
+                not frozen, and whose metadata does not say ``{"trainable": False}``.
             on_unnamed: What becomes of arrays that the optimizer keeps and that are not made of
                 a parameter's dimensions, if the model is on a mesh: an error, or a copy on
                 every device (``"replicate"``).

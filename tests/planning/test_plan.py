@@ -630,9 +630,9 @@ def test_json_comes_back_with_the_whole_plan(mesh):
         assert entry["shape"] == list(leaf.shape)
         assert entry["dtype"] == (None if leaf.dtype is None else str(leaf.dtype))
         assert entry["spec"] == (None if leaf.spec is None else list(leaf.spec))
-        assert message["shard_shape"] == list(leaf.shard_shape)
-        assert message["reason"] == leaf.reason
-        assert message["bytes_per_device"] == leaf.bytes_per_device
+        assert entry["shard_shape"] == list(leaf.shard_shape)
+        assert entry["reason"] == leaf.reason
+        assert entry["bytes_per_device"] == leaf.bytes_per_device
 
 
 def test_json_writes_several_mesh_axes_as_a_list(mesh):
