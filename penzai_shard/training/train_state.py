@@ -110,8 +110,8 @@ class TrainState(NotebookView):
                 dictionary by name.
             root_rng: Random key of the whole run.
             loss_fn_state: What the loss function gets as ``state`` in the first step.
-            trainable: Whether to train a parameter, which it is called with. By default all that are
-                not frozen, and whose metadata does not say ``{"trainable": False}``.
+            trainable: Whether to train a parameter, which it is called with. By default all
+                that are not frozen, and whose metadata does not say ``{"trainable": False}``.
             on_unnamed: What becomes of arrays that the optimizer keeps and that are not made of
                 a parameter's dimensions, if the model is on a mesh: an error, or a copy on
                 every device (``"replicate"``).
