@@ -109,10 +109,15 @@ def seal(directory: Any, names: Iterable[str]) -> None:
         directory: A path object with the interface of ``pathlib.Path``.
         names: The names of its arrays.
     """
-    files = dict(_metadata_checksums(directory))
-    content: dict[str, Any] = {"version": _VERSION, "arrays": sorted(names), "files": files}
+    (directory / SEAL).write_bytes(_seal_content(names, dict(_metadata_checksums(directory))))
+
+
+def _seal_content(names: Iterable[str], files: Mapping[str, str]) -> bytes:
+    """The one way in which a seal is written, so that any other byte in it is damage."""
+    in_order = dict(sorted(files.items(), key=lambda file: file[0].split("/")))
+    content: dict[str, Any] = {"version": _VERSION, "arrays": sorted(names), "files": in_order}
     content["checksum"] = checksum_of(content)
-    (directory / SEAL).write_text(json.dumps(content, indent=1))
+    return json.dumps(content, indent=1).encode()
 
 
 def read_manifest(path: PathLike) -> Manifest:
@@ -238,7 +243,11 @@ def _sealed_records(
 def _read_seal(directory: Any) -> tuple[list[str], list[str]]:
     """The names of the arrays, and which metadata files are not as they were when sealed."""
     content = _mapping_in(directory / SEAL) or {}
-    if content.pop("checksum", None) != checksum_of(content):
+    is_ours = content.pop("checksum", None) == checksum_of(content)
+    # The checksum is of what the seal says, not of how that is written.
+    if not is_ours or (directory / SEAL).read_bytes() != _seal_content(
+        content["arrays"], content["files"]
+    ):
         return [], [f"{SEAL}: is not as it was written."]
     present = dict(_metadata_checksums(directory))
     return content["arrays"], [

@@ -202,6 +202,29 @@ def test_the_messages_of_damage(copy, wide):
     assert caught.value.problems == (f"{manifest.SEAL}: is not as it was written.",)
 
 
+SAME_SAYING = {
+    "a space at the end": lambda text: text + b" ",
+    "two spaces after a colon": lambda text: text.replace(b'": ', b'":  ', 1),
+    "other ends of lines": lambda text: text.replace(b"\n", b"\r\n"),
+    "a letter as an escape": lambda text: text.replace(b"square", b"\\u0073quare"),
+    "a value twice": lambda text: text.replace(b"{", b'{\n "version": 2,', 1),
+    "other order": lambda text: json.dumps(
+        dict(sorted(json.loads(text).items())), indent=1
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("name", SAME_SAYING)
+def test_a_seal_that_says_the_same_in_other_bytes_is_refused(copy, wide, name):
+    seal = copy / manifest.SEAL
+    written = seal.read_bytes()
+    seal.write_bytes(SAME_SAYING[name](written))
+    assert seal.read_bytes() != written
+    with pytest.raises(CheckpointDamagedError) as caught:
+        restore_params(copy, VALUES, wide, {})
+    assert caught.value.problems == (f"{manifest.SEAL}: is not as it was written.",)
+
+
 def test_either_place_says_that_a_checkpoint_is_ours(copy, wide):
     (copy / manifest.SEAL).unlink()
     with pytest.raises(CheckpointDamagedError, match=f"{manifest.SEAL}: is missing"):
