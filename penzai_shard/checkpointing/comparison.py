@@ -1,12 +1,12 @@
 """Finding every difference between the arrays given and the arrays wanted, before reading."""
 
 import dataclasses
-import difflib
 from collections.abc import Collection, Mapping
 from typing import Literal
 
 from penzai_shard.checkpointing.array_records import ArrayRecord
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
+from penzai_shard.rule_kinds import nearest_name
 
 AxisMismatch = Literal["error", "transpose"]
 DtypeMismatch = Literal["error", "cast"]
@@ -65,6 +65,7 @@ class Tolerance:
             [
                 f"{old}: no array in the checkpoint has this logical axis. It has "
                 f"{', '.join(map(repr, sorted(present))) or 'none'}."
+                f"{_rename_fix(old, names, present)}"
                 for old in names
                 if old not in present
             ],
@@ -196,9 +197,20 @@ def compare(
     return orders
 
 
+def _rename_fix(old: str, names: Mapping[str, str], present: Collection[str]) -> str:
+    """What to write in place of a name to be replaced that occurs nowhere; empty if unknown."""
+    if names[old] not in present or nearest_name(old, present) not in (None, names[old]):
+        return _did_you_mean(old, present)
+    turned = dict(
+        (name, new) if name in present or new not in present else (new, name)
+        for name, new in names.items()
+    )
+    return f" Names are given as old: new; write rename_axes={turned!r}."
+
+
 def _did_you_mean(name: str, candidates: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.8)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    near = nearest_name(name, candidates)
+    return f" Did you mean {near!r}?" if near else ""
 
 
 def _order(source: ArrayRecord, target: ArrayRecord) -> tuple[int, ...] | None:

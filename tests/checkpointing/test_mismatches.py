@@ -19,6 +19,8 @@ from penzai_shard.checkpointing import (
     save_train_state,
     with_params,
 )
+from penzai_shard.checkpointing.array_records import ArrayRecord
+from penzai_shard.checkpointing.comparison import Tolerance
 from penzai_shard.errors import (
     CheckpointExistsError,
     CheckpointMismatchError,
@@ -119,6 +121,33 @@ def test_renaming_an_axis_that_is_not_there_is_refused(square, wide):
         match=r"x: no array in the checkpoint has this logical axis\. It has",
     ):
         restore_params(square, SQUARE, wide, {}, rename_axes={"x": "y"})
+
+
+@pytest.mark.parametrize(
+    ("rename_axes", "fix"),
+    [
+        ({"clases": "labels"}, " Did you mean 'classes'?"),
+        ({"clases": "embedding"}, " Did you mean 'classes'?"),
+        (
+            {"labels": "classes", "embedding": "features"},
+            " Names are given as old: new; write "
+            "rename_axes={'classes': 'labels', 'embedding': 'features'}.",
+        ),
+        (
+            {"class": "classes"},
+            " Names are given as old: new; write rename_axes={'classes': 'class'}.",
+        ),
+        ({"x": "y"}, ""),
+    ],
+)  # fmt: skip
+def test_a_typo_or_a_reversal_in_rename_axes_is_reported_with_what_to_write(rename_axes, fix):
+    records = {"w": ArrayRecord((2, 3), "float32", ("embedding", "classes"))}
+    with pytest.raises(CheckpointMismatchError) as caught:
+        Tolerance(rename_axes=rename_axes).renamed(records)
+    assert caught.value.problems == (
+        f"{next(iter(rename_axes))}: no array in the checkpoint has this logical axis. "
+        f"It has 'classes', 'embedding'.{fix}",
+    )
 
 
 def test_unknown_options_are_refused(square, wide):
