@@ -1,5 +1,6 @@
 """What importing the package costs, what it offers, and how its modules may import each other."""
 
+import functools
 import pathlib
 import subprocess
 import sys
@@ -53,6 +54,20 @@ def test_every_public_name_is_there_once_and_documented():
     assert len(set(names)) == len(names)
     for name in names:
         assert getattr(penzai_shard, name).__doc__, name
+
+
+def test_the_first_line_of_a_property_has_no_colon():
+    """Sphinx takes what stands before it for the property's type."""
+    classes = [each for each in vars(penzai_shard).values() if isinstance(each, type)]
+    assert penzai_shard.ShardingPlan in classes
+    for each in classes:
+        for name, member in vars(each).items():
+            if isinstance(member, property | functools.cached_property):
+                assert ":" not in (member.__doc__ or "").partition("\n")[0], (each, name)
+
+
+def test_the_documentation_of_root_says_what_it_is():
+    assert penzai_shard.ROOT.__doc__ == "The whole model, as a place for an edit."
 
 
 def test_imports_go_down_the_level_table():

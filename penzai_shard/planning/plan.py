@@ -149,8 +149,10 @@ class ShardingPlan(NotebookView):
 
     @functools.cached_property
     def unused_rules(self) -> tuple[NameRule, ...]:
-        """The rules whose logical axis no array has. That is not an error: one set of rules serves
-        parameters and activations."""
+        """The rules whose logical axis no array has.
+
+        That is not an error: one set of rules serves parameters and activations.
+        """
         return tuple(
             rule
             for rule in self.rules.rules

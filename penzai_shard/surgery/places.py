@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from penzai_shard.errors import RuleTypeError
+from penzai_shard.rule_kinds import nearest_name
 from penzai_shard.surgery.path_patterns import first_position, next_position
 from penzai_shard.surgery.references import display_name, named
 from penzai_shard.surgery.refusals import raised
@@ -20,7 +21,7 @@ PlaceLike: TypeAlias = Any
 
 
 class _Root:
-    """The type of ``ROOT``."""
+    """The whole model, as a place for an edit."""
 
     def __repr__(self) -> str:
         return "ROOT"
@@ -30,7 +31,6 @@ class _Root:
 
 
 ROOT = _Root()
-"""The whole model, as a place for an edit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,10 @@ def wants_path(function: Callable[..., Any], given: frozenset[str] = frozenset()
     if positional and positional[0] in given:
         raise RuleTypeError(f"{name}'s {positional[0]!r} is the layer itself. Leave it out.")
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
-        raise RuleTypeError(f"{name} takes no argument {unknown[0]!r}. Leave it out.")
+        others = {parameter.name for parameter in parameters} - {*given, *positional[:1]}
+        near = nearest_name(unknown[0], others)
+        fix = f"Did you mean {near!r}?" if near else "Leave it out."
+        raise RuleTypeError(f"{name} takes no argument {unknown[0]!r}. {fix}")
     required = [
         parameter
         for parameter in parameters

@@ -10,7 +10,7 @@ from penzai import pz
 from penzai.models.transformer import model_parts
 
 from penzai_shard.errors import RuleTypeError, SelectionError
-from penzai_shard.layers import Checkpointed, Jitted, Scoped
+from penzai_shard.layers import Checkpointed, InPrecision, Jitted, Scoped
 from penzai_shard.surgery import (
     ROOT,
     Inserted,
@@ -407,6 +407,12 @@ class TestErrors:
             wrap(pz.nn.Linear, gated)
         with pytest.raises(RuleTypeError, match="Jitted takes no argument 'polcy'"):
             wrap(pz.nn.Linear, Jitted, polcy="dots")
+
+    def test_a_misspelt_argument_of_a_wrapper_is_named(self):
+        with pytest.raises(RuleTypeError, match=r"'compute_dtyp'\. Did you mean 'compute_dtype'\?"):
+            wrap(pz.nn.Linear, InPrecision, compute_dtyp="bfloat16")
+        with pytest.raises(RuleTypeError, match=r"no argument 'policies'\. Leave it out\."):
+            wrap(pz.nn.Linear, InPrecision, policies="dots")
 
     def test_expect_is_a_number(self):
         with pytest.raises(RuleTypeError, match=r"expect is the number of places.*not 'two'"):

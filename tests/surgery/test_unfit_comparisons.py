@@ -71,7 +71,7 @@ def test_an_input_that_was_donated_is_refused():
         (mlp(1), (features(), features()), "original: Sequential takes other inputs: too many "
          "positional arguments."),
         (mlp(1), (), "edited: Sequential takes other inputs: missing a required argument: "
-         "'value'."),
+         "'value'. Give the inputs after the models: check_equivalent(original, edited, inputs)."),
     ],
 )  # fmt: skip
 def test_what_is_not_two_models_and_their_inputs_is_refused(edited, inputs, problem):

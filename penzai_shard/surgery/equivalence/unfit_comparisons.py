@@ -108,5 +108,9 @@ def _call_problem(model: Any, args: tuple[Any, ...], side_inputs: Mapping[str, A
     try:
         signature.bind(*args, **side_inputs)
     except TypeError as error:
-        return f"{type(model).__name__} takes other inputs: {error}."
+        problem = f"{type(model).__name__} takes other inputs: {error}."
+        if args or side_inputs:
+            return problem
+        fix = "Give the inputs after the models: check_equivalent(original, edited, inputs)."
+        return f"{problem} {fix}"
     return ""
