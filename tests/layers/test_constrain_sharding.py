@@ -192,7 +192,7 @@ def test_unknown_mesh_axes_are_refused(small):
 
 
 @pytest.mark.parametrize("transform", [lambda function: function, jax.jit])
-def test_a_slip_of_the_pen_warns_with_the_name_that_flows_through(small, transform):
+def test_a_typo_warns_with_the_name_that_flows_through(small, transform):
     layer = by_name(small, rules={"bacth": "data"})
     with pytest.warns(
         ShardingWarning, match=r"'bacth' -> 'data' .* Did you mean 'batch'\?"
@@ -201,7 +201,7 @@ def test_a_slip_of_the_pen_warns_with_the_name_that_flows_through(small, transfo
     assert caught[0].filename == __file__
 
 
-def test_a_slip_in_a_constraint_of_every_layer_is_one_warning_with_the_line_of_the_call(small):
+def test_a_typo_in_a_constraint_of_every_layer_is_one_warning_with_the_line_of_the_call(small):
     layers = [pz.nn.Identity(), by_name(small, rules={"bacth": "data"})] * 3
     model = Jitted(pz.nn.Sequential(layers))
     with warnings.catch_warnings(record=True) as caught:

@@ -141,7 +141,7 @@ def test_rules_left_out_mean_the_mesh_axes_of_the_same_name(name, mesh):
 
 
 @every
-def test_a_slip_of_the_pen_warns_with_the_name_that_is_there(name, mesh):
+def test_a_typo_warns_with_the_name_that_is_there(name, mesh):
     batch = {"x": pz.nx.ones({"batch": 8})}
     with pytest.warns(ShardingWarning, match="Did you mean 'batch'") as caught:
         ALL[name](batch, mesh, {"bacth": "data"})

@@ -351,7 +351,7 @@ def test_a_function_that_gives_no_layer_is_refused(make):
         Recipe(make(pz.nn.Linear, lambda layer: None)).apply(mlp(1))
 
 
-def test_a_slip_in_a_policy_is_reported_when_the_recipe_is_applied():
+def test_a_typo_in_a_policy_is_reported_when_the_recipe_is_applied():
     with pytest.raises(RuleTypeError, match="dots"):
         Recipe(wrap(pz.nn.Linear, Checkpointed, policy="dot")).apply(mlp(1))
 
