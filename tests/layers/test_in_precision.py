@@ -203,6 +203,19 @@ def test_state_variables_are_updated_and_keep_their_dtypes(wrap):
     assert int(body.count.value) == 2
 
 
+def test_a_layer_that_returns_a_variable_is_refused():
+    @pz.pytree_dataclass
+    class Returns(pz.nn.Layer):
+        state: pz.StateVariable
+
+        def __call__(self, x, /, **side_inputs):
+            return self.state
+
+    layer = InPrecision(Returns(pz.StateVariable(value=jnp.ones(2), label="s")), BF16)
+    with pytest.raises(ValueError, match="inside InPrecision returned mutable variables"):
+        layer(jnp.ones(2))
+
+
 def test_state_variables_that_are_only_read_are_not_rounded():
     exact = pz.StateVariable(jnp.float32(1 / 3), label="exact")
 
