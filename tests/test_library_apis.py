@@ -20,6 +20,7 @@ from penzai.deprecated.v1 import pz as pz_v1
 
 import penzai_shard
 from penzai_shard.library_apis import jax_api, orbax_api, penzai_api
+from penzai_shard.traced_programs import inner_programs
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
@@ -141,9 +142,7 @@ def test_programs_inside_an_equation_are_found_in_its_parameters():
         return jax.jit(lambda y: y * 2)(x)
 
     equations = traced(looped, 1.0).eqns
-    counts = {
-        one.primitive.name: len(list(jax_api.jaxprs_in_params(one.params))) for one in equations
-    }
+    counts = {one.primitive.name: len(list(inner_programs(one))) for one in equations}
     assert counts["scan"] == 1
     assert counts["cond"] == 2
     assert counts["jit"] == 1

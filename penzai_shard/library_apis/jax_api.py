@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.experimental.layout import Format
 from jax.extend.core import (
@@ -18,9 +19,7 @@ from jax.extend.core import (
     JaxprEqn,
     Literal,
     Var,
-    gensym,
     jaxpr_as_fun,
-    jaxprs_in_params,
 )
 
 __all__ = [
@@ -35,10 +34,8 @@ __all__ = [
     "Tracer",
     "Var",
     "children_of_node",
-    "gensym",
     "is_weakly_typed",
     "jaxpr_as_fun",
-    "jaxprs_in_params",
     "keyed_children_of_node",
     "manual_mesh_axes",
     "memory_addresses",
@@ -151,7 +148,6 @@ def text_from_first_process(text: str, length: int) -> str:
     'written'
     """
     # Imported late: it is needed where several processes save, and loads much else.
-    import numpy as np
     from jax.experimental import multihost_utils
 
     sent = np.frombuffer(text.encode()[:length].ljust(length), np.uint8)

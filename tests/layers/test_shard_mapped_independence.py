@@ -13,7 +13,11 @@ import pytest
 from penzai import pz
 
 from penzai_shard.layers import ManualRegionError, ShardMapped
+from penzai_shard.layers.shard_map_regions.following import SplitFlow
+from penzai_shard.layers.shard_map_regions.split_values import Flow, Split
+from penzai_shard.library_apis.jax_api import Literal
 from penzai_shard.meshes import make_mesh
+from penzai_shard.traced_programs import program_of
 from tests.layers.quick_programs import result_of, results_together
 
 LENGTH, WIDTH = 8, 6
@@ -403,6 +407,47 @@ def test_an_independent_body_runs_and_equals_the_bare_layer(name, parts):
 def check_equal(found, expected, tolerance=1e-4):
     for one, other in zip(*map(jax.tree_util.tree_leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+def times(number, length, is_converted):
+    """``x * number`` traced, as a literal, or as an integer that the program converts.
+
+    Newer releases of JAX write the one in the whole and the other in a part.
+    """
+    if not is_converted:
+        return jax.make_jaxpr(lambda x: x * number)(jnp.ones(length))
+    jaxpr = jax.make_jaxpr(lambda x, n: x * n)(jnp.ones(length), np.int32(number)).jaxpr
+    x, own = jaxpr.invars
+    literal = Literal(np.int32(number), own.aval)
+    equations = [
+        one.replace(invars=[literal if atom is own else atom for atom in one.invars])
+        for one in jaxpr.eqns
+    ]
+    names = [one.primitive.name for one in equations]
+    assert names == ["convert_element_type", "mul"]
+    return program_of(equations, [x], jaxpr.outvars, "times")
+
+
+@pytest.mark.parametrize(
+    ("of_whole", "of_part", "refused"),
+    [
+        ((2, False), (2, True), False),
+        ((2, True), (2, False), False),
+        ((2, True), (2, True), False),
+        ((2, False), (3, True), True),
+        ((2, True), (3, False), True),
+        ((2, True), (3, True), True),
+    ],
+)
+def test_a_converted_number_is_the_number_that_it_becomes(of_whole, of_part, refused):
+    split = Split(("data",), 4, "seq")
+    programs = [
+        times(number, length, is_converted)
+        for (number, is_converted), length in ((of_whole, LENGTH), (of_part, LENGTH // 4))
+    ]
+    (flow,) = SplitFlow(frozenset({split})).results(*programs, [Flow((split,))])
+    assert bool(flow.refused) == refused
+    assert refused or flow.dims == (split,)
 
 
 def test_a_derivative_that_cannot_be_followed_is_refused():
