@@ -1,0 +1,1 @@
+"""Layouts: rules for parameters, computation and optimizer together, and what carries them out."""
