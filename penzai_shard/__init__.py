@@ -33,6 +33,7 @@ from penzai_shard.layers import (
     Scoped,
     ShardMapped,
 )
+from penzai_shard.layouts import Layout
 from penzai_shard.meshes import make_mesh
 from penzai_shard.placement import (
     abstract_model,
@@ -94,6 +95,7 @@ __all__ = [
     "InPrecision",
     "Inserted",
     "Jitted",
+    "Layout",
     "LeafPlan",
     "Recipe",
     "Ref",

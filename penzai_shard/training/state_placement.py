@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from penzai_shard.array_kinds import is_traced
 from penzai_shard.meshes import auto_context
-from penzai_shard.planning import shardings_like_params
+from penzai_shard.planning import Planner, shardings_like_params
 from penzai_shard.rule_kinds import OnUnnamed
 from penzai_shard.training.flat_state import CONSTANT_FIELDS
 from penzai_shard.training.optimizer_calls import initial_optimizer_state
@@ -26,6 +26,7 @@ def place_initial_fields(
     optimizer_def: Any,
     trainable: frozenset[str],
     on_unnamed: OnUnnamed = "error",
+    optimizer_rules: Any = None,
 ) -> dict[str, Any]:
     """Places the fields of a new state and makes the optimizer's.
 
@@ -34,6 +35,7 @@ def place_initial_fields(
         optimizer_def: The optimizer.
         trainable: Names of the parameters that the optimizer is to know.
         on_unnamed: What becomes of its arrays that are not made of a parameter's dimensions.
+        optimizer_rules: How they are laid out on a mesh; None as the parameters are.
 
     Returns:
         All fields. On one device they stay where they are; if any array is on a mesh, all are.
@@ -60,7 +62,11 @@ def place_initial_fields(
         return fields | {"opt_state": opt_state}
     with auto_context():
         abstract = jax.eval_shape(init, params)
-        shardings = shardings_like_params(abstract, params, mesh, on_unnamed)
+        if optimizer_rules is None:
+            shardings = shardings_like_params(abstract, params, mesh, on_unnamed)
+        else:
+            planner = Planner(mesh, optimizer_rules, on_unnamed=on_unnamed)
+            shardings = planner.plan({"opt_state": abstract}).sharding_tree()["opt_state"]
         opt_state = jax.jit(
             lambda params: jax.tree.map(with_strong_type, init(params)), out_shardings=shardings
         )(params)

@@ -95,6 +95,7 @@ class TrainState(NotebookView):
         *,
         trainable: TrainablePredicate | None = None,
         on_unnamed: OnUnnamed = "error",
+        optimizer_rules: Any = None,
     ) -> "TrainState":
         """The state before the first step.
 
@@ -115,6 +116,8 @@ class TrainState(NotebookView):
             on_unnamed: What becomes of arrays that the optimizer keeps and that are not made of
                 a parameter's dimensions, if the model is on a mesh: an error, or a copy on
                 every device (``"replicate"``).
+            optimizer_rules: How the optimizer's state is laid out, if the model is on a mesh;
+                rules in any form that ``AxisRules`` reads. None lays it out as its parameters.
 
         Returns:
             The state. Of an abstract model (``ShapeDtypeStruct`` leaves, or under
@@ -152,7 +155,7 @@ class TrainState(NotebookView):
 
         def build(fields: dict[str, Any]) -> TrainState:
             placed = place_initial_fields(
-                fields, optimizer_def, variables.trainable_names, on_unnamed
+                fields, optimizer_def, variables.trainable_names, on_unnamed, optimizer_rules
             )
             return cls(optimizer_def=optimizer_def, variables=variables, **placed)
 
