@@ -1,0 +1,480 @@
+"""Reads the collectives out of a compiled program's text: what moves, over which mesh axes.
+
+For the tests and benchmarks that count. The text is XLA's, as ``compiled.as_text()`` gives it; no
+device is touched.
+
+Bytes are those of ring algorithms, sent by one device in one run of the program (Thakur et al.
+2005, "Optimization of Collective Communication Operations in MPICH"): of n devices, each sends
+2 (n - 1) / n of the payload in an all-reduce, and (n - 1) / n of it in an all-gather, a
+reduce-scatter or an all-to-all, where the payload is the whole array.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# What one device sends in a ring of n, as a share of the payload.
+RING_SHARES = {
+    "all-gather": lambda n: (n - 1) / n,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1.0,
+    "collective-broadcast": lambda n: 1.0,
+}
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+# Operations that treat elements one by one: who keeps a slice of their result could as well have
+# taken it before.
+_ELEMENTWISE = {
+    "abs", "add", "bitcast", "convert", "copy", "divide", "maximum", "minimum",
+    "multiply", "negate", "reshape", "select", "subtract", "transpose",
+}  # fmt: skip
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
+_INSTRUCTION = re.compile(r"^(ROOT )?%?([\w.\-]+) = ")
+_ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\]")
+_CALLED = re.compile(
+    r"\b(?:to_apply|calls|condition|body|true_computation|false_computation"
+    r"|branch_computations|called_computations)=(%?[\w.\-]+|\{[^}]*\})"
+)
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(([^)]*(?:T\([\d,]+\))?)\))? ?\{([^}]*)\}"
+)
+_MESH_AXIS = re.compile(r"'([^']*)'=(\d+)")
+_AXIS_OF_GROUPS = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective operation of a compiled program.
+
+    Attributes:
+        kind: What XLA runs, such as ``"all-reduce"``; the start of an asynchronous one counts.
+        name: Its name in the program.
+        mesh_axes: The mesh axes that it goes over, in the mesh's order; None if its groups are not
+            those of whole mesh axes, or no mesh was given.
+        group_size: How many devices take part in each group.
+        payload_bytes: The size of the whole array, per group: what comes out of an all-gather or
+            an all-reduce, what goes into a reduce-scatter or an all-to-all.
+        scattered_bytes: The part of an all-reduce's payload of which every device goes on with its
+            own slice alone: a reduce-scatter in other words, as XLA writes it for CPUs.
+        arrays: Its results per device, such as ``("f32[8,16]",)``.
+        times: How often one run of the program executes it.
+        scope: The ``op_name`` of its metadata: where it comes from.
+    """
+
+    kind: str
+    name: str
+    mesh_axes: tuple[str, ...] | None
+    group_size: int
+    payload_bytes: int
+    scattered_bytes: int
+    arrays: tuple[str, ...]
+    times: int
+    scope: str
+
+    @property
+    def meaning(self) -> str:
+        """The kind, but ``"reduce-scatter"`` for an all-reduce that is only sliced afterwards."""
+        whole = self.scattered_bytes and self.scattered_bytes == self.payload_bytes
+        return "reduce-scatter" if whole else self.kind
+
+    def bytes_moved(self, *, as_meant: bool = False) -> float:
+        """What one device sends in all executions of one run.
+
+        Args:
+            as_meant: Count an all-reduce that is only sliced afterwards as a reduce-scatter.
+        """
+        share = RING_SHARES[self.kind](self.group_size)
+        scattered = self.scattered_bytes if as_meant else 0
+        moved = (self.payload_bytes - scattered) * share
+        moved += scattered * RING_SHARES["reduce-scatter"](self.group_size)
+        return self.times * moved
+
+
+def read_collectives(
+    program, mesh=None, *, unknown_trip_count: int | None = None
+) -> list[Collective]:
+    """The collectives of a compiled program, in the order of its text.
+
+    Args:
+        program: A ``jax.stages.Compiled``, or its text.
+        mesh: The mesh, or its shape (``{"data": 4, "model": 2}``), to name groups by mesh axes.
+            Devices count in the mesh's order.
+        unknown_trip_count: How often to count the body of a loop whose number of turns the
+            program does not say.
+
+    Raises:
+        ValueError: A collective is in such a loop and nothing was given, or its groups cannot be
+            read.
+    """
+    text = program if isinstance(program, str) else program.as_text()
+    sizes = None if mesh is None else dict(getattr(mesh, "shape", mesh))
+    computations = _computations(text)
+    times = _executions(computations)
+    found = []
+    for computation in computations.values():
+        for one in computation.instructions.values():
+            kind = one.opcode.removesuffix("-start")
+            if kind not in KINDS:
+                continue
+            count = times.get(computation.name, 0)
+            if count is None:
+                count = unknown_trip_count
+            if count is None:
+                raise ValueError(
+                    f"{one.name}: is in a loop whose number of turns the program does not say. "
+                    "Pass unknown_trip_count=."
+                )
+            if count:
+                found.append(_collective(kind, one, computation, computations, sizes, count))
+    return found
+
+
+def counts(
+    collectives: Iterable[Collective], *, as_meant: bool = True, executed: bool = True
+) -> Counter:
+    """How many collectives there are of each kind, over which mesh axes.
+
+    Args:
+        collectives: As `read_collectives` gives them.
+        as_meant: By `Collective.meaning` instead of by kind.
+        executed: Count every execution; otherwise every place in the program once.
+
+    Returns:
+        Numbers by ``(kind, mesh axes)``.
+    """
+    result: Counter = Counter()
+    for one in collectives:
+        kind = one.meaning if as_meant else one.kind
+        result[kind, one.mesh_axes] += one.times if executed else 1
+    return result
+
+
+def bytes_moved(collectives: Iterable[Collective], *, as_meant: bool = False) -> float:
+    """What one device sends in one run of a program; see `Collective.bytes_moved`."""
+    return sum(one.bytes_moved(as_meant=as_meant) for one in collectives)
+
+
+# Reading the text
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    is_root: bool
+    type: str
+    opcode: str
+    arguments: str
+    attributes: str
+
+    @property
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.\-]+)", self.arguments)
+
+
+@dataclasses.dataclass
+class _Computation:
+    name: str
+    is_entry: bool
+    instructions: dict[str, _Instruction]
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[_Instruction]]:
+        """The instructions that use each result."""
+        result: dict[str, list[_Instruction]] = {name: [] for name in self.instructions}
+        for one in self.instructions.values():
+            for name in dict.fromkeys(one.operands):
+                if name in result:
+                    result[name].append(one)
+        return result
+
+
+def _computations(text: str) -> dict[str, _Computation]:
+    result: dict[str, _Computation] = {}
+    current = None
+    for line in text.splitlines():
+        line = line.strip()
+        if opening := _COMPUTATION.match(line):
+            current = _Computation(opening[2], bool(opening[1]), {})
+            result[current.name] = current
+        elif line == "}":
+            current = None
+        elif current is not None and (instruction := _instruction(line)):
+            current.instructions[instruction.name] = instruction
+    if not any(one.is_entry for one in result.values()):
+        raise ValueError("this is not the text of a compiled program: it has no ENTRY.")
+    return result
+
+
+def _instruction(line: str) -> _Instruction | None:
+    start = _INSTRUCTION.match(line)
+    if not start:
+        return None
+    rest = line[start.end() :]
+    # A type is one word, or a tuple in brackets.
+    end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
+    type_, rest = rest[:end], rest[end:].lstrip()
+    opcode, bracket, _ = rest.partition("(")
+    if not bracket:
+        return None
+    end = _closing(rest, len(opcode))
+    arguments = rest[len(opcode) + 1 : end - 1]
+    return _Instruction(start[2], bool(start[1]), type_, opcode.strip(), arguments, rest[end:])
+
+
+def _closing(text: str, opening: int) -> int:
+    """The position behind the bracket that closes the one at a position."""
+    depth = 0
+    for i in range(opening, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[i], 0)
+        if not depth:
+            return i + 1
+    raise ValueError(f"a bracket is not closed in {text[:80]!r}")
+
+
+def _called(instruction: _Instruction) -> Iterator[tuple[str, int | None]]:
+    """The computations that an instruction runs and how often, None for unknown."""
+    turns: int | None = 1
+    if instruction.opcode == "while":
+        trips = _TRIPS.search(instruction.attributes)
+        turns = int(trips[1]) if trips else None
+    for names in _CALLED.findall(instruction.attributes):
+        for name in re.findall(r"[\w.\-]+", names):
+            yield name, turns
+
+
+def _executions(computations: Mapping[str, _Computation]) -> dict[str, int | None]:
+    """How often one run executes each computation; None where a loop does not say."""
+    result: dict[str, int | None] = {}
+
+    def add(name: str, times: int | None) -> None:
+        before = result.get(name, 0)
+        result[name] = None if before is None or times is None else before + times
+        for one in computations[name].instructions.values():
+            for called, turns in _called(one):
+                if called in computations:
+                    add(called, None if times is None or turns is None else times * turns)
+
+    for computation in computations.values():
+        if computation.is_entry:
+            add(computation.name, 1)
+    return result
+
+
+def _arrays(type_: str) -> list[tuple[str, int, int]]:
+    """The arrays of a type: each as text, its number of elements, and its size in bytes."""
+    result = []
+    for dtype, sizes in _ARRAY.findall(re.sub(r"/\*.*?\*/", "", type_)):
+        bits = _BITS[dtype] if dtype in _BITS else int(re.search(r"\d+", dtype)[0])
+        elements = math.prod(int(size.lstrip("<=")) for size in sizes.split(",") if size)
+        result.append((f"{dtype}[{sizes}]", elements, -(-elements * bits // 8)))
+    return result
+
+
+def _collective(kind, one, computation, computations, sizes, times) -> Collective:
+    type_ = one.type
+    if one.opcode.endswith("-start") and kind != "all-reduce" and type_.startswith("("):
+        # An asynchronous start returns its operands too: the second part is the result.
+        type_ = _parts(type_)[1]
+    arrays = _arrays(type_)
+    axes, group_size = _groups(kind, one, sizes)
+    payload = sum(size for _, _, size in arrays)
+    if kind == "reduce-scatter":
+        payload *= group_size
+    scattered = 0
+    if kind == "all-reduce":
+        scattered = _scattered(one, group_size, computation, computations)
+    scope = _OP_NAME.search(one.attributes)
+    return Collective(
+        kind=kind,
+        name=one.name,
+        mesh_axes=axes,
+        group_size=group_size,
+        payload_bytes=payload,
+        scattered_bytes=scattered,
+        arrays=tuple(text for text, _, _ in arrays),
+        times=times,
+        scope=scope[1] if scope else "",
+    )
+
+
+def _parts(type_: str) -> list[str]:
+    """The outermost parts of a tuple's type."""
+    parts, depth, start = [], 0, 1
+    for i, character in enumerate(type_):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
+        if (character == "," and depth == 1) or (character == ")" and not depth):
+            parts.append(type_[start:i].strip())
+            start = i + 1
+    return parts
+
+
+# Groups of devices
+
+
+def _groups(kind, one, sizes) -> tuple[tuple[str, ...] | None, int]:
+    """The mesh axes that a collective goes over, and the size of each of its groups."""
+    if kind == "collective-permute":
+        pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", one.attributes)
+        ids = list(map(int, re.findall(r"\d+", pairs[1]))) if pairs else []
+        axes = _axes_of_pairs(list(zip(ids[::2], ids[1::2], strict=True)), sizes)
+        return axes, 2
+    groups = _replica_groups(one, sizes)
+    return _axes_of_groups(groups, sizes), groups.shape[1]
+
+
+def _replica_groups(one, sizes) -> np.ndarray:
+    """The groups of devices as rows, from any of the forms in which XLA writes them."""
+    attributes = one.attributes
+    if by_mesh := _MESH_GROUPS.search(attributes):
+        return _groups_of_mesh(*by_mesh.groups())
+    if iota := re.search(r"replica_groups=" + _IOTA.pattern, attributes):
+        return _iota(*iota.groups())
+    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", attributes):
+        rows = re.findall(r"\{([\d,]+)\}", listed[1])
+        return np.array([[int(i) for i in row.split(",")] for row in rows])
+    if "replica_groups={}" in attributes and sizes:
+        return np.arange(math.prod(sizes.values()))[None]  # All devices.
+    raise ValueError(f"{one.name}: its groups of devices cannot be read: {attributes[:200]}")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _iota(shape: str, counted: str, permutation: str | None) -> np.ndarray:
+    """``[4,2]<=[2,4]T(1,0)``: numbers in order, as an array, transposed, and reshaped."""
+    ids = np.arange(math.prod(_numbers(counted))).reshape(_numbers(counted))
+    if permutation:
+        ids = ids.transpose(_numbers(permutation))
+    return ids.reshape(_numbers(shape))
+
+
+def _groups_of_mesh(axes: str, device_ids: str | None, over: str) -> np.ndarray:
+    """``mesh['a'=4,'b'=2] {'a'}``: groups along some axes, or parts of them (``'a':(2)2``)."""
+    sizes = {name: int(size) for name, size in _MESH_AXIS.findall(axes)}
+    ids = np.arange(math.prod(sizes.values()))
+    if device_ids:
+        iota = _IOTA.search(device_ids)
+        ids = (_iota(*iota.groups()) if iota else np.array(_numbers(device_ids))).reshape(-1)
+    grouped = [
+        (n, int(pre or 1), int(size or sizes[n])) for n, pre, size in _AXIS_OF_GROUPS.findall(over)
+    ]
+    # Each axis is cut where a part of it begins or ends, so that groups go over whole pieces.
+    pieces: list[tuple[str, int, int]] = []
+    for name, size in sizes.items():
+        cuts = {1, size}
+        for other, pre, part in grouped:
+            if other == name:
+                cuts |= {pre, pre * part}
+        ordered = sorted(cuts)
+        pieces += [(name, a, b // a) for a, b in itertools.pairwise(ordered)] or [(name, 1, 1)]
+    ids = ids.reshape([size for _, _, size in pieces])
+    inside = [
+        i
+        for name, pre, part in grouped
+        for i, (other, start, size) in enumerate(pieces)
+        if other == name and pre <= start and start * size <= pre * part
+    ]
+    outside = [i for i in range(len(pieces)) if i not in inside]
+    size = math.prod(pieces[i][2] for i in inside)
+    return ids.transpose(outside + inside).reshape(-1, size)
+
+
+def _axes_of_groups(groups: np.ndarray, sizes: Mapping[str, int] | None) -> tuple | None:
+    if sizes is None or groups.size != math.prod(sizes.values()):
+        return None
+    shape = tuple(sizes.values())
+    coordinates = np.stack(np.unravel_index(groups, shape))
+    varying = [i for i, along in enumerate(coordinates) if (along != along[:, :1]).any()]
+    # Whole axes: as many devices per group as the axes have, and nothing else varies.
+    if math.prod(shape[i] for i in varying) != groups.shape[1]:
+        return None
+    return tuple(list(sizes)[i] for i in varying)
+
+
+def _axes_of_pairs(pairs: Sequence[tuple[int, int]], sizes) -> tuple | None:
+    if sizes is None or not pairs:
+        return None
+    shape = tuple(sizes.values())
+    sources, targets = (np.array(np.unravel_index(ids, shape)) for ids in zip(*pairs, strict=True))
+    return tuple(name for i, name in enumerate(sizes) if (sources[i] != targets[i]).any())
+
+
+# All-reduces of which each device keeps a slice
+
+
+def _scattered(one, group_size, computation, computations) -> int:
+    """How much of an all-reduce's payload is only used through one slice per device, in bytes."""
+    if not one.type.startswith("("):
+        values = [one]
+    else:
+        values = [user for user in computation.users[one.name] if _tuple_index(user) is not None]
+    return sum(
+        size
+        for value in values
+        if _Slices(group_size, computations).are_all_of(value, computation, ())
+        for _, _, size in _arrays(value.type)
+    )
+
+
+def _tuple_index(instruction: _Instruction) -> int | None:
+    index = re.search(r"\bindex=(\d+)", instruction.attributes)
+    return int(index[1]) if index and instruction.opcode == "get-tuple-element" else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slices:
+    """Whether a value is used through slices alone, each a device's share of it."""
+
+    group_size: int
+    computations: Mapping[str, _Computation]
+
+    def are_all_of(self, value, computation, callers) -> bool:
+        """Whether it is so; ``callers`` are the fusions around it, with their computations."""
+        users = computation.users[value.name]
+        if value.is_root:
+            return bool(callers) and self.are_all_of(*callers[-1], callers[:-1])
+        return bool(users) and all(self._is_one(one, value, computation, callers) for one in users)
+
+    def _is_one(self, user, value, computation, callers) -> bool:
+        if user.opcode == "dynamic-slice":
+            whole, part = (sum(n for _, n, _ in _arrays(one.type)) for one in (value, user))
+            return user.operands[0] == value.name and part * self.group_size == whole
+        if user.opcode in _ELEMENTWISE:
+            return self.are_all_of(user, computation, callers)
+        if user.opcode == "fusion":
+            inner = next(self.computations[name] for name, _ in _called(user))
+            numbers = [str(i) for i, name in enumerate(user.operands) if name == value.name]
+            return all(
+                self.are_all_of(one, inner, (*callers, (user, computation)))
+                for one in inner.instructions.values()
+                if one.opcode == "parameter" and one.arguments in numbers
+            )
+        if user.opcode == "tuple" and user.is_root and callers:
+            # One of several results of a fusion.
+            fusion, outer = callers[-1]
+            indices = [i for i, name in enumerate(user.operands) if name == value.name]
+            taken = [one for one in outer.users[fusion.name] if _tuple_index(one) in indices]
+            return bool(taken) and all(self.are_all_of(one, outer, callers[:-1]) for one in taken)
+        return False
