@@ -32,6 +32,7 @@ from penzai_shard.layers import (
     RolledLayerStack,
     Scoped,
     ShardMapped,
+    fold_rng_over_axis,
 )
 from penzai_shard.layouts import Layout
 from penzai_shard.meshes import make_mesh
@@ -113,6 +114,7 @@ __all__ = [
     "check_equivalent",
     "constrain_blocks",
     "data_parallel",
+    "fold_rng_over_axis",
     "fully_sharded",
     "initialize_parameters_sharded",
     "insert_after",

@@ -5,6 +5,7 @@ from penzai_shard.layers.compiled_structure import clear_compiled_structures
 from penzai_shard.layers.constrain_sharding import ConstrainSharding, ConstrainShardingByName
 from penzai_shard.layers.in_precision import InPrecision
 from penzai_shard.layers.jitted import Jitted
+from penzai_shard.layers.manual_region import fold_rng_over_axis
 from penzai_shard.layers.remat_policies import resolve_policy
 from penzai_shard.layers.rolled_layer_stack import LayerStackError, RolledLayerStack
 from penzai_shard.layers.scoped import Scoped
@@ -24,5 +25,6 @@ __all__ = [
     "ShardMapped",
     "WrapperLayer",
     "clear_compiled_structures",
+    "fold_rng_over_axis",
     "resolve_policy",
 ]

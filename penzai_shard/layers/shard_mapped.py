@@ -20,9 +20,9 @@ from penzai import pz
 
 from penzai_shard.array_kinds import is_concrete
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.errors import MeshError, RuleTypeError, ShardingError, raise_all
+from penzai_shard.errors import MeshError, RuleTypeError, ShardingError
 from penzai_shard.layers import variable_threading
-from penzai_shard.layers.manual_region import manual_axes
+from penzai_shard.layers.manual_region import check_manual_axes, manual_axes, mesh_axis_names
 from penzai_shard.layers.shard_map_regions.boundaries import BoundaryTree, take_apart
 from penzai_shard.layers.shard_map_regions.region_call import RegionCall, indices_by_text
 from penzai_shard.layers.shard_map_regions.region_plan import ManualRegionError, Region
@@ -30,7 +30,6 @@ from penzai_shard.layers.unfit_calls import UNFIT_CALL
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, mesh_text, onto_auto_twin
 from penzai_shard.named_leaves import leaves_of
-from penzai_shard.rule_kinds import nearest_name
 
 __all__ = ["ManualRegionError", "ShardMapped"]
 
@@ -183,8 +182,10 @@ class ShardMapped(WrapperLayer):
                 raise RuleTypeError(f"{option} must be {kind.__name__}, not {value!r}.")
         mesh = auto_twin(self.mesh)
         every = tuple(mesh.axis_names)
-        wanted = every if self.manual_axes is None else _names("manual_axes", self.manual_axes)
-        _check_manual_axes(wanted, mesh)
+        wanted = (
+            every if self.manual_axes is None else mesh_axis_names("manual_axes", self.manual_axes)
+        )
+        check_manual_axes(wanted, mesh)
         return Region(
             mesh=mesh,
             parameter_rules=AxisRules.of(self.parameter_rules),
@@ -208,7 +209,7 @@ def _names(option: str, names: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-_EXAMPLES = {"manual_axes": "data", "keep_split": "neurons", "assume_independent": "rev"}
+_EXAMPLES = {"keep_split": "neurons", "assume_independent": "rev"}
 
 
 def _unfit(error: Exception, region: Region, given: dict[str, Any]) -> ShardingError | None:
@@ -252,16 +253,6 @@ def _text(place: Any) -> str:
         ids = sorted(device.id for device in devices)
         return f"device{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
     return f"a mesh ({mesh_text(place)}) of {math.prod(place.shape.values())} devices"
-
-
-def _check_manual_axes(wanted: Sequence[str], mesh: AnyMesh) -> None:
-    problems = []
-    for name in wanted:
-        if name not in mesh.axis_names:
-            near = nearest_name(name, mesh.axis_names)
-            fix = f"Did you mean {near!r}?" if near else f"Use some of {tuple(mesh.axis_names)}."
-            problems.append(f"manual_axes: the mesh has no mesh axis {name!r}. {fix}")
-    raise_all(MeshError, "cannot take over mesh axes:", problems)
 
 
 @functools.partial(jax.jit, static_argnums=0)

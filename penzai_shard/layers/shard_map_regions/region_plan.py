@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import ShardingError, raise_all
-from penzai_shard.layers.manual_region import varying_axes
+from penzai_shard.layers.manual_region import device_position, varying_axes
 from penzai_shard.layers.shard_map_regions.boundaries import BoundaryTree
 from penzai_shard.layers.shard_map_regions.split_values import Flow, Split, mesh_axes_of
 from penzai_shard.meshes import AnyMesh
@@ -140,7 +140,7 @@ class Crossing:
         for dimension in sorted(self.whole_inside):
             mesh_axes = self.mesh_axes[dimension]
             size = self.shape[dimension] // region.parts(mesh_axes)
-            start = _position(mesh_axes) * size
+            start = device_position(mesh_axes) * size
             array = jax.lax.dynamic_slice_in_dim(array, start, size, dimension)
         if varying_axes(array) - {name for entry in self.mesh_axes for name in entry}:
             raise NotReplicatedError(self.path)
@@ -272,7 +272,7 @@ class RegionPlan:
             for crossing, array in zip(self.inputs, arrays, strict=True)
         ]
         for index in self.keys if self.random_axes else ():
-            found[index] = jax.random.fold_in(found[index], _position(self.random_axes))
+            found[index] = jax.random.fold_in(found[index], device_position(self.random_axes))
         return found
 
     def split_text(self) -> str:
@@ -301,11 +301,3 @@ def _check_keep_split(region: Region, weights: Sequence[Crossing]) -> None:
             if other is not None
         ],
     )
-
-
-def _position(mesh_axes: Sequence[str]) -> Any:
-    """The device's position along some mesh axes, the first of them counting most."""
-    found: Any = 0
-    for name in mesh_axes:
-        found = found * jax.lax.axis_size(name) + jax.lax.axis_index(name)
-    return found
