@@ -6,7 +6,12 @@ from penzai_shard.layers.constrain_sharding import ConstrainSharding, ConstrainS
 from penzai_shard.layers.in_precision import InPrecision
 from penzai_shard.layers.jitted import Jitted
 from penzai_shard.layers.manual_region import fold_rng_over_axis
-from penzai_shard.layers.remat_policies import resolve_policy
+from penzai_shard.layers.remat_policies import (
+    LayerStackPolicy,
+    StackPolicyLike,
+    resolve_policy,
+    resolve_stack_policy,
+)
 from penzai_shard.layers.rolled_layer_stack import LayerStackError, RolledLayerStack
 from penzai_shard.layers.scoped import Scoped
 from penzai_shard.layers.shard_mapped import ManualRegionError, ShardMapped
@@ -19,12 +24,15 @@ __all__ = [
     "InPrecision",
     "Jitted",
     "LayerStackError",
+    "LayerStackPolicy",
     "ManualRegionError",
     "RolledLayerStack",
     "Scoped",
     "ShardMapped",
+    "StackPolicyLike",
     "WrapperLayer",
     "clear_compiled_structures",
     "fold_rng_over_axis",
     "resolve_policy",
+    "resolve_stack_policy",
 ]

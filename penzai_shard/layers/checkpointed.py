@@ -9,7 +9,7 @@ from penzai import pz
 
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.layers import variable_threading
-from penzai_shard.layers.remat_policies import resolve_policy
+from penzai_shard.layers.remat_policies import check_host_memory, offloads, resolve_policy
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import onto_auto_twin
 from penzai_shard.model_variables import thawed
@@ -73,6 +73,8 @@ class Checkpointed(WrapperLayer):
         resolve_policy(self.policy)
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
+        if offloads(self.policy):
+            check_host_memory(f"Checkpointed(policy={self.policy!r})")
         unbound, variables = pz.unbind_variables(
             (effects_as_variables(self.body), argument, side_inputs)
         )

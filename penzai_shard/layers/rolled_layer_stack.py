@@ -11,7 +11,13 @@ from penzai import pz
 
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.layers import variable_threading
+from penzai_shard.layers.layer_loops import run_in_turn
 from penzai_shard.layers.manual_region import as_varying, varying_axes
+from penzai_shard.layers.remat_policies import (
+    StackPolicyLike,
+    check_host_memory,
+    resolve_stack_policy,
+)
 from penzai_shard.library_apis.jax_api import manual_mesh_axes
 from penzai_shard.meshes import auto_context, onto_auto_twin
 from penzai_shard.model_variables import thawed
@@ -45,6 +51,11 @@ class RolledLayerStack(pz.nn.LayerStack):
         stack_axis_size: How many layers there are.
         unroll: How many layers one turn of the loop runs; more may run faster, and compiles
             longer.
+        policy: What is kept between forward and backward pass: False for everything, True or
+            ``"carries"`` for the input of each layer alone, ``"nested"`` for that of each group of
+            about the square root of the number of layers, ``"inputs"``, ``"offload_carries"``, a
+            name that ``Checkpointed`` takes, or a ``LayerStackPolicy``, which says how much memory
+            and computation each takes.
 
     >>> layer = pz.nn.Sequential([pz.nn.ConstantRescale(by=2.0)])
     >>> stack = RolledLayerStack(layer, stack_axis="layers", stack_axis_size=3)
@@ -56,19 +67,30 @@ class RolledLayerStack(pz.nn.LayerStack):
     stack_axis: Hashable = dataclasses.field(metadata={"pytree_node": False})
     stack_axis_size: int = dataclasses.field(metadata={"pytree_node": False})
     unroll: int = dataclasses.field(default=1, metadata={"pytree_node": False})
+    policy: StackPolicyLike = dataclasses.field(default=False, metadata={"pytree_node": False})
+
+    def __post_init__(self) -> None:
+        """Refuses an unknown policy where it is written, not where the model runs."""
+        resolve_stack_policy(self.policy)
 
     @classmethod
-    def from_layer_stack(cls, stack: pz.nn.LayerStack, unroll: int = 1) -> RolledLayerStack:
+    def from_layer_stack(
+        cls, stack: pz.nn.LayerStack, unroll: int = 1, policy: StackPolicyLike = False
+    ) -> RolledLayerStack:
         """The rolled form of Penzai's stack. Layers and variables are the same objects.
 
         Args:
-            stack: The stack; one that is rolled already gets the new ``unroll``.
+            stack: The stack; one that is rolled already gets the new ``unroll`` and ``policy``.
             unroll: How many layers one turn of the loop runs.
+            policy: What is kept between forward and backward pass, as for the class.
 
         Returns:
             The stack.
+
+        Raises:
+            RuleTypeError: The policy cannot be read.
         """
-        return cls(stack.stacked_sublayers, stack.stack_axis, stack.stack_axis_size, unroll)
+        return cls(stack.stacked_sublayers, stack.stack_axis, stack.stack_axis_size, unroll, policy)
 
     def to_layer_stack(self) -> pz.nn.LayerStack:
         """Penzai's form of the stack. Layers and variables are the same objects."""
@@ -115,7 +137,11 @@ class RolledLayerStack(pz.nn.LayerStack):
         Raises:
             LayerStackError: A state variable does not say how it belongs to the layers, or its
                 value contradicts what it says; or a variable cannot be carried through a loop.
+            ShardingError: The policy offloads, and the backend has no host memory to offload to.
         """
+        policy = resolve_stack_policy(self.policy)
+        if policy is not None and policy.offloads:
+            check_host_memory(f"RolledLayerStack(policy={self.policy!r})")
         side_inputs = pz.freeze_params(side_inputs)
         layers, layer_variables = pz.unbind_variables(pz.freeze_params(self.stacked_sublayers))
         side_inputs, side_variables = pz.unbind_variables(side_inputs)
@@ -150,12 +176,14 @@ class RolledLayerStack(pz.nn.LayerStack):
                 return after, list(map(_ordered_as, values[len(shared) :], per_layer))
 
             carried = _varying_as_after(run_layer, (argument, shared), (slices, per_layer))
-            (value, shared), per_layer = jax.lax.scan(
+            (value, shared), per_layer = run_in_turn(
                 run_layer,
                 carried,
                 (slices, per_layer),
                 length=self.stack_axis_size,
                 unroll=self.unroll,
+                policy=policy,
+                name=str(self.stack_axis),
             )
         for variable, after in zip(shared_variables, shared, strict=True):
             variable.value = after.value

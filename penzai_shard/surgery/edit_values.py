@@ -21,6 +21,7 @@ from penzai.core.struct import Struct
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import MeshError, RuleTypeError
+from penzai_shard.layers import LayerStackPolicy
 from penzai_shard.meshes import make_mesh, mesh_text
 from penzai_shard.rule_kinds import IdentityRule, LargestDimensionRule, NameRule
 from penzai_shard.surgery.references import reference_to
@@ -352,6 +353,19 @@ def _rule(written: Any, reader: ValueReader) -> Any:
     return rule
 
 
+def _stack_policy_data(policy: LayerStackPolicy) -> dict[str, Any]:
+    return {
+        field.name: data_of(getattr(policy, field.name)) for field in dataclasses.fields(policy)
+    }
+
+
+def _stack_policy(written: Any, reader: ValueReader) -> LayerStackPolicy | None:
+    fields = {name: reader.value(part) for name, part in written.items()}
+    if not fields.keys() <= {field.name for field in dataclasses.fields(LayerStackPolicy)}:
+        raise RuleTypeError(f"{reprlib.repr(written)} is not a policy of layer stacks.")
+    return None if reader.refused else LayerStackPolicy(**fields)
+
+
 _FORMS: dict[str, _Form] = {
     "$float": _Form(
         float,
@@ -372,6 +386,12 @@ _FORMS: dict[str, _Form] = {
         lambda rules, write: repr(rules),
         lambda rules: list(map(_rule_data, rules.rules)),
         lambda rules, reader: AxisRules.from_rules(_rule(rule, reader) for rule in rules),
+    ),
+    "$stack_policy": _Form(
+        LayerStackPolicy,
+        lambda policy, write: policy.text(lambda value: expression(value, _dotted)),
+        _stack_policy_data,
+        _stack_policy,
     ),
     "$dtype": _Form(
         np.dtype,

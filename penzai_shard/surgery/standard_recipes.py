@@ -13,6 +13,8 @@ from penzai_shard.layers import (
     RolledLayerStack,
     Scoped,
     ShardMapped,
+    StackPolicyLike,
+    resolve_stack_policy,
 )
 from penzai_shard.layers.in_precision import is_sensitive
 from penzai_shard.meshes import AnyMesh
@@ -113,19 +115,28 @@ def scope_layers() -> Recipe:
     return Recipe(wrap(is_model_layer, scoped_by_path, nested=True))
 
 
-def roll_layer_stacks(unroll: int = 1) -> Recipe:
+def roll_layer_stacks(unroll: int = 1, policy: StackPolicyLike = False) -> Recipe:
     """Runs each layer stack as a loop, so that compile time does not grow with depth.
 
     Args:
         unroll: How many layers one turn of the loop runs.
+        policy: What is kept between forward and backward pass, as for ``RolledLayerStack``: False
+            for everything, ``"carries"``, ``"nested"`` and others by name, or a
+            ``LayerStackPolicy``.
 
     Returns:
         The recipe, one edit.
 
+    Raises:
+        RuleTypeError: The policy cannot be read.
+
     >>> roll_layer_stacks()
     Recipe(replace('pz.nn:LayerStack', RolledLayerStack.from_layer_stack, nested=True))
     """
+    resolve_stack_policy(policy)
     options: dict[str, Any] = {} if unroll == 1 else {"unroll": unroll}
+    if policy is not False and policy is not None:
+        options["policy"] = policy
     return Recipe(
         replace(pz.nn.LayerStack, RolledLayerStack.from_layer_stack, nested=True, **options)
     )

@@ -18,7 +18,13 @@ import penzai_shard
 from penzai_shard import AxisRules, fully_sharded, make_mesh, surgery
 from penzai_shard import layers as library_layers
 from penzai_shard.errors import MeshError, RuleTypeError
-from penzai_shard.layers import Checkpointed, ConstrainSharding, ConstrainShardingByName, Jitted
+from penzai_shard.layers import (
+    Checkpointed,
+    ConstrainSharding,
+    ConstrainShardingByName,
+    Jitted,
+    LayerStackPolicy,
+)
 from penzai_shard.surgery import (
     ROOT,
     Recipe,
@@ -63,7 +69,8 @@ RECIPES = {
         wrap(Block, Checkpointed, policy=jax.checkpoint_policies.dots_saveable)
     ),
     "remat": rematerialise_blocks(Block),
-    "stacks": roll_layer_stacks(unroll=2),
+    "stacks": roll_layer_stacks(unroll=2, policy="nested"),
+    "stack policy": roll_layer_stacks(policy=LayerStackPolicy(save_internals="dots", group_size=2)),
     "fsdp": manual_fsdp(Block, MESH, {"embedding": "data"}, min_size=16),
     "precision": mixed_precision(keep=(pz.nn.Softmax,)),
     "several": jit_root() + mixed_precision("float16") + rematerialise_blocks(Block, "dots"),
@@ -86,6 +93,27 @@ def test_json_reads_back(name):
     recipe = RECIPES[name]
     assert read(recipe.to_json()) == recipe
     assert read(recipe.to_json()).to_json() == recipe.to_json()
+
+
+def test_a_function_inside_of_a_stack_policy_reads_back():
+    saveable = jax.checkpoint_policies.dots_saveable
+    recipe = roll_layer_stacks(policy=LayerStackPolicy(save_internals=saveable))
+    assert read(recipe.to_json()) == eval(repr(recipe), {**PUBLIC, "jax": jax}) == recipe
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ('{"colour": 1}', "is not a policy of layer stacks"),
+        ('{"group_size": 0}', "positive number"),
+    ],
+)
+def test_a_written_stack_policy_of_other_fields_is_refused(fields, message):
+    text = roll_layer_stacks(policy=LayerStackPolicy(group_size=2)).to_json()
+    written = re.sub(r'("\$stack_policy":\s*)\{[^}]*\}', rf"\g<1>{fields}", text)
+    assert written != text
+    with pytest.raises(RuleTypeError, match=message):
+        read(written)
 
 
 def test_a_recipe_reads_well():
