@@ -41,10 +41,10 @@ RING_SHARES = {
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 # Operations that treat elements one by one: who keeps a slice of their result could as well have
 # taken it before.
-_ELEMENTWISE = {
-    "abs", "add", "bitcast", "convert", "copy", "divide", "maximum", "minimum",
-    "multiply", "negate", "reshape", "select", "subtract", "transpose",
-}  # fmt: skip
+_ELEMENTWISE = re.compile(
+    "abs|add|bitcast|convert|copy|divide|maximum|minimum|multiply|negate|reshape|select|subtract"
+    "|transpose"
+)
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"^(ROOT )?%?([\w.\-]+) = ")
@@ -461,7 +461,7 @@ class _Slices:
         if user.opcode == "dynamic-slice":
             whole, part = (sum(n for _, n, _ in _arrays(one.type)) for one in (value, user))
             return user.operands[0] == value.name and part * self.group_size == whole
-        if user.opcode in _ELEMENTWISE:
+        if _ELEMENTWISE.fullmatch(user.opcode):
             return self.are_all_of(user, computation, callers)
         if user.opcode == "fusion":
             inner = next(self.computations[name] for name, _ in _called(user))
