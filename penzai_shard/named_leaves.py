@@ -262,6 +262,23 @@ def with_data(node: Any, data: Any) -> Any:
     return made
 
 
+def with_shape(node: Any, shape: tuple[int, ...], data: Any) -> Any:
+    """A named array like another, with data of other lengths; nothing is checked.
+
+    >>> with_shape(pz.nx.ones({"a": 2}), (3,), np.ones(3)).named_axes["a"]
+    3
+    """
+    made = with_data(node, data)
+    if isinstance(node, pz.nx.NamedArrayView):
+        made.__dict__["data_shape"] = tuple(shape)
+    else:
+        sizes = shape[len(shape) - len(node.named_axes) :]
+        made.__dict__["named_axes"] = type(node.named_axes)(
+            zip(node.named_axes, sizes, strict=True)
+        )
+    return made
+
+
 def dimension_names(
     node: Any, shape: tuple[int, ...] | None = None
 ) -> tuple[LogicalAxis | None, ...] | None:

@@ -19,6 +19,7 @@ from penzai import pz
 from penzai.deprecated.v1 import pz as pz_v1
 
 import penzai_shard
+from penzai_shard.errors import ShardingError
 from penzai_shard.library_apis import jax_api, orbax_api, penzai_api
 from penzai_shard.traced_programs import inner_programs
 
@@ -94,10 +95,12 @@ def test_the_manual_mesh_axes_are_those_that_shard_map_took():
     assert jax_api.manual_mesh_axes() == frozenset()
 
 
-def test_a_text_reaches_every_process_whole_and_cut_to_its_length():
-    assert jax_api.text_from_first_process("größer", 100) == "größer"
-    assert jax_api.text_from_first_process("abcdef", 4) == "abcd"
-    assert jax_api.text_from_first_process("", 4) == ""
+def test_messages_between_processes_need_the_coordination_service():
+    """That they arrive is tested with several processes, in tests/processes."""
+    with pytest.raises(ShardingError, match=r"Call jax\.distributed\.initialize\(\) first"):
+        jax_api.send_message("key", "text")
+    with pytest.raises(ShardingError, match="no coordination service"):
+        jax_api.receive_message("key", 1.0)
 
 
 @pytest.mark.parametrize("options", ["UNOPTIMISED_COMPILATION", "LITTLE_OPTIMISED_COMPILATION"])

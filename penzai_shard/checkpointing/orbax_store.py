@@ -12,7 +12,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from penzai_shard import errors
 from penzai_shard.array_kinds import is_abstract, is_deleted, is_traced
 from penzai_shard.checkpointing.array_records import ArrayRecord, key_data_shape, record_of
 from penzai_shard.checkpointing.locations import (
@@ -40,14 +39,13 @@ from penzai_shard.errors import (
     raise_all,
 )
 from penzai_shard.library_apis import orbax_api
-from penzai_shard.library_apis.jax_api import text_from_first_process
 from penzai_shard.named_leaves import NamedLeaf
+from penzai_shard.processes import on_first_process
 
 # Reading as much as possible at once holds every array twice in host memory for a while. With
 # this bound a restore of 2 GiB peaked at 2.6 instead of 3.3 GiB, and was as fast.
 _READ_BYTES = 256 * 2**20
 _SECONDS_TO_STOP = 5.0
-_LONGEST_MESSAGE = 4096
 
 
 def save_arrays(
@@ -71,7 +69,7 @@ def save_arrays(
     """
     orbax_api.orbax()  # Refused first where it is not installed.
     where = absolute_path(path)
-    _on_one_process(lambda: refuse_existing(where, overwrite))
+    on_first_process("saving a checkpoint", lambda: refuse_existing(where, overwrite))
     raise_all(
         CheckpointMismatchError,
         f"cannot save to {where}:",
@@ -89,7 +87,7 @@ def save_arrays(
     size = sum(array.size * array.dtype.itemsize for array in stored.values())
     with orbax_api.without_noise(), _written_beside(where, size, overwrite=overwrite) as beside:
         orbax_api.save(beside, stored, section_of(records, kind))
-        _on_one_process(lambda: seal(path_object(beside), leaves))
+        on_first_process("sealing a checkpoint", lambda: seal(path_object(beside), leaves))
     return where
 
 
@@ -109,11 +107,11 @@ def _written_beside(where: str, size: int, *, overwrite: bool) -> Iterator[str]:
     replacement = Replacement(where)
     before = set(threading.enumerate())
     try:
-        _on_one_process(replacement.begin)
+        on_first_process("beginning a save", replacement.begin)
         # Once more, now that nobody else can save to the path.
-        _on_one_process(lambda: refuse_existing(where, overwrite))
+        on_first_process("saving a checkpoint", lambda: refuse_existing(where, overwrite))
         yield str(replacement.new)
-        _on_one_process(replacement.commit)
+        on_first_process("replacing a checkpoint", replacement.commit)
     except BaseException as error:
         replacement.stop_writers()
         _wait_for_new_threads(before)
@@ -167,31 +165,6 @@ def _first_existing(where: str) -> str:
     while not os.path.lexists(where) and where != os.path.dirname(where):
         where = os.path.dirname(where)
     return where
-
-
-def _on_one_process(act: Callable[[], None]) -> None:
-    """Has the first process do something to the file system; all raise what it raised."""
-    if jax.process_count() == 1:
-        act()
-        return
-    failed: Exception | None = None
-    if jax.process_index() == 0:
-        try:
-            act()
-        except Exception as error:
-            # Raised below, when all other processes know of it: else they would wait for this one.
-            failed = error
-    code = getattr(failed, "errno", None) or 0
-    text = f"{type(failed).__name__}:{code}:{failed}" if failed else ""
-    text = text_from_first_process(text, _LONGEST_MESSAGE)
-    if failed is not None:
-        raise failed
-    kind, _, rest = text.partition(":")
-    code_text, _, message = rest.partition(":")
-    if hasattr(errors, kind):
-        raise getattr(errors, kind)(message)
-    if kind:
-        raise OSError(int(code_text), message)
 
 
 def load_arrays(

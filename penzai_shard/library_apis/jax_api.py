@@ -1,15 +1,18 @@
 """What this library uses of JAX beyond its stable interface.
 
 Traced programs come from ``jax.extend.core``, which JAX offers to libraries without the promises of
-``jax`` itself; tracers from ``jax.core``; memory layouts and messages between processes from
-``jax.experimental``. The functions below are for attributes that JAX does not document.
+``jax`` itself; tracers from ``jax.core``; memory layouts from ``jax.experimental``; messages from
+process to process from the client of ``jax.distributed``, which JAX keeps in ``jax._src``. The
+functions below are for these and for attributes that JAX does not document.
 """
 
+import math
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
+from jax._src import distributed
 from jax.core import Tracer
 from jax.experimental.layout import Format
 from jax.extend.core import (
@@ -21,6 +24,8 @@ from jax.extend.core import (
     Var,
     jaxpr_as_fun,
 )
+
+from penzai_shard.errors import ShardingError
 
 __all__ = [
     "LITTLE_OPTIMISED_COMPILATION",
@@ -34,15 +39,17 @@ __all__ = [
     "Tracer",
     "Var",
     "children_of_node",
+    "forget_message",
     "is_weakly_typed",
     "jaxpr_as_fun",
     "keyed_children_of_node",
     "manual_mesh_axes",
     "memory_addresses",
+    "receive_message",
     "scan_counts",
     "scope_path",
+    "send_message",
     "source_frames",
-    "text_from_first_process",
 ]
 
 LITTLE_OPTIMISED_COMPILATION: dict[str, str | bool] = {"xla_backend_optimization_level": "1"}
@@ -141,15 +148,52 @@ def scan_counts(parameters: Mapping[str, Any]) -> tuple[int, int]:
     return len(constants), len(carried)
 
 
-def text_from_first_process(text: str, length: int) -> str:
-    """The text that process 0 gives, on every process; ``length`` bytes are sent.
+def send_message(key: str, text: str) -> None:
+    """Leaves a text for the other processes of the job, under a key that is used once.
 
-    >>> text_from_first_process("written", 16)
-    'written'
+    It goes through the coordination service of ``jax.distributed``, not through devices.
+
+    Raises:
+        ShardingError: There are several processes, and no coordination service.
     """
-    # Imported late: it is needed where several processes save, and loads much else.
-    from jax.experimental import multihost_utils
+    _coordination().key_value_set(key, text)
 
-    sent = np.frombuffer(text.encode()[:length].ljust(length), np.uint8)
-    received = multihost_utils.broadcast_one_to_all(sent)
-    return bytes(np.asarray(received)).decode(errors="replace").rstrip()
+
+def receive_message(key: str, seconds: float) -> str | None:
+    """The text that some process left under a key, as soon as it is there.
+
+    Args:
+        key: The key.
+        seconds: How long to wait for it.
+
+    Returns:
+        The text, or None if it did not come.
+    """
+    client = _coordination()
+    ends = time.monotonic() + seconds
+    # In short turns, as Python takes notice of Ctrl-C only between them.
+    while (left := ends - time.monotonic()) > 0:
+        try:
+            return str(client.blocking_key_value_get(key, math.ceil(1000 * min(left, _TURN))))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+    return None
+
+
+def forget_message(key: str) -> None:
+    """Removes a text, so that a long job does not fill the memory of its first process."""
+    _coordination().key_value_delete(key)
+
+
+_TURN = 1.0
+
+
+def _coordination() -> Any:
+    client = distributed.global_state.client
+    if client is None:
+        raise ShardingError(
+            f"this job has {jax.process_count()} processes, and no coordination service through "
+            "which they could agree. Call jax.distributed.initialize() first in each of them."
+        )
+    return client

@@ -1,5 +1,7 @@
 """Putting arrays, models and train states on a mesh as a plan says."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from penzai_shard.meshes import onto_auto_twin
 from penzai_shard.model_variables import thawed
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import PlacingRequest, ShardingPlan
+from penzai_shard.processes import put_all
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
 
@@ -64,7 +67,7 @@ def place(
     request = PlacingRequest.read(
         "place", plan_or_mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed
     )
-    return put(tree, request.sharding_tree(tree))
+    return put(tree, request.sharding_tree(tree), "place")
 
 
 def name_to_name_device_put(
@@ -117,21 +120,22 @@ def name_to_name_device_put(
         on_unnamed,
         plan,
     )
-    return put(tree, request.sharding_tree(tree))
+    return put(tree, request.sharding_tree(tree), "name_to_name_device_put")
 
 
-def put(tree: Any, shardings: Any) -> Any:
+def put(tree: Any, shardings: Any, called: str) -> Any:
     """``jax.device_put`` that gives a model new variables instead of failing on mutable ones.
 
     Args:
         tree: What ``place`` takes; also traced, and then its layout is a constraint.
         shardings: Its sharding tree.
+        called: The function that was called, for messages.
 
     Returns:
         What ``place`` returns.
 
     Raises:
-        ShardingError: Some array has no value, or was donated.
+        ShardingError: Some array has no value, or was donated; or differs between processes.
     """
     treedef: Any
     nodes, treedef = jax.tree_util.tree_flatten(tree)
@@ -140,8 +144,10 @@ def put(tree: Any, shardings: Any) -> Any:
     values: dict[int, Any] = {}
     layouts: dict[int, Any] = {}
     others: dict[int, Any] = {}
+    # Numbered as they occur, so that all processes place them in one order.
+    first = _first_occurrences(nodes)
     for index, (node, target) in enumerate(zip(nodes, targets, strict=True)):
-        place = _place_of(index, node)
+        place = first[index]
         is_variable = isinstance(node, AbstractVariable)
         if is_variable or is_array_like(node):
             values.setdefault(place, node.freeze() if is_variable else node)
@@ -151,23 +157,35 @@ def put(tree: Any, shardings: Any) -> Any:
     _refuse_without_value(tree, values)
     placed = others | {
         place: thawed(value) if isinstance(value, AbstractVariableValue) else value
-        for place, value in _device_put(values, layouts).items()
+        for place, value in _device_put(values, layouts, tree, called).items()
     }
-    return treedef.unflatten([placed[_place_of(index, node)] for index, node in enumerate(nodes)])
+    return treedef.unflatten([placed[first[index]] for index in range(len(nodes))])
 
 
-def _device_put(values: Any, layouts: Any) -> Any:
+def _device_put(values: Any, layouts: Any, tree: Any, called: str) -> Any:
     treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten(values)
-    if not any(map(is_traced, leaves)):
+    are_traced = any(map(is_traced, leaves))
+    if not are_traced and jax.process_count() == 1:
         return jax.device_put(values, layouts)
+    targets = treedef.flatten_up_to(
+        jax.tree.broadcast(layouts, values, is_leaf=lambda node: node is None)
+    )
+    if not are_traced:
+        placed = put_all(leaves, targets, functools.partial(_paths, tree, leaves), called)
+        return jax.tree_util.tree_unflatten(treedef, placed)
     # Inside a traced function JAX takes a placement for a mere hint.
-    targets = jax.tree.broadcast(layouts, values, is_leaf=lambda node: node is None)
     pinned = [
         leaf if target is None else jax.lax.with_sharding_constraint(onto_auto_twin(leaf), target)
-        for leaf, target in zip(leaves, treedef.flatten_up_to(targets), strict=True)
+        for leaf, target in zip(leaves, targets, strict=True)
     ]
     return jax.tree_util.tree_unflatten(treedef, pinned)
+
+
+def _paths(tree: Any, arrays: Sequence[Any]) -> list[str]:
+    """The path in a tree of each of its arrays."""
+    known = {id(leaf.array): leaf.path for leaf in leaves_of(tree)}
+    return [known.get(id(array)) or f"array {number}" for number, array in enumerate(arrays)]
 
 
 # What cannot be placed, the headline that says so, and for each array its fix. Without the second
@@ -195,6 +213,10 @@ def _refuse_without_value(tree: Any, values: dict[int, Any]) -> None:
             raise_all(ShardingError, headline, problems)
 
 
-def _place_of(index: int, node: Any) -> int:
-    """One number per leaf of a tree, the same for each occurrence of one variable."""
-    return -id(node) if isinstance(node, AbstractVariable) else index
+def _first_occurrences(nodes: Sequence[Any]) -> list[int]:
+    """For each leaf of a tree the first one that is the same variable, or itself."""
+    first: dict[int, int] = {}
+    return [
+        first.setdefault(id(node), index) if isinstance(node, AbstractVariable) else index
+        for index, node in enumerate(nodes)
+    ]

@@ -18,6 +18,7 @@ from penzai_shard.library_apis.jax_api import is_weakly_typed, memory_addresses
 from penzai_shard.meshes import auto_twin, mesh_text
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.planning import shared_named_sharding
+from penzai_shard.processes import put_all
 
 
 def deleted(leaves: Iterable[Any]) -> bool:
@@ -100,7 +101,19 @@ def committed(
     Raises:
         ShardingError: Some arrays are committed to other devices than the mesh's.
     """
-    placed = [_committed(leaf, mesh) for leaf in leaves]
+    targets = [_target(leaf, mesh) for leaf in leaves]
+    moved = [i for i, target in enumerate(targets) if target is not None]
+
+    def moved_paths() -> list[str]:
+        texts = paths()
+        return [texts[i] for i in moved]
+
+    placed = list(leaves)
+    arrays = put_all(
+        [leaves[i] for i in moved], [targets[i] for i in moved], moved_paths, "the train state"
+    )
+    for i, array in zip(moved, arrays, strict=True):
+        placed[i] = array
     devices = None if mesh is None else set(mesh.devices.flat)
     elsewhere = [
         i
@@ -122,15 +135,16 @@ def committed(
     return placed
 
 
-def _committed(leaf: Any, mesh: Mesh | None) -> Any:
+def _target(leaf: Any, mesh: Mesh | None) -> Sharding | None:
+    """Where an array is to be put; None if it stays as it is."""
     if not isinstance(leaf, jax.Array):
-        return leaf
+        return None
     target = canonical(leaf.sharding)
     if leaf.committed and target is leaf.sharding:
-        return leaf
+        return None
     if not leaf.committed and mesh is not None:
-        target = shared_named_sharding(mesh, PartitionSpec())
-    return jax.device_put(leaf, target)
+        return shared_named_sharding(mesh, PartitionSpec())
+    return target
 
 
 def own_copy(leaf: Any) -> Any:

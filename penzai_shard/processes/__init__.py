@@ -1,0 +1,35 @@
+"""Jobs of several operating system processes: what they agree on, and arrays that they share.
+
+Under ``jax.distributed`` every process runs the same program, and holds the part of each array that
+is on its own devices. Messages go through the coordination service of ``jax.distributed``, and
+not through the devices: they need no compiled program, and may be sent from any thread while a
+program runs.
+"""
+
+from penzai_shard.processes.agreement import (
+    any_process,
+    failing_together,
+    on_first_process,
+    refuse_differences,
+)
+from penzai_shard.processes.own_parts import Parts, array_of_parts, parts_along
+from penzai_shard.processes.whole_values import (
+    checksum_of,
+    is_on_this_process,
+    processes_of,
+    put_all,
+)
+
+__all__ = [
+    "Parts",
+    "any_process",
+    "array_of_parts",
+    "checksum_of",
+    "failing_together",
+    "is_on_this_process",
+    "on_first_process",
+    "parts_along",
+    "processes_of",
+    "put_all",
+    "refuse_differences",
+]

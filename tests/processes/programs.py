@@ -1,0 +1,101 @@
+"""What the processes of a job run: each function is one job of many checks."""
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from penzai import pz
+
+import penzai_shard as pzs
+from penzai_shard.errors import ShardingError
+from penzai_shard.processes import any_process, failing_together, on_first_process
+
+
+def refused(act):
+    """The message of the error that something raises, and the kind."""
+    try:
+        act()
+    except ShardingError as error:
+        return f"{type(error).__name__}: {error}"
+    return "went through"
+
+
+def own_parts(array):
+    """Every part of an array that this process has: where it is, and its numbers."""
+    return [
+        [[[s.start or 0, s.stop] for s in shard.index], np.asarray(shard.data).tolist()]
+        for shard in array.addressable_shards
+    ]
+
+
+def rows(start, count, length=3):
+    """Rows of a batch, each of which holds its number."""
+    numbers = np.repeat(np.arange(start, start + count), length).reshape(count, length)
+    return pz.nx.NamedArray.wrap(numbers).tag("batch", "seq")
+
+
+def batches():
+    """Batches of which each process gives its part, and what is wrong with them."""
+    me, count = jax.process_index(), jax.process_count()
+    mesh = pzs.make_mesh({"data": 4, "model": 2})
+    rules = {"batch": "data"}
+    share = 8 // count
+    own = {"tokens": rows(me * share, share), "rate": 0.5}
+
+    def give(batch, **options):
+        return pzs.shard_batch(batch, mesh, rules, local=True, **options)
+
+    placed = give(own)
+    tokens = placed["tokens"]
+    assert dict(tokens.named_axes) == {"batch": 8, "seq": 3}
+    assert tokens.data_array.sharding.spec == PartitionSpec("data")
+    whole = pzs.shard_batch({"tokens": rows(0, 8), "rate": 0.5}, mesh, rules)
+    assert tokens.data_array.sharding == whole["tokens"].data_array.sharding
+    assert own_parts(tokens.data_array) == own_parts(whole["tokens"].data_array)
+    assert float(placed["rate"]) == 0.5
+    assert placed["rate"].weak_type == whole["rate"].weak_type
+    # A view, whose rows are not the first dimension in memory.
+    view = pz.nx.NamedArrayView(
+        data_shape=(3, share),
+        data_axis_for_logical_axis=(),
+        data_axis_for_name={"batch": 1, "seq": 0},
+        data_array=np.asarray(own["tokens"].data_array).T,
+    )
+    turned = give(view)
+    assert dict(turned.named_shape) == {"batch": 8, "seq": 3}
+    assert turned.data_array.sharding.spec == PartitionSpec(None, "data")
+    # Without communication in the second layout: every process has the whole of this dimension.
+    over_model = pzs.make_mesh({"model": count, "data": 8 // count})
+    same = pzs.shard_batch(rows(0, 8), over_model, rules, local=True)
+    assert dict(same.named_axes) == {"batch": 8, "seq": 3}
+    plan = pzs.make_plan(whole, mesh, rules)
+    by_plan = pzs.shard_batch(own, plan=plan, local=True)
+    assert own_parts(by_plan["tokens"].data_array) == own_parts(tokens.data_array)
+    return {
+        "lengths": refused(lambda: give({"x": rows(0, 2 + 2 * me), "y": rows(0, 4)})),
+        "names": refused(lambda: give({"x" if me else "y": rows(0, 4)})),
+        "dtypes": refused(lambda: give(rows(0, 4) if me else rows(0, 4).astype(float))),
+        "indivisible": refused(lambda: give({"x": rows(0, 3)})),
+        "same part": refused(
+            lambda: pzs.shard_batch({"x": rows(me, 8)}, over_model, rules, local=True)
+        ),
+        "numbers": refused(lambda: give({"x": rows(0, 4), "rate": 0.5 * me})),
+        "placed": refused(lambda: give(placed)),
+        "text": refused(lambda: give({"x": rows(0, 4), "name": "text"})),
+        "whole": refused(lambda: pzs.shard_batch({"x": {"y": rows(me, 8)}}, mesh, rules)),
+        "other calls": refused(
+            lambda: give(own) if me else any_process(False, asked="shall we stop")
+        ),
+        "any": [any_process(False), any_process(me == count - 1)],
+        "failed": refused(lambda: _fail_in_the_last()),
+        "first": refused(lambda: on_first_process("saving", lambda: _fail_in(0))),
+    }
+
+
+def _fail_in_the_last():
+    with failing_together("reading"):
+        _fail_in(jax.process_count() - 1)
+
+
+def _fail_in(process):
+    if jax.process_index() == process:
+        raise pzs.CheckpointNotFoundError("there is nothing at /x.")
