@@ -16,6 +16,7 @@ from penzai_shard.training.loss_contract import (
 from penzai_shard.training.microbatches import Microbatches, split_inputs
 from penzai_shard.training.optimizer_calls import update_parameters
 from penzai_shard.training.train_state import TrainState
+from penzai_shard.training.update_layout import UpdateLayout
 
 _FIX_LOSS_STATE = (
     "Return a new_state of the form that came in as state, and pass "
@@ -42,12 +43,15 @@ class GradientStep:
     batch_axis: str
     aux_reductions: AuxReductions
 
-    def __call__(self, state: TrainState, inputs: Mapping[str, Any]) -> tuple[TrainState, Any]:
+    def __call__(
+        self, state: TrainState, inputs: Mapping[str, Any], layout: UpdateLayout
+    ) -> tuple[TrainState, Any]:
         """Runs one step.
 
         Args:
             state: The state to start from.
             inputs: Inputs of the loss by keyword.
+            layout: How gradients and updates are laid out.
 
         Returns:
             The next state, in the same form, and the loss function's auxiliary output.
@@ -60,7 +64,7 @@ class GradientStep:
         parts = self.accumulate_steps
         rng = jax.random.fold_in(state.root_rng, state.step)
         microbatches = split_inputs(inputs, parts, self.batch_axis)
-        batch = _Batch(self.loss_fn, state, rng, microbatches)
+        batch = _Batch(self.loss_fn, state, rng, microbatches, layout)
         names = state.variables.trainable_names
         trainable = {name: value for name, value in state.params.items() if name in names}
         grads, loss, carried, auxes = batch.gradient(trainable)
@@ -68,10 +72,10 @@ class GradientStep:
             state.optimizer_def,
             grads,
             state.opt_state,
-            trainable,
+            layout.for_update(trainable),
             value=loss,
-            value_fn=batch.value,
-            grad_fn=lambda params: batch.gradient(params)[0],
+            value_fn=lambda params: batch.value(layout.for_loss(params)),
+            grad_fn=lambda params: batch.gradient(layout.for_loss(params))[0],
         )
         new_state = dataclasses.replace(
             state,
@@ -103,12 +107,14 @@ class _Batch:
         state: The state that the step started from.
         rng: The random key of the step.
         microbatches: The inputs.
+        layout: How gradients are laid out.
     """
 
     loss_fn: Callable[..., Any]
     state: TrainState
     rng: jax.Array
     microbatches: Microbatches
+    layout: UpdateLayout
 
     @property
     def carried(self) -> _Carried:
@@ -127,20 +133,25 @@ class _Batch:
     def gradient(self, trainable: Any) -> tuple[Any, jax.Array, _Carried, Any]:
         """Gradient, loss, what is carried on, and auxiliary outputs along a new first dimension.
 
-        Of microbatches the gradient and the loss are averaged.
+        Of microbatches the gradient and the loss are averaged. Each gradient is brought to its
+        layout at once, so that no device holds more of it than it keeps.
         """
         parts = self.microbatches.count
         gradient_of = jax.grad(self._loss, has_aux=True)
         total = None
         if parts > 1:
             # Sums of many small gradients need more digits than half precision has.
-            total = jax.tree.map(
-                lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), trainable
+            total = self.layout.for_update(
+                jax.tree.map(
+                    lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)),
+                    trainable,
+                )
             )
 
         def evaluate(carry: Any, index: Any, inputs: Any) -> Any:
             total, carried = carry
             grads, (loss, carried, aux) = gradient_of(trainable, carried, index, inputs)
+            grads = self.layout.for_update(grads)
             if total is not None:
                 grads = jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, grads)
             return (grads, carried), (loss, aux)

@@ -7,14 +7,14 @@ keeps the examples that it has, which a split into contiguous parts would not al
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from penzai import pz
 
-from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.tree_paths import path_text
 
 
@@ -63,6 +63,25 @@ class Microbatches:
             carry,
             (jnp.arange(self.count), self.stacked),
         )
+
+
+def check_split(parts: Any, batch_axis: Any, argument: str = "accumulate_steps") -> None:
+    """Checks how inputs are to be split.
+
+    Args:
+        parts: How many microbatches.
+        batch_axis: Logical axis to split along.
+        argument: What the number is called, for the message.
+
+    Raises:
+        RuleTypeError: The number is not a positive integer, or the other not a logical axis.
+
+    >>> check_split(4, "batch")
+    """
+    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
+        raise RuleTypeError(f"{argument} must be a positive integer, not {parts!r}.")
+    if not isinstance(batch_axis, Hashable):
+        raise RuleTypeError(f"batch_axis must be a logical axis, not {batch_axis!r}.")
 
 
 def split_inputs(inputs: Any, parts: int, batch_axis: str) -> Microbatches:

@@ -5,42 +5,37 @@ a list of arrays to one compiled program and wraps the list that comes back.
 """
 
 import dataclasses
-import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
-from penzai_shard.array_kinds import is_abstract, is_array_like, is_traced
-from penzai_shard.errors import RuleTypeError, ShardingError
-from penzai_shard.meshes import auto_context, has_explicit_axes, onto_auto_twin
+from penzai_shard.array_kinds import is_abstract, is_traced
+from penzai_shard.errors import ShardingError
+from penzai_shard.meshes import auto_context
 from penzai_shard.training.aux_reductions import AuxReductions
+from penzai_shard.training.compiled_step import (
+    CompiledStep,
+    check_loss_function,
+    flat_of,
+    is_committed,
+)
 from penzai_shard.training.declared_layout import DeclaredAux, DeclaredInputs, DeclaredState
 from penzai_shard.training.flat_state import FIELDS, FlatState, StateForm
 from penzai_shard.training.gradient_step import GradientStep
-from penzai_shard.training.loss_contract import RESERVED
+from penzai_shard.training.microbatches import check_split
 from penzai_shard.training.state_layout import (
     Packing,
     as_array,
-    committed,
-    mesh_of,
     packed_scalars,
     unpacked,
     with_strong_type,
     without_shared_buffers,
 )
-from penzai_shard.training.step_failures import (
-    explained,
-    refuse_donated,
-    refuse_inputs,
-    refuse_other_leaves,
-    refuse_positional,
-)
-from penzai_shard.training.train_state import TrainState, from_flat, peek, to_flat
-
-# A step keeps the programs of so many structures and layouts of states.
-MOST_PROGRAMS = 32
+from penzai_shard.training.step_failures import explained, refuse_positional
+from penzai_shard.training.train_state import TrainState, from_flat, peek
+from penzai_shard.training.update_layout import UpdateLayout
 
 
 class LossFunction(Protocol):
@@ -115,30 +110,12 @@ def build_train_step_fn(
     >>> float(aux["loss"]), state.params["w"].tolist()
     (3.0, [1.0, 1.0, 1.0])
     """
-    if not callable(loss_fn):
-        raise RuleTypeError(
-            f"loss_fn must be a function, not {loss_fn!r}. Write loss_fn(model, rng, state, "
-            "**inputs) -> (loss, new_state, aux)."
-        )
-    if positional:
-        raise RuleTypeError(
-            "build_train_step_fn takes the loss function, and all else by keyword. The optimizer "
-            "is part of the state: TrainState.initial_state(model, optimizer, root_rng)."
-        )
+    check_loss_function(loss_fn, positional, "build_train_step_fn")
     if donate_params_and_state and not jit:
         raise ShardingError(
             "donate_params_and_state=True needs compilation. Pass jit=True, or do not donate."
         )
-    if (
-        not isinstance(accumulate_steps, int)
-        or isinstance(accumulate_steps, bool)
-        or accumulate_steps < 1
-    ):
-        raise RuleTypeError(
-            f"accumulate_steps must be a positive integer, not {accumulate_steps!r}."
-        )
-    if not isinstance(batch_axis, Hashable):
-        raise RuleTypeError(f"batch_axis must be a logical axis, not {batch_axis!r}.")
+    check_split(accumulate_steps, batch_axis)
     return TrainStep(
         GradientStep(loss_fn, accumulate_steps, batch_axis, AuxReductions.of(aux_reduction)),
         jit=jit,
@@ -154,29 +131,17 @@ def build_train_step_fn(
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class TrainStep:
+class TrainStep(CompiledStep):
     """A train step; made by ``build_train_step_fn``.
 
     It keeps the compiled programs last used, one per form and layout of a state, but no state.
     Several threads may call it.
 
     Attributes:
-        computation: What a step computes.
-        jit: Whether it is compiled.
         donate: Whether the new state may take the memory of the old one.
-        declared_state: The declared layout of the state, if there is one.
-        declared_inputs: That of inputs.
-        declared_aux: That of auxiliary outputs.
     """
 
-    computation: GradientStep
-    jit: bool
     donate: bool
-    declared_state: DeclaredState | None
-    declared_inputs: DeclaredInputs
-    declared_aux: DeclaredAux
-    _programs: "dict[Any, _Program]" = dataclasses.field(default_factory=dict, init=False)
-    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)
 
     def __call__(
         self, train_state: TrainState | None = None, /, *positional: Any, **inputs: Any
@@ -195,17 +160,17 @@ class TrainStep:
             ShardingError: State, inputs or loss function are not as promised; see
                 ``build_train_step_fn``.
         """
-        flat = _flat_of(train_state)
+        flat = flat_of(train_state)
         if positional:
             refuse_positional(positional)
-        leaves = self._checked_inputs(inputs)
+        leaves = self.checked_inputs(inputs)
         program = flat.program
         # A state that this step returned fits the program that made it, without another look. But
         # one that JAX was free to place follows the first inputs that are committed to a place.
         if (
             not isinstance(program, _Program)
             or program.owner is not self
-            or (program.is_free and any(map(_is_committed, leaves)))
+            or (program.is_free and any(map(is_committed, leaves)))
         ):
             if any(map(is_traced, (*flat.changing, *flat.constant, *leaves))):
                 return self._inline(flat, inputs)
@@ -239,7 +204,7 @@ class TrainStep:
         """
         if not self.jit:
             raise ShardingError("a step built with jit=False has nothing to lower. Pass jit=True.")
-        flat = _flat_of(train_state)
+        flat = flat_of(train_state)
         if any(map(is_abstract, flat.changing)):
             shardings = [getattr(leaf, "sharding", None) for leaf in flat.changing]
             # There are no values that could be packed.
@@ -247,54 +212,15 @@ class TrainStep:
             program = self._program(flat.form, shardings, packing)
             flat = dataclasses.replace(flat, packed=flat.constant)
         else:
-            flat, program = self._prepared(flat, self._checked_inputs(inputs))
+            flat, program = self._prepared(flat, self.checked_inputs(inputs))
         inputs = self.declared_inputs.placed(inputs)
         with auto_context():
             return program.run.lower(flat.changing[0], flat.changing[1:], flat.packed, inputs)
 
-    def _checked_inputs(self, inputs: dict[str, Any]) -> list[Any]:
-        """The leaves of the inputs, which are brought onto the Auto twin of their mesh in place."""
-        leaves = jax.tree.leaves(inputs)
-        if not all(map(is_array_like, leaves)):
-            refuse_inputs(inputs)
-        if not inputs.keys().isdisjoint(RESERVED):
-            taken = sorted(inputs.keys() & set(RESERVED))
-            raise ShardingError(
-                f"inputs cannot be named {', '.join(taken)}: the loss function gets "
-                f"{', '.join(RESERVED)} from the train state. Rename the input."
-            )
-        if any(map(_is_explicit, leaves)):
-            for name in inputs:
-                inputs[name] = onto_auto_twin(inputs[name])
-        return leaves
-
     def _prepared(self, flat: FlatState, inputs: list[Any]) -> tuple[FlatState, "_Program"]:
-        """A state that did not come from this step, as its programs take it, and its program.
-
-        The state that comes out of a program goes into the same program without a compilation
-        only if nothing about it changed on the way. So weak types, which a result does not have,
-        are dropped here, and every array is committed to its place.
-        """
+        """A state that did not come from this step, as its programs take it, and its program."""
         form = flat.form
-        refuse_donated(flat)
-        leaves = [
-            with_strong_type(leaf) if changes else as_array(leaf)
-            for leaf, changes in zip(flat.leaves(), form.changes, strict=True)
-        ]
-        if any(map(is_abstract, leaves)):
-            raise ShardingError(
-                "this train state is abstract. Fill it before training, for instance with "
-                "restore_train_state(path, state, mesh, rules)."
-            )
-        refuse_other_leaves(form, leaves)
-        if self.declared_state is not None:
-            leaves = self.declared_state.checked(form, leaves)
-        mesh = mesh_of((*leaves, *inputs))
-        # JAX was free to place everything, and stays so: the result mixes with any other.
-        is_free = self.declared_state is None and not any(map(_is_committed, (*leaves, *inputs)))
-        if not is_free:
-            with auto_context():
-                leaves = committed(leaves, mesh, form.paths)
+        leaves, is_free = self.placed_state(flat, inputs)
         changing, constant = form.parted(leaves)
         if self.donate:
             # The step's number, which comes first, is not donated.
@@ -320,13 +246,7 @@ class TrainStep:
             # form says. Its program is not shared.
             return self._built(form, shardings, packing)
         key = (form, None if shardings is None else tuple(shardings), packing)
-        with self._lock:
-            program = self._programs.pop(key, None) or self._built(form, shardings, packing)
-            # The last used are at the end.
-            self._programs[key] = program
-            while len(self._programs) > MOST_PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-        return program
+        return self.kept_program(key, lambda: self._built(form, shardings, packing))
 
     def _built(
         self, form: StateForm, shardings: list[Sharding | None] | None, packing: Packing
@@ -334,7 +254,9 @@ class TrainStep:
         """A new program; JAX compiles it when it is first run."""
 
         def train_step(step: Any, rest: list[Any], packed: list[Any], inputs: Any) -> Any:
-            new, aux = self._computed(form, [step, *rest], unpacked(packed, packing), inputs)
+            new, aux = self._computed(
+                form, [step, *rest], unpacked(packed, packing), inputs, shardings
+            )
             # Checked while tracing, when the outputs are first known.
             self.declared_aux.of(aux)
             return new, aux
@@ -360,10 +282,12 @@ class TrainStep:
         """The step as part of a surrounding trace, which owns layout and compilation."""
         changing = [with_strong_type(leaf) for leaf in flat.changing]
         constant = [as_array(leaf) for leaf in flat.constant]
+        declared = None
+        if self.declared_state is not None:
+            declared, _ = flat.form.parted(self.declared_state.of(flat.form))
         with auto_context():
-            new, aux = self._computed(flat.form, changing, constant, inputs)
-            if self.declared_state is not None:
-                declared, _ = flat.form.parted(self.declared_state.of(flat.form))
+            new, aux = self._computed(flat.form, changing, constant, inputs, declared)
+            if declared is not None:
                 new = [
                     leaf if wanted is None else jax.lax.with_sharding_constraint(leaf, wanted)
                     for leaf, wanted in zip(new, declared, strict=True)
@@ -372,10 +296,17 @@ class TrainStep:
         return from_flat(FlatState(flat.form, new, constant)), aux
 
     def _computed(
-        self, form: StateForm, changing: list[Any], constant: list[Any], inputs: dict[str, Any]
+        self,
+        form: StateForm,
+        changing: list[Any],
+        constant: list[Any],
+        inputs: dict[str, Any],
+        shardings: list[Sharding | None] | None,
     ) -> tuple[list[Any], Any]:
         """One step on flat lists: the new changing leaves, and the auxiliary output."""
-        state, aux = self.computation(from_flat(FlatState(form, changing, constant)), inputs)
+        state = from_flat(FlatState(form, changing, constant))
+        layout = UpdateLayout.of(state, form, shardings)
+        state, aux = self.computation(state, inputs, layout)
         leaves = [
             leaf
             for name, treedef in zip(FIELDS, form.treedefs, strict=True)
@@ -398,22 +329,3 @@ class _Program:
     owner: TrainStep
     is_free: bool
     run: Any
-
-
-def _is_committed(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and bool(leaf.committed)
-
-
-def _is_explicit(leaf: Any) -> bool:
-    sharding = jax.typeof(leaf).sharding if is_traced(leaf) else getattr(leaf, "sharding", None)
-    return isinstance(sharding, NamedSharding) and has_explicit_axes(sharding.mesh)
-
-
-def _flat_of(train_state: Any) -> FlatState:
-    if not isinstance(train_state, TrainState):
-        given = "nothing" if train_state is None else f"a {type(train_state).__name__}"
-        raise ShardingError(
-            f"a train step takes a TrainState first, step(state, **batch), and got {given}. "
-            "Make one: TrainState.initial_state(model, optimizer, jax.random.key(0))."
-        )
-    return to_flat(train_state)

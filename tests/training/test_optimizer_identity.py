@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from penzai_shard.training import TrainState, build_train_step_fn, train_state_sharding
+from penzai_shard.training.compiled_step import MOST_PROGRAMS
 from penzai_shard.training.optimizer_identity import OptimizerIdentity
-from penzai_shard.training.train_step import MOST_PROGRAMS
 
 
 def schedule(peak=1e-2, steps=100):
