@@ -82,6 +82,10 @@ class ShardMapped(WrapperLayer):
         activation_rules: The same for the argument, the side inputs, the output, and the state.
         manual_axes: The mesh axes that are taken over, all by default; the layout along the
             others is left to the compiler.
+        only_where_split: Whether, of ``manual_axes``, only those are taken over that activations
+            are split over in a call, with those that a rule of ``parameter_rules`` names together
+            with one of them; all, if activations are split over none. A mesh axis for tensor
+            parallelism is then left to the compiler.
         min_size: Parameters with fewer elements than this are copies on every device, which is
             cheaper than gathering them; their gradients are summed.
         keep_split: Logical axes over which parameters stay split inside, instead of being
@@ -116,6 +120,7 @@ class ShardMapped(WrapperLayer):
     keep_split: str | tuple[str, ...] = dataclasses.field(default=(), metadata=_STATIC)
     per_device: bool = dataclasses.field(default=False, metadata=_STATIC)
     assume_independent: str | tuple[str, ...] = dataclasses.field(default=(), metadata=_STATIC)
+    only_where_split: bool = dataclasses.field(default=False, metadata=_STATIC)
 
     def __post_init__(self) -> None:
         """Refuses what cannot be read where it is written, not where the model runs."""
@@ -177,7 +182,8 @@ class ShardMapped(WrapperLayer):
                 f"ShardMapped takes a jax.sharding.Mesh, not {self.mesh!r}. Make one: "
                 "make_mesh({'data': 8})."
             )
-        for option, kind in (("min_size", int), ("per_device", bool)):
+        kinds = {"min_size": int, "per_device": bool, "only_where_split": bool}
+        for option, kind in kinds.items():
             if not isinstance(value := getattr(self, option), kind):
                 raise RuleTypeError(f"{option} must be {kind.__name__}, not {value!r}.")
         mesh = auto_twin(self.mesh)
@@ -195,6 +201,7 @@ class ShardMapped(WrapperLayer):
             keep_split=_names("keep_split", self.keep_split),
             per_device=bool(self.per_device),
             assume_independent=_names("assume_independent", self.assume_independent),
+            only_where_split=self.only_where_split,
         )
 
 

@@ -17,6 +17,7 @@ from penzai_shard.layers import (
     resolve_stack_policy,
 )
 from penzai_shard.layers.in_precision import is_sensitive
+from penzai_shard.layers.manual_region import check_manual_axes, mesh_axis_names
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.surgery.inserted_layers import library_role
@@ -143,7 +144,11 @@ def roll_layer_stacks(unroll: int = 1, policy: StackPolicyLike = False) -> Recip
 
 
 def shard_mapped_by_rules(
-    layer: Any, mesh: AnyMesh, rules: AxisRules, min_size: int = 0
+    layer: Any,
+    mesh: AnyMesh,
+    rules: AxisRules,
+    min_size: int = 0,
+    manual_axes: str | tuple[str, ...] | None = None,
 ) -> ShardMapped:
     """A layer run per device, its parameters laid out and its activations split by one table.
 
@@ -155,6 +160,7 @@ def shard_mapped_by_rules(
         mesh: The mesh.
         rules: Which logical axis goes to which mesh axis.
         min_size: As in ``ShardMapped``.
+        manual_axes: As in ``manual_fsdp``.
 
     Returns:
         The layer, wrapped.
@@ -162,45 +168,62 @@ def shard_mapped_by_rules(
     parameters = pz.unbind_params(layer)[1]
     names = {name for leaf in leaves_of(list(parameters)) for name in leaf.names or () if name}
     whole = AxisRules(dict.fromkeys(sorted(names, key=str)))
-    return ShardMapped(layer, mesh, rules, whole | rules, min_size=min_size)
+    options: dict[str, Any] = {"only_where_split": True}
+    if manual_axes is not None:
+        options = {"manual_axes": manual_axes}
+    return ShardMapped(layer, mesh, rules, whole | rules, min_size=min_size, **options)
 
 
 def manual_fsdp(
-    block_type: PlaceLike, mesh: AnyMesh, rules: Any = None, *, min_size: int = 0
+    block_type: PlaceLike,
+    mesh: AnyMesh,
+    rules: Any = None,
+    *,
+    min_size: int = 0,
+    manual_axes: str | tuple[str, ...] | None = None,
 ) -> Recipe:
     """Runs each block per device, its parameters gathered when they are used.
 
-    For fully sharded training where the compiler finds no good schedule by itself.
+    For fully sharded training where the compiler finds no good schedule by itself. Next to it a
+    mesh axis may be for tensor parallelism: what rules split over that one alone stays split, and
+    the compiler moves the activations.
 
     Source: Zhao et al. 2023, "PyTorch FSDP"; Rajbhandari et al. 2020, "ZeRO".
 
     Args:
         block_type: The type of the blocks, or any place that edits take.
-        mesh: The mesh; all its mesh axes become manual.
+        mesh: The mesh.
         rules: Which logical axis goes to which mesh axis, in any form that ``AxisRules`` reads,
             such as ``{"embedding": "data", "batch": "data"}``. Logical axes that a block's
             parameters have are split in the parameters, and all others in the activations. For
             anything else write ``wrap(block_type, ShardMapped, ...)``.
         min_size: Parameters with fewer elements than this stay copies on every device.
+        manual_axes: The mesh axes that are taken over, over which parameters are gathered. By
+            default as ``only_where_split`` of ``ShardMapped`` says.
 
     Returns:
         The recipe, one edit.
 
     Raises:
-        MeshError: A rule names a mesh axis that the mesh does not have.
+        MeshError: A rule or ``manual_axes`` names a mesh axis that the mesh does not have.
 
     >>> import jax
     >>> from penzai_shard.meshes import make_mesh
-    >>> recipe = manual_fsdp(pz.nn.Linear, make_mesh({"data": 8}), {"a": "data", "batch": "data"})
-    >>> layer = recipe.apply(pz.nn.Linear.from_config("w", jax.random.key(0), {"a": 8}, {"b": 3}))
-    >>> layer.activation_rules
-    AxisRules({'a': None, 'b': None, 'batch': 'data'})
+    >>> mesh = make_mesh({"data": 4, "model": 2})
+    >>> rules = {"a": "data", "b": "model", "batch": "data"}
+    >>> layer = pz.nn.Linear.from_config("w", jax.random.key(0), {"a": 8}, {"b": 4})
+    >>> layer = manual_fsdp(pz.nn.Linear, mesh, rules).apply(layer)
+    >>> layer.activation_rules, layer.only_where_split
+    (AxisRules({'a': None, 'b': None, 'batch': 'data'}), True)
     """
     read = AxisRules.of(rules)
     read.check_mesh(mesh)
     options: dict[str, Any] = {"mesh": mesh, "rules": read}
     if min_size:
         options["min_size"] = min_size
+    if manual_axes is not None:
+        options["manual_axes"] = mesh_axis_names("manual_axes", manual_axes)
+        check_manual_axes(options["manual_axes"], mesh)
     return Recipe(wrap(block_type, shard_mapped_by_rules, **options))
 
 

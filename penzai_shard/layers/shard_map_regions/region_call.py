@@ -83,6 +83,9 @@ class RegionCall:
             ManualRegionError: The layer does not treat the elements of a split logical axis
                 independently.
         """
+        region = self.region.narrowed(self.inputs.put_together(arrays, fixed=False)[1])
+        if region != self.region:
+            return dataclasses.replace(self, region=region).run(arrays)
         plan = RegionPlan.of(self.region, self.inputs, arrays)
         try:
             program = self._program(plan, arrays, Tracking.VARYING)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from penzai_shard.meshes import AnyMesh
 from penzai_shard.partition_specs import (
     canonical_spec,
     mesh_axes_by_dimension,
+    mesh_axes_used,
     part_count,
     restricted_spec,
 )
@@ -59,6 +61,7 @@ class Region:
         keep_split: The logical axes over which parameters stay split inside.
         per_device: Whether the layer is written for one device's part.
         assume_independent: Operations that are taken to treat elements independently.
+        only_where_split: Whether it takes over only those that activations are split over.
     """
 
     mesh: AnyMesh
@@ -69,21 +72,35 @@ class Region:
     keep_split: tuple[Hashable, ...] = ()
     per_device: bool = False
     assume_independent: tuple[str, ...] = ()
+    only_where_split: bool = False
+
+    def narrowed(self, activations: Any) -> "Region":
+        """The region that takes over no more mesh axes than these activations ask for."""
+        if not self.only_where_split:
+            return self
+        used = frozenset().union(*map(mesh_axes_used, self.specs(activations)))
+        # One that splits a parameter's axis together with one of these is for storage too.
+        shared = [rule.mesh_axes for rule in self.parameter_rules.rules]
+        used = used.union(*(axes for axes in shared if used.intersection(axes)))
+        manual = tuple(name for name in self.manual if name in used)
+        return dataclasses.replace(self, manual=manual or self.manual, only_where_split=False)
+
+    @property
+    def automatic(self) -> tuple[str, ...]:
+        """The mesh axes that are left to the compiler."""
+        return tuple(name for name in self.mesh.axis_names if name not in self.manual)
 
     def parts(self, mesh_axes: Iterable[str]) -> int:
         """How many parts some mesh axes make."""
         return part_count(mesh_axes, self.mesh.shape)
 
     def specs(self, tree: Any, of_parameters: bool = False) -> list[PartitionSpec]:
-        """The specs of the arrays of a tree, over the manual mesh axes alone."""
+        """The specs of the arrays of a tree, over all mesh axes."""
         rules = self.parameter_rules if of_parameters else self.activation_rules
         min_size = self.min_size if of_parameters else 0
         planner = Planner(self.mesh, rules, on_unnamed="replicate", min_size=min_size)
         plan = planner.plan(tree)
-        return [
-            restricted_spec(sharding.spec, self.manual)
-            for sharding in jax.tree_util.tree_leaves(plan.sharding_tree())
-        ]
+        return [s.spec for s in jax.tree_util.tree_leaves(plan.sharding_tree())]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +111,10 @@ class Crossing:
         path: Where it is, for people.
         names: The logical axis of each of its dimensions, None for a positional one.
         shape: Its global shape.
-        mesh_axes: The mesh axes of each of its dimensions, outside.
+        mesh_axes: The manual mesh axes of each of its dimensions, outside.
         whole_inside: Which dimensions every device holds whole inside: they are gathered on the
             way in, and of those on the way out each device keeps its part.
+        automatic: The mesh axes of each of its dimensions that are left to the compiler.
     """
 
     path: str
@@ -104,6 +122,7 @@ class Crossing:
     shape: tuple[int, ...]
     mesh_axes: tuple[tuple[str, ...], ...]
     whole_inside: frozenset[int] = frozenset()
+    automatic: tuple[tuple[str, ...], ...] = ()
 
     @property
     def spec(self) -> PartitionSpec:
@@ -115,7 +134,29 @@ class Crossing:
 
         The transpose of the gather is the scatter of the gradients' sum where the devices see
         different activations, and taking one's own part of the gradient where they see the same.
+
+        Along the mesh axes that are left to the compiler the array stays as it is. The compiler
+        does not know how to gather it so: it would gather it along those first, and cut it up
+        again. So the gather itself is done with all mesh axes taken over.
         """
+        kept = [
+            () if dimension in self.whole_inside and self.mesh_axes[dimension] else entry
+            for dimension, entry in enumerate(self.automatic)
+        ]
+        others = {name for entry in kept for name in entry}
+        gather = functools.partial(self._gathered, varying=varying, tracking=tracking)
+        if not others or not any(self.mesh_axes[dimension] for dimension in self.whole_inside):
+            return gather(array)
+        spec = canonical_spec(kept)
+        return jax.shard_map(
+            gather,
+            in_specs=spec,
+            out_specs=spec,
+            axis_names=others,
+            check_vma=tracking is not Tracking.UNTRACKED,
+        )(array)
+
+    def _gathered(self, array: Any, varying: Container[str], tracking: Tracking) -> Any:
         for dimension in sorted(self.whole_inside):
             groups: list[tuple[str, ...]] = []
             for name in self.mesh_axes[dimension]:
@@ -168,7 +209,10 @@ def crossings(
             path.removeprefix("changed/"),  # The key of a variable that changed says what it is.
             names or (None,) * len(struct.shape),
             tuple(struct.shape),
-            mesh_axes_by_dimension(spec, len(struct.shape)),
+            mesh_axes_by_dimension(restricted_spec(spec, region.manual), len(struct.shape)),
+            automatic=mesh_axes_by_dimension(
+                restricted_spec(spec, region.automatic), len(struct.shape)
+            ),
         )
         for path, names, struct, spec in zip(
             tree.array_paths(), tree.array_names(), structs, specs, strict=True
