@@ -55,6 +55,22 @@ def test_values_say_whether_they_are_weakly_typed():
     assert not jax_api.is_weakly_typed(1.0)
 
 
+def test_operations_that_change_form_alone_have_known_names():
+    place = NamedSharding(MESH, PartitionSpec("data"))
+
+    def function(x):
+        x = jax.lax.with_sharding_constraint(x, place)
+        x = jnp.copy(x).astype(jnp.bfloat16).T
+        return jnp.broadcast_to(x.reshape(16)[None], (2, 16))
+
+    program = traced(function, jnp.ones((8, 2)))
+    found = [jax_api.changes_form_alone(equation.primitive) for equation in program.eqns]
+    assert len(found) >= 5
+    assert all(found)
+    computing = traced(lambda x: jnp.sin(x) @ x, jnp.ones((2, 2)))
+    assert not any(jax_api.changes_form_alone(equation.primitive) for equation in computing.eqns)
+
+
 def test_arrays_that_share_memory_have_an_address_in_common():
     array = jax.device_put(jnp.ones((8, 2)), NamedSharding(MESH, PartitionSpec("data")))
     relabelled = jax.device_put(array, NamedSharding(MESH, PartitionSpec("data", None)))

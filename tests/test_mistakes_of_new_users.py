@@ -517,8 +517,8 @@ def a_constraint_that_names_nothing_of_what_flows_through_it(directory):
 @answered(
     errors.RuleTypeError,
     "there is no checkpoint policy 'dotz'. The named ones are 'nothing', 'dots', "
-    "'dots_without_batch', 'everything', 'offload_dots'; any other is given as a callable, "
-    "such as those in jax.checkpoint_policies.",
+    "'dots_without_batch', 'everything', 'all_but_gathered', 'offload_dots'; any other is given "
+    "as a callable, such as those in jax.checkpoint_policies.",
 )
 def a_rematerialisation_policy_that_does_not_exist(directory):
     return (

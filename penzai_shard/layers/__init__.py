@@ -3,6 +3,7 @@
 from penzai_shard.layers.checkpointed import Checkpointed
 from penzai_shard.layers.compiled_structure import clear_compiled_structures
 from penzai_shard.layers.constrain_sharding import ConstrainSharding, ConstrainShardingByName
+from penzai_shard.layers.gather_parameters import GatherParameters
 from penzai_shard.layers.in_precision import InPrecision
 from penzai_shard.layers.jitted import Jitted
 from penzai_shard.layers.manual_region import fold_rng_over_axis
@@ -21,6 +22,7 @@ __all__ = [
     "Checkpointed",
     "ConstrainSharding",
     "ConstrainShardingByName",
+    "GatherParameters",
     "InPrecision",
     "Jitted",
     "LayerStackError",

@@ -157,19 +157,14 @@ class ConstrainShardingByName(pz.nn.Layer):
             ShardingWarning: The rules look like a mistake: one is nearly the name of a logical
                 axis of the tree, or none names any of them.
         """
-        request = PlanRequest.read(
-            "ConstrainShardingByName",
-            _without_manual_extent(auto_twin(self.mesh)),
+        return constrained_by_name(
+            tree,
+            self.mesh,
             self.axis_name_to_mesh_name,
-            None,
-            self.on_indivisible,
-            self.on_unnamed,
+            on_indivisible=self.on_indivisible,
+            on_unnamed=self.on_unnamed,
+            doubted=True,
         )
-        structure: Any
-        leaves, structure = jax.tree_util.tree_flatten(tree)
-        shardings, doubts = _layout_by_name(structure, tuple(map(_abstract, leaves)), request)
-        warn_caller(doubts)
-        return _constrain(tree, structure, shardings)
 
     def meshes(self) -> list[Mesh]:
         """The mesh, if it has devices."""
@@ -180,6 +175,41 @@ class ConstrainShardingByName(pz.nn.Layer):
         rules = AxisRules.of(self.axis_name_to_mesh_name)
         options = (self.on_indivisible, self.on_unnamed)
         return hash((ConstrainShardingByName, self.mesh, rules, options))
+
+
+def constrained_by_name(
+    tree: Any,
+    mesh: AnyMesh,
+    rules: Any,
+    *,
+    on_indivisible: OnIndivisible,
+    on_unnamed: OnUnnamed,
+    doubted: bool = False,
+) -> Any:
+    """Constrains a tree of named arrays; see ``ConstrainShardingByName``.
+
+    Args:
+        tree: The tree.
+        mesh: The mesh.
+        rules: The rules.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+        doubted: Whether to warn where the rules look like a mistake.
+    """
+    request = PlanRequest.read(
+        "ConstrainShardingByName",
+        _without_manual_extent(auto_twin(mesh)),
+        rules,
+        None,
+        on_indivisible,
+        on_unnamed,
+    )
+    structure: Any
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    shardings, doubts = _layout_by_name(structure, tuple(map(_abstract, leaves)), request)
+    if doubted:
+        warn_caller(doubts)
+    return _constrain(tree, structure, shardings)
 
 
 def _abstract(leaf: Any) -> Any:

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from penzai_shard.errors import RuleTypeError, ShardingError
+from penzai_shard.library_apis.jax_api import changes_form_alone
 from penzai_shard.rule_kinds import nearest_name
 
 CheckpointPolicy = Callable[..., Any]
@@ -19,11 +21,22 @@ CheckpointPolicy = Callable[..., Any]
 HOST_MEMORY = "pinned_host"
 """The kind of the host's memory that offloaded values are kept in, as JAX calls it."""
 
+# What a gathered parameter is called where a policy decides on it.
+_GATHERED = "gathered_parameter"
+
+
+def _all_but_gathered(primitive: Any, *operands: Any, **parameters: Any) -> bool:
+    # A gathered parameter must not be kept in another form either: as it was before it got its
+    # name, cast or transposed. To redo that for an activation costs little.
+    return parameters.get("name") != _GATHERED and not changes_form_alone(primitive)
+
+
 POLICIES: dict[str, CheckpointPolicy] = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
     "dots_without_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "everything": jax.checkpoint_policies.everything_saveable,
+    "all_but_gathered": _all_but_gathered,
     "offload_dots": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", HOST_MEMORY),
 }
 """The policies that have a name.
@@ -33,8 +46,14 @@ POLICIES: dict[str, CheckpointPolicy] = {
 * ``dots_without_batch``: keep those of matrix products without batch dimensions, which is to say
   of the linear layers and not of attention.
 * ``everything``: keep all intermediates; as if the layer were not wrapped.
+* ``all_but_gathered``: keep all that was computed, but have ``GatherParameters`` gather again.
 * ``offload_dots``: like ``dots_without_batch``, kept in the host's memory.
 """
+
+
+def named_as_gathered(array: Any) -> Any:
+    """A gathered parameter under the name by which ``all_but_gathered`` knows it."""
+    return checkpoint_name(array, _GATHERED)
 
 
 def _names(policies: Any) -> str:

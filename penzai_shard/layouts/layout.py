@@ -9,7 +9,11 @@ import jax
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.layouts.building import build_state_and_step
-from penzai_shard.layouts.layout_edits import constraining_edits
+from penzai_shard.layouts.layout_edits import (
+    are_gathered,
+    constraining_edits,
+    gathering_edits,
+)
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import PlanRequest, ShardingPlan
 from penzai_shard.rule_presets import TRANSFORMER_MODEL_AXES, data_parallel, fully_sharded
@@ -44,6 +48,9 @@ class Layout:
         compute: How activations are laid out; the batch, above all.
         optimizer: How the arrays of the optimizer's state are stored; None as their parameters.
         between_blocks: How activations are laid out between blocks, if not as ``compute`` says.
+        reshard_after_forward: Whether a gathered parameter is dropped after the forward pass and
+            gathered again in the backward pass, instead of being kept where the compiler sees
+            fit.
         blocks: Where the blocks of the model are, as a place of ``insert_after``; None finds
             those of Penzai's transformers.
 
@@ -60,6 +67,7 @@ class Layout:
     compute: AxisRules
     optimizer: AxisRules | None = None
     between_blocks: AxisRules | None = None
+    reshard_after_forward: bool = False
     blocks: Any = None
 
     def __post_init__(self) -> None:
@@ -100,7 +108,13 @@ class Layout:
         return dataclasses.replace(cls.data_parallel(data), optimizer=fully_sharded(data, min_size))
 
     @classmethod
-    def fully_sharded(cls, data: MeshAxis = "data", *, min_size: int = MIN_SIZE) -> "Layout":
+    def fully_sharded(
+        cls,
+        data: MeshAxis = "data",
+        *,
+        min_size: int = MIN_SIZE,
+        reshard_after_forward: bool = False,
+    ) -> "Layout":
         """Parameters, gradients and optimizer state are split, and gathered when they are used.
 
         Source: stage 3 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054); PyTorch's FSDP (Zhao
@@ -109,11 +123,18 @@ class Layout:
         Args:
             data: The mesh axis, or axes, that batch and parameters are split over.
             min_size: Parameters with fewer elements than this stay whole.
+            reshard_after_forward: Gather again in the backward pass: half as much again is moved,
+                and no more than one block's parameters are ever whole. By default the compiler
+                may keep them.
 
         >>> Layout.fully_sharded(min_size=1).parameters
         fully_sharded('data', min_size=1)
         """
-        return cls(parameters=fully_sharded(data, min_size), compute=data_parallel(data))
+        return cls(
+            parameters=fully_sharded(data, min_size),
+            compute=data_parallel(data),
+            reshard_after_forward=reshard_after_forward,
+        )
 
     @classmethod
     def tensor_parallel(cls, data: MeshAxis = "data", model: MeshAxis = "model") -> "Layout":
@@ -134,7 +155,12 @@ class Layout:
 
     @classmethod
     def two_dimensional(
-        cls, data: MeshAxis = "data", model: MeshAxis = "model", *, min_size: int = MIN_SIZE
+        cls,
+        data: MeshAxis = "data",
+        model: MeshAxis = "model",
+        *,
+        min_size: int = MIN_SIZE,
+        reshard_after_forward: bool = False,
     ) -> "Layout":
         """Fully sharded over one mesh axis, tensor parallel over the other.
 
@@ -142,6 +168,7 @@ class Layout:
             data: The mesh axis, or axes, that batch and parameters are split over.
             model: The mesh axis, or axes, that heads and neurons are split over.
             min_size: Parameters with fewer elements than this are not split over ``data``.
+            reshard_after_forward: As for ``fully_sharded``.
 
         >>> layout = Layout.two_dimensional(min_size=1)
         >>> layout.parameters.spec(("embedding", "neurons"), (8, 8), {"data": 4, "model": 2})
@@ -149,12 +176,19 @@ class Layout:
         """
         split = _split_over(model)
         return cls(
-            parameters=split | fully_sharded(data, min_size), compute=data_parallel(data) | split
+            parameters=split | fully_sharded(data, min_size),
+            compute=data_parallel(data) | split,
+            reshard_after_forward=reshard_after_forward,
         )
 
     @classmethod
     def hybrid(
-        cls, replica: str = "replica", data: MeshAxis = "data", *, min_size: int = MIN_SIZE
+        cls,
+        replica: str = "replica",
+        data: MeshAxis = "data",
+        *,
+        min_size: int = MIN_SIZE,
+        reshard_after_forward: bool = False,
     ) -> "Layout":
         """Fully sharded within a node, copies across nodes.
 
@@ -167,6 +201,7 @@ class Layout:
             data: The mesh axis that parameters are split over, whose devices are near. The batch
                 is split over both.
             min_size: Parameters with fewer elements than this stay whole.
+            reshard_after_forward: As for ``fully_sharded``.
 
         >>> Layout.hybrid().compute
         AxisRules({'batch': ('replica', 'data')})
@@ -216,7 +251,10 @@ class Layout:
         for rules in (self.parameters, self.compute, self.optimizer, self.between_blocks):
             if rules is not None:
                 rules.check_mesh(mesh)
-        return constraining_edits(model, mesh, self.between_blocks or self.compute, self.blocks)
+        edits = constraining_edits(mesh, self.between_blocks or self.compute, self.blocks)
+        if are_gathered(model, mesh, self.parameters, self.compute):
+            edits += gathering_edits(mesh, self.compute, self.reshard_after_forward, self.blocks)
+        return edits
 
     def shard_batch(self, batch: Any, mesh: AnyMesh | None = None, **options: Any) -> Any:
         """Places a batch: split along the logical axes of the batch, and along no other.
@@ -236,7 +274,7 @@ class Layout:
 
     @property
     def batch_rules(self) -> AxisRules:
-        """The rules of ``compute`` for inputs: those of the batch, which no parameter has."""
+        """The rules of ``compute`` that inputs are placed by, which are those of the batch."""
         return AxisRules.from_rules(
             rule for rule in self.compute.rules if getattr(rule, "logical_axis", None) == "batch"
         )

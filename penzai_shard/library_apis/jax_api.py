@@ -38,6 +38,7 @@ __all__ = [
     "Literal",
     "Tracer",
     "Var",
+    "changes_form_alone",
     "children_of_node",
     "forget_message",
     "is_weakly_typed",
@@ -108,6 +109,32 @@ def manual_mesh_axes() -> frozenset[str]:
     frozenset()
     """
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+_OF_FORM_ALONE = frozenset(
+    {
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "expand_dims",
+        "reduce_precision",
+        "reshape",
+        "reshard",
+        "sharding_constraint",
+        "squeeze",
+        "transpose",
+    }
+)
+
+
+def changes_form_alone(primitive: Any) -> bool:
+    """Whether an operation changes the layout, shape or dtype of its operand, and nothing else.
+
+    >>> program = jax.make_jaxpr(lambda x: jax.numpy.sin(x.T))(jax.numpy.ones((2, 3)))
+    >>> [changes_form_alone(equation.primitive) for equation in program.eqns]
+    [True, False]
+    """
+    return primitive.name in _OF_FORM_ALONE
 
 
 def source_frames(equation: JaxprEqn) -> list[tuple[str, str, int]]:

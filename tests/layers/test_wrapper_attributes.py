@@ -16,6 +16,7 @@ from penzai.models.transformer.model_parts import TransformerBlock
 
 from penzai_shard.layers import (
     Checkpointed,
+    GatherParameters,
     InPrecision,
     Jitted,
     Scoped,
@@ -43,6 +44,7 @@ WRAPPERS = {
     "Scoped": lambda body: Scoped(body, "scope"),
     "InPrecision": lambda body: InPrecision(body, "float32"),
     "ShardMapped": lambda body: ShardMapped(body, MESH, {}, {}),
+    "GatherParameters": lambda body: GatherParameters(body, MESH, {}),
 }
 
 
@@ -132,7 +134,7 @@ def test_half_built_wrappers_do_not_recurse(wrapper):
 def test_copies_and_pickles_read_the_same(wrapper):
     layer = wrapper(Tokenised(3.0))
     duplicates = [copy.copy(layer), copy.deepcopy(layer)]
-    if type(layer) is not ShardMapped:  # JAX's devices are not pickled.
+    if type(layer) not in (ShardMapped, GatherParameters):  # JAX's devices are not pickled.
         duplicates.append(pickle.loads(pickle.dumps(layer)))
     for duplicate in duplicates:
         assert duplicate == layer

@@ -15,14 +15,18 @@ from penzai.models.transformer.model_parts import TransformerBlock
 from penzai_shard.layers import (
     Checkpointed,
     ConstrainShardingByName,
+    GatherParameters,
     Jitted,
     Scoped,
 )
+from penzai_shard.meshes import make_mesh
 
+MESH = make_mesh({"data": 4, "model": 2})
 WRAPPERS = {
     "jitted": Jitted,
     "checkpointed": Checkpointed,
     "scoped": lambda body: Scoped(body, "scope"),
+    "gathering": lambda body: GatherParameters(body, MESH, {"features_out": "model"}),
     "nested": lambda body: Jitted(Checkpointed(Jitted(body))),
 }
 

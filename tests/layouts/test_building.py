@@ -49,6 +49,10 @@ LAYOUTS = {
     "data_parallel": (Layout.data_parallel(), {"data": 8}),
     "zero1": (Layout.zero1(min_size=64), {"data": 8}),
     "fully_sharded": (Layout.fully_sharded(min_size=64), {"data": 8}),
+    "fully_sharded, gathered again": (
+        Layout.fully_sharded(min_size=64, reshard_after_forward=True),
+        {"data": 8},
+    ),
     "tensor_parallel": (Layout.tensor_parallel(), {"data": 4, "model": 2}),
     "two_dimensional": (Layout.two_dimensional(min_size=64), {"data": 4, "model": 2}),
     "hybrid": (Layout.hybrid(min_size=64), {"replica": 2, "data": 4}),

@@ -1,0 +1,86 @@
+"""Parameters laid out in one way while they are stored and in another while they are used."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from penzai import pz
+
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.layers import variable_threading
+from penzai_shard.layers.constrain_sharding import constrained_by_name
+from penzai_shard.layers.remat_policies import named_as_gathered
+from penzai_shard.layers.wrapper_layer import WrapperLayer
+from penzai_shard.meshes import AnyMesh, onto_auto_twin
+from penzai_shard.model_variables import is_parameter, thawed, value_of, with_value
+from penzai_shard.model_variables.first_api_effects import effects_as_variables
+from penzai_shard.planning import PlanRequest
+
+
+@pz.pytree_dataclass
+class GatherParameters(WrapperLayer):
+    """Wraps a layer so that its parameters are gathered when it runs.
+
+    Output, gradients, parameter names and the updates of state variables stay those of the
+    wrapped layer; so do the parameters' own layouts, and those of their gradients. What changes
+    is that the compiler is told to move parameters to the activations, never activations to the
+    parameters. It may keep a gathered parameter from the forward to the backward pass. Around
+    this layer ``Checkpointed`` with the policy ``"all_but_gathered"`` has it gathered again.
+
+    Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054), stage 3; Xu et al. 2020,
+    "Automatic Cross-Replica Sharding of Weight Update" (arXiv:2004.13336).
+
+    Attributes:
+        body: The layer.
+        mesh: The mesh. An Explicit mesh means its Auto twin.
+        rules: How parameters are laid out while they are used, in any form that ``AxisRules``
+            reads: what no rule names is whole on every device.
+
+    >>> from penzai_shard.meshes import make_mesh
+    >>> from penzai_shard.placement import place
+    >>> mesh = make_mesh({"data": 8})
+    >>> linear = pz.nn.Linear.from_config("w", jax.random.key(0), {"a": 8}, {"b": 3})
+    >>> layer = GatherParameters(place(linear, mesh, {"a": "data"}), mesh, {})
+    >>> layer(pz.nx.ones({"a": 8})).named_shape
+    {'b': 3}
+    """
+
+    body: Any
+    mesh: AnyMesh = dataclasses.field(metadata={"pytree_node": False})
+    rules: AxisRules | Mapping[Any, Any] | Sequence[Any] | None = dataclasses.field(
+        metadata={"pytree_node": False}
+    )
+
+    def __post_init__(self) -> None:
+        """Refuses rules that do not fit the mesh where they are written."""
+        PlanRequest.read("GatherParameters", self.mesh, AxisRules.of(self.rules))
+
+    def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
+        body = jax.tree_util.tree_map(
+            lambda node: self._gathered(node) if is_parameter(node) else node,
+            self.body,
+            is_leaf=is_parameter,
+        )
+        unbound, variables = pz.unbind_variables(
+            (effects_as_variables(body), argument, side_inputs)
+        )
+        values, unbound = onto_auto_twin(([variable.freeze() for variable in variables], unbound))
+        temporary = list(map(thawed, values))
+        body, argument, side_inputs = pz.bind_variables(unbound, temporary)
+        output, changed = variable_threading.call_with(
+            temporary, body, argument, side_inputs, "GatherParameters"
+        )
+        variable_threading.assign(variables, changed)
+        return output
+
+    def _gathered(self, parameter: Any) -> Any:
+        """A parameter, frozen, in the layout in which it is used."""
+        value = constrained_by_name(
+            value_of(parameter),
+            self.mesh,
+            self.rules,
+            on_indivisible="error",
+            on_unnamed="replicate",
+        )
+        return with_value(parameter, jax.tree_util.tree_map(named_as_gathered, value))
