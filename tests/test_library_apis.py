@@ -333,8 +333,8 @@ FRAGILE_MODULES = re.compile(
 )
 FRAGILE_ATTRIBUTES = {
     *("source_info", "default_registry", "manual_axes", "weak_type", "_raw_value", "_destination"),
-    *("xla_backend_optimization_level",),
 }
+FRAGILE_OPTIONS = {"xla_backend_optimization_level"}
 
 
 def fragile_uses(source):
@@ -350,9 +350,11 @@ def fragile_uses(source):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
             names, attribute = [ast.unparse(node)], node.attr
-        elif isinstance(node, ast.Constant):
+        elif isinstance(node, ast.Constant) and node.value in FRAGILE_OPTIONS:
             attribute = node.value
-        if attribute in FRAGILE_ATTRIBUTES - own:
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            attribute = getattr(node.args[1], "value", None)
+        if attribute in (FRAGILE_ATTRIBUTES | FRAGILE_OPTIONS) - own:
             yield node.lineno, attribute
         yield from ((node.lineno, name) for name in names if FRAGILE_MODULES.match(name))
 
