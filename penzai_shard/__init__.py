@@ -23,6 +23,7 @@ from penzai_shard.errors import (
     ShardingError,
     ShardingWarning,
 )
+from penzai_shard.fitting import LogRecord, fit
 from penzai_shard.layers import (
     Checkpointed,
     ConstrainSharding,
@@ -102,6 +103,7 @@ __all__ = [
     "LayerStackPolicy",
     "Layout",
     "LeafPlan",
+    "LogRecord",
     "Recipe",
     "Ref",
     "RolledLayerStack",
@@ -118,6 +120,7 @@ __all__ = [
     "check_equivalent",
     "constrain_blocks",
     "data_parallel",
+    "fit",
     "fold_rng_over_axis",
     "fully_sharded",
     "initialize_parameters_sharded",

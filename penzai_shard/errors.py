@@ -87,6 +87,22 @@ class CheckpointWriteError(ShardingError, OSError):
     """A checkpoint cannot be written; what was at the path is unchanged."""
 
 
+class TrainingStoppedError(ShardingError):
+    """A training loop cannot go on, or cannot start; what is wrong is not the layout.
+
+    Attributes:
+        state: The train state after the last step that was done, if there is one.
+    """
+
+    def __init__(self, headline: str, problems: Sequence[str] = (), state: object = None) -> None:
+        super().__init__(headline, problems)
+        self.state = state
+
+
+class NonFiniteLossError(TrainingStoppedError, FloatingPointError):
+    """The loss of a training step is infinite or not a number."""
+
+
 class MissingExtraError(ImportError):
     """An optional dependency is absent; the message says which extra installs it."""
 

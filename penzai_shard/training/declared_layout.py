@@ -153,6 +153,11 @@ class DeclaredInputs:
             "input_kwarg_shardings", dict(declared), f"{_MAKE_ONE}."
         )
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the inputs that have a declared layout."""
+        return frozenset(self._declared)
+
     def placed(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs under their declared shardings.
 
