@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import PlanError, raise_all
 from penzai_shard.meshes import AnyMesh, mesh_text
-from penzai_shard.planning.plan_table import PlanTable, axes_text, bytes_text, grouped_rows
+from penzai_shard.planning.plan_table import PlanTable, Row, axes_text, bytes_text, grouped_rows
 from penzai_shard.rule_kinds import LogicalAxis, NameRule
 from penzai_shard.text_tables import NotebookView
 
@@ -79,6 +79,8 @@ class ShardingPlan(NotebookView):
         leaves: One ``LeafPlan`` per array; a variable that occurs several times counts once.
         others: Paths of leaves that are not arrays, such as the functions in an Equinox module,
             and stay as they are.
+        transient: For a train state one ``LeafPlan`` per gradient: what a step holds beside the
+            state while it runs. They count as what a device holds, and are no part of the tree.
     """
 
     mesh: AnyMesh
@@ -87,6 +89,7 @@ class ShardingPlan(NotebookView):
     # The tree with the number of its plan in place of each array, and -1 for each of the others.
     _numbers: Any
     others: tuple[str, ...] = ()
+    transient: tuple[LeafPlan, ...] = ()
 
     def sharding_tree(self) -> Any:
         """The tree with a ``NamedSharding`` in place of every data array.
@@ -127,18 +130,28 @@ class ShardingPlan(NotebookView):
 
     @functools.cached_property
     def bytes_per_device(self) -> int:
-        """What every device holds when the plan is carried out, in bytes."""
-        return sum(leaf.bytes_per_device for leaf in self.leaves)
+        """What every device holds when the plan is carried out, in bytes.
+
+        Of a train state with the gradients, which are there while a step runs.
+        """
+        return sum(leaf.bytes_per_device for leaf in (*self.leaves, *self.transient))
+
+    @functools.cached_property
+    def transient_bytes_per_device(self) -> int:
+        """The part of ``bytes_per_device`` that is there only while a step runs, in bytes."""
+        return sum(leaf.bytes_per_device for leaf in self.transient)
 
     @functools.cached_property
     def replicated_bytes(self) -> int:
         """The part of ``bytes_per_device`` that every device holds a whole copy of, in bytes."""
-        return sum(leaf.bytes_per_device for leaf in self.leaves if leaf.is_replicated)
+        leaves = (*self.leaves, *self.transient)
+        return sum(leaf.bytes_per_device for leaf in leaves if leaf.is_replicated)
 
     @functools.cached_property
     def total_bytes(self) -> int:
-        """The size of all arrays, each counted once, in bytes."""
-        return sum(math.prod(leaf.shape) * itemsize(leaf.dtype) for leaf in self.leaves)
+        """The size of all arrays, gradients too, each counted once, in bytes."""
+        leaves = (*self.leaves, *self.transient)
+        return sum(math.prod(leaf.shape) * itemsize(leaf.dtype) for leaf in leaves)
 
     @functools.cached_property
     def logical_axes(self) -> frozenset[LogicalAxis]:
@@ -166,21 +179,25 @@ class ShardingPlan(NotebookView):
             collapse: Show arrays that differ only in the numbers in their paths, such as those
                 of equal blocks, as one row with a count.
         """
-        rows = [
-            (
-                leaf.path,
-                _axes_text(leaf),
-                "?" if leaf.dtype is None else str(leaf.dtype),
-                leaf.bytes_per_device,
-                leaf.reason,
-            )
-            for leaf in self.leaves
+        rows = list(map(_row, self.leaves))
+        # A table of gradients would repeat that of the parameters.
+        rows += [
+            ("gradients/...", "as the parameters that are trained", *_row(leaf)[2:])
+            if collapse
+            else _row(leaf)
+            for leaf in self.transient
         ]
+        gradients = f" and {len(self.transient)} gradients" if self.transient else ""
+        while_running = (
+            f" while a step runs, of which gradients {bytes_text(self.transient_bytes_per_device)}"
+            if self.transient
+            else ", of which"
+        )
         verdict = (
-            f"{len(rows)} arrays, {bytes_text(self.total_bytes)}; on mesh "
+            f"{len(self.leaves)} arrays{gradients}, {bytes_text(self.total_bytes)}; on mesh "
             f"({mesh_text(self.mesh)}) each device holds "
-            f"{bytes_text(self.bytes_per_device)}, "
-            f"of which replicated {bytes_text(self.replicated_bytes)}"
+            f"{bytes_text(self.bytes_per_device)}{while_running}"
+            f"{',' if self.transient else ''} replicated {bytes_text(self.replicated_bytes)}"
         )
         remarks = (*self._remarks_on_rules(), *self._remarks_on_others())
         return PlanTable(grouped_rows(rows, collapse), verdict, remarks)
@@ -225,24 +242,31 @@ class ShardingPlan(NotebookView):
                 "total_bytes": self.total_bytes,
                 "bytes_per_device": self.bytes_per_device,
                 "replicated_bytes": self.replicated_bytes,
-                "arrays": [
-                    {
-                        "path": leaf.path,
-                        "names": leaf.names
-                        and [None if name is None else str(name) for name in leaf.names],
-                        "shape": leaf.shape,
-                        "dtype": leaf.dtype,
-                        "spec": None if leaf.spec is None else list(leaf.spec),
-                        "reason": leaf.reason,
-                        "shard_shape": leaf.shard_shape,
-                        "bytes_per_device": leaf.bytes_per_device,
-                    }
-                    for leaf in self.leaves
-                ],
+                "transient_bytes_per_device": self.transient_bytes_per_device,
+                "arrays": list(map(_data, self.leaves)),
+                "transient": list(map(_data, self.transient)),
             },
             indent=2,
             default=str,
         )
+
+
+def _row(leaf: LeafPlan) -> Row:
+    dtype = "?" if leaf.dtype is None else str(leaf.dtype)
+    return (leaf.path, _axes_text(leaf), dtype, leaf.bytes_per_device, leaf.reason)
+
+
+def _data(leaf: LeafPlan) -> dict[str, Any]:
+    return {
+        "path": leaf.path,
+        "names": leaf.names and [None if name is None else str(name) for name in leaf.names],
+        "shape": leaf.shape,
+        "dtype": leaf.dtype,
+        "spec": None if leaf.spec is None else list(leaf.spec),
+        "reason": leaf.reason,
+        "shard_shape": leaf.shard_shape,
+        "bytes_per_device": leaf.bytes_per_device,
+    }
 
 
 def _rules_text(rules: Sequence[NameRule]) -> str:

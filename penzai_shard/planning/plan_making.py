@@ -20,6 +20,9 @@ def make_plan(
 ) -> ShardingPlan:
     """Decides the layout of every array of a tree. Touches no device.
 
+    The plan of a train state also shows the gradients of the parameters that are trained, which
+    each device holds while a step runs.
+
     Args:
         tree: Any pytree: models with ``Parameter`` and ``StateVariable`` objects or their frozen
             values, models of Penzai's first API, named arrays and views, optimizer states, plain

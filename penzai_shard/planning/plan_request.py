@@ -20,6 +20,7 @@ from penzai_shard.planning.plan_fitting import fitted_plan
 from penzai_shard.planning.planner import Planner
 from penzai_shard.planning.quick_shardings import quick_shardings
 from penzai_shard.planning.rule_doubts import nameless_module_doubts, rule_doubts
+from penzai_shard.planning.transient_arrays import is_train_state
 from penzai_shard.rule_kinds import (
     LogicalAxis,
     OnIndivisible,
@@ -139,7 +140,8 @@ class PlanRequest:
         refuse_builder(self.called, tree)
         if self.given is not None:
             return fitted_plan(self.given, tree, self.called, self.keep_others)
-        plan = self.planner.plan(tree, self.keep_others)
+        by_field = self._by_field() if is_train_state(tree) else None
+        plan = self.planner.plan(tree, self.keep_others, by_field)
         warn_caller((*self.doubts(plan.logical_axes), *nameless_module_doubts(plan)))
         return plan
 
@@ -171,6 +173,7 @@ class PlanRequest:
 
         Returns:
             The given plan, if it fits exactly, or a new one; its paths begin with the field's name.
+            It shows the gradients too, which are there while a step runs.
 
         Raises:
             PlanError: As for ``plan``; the arrays of all fields are reported at once.
@@ -191,12 +194,16 @@ class PlanRequest:
             if optimizer_rules is not None:
                 raise RuleTypeError("optimizer_rules are part of a plan: give either.")
             return self.plan(train_state)
+        plan = self.planner.plan(train_state, self.keep_others, self._by_field(optimizer_rules))
+        warn_caller(self.doubts(plan.logical_axes))
+        return plan
+
+    def _by_field(self, optimizer_rules: Any = None) -> dict[str, Planner]:
+        """Who plans the fields of a train state that are not planned like all else."""
         by_field = {_KEYS: dataclasses.replace(self.planner, on_unnamed="replicate")}
         if optimizer_rules is not None:
             by_field[_OPTIMIZER] = dataclasses.replace(self.planner, rules=optimizer_rules)
-        plan = self.planner.plan(train_state, self.keep_others, by_field)
-        warn_caller(self.doubts(plan.logical_axes))
-        return plan
+        return by_field
 
     def doubts(self, present: Collection[LogicalAxis], constrains: bool = False) -> list[str]:
         """What about the rules is probably not meant, as messages of warnings.

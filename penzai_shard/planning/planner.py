@@ -21,6 +21,7 @@ from penzai_shard.meshes import AnyMesh, auto_twin
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan, itemsize, shared_named_sharding
+from penzai_shard.planning.transient_arrays import gradient_plans
 from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed, check_option
 from penzai_shard.tree_paths import path_text
 
@@ -108,7 +109,14 @@ class Planner:
             numbered, tree, is_leaf=lambda node: by_field is None or node is not tree
         )
         raise_all(PlanError, "no valid layout for some arrays:", problems)
-        return ShardingPlan(self.mesh, self.rules, tuple(leaves), numbers, tuple(others))
+        return ShardingPlan(
+            self.mesh,
+            self.rules,
+            tuple(leaves),
+            numbers,
+            tuple(others),
+            gradient_plans(numbers, leaves),
+        )
 
     def plan_leaf(self, leaf: NamedLeaf) -> tuple[LeafPlan, tuple[str, ...]]:
         """The decision for one array, and what stands in its way."""

@@ -19,6 +19,7 @@ from penzai_shard.model_variables import (
     split_model,
 )
 from penzai_shard.named_leaves import refuse_builder
+from penzai_shard.planning import parts_with_gradients
 from penzai_shard.rule_kinds import OnUnnamed, check_option
 from penzai_shard.text_tables import NotebookView
 from penzai_shard.training.flat_state import (
@@ -237,6 +238,12 @@ def _unflatten(
 
 
 jax.tree_util.register_pytree_with_keys(TrainState, _flatten, _unflatten)
+
+
+@parts_with_gradients.register
+def _(state: TrainState) -> dict[str, Any]:
+    trained = state.variables.trainable_names
+    return {"params": {name: x for name, x in peek(state, "params").items() if name in trained}}
 
 
 def with_own_buffers(state: TrainState) -> TrainState:
