@@ -23,7 +23,7 @@ def run_python(code):
 def test_importing_the_package_loads_no_optional_dependency_and_starts_no_device():
     done = run_python(
         "import sys, penzai_shard\n"
-        "optional = ('optax', 'orbax', 'rich', 'transformers', 'torch', 'flax')\n"
+        "optional = ('optax', 'orbax', 'rich', 'grain', 'transformers', 'torch', 'flax')\n"
         "loaded = [name for name in optional if name in sys.modules]\n"
         "assert not loaded, loaded\n"
         "from jax._src import xla_bridge\n"

@@ -1,6 +1,6 @@
-"""Run as a program: trains in a folder, prints each loss, and kills itself at a step.
+"""Run as a program: trains in a folder, prints each loss, and sends itself a signal at a step.
 
-Usage: killed_run.py FOLDER STEP
+Usage: killed_run.py FOLDER STEP SIGNAL
 """
 
 import os
@@ -29,13 +29,13 @@ def batches():
         yield {"x": pz.nx.wrap(random.normal(size=(8, 4)).astype("float32"), "batch", "features")}
 
 
-def main(folder, kill_at):
+def train(folder, kill_at=None, number=None):
     mesh = make_mesh({"data": 8})
 
     def on_log(record):
         print(record.loss.hex(), flush=True)
         if record.step == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
 
     model = place({"w": pz.nx.wrap(jnp.zeros(4), "features")}, mesh, {})
     fit(
@@ -54,4 +54,4 @@ def main(folder, kill_at):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    train(sys.argv[1], int(sys.argv[2]), getattr(signal, sys.argv[3]))

@@ -24,6 +24,7 @@ from penzai_shard import (
     restore_train_state,
 )
 from penzai_shard.errors import NonFiniteLossError, RuleTypeError, TrainingStoppedError
+from tests.fitting import killed_run
 from tests.fitting.conftest import RULES, CountingIterator, numbers
 
 
@@ -177,30 +178,24 @@ def test_a_state_that_jax_was_free_to_place_stays_so_when_it_is_restored(setting
     assert first + call(steps=5, checkpoint=tmp_path) == whole
 
 
-def test_a_killed_run_goes_on_with_the_same_losses(tmp_path):
-    program = pathlib.Path(__file__).with_name("killed_run.py")
-
-    def call(folder, kill_at):
-        return subprocess.run(
-            [sys.executable, str(program), str(folder), str(kill_at)],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=os.environ | {"PYTHONPATH": str(program.parents[2])},
-        )
-
-    whole = call(tmp_path / "whole", 0)
-    assert whole.returncode == 0, whole.stderr
-    killed = call(tmp_path / "run", 8)
-    assert killed.returncode == -9
-    assert os.listdir(tmp_path / "run")
-    resumed = call(tmp_path / "run", 0)
-    assert resumed.returncode == 0, resumed.stderr
-    losses = whole.stdout.splitlines()
+def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, capsys):
+    program = pathlib.Path(killed_run.__file__)
+    killed = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "run"), "8", "SIGKILL"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(program.parents[2])},
+    )
+    assert killed.returncode == -9, killed.stderr
+    killed_run.train(tmp_path / "run")
+    resumed = capsys.readouterr().out.splitlines()
+    killed_run.train(tmp_path / "whole")
+    losses = capsys.readouterr().out.splitlines()
     assert len(losses) == 10
     assert killed.stdout.splitlines() == losses[:8]
     # Saved after every third step, and killed after the eighth.
-    assert resumed.stdout.splitlines() == losses[6:]
+    assert resumed == losses[6:]
 
 
 def test_a_finished_run_is_given_back_as_it_is(run, tmp_path, capsys):
