@@ -288,10 +288,16 @@ def _read_rules(rules: Any) -> tuple[Rule, ...]:
             raise RuleTypeError(
                 f"the rules are the function {name}, which was not called. Write {name}()."
             )
+        is_layout = isinstance(getattr(rules, "compute", None), AxisRules)
         raise RuleTypeError(
             f"rules must be AxisRules, a mapping, a sequence of (logical, mesh) pairs or None, "
             f"not {type(rules).__name__}: {reprlib.repr(rules)}. "
-            "For instance {'embedding': 'data'}."
+            + (
+                "A layout holds several: give layout.parameters or layout.compute, or call "
+                "layout.plan(model, mesh)."
+                if is_layout
+                else "For instance {'embedding': 'data'}."
+            )
         )
     read = [_read_pair(item) for item in rules]
     problems = [problem for problem in read if isinstance(problem, str)]

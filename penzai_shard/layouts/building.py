@@ -1,12 +1,15 @@
 """A train state and its step, every array made where it stays."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from penzai_shard.axis_rules import AxisRules
+from penzai_shard.errors import RuleTypeError, raise_all
 from penzai_shard.placement import sharded_init
+from penzai_shard.rule_kinds import nearest_name
 from penzai_shard.training import (
     TrainState,
     TrainStep,
@@ -17,6 +20,12 @@ from penzai_shard.training import (
 # Options of other functions than the step's.
 _OF_STATE = ("loss_fn_state", "trainable", "on_unnamed")
 _OF_PLANS = ("on_unnamed", "on_indivisible")
+# What the layout decides itself is none.
+_OF_STEP = tuple(
+    name
+    for name, parameter in inspect.signature(build_train_step_fn).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name != "train_state_shardings"
+)
 
 
 def build_state_and_step(
@@ -33,19 +42,31 @@ def build_state_and_step(
     step_options: dict[str, Any],
 ) -> tuple[TrainState, TrainStep]:
     """Carries out a layout; see ``Layout.build``."""
-    options = dict(step_options)
-    of_state = {name: options[name] for name in _OF_STATE if name in options}
-    relaxed = {
-        name: options.pop(name) for name in ("on_unnamed", "on_indivisible") if name in options
-    }
-    for name in (*_OF_STATE, *_OF_PLANS):
-        options.pop(name, None)
-    model = edited(sharded_init(initializer, *args, mesh=mesh, rules=parameters, **relaxed))
+    _refuse_unknown(step_options)
+    of_state, of_plans, of_step = (
+        {name: value for name, value in step_options.items() if name in names}
+        for names in (_OF_STATE, _OF_PLANS, _OF_STEP)
+    )
+    model = edited(sharded_init(initializer, *args, mesh=mesh, rules=parameters, **of_plans))
     state = TrainState.initial_state(
         model, optimizer, rng, optimizer_rules=optimizer_rules, **of_state
     )
-    shardings = train_state_sharding(state, mesh, parameters, optimizer_rules, **relaxed)
+    shardings = train_state_sharding(state, mesh, parameters, optimizer_rules, **of_plans)
     state = jax.device_put(state, shardings)
-    options.setdefault("donate_params_and_state", options.get("jit", True))
-    step = build_train_step_fn(loss_fn, train_state_shardings=shardings, **options)
-    return state, step
+    of_step.setdefault("donate_params_and_state", of_step.get("jit", True))
+    return state, build_train_step_fn(loss_fn, train_state_shardings=shardings, **of_step)
+
+
+def _refuse_unknown(options: dict[str, Any]) -> None:
+    known = {*_OF_STATE, *_OF_PLANS, *_OF_STEP}
+    problems = []
+    for name in sorted(options.keys() - known):
+        near = nearest_name(name, known)
+        fix = (
+            f"Did you mean {near!r}?"
+            if near
+            else "If the initializer takes it: functools.partial(initializer, "
+            f"{name}=...). The options are {', '.join(sorted(known))}."
+        )
+        problems.append(f"{name}: neither a train step nor its state has this option. {fix}")
+    raise_all(RuleTypeError, "Layout.build got unknown options:", problems)

@@ -1,6 +1,7 @@
 """`Layout.build`: a state and a step in one line, every array where it stays."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import optax
 import pytest
 from penzai import pz
 
-from penzai_shard import Layout, make_mesh, strip
+from penzai_shard import Layout, make_mesh, make_plan, strip
+from penzai_shard.errors import MeshError, RuleTypeError
 from tests.model_families import transformer
 
 build_model = functools.partial(transformer, "llama", embedding_dim=16, mlp_hidden_dim=32)
@@ -65,3 +67,58 @@ def test_every_preset_trains_as_one_device_does(name):
     history, state = losses(layout, make_mesh(shape))
     np.testing.assert_allclose(history, losses_on_one_device(), rtol=2e-5)
     assert strip(state.model).body is not None
+
+
+def build(layout=None, **arguments):
+    given = {
+        "mesh": make_mesh({"data": 4, "model": 2}),
+        "loss_fn": loss_fn,
+        "optimizer": optax.adam(1e-3),
+        "rng": jax.random.key(0),
+    }
+    layout = layout or Layout.fully_sharded()
+    return layout.build(build_model, jax.random.key(0), **(given | arguments))
+
+
+def test_unknown_options_are_refused_with_what_to_write():
+    message = re.escape(
+        "Layout.build got unknown options:\n"
+        "  acumulate_steps: neither a train step nor its state has this option. Did you mean "
+        "'accumulate_steps'?\n"
+        "  seed: neither a train step nor its state has this option. If the initializer takes it: "
+        "functools.partial(initializer, seed=...). The options are "
+    )
+    with pytest.raises(RuleTypeError, match=message):
+        build(acumulate_steps=2, seed=1)
+
+
+def test_a_mesh_without_the_layouts_mesh_axis_is_refused():
+    with pytest.raises(MeshError, match=r"mesh \(data=8\) has no mesh axis 'model'"):
+        build(Layout.tensor_parallel(), mesh=make_mesh({"data": 8}))
+
+
+def test_a_model_in_place_of_its_initializer_is_refused():
+    with pytest.raises(RuleTypeError, match="needs the function that does, not a TransformerLM"):
+        Layout.fully_sharded().build(
+            build_model(jax.random.key(0)),
+            mesh=make_mesh({"data": 8}),
+            loss_fn=loss_fn,
+            optimizer=optax.adam(1e-3),
+            rng=jax.random.key(0),
+        )
+
+
+def test_a_layout_in_place_of_rules_is_refused():
+    with pytest.raises(RuleTypeError, match=r"call layout\.plan\(model, mesh\)"):
+        make_plan({}, make_mesh({"data": 8}), Layout.fully_sharded())
+
+
+def test_options_reach_state_and_step():
+    tied = lambda parameter: "embedder" not in parameter.label  # noqa: E731
+    state, step = build(accumulate_steps=2, trainable=tied, donate_params_and_state=False)
+    tokens = Layout.fully_sharded().shard_batch(TOKENS, make_mesh({"data": 4, "model": 2}))
+    assert not any("embedder" in name for name in state.variables.trainable_names)
+    after, aux = step(state, tokens=tokens)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+    assert int(after.step) == 1
+    assert np.isfinite(float(aux["loss"]))
