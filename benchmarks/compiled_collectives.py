@@ -11,13 +11,12 @@ reduce-scatter or an all-to-all, where the payload is the whole array.
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
-import numpy as np
+from benchmarks.device_groups import groups_of
 
 KINDS = (
     "all-gather",
@@ -55,12 +54,6 @@ _CALLED = re.compile(
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH_GROUPS = re.compile(
-    r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(([^)]*(?:T\([\d,]+\))?)\))? ?\{([^}]*)\}"
-)
-_MESH_AXIS = re.compile(r"'([^']*)'=(\d+)")
-_AXIS_OF_GROUPS = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +97,7 @@ class Collective:
         Args:
             as_meant: Count an all-reduce that is only sliced afterwards as a reduce-scatter.
         """
-        share = RING_SHARES[self.kind](self.group_size)
-        scattered = self.scattered_bytes if as_meant else 0
-        moved = (self.payload_bytes - scattered) * share
-        moved += scattered * RING_SHARES["reduce-scatter"](self.group_size)
-        return self.times * moved
+        return bytes_moved([self], as_meant=as_meant)
 
 
 def read_collectives(
@@ -170,9 +159,32 @@ def counts(
     return result
 
 
+def bytes_by_kind(
+    collectives: Iterable[Collective], *, as_meant: bool = False
+) -> dict[tuple[str, tuple[str, ...] | None], float]:
+    """What one device sends in one run of a program, by kind and mesh axes, in bytes.
+
+    Args:
+        collectives: As `read_collectives` gives them.
+        as_meant: Count what is only sliced afterwards as a reduce-scatter, also where it is a part
+            of an operation.
+    """
+    result: dict[tuple[str, tuple[str, ...] | None], float] = {}
+    for one in collectives:
+        scattered = one.scattered_bytes if as_meant else 0
+        parts = {"reduce-scatter": scattered} if one.kind == "all-reduce" else {}
+        parts[one.kind] = one.payload_bytes - scattered
+        for kind, payload in parts.items():
+            if payload:
+                moved = one.times * payload * RING_SHARES[kind](one.group_size)
+                key = (kind, one.mesh_axes)
+                result[key] = result.get(key, 0) + moved
+    return result
+
+
 def bytes_moved(collectives: Iterable[Collective], *, as_meant: bool = False) -> float:
-    """What one device sends in one run of a program; see `Collective.bytes_moved`."""
-    return sum(one.bytes_moved(as_meant=as_meant) for one in collectives)
+    """What one device sends in one run of a program; see `bytes_by_kind`."""
+    return sum(bytes_by_kind(collectives, as_meant=as_meant).values())
 
 
 # Reading the text
@@ -297,7 +309,7 @@ def _collective(kind, one, computation, computations, sizes, times) -> Collectiv
         # An asynchronous start returns its operands too: the second part is the result.
         type_ = _parts(type_)[1]
     arrays = _arrays(type_)
-    axes, group_size = _groups(kind, one, sizes)
+    axes, group_size = groups_of(kind, one.name, one.attributes, sizes)
     payload = sum(size for _, _, size in arrays)
     if kind == "reduce-scatter":
         payload *= group_size
@@ -327,98 +339,6 @@ def _parts(type_: str) -> list[str]:
             parts.append(type_[start:i].strip())
             start = i + 1
     return parts
-
-
-# Groups of devices
-
-
-def _groups(kind, one, sizes) -> tuple[tuple[str, ...] | None, int]:
-    """The mesh axes that a collective goes over, and the size of each of its groups."""
-    if kind == "collective-permute":
-        pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", one.attributes)
-        ids = list(map(int, re.findall(r"\d+", pairs[1]))) if pairs else []
-        axes = _axes_of_pairs(list(zip(ids[::2], ids[1::2], strict=True)), sizes)
-        return axes, 2
-    groups = _replica_groups(one, sizes)
-    return _axes_of_groups(groups, sizes), groups.shape[1]
-
-
-def _replica_groups(one, sizes) -> np.ndarray:
-    """The groups of devices as rows, from any of the forms in which XLA writes them."""
-    attributes = one.attributes
-    if by_mesh := _MESH_GROUPS.search(attributes):
-        return _groups_of_mesh(*by_mesh.groups())
-    if iota := re.search(r"replica_groups=" + _IOTA.pattern, attributes):
-        return _iota(*iota.groups())
-    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", attributes):
-        rows = re.findall(r"\{([\d,]+)\}", listed[1])
-        return np.array([[int(i) for i in row.split(",")] for row in rows])
-    if "replica_groups={}" in attributes and sizes:
-        return np.arange(math.prod(sizes.values()))[None]  # All devices.
-    raise ValueError(f"{one.name}: its groups of devices cannot be read: {attributes[:200]}")
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-def _iota(shape: str, counted: str, permutation: str | None) -> np.ndarray:
-    """``[4,2]<=[2,4]T(1,0)``: numbers in order, as an array, transposed, and reshaped."""
-    ids = np.arange(math.prod(_numbers(counted))).reshape(_numbers(counted))
-    if permutation:
-        ids = ids.transpose(_numbers(permutation))
-    return ids.reshape(_numbers(shape))
-
-
-def _groups_of_mesh(axes: str, device_ids: str | None, over: str) -> np.ndarray:
-    """``mesh['a'=4,'b'=2] {'a'}``: groups along some axes, or parts of them (``'a':(2)2``)."""
-    sizes = {name: int(size) for name, size in _MESH_AXIS.findall(axes)}
-    ids = np.arange(math.prod(sizes.values()))
-    if device_ids:
-        iota = _IOTA.search(device_ids)
-        ids = (_iota(*iota.groups()) if iota else np.array(_numbers(device_ids))).reshape(-1)
-    grouped = [
-        (n, int(pre or 1), int(size or sizes[n])) for n, pre, size in _AXIS_OF_GROUPS.findall(over)
-    ]
-    # Each axis is cut where a part of it begins or ends, so that groups go over whole pieces.
-    pieces: list[tuple[str, int, int]] = []
-    for name, size in sizes.items():
-        cuts = {1, size}
-        for other, pre, part in grouped:
-            if other == name:
-                cuts |= {pre, pre * part}
-        ordered = sorted(cuts)
-        pieces += [(name, a, b // a) for a, b in itertools.pairwise(ordered)] or [(name, 1, 1)]
-    ids = ids.reshape([size for _, _, size in pieces])
-    inside = [
-        i
-        for name, pre, part in grouped
-        for i, (other, start, size) in enumerate(pieces)
-        if other == name and pre <= start and start * size <= pre * part
-    ]
-    outside = [i for i in range(len(pieces)) if i not in inside]
-    size = math.prod(pieces[i][2] for i in inside)
-    return ids.transpose(outside + inside).reshape(-1, size)
-
-
-def _axes_of_groups(groups: np.ndarray, sizes: Mapping[str, int] | None) -> tuple | None:
-    if sizes is None or groups.size != math.prod(sizes.values()):
-        return None
-    shape = tuple(sizes.values())
-    coordinates = np.stack(np.unravel_index(groups, shape))
-    varying = [i for i, along in enumerate(coordinates) if (along != along[:, :1]).any()]
-    # Whole axes: as many devices per group as the axes have, and nothing else varies.
-    if math.prod(shape[i] for i in varying) != groups.shape[1]:
-        return None
-    return tuple(list(sizes)[i] for i in varying)
-
-
-def _axes_of_pairs(pairs: Sequence[tuple[int, int]], sizes) -> tuple | None:
-    if sizes is None or not pairs:
-        return None
-    shape = tuple(sizes.values())
-    sources, targets = (np.array(np.unravel_index(ids, shape)) for ids in zip(*pairs, strict=True))
-    return tuple(name for i, name in enumerate(sizes) if (sources[i] != targets[i]).any())
 
 
 # All-reduces of which each device keeps a slice

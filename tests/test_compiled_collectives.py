@@ -221,6 +221,9 @@ def read_line(line, mesh=MESH):
         ("mesh['a'=8] {'a':(4)2}", ("model",)),
         ("mesh['a'=8] {'a':(1)4}", ("data",)),
         ("mesh['a'=2,'b'=4], device_ids=([8]<=[4,2]T(1,0)) {'b'}", ("data",)),
+        ("mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}", None),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", ("data",)),
+        ("mesh['a'=4,'b'=2], device_ids=([8]) {'b'}", ("model",)),
         ("mesh['a'=2,'b'=4], device_ids=(0,2,4,6,1,3,5,7) {'a'}", ("model",)),
         # Parts of the data axis, and devices that share no line.
         ("[4,2]<=[2,4]T(1,0)", None),
