@@ -82,15 +82,15 @@ class PlannedMemory:
 
     Attributes:
         parameters: The number of parameters.
-        held: Bytes held from step to step: parameters, moments, and what is small.
-        gradients: Bytes of the gradients, which are laid out as their parameters.
-        whole: The arrays that every device holds whole.
+        resident: Bytes of parameters, gradients, moments, and what is small.
+        gradients: Bytes of the gradients among them, which are there while a step runs.
+        whole: The number of arrays that every device holds whole.
         whole_bytes: The size of those.
         largest: The largest parameter of a layer, whole as it is when it is used, in bytes.
     """
 
     parameters: int
-    held: int
+    resident: int
     gradients: int
     whole: int
     whole_bytes: int
@@ -99,29 +99,23 @@ class PlannedMemory:
     @classmethod
     def of(cls, plan: pzs.ShardingPlan) -> "PlannedMemory":
         """Reads the plan of a train state."""
-        state = [leaf for leaf in plan.leaves if not leaf.path.startswith("gradients")]
-        parameters = [leaf for leaf in state if leaf.path.startswith("params/")]
-        whole = [leaf for leaf in state if leaf.is_replicated]
+        parameters = [leaf for leaf in plan.leaves if leaf.path.startswith("params/")]
         return cls(
             parameters=sum(math.prod(leaf.shape) for leaf in parameters),
-            held=sum(leaf.bytes_per_device for leaf in state),
-            gradients=sum(leaf.bytes_per_device for leaf in parameters),
-            whole=len(whole),
-            whole_bytes=sum(leaf.bytes_per_device for leaf in whole),
+            resident=plan.bytes_per_device,
+            gradients=plan.transient_bytes_per_device,
+            whole=sum(leaf.is_replicated for leaf in (*plan.leaves, *plan.transient)),
+            whole_bytes=plan.replicated_bytes,
             # A stack gathers one block in each turn.
             largest=max(
-                4
-                * math.prod(
-                    n for n, name in zip(leaf.shape, leaf.names, strict=True) if name != "blocks"
-                )
-                for leaf in parameters
+                4 * math.prod(leaf.shape[leaf.names[:1] == ("blocks",) :]) for leaf in parameters
             ),
         )
 
     @property
-    def resident(self) -> int:
-        """All that is counted in 16 bytes per parameter, in bytes per device."""
-        return self.held + self.gradients
+    def held(self) -> int:
+        """What is held from step to step, in bytes: all but the gradients."""
+        return self.resident - self.gradients
 
     @property
     def ideal(self) -> float:
@@ -167,7 +161,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     print(f"what stays whole: {memory.whole} arrays, {memory.whole_bytes:,} bytes; no padding")
     print(f"planned in {time.perf_counter() - start:.1f} s")
-    result = dataclasses.asdict(memory) | {"resident": memory.resident, "ideal": memory.ideal}
+    result = dataclasses.asdict(memory) | {"ideal": memory.ideal}
     if options.no_compile:
         return result
     start = time.process_time()
