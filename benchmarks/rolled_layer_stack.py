@@ -4,9 +4,16 @@ Both models are Llama-like transformers of tiny dimensions with the same paramet
 stack's class differs. A train step is the loss, its gradients, and an update. Tracing and
 compiling are timed together, nothing runs. Lower is better, and what counts is that the figure
 does not grow with the number of blocks: "growth" is over the smallest model.
+
+With ``--policies`` a second table: for each policy of what the stack keeps for its backward pass,
+the temporaries of the compiled gradient (exact, of the compiler), and the floating-point operations
+of its matrix products (exact, of the traced program, each loop counted as often as it runs), over
+those of the stack that computes nothing again. A block's input is larger here than its parameters.
+What is offloaded stays where it is on a CPU, whose memory is the host's.
 """
 
 import argparse
+import math
 import time
 from typing import Any
 
@@ -15,7 +22,19 @@ import jax.numpy as jnp
 from penzai import pz
 from penzai.models.transformer.variants import llamalike_common
 
-from penzai_shard.layers import RolledLayerStack
+from penzai_shard.layers import LayerStackPolicy, RolledLayerStack
+from penzai_shard.traced_programs import inner_programs, opened
+
+POLICIES: dict[str, Any] = {
+    "False": False,
+    "dots": "dots",
+    "dots_without_batch": "dots_without_batch",
+    "inputs": "inputs",
+    "carries": "carries",
+    "offload_carries": "offload_carries",
+    "nested": "nested",
+    "nested, dots kept": LayerStackPolicy(group_size="sqrt", save_internals="dots"),
+}
 
 
 def build_model(blocks: int) -> Any:
@@ -38,21 +57,60 @@ def build_model(blocks: int) -> Any:
     )
 
 
-def rolled(model: Any) -> Any:
+def rolled(model: Any, policy: Any = False) -> Any:
     """The model with its stack as a loop."""
     stacks = pz.select(model).at_instances_of(pz.nn.LayerStack)
-    return stacks.apply(RolledLayerStack.from_layer_stack)
+    return stacks.apply(lambda stack: RolledLayerStack.from_layer_stack(stack, policy=policy))
 
 
-def compile_seconds(model: Any) -> float:
-    """Seconds to trace and compile a train step."""
+def loss_and_arguments(model: Any, batch: int, length: int) -> tuple[Any, tuple[Any, Any]]:
+    """The loss as a function of parameters and tokens, and these."""
     slots, parameters = pz.unbind_params(model, freeze=True)
-    tokens = pz.nx.wrap(jnp.zeros((2, 8), jnp.int32)).tag("batch", "seq")
+    tokens = pz.nx.wrap(jnp.zeros((batch, length), jnp.int32)).tag("batch", "seq")
 
     def loss(parameters: Any, tokens: Any) -> Any:
         logits = pz.bind_variables(slots, parameters)(tokens)
         log_probabilities = pz.nx.nmap(jax.nn.log_softmax)(logits.untag("vocabulary"))
         return -log_probabilities.tag("vocabulary").unwrap("batch", "seq", "vocabulary").mean()
+
+    return loss, (parameters, tokens)
+
+
+def product_flops(program: Any) -> float:
+    """The floating-point operations of all matrix products that a traced program runs."""
+    total = 0.0
+    for equation in opened(program)[0].eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            summed = math.prod(shape[dimension] for dimension in contracted)
+            total += 2 * summed * math.prod(equation.outvars[0].aval.shape)
+        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        total += turns * sum(map(product_flops, inner_programs(equation)))
+    return total
+
+
+def show_policies(depths: tuple[int, ...]) -> dict[tuple[str, int], tuple[int, float]]:
+    """Prints temporaries and operations of each policy, and returns them by policy and depth."""
+    found: dict[tuple[str, int], tuple[int, float]] = {}
+    headings = [f"{f'{depth} blocks':>12} {'flops':>6}" for depth in depths]
+    print(f"\n{'temporaries, MiB':<20} {' '.join(headings)}")
+    for name, policy in POLICIES.items():
+        line = f"{name:<20}"
+        for depth in depths:
+            loss, arguments = loss_and_arguments(rolled(build_model(depth), policy), 16, 128)
+            traced = jax.jit(jax.grad(loss)).trace(*arguments)
+            size = traced.lower().compile().memory_analysis().temp_size_in_bytes
+            found[name, depth] = size, product_flops(traced.jaxpr)
+            ratio = found[name, depth][1] / found["False", depth][1]
+            line += f" {size / 2**20:>12.2f} {ratio:>6.3f}"
+        print(line)
+    return found
+
+
+def compile_seconds(model: Any) -> float:
+    """Seconds to trace and compile a train step."""
+    loss, arguments = loss_and_arguments(model, 2, 8)
 
     @jax.jit
     def step(parameters: Any, tokens: Any) -> Any:
@@ -60,7 +118,7 @@ def compile_seconds(model: Any) -> float:
         return value, jax.tree_util.tree_map(lambda p, g: p - 0.1 * g, parameters, gradients)
 
     start = time.perf_counter()
-    step.lower(parameters, tokens).compile()
+    step.lower(*arguments).compile()
     return time.perf_counter() - start
 
 
@@ -78,6 +136,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, float]]:
     parser.add_argument(
         "--penzai-up-to", type=int, default=32, help="most blocks to compile Penzai's stack for"
     )
+    parser.add_argument("--policies", action="store_true", help="show the table of policies too")
     options = parser.parse_args(argv)
     penzai_limit = min(8, options.penzai_up_to) if options.quick else options.penzai_up_to
     compile_seconds(rolled(build_model(2)))
@@ -94,6 +153,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, float]]:
             line += f" {row['penzai']:>9.2f} {row['penzai'] / rows[0]['penzai']:>7.2f}"
             line += f" {row['penzai'] / row['ours']:>7.1f}"
         print(line)
+    if options.policies:
+        show_policies((16,) if options.quick else (16, 64))
     return rows
 
 
