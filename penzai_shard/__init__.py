@@ -75,6 +75,7 @@ from penzai_shard.surgery import (
     wrap,
 )
 from penzai_shard.training import (
+    DynamicLossScaling,
     StatefulTrainer,
     TrainState,
     build_train_step_fn,
@@ -95,6 +96,7 @@ __all__ = [
     "Checkpointed",
     "ConstrainSharding",
     "ConstrainShardingByName",
+    "DynamicLossScaling",
     "EquivalenceReport",
     "GatherParameters",
     "InPrecision",

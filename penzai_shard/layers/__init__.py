@@ -4,7 +4,7 @@ from penzai_shard.layers.checkpointed import Checkpointed
 from penzai_shard.layers.compiled_structure import clear_compiled_structures
 from penzai_shard.layers.constrain_sharding import ConstrainSharding, ConstrainShardingByName
 from penzai_shard.layers.gather_parameters import GatherParameters
-from penzai_shard.layers.in_precision import InPrecision
+from penzai_shard.layers.in_precision import InPrecision, compute_dtypes
 from penzai_shard.layers.jitted import Jitted
 from penzai_shard.layers.manual_region import fold_rng_over_axis
 from penzai_shard.layers.remat_policies import (
@@ -34,6 +34,7 @@ __all__ = [
     "StackPolicyLike",
     "WrapperLayer",
     "clear_compiled_structures",
+    "compute_dtypes",
     "fold_rng_over_axis",
     "resolve_policy",
     "resolve_stack_policy",

@@ -118,6 +118,22 @@ class InPrecision(WrapperLayer):
         return jnp.dtype(jnp.float32)
 
 
+def compute_dtypes(model: Any) -> set[Any]:
+    """The dtypes that the ``InPrecision`` layers of a model compute in.
+
+    >>> compute_dtypes([InPrecision(pz.nn.Identity(), "float16"), pz.nn.Identity()])
+    {dtype('float16')}
+    """
+    found: set[Any] = set()
+    for node in jax.tree_util.tree_leaves(
+        model, is_leaf=lambda node: isinstance(node, InPrecision)
+    ):
+        if isinstance(node, InPrecision):
+            found.add(_floating_dtype(node.compute_dtype, "compute_dtype"))
+            found |= compute_dtypes(node.body)
+    return found
+
+
 @pz.pytree_dataclass
 class _BetweenCasts(WrapperLayer):
     """A layer that is computed in another dtype than those around it.

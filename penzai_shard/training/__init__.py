@@ -1,12 +1,14 @@
 """Training: the state of a run, one step of it, and batches on a mesh. Needs optax."""
 
 from penzai_shard.training.batches import shard_batch
+from penzai_shard.training.loss_scaling import DynamicLossScaling
 from penzai_shard.training.state_sharding import train_state_sharding
 from penzai_shard.training.stateful_trainer import StatefulTrainer
 from penzai_shard.training.train_state import TrainState
 from penzai_shard.training.train_step import LossFunction, TrainStep, build_train_step_fn
 
 __all__ = [
+    "DynamicLossScaling",
     "LossFunction",
     "StatefulTrainer",
     "TrainState",

@@ -27,6 +27,7 @@ FIELDS = (
     "root_rng",
     "loss_fn_state",
     "unbound_model",
+    "guards",
 )
 # Those that a step only reads, as it does frozen parameters.
 CONSTANT_FIELDS = frozenset({"root_rng", "unbound_model"})

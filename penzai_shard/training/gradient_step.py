@@ -16,6 +16,7 @@ from penzai_shard.training.loss_contract import (
 from penzai_shard.training.microbatches import Microbatches, split_inputs
 from penzai_shard.training.optimizer_calls import update_parameters
 from penzai_shard.training.train_state import TrainState
+from penzai_shard.training.update_guards import GuardOptions
 from penzai_shard.training.update_layout import UpdateLayout
 
 _FIX_LOSS_STATE = (
@@ -36,12 +37,14 @@ class GradientStep:
         accumulate_steps: Number of microbatches that the gradient is averaged over.
         batch_axis: Logical axis that inputs are split along.
         aux_reductions: How auxiliary outputs of several microbatches become one.
+        guards: What is done between the gradient and the update.
     """
 
     loss_fn: Callable[..., Any]
     accumulate_steps: int
     batch_axis: str
     aux_reductions: AuxReductions
+    guards: GuardOptions
 
     def __call__(
         self, state: TrainState, inputs: Mapping[str, Any], layout: UpdateLayout
@@ -64,31 +67,43 @@ class GradientStep:
         parts = self.accumulate_steps
         rng = jax.random.fold_in(state.root_rng, state.step)
         microbatches = split_inputs(inputs, parts, self.batch_axis)
-        batch = _Batch(self.loss_fn, state, rng, microbatches, layout)
         names = state.variables.trainable_names
         trainable = {name: value for name, value in state.params.items() if name in names}
+        guard = self.guards.for_state(state.guards, state.unbound_model, trainable)
+        batch = _Batch(self.loss_fn, state, rng, microbatches, layout, guard.scale)
         grads, loss, carried, auxes = batch.gradient(trainable)
-        new_trainable, new_opt_state = update_parameters(
-            state.optimizer_def,
-            grads,
-            state.opt_state,
-            layout.for_update(trainable),
-            value=loss,
-            value_fn=lambda params: batch.value(layout.for_loss(params)),
-            grad_fn=lambda params: batch.gradient(layout.for_loss(params))[0],
-        )
+        old = _Changing(trainable, state.opt_state, batch.carried)
+
+        def update(grads: Any) -> _Changing:
+            new_trainable, new_opt_state = update_parameters(
+                state.optimizer_def,
+                grads,
+                state.opt_state,
+                layout.for_update(trainable),
+                value=loss,
+                value_fn=lambda params: batch.value(layout.for_loss(params)),
+                grad_fn=lambda params: batch.gradient(layout.for_loss(params))[0],
+            )
+            return _Changing(
+                fit_state(trainable, new_trainable, "params", _FIX_PARAMS, of_optimizer=True),
+                fit_state(
+                    state.opt_state, new_opt_state, "opt_state", _FIX_OPT_STATE, of_optimizer=True
+                ),
+                carried,
+            )
+
+        new, guards, metrics = guard.guarded_update(grads, loss, old, update)
         new_state = dataclasses.replace(
             state,
             step=state.step + 1,
-            params=state.params
-            | fit_state(trainable, new_trainable, "params", _FIX_PARAMS, of_optimizer=True),
-            opt_state=fit_state(
-                state.opt_state, new_opt_state, "opt_state", _FIX_OPT_STATE, of_optimizer=True
-            ),
-            state_vars=carried.state_vars,
-            loss_fn_state=carried.loss_fn_state,
+            params=state.params | new.trainable,
+            opt_state=new.opt_state,
+            state_vars=new.carried.state_vars,
+            loss_fn_state=new.carried.loss_fn_state,
+            guards=guards,
         )
-        return new_state, self.aux_reductions.reduce(auxes, parts)
+        aux = self.aux_reductions.reduce(auxes, parts)
+        return new_state, guard.with_metrics(aux, metrics)
 
 
 class _Carried(NamedTuple):
@@ -96,6 +111,14 @@ class _Carried(NamedTuple):
 
     state_vars: Any
     loss_fn_state: Any
+
+
+class _Changing(NamedTuple):
+    """All of a state that a step may change, but its number and its guards."""
+
+    trainable: dict[str, Any]
+    opt_state: Any
+    carried: _Carried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +131,7 @@ class _Batch:
         rng: The random key of the step.
         microbatches: The inputs.
         layout: How gradients are laid out.
+        scale: What the loss is multiplied by before it is differentiated, or None.
     """
 
     loss_fn: Callable[..., Any]
@@ -115,6 +139,7 @@ class _Batch:
     rng: jax.Array
     microbatches: Microbatches
     layout: UpdateLayout
+    scale: Any
 
     @property
     def carried(self) -> _Carried:
@@ -137,7 +162,7 @@ class _Batch:
         layout at once, so that no device holds more of it than it keeps.
         """
         parts = self.microbatches.count
-        gradient_of = jax.grad(self._loss, has_aux=True)
+        gradient_of = jax.grad(self._scaled_loss, has_aux=True)
         total = None
         if parts > 1:
             # Sums of many small gradients need more digits than half precision has.
@@ -159,9 +184,22 @@ class _Batch:
         (grads, carried), (losses, auxes) = self.microbatches.in_turn(
             evaluate, (total, self.carried)
         )
-        if parts > 1:
+        if self.scale is not None:
+            # In float32, where what the scale has saved is not lost again.
+            grads = jax.tree.map(
+                lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / (self.scale * parts),
+                grads,
+            )
+        elif parts > 1:
             grads = jax.tree.map(lambda g, p: (g / parts).astype(p.dtype), grads, trainable)
         return grads, jnp.mean(losses), carried, auxes
+
+    def _scaled_loss(self, *args: Any) -> tuple[jax.Array, Any]:
+        """The loss to be differentiated, and what `_loss` returns with it."""
+        loss, others = self._loss(*args)
+        if self.scale is not None:
+            loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * self.scale
+        return loss, others
 
     def _loss(
         self, trainable: dict[str, Any], carried: _Carried, index: Any, inputs: Any

@@ -20,6 +20,7 @@ PARTS = {
     "state_vars": "state variable",
     "loss_fn_state": "loss function",
     "unbound_model": "constant",
+    "guards": "guard",
 }
 
 

@@ -1,6 +1,6 @@
 """A trainer that keeps its state, for notebooks: ``trainer.step(**batch)``."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,6 +13,7 @@ from penzai_shard.placement import place
 from penzai_shard.planning import PlacingRequest, PlanRequest
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 from penzai_shard.text_tables import NotebookView
+from penzai_shard.training.loss_scaling import DynamicLossScaling
 from penzai_shard.training.state_table import StateTable
 from penzai_shard.training.step_failures import refuse_inputs, refuse_positional
 from penzai_shard.training.train_state import TrainState, with_own_buffers
@@ -44,6 +45,10 @@ class StatefulTrainer(NotebookView):
         batch_axis: As for ``build_train_step_fn``.
         aux_reduction: As for ``build_train_step_fn``.
         aux_output_shardings: As for ``build_train_step_fn``.
+        loss_scaling: As for ``build_train_step_fn``.
+        skip_nonfinite: As for ``build_train_step_fn``.
+        clip_global_norm: As for ``build_train_step_fn``.
+        step_metrics: As for ``build_train_step_fn``.
 
     Raises:
         ShardingError: Some array has no valid layout, or an argument cannot be read.
@@ -81,6 +86,10 @@ class StatefulTrainer(NotebookView):
         batch_axis: str = "batch",
         aux_reduction: str | Mapping[str, Any] | None = None,
         aux_output_shardings: Any = None,
+        loss_scaling: str | float | DynamicLossScaling | None = "auto",
+        skip_nonfinite: bool = False,
+        clip_global_norm: float | None = None,
+        step_metrics: str | Sequence[str] = (),
     ) -> None:
         self._request: PlanRequest | None = None
         self.shardings: TrainState | None = None
@@ -103,6 +112,10 @@ class StatefulTrainer(NotebookView):
             accumulate_steps=accumulate_steps,
             batch_axis=batch_axis,
             aux_reduction=aux_reduction,
+            loss_scaling=loss_scaling,
+            skip_nonfinite=skip_nonfinite,
+            clip_global_norm=clip_global_norm,
+            step_metrics=step_metrics,
         )
         self._donates = donate_states and jit
         self._looked_at_rules = False
@@ -125,6 +138,8 @@ class StatefulTrainer(NotebookView):
         axis_name_to_mesh_name: Any = None,
         on_indivisible: OnIndivisible = "error",
         on_unnamed: OnUnnamed = "error",
+        loss_scaling: str | float | DynamicLossScaling | None = "auto",
+        skip_nonfinite: bool = False,
         **options: Any,
     ) -> "StatefulTrainer":
         """A trainer of a model, with the arguments of Penzai's ``StatefulTrainer.build``.
@@ -142,6 +157,8 @@ class StatefulTrainer(NotebookView):
             axis_name_to_mesh_name: As for the class.
             on_indivisible: As for ``make_plan``.
             on_unnamed: As for ``make_plan``.
+            loss_scaling: As for ``TrainState.initial_state`` and ``build_train_step_fn``.
+            skip_nonfinite: As for ``TrainState.initial_state`` and ``build_train_step_fn``.
             **options: Further arguments of the class.
         """
         layout: dict[str, Any] = {
@@ -153,6 +170,7 @@ class StatefulTrainer(NotebookView):
         if mesh is not None:
             request = PlacingRequest.read("StatefulTrainer.build", mesh, **layout)
             model = place(model, request.plan(model))
+        guards: dict[str, Any] = {"loss_scaling": loss_scaling, "skip_nonfinite": skip_nonfinite}
         train_state = TrainState.initial_state(
             model,
             optimizer_def,
@@ -160,8 +178,9 @@ class StatefulTrainer(NotebookView):
             initial_loss_fn_state,
             trainable=trainable,
             on_unnamed=on_unnamed,
+            **guards,
         )
-        return cls(train_state, loss_fn, mesh=mesh, **layout, **options)
+        return cls(train_state, loss_fn, mesh=mesh, **layout, **guards, **options)
 
     def step(self, *positional: Any, **inputs: Any) -> Any:
         """Does one step of training.

@@ -30,11 +30,13 @@ from penzai_shard.training.flat_state import (
     StateForm,
 )
 from penzai_shard.training.loss_contract import not_arrays
+from penzai_shard.training.loss_scaling import DynamicLossScaling
 from penzai_shard.training.optimizer_calls import check_optimizer
 from penzai_shard.training.optimizer_identity import OptimizerIdentity
 from penzai_shard.training.state_layout import deleted, own_copy
 from penzai_shard.training.state_placement import place_initial_fields
 from penzai_shard.training.state_table import PARTS, StateTable
+from penzai_shard.training.update_guards import initial_guards
 from penzai_shard.tree_paths import paths_and_leaves
 
 if TYPE_CHECKING:
@@ -67,6 +69,9 @@ class TrainState(NotebookView):
         optimizer_def: The optax optimizer (static). Two states of equal optimizers have the same
             structure.
         variables: What the model's variables were (static).
+        guards: What steps keep to guard the update: ``loss_scale`` and ``finite_steps`` where the
+            loss is scaled dynamically, ``skipped_steps`` and ``skipped_in_a_row`` where steps that
+            are not finite are skipped; empty otherwise.
 
     >>> import optax
     >>> state = TrainState.initial_state({"w": jnp.ones(3)}, optax.sgd(0.1), jax.random.key(0))
@@ -85,6 +90,7 @@ class TrainState(NotebookView):
     unbound_model: Any
     optimizer_def: Any
     variables: VariableTable
+    guards: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def initial_state(
@@ -97,6 +103,8 @@ class TrainState(NotebookView):
         trainable: TrainablePredicate | None = None,
         on_unnamed: OnUnnamed = "error",
         optimizer_rules: Any = None,
+        loss_scaling: "str | float | DynamicLossScaling | None" = "auto",
+        skip_nonfinite: bool = False,
     ) -> "TrainState":
         """The state before the first step.
 
@@ -119,6 +127,11 @@ class TrainState(NotebookView):
                 every device (``"replicate"``).
             optimizer_rules: How the optimizer's state is laid out, if the model is on a mesh;
                 rules in any form that ``AxisRules`` reads. None lays it out as its parameters.
+            loss_scaling: Whether the state keeps a loss scale for its steps: ``"auto"``, if a
+                trained parameter or an ``InPrecision`` layer is in float16; ``"dynamic"`` or a
+                `DynamicLossScaling`, always; None or a number, never.
+            skip_nonfinite: Whether the state counts the steps that are skipped, as
+                ``build_train_step_fn(..., skip_nonfinite=True)`` asks for.
 
         Returns:
             The state. Of an abstract model (``ShapeDtypeStruct`` leaves, or under
@@ -152,6 +165,12 @@ class TrainState(NotebookView):
             "root_rng": root_rng,
             "loss_fn_state": loss_fn_state,
             "unbound_model": unbound_model,
+            "guards": initial_guards(
+                loss_scaling,
+                skip_nonfinite,
+                unbound_model,
+                {name: params[name] for name in variables.trainable_names},
+            ),
         }
 
         def build(fields: dict[str, Any]) -> TrainState:
@@ -186,7 +205,8 @@ class TrainState(NotebookView):
 
     def __reduce__(self) -> Any:
         # For copies: the fields are the state, and not the program that made them.
-        return type(self), tuple(peek(self, name) for name in FIELDS + _STATIC)
+        names = (field.name for field in dataclasses.fields(self))
+        return type(self), tuple(peek(self, name) for name in names)
 
     def __repr__(self) -> str:
         if is_donated(self):

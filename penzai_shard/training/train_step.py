@@ -5,7 +5,7 @@ a list of arrays to one compiled program and wraps the list that comes back.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -24,6 +24,7 @@ from penzai_shard.training.compiled_step import (
 from penzai_shard.training.declared_layout import DeclaredAux, DeclaredInputs, DeclaredState
 from penzai_shard.training.flat_state import FIELDS, FlatState, StateForm
 from penzai_shard.training.gradient_step import GradientStep
+from penzai_shard.training.loss_scaling import DynamicLossScaling
 from penzai_shard.training.microbatches import check_split
 from penzai_shard.training.state_layout import (
     Packing,
@@ -35,6 +36,7 @@ from penzai_shard.training.state_layout import (
 )
 from penzai_shard.training.step_failures import explained, refuse_positional
 from penzai_shard.training.train_state import TrainState, from_flat, peek
+from penzai_shard.training.update_guards import GuardOptions
 from penzai_shard.training.update_layout import UpdateLayout
 
 
@@ -58,6 +60,10 @@ def build_train_step_fn(
     accumulate_steps: int = 1,
     batch_axis: str = "batch",
     aux_reduction: str | Mapping[str, Any] | None = None,
+    loss_scaling: str | float | DynamicLossScaling | None = "auto",
+    skip_nonfinite: bool = False,
+    clip_global_norm: float | None = None,
+    step_metrics: str | Sequence[str] = (),
 ) -> "TrainStep":
     """Builds the function that does one step of training.
 
@@ -91,6 +97,23 @@ def build_train_step_fn(
             ``"sum"``, ``"max"``, ``"min"`` or ``"last"``, for all of them or by key or path, such
             as ``{"loss": "mean", "accuracy": "sum"}``. Floating outputs that are not named are
             averaged; others are refused.
+        loss_scaling: Scales the loss, so that small gradients are not lost in float16, and the
+            gradient back. ``"auto"``: dynamically, if the model computes in float16 or trains
+            float16 parameters, and else not at all. ``"dynamic"`` or a `DynamicLossScaling`:
+            smaller after an overflow, whose step is skipped, and larger after many steps
+            without. A number: that scale. None: not at all.
+        skip_nonfinite: Whether a step whose loss, gradient or update is not finite changes nothing
+            but the step's number, so that the next one has another random key and batch, and
+            the counts in ``state.guards``. State variables and the loss function's state too
+            stay as they were. Unlike ``optax.apply_if_finite``, which guards the optimizer
+            alone, and gives up after some steps. ``TrainState.initial_state`` takes it too.
+        clip_global_norm: The largest norm of the gradient over all parameters, devices and
+            microbatches; a longer one is shortened before the optimizer sees it. As
+            ``optax.clip_by_global_norm`` in the optimizer, which works too.
+        step_metrics: What the step adds to the auxiliary outputs, a dictionary then: of
+            ``"loss"``; ``"gradient_norm"``, before clipping; ``"skipped"``, of this step;
+            ``"skipped_steps"`` and ``"skipped_in_a_row"``, this one included; and
+            ``"loss_scale"``, of this step.
 
     Returns:
         ``step(train_state, **inputs) -> (train_state, aux)``.
@@ -117,7 +140,13 @@ def build_train_step_fn(
         )
     check_split(accumulate_steps, batch_axis)
     return TrainStep(
-        GradientStep(loss_fn, accumulate_steps, batch_axis, AuxReductions.of(aux_reduction)),
+        GradientStep(
+            loss_fn,
+            accumulate_steps,
+            batch_axis,
+            AuxReductions.of(aux_reduction),
+            GuardOptions.read(loss_scaling, skip_nonfinite, clip_global_norm, step_metrics),
+        ),
         jit=jit,
         donate=donate_params_and_state,
         declared_state=(
