@@ -25,6 +25,7 @@ from penzai_shard.errors import (
 )
 from penzai_shard.fitting import LogRecord, fit
 from penzai_shard.layers import (
+    AxesInPlace,
     Checkpointed,
     ConstrainSharding,
     ConstrainShardingByName,
@@ -60,6 +61,7 @@ from penzai_shard.surgery import (
     Inserted,
     Recipe,
     Ref,
+    axes_in_place,
     check_equivalent,
     constrain_blocks,
     insert_after,
@@ -87,6 +89,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ROOT",
+    "AxesInPlace",
     "AxisRules",
     "CheckpointDamagedError",
     "CheckpointExistsError",
@@ -118,6 +121,7 @@ __all__ = [
     "TrainState",
     "__version__",
     "abstract_model",
+    "axes_in_place",
     "build_train_step_fn",
     "check_equivalent",
     "constrain_blocks",

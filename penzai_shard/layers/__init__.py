@@ -1,5 +1,6 @@
 """Wrapper layers and constraint layers: they change how a model runs, not what it computes."""
 
+from penzai_shard.layers.axes_in_place import AxesInPlace
 from penzai_shard.layers.checkpointed import Checkpointed
 from penzai_shard.layers.compiled_structure import clear_compiled_structures
 from penzai_shard.layers.constrain_sharding import ConstrainSharding, ConstrainShardingByName
@@ -19,6 +20,7 @@ from penzai_shard.layers.shard_mapped import ManualRegionError, ShardMapped
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 
 __all__ = [
+    "AxesInPlace",
     "Checkpointed",
     "ConstrainSharding",
     "ConstrainShardingByName",

@@ -16,6 +16,7 @@ from penzai_shard.surgery.places import ROOT, Where
 from penzai_shard.surgery.recipe import Recipe
 from penzai_shard.surgery.references import Ref
 from penzai_shard.surgery.standard_recipes import (
+    axes_in_place,
     constrain_blocks,
     jit_root,
     manual_fsdp,
@@ -42,6 +43,7 @@ __all__ = [
     "Recipe",
     "Ref",
     "Where",
+    "axes_in_place",
     "check_equivalent",
     "constrain_blocks",
     "insert_after",

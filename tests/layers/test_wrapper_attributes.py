@@ -15,6 +15,7 @@ from penzai.models.transformer import sampling_mode, simple_decoding_loop
 from penzai.models.transformer.model_parts import TransformerBlock
 
 from penzai_shard.layers import (
+    AxesInPlace,
     Checkpointed,
     GatherParameters,
     InPrecision,
@@ -40,6 +41,7 @@ MESH = make_mesh({"data": 8})
 
 WRAPPERS = {
     "Jitted": Jitted,
+    "AxesInPlace": AxesInPlace,
     "Checkpointed": Checkpointed,
     "Scoped": lambda body: Scoped(body, "scope"),
     "InPrecision": lambda body: InPrecision(body, "float32"),

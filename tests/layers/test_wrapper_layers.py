@@ -13,6 +13,7 @@ from penzai.deprecated.v1 import pz as pz_v1
 from penzai.models.transformer.model_parts import TransformerBlock
 
 from penzai_shard.layers import (
+    AxesInPlace,
     Checkpointed,
     ConstrainShardingByName,
     GatherParameters,
@@ -26,8 +27,9 @@ WRAPPERS = {
     "jitted": Jitted,
     "checkpointed": Checkpointed,
     "scoped": lambda body: Scoped(body, "scope"),
+    "axes in place": AxesInPlace,
     "gathering": lambda body: GatherParameters(body, MESH, {"features_out": "model"}),
-    "nested": lambda body: Jitted(Checkpointed(Jitted(body))),
+    "nested": lambda body: Jitted(Checkpointed(AxesInPlace(Jitted(body)))),
 }
 
 

@@ -1,0 +1,151 @@
+"""Running a traced program without moving dimensions."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+
+from penzai_shard.layers.dimension_orders.operation_rules import (
+    RULES,
+    SHARDINGS,
+    Ready,
+    dot_general,
+)
+from penzai_shard.layers.dimension_orders.ordered_arrays import OrderedArray
+from penzai_shard.library_apis.jax_api import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    is_weakly_typed,
+    scope_path,
+)
+from penzai_shard.traced_programs import called_program, evaluate, is_jit, opened, walk
+
+_WITH_INNER_PROGRAMS = ("checkpoint", "remat2", "closed_call", "cond", "scan", "while")
+
+
+def run_in_place(program: Any, arguments: Sequence[OrderedArray]) -> list[OrderedArray]:
+    """Runs a program; dimensions stay where they are unless an operation needs them elsewhere.
+
+    Args:
+        program: The program, closed or not.
+        arguments: Its arguments.
+
+    Returns:
+        Its results, in whatever order they came out.
+
+    >>> program = jax.make_jaxpr(lambda x: jax.numpy.sum(x.T, 0))(jax.numpy.ones((2, 3)))
+    >>> (result,) = run_in_place(program, [OrderedArray.of(jax.numpy.ones((2, 3)))])
+    >>> result.whole()
+    Array([3., 3.], dtype=float32)
+    """
+    moved = _permutations_of_results(program)
+    return walk(
+        program,
+        arguments,
+        lambda equation, operands: _run_equation(equation, operands, moved),
+        constant=lambda value, _: OrderedArray.of(value),
+        literal=_literal,
+    )
+
+
+def _literal(literal: Literal) -> OrderedArray:
+    # As it is: a number in a program may be weakly typed.
+    return OrderedArray(literal.val, (), ())
+
+
+def _permutations_of_results(program: Any) -> dict[Any, tuple[int, ...]]:
+    """For each variable that the program brings into another order, that order."""
+    return {
+        equation.invars[0]: equation.params["permutation"]
+        for equation in opened(program)[0].eqns
+        if equation.primitive.name == "transpose" and not isinstance(equation.invars[0], Literal)
+    }
+
+
+def _run_equation(
+    equation: Any, operands: list[OrderedArray], moved: dict[Any, tuple[int, ...]]
+) -> list[OrderedArray]:
+    with _scope_of(equation):
+        if is_plain_call(equation):
+            return run_in_place(called_program(equation), operands)
+        ready = _made_ready(equation, operands, moved)
+    if isinstance(ready, OrderedArray):
+        return [ready]
+    if ready is None:
+        with _scope_of(equation):
+            whole = [operand.whole() for operand in operands]
+        return list(map(OrderedArray.of, evaluate(_with_inner_in_place(equation), whole)))
+    nothing_asked = {name: None for name in SHARDINGS if name in equation.params}
+    parameters = {**equation.params, **nothing_asked, **ready.parameters}
+    changed = equation.replace(params=parameters)
+    results = evaluate(changed, ready.arrays)
+    return [
+        OrderedArray(array, dims, variable.aval.shape)
+        for array, dims, variable in zip(results, ready.dims, equation.outvars, strict=True)
+    ]
+
+
+def _scope_of(equation: Any) -> AbstractContextManager[None]:
+    """The scope of an equation, for what is done on its behalf."""
+    path = scope_path(equation)
+    return jax.named_scope(path) if path else nullcontext()
+
+
+def _made_ready(
+    equation: Any, operands: list[OrderedArray], moved: dict[Any, tuple[int, ...]]
+) -> Ready | OrderedArray | None:
+    rule = RULES.get(equation.primitive.name)
+    if rule is None:
+        return None
+    if rule is dot_general:
+        return dot_general(equation, operands, moved.get(equation.outvars[0]))
+    return rule(equation, operands)
+
+
+def is_plain_call(equation: Any) -> bool:
+    """Whether an equation calls a function under ``jax.jit`` that could as well stand in place."""
+    if not is_jit(equation.primitive):
+        return False
+    options = equation.params
+    shardings = (*options["in_shardings"], *options["out_shardings"])
+    return not (
+        any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
+        or any(layout is not None for layout in (*options["in_layouts"], *options["out_layouts"]))
+        or any(options["donated_invars"])
+        or options["compiler_options_kvs"]
+    )
+
+
+def _with_inner_in_place(equation: Any) -> Any:
+    """A loop, a branch or a rematerialised part, the programs in it without moves as well."""
+    if equation.primitive.name not in _WITH_INNER_PROGRAMS:
+        return equation
+    changed = {}
+    for name, value in equation.params.items():
+        if isinstance(value, tuple) and value and all(isinstance(v, ClosedJaxpr) for v in value):
+            changed[name] = tuple(map(_in_place, value))
+        elif isinstance(value, Jaxpr | ClosedJaxpr):
+            changed[name] = _in_place(value)
+    return equation.replace(params={**equation.params, **changed})
+
+
+def _in_place(program: Any) -> Any:
+    """The program without moves, with the same arguments and results; itself if that fails."""
+    jaxpr, _ = opened(program)
+    types: list[Any] = [variable.aval for variable in jaxpr.invars]
+    arguments = [
+        jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=is_weakly_typed(t)) for t in types
+    ]
+
+    def run(*arrays: Any) -> list[Any]:
+        return [r.whole() for r in run_in_place(program, list(map(OrderedArray.of, arrays)))]
+
+    if jaxpr.effects:
+        return program
+    new = jax.make_jaxpr(run)(*arguments)
+    same = [v.aval for v in new.jaxpr.outvars] == [v.aval for v in jaxpr.outvars]
+    if not same or (new.consts and not isinstance(program, ClosedJaxpr)):
+        return program
+    return new if isinstance(program, ClosedJaxpr) else new.jaxpr
