@@ -68,13 +68,13 @@ class AuxReductions:
         raise_all(RuleTypeError, "aux_reduction cannot be read:", problems)
         return cls(found)
 
-    def reduce(self, stacked: Any, parts: int) -> Any:
+    def reduce(self, stacked: Any, of: str = "microbatches") -> Any:
         """Puts the auxiliary outputs of all microbatches together.
 
         Args:
-            stacked: The outputs, those of all microbatches along a new first dimension.
-            parts: Number of microbatches. Of one, only declared outputs are touched, so that
-                they have the same dtype for any number.
+            stacked: The outputs, those of all microbatches along a new first dimension. Of one,
+                only declared outputs are touched, so that they have the same dtype for any number.
+            of: What they are of, for messages.
 
         Returns:
             One tree of outputs. Floating ones that are not declared are averaged.
@@ -87,24 +87,24 @@ class AuxReductions:
         problems = self._unknown([path for path, _ in flat])
         results = []
         for path, values in flat:
-            word = self._word(path)
+            word = self.word(path)
             floating = jnp.issubdtype(values.dtype, jnp.inexact)
-            if word is None and parts == 1:
+            if word is None and len(values) == 1:
                 results.append(values[0])
             elif word is None and not floating:
-                problems.append(_undeclared(path, values, parts))
+                problems.append(_undeclared(path, values))
             elif word != "last" and jnp.issubdtype(values.dtype, jax.dtypes.extended):
                 problems.append(f"{path}: {word!r} is not defined for {values.dtype}. Say 'last'.")
             else:
                 results.append(_REDUCTIONS[word or "mean"](values))
         raise_all(
             ShardingError,
-            f"the auxiliary outputs of {parts} microbatches cannot be put together:",
+            f"the auxiliary outputs of {of} cannot be put together:",
             problems,
         )
         return jax.tree.unflatten(jax.tree.structure(stacked), results)
 
-    def _word(self, path: str) -> str | None:
+    def word(self, path: str) -> str | None:
         """The word of the longest declared path that leads to an output."""
         leading = [
             key for key in self.declared if not key or path == key or path.startswith(key + "/")
@@ -121,12 +121,12 @@ class AuxReductions:
         return problems
 
 
-def _undeclared(path: str, values: jax.Array, parts: int) -> str:
+def _undeclared(path: str, values: jax.Array) -> str:
     word = "last" if jnp.issubdtype(values.dtype, jax.dtypes.extended) else "sum"
     fix = repr({path: word} if path else word)
     return (
         f"{path or 'the output'}: of {values.dtype}, which is not averaged by itself. Say how its "
-        f"{parts} values become one: aux_reduction={fix}, or another of {_WORDS}."
+        f"{len(values)} values become one: aux_reduction={fix}, or another of {_WORDS}."
     )
 
 

@@ -13,6 +13,7 @@ from penzai_shard.training.loss_contract import (
     fit_state,
     read_result,
 )
+from penzai_shard.training.manual_batch import ManualAxes, ManualBatch, WholeBatch
 from penzai_shard.training.microbatches import Microbatches, split_inputs
 from penzai_shard.training.optimizer_calls import update_parameters
 from penzai_shard.training.train_state import TrainState
@@ -38,6 +39,7 @@ class GradientStep:
         batch_axis: Logical axis that inputs are split along.
         aux_reductions: How auxiliary outputs of several microbatches become one.
         guards: What is done between the gradient and the update.
+        manual: The mesh axes along which each device computes the loss of its own examples.
     """
 
     loss_fn: Callable[..., Any]
@@ -45,6 +47,7 @@ class GradientStep:
     batch_axis: str
     aux_reductions: AuxReductions
     guards: GuardOptions
+    manual: ManualAxes | None = None
 
     def __call__(
         self, state: TrainState, inputs: Mapping[str, Any], layout: UpdateLayout
@@ -64,15 +67,18 @@ class GradientStep:
                 cannot be split.
         """
         check_signature(self.loss_fn, inputs)
-        parts = self.accumulate_steps
         rng = jax.random.fold_in(state.root_rng, state.step)
-        microbatches = split_inputs(inputs, parts, self.batch_axis)
         names = state.variables.trainable_names
         trainable = {name: value for name, value in state.params.items() if name in names}
         guard = self.guards.for_state(state.guards, state.unbound_model, trainable)
-        batch = _Batch(self.loss_fn, state, rng, microbatches, layout, guard.scale)
+        batch: _Batch | ManualBatch
+        if self.manual is None:
+            batch = self._batch(state, rng, inputs, layout, guard.scale)
+        else:
+            batch = self.manual.batch(self._batch, state, rng, inputs, layout, guard.scale)
         grads, loss, carried, auxes = batch.gradient(trainable)
-        old = _Changing(trainable, state.opt_state, batch.carried)
+        carried_in = _Carried(state.state_vars, state.loss_fn_state)
+        old = _Changing(trainable, state.opt_state, carried_in)
 
         def update(grads: Any) -> _Changing:
             new_trainable, new_opt_state = update_parameters(
@@ -102,8 +108,23 @@ class GradientStep:
             loss_fn_state=new.carried.loss_fn_state,
             guards=guards,
         )
-        aux = self.aux_reductions.reduce(auxes, parts)
+        several = f"{self.accumulate_steps} microbatches"
+        aux = self.aux_reductions.reduce(auxes, several if self.manual is None else "the devices")
         return new_state, guard.with_metrics(aux, metrics)
+
+    def _batch(
+        self,
+        state: TrainState,
+        rng: jax.Array,
+        inputs: Mapping[str, Any],
+        layout: UpdateLayout,
+        scale: Any,
+        device: WholeBatch | None = None,
+    ) -> "_Batch":
+        """A batch, or one device's part of it."""
+        microbatches = split_inputs(inputs, self.accumulate_steps, self.batch_axis)
+        device = device or WholeBatch()
+        return _Batch(self.loss_fn, state, rng, microbatches, layout, scale, device)
 
 
 class _Carried(NamedTuple):
@@ -132,6 +153,7 @@ class _Batch:
         microbatches: The inputs.
         layout: How gradients are laid out.
         scale: What the loss is multiplied by before it is differentiated, or None.
+        device: What this is a part of, if it is that of one device.
     """
 
     loss_fn: Callable[..., Any]
@@ -140,6 +162,7 @@ class _Batch:
     microbatches: Microbatches
     layout: UpdateLayout
     scale: Any
+    device: WholeBatch
 
     @property
     def carried(self) -> _Carried:
@@ -150,7 +173,7 @@ class _Batch:
         """The loss; of microbatches, their mean."""
 
         def evaluate(carried: _Carried, index: Any, inputs: Any) -> Any:
-            loss, (_, carried, _) = self._loss(trainable, carried, index, inputs)
+            _, (loss, carried, _) = self._loss(trainable, carried, index, inputs)
             return carried, loss
 
         return jnp.mean(self.microbatches.in_turn(evaluate, self.carried)[1])
@@ -168,7 +191,7 @@ class _Batch:
             # Sums of many small gradients need more digits than half precision has.
             total = self.layout.for_update(
                 jax.tree.map(
-                    lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)),
+                    lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)),
                     trainable,
                 )
             )
@@ -207,7 +230,9 @@ class _Batch:
         """One evaluation of the loss function; ``index`` is that of a microbatch, if there are."""
         rng = self.rng if index is None else jax.random.fold_in(self.rng, index)
         model, bound = self.state.variables.bind_for_loss(
-            self.state.unbound_model, self.state.params | trainable, carried.state_vars
+            self.state.unbound_model,
+            self.state.params | self.device.whole(trainable),
+            carried.state_vars,
         )
         result = self.loss_fn(model=model, rng=rng, state=carried.loss_fn_state, **inputs)
         loss, new_state, aux = read_result(result)
@@ -216,4 +241,5 @@ class _Batch:
             fit_state(carried.state_vars, new_vars, "state_vars", _FIX_STATE_VAR),
             fit_state(carried.loss_fn_state, new_state, "loss_fn_state", _FIX_LOSS_STATE),
         )
-        return loss, (loss, new, jax.tree.map(jnp.asarray, aux))
+        new = self.device.agreed(carried, new)
+        return self.device.share(loss), (loss, new, jax.tree.map(jnp.asarray, aux))

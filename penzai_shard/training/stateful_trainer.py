@@ -44,6 +44,7 @@ class StatefulTrainer(NotebookView):
         accumulate_steps: As for ``build_train_step_fn``.
         batch_axis: As for ``build_train_step_fn``.
         aux_reduction: As for ``build_train_step_fn``.
+        manual_axes: As for ``build_train_step_fn``.
         aux_output_shardings: As for ``build_train_step_fn``.
         loss_scaling: As for ``build_train_step_fn``.
         skip_nonfinite: As for ``build_train_step_fn``.
@@ -90,6 +91,7 @@ class StatefulTrainer(NotebookView):
         skip_nonfinite: bool = False,
         clip_global_norm: float | None = None,
         step_metrics: str | Sequence[str] = (),
+        manual_axes: str | Sequence[str] | None = None,
     ) -> None:
         self._request: PlanRequest | None = None
         self.shardings: TrainState | None = None
@@ -116,6 +118,7 @@ class StatefulTrainer(NotebookView):
             skip_nonfinite=skip_nonfinite,
             clip_global_norm=clip_global_norm,
             step_metrics=step_metrics,
+            manual_axes=manual_axes,
         )
         self._donates = donate_states and jit
         self._looked_at_rules = False

@@ -25,6 +25,7 @@ from penzai_shard.training.declared_layout import DeclaredAux, DeclaredInputs, D
 from penzai_shard.training.flat_state import FIELDS, FlatState, StateForm
 from penzai_shard.training.gradient_step import GradientStep
 from penzai_shard.training.loss_scaling import DynamicLossScaling
+from penzai_shard.training.manual_batch import ManualAxes
 from penzai_shard.training.microbatches import check_split
 from penzai_shard.training.state_layout import (
     Packing,
@@ -64,6 +65,7 @@ def build_train_step_fn(
     skip_nonfinite: bool = False,
     clip_global_norm: float | None = None,
     step_metrics: str | Sequence[str] = (),
+    manual_axes: str | Sequence[str] | None = None,
 ) -> "TrainStep":
     """Builds the function that does one step of training.
 
@@ -114,6 +116,16 @@ def build_train_step_fn(
             ``"loss"``; ``"gradient_norm"``, before clipping; ``"skipped"``, of this step;
             ``"skipped_steps"`` and ``"skipped_in_a_row"``, this one included; and
             ``"loss_scale"``, of this step.
+        manual_axes: Mesh axes along which every device computes the loss of its own examples, as
+            guides to ``jax.shard_map`` write it, instead of leaving it to the compiler. The loss
+            function then sees a device's part of every named input that has the batch axis (the
+            first of several mesh axes is the major one; inputs that are placed otherwise are
+            moved), and all of everything else; parameters that are split over these mesh axes are
+            gathered for it. Gradients and losses are averaged over the devices, so the loss must
+            be a mean over the batch: a sum is averaged as well. Auxiliary outputs of devices
+            become one as those of microbatches do, device by device; those with the batch axis
+            are put together along it. ``rng`` is folded with the device's position. A state that
+            would differ between the devices is refused. Other mesh axes are left to the compiler.
 
     Returns:
         ``step(train_state, **inputs) -> (train_state, aux)``.
@@ -139,13 +151,15 @@ def build_train_step_fn(
             "donate_params_and_state=True needs compilation. Pass jit=True, or do not donate."
         )
     check_split(accumulate_steps, batch_axis)
+    reductions = AuxReductions.of(aux_reduction)
     return TrainStep(
         GradientStep(
             loss_fn,
             accumulate_steps,
             batch_axis,
-            AuxReductions.of(aux_reduction),
+            reductions,
             GuardOptions.read(loss_scaling, skip_nonfinite, clip_global_norm, step_metrics),
+            ManualAxes.of(manual_axes, batch_axis, accumulate_steps, reductions),
         ),
         jit=jit,
         donate=donate_params_and_state,

@@ -32,10 +32,17 @@ class UpdateLayout:
         loss: Of each trainable parameter's arrays, the layout that the parameter has in the loss.
             Arrays that JAX may lay out are None.
         update: The layout of its gradient and its update.
+        mesh: The mesh that the state is on; None if it is on none, or that is not known.
     """
 
     loss: Mapping[str, list[NamedSharding | None]]
     update: Mapping[str, list[NamedSharding | None]]
+    mesh: Mesh | None = None
+
+    @classmethod
+    def unknown(cls) -> "UpdateLayout":
+        """The layout that leaves everything to JAX."""
+        return cls({}, {})
 
     @classmethod
     def of(
@@ -51,7 +58,7 @@ class UpdateLayout:
         """
         trainable = form.variables.trainable_names
         if shardings is None:
-            return cls({}, {})
+            return cls.unknown()
         known = [_Undeclared() if sharding is None else sharding for sharding in shardings]
         fields = form.fields_of(form.merged(known, [_Undeclared()] * form.changes.count(False)))
         trees = {
@@ -71,7 +78,9 @@ class UpdateLayout:
             moment = list(map(_on_mesh, candidates))
             if name not in found or _part(arrays, moment) < _part(arrays, found[name]):
                 found[name] = moment
-        return cls(loss, {name: found.get(name, own) for name, own in loss.items()})
+        meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
+        mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+        return cls(loss, {name: found.get(name, own) for name, own in loss.items()}, mesh)
 
     def for_update(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters or gradients, by name, as they are laid out in the update."""

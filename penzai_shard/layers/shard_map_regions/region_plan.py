@@ -139,21 +139,43 @@ class Crossing:
         does not know how to gather it so: it would gather it along those first, and cut it up
         again. So the gather itself is done with all mesh axes taken over.
         """
-        kept = [
-            () if dimension in self.whole_inside and self.mesh_axes[dimension] else entry
-            for dimension, entry in enumerate(self.automatic)
-        ]
-        others = {name for entry in kept for name in entry}
+        moved = {i for i in self.whole_inside if self.mesh_axes[i]}
         gather = functools.partial(self._gathered, varying=varying, tracking=tracking)
-        if not others or not any(self.mesh_axes[dimension] for dimension in self.whole_inside):
-            return gather(array)
-        spec = canonical_spec(kept)
+        return self._with_all_taken_over(gather, array, moved, tracking) if moved else array
+
+    def scattered(
+        self, array: Any, dimension: int, mesh_axes: tuple[str, ...], tracking: Tracking
+    ) -> Any:
+        """The sum of the devices' arrays, of which each keeps its part of one dimension."""
+
+        def scatter(array: Any) -> Any:
+            return jax.lax.psum_scatter(array, mesh_axes, scatter_dimension=dimension, tiled=True)
+
+        return self._with_all_taken_over(scatter, array, {dimension}, tracking)
+
+    def summed(self, array: Any, mesh_axes: tuple[str, ...], tracking: Tracking) -> Any:
+        """The sum of the devices' arrays, whole on each."""
+
+        def add_up(array: Any) -> Any:
+            return jax.lax.psum(array, mesh_axes)
+
+        return self._with_all_taken_over(add_up, array, (), tracking)
+
+    def _with_all_taken_over(
+        self,
+        function: Callable[[Any], Any],
+        array: Any,
+        moved: Container[int],
+        tracking: Tracking,
+    ) -> Any:
+        entries = enumerate(self.automatic)
+        spec = canonical_spec(() if i in moved else entry for i, entry in entries)
+        others = mesh_axes_used(spec)
+        if not others:
+            return function(array)
+        checked = tracking is not Tracking.UNTRACKED
         return jax.shard_map(
-            gather,
-            in_specs=spec,
-            out_specs=spec,
-            axis_names=others,
-            check_vma=tracking is not Tracking.UNTRACKED,
+            function, in_specs=spec, out_specs=spec, axis_names=set(others), check_vma=checked
         )(array)
 
     def _gathered(self, array: Any, varying: Container[str], tracking: Tracking) -> Any:
