@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from penzai_shard.training.aux_reductions import AuxReductions
+from penzai_shard.training.device_part import WholeBatch
 from penzai_shard.training.loss_contract import (
     check_signature,
     fit_state,
     read_result,
 )
-from penzai_shard.training.manual_batch import ManualAxes, ManualBatch, WholeBatch
+from penzai_shard.training.manual_axes import ManualAxes
+from penzai_shard.training.manual_batch import ManualBatch
 from penzai_shard.training.microbatches import Microbatches, split_inputs
 from penzai_shard.training.optimizer_calls import update_parameters
 from penzai_shard.training.train_state import TrainState
@@ -75,7 +77,9 @@ class GradientStep:
         if self.manual is None:
             batch = self._batch(state, rng, inputs, layout, guard.scale)
         else:
-            batch = self.manual.batch(self._batch, state, rng, inputs, layout, guard.scale)
+            batch = ManualBatch.of(
+                self.manual, self._batch, state, rng, inputs, layout, guard.scale
+            )
         grads, loss, carried, auxes = batch.gradient(trainable)
         carried_in = _Carried(state.state_vars, state.loss_fn_state)
         old = _Changing(trainable, state.opt_state, carried_in)

@@ -25,7 +25,7 @@ from penzai_shard.training.declared_layout import DeclaredAux, DeclaredInputs, D
 from penzai_shard.training.flat_state import FIELDS, FlatState, StateForm
 from penzai_shard.training.gradient_step import GradientStep
 from penzai_shard.training.loss_scaling import DynamicLossScaling
-from penzai_shard.training.manual_batch import ManualAxes
+from penzai_shard.training.manual_axes import ManualAxes
 from penzai_shard.training.microbatches import check_split
 from penzai_shard.training.state_layout import (
     Packing,
