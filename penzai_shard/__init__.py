@@ -27,7 +27,6 @@ from penzai_shard.fitting import LogRecord, fit
 from penzai_shard.layers import (
     AxesInPlace,
     Checkpointed,
-    ConstrainActivations,
     ConstrainSharding,
     ConstrainShardingByName,
     GatherParameters,
@@ -55,6 +54,7 @@ from penzai_shard.planning import (
     name_axes,
     name_to_name_sharding,
 )
+from penzai_shard.processes import any_process, several_processes
 from penzai_shard.rule_presets import data_parallel, fully_sharded, tensor_parallel
 from penzai_shard.surgery import (
     ROOT,
@@ -98,7 +98,6 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckpointWriteError",
     "Checkpointed",
-    "ConstrainActivations",
     "ConstrainSharding",
     "ConstrainShardingByName",
     "DynamicLossScaling",
@@ -123,6 +122,7 @@ __all__ = [
     "TrainState",
     "__version__",
     "abstract_model",
+    "any_process",
     "axes_in_place",
     "build_train_step_fn",
     "check_equivalent",
@@ -153,6 +153,7 @@ __all__ = [
     "save_params",
     "save_train_state",
     "scope_layers",
+    "several_processes",
     "shard_batch",
     "sharded_init",
     "strip",

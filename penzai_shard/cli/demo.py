@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from penzai import pz
 from penzai.models.transformer.model_parts import TransformerBlock
 from penzai.models.transformer.variants import llamalike_common
@@ -25,11 +25,13 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.checkpointing import param_dict, restore_params, save_params
 from penzai_shard.checkpointing.locations import absolute_path, refuse_existing
 from penzai_shard.cli.corpus import Corpus
+from penzai_shard.cli.demo_failure import DemoFailure
 from penzai_shard.errors import PlanError
 from penzai_shard.layers import ConstrainShardingByName, Jitted
 from penzai_shard.meshes import AnyMesh, make_mesh, mesh_text
 from penzai_shard.placement import abstract_model, sharded_init
 from penzai_shard.planning import ShardingPlan, bytes_text, make_plan
+from penzai_shard.processes import on_first_process
 from penzai_shard.rule_presets import data_parallel, fully_sharded, tensor_parallel
 from penzai_shard.text_tables import printable
 from penzai_shard.training import StatefulTrainer, shard_batch
@@ -44,10 +46,6 @@ RECORDS = ("plan.json", "training.json", "sample.txt")
 SIMULATED_DEVICES = 8
 
 Model = Callable[[pz.nx.NamedArray], pz.nx.NamedArray]
-
-
-class DemoFailure(Exception):
-    """A step of the demo did not do what it promises."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,12 +114,13 @@ def run_demo(
             promises.
         ShardingError: The mesh cannot be made or the model cannot be laid out on it.
     """
-    console = Console()
     if steps < 1:
         raise DemoFailure(f"--steps must be at least 1, not {steps}.")
     layouts = None if shape is None else Layouts.for_shape(shape)
     _prepare_folder(out)
     devices = _devices(simulated, None if shape is None else math.prod(shape.values()))
+    # Of several processes the first one speaks.
+    console = Console(quiet=jax.process_index() != 0)
     layouts = layouts or Layouts.for_shape(_shape_for(len(devices)))
     mesh = make_mesh(layouts.train_shape, devices)
     corpus = Corpus.help_pages()
@@ -301,7 +300,7 @@ def _compare(
     if before.keys() != after.keys():
         raise DemoFailure(f"parameters differ in name: {sorted(before.keys() ^ after.keys())}.")
     largest = max(
-        float(np.abs(np.asarray(one.data_array) - np.asarray(after[name].data_array)).max())
+        float(_largest_difference(one.data_array, after[name].data_array))
         for name, one in before.items()
     )
     apart = abs(losses[0] - losses[1])
@@ -316,6 +315,16 @@ def _compare(
     return {"parameter_difference": largest, "trained_loss": losses[0], "restored_loss": losses[1]}
 
 
+@jax.jit
+def _largest(one: jax.Array, other: jax.Array) -> jax.Array:
+    return jax.numpy.abs(one - other).max()
+
+
+def _largest_difference(one: jax.Array, other: jax.Array) -> jax.Array:
+    """On the devices, as no process may have all of an array; they are in another order in one."""
+    return _largest(one, jax.device_put(other, one.sharding))
+
+
 def _sample(model: Any, corpus: Corpus, mesh: jax.sharding.Mesh, seed: int) -> str:
     text = list(corpus.prompt(CONTEXT))
     random = np.random.default_rng(seed)
@@ -324,7 +333,9 @@ def _sample(model: Any, corpus: Corpus, mesh: jax.sharding.Mesh, seed: int) -> s
         window = np.asarray(text[-CONTEXT:], np.int32)
         tokens = pz.nx.wrap(np.tile(window, (rows, 1)), "batch", "seq")
         logits = model(shard_batch(tokens, mesh, data_parallel()))
-        last = np.asarray(logits[{"batch": 0, "seq": -1}].unwrap("vocabulary"), np.float64)
+        # Whole on every device, so that each process can read it.
+        row = logits[{"batch": 0, "seq": -1}].unwrap("vocabulary")
+        last = np.asarray(jax.device_put(row, NamedSharding(mesh, PartitionSpec())), np.float64)
         chances = np.exp((last - last.max()) / 0.7)
         text.append(int(random.choice(256, p=chances / chances.sum())))
     return " ".join(bytes(text[CONTEXT - len("The ") :]).decode("utf-8", "replace").split())
@@ -338,8 +349,12 @@ def _write_records(
     line: str,
 ) -> list[Path]:
     losses = json.dumps({"loss": history, **agreement}, indent=2)
-    for name, text in zip(RECORDS, (plan.to_json(), losses, line), strict=True):
-        (out / name).write_text(text + "\n", encoding="utf-8")
+
+    def write() -> None:
+        for name, text in zip(RECORDS, (plan.to_json(), losses, line), strict=True):
+            (out / name).write_text(text + "\n", encoding="utf-8")
+
+    on_first_process("writing the records", write)
     return [out / name for name in (PARAMETERS_FOLDER, *RECORDS)]
 
 
@@ -386,6 +401,11 @@ def _devices(simulated: int | None, wanted: int | None) -> list[jax.Device]:
         raise DemoFailure(
             f"--mesh needs {wanted} devices, and there are {len(devices)}. Give a smaller mesh, or "
             f"simulate them on the CPU: --simulate-devices {wanted}."
+        )
+    if jax.process_count() > 1 and wanted < jax.device_count():
+        raise DemoFailure(
+            f"--mesh needs {wanted} devices, and the {jax.process_count()} processes have "
+            f"{jax.device_count()}. Give a mesh of all of them."
         )
     return devices[:wanted]
 

@@ -1,11 +1,14 @@
 """The ``penzai-shard`` command."""
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import penzai_shard
+from penzai_shard.cli.demo_failure import DemoFailure
+from penzai_shard.cli.processes import is_started, joined, start_processes
 from penzai_shard.errors import MeshError, MissingExtraError, ShardingError
 
 
@@ -67,8 +70,42 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--out", type=Path, default=Path("penzai-shard-demo"), metavar="DIR", help="where to write"
     )
+    demo.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run in N processes, which share the devices; started here, on simulated devices",
+    )
+    demo.add_argument(
+        "--coordinator",
+        default=None,
+        metavar="HOST:PORT",
+        help="with --processes and --process-id: be one of N processes that somebody else starts",
+    )
+    demo.add_argument(
+        "--process-id", type=int, default=None, metavar="I", help="which one, from 0 to N-1"
+    )
     demo.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
     demo.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+    run = commands.add_parser(
+        "run",
+        help="run a script of your own in several processes on this machine",
+        description=(
+            "Runs a program in N processes, which find each other with "
+            "penzai_shard.several_processes(). If one of them fails or is killed, all are ended."
+        ),
+    )
+    run.add_argument("--processes", type=int, required=True, metavar="N", help="how many")
+    run.add_argument(
+        "--simulate-devices",
+        type=int,
+        default=None,
+        metavar="M",
+        help="simulate M devices on the CPU, divided among the processes",
+    )
+    run.add_argument("program", help="a Python script, or any other program")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
 
@@ -83,15 +120,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
+        if options.command == "run":
+            command = [options.program, *options.arguments]
+            return start_processes(command, options.processes, options.simulate_devices)
+        return _demo(options, sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        print("\npenzai-shard: stopped.", file=sys.stderr)
+        return 130
+    except Exception as error:
+        # Whatever the cause, the shell gets one line of it, or the traceback if it asks for that.
+        if getattr(options, "debug", False):
+            raise
+        kind = "" if isinstance(error, ShardingError | DemoFailure) else f"{type(error).__name__}: "
+        print(f"penzai-shard: {kind}{_one_line(error)}", file=sys.stderr)
+        return 1
+
+
+def _demo(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Runs the demo here, or in processes that are started here."""
+    try:
         # Imported here, because it needs optional dependencies that other commands do without.
-        from penzai_shard.cli.demo import DemoFailure, run_demo
+        from penzai_shard.cli.demo import SIMULATED_DEVICES, run_demo
     except (MissingExtraError, ModuleNotFoundError) as error:
         name = getattr(error, "name", None)
         reason = str(error) if name is None else f"this needs {name!r}, which is not installed"
         print(f"penzai-shard: {reason}. Try: pip install 'penzai-shard[cli]'", file=sys.stderr)
         return 1
-    try:
-        shape = None if options.mesh is None else mesh_shape(options.mesh)
+    shape = None if options.mesh is None else mesh_shape(options.mesh)
+    wanted = SIMULATED_DEVICES if shape is None else math.prod(shape.values())
+    total = options.simulate_devices or wanted
+    if options.processes != 1 and options.coordinator is None and not is_started():
+        command = [sys.executable, "-m", "penzai_shard", *arguments]
+        return start_processes(command, options.processes, total)
+    if (options.coordinator is None) != (options.process_id is None):
+        raise MeshError(
+            "--coordinator and --process-id belong together: --processes 2 --coordinator "
+            "HOST:PORT --process-id 0."
+        )
+    with joined(options.coordinator, options.processes, options.process_id, total):
         run_demo(
             steps=options.steps,
             shape=shape,
@@ -99,16 +165,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seed=options.seed,
             simulated=options.simulate_devices,
         )
-    except KeyboardInterrupt:
-        print("\npenzai-shard: stopped.", file=sys.stderr)
-        return 130
-    except Exception as error:
-        # Whatever the cause, the shell gets one line of it, or the traceback if it asks for that.
-        if options.debug:
-            raise
-        kind = "" if isinstance(error, ShardingError | DemoFailure) else f"{type(error).__name__}: "
-        print(f"penzai-shard: {kind}{_one_line(error)}", file=sys.stderr)
-        return 1
     return 0
 
 

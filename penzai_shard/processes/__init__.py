@@ -12,6 +12,7 @@ from penzai_shard.processes.agreement import (
     on_first_process,
     refuse_differences,
 )
+from penzai_shard.processes.job import several_processes
 from penzai_shard.processes.own_parts import Parts, array_of_parts, parts_along
 from penzai_shard.processes.whole_values import (
     checksum_of,
@@ -32,4 +33,5 @@ __all__ = [
     "processes_of",
     "put_all",
     "refuse_differences",
+    "several_processes",
 ]

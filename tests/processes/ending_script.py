@@ -1,0 +1,35 @@
+"""One of the processes that ``penzai-shard run`` starts: it works, and ends in some way.
+
+Usage: ending_script.py HOW PROCESS: that process ends so, the others go on.
+"""
+
+import os
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import penzai_shard as pzs
+
+
+def main(how, victim):
+    mesh = pzs.make_mesh({"data": 4})
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.make_array_from_callback((4,), sharding, lambda index: np.ones(4, np.float32)[index])
+    total = jax.jit(lambda x: x.sum())
+    for turn in range(10**9 if how != "well" else 3):
+        jax.block_until_ready(total(x))
+        if turn == 3 and jax.process_index() == int(victim):
+            print("about to end", flush=True)
+            if how == "killed":
+                os.kill(os.getpid(), 9)
+            if how == "exit":
+                sys.exit(7)
+            raise ValueError("this cannot go on")
+    print("done", jax.process_index(), jax.process_count(), len(jax.local_devices()), flush=True)
+
+
+if __name__ == "__main__":
+    with pzs.several_processes():
+        main(*sys.argv[1:])
