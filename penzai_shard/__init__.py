@@ -27,6 +27,7 @@ from penzai_shard.fitting import LogRecord, fit
 from penzai_shard.layers import (
     AxesInPlace,
     Checkpointed,
+    ConstrainActivations,
     ConstrainSharding,
     ConstrainShardingByName,
     GatherParameters,
@@ -98,6 +99,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckpointWriteError",
     "Checkpointed",
+    "ConstrainActivations",
     "ConstrainSharding",
     "ConstrainShardingByName",
     "DynamicLossScaling",

@@ -38,7 +38,9 @@ class BackgroundFeed(Generic[Item]):
     ('a', 'b', 'c', None)
     """
 
-    def __init__(self, items: Iterator[Item], ahead: int, name: str = "batches") -> None:
+    def __init__(
+        self, items: Iterator[Item], ahead: int, name: str = "batches", *, in_step: bool = False
+    ) -> None:
         """Takes an iterator.
 
         Args:
@@ -47,11 +49,15 @@ class BackgroundFeed(Generic[Item]):
             ahead: How many items may be ready and not used; 0 makes each when it is asked for,
                 without a thread.
             name: What the items are, for the thread's name and for messages.
+            in_step: Whether other processes make as many items: a feed that is left without an
+                error then makes all that it has room for, so that each of them has made as many
+                as the others when they have used as many.
         """
         self.seconds_waited = 0.0
         self._items = items
         self._ahead = ahead
         self._name = name
+        self._in_step = in_step
         self._ready: collections.deque[Item] = collections.deque()
         self._changed = threading.Condition()
         self._has_ended = self._is_closed = False
@@ -77,6 +83,10 @@ class BackgroundFeed(Generic[Item]):
     ) -> None:
         thread, self._thread = self._thread, None
         with self._changed:
+            if thread is not None and self._in_step and error is None:
+                self._changed.wait_for(
+                    lambda: self._has_ended or len(self._ready) >= self._ahead, SECONDS_TO_END
+                )
             self._is_closed = True
             self._ready.clear()
             self._changed.notify_all()

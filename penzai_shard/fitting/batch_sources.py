@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 from penzai_shard.errors import RuleTypeError, TrainingStoppedError
 from penzai_shard.fitting.iterator_states import keeps_state, state_of_text, state_text
 from penzai_shard.named_leaves import leaves_of
+from penzai_shard.processes import failing_together
 
 Place = Callable[[Any], Any]
 
@@ -160,11 +162,18 @@ def placed_batches(
     has_state = keep_position and keeps_state(iterator)
     used = start.used
     while most is None or used - start.used < most:
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            return
-        _refuse_other_forms(batch, used, argument)
+        # Of several processes all fail at the same batch, so that none waits for another's. What
+        # places a batch sees to that itself.
+        with failing_together(f"drawing batch {used} of {argument}"):
+            batch = next(iterator, iterator)
+            if batch is iterator:
+                if most is None or jax.process_count() == 1:
+                    return
+                raise TrainingStoppedError(
+                    f"{argument} ended after {used - start.used} of {most} batches."
+                )
+            _refuse_other_forms(batch, used, argument)
+            state = state_text(iterator) if has_state else None
         inputs = place(batch)
         if not isinstance(inputs, Mapping):
             raise RuleTypeError(
@@ -172,7 +181,6 @@ def placed_batches(
                 "instance shard_batch=functools.partial(layout.shard_batch, mesh=mesh)."
             )
         used += 1
-        state = state_text(iterator) if has_state else None
         yield PlacedBatch(dict(inputs), count_tokens(inputs), Position(used, state))
 
 
@@ -190,15 +198,12 @@ def token_count(axes: tuple[Any, ...], batch: Any) -> int | None:
     >>> token_count(("batch", "seq"), {"tokens": pz.nx.ones({"batch": 8, "seq": 16})})
     128
     """
-    found = None
+    counts = []
     for leaf in leaves_of(batch):
         sizes = dict(zip(leaf.names or (), leaf.shape, strict=False))
         if axes and all(axis in sizes for axis in axes):
-            count = 1
-            for axis in axes:
-                count *= sizes[axis]
-            found = max(count, found or 0)
-    return found
+            counts.append(math.prod(sizes[axis] for axis in axes))
+    return max(counts, default=None)
 
 
 def is_placed_nowhere(inputs: Mapping[str, Any]) -> bool:

@@ -148,7 +148,11 @@ class TrainingLoop:
         self._display.begin(self.done, self._options.last)
         try:
             with self._stops:
-                with BackgroundFeed(self._batches(iterator), self._options.ahead) as self._feed:
+                with BackgroundFeed(
+                    self._batches(iterator),
+                    self._options.ahead,
+                    in_step=self._agreement is not None,
+                ) as self._feed:
                     self._go()
                     self._end()
                 self._put_back(iterator)
@@ -172,7 +176,7 @@ class TrainingLoop:
             try:
                 batch = self._feed.next(self._may_stop_waiting)
             except Exception as error:
-                self._end_alone()
+                self._end()
                 error.add_note(
                     f"fit was asking for the batch of step {self.done + 1}.{self._saved()}"
                 )
@@ -267,11 +271,6 @@ class TrainingLoop:
             self._log(self._last_read)
         self._save()
 
-    def _end_alone(self) -> None:
-        """The same if there is one process; others do not know that this one cannot go on."""
-        if self._agreement is None:
-            self._end()
-
     def _save(self) -> None:
         if self._folder is not None and self.done not in (self._saved_at, self._started_at):
             self._folder.save(self.state, self.done, self.position)
@@ -344,7 +343,7 @@ class TrainingLoop:
         )
 
     def _ended_early(self, last: int) -> TrainingStoppedError:
-        self._end_alone()
+        self._end()
         done = self.done - self._started_at
         return TrainingStoppedError(
             f"{self._source.argument} ended after {done} batches, at step {self.done} of {last}."

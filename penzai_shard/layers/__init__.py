@@ -3,6 +3,7 @@
 from penzai_shard.layers.axes_in_place import AxesInPlace
 from penzai_shard.layers.checkpointed import Checkpointed
 from penzai_shard.layers.compiled_structure import clear_compiled_structures
+from penzai_shard.layers.constrain_activations import ConstrainActivations, laid_out
 from penzai_shard.layers.constrain_sharding import ConstrainSharding, ConstrainShardingByName
 from penzai_shard.layers.gather_parameters import GatherParameters
 from penzai_shard.layers.in_precision import InPrecision, compute_dtypes
@@ -22,6 +23,7 @@ from penzai_shard.layers.wrapper_layer import WrapperLayer
 __all__ = [
     "AxesInPlace",
     "Checkpointed",
+    "ConstrainActivations",
     "ConstrainSharding",
     "ConstrainShardingByName",
     "GatherParameters",
@@ -38,6 +40,7 @@ __all__ = [
     "clear_compiled_structures",
     "compute_dtypes",
     "fold_rng_over_axis",
+    "laid_out",
     "resolve_policy",
     "resolve_stack_policy",
 ]

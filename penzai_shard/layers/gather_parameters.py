@@ -1,6 +1,7 @@
 """Parameters laid out in one way while they are stored and in another while they are used."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,11 @@ class GatherParameters(WrapperLayer):
     parameters. It may keep a gathered parameter from the forward to the backward pass. Around
     this layer ``Checkpointed`` with the policy ``"all_but_gathered"`` has it gathered again.
 
+    Gradients are summed in the layout of use, and then go where the parameters are stored. Where
+    the batch is split over all mesh axes, ``gradients_as_used=False`` lets the compiler scatter
+    while it sums, which sends less over the slow connections of hybrid sharding. Where a mesh axis
+    is idle, it would use that freedom to move partial gradients about.
+
     Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054), stage 3; Xu et al. 2020,
     "Automatic Cross-Replica Sharding of Weight Update" (arXiv:2004.13336).
 
@@ -36,6 +42,7 @@ class GatherParameters(WrapperLayer):
         mesh: The mesh. An Explicit mesh means its Auto twin.
         rules: How parameters are laid out while they are used, in any form that ``AxisRules``
             reads: what no rule names is whole on every device.
+        gradients_as_used: Whether gradients are summed in that layout too.
 
     >>> from penzai_shard.meshes import make_mesh
     >>> from penzai_shard.placement import place
@@ -51,6 +58,7 @@ class GatherParameters(WrapperLayer):
     rules: AxisRules | Mapping[Any, Any] | Sequence[Any] | None = dataclasses.field(
         metadata={"pytree_node": False}
     )
+    gradients_as_used: bool = dataclasses.field(default=True, metadata={"pytree_node": False})
 
     def __post_init__(self) -> None:
         """Refuses rules that do not fit the mesh where they are written."""
@@ -76,11 +84,24 @@ class GatherParameters(WrapperLayer):
 
     def _gathered(self, parameter: Any) -> Any:
         """A parameter, frozen, in the layout in which it is used."""
-        value = constrained_by_name(
-            value_of(parameter),
-            self.mesh,
-            self.rules,
-            on_indivisible="error",
-            on_unnamed="replicate",
-        )
+        used: Any = _used if self.gradients_as_used else _used_with_any_gradient
+        value = used(value_of(parameter), self.mesh, AxisRules.of(self.rules))
         return with_value(parameter, jax.tree_util.tree_map(named_as_gathered, value))
+
+
+def _used(value: Any, mesh: AnyMesh, rules: AxisRules) -> Any:
+    """A parameter's value in the layout of its use, and its gradient in the same."""
+    return constrained_by_name(value, mesh, rules, on_indivisible="error", on_unnamed="replicate")
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _used_with_any_gradient(value: Any, mesh: AnyMesh, rules: AxisRules) -> Any:
+    """A parameter's value in the layout of its use, and its gradient in any."""
+    return _used(value, mesh, rules)
+
+
+@_used_with_any_gradient.defjvp
+def _tangent(mesh: AnyMesh, rules: AxisRules, primals: Any, tangents: Any) -> Any:
+    # As an operation of its own a gathered parameter would be kept by policies that know only the
+    # name of the parameter below.
+    return _used(primals[0], mesh, rules), tangents[0]

@@ -194,7 +194,11 @@ def _constraint_problems(layer: Any, bound: Leaves) -> list[str]:
     """One line for every constraint layer inside that is for other devices than the arrays are."""
     if not bound:
         return []
-    constraints = pz.select(layer).at_instances_of((ConstrainSharding, ConstrainShardingByName))
+    # A wrapper layer, which explains unfit calls by this module.
+    from penzai_shard.layers.constrain_activations import ConstrainActivations
+
+    kinds = (ConstrainActivations, ConstrainSharding, ConstrainShardingByName)
+    constraints = pz.select(layer).at_instances_of(kinds)
     return [
         f"{path_text(path)}: this {type(constraint).__name__} is for the mesh "
         f"{mesh_text(mesh)} of other devices, or of the same in another order, and the model and "

@@ -9,29 +9,31 @@ import jax
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.layouts.building import build_state_and_step
-from penzai_shard.layouts.layout_edits import (
-    are_gathered,
-    constraining_edits,
-    gathering_edits,
+from penzai_shard.layouts.layout_edits import EditRequest, layout_edits
+from penzai_shard.layouts.model_roles import (
+    OF_LAYERS,
+    Names,
+    RolesOfModel,
+    check_names,
+    groups_of,
+    mesh_axes_of,
+    roles_of_model,
+    speaks_of_parameters,
 )
+from penzai_shard.layouts.presets import LayoutPresets
 from penzai_shard.meshes import AnyMesh
+from penzai_shard.placement import abstract_model
 from penzai_shard.planning import PlanRequest, ShardingPlan
-from penzai_shard.rule_presets import TRANSFORMER_MODEL_AXES, data_parallel, fully_sharded
-from penzai_shard.rule_presets import tensor_parallel as split_names
+from penzai_shard.rule_kinds import NameRule
 from penzai_shard.surgery import Recipe
 from penzai_shard.training import LossFunction, TrainState, TrainStep, shard_batch
 
 if TYPE_CHECKING:
     import optax
 
-# Arrays with fewer elements, such as the scale of a norm, are not worth gathering.
-MIN_SIZE = 2**14
-
-MeshAxis = str | tuple[str, ...]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(LayoutPresets):
     """How a model is laid out over a mesh while it is stored and while it computes.
 
     In fully sharded training a parameter is stored split over the mesh axis that the batch is
@@ -47,15 +49,21 @@ class Layout:
             ``AxisRules`` reads.
         compute: How activations are laid out; the batch, above all.
         optimizer: How the arrays of the optimizer's state are stored; None as their parameters.
-        between_blocks: How activations are laid out between blocks, if not as ``compute`` says.
+        between_blocks: How activations are laid out between layers, if not as ``compute`` says.
         reshard_after_forward: Whether a gathered parameter is dropped after the forward pass and
             gathered again in the backward pass, instead of being kept where the compiler sees
             fit.
-        blocks: Where the blocks of the model are, as a place of ``insert_after``; None finds
-            those of Penzai's transformers.
+        blocks: The layers that read activations and give what is added to them, as a place of
+            ``wrap``: whole blocks, or attention and feed-forward, which is needed where those are
+            split. None finds those of Penzai's transformers.
+        names: What the model calls the axes that rules speak of, where these are not the names
+            of Penzai's transformers: ``{"neurons": "mlp"}``. Rules speak of ``batch``, ``seq``,
+            ``embedding``, ``neurons``, ``heads``, ``vocabulary`` and ``experts``; in grouped-query
+            attention ``heads`` means ``head_groups``, or ``query_heads`` where only these divide.
+            None as a name leaves that axis whole.
 
     >>> import optax
-    >>> from penzai_shard.meshes import make_mesh
+    >>> from penzai_shard import fully_sharded, make_mesh
     >>> layout = Layout.fully_sharded()
     >>> layout.compute
     AxisRules({'batch': 'data'})
@@ -69,147 +77,15 @@ class Layout:
     between_blocks: AxisRules | None = None
     reshard_after_forward: bool = False
     blocks: Any = None
+    names: Names = dataclasses.field(default_factory=dict, hash=False)
+    wanted: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_names(self.names)
         for name in ("parameters", "compute", "optimizer", "between_blocks"):
             rules = getattr(self, name)
             if rules is not None or name in ("parameters", "compute"):
                 object.__setattr__(self, name, AxisRules.of(rules))
-
-    @classmethod
-    def data_parallel(cls, data: MeshAxis = "data") -> "Layout":
-        """Every device holds the whole model and computes its part of the batch.
-
-        Once per step the gradients are summed over the devices (all-reduce).
-
-        Args:
-            data: The mesh axis, or axes, that the batch is split over.
-
-        >>> Layout.data_parallel().parameters
-        AxisRules({})
-        """
-        return cls(parameters=AxisRules({}), compute=data_parallel(data))
-
-    @classmethod
-    def zero1(cls, data: MeshAxis = "data", *, min_size: int = MIN_SIZE) -> "Layout":
-        """Data parallel, with the optimizer's state split: stage 1 of ZeRO.
-
-        Each device updates its part of every parameter, and the parts are gathered.
-
-        Source: Rajbhandari et al. 2020, arXiv:1910.02054.
-
-        Args:
-            data: The mesh axis, or axes, that batch and optimizer state are split over.
-            min_size: What belongs to parameters with fewer elements than this stays whole.
-
-        >>> Layout.zero1().optimizer
-        fully_sharded('data', min_size=16384)
-        """
-        return dataclasses.replace(cls.data_parallel(data), optimizer=fully_sharded(data, min_size))
-
-    @classmethod
-    def fully_sharded(
-        cls,
-        data: MeshAxis = "data",
-        *,
-        min_size: int = MIN_SIZE,
-        reshard_after_forward: bool = False,
-    ) -> "Layout":
-        """Parameters, gradients and optimizer state are split, and gathered when they are used.
-
-        Source: stage 3 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054); PyTorch's FSDP (Zhao
-        et al. 2023, arXiv:2304.11277).
-
-        Args:
-            data: The mesh axis, or axes, that batch and parameters are split over.
-            min_size: Parameters with fewer elements than this stay whole.
-            reshard_after_forward: Gather again in the backward pass: half as much again is moved,
-                and no more than one block's parameters are ever whole. By default the compiler
-                may keep them.
-
-        >>> Layout.fully_sharded(min_size=1).parameters
-        fully_sharded('data', min_size=1)
-        """
-        return cls(
-            parameters=fully_sharded(data, min_size),
-            compute=data_parallel(data),
-            reshard_after_forward=reshard_after_forward,
-        )
-
-    @classmethod
-    def tensor_parallel(cls, data: MeshAxis = "data", model: MeshAxis = "model") -> "Layout":
-        """Each layer's heads and hidden neurons are split, in pairs that need one reduction.
-
-        Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053).
-
-        Args:
-            data: The mesh axis, or axes, that the batch is split over.
-            model: The mesh axis, or axes, that heads and neurons are split over.
-
-        >>> layout = Layout.tensor_parallel()
-        >>> layout.compute.spec(("batch", "neurons"), (8, 8), {"data": 4, "model": 2})
-        P('data', 'model')
-        """
-        split = _split_over(model)
-        return cls(parameters=split, compute=data_parallel(data) | split)
-
-    @classmethod
-    def two_dimensional(
-        cls,
-        data: MeshAxis = "data",
-        model: MeshAxis = "model",
-        *,
-        min_size: int = MIN_SIZE,
-        reshard_after_forward: bool = False,
-    ) -> "Layout":
-        """Fully sharded over one mesh axis, tensor parallel over the other.
-
-        Args:
-            data: The mesh axis, or axes, that batch and parameters are split over.
-            model: The mesh axis, or axes, that heads and neurons are split over.
-            min_size: Parameters with fewer elements than this are not split over ``data``.
-            reshard_after_forward: As for ``fully_sharded``.
-
-        >>> layout = Layout.two_dimensional(min_size=1)
-        >>> layout.parameters.spec(("embedding", "neurons"), (8, 8), {"data": 4, "model": 2})
-        P('data', 'model')
-        """
-        split = _split_over(model)
-        return cls(
-            parameters=split | fully_sharded(data, min_size),
-            compute=data_parallel(data) | split,
-            reshard_after_forward=reshard_after_forward,
-        )
-
-    @classmethod
-    def hybrid(
-        cls,
-        replica: str = "replica",
-        data: MeshAxis = "data",
-        *,
-        min_size: int = MIN_SIZE,
-        reshard_after_forward: bool = False,
-    ) -> "Layout":
-        """Fully sharded within a node, copies across nodes.
-
-        Parameters are gathered within a node alone; gradients are summed over all.
-
-        Source: hybrid sharding of PyTorch's FSDP (Zhao et al. 2023, arXiv:2304.11277).
-
-        Args:
-            replica: The mesh axis of the copies, whose devices are far from each other.
-            data: The mesh axis that parameters are split over, whose devices are near. The batch
-                is split over both.
-            min_size: Parameters with fewer elements than this stay whole.
-            reshard_after_forward: As for ``fully_sharded``.
-
-        >>> Layout.hybrid().compute
-        AxisRules({'batch': ('replica', 'data')})
-        """
-        axes = (data,) if isinstance(data, str) else data
-        return cls(
-            parameters=fully_sharded(data, min_size), compute=data_parallel((replica, *axes))
-        )
 
     def plan(self, tree: Any, mesh: AnyMesh) -> ShardingPlan:
         """How a model or a train state is stored under this layout, to look at before it is made.
@@ -227,9 +103,10 @@ class Layout:
         Warns:
             ShardingWarning: As ``make_plan`` does.
         """
-        request = PlanRequest.read("Layout.plan", mesh, self.parameters)
+        layout = self.for_model(tree, mesh)
+        request = PlanRequest.read("Layout.plan", mesh, layout.parameters)
         if isinstance(tree, TrainState):
-            return request.plan_state(tree, self.optimizer)
+            return request.plan_state(tree, layout.optimizer)
         return request.plan(tree)
 
     def recipe(self, model: Any, mesh: AnyMesh) -> Recipe:
@@ -248,13 +125,60 @@ class Layout:
             ShardingError: A rule names a mesh axis that the mesh does not have, or the model has
                 no blocks that are known.
         """
-        for rules in (self.parameters, self.compute, self.optimizer, self.between_blocks):
-            if rules is not None:
-                rules.check_mesh(mesh)
-        edits = constraining_edits(mesh, self.between_blocks or self.compute, self.blocks)
-        if are_gathered(model, mesh, self.parameters, self.compute):
-            edits += gathering_edits(mesh, self.compute, self.reshard_after_forward, self.blocks)
-        return edits
+        found = self._roles(model, mesh)
+        return layout_edits(
+            model,
+            mesh,
+            EditRequest(
+                parameters=found.tables["parameters"],
+                compute=found.tables["compute"],
+                between=found.tables.get("between_blocks"),
+                gather_again=self.reshard_after_forward,
+                blocks=self.blocks,
+                batch_axes=mesh_axes_of("batch", [self.compute]),
+                split_in_layers=tuple(name for role in OF_LAYERS for name in found.split[role]),
+                vocabulary=next(iter(groups_of("vocabulary", self.names)), ("vocabulary",))[0],
+                splits_vocabulary=bool(found.split["vocabulary"]),
+            ),
+        )
+
+    def for_model(self, tree: Any, mesh: AnyMesh) -> "Layout":
+        """The layout in a model's own names, to look at its rules or to give them to others.
+
+        Args:
+            tree: A model or a ``TrainState``, concrete or abstract.
+            mesh: The mesh.
+
+        Returns:
+            The layout. Heads that are not split, as there are too few of them, are kept whole by a
+            rule of their own.
+
+        Raises:
+            MeshError: A rule names a mesh axis that the mesh does not have.
+            RuleTypeError: The model does not have an axis that the layout splits.
+            PlanError: The length of an axis does not divide.
+
+        >>> import jax
+        >>> from penzai import pz
+        >>> from penzai_shard.meshes import make_mesh
+        >>> up = pz.nn.Linear.from_config("up", jax.random.key(0), {"embed": 4}, {"mlp": 8})
+        >>> layout = Layout.tensor_parallel(names={"neurons": "mlp", "heads": None})
+        >>> layout.for_model(up, make_mesh({"data": 4, "model": 2})).parameters
+        tensor_parallel('model', axes=('mlp',))
+        """
+        found = self._roles(tree, mesh)
+        tables: dict[str, Any] = dict(found.tables)
+        return dataclasses.replace(self, **tables, names={}, wanted=())
+
+    def _roles(self, tree: Any, mesh: AnyMesh) -> RolesOfModel:
+        tables = {
+            name: rules
+            for name in ("parameters", "compute", "optimizer", "between_blocks")
+            if (rules := getattr(self, name)) is not None
+        }
+        for rules in tables.values():
+            rules.check_mesh(mesh)
+        return roles_of_model(tree, mesh, tables, self.names, self.wanted)
 
     def shard_batch(self, batch: Any, mesh: AnyMesh | None = None, **options: Any) -> Any:
         """Places a batch: split along the logical axes of the batch, and along no other.
@@ -276,7 +200,11 @@ class Layout:
     def batch_rules(self) -> AxisRules:
         """The rules of ``compute`` that inputs are placed by, which are those of the batch."""
         return AxisRules.from_rules(
-            rule for rule in self.compute.rules if getattr(rule, "logical_axis", None) == "batch"
+            dataclasses.replace(rule, logical_axis=name)
+            for rule in self.compute.rules
+            if isinstance(rule, NameRule) and rule.logical_axis == "batch"
+            for group in groups_of("batch", self.names)
+            for name in group
         )
 
     def build(
@@ -314,12 +242,15 @@ class Layout:
         Warns:
             ShardingWarning: As ``make_plan`` does.
         """
+        layout = self
+        if speaks_of_parameters([self.parameters, self.compute]):
+            layout = self.for_model(abstract_model(initializer, *args), mesh)
         return build_state_and_step(
             initializer,
             args,
             mesh=mesh,
-            parameters=self.parameters,
-            optimizer_rules=self.optimizer,
+            parameters=layout.parameters,
+            optimizer_rules=layout.optimizer,
             edited=functools.partial(_edited, self, mesh),
             loss_fn=loss_fn,
             optimizer=optimizer,
@@ -330,8 +261,3 @@ class Layout:
 
 def _edited(layout: Layout, mesh: AnyMesh, model: Any) -> Any:
     return layout.recipe(model, mesh).apply(model)
-
-
-def _split_over(model: MeshAxis) -> AxisRules:
-    axes = tuple(name for name in TRANSFORMER_MODEL_AXES if name != "vocabulary")
-    return split_names(model, axes)

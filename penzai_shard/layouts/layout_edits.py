@@ -1,45 +1,186 @@
-"""The edits by which a model computes in a layout."""
+"""The edits by which a model computes in a layout.
 
+Three kinds of place matter. *Blocks* are what parameters are gathered for. *Regions* are the layers
+that read activations and give what is added to them, attention and feed-forward: a layout that
+splits layers says what flows into them and out of them, so that the compiler reduces there and
+nowhere else. *Vocabulary layers* look tokens up, or give logits.
+"""
+
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from penzai import pz
-from penzai.models.transformer.model_parts import TransformerBlock
+from penzai.models.transformer.model_parts import TransformerBlock, TransformerFeedForward
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.layers import Checkpointed, GatherParameters
-from penzai_shard.meshes import AnyMesh
+from penzai_shard.errors import RuleTypeError, raise_all
+from penzai_shard.layers import Checkpointed, ConstrainActivations, GatherParameters, laid_out
+from penzai_shard.layouts.vocabulary_layers import vocabulary_layers
+from penzai_shard.meshes import AnyMesh, mesh_shape_of
+from penzai_shard.model_variables import is_parameter, value_of, variable_name
+from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import Planner
+from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.surgery import Recipe, constrain_blocks, wrap
+from penzai_shard.tree_paths import paths_and_leaves
+
+BLOCKS = (TransformerBlock,)
+REGIONS = (pz.nn.Attention, pz.nn.KVCachingAttention, TransformerFeedForward)
 
 
-def constraining_edits(mesh: AnyMesh, rules: AxisRules, blocks: Any = None) -> Recipe:
-    """Constraints after each block and after each embedding lookup."""
-    places = (TransformerBlock, pz.nn.EmbeddingLookup) if blocks is None else blocks
-    return constrain_blocks(places, mesh, rules)
+@dataclasses.dataclass(frozen=True)
+class EditRequest:
+    """What the edits of a layout follow from, in the model's own names.
+
+    Attributes:
+        parameters: How parameters are stored.
+        compute: How layers compute: what flows into and out of them, and their parameters.
+        between: How activations are laid out between layers, if not as ``compute`` says.
+        gather_again: Whether gathered parameters are gathered again in the backward pass.
+        blocks: Where the blocks are, as a place of an edit; None for those of Penzai.
+        batch_axes: The mesh axes that the batch is split over.
+        split_in_layers: The logical axes that regions split: neurons, heads and experts.
+        vocabulary: The logical axis of the vocabulary, whether it is split or not.
+        splits_vocabulary: Whether it is split.
+    """
+
+    parameters: AxisRules
+    compute: AxisRules
+    between: AxisRules | None
+    gather_again: bool
+    blocks: Any
+    batch_axes: tuple[str, ...]
+    split_in_layers: tuple[LogicalAxis, ...]
+    vocabulary: LogicalAxis
+    splits_vocabulary: bool
 
 
-def gathering_edits(
-    mesh: AnyMesh, compute: AxisRules, again: bool = False, blocks: Any = None
-) -> Recipe:
-    """Each block's parameters gathered when it runs.
+def layout_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
+    """The edits by which a model computes in a layout.
 
     Args:
+        model: The model, not edited so yet.
         mesh: The mesh.
-        compute: How parameters are laid out while they are used.
-        again: Whether they are gathered a second time in the backward pass.
-        blocks: Where the blocks are.
+        asked: What is asked for.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        RuleTypeError: The model has no blocks that are known, or a parameter that is split is
+            in none of them.
     """
-    place = TransformerBlock if blocks is None else blocks
-    edits = [wrap(place, GatherParameters, mesh=mesh, rules=compute)]
-    if again:
-        edits.append(wrap(GatherParameters, Checkpointed, policy="all_but_gathered"))
-    return Recipe(*edits)
+    gathered = _gathered(model, mesh, asked)
+    if asked.split_in_layers or asked.splits_vocabulary or asked.between is not None:
+        edits = _vocabulary_edits(model, mesh, asked, gathered) + _region_edits(model, mesh, asked)
+    else:
+        places = _known(model, asked.blocks, BLOCKS)
+        edits = constrain_blocks(places, mesh, asked.compute)
+        if _has(model, pz.nn.EmbeddingLookup):
+            edits += constrain_blocks(pz.nn.EmbeddingLookup, mesh, asked.compute)
+    if gathered:
+        options = {"mesh": mesh, "rules": gathered["parameters"]}
+        if not gathered["gradients_as_used"]:
+            options["gradients_as_used"] = False
+        edits += wrap(_known(model, asked.blocks, BLOCKS), GatherParameters, **options)
+        if asked.gather_again:
+            edits += wrap(GatherParameters, Checkpointed, policy="all_but_gathered")
+    return edits
 
 
-def are_gathered(model: Any, mesh: AnyMesh, parameters: AxisRules, compute: AxisRules) -> bool:
-    """Whether some parameter is stored in another layout than the one it is used in."""
+def _gathered(model: Any, mesh: AnyMesh, asked: EditRequest) -> dict[str, Any]:
+    """How parameters are gathered; empty if they are used as they are stored."""
     stored, used = (
         Planner(mesh, rules, on_indivisible="replicate", on_unnamed="replicate").plan(model)
-        for rules in (parameters, compute)
+        for rules in (asked.parameters, asked.compute)
     )
-    return [leaf.spec for leaf in stored.leaves] != [leaf.spec for leaf in used.leaves]
+    if [leaf.spec for leaf in stored.leaves] == [leaf.spec for leaf in used.leaves]:
+        return {}
+    # Where the batch is split over all devices, gradients may be scattered while they are summed.
+    # Where a mesh axis is idle, the compiler would use that freedom to move parts of them about.
+    idle = {name for name, size in mesh_shape_of(mesh).items() if size > 1} - set(asked.batch_axes)
+    return {"parameters": asked.compute, "gradients_as_used": bool(idle)}
+
+
+def _region_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
+    """Activations that are whole inside of regions, as far as parameters do not split them."""
+    inside, between = asked.compute, asked.between
+    regions = _known(model, asked.blocks, REGIONS)
+    edits = Recipe(
+        wrap(
+            regions,
+            ConstrainActivations,
+            mesh=mesh,
+            inputs=(inside,) if between is None else (between, inside),
+            outputs=(inside,) if between is None else (inside, between),
+        )
+    )
+    _check_covered(model, edits, asked)
+    return edits
+
+
+def _vocabulary_edits(
+    model: Any, mesh: AnyMesh, asked: EditRequest, gathered: dict[str, Any]
+) -> Recipe:
+    """The lookup of tokens and the logits.
+
+    With the vocabulary split, each device looks up the tokens of its part, and gives the logits of
+    its part, for the whole sequence; otherwise each gives all logits of its part of the sequence.
+    """
+    inside, between = asked.compute, asked.between
+    edits = Recipe()
+    for layer in vocabulary_layers(model, asked.vocabulary):
+        inputs: tuple[AxisRules, ...]
+        outputs: tuple[AxisRules, ...]
+        inputs = outputs = (inside,) if between is None else (between,)
+        if between is not None and asked.splits_vocabulary:
+            inputs, outputs = (between, inside), (inside,)
+        if layer.looks_up:
+            # Tokens are never split along the sequence.
+            inputs = (inside,)
+            if between is not None:
+                outputs = (inside, between) if asked.splits_vocabulary else (between,)
+        options = {"mesh": mesh, "inputs": inputs, "outputs": outputs, **gathered}
+        edits += wrap(layer.place, laid_out, **options)
+    return edits
+
+
+def _has(model: Any, kinds: Any) -> bool:
+    return bool(pz.select(model).at_instances_of(kinds).count())
+
+
+def _known(model: Any, given: Any, kinds: Sequence[type]) -> Any:
+    """The place of the blocks or regions that was given, or that of those of Penzai's kinds."""
+    if given is not None:
+        return given
+    if not _has(model, tuple(kinds)):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise RuleTypeError(
+            f"this layout edits blocks, and the {type(model).__name__} has none that is a {names}. "
+            "Say which layers read activations and give what is added to them, as a place of an "
+            "edit: blocks=MyBlock, blocks=(MyAttention, MyFeedForward) or blocks='**/block_*'."
+        )
+    found = tuple(kind for kind in kinds if _has(model, kind))
+    return found[0] if len(found) == 1 else found
+
+
+def _check_covered(model: Any, edits: Recipe, asked: EditRequest) -> None:
+    """Refuses a model with parameters that are split and are in no region."""
+    regions = [path for row in edits.report(model).rows for path in row.paths]
+    problems = []
+    for path, leaf in paths_and_leaves(model, is_leaf=is_parameter):
+        if not is_parameter(leaf) or any(
+            path == region or not region or path.startswith(f"{region}/") for region in regions
+        ):
+            continue
+        names = {name for part in leaves_of(value_of(leaf)) for name in part.names or ()}
+        split = [name for name in asked.split_in_layers if name in names]
+        if split and asked.vocabulary not in names:
+            problems.append(
+                f"{variable_name(leaf)}: logical axis {split[0]!r} is split, and the parameter is "
+                f"in no layer that the layout knows ({path}). Give that layer too: "
+                "blocks=(..., MyLayer), each a layer that reads activations and gives what is "
+                "added to them."
+            )
+    raise_all(RuleTypeError, "this layout would reduce in unknown places:", problems)

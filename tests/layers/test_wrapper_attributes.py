@@ -17,6 +17,7 @@ from penzai.models.transformer.model_parts import TransformerBlock
 from penzai_shard.layers import (
     AxesInPlace,
     Checkpointed,
+    ConstrainActivations,
     GatherParameters,
     InPrecision,
     Jitted,
@@ -47,6 +48,7 @@ WRAPPERS = {
     "InPrecision": lambda body: InPrecision(body, "float32"),
     "ShardMapped": lambda body: ShardMapped(body, MESH, {}, {}),
     "GatherParameters": lambda body: GatherParameters(body, MESH, {}),
+    "ConstrainActivations": lambda body: ConstrainActivations(body, MESH),
 }
 
 
@@ -136,7 +138,8 @@ def test_half_built_wrappers_do_not_recurse(wrapper):
 def test_copies_and_pickles_read_the_same(wrapper):
     layer = wrapper(Tokenised(3.0))
     duplicates = [copy.copy(layer), copy.deepcopy(layer)]
-    if type(layer) not in (ShardMapped, GatherParameters):  # JAX's devices are not pickled.
+    # JAX's devices are not pickled.
+    if type(layer) not in (ShardMapped, GatherParameters, ConstrainActivations):
         duplicates.append(pickle.loads(pickle.dumps(layer)))
     for duplicate in duplicates:
         assert duplicate == layer

@@ -1,7 +1,14 @@
 """What the processes of a job run: each function is one job of many checks."""
 
+import contextlib
+import functools
+import io
+import signal
+
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec
 from penzai import pz
 
@@ -99,3 +106,68 @@ def _fail_in_the_last():
 def _fail_in(process):
     if jax.process_index() == process:
         raise pzs.CheckpointNotFoundError("there is nothing at /x.")
+
+
+def training_loop(folder):
+    """A run of ``fit`` that one process is told to stop, its sequel, and one whose batches fail."""
+    me, count = jax.process_index(), jax.process_count()
+    mesh = pzs.make_mesh({"data": 8})
+    share = 8 // count
+
+    def loss_fn(model, rng, state, x):
+        weights = model["w"].unwrap("features")
+        values = x.unwrap("batch", "features") @ weights
+        loss = jnp.mean((values - 1.0) ** 2) + 0.1 * jnp.mean(
+            jax.random.normal(rng, weights.shape) * weights
+        )
+        return loss, state, {"loss": loss}
+
+    def own_rows(fails_at=None):
+        for number in range(100):
+            if number == fails_at and me == count - 1:
+                raise OSError("the disk is gone")
+            whole = np.random.default_rng(number).normal(size=(8, 4)).astype("float32")
+            rows = whole[me * share : (me + 1) * share]
+            yield {"x": pz.nx.wrap(rows, "batch", "features")}
+
+    step = pzs.build_train_step_fn(loss_fn, donate_params_and_state=True)
+
+    def train(batches=own_rows, act=lambda record: None, **options):
+        model = pzs.place({"w": pz.nx.wrap(np.zeros(4, "float32"), "features")}, mesh, {})
+        state = pzs.TrainState.initial_state(model, optax.adam(0.1), jax.random.key(0))
+        losses = []
+
+        def on_log(record):
+            losses.append(record.loss)
+            act(record)
+
+        printed, failed = io.StringIO(), None
+        with contextlib.redirect_stdout(printed):
+            try:
+                state = pzs.fit(
+                    state,
+                    step,
+                    batches,
+                    steps=9,
+                    log_every=1,
+                    on_log=on_log,
+                    shard_batch=functools.partial(
+                        pzs.shard_batch, mesh=mesh, rules={"batch": "data"}, local=True
+                    ),
+                    **options,
+                )
+            except (Exception, KeyboardInterrupt) as error:
+                failed, state = f"{type(error).__name__}: {error}", getattr(error, "state", None)
+        done = None if state is None else int(state.step)
+        return {"losses": losses, "step": done, "failed": failed, "printed": printed.getvalue()}
+
+    def interrupt_the_last_process(record):
+        if record.step == 3 and me == count - 1:
+            signal.raise_signal(signal.SIGINT)
+
+    return {
+        "whole": train(),
+        "stopped": train(checkpoint=folder, act=interrupt_the_last_process),
+        "resumed": train(checkpoint=folder),
+        "failing": train(lambda: own_rows(fails_at=4), checkpoint=f"{folder}/other"),
+    }
