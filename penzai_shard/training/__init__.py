@@ -1,6 +1,7 @@
 """Training: the state of a run, one step of it, and batches on a mesh. Needs optax."""
 
 from penzai_shard.training.batches import shard_batch
+from penzai_shard.training.eval_step import EvalStep, build_eval_step_fn
 from penzai_shard.training.loss_scaling import DynamicLossScaling
 from penzai_shard.training.state_sharding import train_state_sharding
 from penzai_shard.training.stateful_trainer import StatefulTrainer
@@ -9,10 +10,12 @@ from penzai_shard.training.train_step import LossFunction, TrainStep, build_trai
 
 __all__ = [
     "DynamicLossScaling",
+    "EvalStep",
     "LossFunction",
     "StatefulTrainer",
     "TrainState",
     "TrainStep",
+    "build_eval_step_fn",
     "build_train_step_fn",
     "shard_batch",
     "train_state_sharding",

@@ -34,6 +34,10 @@ class WholeBatch:
         """The loss's share of that of the whole batch, of which the gradient is taken."""
         return loss
 
+    def mean(self, value: Any) -> Any:
+        """The mean of a value over the devices."""
+        return value
+
     def agreed(self, old: Any, new: Any) -> Any:
         """What the loss carries on, the same on all devices."""
         del old

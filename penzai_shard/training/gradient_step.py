@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from penzai_shard.training.aux_reductions import AuxReductions
 from penzai_shard.training.device_part import WholeBatch
 from penzai_shard.training.loss_contract import (
+    Loss,
     check_signature,
     fit_state,
     read_result,
@@ -70,18 +71,15 @@ class GradientStep:
         """
         check_signature(self.loss_fn, inputs)
         rng = jax.random.fold_in(state.root_rng, state.step)
-        names = state.variables.trainable_names
-        trainable = {name: value for name, value in state.params.items() if name in names}
+        trainable = _trainable(state)
         guard = self.guards.for_state(state.guards, state.unbound_model, trainable)
-        batch: _Batch | ManualBatch
+        batch: Batch | ManualBatch
         if self.manual is None:
-            batch = self._batch(state, rng, inputs, layout, guard.scale)
+            batch = self.batch(state, rng, inputs, layout, guard.scale)
         else:
-            batch = ManualBatch.of(
-                self.manual, self._batch, state, rng, inputs, layout, guard.scale
-            )
+            batch = ManualBatch.of(self.manual, self.batch, state, rng, inputs, layout, guard.scale)
         grads, loss, carried, auxes = batch.gradient(trainable)
-        carried_in = _Carried(state.state_vars, state.loss_fn_state)
+        carried_in = Carried(state.state_vars, state.loss_fn_state)
         old = _Changing(trainable, state.opt_state, carried_in)
 
         def update(grads: Any) -> _Changing:
@@ -112,11 +110,28 @@ class GradientStep:
             loss_fn_state=new.carried.loss_fn_state,
             guards=guards,
         )
-        several = f"{self.accumulate_steps} microbatches"
-        aux = self.aux_reductions.reduce(auxes, several if self.manual is None else "the devices")
-        return new_state, guard.with_metrics(aux, metrics)
+        return new_state, guard.with_metrics(self._reduced(auxes), metrics)
 
-    def _batch(
+    def evaluation(self, state: TrainState, inputs: Mapping[str, Any]) -> tuple[jax.Array, Any]:
+        """The loss and the auxiliary output of a state and inputs, without a step.
+
+        Raises:
+            ShardingError: As for a step.
+        """
+        check_signature(self.loss_fn, inputs)
+        rng = jax.random.fold_in(state.root_rng, state.step)
+        batch = self.batch(state, rng, inputs, UpdateLayout.unknown(), None)
+        loss, auxes = batch.evaluation(_trainable(state))
+        return loss, self._reduced(auxes)
+
+    def _reduced(self, auxes: Any) -> Any:
+        """The auxiliary outputs of all microbatches as one."""
+        of = "the devices"
+        if self.manual is None:
+            of = f"{self.accumulate_steps} microbatches"
+        return self.aux_reductions.reduce(auxes, self.batch_axis, of)
+
+    def batch(
         self,
         state: TrainState,
         rng: jax.Array,
@@ -124,14 +139,19 @@ class GradientStep:
         layout: UpdateLayout,
         scale: Any,
         device: WholeBatch | None = None,
-    ) -> "_Batch":
+    ) -> "Batch":
         """A batch, or one device's part of it."""
         microbatches = split_inputs(inputs, self.accumulate_steps, self.batch_axis)
         device = device or WholeBatch()
-        return _Batch(self.loss_fn, state, rng, microbatches, layout, scale, device)
+        return Batch(self.loss_fn, state, rng, microbatches, layout, scale, device)
 
 
-class _Carried(NamedTuple):
+def _trainable(state: TrainState) -> dict[str, Any]:
+    names = state.variables.trainable_names
+    return {name: value for name, value in state.params.items() if name in names}
+
+
+class Carried(NamedTuple):
     """What passes from one evaluation of the loss to the next."""
 
     state_vars: Any
@@ -143,11 +163,11 @@ class _Changing(NamedTuple):
 
     trainable: dict[str, Any]
     opt_state: Any
-    carried: _Carried
+    carried: Carried
 
 
 @dataclasses.dataclass(frozen=True)
-class _Batch:
+class Batch:
     """The loss of one batch as a function of the trainable parameters alone.
 
     Attributes:
@@ -169,23 +189,29 @@ class _Batch:
     device: WholeBatch
 
     @property
-    def carried(self) -> _Carried:
+    def carried(self) -> Carried:
         """What the first evaluation starts from."""
-        return _Carried(self.state.state_vars, self.state.loss_fn_state)
+        return Carried(self.state.state_vars, self.state.loss_fn_state)
 
     def value(self, trainable: Any) -> jax.Array:
         """The loss; of microbatches, their mean."""
+        return self.evaluation(trainable)[0]
 
-        def evaluate(carried: _Carried, index: Any, inputs: Any) -> Any:
-            _, (loss, carried, _) = self._loss(trainable, carried, index, inputs)
-            return carried, loss
+    def evaluation(self, trainable: Any) -> tuple[jax.Array, Any]:
+        """Loss, and auxiliary outputs along a new first dimension."""
 
-        return jnp.mean(self.microbatches.in_turn(evaluate, self.carried)[1])
+        def evaluate(carried: Carried, index: Any, inputs: Any) -> Any:
+            _, (loss, carried, aux) = self._loss(trainable, carried, index, inputs)
+            return carried, (loss, aux)
 
-    def gradient(self, trainable: Any) -> tuple[Any, jax.Array, _Carried, Any]:
+        losses, auxes = self.microbatches.in_turn(evaluate, self.carried)[1]
+        return losses.total.sum() / self._divisor(losses), auxes
+
+    def gradient(self, trainable: Any) -> tuple[Any, jax.Array, Carried, Any]:
         """Gradient, loss, what is carried on, and auxiliary outputs along a new first dimension.
 
-        Of microbatches the gradient and the loss are averaged. Each gradient is brought to its
+        Of microbatches the gradient and the loss are averaged, weighted by counts if the loss has
+        any. Each gradient is brought to its
         layout at once, so that no device holds more of it than it keeps.
         """
         parts = self.microbatches.count
@@ -211,15 +237,24 @@ class _Batch:
         (grads, carried), (losses, auxes) = self.microbatches.in_turn(
             evaluate, (total, self.carried)
         )
+        divisor = self._divisor(losses)
         if self.scale is not None:
             # In float32, where what the scale has saved is not lost again.
             grads = jax.tree.map(
-                lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / (self.scale * parts),
+                lambda g: (
+                    g.astype(jnp.promote_types(g.dtype, jnp.float32)) / (self.scale * divisor)
+                ),
                 grads,
             )
         elif parts > 1:
-            grads = jax.tree.map(lambda g, p: (g / parts).astype(p.dtype), grads, trainable)
-        return grads, jnp.mean(losses), carried, auxes
+            grads = jax.tree.map(lambda g, p: (g / divisor).astype(p.dtype), grads, trainable)
+        return grads, losses.total.sum() / divisor, carried, auxes
+
+    def _divisor(self, losses: Loss) -> Any:
+        """What the sum of the microbatches' losses is divided by."""
+        if losses.weight is None:
+            return self.microbatches.count
+        return self.device.mean(losses.weight.sum())
 
     def _scaled_loss(self, *args: Any) -> tuple[jax.Array, Any]:
         """The loss to be differentiated, and what `_loss` returns with it."""
@@ -229,8 +264,8 @@ class _Batch:
         return loss, others
 
     def _loss(
-        self, trainable: dict[str, Any], carried: _Carried, index: Any, inputs: Any
-    ) -> tuple[jax.Array, tuple[jax.Array, _Carried, Any]]:
+        self, trainable: dict[str, Any], carried: Carried, index: Any, inputs: Any
+    ) -> tuple[jax.Array, tuple[Loss, Carried, Any]]:
         """One evaluation of the loss function; ``index`` is that of a microbatch, if there are."""
         rng = self.rng if index is None else jax.random.fold_in(self.rng, index)
         model, bound = self.state.variables.bind_for_loss(
@@ -241,9 +276,11 @@ class _Batch:
         result = self.loss_fn(model=model, rng=rng, state=carried.loss_fn_state, **inputs)
         loss, new_state, aux = read_result(result)
         new_vars = {name: variable.value for name, variable in bound.items()}
-        new = _Carried(
+        new = Carried(
             fit_state(carried.state_vars, new_vars, "state_vars", _FIX_STATE_VAR),
             fit_state(carried.loss_fn_state, new_state, "loss_fn_state", _FIX_LOSS_STATE),
         )
         new = self.device.agreed(carried, new)
-        return self.device.share(loss), (loss, new, jax.tree.map(jnp.asarray, aux))
+        if self.microbatches.count == 1 and loss.weight is not None:
+            loss = Loss(loss.total / self.device.mean(loss.weight), None)
+        return self.device.share(loss.total), (loss, new, jax.tree.map(jnp.asarray, aux))

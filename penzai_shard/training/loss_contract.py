@@ -3,7 +3,7 @@
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,19 @@ RESERVED = ("model", "rng", "state")
 _FIX_AUX = "Leave it out of the auxiliary outputs; of a variable return its .value."
 _FIX_STATE = "Carry arrays in the state, and keep other things where the loss function is defined."
 _CONTRACT = "loss_fn(model, rng, state, **inputs) -> (loss, new_state, aux)"
+
+
+class Loss(NamedTuple):
+    """The loss of some examples.
+
+    Attributes:
+        total: The loss; or, if there is a weight, the sum of which it is the mean.
+        weight: How many things the sum is over, or what they weigh together; None for a loss
+            that is a mean already.
+    """
+
+    total: jax.Array
+    weight: jax.Array | None
 
 
 def not_arrays(tree: Any, what: str, fix: str) -> list[str]:
@@ -73,21 +86,23 @@ def check_signature(loss_fn: Callable[..., Any], inputs: Mapping[str, Any]) -> N
         ) from error
 
 
-def read_result(result: Any) -> tuple[jax.Array, Any, Any]:
+def read_result(result: Any) -> tuple[Loss, Any, Any]:
     """Takes the result of a loss function apart.
 
     Args:
         result: What it returned.
 
     Returns:
-        The loss as a scalar array without names, the new state, and the auxiliary output.
+        The loss, of scalar arrays without names, the new state, and the auxiliary output.
 
     Raises:
-        ShardingError: It is not a triple, the loss is not a floating scalar, or the rest is not
-            made of arrays.
+        ShardingError: It is not a triple, the loss is not a floating scalar or a pair of a sum
+            and a count, or the rest is not made of arrays.
 
     >>> read_result((pz.nx.wrap(2.0), None, {}))[1:]
     (None, {})
+    >>> read_result(((6.0, 4), None, {}))[0].weight
+    Array(4, dtype=int32, weak_type=True)
     """
     if not isinstance(result, tuple) or len(result) != 3:
         got = f"a {type(result).__name__}"
@@ -105,26 +120,50 @@ def read_result(result: Any) -> tuple[jax.Array, Any, Any]:
         *not_arrays(state, "new_state", _FIX_STATE),
     ]
     raise_all(ShardingError, "the loss function returned something that is not an array:", problems)
-    if pz.nx.is_namedarray(loss):
-        if loss.named_shape:
-            axes = ", ".join(dimension_texts(loss.named_shape, loss.named_shape.values()))
-            names = ", ".join(repr(name) for name in loss.named_shape)
+    if isinstance(loss, tuple | list) and len(loss) == 2 and all(map(_is_any_array, loss)):
+        count = _scalar(loss[1], "the count of the loss", jnp.number, "weights.sum()")
+        return Loss(_scalar(loss[0], "the sum of the loss"), count), state, aux
+    return Loss(_scalar(loss, "the loss"), None), state, aux
+
+
+def _is_any_array(value: Any) -> bool:
+    return is_array_like(value) or pz.nx.is_namedarray(value)
+
+
+def _scalar(
+    value: Any, what: str, kind: Any = jnp.floating, named: str = "loss.untag({}).mean()"
+) -> jax.Array:
+    """A part of the loss as a scalar array without names.
+
+    Args:
+        value: The part.
+        what: What to call it in messages.
+        kind: Its kind of dtype.
+        named: How to make a scalar of it.
+    """
+    if pz.nx.is_namedarray(value):
+        if value.named_shape:
+            axes = ", ".join(dimension_texts(value.named_shape, value.named_shape.values()))
+            names = ", ".join(repr(name) for name in value.named_shape)
             raise ShardingError(
-                f"the loss has logical axes ({axes}); it must be a scalar. "
-                f"Return its mean: loss.untag({names}).mean()."
+                f"{what} has logical axes ({axes}); it must be a scalar. "
+                f"Return its {'mean' if kind is jnp.floating else 'sum'}: {named.format(names)}."
             )
-        loss = loss.unwrap()
-    if not is_array_like(loss):
+        value = value.unwrap()
+    if not is_array_like(value):
         raise ShardingError(
-            f"the loss is a {type(loss).__name__}, not an array; it must be a floating scalar. "
-            "Return (loss, state, aux) in this order."
+            f"the loss is a {type(value).__name__}, not an array; it must be a floating scalar. "
+            "Return (loss, state, aux) in this order; the loss may be a pair (sum, count) too."
         )
-    if np.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+    if np.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), kind):
+        wanted, fix = "floating scalar", "Return its mean: jnp.mean(loss)."
+        if kind is not jnp.floating:
+            wanted, fix = "scalar number", "Return their sum: jnp.sum(weights)."
         raise ShardingError(
-            f"the loss is of shape {np.shape(loss)} and dtype {jnp.result_type(loss)}; "
-            "it must be a floating scalar. Return its mean: jnp.mean(loss)."
+            f"{what} is of shape {np.shape(value)} and dtype {jnp.result_type(value)}; "
+            f"it must be a {wanted}. {fix}"
         )
-    return jnp.asarray(loss), state, aux
+    return jnp.asarray(value)
 
 
 def fit_state(old: Any, new: Any, what: str, fix: str, of_optimizer: bool = False) -> Any:

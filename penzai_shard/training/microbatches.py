@@ -150,6 +150,31 @@ def _stacked(array: pz.nx.NamedArray, parts: int, batch_axis: str) -> pz.nx.Name
     return pz.nx.NamedArray(sizes, jnp.moveaxis(split, dimension + 1, 0))
 
 
+def joined(parts: pz.nx.NamedArray, batch_axis: Any) -> pz.nx.NamedArray:
+    """An array whose parts are along its first, positional dimension, as the whole batch's.
+
+    Undoes the split of `split_inputs`: the examples get the order that they have in the batch.
+
+    Args:
+        parts: The parts, all with the batch axis.
+        batch_axis: The logical axis that was split.
+
+    >>> parts = pz.nx.wrap(jnp.asarray([[0, 2], [1, 3]]), "part", "batch").untag("part")
+    >>> joined(parts, "batch").data_array.tolist()
+    [0, 1, 2, 3]
+    """
+    array = parts.with_positional_prefix()
+    sizes = collections.OrderedDict(array.named_axes)
+    data = array.data_array
+    dimension = data.ndim - len(sizes) + list(sizes).index(batch_axis)
+    # The parts come behind the batch axis, of which they are the minor part.
+    data = jnp.moveaxis(data, 0, dimension)
+    shape = list(data.shape)
+    shape[dimension - 1 : dimension + 1] = [shape[dimension - 1] * shape[dimension]]
+    sizes[batch_axis] = shape[dimension - 1]
+    return pz.nx.NamedArray(sizes, jnp.reshape(data, shape))
+
+
 def _axes_text(leaf: Any) -> str:
     if pz.nx.is_namedarray(leaf):
         return f"its logical axes are {tuple(leaf.named_shape)}"

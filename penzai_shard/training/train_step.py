@@ -76,8 +76,10 @@ def build_train_step_fn(
         loss_fn: ``loss_fn(model, rng, state, **inputs) -> (loss, new_state, aux)``, called with
             keywords. ``model`` is bound, its parameters frozen and its state variables mutable;
             ``rng`` is the run's key folded with the step's number, ``state`` the loss function's
-            own state. The loss is a floating scalar, ``new_state`` of the form of ``state``,
-            and ``aux`` any tree of arrays.
+            own state. The loss is a floating scalar; or, where it is a mean over what differs in
+            number from example to example, such as tokens that are not padding, the pair
+            ``(sum, count)``, so that microbatches and devices weigh in with their counts.
+            ``new_state`` is of the form of ``state``, and ``aux`` any tree of arrays.
         jit: Whether to compile. If not, everything runs eagerly, to be debugged.
         donate_params_and_state: Whether the new state may take the memory of the old one, which
             is then unusable, and so is any model that shares its arrays. Frozen parameters,
@@ -97,8 +99,11 @@ def build_train_step_fn(
         batch_axis: The logical axis to split inputs along.
         aux_reduction: How the auxiliary outputs of the microbatches become one: ``"mean"``,
             ``"sum"``, ``"max"``, ``"min"`` or ``"last"``, for all of them or by key or path, such
-            as ``{"loss": "mean", "accuracy": "sum"}``. Floating outputs that are not named are
-            averaged; others are refused.
+            as ``{"loss": "mean", "accuracy": "sum"}``; ``"ratio"`` for a pair ``(sum, count)``,
+            whose sums become one quotient; ``"concatenate"`` for a named array with the batch
+            axis, whose examples are put back in the order of the batch. Outputs that are not
+            named are put back so if they have that axis; other floating ones are averaged, and
+            the rest is refused.
         loss_scaling: Scales the loss, so that small gradients are not lost in float16, and the
             gradient back. ``"auto"``: dynamically, if the model computes in float16 or trains
             float16 parameters, and else not at all. ``"dynamic"`` or a `DynamicLossScaling`:
@@ -211,7 +216,7 @@ class TrainStep(CompiledStep):
         # A state that this step returned fits the program that made it, without another look. But
         # one that JAX was free to place follows the first inputs that are committed to a place.
         if (
-            not isinstance(program, _Program)
+            not isinstance(program, StepProgram)
             or program.owner is not self
             or (program.is_free and any(map(is_committed, leaves)))
         ):
@@ -260,7 +265,7 @@ class TrainStep(CompiledStep):
         with auto_context():
             return program.run.lower(flat.changing[0], flat.changing[1:], flat.packed, inputs)
 
-    def _prepared(self, flat: FlatState, inputs: list[Any]) -> tuple[FlatState, "_Program"]:
+    def _prepared(self, flat: FlatState, inputs: list[Any]) -> tuple[FlatState, "StepProgram"]:
         """A state that did not come from this step, as its programs take it, and its program."""
         form = flat.form
         leaves, is_free = self.placed_state(flat, inputs)
@@ -276,7 +281,7 @@ class TrainStep(CompiledStep):
 
     def _program(
         self, form: StateForm, shardings: list[Sharding | None] | None, packing: Packing
-    ) -> "_Program":
+    ) -> "StepProgram":
         """The program for a form and a layout; None is that of a state JAX may place."""
         if self.declared_state is not None and shardings is not None:
             declared, _ = form.parted(self.declared_state.of(form))
@@ -293,7 +298,7 @@ class TrainStep(CompiledStep):
 
     def _built(
         self, form: StateForm, shardings: list[Sharding | None] | None, packing: Packing
-    ) -> "_Program":
+    ) -> "StepProgram":
         """A new program; JAX compiles it when it is first run."""
 
         def train_step(step: Any, rest: list[Any], packed: list[Any], inputs: Any) -> Any:
@@ -311,7 +316,7 @@ class TrainStep(CompiledStep):
             return new, self.declared_aux.place(aux, jax.device_put)
 
         if not self.jit:
-            return _Program(self, shardings is None, eager_train_step)
+            return StepProgram(self, shardings is None, packing, eager_train_step)
         train_step.__qualname__ = "train_step"  # As JAX names it in messages.
         run = jax.jit(
             train_step,
@@ -319,7 +324,7 @@ class TrainStep(CompiledStep):
             donate_argnames=("rest",) if self.donate else (),
             out_shardings=(shardings, self.declared_aux.tree),
         )
-        return _Program(self, shardings is None, run)
+        return StepProgram(self, shardings is None, packing, run)
 
     def _inline(self, flat: FlatState, inputs: dict[str, Any]) -> tuple[TrainState, Any]:
         """The step as part of a surrounding trace, which owns layout and compilation."""
@@ -359,16 +364,18 @@ class TrainStep(CompiledStep):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Program:
+class StepProgram:
     """The step for one form and one layout of a state.
 
     Attributes:
         owner: The step that it belongs to.
         is_free: Whether JAX may place the state.
+        packing: How it takes the arrays that a step only reads.
         run: Takes the step's number, the other changing leaves, the packed constants and the
             inputs; returns the new changing leaves and the auxiliary output.
     """
 
     owner: TrainStep
     is_free: bool
+    packing: Packing
     run: Any
