@@ -230,7 +230,7 @@ def _starting_point(
     restored, position = folder.restore(state, newest)
     is_complete = steps is not None and newest >= steps
     display.say(
-        f"{'complete' if is_complete else 'resumed'}: {folder.checkpoint(newest)}, "
+        f"{'complete' if is_complete else 'resumed'}: {folder.shown(newest)}, "
         f"{position.used} batches used"
     )
     return _free_as(state, restored), position, newest
@@ -305,7 +305,7 @@ def _stop_text(
 ) -> str:
     total = "" if steps is None else f" of {steps}"
     if folder is not None and loop.is_saved:
-        kept = f"Saved to {folder.checkpoint(loop.done)}; the same call goes on from there."
+        kept = f"Saved to {folder.shown(loop.done)}; the same call goes on from there."
     elif reason is StopReason.EVENT:
         kept = ""
     else:

@@ -1,5 +1,6 @@
 """What a training loop says of itself: losses, rates, memory."""
 
+import collections
 import dataclasses
 import sys
 import time
@@ -13,6 +14,9 @@ from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.planning import bytes_text
 from penzai_shard.training.train_state import TrainState, peek
+
+# How many steps a figure of speed is the mean of, at least.
+FEWEST_STEPS = 10
 
 LossOf = str | Callable[[Any], Any] | None
 
@@ -67,9 +71,9 @@ class LogRecord:
         loss: The loss of this step; None if ``fit`` was told that there is none.
         aux: The auxiliary output of this step, its arrays on the host as NumPy arrays. Arrays of
             which other processes hold parts stay as they are.
-        seconds_per_step: Mean time of a step since the record before, without saving and
-            evaluation. That of the first step, which compiles, only in a record of that step
-            alone.
+        seconds_per_step: Mean time of a step over those since the record before, and at least
+            over the last ten, without saving and evaluation. That of the first step, which
+            compiles, only in a record of that step alone.
         tokens_per_second: Tokens per second over the same time, of all processes together; None
             if the batches do not say how many tokens they have.
         seconds_waiting: Mean time per step that the loop has waited for a batch. Where it is near
@@ -116,15 +120,15 @@ class LogRecord:
 class Pace:
     """How fast the steps are, from when each was found done.
 
-    The first step compiles: it counts only if nothing else does.
+    The first step compiles: it counts only if nothing else does. Results are read late, so that
+    single times differ more than the steps do; no figure is of fewer than the last ten.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._since = clock()
-        self._seconds = 0.0
-        self._steps = 0
-        self._tokens: int | None = 0
+        self._steps: collections.deque[tuple[float, int | None]] = collections.deque()
+        self._new = 0
         self._first: tuple[float, int | None] | None = None
 
     def step_done(self, tokens: int | None) -> None:
@@ -134,23 +138,24 @@ class Pace:
             self._first = now - self._since, tokens
             self._since = now
             return
-        self._seconds += now - self._since
+        self._steps.append((now - self._since, tokens))
         self._since = now
-        self._steps += 1
-        self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
+        self._new += 1
 
     def go_on(self) -> None:
         """Leaves out the time since the last step was found done."""
         self._since = self._clock()
 
     def taken(self) -> tuple[float, float | None]:
-        """Seconds per step and tokens per second since the last call."""
-        seconds, steps, tokens = self._seconds, self._steps, self._tokens
-        if not steps and self._first is not None:
-            (seconds, tokens), steps = self._first, 1
-        self._seconds, self._steps, self._tokens = 0.0, 0, 0
-        rate = None if tokens is None or seconds <= 0.0 else tokens / seconds
-        return seconds / max(steps, 1), rate
+        """Seconds per step and tokens per second since the last call, and of ten steps at least."""
+        while len(self._steps) > max(self._new, FEWEST_STEPS):
+            self._steps.popleft()
+        self._new = 0
+        steps = [*self._steps] or [self._first or (0.0, None)]
+        seconds = sum(step_seconds for step_seconds, _ in steps)
+        counts = [count for _, count in steps if count is not None]
+        is_known = len(counts) == len(steps) and seconds > 0.0
+        return seconds / len(steps), sum(counts) / seconds if is_known else None
 
 
 def loss_in(aux: Any, loss: LossOf) -> Any:

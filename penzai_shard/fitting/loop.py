@@ -355,7 +355,7 @@ class TrainingLoop:
     def _saved(self) -> str:
         if self._folder is None or self._saved_at is None:
             return ""
-        return f" The last checkpoint is {self._folder.checkpoint(self._saved_at)}."
+        return f" The last checkpoint is {self._folder.shown(self._saved_at)}."
 
 
 def _is_due(every: int | None, number: int) -> bool:

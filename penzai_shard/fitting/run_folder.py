@@ -56,6 +56,14 @@ class RunFolder:
         """
         return f"{self.where.rstrip('/')}/step_{step:08d}"
 
+    def shown(self, step: int) -> str:
+        """The same for people: from the working directory, if it is in there."""
+        path = self.checkpoint(step)
+        if is_remote(path):
+            return path
+        from_here = os.path.relpath(path)
+        return path if from_here.startswith(os.pardir) else from_here
+
     def steps(self) -> list[int]:
         """The steps of which there are whole checkpoints, in order."""
         folder = path_object(self.where)

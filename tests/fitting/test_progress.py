@@ -79,9 +79,15 @@ def test_the_first_step_which_compiles_is_not_part_of_the_pace_of_others():
         clock.now += 100.0  # Saving, say.
         pace.go_on()
     assert pace.taken() == (2.0, 32.0)
-    clock.now += 1.0
-    pace.step_done(None)
-    assert pace.taken() == (1.0, None)
+    for _ in range(9):
+        clock.now += 1.0
+        pace.step_done(128)
+    # Of the last ten steps: one of the two before, and these nine.
+    assert pace.taken() == (1.1, (64 + 9 * 128) / 11.0)
+    for _ in range(20):
+        clock.now += 3.0
+        pace.step_done(None)
+    assert pace.taken() == (3.0, None)
 
 
 @pytest.fixture
