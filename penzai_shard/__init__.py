@@ -84,6 +84,7 @@ from penzai_shard.training import (
     TrainState,
     build_eval_step_fn,
     build_train_step_fn,
+    cross_entropy,
     shard_batch,
     train_state_sharding,
 )
@@ -131,6 +132,7 @@ __all__ = [
     "build_train_step_fn",
     "check_equivalent",
     "constrain_blocks",
+    "cross_entropy",
     "data_parallel",
     "fit",
     "fold_rng_over_axis",

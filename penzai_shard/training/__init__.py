@@ -1,6 +1,7 @@
 """Training: the state of a run, one step of it, and batches on a mesh. Needs optax."""
 
 from penzai_shard.training.batches import shard_batch
+from penzai_shard.training.cross_entropy import cross_entropy
 from penzai_shard.training.eval_step import EvalStep, build_eval_step_fn
 from penzai_shard.training.loss_scaling import DynamicLossScaling
 from penzai_shard.training.state_sharding import train_state_sharding
@@ -17,6 +18,7 @@ __all__ = [
     "TrainStep",
     "build_eval_step_fn",
     "build_train_step_fn",
+    "cross_entropy",
     "shard_batch",
     "train_state_sharding",
 ]
