@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from penzai_shard.axis_rules import AxisRules
+from penzai_shard.errors import RuleTypeError
 from penzai_shard.layouts.building import build_state_and_step
 from penzai_shard.layouts.layout_edits import EditRequest, layout_edits
 from penzai_shard.layouts.model_roles import (
@@ -22,18 +23,26 @@ from penzai_shard.layouts.model_roles import (
 )
 from penzai_shard.layouts.presets import LayoutPresets
 from penzai_shard.meshes import AnyMesh
+from penzai_shard.named_leaves import leaves_of
 from penzai_shard.placement import abstract_model
 from penzai_shard.planning import PlanRequest, ShardingPlan
 from penzai_shard.rule_kinds import NameRule
 from penzai_shard.surgery import Recipe
+from penzai_shard.text_tables import NotebookView, PreparedTable
 from penzai_shard.training import LossFunction, TrainState, TrainStep, shard_batch
 
 if TYPE_CHECKING:
     import optax
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout(LayoutPresets):
+class LayoutTable(PreparedTable):
+    """What a layout says; ``print`` and notebooks show it."""
+
+    headings = ("what", "rules")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Layout(LayoutPresets, NotebookView):
     """How a model is laid out over a mesh while it is stored and while it computes.
 
     In fully sharded training a parameter is stored split over the mesh axis that the batch is
@@ -86,6 +95,32 @@ class Layout(LayoutPresets):
             rules = getattr(self, name)
             if rules is not None or name in ("parameters", "compute"):
                 object.__setattr__(self, name, AxisRules.of(rules))
+
+    def __repr__(self) -> str:
+        """What is not as by default, as an expression."""
+        said = [
+            f"{field.name}={value!r}"
+            for field in dataclasses.fields(self)
+            if field.repr and (value := getattr(self, field.name)) not in (None, False, {})
+        ]
+        return f"Layout({', '.join(said)})"
+
+    def notebook_table(self) -> LayoutTable:
+        """The tables of rules, one in a row."""
+        stored = repr(self.parameters)
+        rows = [
+            ("parameters and gradients are stored by", stored),
+            ("the optimizer's state is stored by", repr(self.optimizer or self.parameters)),
+            ("layers compute by", repr(self.compute)),
+        ]
+        if self.between_blocks is not None:
+            rows.append(("activations between layers by", repr(self.between_blocks)))
+        notes = []
+        if self.reshard_after_forward:
+            notes.append("Parameters are gathered again in the backward pass.")
+        if self.names:
+            notes.append(f"The model calls them: {dict(self.names)}.")
+        return LayoutTable(tuple(rows), "Layout", tuple(notes))
 
     def plan(self, tree: Any, mesh: AnyMesh) -> ShardingPlan:
         """How a model or a train state is stored under this layout, to look at before it is made.
@@ -192,8 +227,18 @@ class Layout(LayoutPresets):
             The batch on the mesh.
 
         Raises:
-            ShardingError: As ``penzai_shard.shard_batch`` does.
+            ShardingError: As ``penzai_shard.shard_batch`` does; or no array has a logical axis of
+                the batch, so that every device would compute all of it.
         """
+        present = {name for leaf in leaves_of(batch) for name in leaf.names or ()}
+        wanted = self.batch_rules.logical_axes
+        if wanted and present.isdisjoint(wanted):
+            known = ", ".join(map(repr, sorted(present, key=str))) or "no logical axes"
+            raise RuleTypeError(
+                f"no array of this batch has logical axis {' or '.join(map(repr, wanted))}; it has "
+                f"{known}. Name it so, pz.nx.wrap(x, {wanted[0]!r}, ...), or tell the layout what "
+                'it is called: names={"batch": "..."}.'
+            )
         return shard_batch(batch, mesh, self.batch_rules, **options)
 
     @property

@@ -10,6 +10,7 @@ import optax
 import pytest
 from penzai import pz
 
+import penzai_shard
 from penzai_shard import Layout, make_mesh, make_plan, strip
 from penzai_shard.errors import MeshError, RuleTypeError
 from tests.model_families import transformer
@@ -122,3 +123,29 @@ def test_options_reach_state_and_step():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
     assert int(after.step) == 1
     assert np.isfinite(float(aux["loss"]))
+
+
+def test_a_batch_without_a_batch_axis_is_refused():
+    tokens = pz.nx.ones({"examples": 8, "seq": 2})
+    with pytest.raises(
+        RuleTypeError,
+        match=r"no array of this batch has logical axis 'batch'; it has 'examples', 'seq'\. Name "
+        r"it so, pz\.nx\.wrap\(x, 'batch', \.\.\.\), or tell the layout what it is called: "
+        r'names=\{"batch": "\.\.\."\}',
+    ):
+        Layout.fully_sharded().shard_batch({"tokens": tokens}, make_mesh({"data": 8}))
+
+
+def test_a_batch_is_split_along_what_the_layout_calls_it():
+    layout = Layout.sequence_parallel(names={"batch": "examples"})
+    mesh = make_mesh({"data": 4, "model": 2})
+    placed = layout.shard_batch(pz.nx.ones({"examples": 8, "seq": 33}), mesh)
+    assert placed.data_array.sharding.shard_shape((8, 33)) == (2, 33)
+
+
+def test_a_layout_shows_what_is_not_as_by_default_and_evaluates_back():
+    layout = Layout.two_dimensional(reshard_after_forward=True, names={"neurons": "mlp"})
+    names = {name: getattr(penzai_shard, name) for name in penzai_shard.__all__}
+    assert eval(repr(layout), names) == layout
+    assert "optimizer" not in repr(layout)
+    assert "gathered again" in layout.notebook_table().html()
