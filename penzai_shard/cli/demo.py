@@ -19,7 +19,6 @@ from penzai import pz
 from penzai.models.transformer.model_parts import TransformerBlock
 from penzai.models.transformer.variants import llamalike_common
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.checkpointing import param_dict, restore_params, save_params
@@ -27,6 +26,7 @@ from penzai_shard.checkpointing.locations import absolute_path, refuse_existing
 from penzai_shard.cli.corpus import Corpus
 from penzai_shard.cli.demo_failure import DemoFailure
 from penzai_shard.errors import PlanError
+from penzai_shard.fitting import LogRecord, fit
 from penzai_shard.layers import ConstrainShardingByName, Jitted
 from penzai_shard.meshes import AnyMesh, make_mesh, mesh_text
 from penzai_shard.placement import abstract_model, sharded_init
@@ -237,6 +237,7 @@ def _train(
     steps: int,
     seed: int,
 ) -> tuple[Any, list[float]]:
+    """Trains, and gives the trained model and the loss of every step, in nats per byte."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, max(1, steps // 10), steps + 1)
     trainer = StatefulTrainer.build(
         root_rng=jax.random.key(seed),
@@ -246,32 +247,21 @@ def _train(
         mesh=mesh,
         rules=layouts.train_rules,
     )
-    batches = corpus.batches(seed, layouts.batch_size, CONTEXT + 1)
-    history: list[float] = []
-    first, start = 0.0, time.perf_counter()
-    bar = Progress(
-        "step",
-        MofNCompleteColumn(),
-        BarColumn(),
-        "{task.fields[progress]}",
-        TimeRemainingColumn(),
-        console=console,
+    records: list[LogRecord] = []
+    pieces = corpus.batches(seed, layouts.batch_size, CONTEXT + 1)
+    trainer.state = fit(
+        trainer.state,
+        trainer.step_fn,
+        ({"tokens": tokens} for tokens in pieces),
+        steps=steps,
+        mesh=mesh,
+        rules=layouts.train_rules,
+        log_every=1,
+        on_log=records.append,
+        progress=console,
     )
-    with bar:
-        task = bar.add_task("training", total=steps, progress="compiling")
-        for done in range(1, steps + 1):
-            history.append(float(trainer.step(tokens=next(batches))["loss"]))
-            if not math.isfinite(history[-1]):
-                raise DemoFailure(f"the loss is {history[-1]} at step {done}: training diverged.")
-            progress = f"loss {history[-1]:.3f} nats/byte"
-            if done == 1:
-                # The first step compiles; the rate is that of the others.
-                first = time.perf_counter() - start
-                start = time.perf_counter()
-            else:
-                seen = (done - 1) * layouts.batch_size * CONTEXT
-                progress += f", {seen / (time.perf_counter() - start):,.0f} tokens/s"
-            bar.update(task, advance=1, progress=progress)
+    history = [record.loss for record in records if record.loss is not None]
+    first = records[0].seconds_per_step
     entropy = corpus.unigram_entropy()
     last = float(np.mean(history[-10:]))
     console.print(

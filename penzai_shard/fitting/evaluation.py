@@ -19,7 +19,7 @@ class Evaluation:
 
     Attributes:
         every: After how many steps, and after the last one.
-        step: ``step(state, **batch) -> aux``, which leaves the state as it is.
+        step: ``step(state, **batch)`` gives what is averaged, and leaves the state as it is.
         batches: The batches, read from the first one each time.
         place: Places a batch.
         ahead: How many batches to place ahead.
@@ -48,11 +48,11 @@ class Evaluation:
             raise RuleTypeError(
                 "evaluation needs evaluate_every, eval_step and eval_batches; missing: "
                 f"{', '.join(missing)}. Write for instance evaluate_every=100, eval_step="
-                "lambda state, **batch: ..., eval_batches=[batch]."
+                "build_eval_step_fn(loss_fn), eval_batches=[batch]."
             )
         if not callable(step):
             raise RuleTypeError(
-                f"eval_step must be a function, eval_step(state, **batch) -> aux, not {step!r:.80}."
+                f"eval_step must be a function, as build_eval_step_fn gives it, not {step!r:.80}."
             )
         source = BatchSource(batches, "eval_batches")
         if not source.can_be_read_again:
@@ -78,7 +78,7 @@ class Evaluation:
         count, total, before = 0, None, None
         with BackgroundFeed(items, self.ahead, "eval_batches") as feed:
             while (item := feed.next()) is not None:
-                aux = self.step(state, **item.inputs)
+                aux = _with_loss(self.step(state, **item.inputs))
                 count += 1
                 # Read one step late, so that the devices always have one to do.
                 if before is not None:
@@ -91,6 +91,14 @@ class Evaluation:
             )
         total = _added(total, before)
         return jax.tree.map(lambda leaf: _mean(leaf, count), total)
+
+
+def _with_loss(returned: Any) -> Any:
+    """What an evaluation step returned; a loss with a dictionary of outputs as one dictionary."""
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict):
+        loss, aux = returned
+        return {"loss": loss} | aux
+    return returned
 
 
 def _added(total: Any, aux: Any) -> Any:

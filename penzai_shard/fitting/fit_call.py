@@ -26,6 +26,11 @@ from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import LogicalAxis
 from penzai_shard.training import TrainState
 from penzai_shard.training import shard_batch as place_batch
+from penzai_shard.training.train_state import peek
+from penzai_shard.training.update_guards import SKIPPED
+
+# A run whose step skips what is not finite ends after so many such losses in a row.
+MOST_SKIPPED = 100
 
 OnStop = Literal["raise", "return"]
 
@@ -97,7 +102,8 @@ def fit(
         loss: Where the loss is in ``aux``: a key, or a function of ``aux``; None if it has none.
             An ``aux`` that is a single number is the loss.
         allow_nonfinite: Whether to go on when the loss is infinite or not a number. By default
-            only if the step leaves out updates that are not finite.
+            only if the step skips updates that are not finite, as with ``skip_nonfinite`` and
+            with dynamic loss scaling; and then until a hundred losses in a row were so.
         tokens_axes: The logical axes whose lengths, multiplied, count the tokens of a batch, in
             the array that has most. ``("batch",)`` counts examples.
         checkpoint: A folder for checkpoints, ``step_00000100`` and so on, each as
@@ -106,7 +112,8 @@ def fit(
         keep: How many of the newest checkpoints to keep; None keeps all.
         resume: Whether to go on from the newest checkpoint. If not, there must not be any.
         evaluate_every: After how many steps, and after the last one, to evaluate.
-        eval_step: ``eval_step(state, **batch) -> aux``.
+        eval_step: ``eval_step(state, **batch) -> (loss, aux)``, as ``build_eval_step_fn`` gives
+            it, or anything else that gives a tree of numbers.
         eval_batches: Its batches, read anew each time. What it returns is averaged, each batch
             counting the same.
         stop_event: A ``threading.Event`` or the like, for instance one that ``on_log`` sets: when
@@ -175,7 +182,7 @@ def fit(
         log_every=log_every,
         on_log=on_log,
         loss=loss,
-        check_loss=not _allows_nonfinite(allow_nonfinite, step),
+        most_nonfinite=_most_nonfinite(allow_nonfinite, state),
         count_tokens=functools.partial(token_count, tuple(tokens_axes)),
         save_every=save_every,
         evaluation=evaluation,
@@ -270,8 +277,11 @@ def _placing(shard_batch: Place | None, mesh: AnyMesh | None, rules: Any) -> Pla
     return lambda batch: batch
 
 
-def _allows_nonfinite(asked: bool | None, step: Any) -> bool:
-    return asked if asked is not None else bool(getattr(step, "skips_nonfinite", False))
+def _most_nonfinite(allowed: bool | None, state: TrainState) -> int | None:
+    """How many losses in a row may be infinite or not a number; None for any number."""
+    if allowed is not None:
+        return None if allowed else 0
+    return MOST_SKIPPED if SKIPPED in peek(state, "guards") else 0
 
 
 def _refuse_other_states(state: Any, step: Any) -> None:

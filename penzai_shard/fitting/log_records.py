@@ -109,7 +109,8 @@ class LogRecord:
             parts += [f"evaluation {_figures(self.evaluation)}"]
         if self.tokens_per_second is not None:
             parts += [f"{self.tokens_per_second:,.0f} tokens/s"]
-        parts += [f"{self.seconds_per_step * 1e3:,.1f} ms/step"]
+        seconds = self.seconds_per_step
+        parts += [f"{seconds:.1f} s/step" if seconds >= 10 else f"{seconds * 1e3:,.1f} ms/step"]
         if self.memory is not None:
             parts += [str(self.memory)]
         if self.learning_rate is not None:
@@ -181,8 +182,9 @@ def loss_in(aux: Any, loss: LossOf) -> Any:
         raise RuleTypeError(
             f"fit cannot find the loss: the auxiliary output of the step has no {loss!r}; it "
             f"{has}. Return it from the loss function, "
-            "`return loss, state, {'loss': loss}`; or name another, loss='cross_entropy'; or say "
-            "that there is none, loss=None."
+            "`return loss, state, {'loss': loss}`; or let the step add it, "
+            "build_train_step_fn(..., step_metrics='loss'); or name another, loss='cross_entropy'; "
+            "or say that there is none, loss=None."
         )
     value = getattr(value, "data_array", value)
     if not is_array_like(value) or np.size(cast(Any, value)) != 1:

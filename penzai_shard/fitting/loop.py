@@ -61,7 +61,7 @@ class LoopOptions:
         log_every: After how many steps to make a record.
         on_log: Takes the records.
         loss: Where the loss is in what a step returns.
-        check_loss: Whether a loss that is not finite ends the run.
+        most_nonfinite: How many losses in a row may be infinite or not a number; None for any.
         count_tokens: How many tokens a batch has.
         save_every: After how many steps to save; None saves only at the end.
         evaluation: What to evaluate, and when.
@@ -74,7 +74,7 @@ class LoopOptions:
     log_every: int
     on_log: Callable[[LogRecord], Any] | None
     loss: LossOf
-    check_loss: bool
+    most_nonfinite: int | None
     count_tokens: Callable[[Any], int | None]
     save_every: int | None
     evaluation: Evaluation | None
@@ -130,6 +130,7 @@ class TrainingLoop:
         self._started_at = self._logged_at = self.done
         self._saved_at = saved_at
         self._unread: list[_Dispatched] = []
+        self._nonfinite = 0
         self._last_read: _Dispatched | None = None
         self._pace = Pace()
         self._waited_before = 0.0
@@ -230,7 +231,10 @@ class TrainingLoop:
         if dispatched.stop_reason is not None:
             agreed = StopReason(int(np.asarray(dispatched.stop_reason)))
             self._agreed = max(self._agreed, agreed)
-        if loss is not None and self._options.check_loss and not math.isfinite(loss):
+        is_finite = loss is None or math.isfinite(loss)
+        self._nonfinite = 0 if is_finite else self._nonfinite + 1
+        most = self._options.most_nonfinite
+        if loss is not None and most is not None and self._nonfinite > most:
             raise self._not_finite(loss, dispatched.number)
         evaluation = None
         if self._evaluates(dispatched.number) and self._options.evaluation is not None:
@@ -334,11 +338,13 @@ class TrainingLoop:
             )
 
     def _not_finite(self, loss: float, number: int) -> NonFiniteLossError:
+        times = f", {self._nonfinite} times in a row" if self._nonfinite > 1 else ""
         return NonFiniteLossError(
-            f"the loss is {loss} at step {number}: training diverged, or a batch holds numbers "
-            f"that are not finite.{self._saved()} Lower the learning rate, or clip gradients: "
-            "optax.chain(optax.clip_by_global_norm(1.0), optimizer). allow_nonfinite=True goes on "
-            "all the same.",
+            f"the loss is {loss} at step {number}{times}: training diverged, or a batch holds "
+            f"numbers that are not finite.{self._saved()} Lower the learning rate; or clip the "
+            "gradient, build_train_step_fn(..., clip_global_norm=1.0); or skip such updates, "
+            "skip_nonfinite=True there and in TrainState.initial_state. allow_nonfinite=True goes "
+            "on all the same.",
             state=self.state,
         )
 

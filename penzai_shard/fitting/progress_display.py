@@ -16,6 +16,7 @@ from penzai_shard.fitting.log_records import LogRecord
 # the last.
 SECONDS_BETWEEN_DRAWINGS = 0.2
 SECONDS_BETWEEN_LINES = 10.0
+BAR_WIDTH = 16
 
 
 class ProgressDisplay:
@@ -148,7 +149,7 @@ class TerminalBar(_Bar):
         self._bar = progress.Progress(
             "step",
             progress.MofNCompleteColumn(),
-            progress.BarColumn(bar_width=20),
+            progress.BarColumn(bar_width=BAR_WIDTH),
             progress.TimeRemainingColumn(),
             "{task.fields[figures]}",
             console=console,
@@ -161,6 +162,20 @@ class TerminalBar(_Bar):
         self._task = self._bar.add_task("training", total=last, completed=done, figures="compiling")
         self._bar.start()
         super().begin(done, last)
+
+    def figures(self) -> str:
+        """As many figures of the last record as the terminal has room for."""
+        if self.record is None:
+            return super().figures()
+        total = "?" if self.last is None else str(self.last)
+        room = self._console.width - len(f"step {total}/{total} {'':{BAR_WIDTH}} 0:00:00 ")
+        text = ""
+        for part in self.record.parts():
+            longer = f"{text}, {part}" if text else part
+            if len(longer) > room:
+                break
+            text = longer
+        return text
 
     def draw(self) -> None:
         """As for the base class."""

@@ -45,7 +45,7 @@ def test_the_demo_does_the_whole_job_on_another_mesh_and_names_its_files(tmp_pat
     assert [line for line in lines if len(line.rstrip()) > 80 and str(tmp_path) not in line] == []
     bars = [line for line in lines if line.startswith("step ")]
     assert "compiling" in bars[0]
-    assert re.search(r"loss \d\.\d{3} nats/byte, [\d,]+ tokens/s", bars[-1])
+    assert re.search(r"3/3 .* loss \d\.\d{4}, [\d,]+ tokens/s, [\d.,]+ ms/step", bars[-1])
     assert not any("nan" in bar or "inf" in bar for bar in bars)
     printed = " ".join(" ".join(lines).split())
     assert "on mesh (data=2, model=4) each device holds" in printed

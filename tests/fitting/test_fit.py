@@ -19,11 +19,13 @@ from penzai_shard import (
     ShardingWarning,
     StatefulTrainer,
     TrainState,
+    build_eval_step_fn,
     build_train_step_fn,
     fit,
     restore_train_state,
 )
 from penzai_shard.errors import NonFiniteLossError, RuleTypeError, TrainingStoppedError
+from penzai_shard.fitting import fit_call
 from tests.fitting import killed_run
 from tests.fitting.conftest import RULES, CountingIterator, numbers
 
@@ -313,23 +315,22 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(setting, run,
     assert np.isfinite(losses_of(records)).tolist() == [True] * 4 + [False] * 5
 
 
-def test_a_step_that_skips_updates_that_are_not_finite_may_see_such_losses(setting):
-    class Skipping:
-        skips_nonfinite = True
+def test_a_step_that_skips_updates_that_are_not_finite_goes_on_for_a_while(setting, monkeypatch):
+    model = {"w": pz.nx.wrap(jnp.zeros(4), "features")}
+    optimizer, key = optax.adam(0.1), jax.random.key(0)
+    state = TrainState.initial_state(model, optimizer, key, skip_nonfinite=True)
+    step = build_train_step_fn(setting.loss_fn, skip_nonfinite=True)
+    monkeypatch.setattr(fit_call, "MOST_SKIPPED", 3)
 
-        def __call__(self, state, x):
-            state, aux = setting.step(state, x=x)
-            return state, {"loss": aux["loss"] * float("inf")}
+    def train(factors):
+        batches = ({"x": b["x"] * np.float32(f)} for b, f in zip(numbers(), factors, strict=False))
+        return fit(state, step, batches, steps=None, shard_batch=setting.place, progress=False)
 
-    state = fit(
-        setting.make_state(),
-        Skipping(),
-        numbers,
-        steps=3,
-        shard_batch=setting.place,
-        progress=False,
-    )
-    assert int(state.step) == 3
+    nan = float("nan")
+    done = train([1, nan, nan, nan, 1, nan, 1])
+    assert (int(done.step), int(done.guards["skipped_steps"])) == (7, 4)
+    with pytest.raises(NonFiniteLossError, match=r"the loss is nan at step 5, 4 times in a row: "):
+        train([1, nan, nan, nan, nan, 1])
 
 
 @pytest.mark.parametrize("steps", [4, None])
@@ -370,6 +371,17 @@ def test_evaluation_is_averaged_and_does_not_change_the_run(setting, run, by_han
     assert records[3].evaluation["error"] == 8.0
     assert losses_of(records) == by_hand[0][1:5]
     assert "evaluation error 2.0000" in str(records[0])
+
+
+def test_an_evaluation_step_gives_its_loss_and_its_outputs(setting, run):
+    _, (record,) = run(
+        steps=1,
+        evaluate_every=1,
+        eval_step=build_eval_step_fn(setting.loss_fn),
+        eval_batches=list(numbers(2)),
+    )
+    assert set(record.evaluation) == {"loss", "largest"}
+    assert record.evaluation["largest"] == pytest.approx(0.125)
 
 
 def test_an_aux_that_is_the_loss_and_a_loss_by_another_name(setting, run):

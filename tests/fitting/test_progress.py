@@ -53,6 +53,7 @@ def test_figures_are_for_people():
         "loss 0.5000, 12,346 tokens/s, 250.0 ms/step, 3.0 GiB of 16.0 GiB per device, lr 0.001"
     )
     assert str(MemoryUse(2**20, "process")) == "1.0 MiB process"
+    assert str(record(1, loss=None, seconds_per_step=12.34)) == "12.3 s/step"
 
 
 def test_memory_is_that_of_the_fullest_device_where_devices_say_it(monkeypatch):
@@ -140,6 +141,15 @@ def test_a_terminal_has_a_bar_that_ends_full(train, tmp_path):
     assert "complete:" in plain
     # The cursor is shown again.
     assert written.getvalue().rindex("\x1b[?25h") > written.getvalue().rindex("\x1b[?25l")
+
+
+def test_a_narrow_terminal_gets_the_figures_that_it_has_room_for(train):
+    written = io.StringIO()
+    train(progress=Console(file=written, force_terminal=True, width=64))
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.getvalue())
+    bars = [line.rstrip() for line in re.split(r"[\r\n]+", plain) if line.startswith("step ")]
+    assert max(map(len, bars)) <= 64
+    assert re.search(r"loss \d\.\d{4}(, [\d,]+ tokens/s)?$", bars[-1])
 
 
 def test_a_console_that_is_no_terminal_gets_lines(train):
