@@ -324,6 +324,22 @@ def test_orbax_has_paths_of_object_stores():
     assert str(path / "params") == "gs://bucket/run/params"
 
 
+def test_a_region_says_which_mesh_axes_it_takes_over_and_which_not():
+    seen = []
+
+    def look(x):
+        seen.append((jax_api.manual_mesh_axes(), jax_api.automatic_mesh_axes()))
+        return x
+
+    mesh = penzai_shard.make_mesh({"data": 4, "model": 2})
+    spec = jax.sharding.PartitionSpec()
+    jax.jit(
+        jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"data"})
+    ).lower(1.0)
+    assert seen == [({"data"}, {"model"})]
+    assert not jax_api.automatic_mesh_axes()
+
+
 # Nothing else uses them
 
 PACKAGE = pathlib.Path(penzai_shard.__file__).parent

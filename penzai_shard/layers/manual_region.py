@@ -5,15 +5,16 @@ computes. A value's type says along which of them it *varies*, which is to say t
 hold different ones.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from penzai_shard.errors import MeshError, RuleTypeError, ShardingError, raise_all
-from penzai_shard.library_apis.jax_api import manual_mesh_axes
+from penzai_shard.library_apis.jax_api import automatic_mesh_axes, manual_mesh_axes
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.rule_kinds import nearest_name
 
@@ -57,6 +58,29 @@ def as_varying(array: Any, mesh_axes: Iterable[str]) -> Any:
     """
     missing = tuple(sorted(set(mesh_axes) - varying_axes(array)))
     return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+
+def with_all_mesh_axes(
+    function: Callable[[Any], Any], array: Any, spec: PartitionSpec, *, tracked: bool = True
+) -> Any:
+    """A function that moves data over manual mesh axes, run with the other ones taken over too.
+
+    The compiler does not know how to gather or scatter an array that it has split itself: it
+    gathers it whole first, and cuts it up again. And on CPUs it aborts the process where numbers
+    of 16 bits are to be added up while mesh axes are left to it.
+
+    Args:
+        function: The function of one array.
+        array: The array.
+        spec: How array and result are split over the mesh axes that are left to the compiler.
+        tracked: Whether JAX tracks what varies.
+    """
+    others = automatic_mesh_axes()
+    if not others:
+        return function(array)
+    return jax.shard_map(
+        function, in_specs=spec, out_specs=spec, axis_names=set(others), check_vma=tracked
+    )(array)
 
 
 def device_position(mesh_axes: Sequence[str]) -> Any:

@@ -137,6 +137,17 @@ def changes_form_alone(primitive: Any) -> bool:
     return primitive.name in _OF_FORM_ALONE
 
 
+def automatic_mesh_axes() -> frozenset[str]:
+    """The mesh axes that a ``jax.shard_map`` around this call has left to the compiler.
+
+    >>> automatic_mesh_axes()
+    frozenset()
+    """
+    manual = manual_mesh_axes()
+    every = jax.sharding.get_abstract_mesh().axis_names
+    return frozenset(every) - manual if manual else frozenset()
+
+
 def source_frames(equation: JaxprEqn) -> list[tuple[str, str, int]]:
     """File, function and line of each call that led to an operation, the innermost first.
 

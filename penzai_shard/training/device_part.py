@@ -11,6 +11,7 @@ from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.layers.manual_region import (
     as_varying,
     varying_axes,
+    with_all_mesh_axes,
 )
 from penzai_shard.layers.shard_map_regions.boundaries import BoundaryTree, take_apart
 from penzai_shard.layers.shard_map_regions.region_plan import Crossing, Tracking
@@ -149,7 +150,11 @@ class DevicePart(WholeBatch):
 
     def mean(self, value: jax.Array) -> jax.Array:
         """The mean over the devices."""
-        return jax.lax.pmean(as_varying(value, self.axes.names), self.axes.names)
+        names = self.axes.names
+        value = as_varying(value, names)
+        return with_all_mesh_axes(
+            lambda value: jax.lax.pmean(value, names), value, PartitionSpec(), tracked=self.tracked
+        )
 
     def summed(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
         """The gradients added up over the devices, as they leave the region."""

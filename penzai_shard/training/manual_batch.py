@@ -20,7 +20,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.layers.manual_region import (
-    as_varying,
     check_manual_axes,
     device_position,
     manual_axes,
@@ -194,7 +193,10 @@ class ManualBatch:
                 rng = jax.random.fold_in(rng, device_position(axes.names))
                 batch = self.make(local, rng, own["inputs"], UpdateLayout.unknown(), scale, device)
                 # As differing between devices, so that each has a gradient of its own to add up.
-                own_weights = [as_varying(array, axes.names) for array in own_weights]
+                own_weights = [
+                    weight.entering.varying(array, axes.names, tracking)
+                    for weight, array in zip(crossings, own_weights, strict=True)
+                ]
                 return compute(batch, weights.put_together(own_weights), device)
 
             mapped = jax.shard_map(
@@ -209,6 +211,9 @@ class ManualBatch:
                 axis_names=set(axes.names),
                 check_vma=tracking is not Tracking.UNTRACKED,
             )
+            if len(axes.names) < len(self.mesh.axis_names):
+                # What is left to the compiler has to be compiled, in a step that is not, too.
+                mapped = jax.jit(mapped)
             with auto_context():
                 return mapped(weight_arrays, example_arrays, constant_arrays)
 

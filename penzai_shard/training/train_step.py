@@ -80,7 +80,8 @@ def build_train_step_fn(
             number from example to example, such as tokens that are not padding, the pair
             ``(sum, count)``, so that microbatches and devices weigh in with their counts.
             ``new_state`` is of the form of ``state``, and ``aux`` any tree of arrays.
-        jit: Whether to compile. If not, everything runs eagerly, to be debugged.
+        jit: Whether to compile. If not, everything runs eagerly, to be debugged; but for the loss
+            under ``manual_axes`` if these are not all mesh axes.
         donate_params_and_state: Whether the new state may take the memory of the old one, which
             is then unusable, and so is any model that shares its arrays. Frozen parameters,
             constants and the random key are never donated.

@@ -11,7 +11,13 @@ from penzai import pz
 from benchmarks.compiled_collectives import read_collectives
 from penzai_shard import AxisRules, fully_sharded, manual_fsdp, placement
 from penzai_shard.errors import MeshError, RuleTypeError
-from penzai_shard.layers import Checkpointed, ConstrainShardingByName, RolledLayerStack, ShardMapped
+from penzai_shard.layers import (
+    Checkpointed,
+    ConstrainShardingByName,
+    ManualRegionError,
+    RolledLayerStack,
+    ShardMapped,
+)
 from penzai_shard.layers.manual_region import manual_axes
 from penzai_shard.meshes import make_mesh
 from tests.model_families import drawn
@@ -133,6 +139,43 @@ def test_loops_and_rematerialisation_keep_the_split(edit):
     gathers = [one for one in read_collectives(program, MESH) if one.kind == "all-gather"]
     assert gathers
     assert {one.mesh_axes for one in gathers} == {("data",)}
+
+
+class TestHalfPrecision:
+    """XLA's compiler for CPUs aborts on such sums where it has to split something itself."""
+
+    def gradients(self, activation, dtype):
+        # The bias is split over the model axis alone: its gradient is a sum over the other.
+        bias = pz.nn.AddBias.from_config("bias", jax.random.key(1), {"neurons": 16})
+        edited = drawn(lambda key: pz.nn.Sequential([block("block", key).sublayers[0], bias]))
+        edited = pz.nn.Sequential([*edited.sublayers, pz.nn.Elementwise(activation)])
+        slots, parameters = pz.unbind_params(edited, freeze=True)
+
+        def loss(parameters, x):
+            output = by_hand(pz.bind_variables(slots, parameters))(x)
+            return jnp.mean(output.unwrap("batch", "neurons").astype(jnp.float32) ** 2)
+
+        given = jax.tree_util.tree_map(lambda array: array.astype(dtype), (parameters, X))
+        return jax.tree_util.tree_leaves(jax.jit(jax.grad(loss))(*given))
+
+    def test_gradients_of_parameters_that_are_not_split_are_summed(self):
+        half, single = (self.gradients(jnp.tanh, dtype) for dtype in (jnp.bfloat16, jnp.float32))
+        assert half[1].dtype == jnp.bfloat16
+        for have, want in zip(half, single, strict=True):
+            np.testing.assert_allclose(have.astype(jnp.float32), want, atol=0.01)
+
+    def test_where_jax_cannot_tell_what_differs_it_is_refused(self):
+        def looping(x):
+            start = jnp.zeros(x.shape, x.dtype)
+            return jax.lax.fori_loop(0, 2, lambda _, carry: carry + x, start)
+
+        self.gradients(looping, jnp.float32)
+        with pytest.raises(ManualRegionError, match="cannot add up gradients of 16 bits") as caught:
+            self.gradients(looping, jnp.bfloat16)
+        assert caught.value.problems[0] == (
+            "sublayers/0/weights/value: is of bfloat16. Take over all mesh axes, "
+            "manual_axes=('data', 'model'), or compute in float32."
+        )
 
 
 def taken_over(mesh, rules, names=("batch", "embedding"), **options):

@@ -201,6 +201,41 @@ def test_optimizers_that_ask_for_the_loss_get_that_of_the_whole_batch():
     check_same(found, trained(rules, 3, optimizer_def=asking_optimizer()))
 
 
+def test_guards_see_the_gradient_of_the_whole_batch():
+    """Half precision, too, where XLA's compiler for CPUs cannot add up what it splits itself."""
+
+    def linear(model, rng, state, x, y):
+        product = x.unwrap("batch", "features").astype(jnp.float16) @ model["w"].unwrap(
+            "features", "out"
+        ).astype(jnp.float16)
+        return jnp.mean(product * model["scale"].astype(jnp.float16)), state, {}
+
+    weights = {"w": pz.nx.wrap(jnp.ones((8, 8)), "features", "out"), "scale": jnp.ones(8)}
+    guards = {
+        "loss_scaling": "dynamic",
+        "clip_global_norm": 0.01,
+        "skip_nonfinite": True,
+        "step_metrics": ("loss", "gradient_norm", "loss_scale"),
+    }
+    found = []
+    for options in ({"manual_axes": "data"}, {}):
+        state, shardings = on_mesh(
+            weights,
+            {"features": "data", "out": "model"},
+            optimizer_def=optax.sgd(0.1),
+            loss_scaling="dynamic",
+            skip_nonfinite=True,
+        )
+        step = build_train_step_fn(linear, train_state_shardings=shardings, **guards, **options)
+        found.append(step(state, **shard_batch(batch(), MESH, {"batch": "data"})))
+    (state, metrics), (expected, expected_metrics) = found
+    for name, value in expected_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=5e-3, err_msg=name)
+    for name, value in expected.params.items():
+        for have, want in zip(*map(jax.tree.leaves, (state.params[name], value)), strict=True):
+            np.testing.assert_allclose(have, want, rtol=1e-4)
+
+
 class TestCompilation:
     def test_one_compilation_serves_all_steps_and_donates(self):
         traces = []
@@ -233,10 +268,18 @@ class TestCompilation:
         losses = trained(rules, 2, mesh, manual_axes="data")[1]
         np.testing.assert_allclose(losses, alone[1][:2], rtol=1e-5)
 
-    def test_without_compilation_it_is_the_same(self):
-        rules = {"features": "data", "out": "model"}
+    @pytest.mark.parametrize(
+        ("mesh", "rules"),
+        [
+            (make_mesh({"data": 8}), {"features": "data"}),
+            # What is left to the compiler is compiled all the same.
+            (MESH, {"features": "data", "out": "model"}),
+        ],
+        ids=["all manual", "both"],
+    )
+    def test_without_compilation_it_is_the_same(self, mesh, rules):
         weights = pz.nx.wrap(jnp.linspace(-1, 1, 64).reshape(8, 8), "features", "out")
-        placed = shard_batch(batch(), MESH, {"batch": "data"})
+        placed = shard_batch(batch(), mesh, {"batch": "data"})
 
         def linear(model, rng, state, x, y):
             product = x.unwrap("batch", "features") @ model["w"].unwrap("features", "out")
@@ -244,7 +287,7 @@ class TestCompilation:
 
         results = []
         for jit in (True, False):
-            state, _ = on_mesh({"w": weights}, rules, optimizer_def=optax.sgd(0.1))
+            state, _ = on_mesh({"w": weights}, rules, mesh, optax.sgd(0.1))
             step = build_train_step_fn(linear, jit=jit, manual_axes="data")
             state, aux = step(state, **placed)
             results.append((state.params["w"].data_array, aux["loss"]))

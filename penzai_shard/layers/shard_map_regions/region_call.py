@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from penzai import pz
 
-from penzai_shard.errors import ShardingError
+from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.shard_map_regions.boundaries import BoundaryTree, take_apart
 from penzai_shard.layers.shard_map_regions.following import collectives
@@ -24,6 +25,7 @@ from penzai_shard.layers.shard_map_regions.region_plan import (
     Region,
     RegionPlan,
     Tracking,
+    is_of_16_bits,
 )
 from penzai_shard.model_variables import thawed
 from penzai_shard.traced_programs import equations, exception_location_text
@@ -185,6 +187,8 @@ class RegionCall:
     ) -> list[Any]:
         """Runs the program with what JAX can do of its best tracking."""
         tracking, *others = trackings
+        if tracking is not Tracking.VARYING:
+            self._refuse_sums_of_16_bits(plan, arrays)
 
         def run(*own: Any) -> list[Any]:
             _, found = program.run(plan.inside(own, tracking))
@@ -210,6 +214,24 @@ class RegionCall:
             return self._call(plan, program, arrays, others)
 
     # What went wrong.
+
+    def _refuse_sums_of_16_bits(self, plan: RegionPlan, arrays: Sequence[Any]) -> None:
+        """Refuses what would end the process, now that JAX places the sums of gradients itself."""
+        mesh, automatic = self.region.mesh, self.region.automatic
+        if not automatic or not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "cpu":
+            return
+        raise_all(
+            ManualRegionError,
+            "XLA's compiler for CPUs cannot add up gradients of 16 bits in this layer, as it "
+            f"leaves {', '.join(map(repr, automatic))} to the compiler and JAX cannot tell what "
+            "differs between its devices:",
+            [
+                f"{crossing.path.lstrip('0123456789/')}: is of {array.dtype}. Take over all mesh "
+                f"axes, manual_axes={tuple(mesh.axis_names)}, or compute in float32."
+                for crossing, array in zip(plan.inputs, arrays, strict=True)
+                if is_of_16_bits(array)
+            ],
+        )
 
     def _explain(self, plan: RegionPlan, arrays: Sequence[Any], error: Exception) -> None:
         """Says what is known of a layer that cannot be traced on one device's part."""

@@ -7,11 +7,17 @@ from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import ShardingError, raise_all
-from penzai_shard.layers.manual_region import device_position, varying_axes
+from penzai_shard.layers.manual_region import (
+    as_varying,
+    device_position,
+    varying_axes,
+    with_all_mesh_axes,
+)
 from penzai_shard.layers.shard_map_regions.boundaries import BoundaryTree
 from penzai_shard.layers.shard_map_regions.split_values import Flow, Split, mesh_axes_of
 from penzai_shard.meshes import AnyMesh
@@ -135,13 +141,11 @@ class Crossing:
         The transpose of the gather is the scatter of the gradients' sum where the devices see
         different activations, and taking one's own part of the gradient where they see the same.
 
-        Along the mesh axes that are left to the compiler the array stays as it is. The compiler
-        does not know how to gather it so: it would gather it along those first, and cut it up
-        again. So the gather itself is done with all mesh axes taken over.
+        Along the mesh axes that are left to the compiler the array stays as it is.
         """
         moved = {i for i in self.whole_inside if self.mesh_axes[i]}
         gather = functools.partial(self._gathered, varying=varying, tracking=tracking)
-        return self._with_all_taken_over(gather, array, moved, tracking) if moved else array
+        return self._apart(gather, array, moved, tracking) if moved else array
 
     def scattered(
         self, array: Any, dimension: int, mesh_axes: tuple[str, ...], tracking: Tracking
@@ -151,17 +155,17 @@ class Crossing:
         def scatter(array: Any) -> Any:
             return jax.lax.psum_scatter(array, mesh_axes, scatter_dimension=dimension, tiled=True)
 
-        return self._with_all_taken_over(scatter, array, {dimension}, tracking)
+        return self._apart(scatter, array, {dimension}, tracking)
 
     def summed(self, array: Any, mesh_axes: tuple[str, ...], tracking: Tracking) -> Any:
         """The sum of the devices' arrays, whole on each."""
+        return self._apart(lambda array: jax.lax.psum(array, mesh_axes), array, (), tracking)
 
-        def add_up(array: Any) -> Any:
-            return jax.lax.psum(array, mesh_axes)
+    def varying(self, array: Any, mesh_axes: Iterable[str], tracking: Tracking) -> Any:
+        """The array as one that differs between the devices; its gradient is summed."""
+        return self._apart(lambda array: as_varying(array, mesh_axes), array, (), tracking)
 
-        return self._with_all_taken_over(add_up, array, (), tracking)
-
-    def _with_all_taken_over(
+    def _apart(
         self,
         function: Callable[[Any], Any],
         array: Any,
@@ -170,13 +174,8 @@ class Crossing:
     ) -> Any:
         entries = enumerate(self.automatic)
         spec = canonical_spec(() if i in moved else entry for i, entry in entries)
-        others = mesh_axes_used(spec)
-        if not others:
-            return function(array)
-        checked = tracking is not Tracking.UNTRACKED
-        return jax.shard_map(
-            function, in_specs=spec, out_specs=spec, axis_names=set(others), check_vma=checked
-        )(array)
+        tracked = tracking is not Tracking.UNTRACKED
+        return with_all_mesh_axes(function, array, spec, tracked=tracked)
 
     def _gathered(self, array: Any, varying: Container[str], tracking: Tracking) -> Any:
         for dimension in sorted(self.whole_inside):
@@ -208,6 +207,11 @@ class Crossing:
         if varying_axes(array) - {name for entry in self.mesh_axes for name in entry}:
             raise NotReplicatedError(self.path)
         return array
+
+
+def is_of_16_bits(array: Any) -> bool:
+    """Whether an array holds floating-point numbers of 16 bits or fewer."""
+    return bool(jnp.issubdtype(array.dtype, jnp.floating)) and array.dtype.itemsize <= 2
 
 
 def crossings(
@@ -337,6 +341,10 @@ class RegionPlan:
             crossing.gathered(array, varying, tracking)
             for crossing, array in zip(self.inputs, arrays, strict=True)
         ]
+        if self.region.automatic and varying:
+            for index, crossing in enumerate(self.inputs):
+                if is_of_16_bits(found[index]):
+                    found[index] = crossing.varying(found[index], varying, tracking)
         for index in self.keys if self.random_axes else ():
             found[index] = jax.random.fold_in(found[index], device_position(self.random_axes))
         return found
