@@ -70,6 +70,23 @@ def restore_arrays(
     )
 
 
+def refuse_other_arrays(
+    path: PathLike, kind: str, leaves: Mapping[str, NamedLeaf], tolerance: Tolerance
+) -> None:
+    """Compares arrays with those of a checkpoint, and reads none.
+
+    Args:
+        path: The checkpoint's directory.
+        kind: What is to be restored: ``"params"`` or ``"train_state"``.
+        leaves: The arrays to be filled, by name.
+        tolerance: What may differ.
+
+    Raises:
+        ShardingError: As ``restore_arrays`` does, but for what is found while reading arrays.
+    """
+    _compared(read_manifest(path), kind, leaves, tolerance)
+
+
 def _restored_once(
     manifest: Manifest,
     kind: str,
@@ -77,6 +94,23 @@ def _restored_once(
     shardings: Mapping[str, Any],
     tolerance: Tolerance,
 ) -> dict[str, jax.Array]:
+    manifest, orders = _compared(manifest, kind, leaves, tolerance)
+    if manifest.caveat:
+        warn_caller([f"the checkpoint at {manifest.path} {manifest.caveat}"])
+    structs = {
+        name: _struct_as_stored(leaf, shardings[name], orders.get(name))
+        for name, leaf in leaves.items()
+    }
+    arrays = load_arrays(manifest, structs)
+    for name, order in orders.items():
+        arrays[name] = _transposed(arrays[name], order, shardings[name])
+    return arrays
+
+
+def _compared(
+    manifest: Manifest, kind: str, leaves: Mapping[str, NamedLeaf], tolerance: Tolerance
+) -> tuple[Manifest, Any]:
+    """What of a checkpoint is to be read, and the order of dimensions where it differs."""
     if kind == "params" and manifest.kind == "train_state":
         manifest = manifest.part("params")
     if kind == "train_state" and manifest.kind == "params":
@@ -98,16 +132,7 @@ def _restored_once(
         if kind == "train_state":
             _name_another_optimizer(manifest, leaves, error)
         raise
-    if manifest.caveat:
-        warn_caller([f"the checkpoint at {manifest.path} {manifest.caveat}"])
-    structs = {
-        name: _struct_as_stored(leaf, shardings[name], orders.get(name))
-        for name, leaf in leaves.items()
-    }
-    arrays = load_arrays(manifest, structs)
-    for name, order in orders.items():
-        arrays[name] = _transposed(arrays[name], order, shardings[name])
-    return arrays
+    return manifest, orders
 
 
 def _name_another_optimizer(

@@ -15,7 +15,7 @@ from penzai_shard.checkpointing.comparison import AxisMismatch, DtypeMismatch, E
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.orbax_store import save_arrays
 from penzai_shard.checkpointing.parameter_dict import param_dict
-from penzai_shard.checkpointing.restoring import restore_arrays
+from penzai_shard.checkpointing.restoring import refuse_other_arrays, restore_arrays
 from penzai_shard.errors import RuleTypeError, raise_all
 from penzai_shard.planning import PlacingRequest, ShardingPlan
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
@@ -55,6 +55,20 @@ def save_train_state(path: PathLike, train_state: Any, *, overwrite: bool = Fals
     _refuse_other_kinds("save_train_state", train_state)
     leaves = ArraysByName(train_state, "saving").leaves
     return save_arrays(path, leaves, kind="train_state", overwrite=overwrite)
+
+
+def refuse_other_state(path: PathLike, train_state: Any) -> None:
+    """Refuses a state that a checkpoint does not fit, without reading an array.
+
+    Args:
+        path: The checkpoint's directory.
+        train_state: The state, concrete or abstract; its arrays may be deleted.
+
+    Raises:
+        ShardingError: As ``restore_train_state`` does.
+    """
+    leaves = ArraysByName(train_state, "restoring").leaves
+    refuse_other_arrays(path, "train_state", leaves, Tolerance())
 
 
 def restore_train_state(

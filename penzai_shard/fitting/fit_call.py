@@ -72,7 +72,8 @@ def fit(
     those of a run that was never stopped. A dataset or an iterator of grain, or anything else whose
     iterator has ``get_state()`` and ``set_state(state)``, is put where it was; of all others, as
     many batches are drawn and dropped as steps have used them, so they must come in the same order
-    again. What was placed ahead and not used does not count.
+    again. What was placed ahead and not used does not count. A checkpoint is read into the layout
+    of ``state``, whose own memory is freed before if the step donates.
 
     **Stopping.** On Ctrl-C, or the SIGTERM that clusters send, the step under way is finished and
     the state saved, if there is a place for it. Then ``KeyboardInterrupt`` is raised, or
@@ -126,7 +127,7 @@ def fit(
     Raises:
         NonFiniteLossError: The loss is infinite or not a number; names the step.
         TrainingStoppedError: The batches ended early, or the folder is of another run. Like the
-            error above it has the last ``state``.
+            error above, and any other that ends the steps, it has the last ``state``.
         ShardingError: An argument cannot be read, a batch cannot be placed, or as ``step`` does.
         CheckpointWriteError: The state cannot be saved.
         Exception: What the iterator of batches raised; the state is saved before.
@@ -189,7 +190,10 @@ def fit(
         stop_event=stop_event,
     )
     with display:
-        state, position, saved = _starting_point(state, folder, steps, display, resume=resume)
+        frees = getattr(step, "donate", False)
+        state, position, saved = _starting_point(
+            state, folder, steps, display, resume=resume, frees=frees
+        )
         if saved is not None and steps is not None and saved >= steps:
             return state
         loop = TrainingLoop(state, step, source, position, options, folder, display, saved)
@@ -211,11 +215,13 @@ def _starting_point(
     display: ProgressDisplay,
     *,
     resume: bool,
+    frees: bool,
 ) -> tuple[TrainState, Position, int | None]:
     """The state to start from, its place in the batches, and the step of its checkpoint."""
     given = 0 if is_abstract(state.step) else int(state.step)
     newest = None
     if folder is not None:
+        folder.prepare()
         if not resume:
             folder.refuse_other_run()
         newest = folder.newest()
@@ -226,6 +232,11 @@ def _starting_point(
                 f"ends. To train {steps} steps more: steps={given + steps}.",
                 state=state,
             )
+        if is_abstract(state.step):
+            raise RuleTypeError(
+                "this train state is abstract, and there is no checkpoint to fill it from. Make "
+                "one with values, for instance with Layout.build."
+            )
         return state, Position(), None
     if newest < given:
         raise TrainingStoppedError(
@@ -234,21 +245,21 @@ def _starting_point(
             "Choose another folder.",
             state=state,
         )
-    restored, position = folder.restore(state, newest)
+    restored, position = folder.restore(state, newest, frees=frees)
+    is_free = _is_free(state)
     is_complete = steps is not None and newest >= steps
     display.say(
         f"{'complete' if is_complete else 'resumed'}: {folder.shown(newest)}, "
         f"{position.used} batches used"
     )
-    return _free_as(state, restored), position, newest
+    # As it was before it was saved, so that it goes where the batches are.
+    return jax.tree.map(_uncommitted, restored) if is_free else restored, position, newest
 
 
-def _free_as(given: TrainState, restored: TrainState) -> TrainState:
-    """A restored state that JAX may place if the given one was such, as before it was saved."""
-    before = jax.tree.leaves(given)
-    if any(not isinstance(leaf, jax.Array) or leaf.committed for leaf in before):
-        return restored
-    return jax.tree.map(_uncommitted, restored)
+def _is_free(state: TrainState) -> bool:
+    """Whether JAX may place all of a state."""
+    leaves = jax.tree.leaves(state)
+    return all(isinstance(leaf, jax.Array) and not leaf.committed for leaf in leaves)
 
 
 def _uncommitted(leaf: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ It gives the devices a step before it reads what the step before returned, so th
 for Python; batches come from a thread that places them meanwhile.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
@@ -157,9 +158,11 @@ class TrainingLoop:
                     self._go()
                     self._end()
                 self._put_back(iterator)
-        except (TrainingStoppedError, KeyboardInterrupt) as error:
+        except BaseException as error:
             if getattr(error, "state", None) is None:
-                error.state = self.state  # type: ignore[union-attr]
+                # Not every class of exceptions takes further attributes.
+                with contextlib.suppress(AttributeError, TypeError):
+                    error.state = self.state  # type: ignore[attr-defined]
             raise
         received = self._stops.reason()
         if received is StopReason.EVENT and self.done == self._options.last:
@@ -338,11 +341,15 @@ class TrainingLoop:
             )
 
     def _not_finite(self, loss: float, number: int) -> NonFiniteLossError:
+        if self._saved_at is not None and self._saved_at == number - self._nonfinite:
+            doubt = " It was saved just before: if it cannot be gone on from, remove it."
+        else:
+            doubt = ""
         times = f", {self._nonfinite} times in a row" if self._nonfinite > 1 else ""
         return NonFiniteLossError(
             f"the loss is {loss} at step {number}{times}: training diverged, or a batch holds "
-            f"numbers that are not finite.{self._saved()} Lower the learning rate; or clip the "
-            "gradient, build_train_step_fn(..., clip_global_norm=1.0); or skip such updates, "
+            f"numbers that are not finite.{self._saved()}{doubt} Lower the learning rate; or "
+            "clip the gradient, build_train_step_fn(..., clip_global_norm=1.0); or skip such updates, "
             "skip_nonfinite=True there and in TrainState.initial_state. allow_nonfinite=True goes "
             "on all the same.",
             state=self.state,

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from typing import Any
 
 import jax
@@ -22,9 +23,16 @@ from penzai_shard.checkpointing.locations import (
     is_remote,
     path_object,
 )
-from penzai_shard.errors import CheckpointExistsError, TrainingStoppedError
+from penzai_shard.checkpointing.train_states import refuse_other_state
+from penzai_shard.errors import (
+    CheckpointExistsError,
+    CheckpointWriteError,
+    TrainingStoppedError,
+)
 from penzai_shard.fitting.batch_sources import Position
-from penzai_shard.processes import failing_together, refuse_differences
+from penzai_shard.library_apis import orbax_api
+from penzai_shard.processes import failing_together, on_first_process, refuse_differences
+from penzai_shard.training.train_state import to_flat
 
 _STEP = re.compile(r"step_(\d{8,})")
 _BATCHES = re.compile(r"step_(\d{8,})\.batches-(\d+)-of-(\d+)\.json")
@@ -120,8 +128,44 @@ class RunFolder:
             self._remove_old()
         return path
 
-    def restore(self, state: Any, step: int) -> tuple[Any, Position]:
+    def prepare(self) -> None:
+        """Makes the folder, and finds out whether checkpoints can be written there.
+
+        Raises:
+            CheckpointWriteError: They cannot.
+            CheckpointExistsError: It is a checkpoint itself.
+            MissingExtraError: Orbax is not installed.
+        """
+        orbax_api.orbax()
+        if is_remote(self.where):
+            return
+
+        def try_it() -> None:
+            try:
+                os.makedirs(self.where, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.where):
+                    pass
+            except OSError as error:
+                raise CheckpointWriteError(
+                    f"cannot write checkpoints to {self.where}: {error.strerror}. Give another "
+                    "folder."
+                ) from error
+            if os.path.exists(os.path.join(self.where, SEAL)):
+                raise CheckpointExistsError(
+                    f"{self.where} is a checkpoint. Give the folder that holds those of a run, for "
+                    f"instance {os.path.dirname(self.where)}."
+                )
+
+        on_first_process("preparing the folder of the run", try_it)
+
+    def restore(self, state: Any, step: int, *, frees: bool = False) -> tuple[Any, Position]:
         """The state of a step, laid out as a given one is, and its place in the batches.
+
+        Args:
+            state: The given one.
+            step: The step.
+            frees: Whether to free what a step would replace of the given one, once all is known to
+                fit, so that no device has to hold both.
 
         Raises:
             TrainingStoppedError: It was saved by another number of processes, each of which had
@@ -129,6 +173,12 @@ class RunFolder:
             CheckpointMismatchError: The checkpoint is of another state.
         """
         position = self._position(step)
+        refuse_other_state(self.checkpoint(step), state)
+        if frees:
+            # But for the step's number, which errors about a freed state name.
+            for leaf in to_flat(state).changing[1:]:
+                if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+                    leaf.delete()
         return restore_train_state(self.checkpoint(step), state), position
 
     def _position(self, step: int) -> Position:

@@ -16,6 +16,7 @@ from penzai import pz
 from penzai_shard import (
     CheckpointExistsError,
     CheckpointMismatchError,
+    CheckpointWriteError,
     ShardingWarning,
     StatefulTrainer,
     TrainState,
@@ -198,6 +199,66 @@ def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, capsys):
     assert killed.stdout.splitlines() == losses[:8]
     # Saved after every third step, and killed after the eighth.
     assert resumed == losses[6:]
+
+
+def test_memory_of_a_state_is_freed_before_the_checkpoint_is_read_into_its_layout(
+    setting, run, by_hand, tmp_path
+):
+    run(checkpoint=tmp_path, steps=3)
+    state = setting.make_state()
+    arrays = jax.tree.leaves((state.params, state.opt_state))
+    other = TrainState.initial_state({"v": jnp.zeros(4)}, optax.sgd(0.1), jax.random.key(0))
+    with pytest.raises(CheckpointMismatchError):
+        run(checkpoint=tmp_path, state=other)
+    assert not other.params["v"].is_deleted()
+    _, records = run(checkpoint=tmp_path, steps=4, state=state)
+    assert all(array.is_deleted() for array in arrays)
+    assert losses_of(records) == by_hand[0][3:4]
+
+
+def test_an_abstract_state_is_filled_from_the_checkpoint(setting, run, by_hand, tmp_path):
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+        setting.make_state(),
+    )
+    with pytest.raises(RuleTypeError, match="is abstract, and there is no checkpoint to fill it"):
+        run(state=abstract)
+    run(checkpoint=tmp_path, steps=3)
+    _, records = run(checkpoint=tmp_path, steps=5, state=abstract)
+    assert losses_of(records) == by_hand[0][3:5]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_any_step(run, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for path in ("file", "file/below"):
+        with pytest.raises(
+            CheckpointWriteError, match=r"cannot write checkpoints to .*: .*exists|Not"
+        ):
+            run(checkpoint=tmp_path / path)
+    run(checkpoint=tmp_path / "run", steps=1)
+    with pytest.raises(
+        CheckpointExistsError, match=r"is a checkpoint\. Give the folder that holds"
+    ):
+        run(checkpoint=tmp_path / "run" / "step_00000001")
+
+
+def test_an_error_in_the_callback_has_the_state(run):
+    def on_log(record):
+        if record.step == 3:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        run(on_log=on_log)
+    assert int(caught.value.state.step) == 4
+
+
+def test_a_checkpoint_from_just_before_the_loss_was_not_finite_is_doubted(run, tmp_path):
+    def batches():
+        for number, batch in enumerate(numbers(9)):
+            yield {"x": batch["x"] * np.float32("nan" if number == 4 else 1)}
+
+    with pytest.raises(NonFiniteLossError, match=r"step_00000004\. It was saved just before: if"):
+        run(batches, checkpoint=tmp_path, save_every=4)
 
 
 def test_a_finished_run_is_given_back_as_it_is(run, tmp_path, capsys):
