@@ -349,9 +349,9 @@ class TrainingLoop:
         return NonFiniteLossError(
             f"the loss is {loss} at step {number}{times}: training diverged, or a batch holds "
             f"numbers that are not finite.{self._saved()}{doubt} Lower the learning rate; or "
-            "clip the gradient, build_train_step_fn(..., clip_global_norm=1.0); or skip such updates, "
-            "skip_nonfinite=True there and in TrainState.initial_state. allow_nonfinite=True goes "
-            "on all the same.",
+            "clip the gradient, build_train_step_fn(..., clip_global_norm=1.0); or skip such "
+            "updates, skip_nonfinite=True there and in TrainState.initial_state. "
+            "allow_nonfinite=True goes on all the same.",
             state=self.state,
         )
 
