@@ -88,6 +88,7 @@ def laid_out(
     outputs: tuple[Any, ...] = (),
     parameters: Any = None,
     gradients_as_used: bool = True,
+    stored: Any = None,
 ) -> WrapperLayer:
     """A layer with its activations pinned, and its parameters gathered: one wrapper of an edit.
 
@@ -98,10 +99,11 @@ def laid_out(
         outputs: As for ``ConstrainActivations``.
         parameters: The rules of ``GatherParameters``; None uses parameters as they are stored.
         gradients_as_used: As for ``GatherParameters``.
+        stored: As for ``GatherParameters``.
 
     Returns:
         The layer, wrapped.
     """
     if parameters is not None:
-        layer = GatherParameters(layer, mesh, parameters, gradients_as_used)
+        layer = GatherParameters(layer, mesh, parameters, gradients_as_used, stored)
     return ConstrainActivations(layer, mesh, inputs, outputs)

@@ -43,6 +43,9 @@ class GatherParameters(WrapperLayer):
         rules: How parameters are laid out while they are used, in any form that ``AxisRules``
             reads: what no rule names is whole on every device.
         gradients_as_used: Whether gradients are summed in that layout too.
+        stored: How parameters are stored, if that is to be said again here. An ``InPrecision``
+            layer around this one casts them on the way; left to itself, the compiler may then
+            gather them before the cast, in twice the bytes.
 
     >>> from penzai_shard.meshes import make_mesh
     >>> from penzai_shard.placement import place
@@ -59,10 +62,14 @@ class GatherParameters(WrapperLayer):
         metadata={"pytree_node": False}
     )
     gradients_as_used: bool = dataclasses.field(default=True, metadata={"pytree_node": False})
+    stored: AxisRules | Mapping[Any, Any] | Sequence[Any] | None = dataclasses.field(
+        default=None, metadata={"pytree_node": False}
+    )
 
     def __post_init__(self) -> None:
         """Refuses rules that do not fit the mesh where they are written."""
-        PlanRequest.read("GatherParameters", self.mesh, AxisRules.of(self.rules))
+        for rules in (self.rules, () if self.stored is None else self.stored):
+            PlanRequest.read("GatherParameters", self.mesh, AxisRules.of(rules))
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
         body = jax.tree_util.tree_map(
@@ -85,7 +92,12 @@ class GatherParameters(WrapperLayer):
     def _gathered(self, parameter: Any) -> Any:
         """A parameter, frozen, in the layout in which it is used."""
         used: Any = _used if self.gradients_as_used else _used_with_any_gradient
-        value = used(value_of(parameter), self.mesh, AxisRules.of(self.rules))
+        value = value_of(parameter)
+        if self.stored is not None:
+            value = constrained_by_name(
+                value, self.mesh, self.stored, on_indivisible="replicate", on_unnamed="replicate"
+            )
+        value = used(value, self.mesh, AxisRules.of(self.rules))
         return with_value(parameter, jax.tree_util.tree_map(named_as_gathered, value))
 
 

@@ -15,7 +15,13 @@ from penzai.models.transformer.model_parts import TransformerBlock, TransformerF
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import RuleTypeError, raise_all
-from penzai_shard.layers import Checkpointed, ConstrainActivations, GatherParameters, laid_out
+from penzai_shard.layers import (
+    Checkpointed,
+    ConstrainActivations,
+    GatherParameters,
+    compute_dtypes,
+    laid_out,
+)
 from penzai_shard.layouts.vocabulary_layers import vocabulary_layers
 from penzai_shard.meshes import AnyMesh, mesh_shape_of
 from penzai_shard.model_variables import is_parameter, value_of, variable_name
@@ -83,6 +89,8 @@ def layout_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
         options = {"mesh": mesh, "rules": gathered["parameters"]}
         if not gathered["gradients_as_used"]:
             options["gradients_as_used"] = False
+        if "stored" in gathered:
+            options["stored"] = gathered["stored"]
         edits += wrap(_known(model, asked.blocks, BLOCKS), GatherParameters, **options)
         if asked.gather_again:
             edits += wrap(GatherParameters, Checkpointed, policy="all_but_gathered")
@@ -100,7 +108,11 @@ def _gathered(model: Any, mesh: AnyMesh, asked: EditRequest) -> dict[str, Any]:
     # Where the batch is split over all devices, gradients may be scattered while they are summed.
     # Where a mesh axis is idle, the compiler would use that freedom to move parts of them about.
     idle = {name for name, size in mesh_shape_of(mesh).items() if size > 1} - set(asked.batch_axes)
-    return {"parameters": asked.compute, "gradients_as_used": bool(idle)}
+    options = {"parameters": asked.compute, "gradients_as_used": bool(idle)}
+    if any(dtype.itemsize < 4 for dtype in compute_dtypes(model)):
+        # What is cast on the way is gathered after the cast, in fewer bytes.
+        options["stored"] = asked.parameters
+    return options
 
 
 def _region_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
