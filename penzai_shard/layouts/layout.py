@@ -147,7 +147,8 @@ class Layout(LayoutPresets, NotebookView):
     def recipe(self, model: Any, mesh: AnyMesh) -> Recipe:
         """The edits that make a model compute in this layout.
 
-        They change no value and no parameter's name, and ``strip`` takes them off.
+        They change no value and no parameter's name, and ``strip`` takes them off. The last one is
+        ``axes_in_place()``, by which arrays are not moved around in memory.
 
         Args:
             model: The model, concrete or abstract, not yet edited so.

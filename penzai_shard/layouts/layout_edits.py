@@ -28,7 +28,7 @@ from penzai_shard.model_variables import is_parameter, value_of, variable_name
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import Planner
 from penzai_shard.rule_kinds import LogicalAxis
-from penzai_shard.surgery import Recipe, constrain_blocks, wrap
+from penzai_shard.surgery import Recipe, axes_in_place, constrain_blocks, wrap
 from penzai_shard.tree_paths import paths_and_leaves
 
 BLOCKS = (TransformerBlock,)
@@ -94,7 +94,8 @@ def layout_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
         edits += wrap(_known(model, asked.blocks, BLOCKS), GatherParameters, **options)
         if asked.gather_again:
             edits += wrap(GatherParameters, Checkpointed, policy="all_but_gathered")
-    return edits
+    # As few bytes are moved as by a step that is written by hand.
+    return edits + axes_in_place()
 
 
 def _gathered(model: Any, mesh: AnyMesh, asked: EditRequest) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from penzai_shard.layers.dimension_orders.inner_programs import run_with_inner_programs
 from penzai_shard.layers.dimension_orders.operation_rules import (
     RULES,
     SHARDINGS,
@@ -13,16 +14,8 @@ from penzai_shard.layers.dimension_orders.operation_rules import (
     dot_general,
 )
 from penzai_shard.layers.dimension_orders.ordered_arrays import OrderedArray
-from penzai_shard.library_apis.jax_api import (
-    ClosedJaxpr,
-    Jaxpr,
-    Literal,
-    is_weakly_typed,
-    scope_path,
-)
+from penzai_shard.library_apis.jax_api import Literal, scope_path
 from penzai_shard.traced_programs import called_program, evaluate, is_jit, opened, walk
-
-_WITH_INNER_PROGRAMS = ("checkpoint", "remat2", "closed_call", "cond", "scan", "while")
 
 
 def run_in_place(program: Any, arguments: Sequence[OrderedArray]) -> list[OrderedArray]:
@@ -74,9 +67,7 @@ def _run_equation(
     if isinstance(ready, OrderedArray):
         return [ready]
     if ready is None:
-        with _scope_of(equation):
-            whole = [operand.whole() for operand in operands]
-        return list(map(OrderedArray.of, evaluate(_with_inner_in_place(equation), whole)))
+        return run_with_inner_programs(equation, operands, run_in_place)
     nothing_asked = {name: None for name in SHARDINGS if name in equation.params}
     parameters = {**equation.params, **nothing_asked, **ready.parameters}
     changed = equation.replace(params=parameters)
@@ -116,36 +107,3 @@ def is_plain_call(equation: Any) -> bool:
         or any(options["donated_invars"])
         or options["compiler_options_kvs"]
     )
-
-
-def _with_inner_in_place(equation: Any) -> Any:
-    """A loop, a branch or a rematerialised part, the programs in it without moves as well."""
-    if equation.primitive.name not in _WITH_INNER_PROGRAMS:
-        return equation
-    changed = {}
-    for name, value in equation.params.items():
-        if isinstance(value, tuple) and value and all(isinstance(v, ClosedJaxpr) for v in value):
-            changed[name] = tuple(map(_in_place, value))
-        elif isinstance(value, Jaxpr | ClosedJaxpr):
-            changed[name] = _in_place(value)
-    return equation.replace(params={**equation.params, **changed})
-
-
-def _in_place(program: Any) -> Any:
-    """The program without moves, with the same arguments and results; itself if that fails."""
-    jaxpr, _ = opened(program)
-    types: list[Any] = [variable.aval for variable in jaxpr.invars]
-    arguments = [
-        jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=is_weakly_typed(t)) for t in types
-    ]
-
-    def run(*arrays: Any) -> list[Any]:
-        return [r.whole() for r in run_in_place(program, list(map(OrderedArray.of, arrays)))]
-
-    if jaxpr.effects:
-        return program
-    new = jax.make_jaxpr(run)(*arguments)
-    same = [v.aval for v in new.jaxpr.outvars] == [v.aval for v in jaxpr.outvars]
-    if not same or (new.consts and not isinstance(program, ClosedJaxpr)):
-        return program
-    return new if isinstance(program, ClosedJaxpr) else new.jaxpr
