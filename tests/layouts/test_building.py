@@ -31,6 +31,20 @@ def build(layout=None, **arguments):
     return layout.build(build_model, jax.random.key(0), **(given | arguments))
 
 
+def test_a_step_per_device_equals_that_of_the_compiler_under_both_parallelisms():
+    layout = Layout.two_dimensional(min_size=64)
+    state, step = build(
+        layout, optimizer=optax.adamw(1e-2), rng=jax.random.key(1), manual_axes=("data",)
+    )
+    losses = []
+    for _ in range(2):
+        state, aux = step(
+            state, tokens=layout.shard_batch(TOKENS, make_mesh({"data": 4, "model": 2}))
+        )
+        losses.append(float(aux["loss"]))
+    np.testing.assert_allclose(losses, run("two_dimensional").losses[:2], rtol=2e-5)
+
+
 def test_unknown_options_are_refused_with_what_to_write():
     message = re.escape(
         "Layout.build got unknown options:\n"

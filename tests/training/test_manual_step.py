@@ -2,6 +2,8 @@
 
 import collections
 import functools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -587,3 +589,16 @@ class TestRefusals:
         state, _ = on_mesh({"w": jnp.ones(8)})
         with pytest.raises(ZeroDivisionError, match="of the loss"):
             self.call(state, loss=failing)
+
+
+def test_the_text_of_the_documentation_runs(capsys):
+    """Both steps that it shows give the same losses."""
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "per_device.md").read_text("utf-8")
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    exec(compile(code, "docs/per_device.md", "exec"), {"__name__": "per_device"})
+    losses = np.asarray(
+        [line.split()[1:3] for line in capsys.readouterr().out.splitlines()], np.float32
+    )
+    assert len(losses) == 3
+    assert losses[-1, 0] < losses[0, 0]
+    np.testing.assert_allclose(losses[:, 0], losses[:, 1], rtol=1e-5)
