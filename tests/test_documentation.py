@@ -85,8 +85,16 @@ def test_the_short_texts_run_as_pasted_one_after_the_other(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if "loss" in line]
+    losses = [
+        float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss")
+    ]
     assert losses == sorted(losses, reverse=True)
     assert len(losses) == 3
-    for shown in ("each device holds", "3 edits of MLP, 5 places", "\nequivalent", "step 3"):
+    for shown in (
+        "each device holds",
+        "3 edits of MLP, 5 places",
+        "\nequivalent",
+        "step 8/8: loss",
+        "step 8\n",
+    ):
         assert shown in done.stdout

@@ -91,7 +91,8 @@ def fit(
         steps: The number of the last step: the run ends when ``state.step`` is this, also if it
             is resumed. None goes on until the batches end.
         shard_batch: Places a batch, for instance
-            ``functools.partial(layout.shard_batch, mesh=mesh)``.
+            ``functools.partial(layout.shard_batch, mesh=mesh)``; with ``local=True`` where each of
+            several processes draws its own rows.
         mesh: Or else the mesh to place batches on.
         rules: With ``mesh``, which logical axis goes to which mesh axis.
         prefetch: How many batches to place ahead of their use. 0 draws and places each when it is
