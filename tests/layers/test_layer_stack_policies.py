@@ -208,11 +208,12 @@ def temporaries():
 
 
 def test_temporaries_are_ordered_as_the_policies_promise(temporaries):
-    order = ["nested", "carries", "inputs", "internals of a group", False]
-    sizes = [temporaries[policy, 36] for policy in order]
-    assert sizes == sorted(set(sizes))
+    sizes = {policy: temporaries[policy, 36] for policy, layers in temporaries if layers == 36}
+    assert sizes["nested"] < sizes["carries"] < sizes["inputs"] < sizes[False]
+    assert sizes["nested"] < sizes["internals of a group"] < sizes[False] / 3
     parameters = 36 * 2 * EMBEDDING * 16 * 4
-    assert sizes[2] - sizes[1] >= parameters  # The slices are a copy of the stack's parameters.
+    # The slices are a copy of the stack's parameters.
+    assert sizes["inputs"] - sizes["carries"] >= parameters
 
 
 def test_temporaries_grow_with_the_depth_or_with_its_square_root(temporaries):
