@@ -51,7 +51,14 @@ class Layout(LayoutPresets, NotebookView):
     state and its step.
 
     The presets are those of the literature. A layout is immutable, and is used with any model and
-    mesh that has the axes which it names.
+    mesh that has the axes which it names. Every preset also takes, beside ``names=`` and
+    ``blocks=``, which are described below:
+
+    - ``vocabulary="model"``: the mesh axis that the vocabulary is split over, in the embedding
+      table, in the layer that gives logits, and in the logits, which are then whole on no device;
+      see ``cross_entropy``. Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
+    - ``experts="expert"``: the mesh axis that the experts of a mixture of experts are split over.
+      Source: Lepikhin et al. 2020, "GShard" (arXiv:2006.16668).
 
     Attributes:
         parameters: How parameters, and their gradients, are stored. Rules in any form that
@@ -70,6 +77,7 @@ class Layout(LayoutPresets, NotebookView):
             ``embedding``, ``neurons``, ``heads``, ``vocabulary`` and ``experts``; in grouped-query
             attention ``heads`` means ``head_groups``, or ``query_heads`` where only these divide.
             None as a name leaves that axis whole.
+        wanted: Of these, those that a preset splits and that a model must therefore have.
 
     >>> import optax
     >>> from penzai_shard import fully_sharded, make_mesh

@@ -7,7 +7,6 @@ nowhere else. *Vocabulary layers* look tokens up, or give logits.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from penzai import pz
@@ -81,8 +80,7 @@ def layout_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
     if asked.split_in_layers or asked.splits_vocabulary or asked.between is not None:
         edits = _vocabulary_edits(model, mesh, asked, gathered) + _region_edits(model, mesh, asked)
     else:
-        places = _known(model, asked.blocks, BLOCKS)
-        edits = constrain_blocks(places, mesh, asked.compute)
+        edits = constrain_blocks(_blocks(model, asked), mesh, asked.compute)
         if _has(model, pz.nn.EmbeddingLookup):
             edits += constrain_blocks(pz.nn.EmbeddingLookup, mesh, asked.compute)
     if gathered:
@@ -91,7 +89,7 @@ def layout_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
             options["gradients_as_used"] = False
         if "stored" in gathered:
             options["stored"] = gathered["stored"]
-        edits += wrap(_known(model, asked.blocks, BLOCKS), GatherParameters, **options)
+        edits += wrap(_blocks(model, asked), GatherParameters, **options)
         if asked.gather_again:
             edits += wrap(GatherParameters, Checkpointed, policy="all_but_gathered")
     # As few bytes are moved as by a step that is written by hand.
@@ -163,18 +161,25 @@ def _has(model: Any, kinds: Any) -> bool:
     return bool(pz.select(model).at_instances_of(kinds).count())
 
 
-def _known(model: Any, given: Any, kinds: Sequence[type]) -> Any:
+def _blocks(model: Any, asked: EditRequest) -> Any:
+    """Where the blocks are; in a model without Penzai's, the regions are the blocks."""
+    has_regions = not _has(model, BLOCKS) and _has(model, REGIONS)
+    return _known(model, asked.blocks, REGIONS if has_regions else BLOCKS)
+
+
+def _known(model: Any, given: Any, kinds: tuple[type, ...]) -> Any:
     """The place of the blocks or regions that was given, or that of those of Penzai's kinds."""
     if given is not None:
         return given
-    if not _has(model, tuple(kinds)):
+    found = tuple(kind for kind in kinds if _has(model, kind))
+    if not found:
         names = " or ".join(kind.__name__ for kind in kinds)
         raise RuleTypeError(
-            f"this layout edits blocks, and the {type(model).__name__} has none that is a {names}. "
-            "Say which layers read activations and give what is added to them, as a place of an "
-            "edit: blocks=MyBlock, blocks=(MyAttention, MyFeedForward) or blocks='**/block_*'."
+            f"this layout edits the layers that read activations and give what is added to them, "
+            f"and the {type(model).__name__} has no {names}. Say which layers they are, as a place "
+            "of an edit: blocks=MyBlock, blocks=(MyAttention, MyFeedForward) or "
+            "blocks='**/block_*'."
         )
-    found = tuple(kind for kind in kinds if _has(model, kind))
     return found[0] if len(found) == 1 else found
 
 

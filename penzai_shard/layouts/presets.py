@@ -28,7 +28,7 @@ class LayoutPresets:
 
         Args:
             data: The mesh axis, or axes, that the batch is split over.
-            **options: ``PresetOptions``.
+            **options: ``vocabulary``, ``experts``, ``names`` and ``blocks``; see ``Layout``.
 
         >>> from penzai_shard import Layout
         >>> Layout.data_parallel().parameters
@@ -53,7 +53,7 @@ class LayoutPresets:
         Args:
             data: The mesh axis, or axes, that batch and optimizer state are split over.
             min_size: What belongs to parameters with fewer elements than this stays whole.
-            **options: ``PresetOptions``.
+            **options: ``vocabulary``, ``experts``, ``names`` and ``blocks``; see ``Layout``.
 
         >>> from penzai_shard import Layout
         >>> Layout.zero1().optimizer
@@ -86,7 +86,7 @@ class LayoutPresets:
             reshard_after_forward: Gather again in the backward pass: half as much again is moved,
                 and no more than one block's parameters are ever whole. By default the compiler
                 may keep them.
-            **options: ``PresetOptions``.
+            **options: ``vocabulary``, ``experts``, ``names`` and ``blocks``; see ``Layout``.
 
         >>> from penzai_shard import Layout
         >>> Layout.fully_sharded(min_size=1).parameters
@@ -117,7 +117,7 @@ class LayoutPresets:
         Args:
             data: The mesh axis, or axes, that the batch is split over.
             model: The mesh axis, or axes, that heads and neurons are split over.
-            **options: ``PresetOptions``.
+            **options: ``vocabulary``, ``experts``, ``names`` and ``blocks``; see ``Layout``.
 
         >>> from penzai_shard import Layout
         >>> layout = Layout.tensor_parallel()
@@ -147,7 +147,7 @@ class LayoutPresets:
         Args:
             data: The mesh axis, or axes, that the batch is split over.
             model: The mesh axis, or axes, that heads, neurons and the sequence are split over.
-            **options: ``PresetOptions``.
+            **options: ``vocabulary``, ``experts``, ``names`` and ``blocks``; see ``Layout``.
 
         >>> from penzai_shard import Layout
         >>> layout = Layout.sequence_parallel()
@@ -180,7 +180,7 @@ class LayoutPresets:
             model: The mesh axis, or axes, that heads and neurons are split over.
             min_size: Parameters with fewer elements than this are not split over ``data``.
             reshard_after_forward: As for ``fully_sharded``.
-            **options: ``PresetOptions``.
+            **options: ``vocabulary``, ``experts``, ``names`` and ``blocks``; see ``Layout``.
 
         >>> from penzai_shard import Layout
         >>> layout = Layout.two_dimensional(min_size=1)
@@ -218,7 +218,7 @@ class LayoutPresets:
                 is split over both.
             min_size: Parameters with fewer elements than this stay whole.
             reshard_after_forward: As for ``fully_sharded``.
-            **options: ``PresetOptions``.
+            **options: ``vocabulary``, ``experts``, ``names`` and ``blocks``; see ``Layout``.
 
         >>> from penzai_shard import Layout
         >>> Layout.hybrid().compute

@@ -245,7 +245,15 @@ def test_a_model_with_names_and_layers_of_its_own():
     assert strip(edited) == model
     by_path = Layout.tensor_parallel(names=OWN_NAMES, blocks="**/residual/delta")
     rows = by_path.recipe(model, MESH).report(model).rows
-    assert rows[-1].paths == ("sublayers/0/delta", "sublayers/1/delta")
+    assert rows[1].paths == ("sublayers/0/delta", "sublayers/1/delta")
+
+
+def test_without_penzais_blocks_its_attention_and_feed_forward_are_the_blocks():
+    model = pz.nn.Sequential(one_block().body.sublayers[1].sublayers)
+    recipe = PRESETS["fully sharded"].recipe(model, MESH)
+    constrained, gathered = recipe.report(model).rows[:2]
+    assert constrained.paths == gathered.paths
+    assert gathered.paths == ("sublayers/0/delta/sublayers/1", "sublayers/1/delta/sublayers/1")
 
 
 def test_layers_that_share_their_type_with_others_are_found_by_path():
@@ -284,7 +292,7 @@ def test_layers_that_share_their_type_with_others_are_found_by_path():
         (
             {"names": OWN_NAMES},
             RuleTypeError,
-            r"has none that is a Attention.*blocks=\(MyAttention, MyFeedForward\)",
+            r"has no Attention or KVCaching.*blocks=\(MyAttention, MyFeedForward\)",
         ),
         (
             {"names": OWN_NAMES, "blocks": lambda layer, path: path.endswith("0/delta")},
