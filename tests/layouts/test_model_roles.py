@@ -5,8 +5,9 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from penzai import pz
 from penzai.models.transformer.model_parts import TransformerFeedForward
 
@@ -14,6 +15,7 @@ from penzai_shard import (
     Layout,
     abstract_model,
     check_equivalent,
+    cross_entropy,
     make_mesh,
     place,
     roll_layer_stacks,
@@ -119,6 +121,37 @@ def test_families_compute_what_they_do_on_one_device(family, preset, options, gr
     model = drawn_transformer(family, **options)
     fed = TOKENS[{"seq": pz.slice[1:]}]
     assert_computes_the_same(PRESETS[preset], model, fed, gradients=gradients)
+
+
+def loss_fn(model, rng, state, tokens):
+    logits = model(tokens[{"seq": pz.slice[:-1]}])
+    loss = cross_entropy(logits, tokens[{"seq": pz.slice[1:]}])
+    return loss, state, {"loss": loss}
+
+
+def test_steps_with_sequence_and_vocabulary_split_train_as_one_device_does():
+    explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    layouts = {
+        "whole": (Layout.data_parallel(), make_mesh({"data": 1}, jax.devices()[:1])),
+        "split": (PRESETS["sequence, vocabulary"], explicit),
+    }
+    # One token more than the model is fed, so that the batch's length does not divide.
+    tokens = pz.nx.wrap(jnp.arange(8 * 33).reshape(8, 33) % 16, "batch", "seq")
+    losses = {name: [] for name in layouts}
+    for name, (layout, mesh) in layouts.items():
+        state, step = layout.build(
+            lambda key: transformer("llama", key, num_decoder_blocks=1),
+            jax.random.key(0),
+            mesh=mesh,
+            loss_fn=loss_fn,
+            optimizer=optax.sgd(0.5),
+            rng=jax.random.key(1),
+        )
+        for _ in range(3):
+            state, aux = step(state, tokens=layout.shard_batch(tokens, mesh))
+            losses[name].append(float(aux["loss"]))
+    assert losses["whole"][2] < losses["whole"][0] - 0.01
+    np.testing.assert_allclose(losses["split"], losses["whole"], rtol=1e-5)
 
 
 def test_an_edited_model_is_certified_as_equivalent():
