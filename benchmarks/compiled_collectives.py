@@ -18,15 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from benchmarks.device_groups import groups_of
 
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
 # What one device sends in a ring of n, as a share of the payload.
 RING_SHARES = {
     "all-gather": lambda n: (n - 1) / n,
@@ -37,6 +28,7 @@ RING_SHARES = {
     "collective-permute": lambda n: 1.0,
     "collective-broadcast": lambda n: 1.0,
 }
+KINDS = tuple(RING_SHARES)
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 # Operations that treat elements one by one: who keeps a slice of their result could as well have
 # taken it before.
@@ -70,6 +62,9 @@ class Collective:
             an all-reduce, what goes into a reduce-scatter or an all-to-all.
         scattered_bytes: The part of an all-reduce's payload of which every device goes on with its
             own slice alone: a reduce-scatter in other words, as XLA writes it for CPUs.
+        added_bytes: What an all-reduce would not carry if what is only added up afterwards, as
+            gradients of one input from several layers are, were added up before. Compilers for GPUs
+            and TPUs do that (XLA's ``AllReduceReassociate``), the one for CPUs does not.
         arrays: Its results per device, such as ``("f32[8,16]",)``.
         times: How often one run of the program executes it.
         scope: The ``op_name`` of its metadata: where it comes from.
@@ -81,6 +76,7 @@ class Collective:
     group_size: int
     payload_bytes: int
     scattered_bytes: int
+    added_bytes: int
     arrays: tuple[str, ...]
     times: int
     scope: str
@@ -113,8 +109,7 @@ def read_collectives(
             program does not say.
 
     Raises:
-        ValueError: A collective is in such a loop and nothing was given, or its groups cannot be
-            read.
+        ValueError: Such a loop has a collective and no number, or groups cannot be read.
     """
     text = program if isinstance(program, str) else program.as_text()
     sizes = None if mesh is None else dict(getattr(mesh, "shape", mesh))
@@ -167,13 +162,13 @@ def bytes_by_kind(
     Args:
         collectives: As `read_collectives` gives them.
         as_meant: Count what is only sliced afterwards as a reduce-scatter, also where it is a part
-            of an operation.
+            of an operation, and what is only added up afterwards once.
     """
     result: dict[tuple[str, tuple[str, ...] | None], float] = {}
     for one in collectives:
         scattered = one.scattered_bytes if as_meant else 0
         parts = {"reduce-scatter": scattered} if one.kind == "all-reduce" else {}
-        parts[one.kind] = one.payload_bytes - scattered
+        parts[one.kind] = one.payload_bytes - scattered - (one.added_bytes if as_meant else 0)
         for kind, payload in parts.items():
             if payload:
                 moved = one.times * payload * RING_SHARES[kind](one.group_size)
@@ -313,9 +308,11 @@ def _collective(kind, one, computation, computations, sizes, times) -> Collectiv
     payload = sum(size for _, _, size in arrays)
     if kind == "reduce-scatter":
         payload *= group_size
-    scattered = 0
+    scattered = added = 0
     if kind == "all-reduce":
-        scattered = _scattered(one, group_size, computation, computations)
+        values = _results(one, computation)
+        scattered = _scattered(values, group_size, computation, computations)
+        added = 0 if scattered else _added(values, computation, computations)
     scope = _OP_NAME.search(one.attributes)
     return Collective(
         kind=kind,
@@ -324,6 +321,7 @@ def _collective(kind, one, computation, computations, sizes, times) -> Collectiv
         group_size=group_size,
         payload_bytes=payload,
         scattered_bytes=scattered,
+        added_bytes=added,
         arrays=tuple(text for text, _, _ in arrays),
         times=times,
         scope=scope[1] if scope else "",
@@ -344,12 +342,15 @@ def _parts(type_: str) -> list[str]:
 # All-reduces of which each device keeps a slice
 
 
-def _scattered(one, group_size, computation, computations) -> int:
-    """How much of an all-reduce's payload is only used through one slice per device, in bytes."""
+def _results(one, computation) -> list[_Instruction]:
+    """The arrays that come out of an operation, as values of their own."""
     if not one.type.startswith("("):
-        values = [one]
-    else:
-        values = [user for user in computation.users[one.name] if _tuple_index(user) is not None]
+        return [one]
+    return [user for user in computation.users[one.name] if _tuple_index(user) is not None]
+
+
+def _scattered(values, group_size, computation, computations) -> int:
+    """How much of an all-reduce's payload is only used through one slice per device, in bytes."""
     return sum(
         size
         for value in values
@@ -398,3 +399,50 @@ class _Slices:
             taken = [one for one in outer.users[fusion.name] if _tuple_index(one) in indices]
             return bool(taken) and all(self.are_all_of(one, outer, callers[:-1]) for one in taken)
         return False
+
+
+# All-reduces whose results are only added up
+
+
+def _added(values, computation, computations) -> int:
+    """How much less an all-reduce would send if it came after the additions, in bytes."""
+    alike: dict[object, list[_Instruction]] = {}
+    for value in values:
+        users = frozenset(user.name for user in computation.users[value.name])
+        alike.setdefault((users, value.type), []).append(value)
+    saved = 0
+    for (users, type_), members in alike.items():
+        if len(members) > 1 and all(
+            _adds_up([one.name for one in members], computation.instructions[user], computations)
+            for user in users
+        ):
+            saved += (len(members) - 1) * _arrays(type_)[0][2]
+    return saved
+
+
+def _adds_up(names: list[str], user: _Instruction, computations) -> bool:
+    """Whether an instruction uses some values through their sum alone."""
+    if user.opcode == "add":
+        return set(user.operands) == set(names)
+    if user.opcode != "fusion":
+        return False
+    inner = next(computations[name] for name, _ in _called(user))
+    numbers = {str(user.operands.index(name)) for name in names}
+    parts = {
+        one.name
+        for one in inner.instructions.values()
+        if one.opcode == "parameter" and one.arguments in numbers
+    }
+    # Each addition of two parts, which nothing else uses, is a part in their place.
+    while len(parts) > 1:
+        sums = [
+            one
+            for one in inner.instructions.values()
+            if one.opcode == "add"
+            and set(one.operands) <= parts
+            and all(inner.users[name] == [one] for name in one.operands)
+        ]
+        if not sums:
+            return False
+        parts = parts - set(sums[0].operands) | {sums[0].name}
+    return True

@@ -31,7 +31,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
-from penzai.models.transformer.model_parts import TransformerBlock
 from penzai.models.transformer.variants import llamalike_common
 
 import penzai_shard as pzs
@@ -70,7 +69,8 @@ def loss_fn(model: Any, rng: Any, state: Any, tokens: Any) -> Any:
 def abstract_state(layout: pzs.Layout, mesh: Any, *, stacked: bool = True) -> pzs.TrainState:
     """The state before the first step, without memory, its model edited as the layout needs."""
     model = pzs.abstract_model(build_model, stacked=stacked)
-    edits = layout.recipe(model, mesh) + pzs.rematerialise_blocks(TransformerBlock)
+    # Outside of the gathering, so that a gathered parameter is not kept for the backward pass.
+    edits = layout.recipe(model, mesh) + pzs.rematerialise_blocks(pzs.GatherParameters)
     if stacked:
         edits += pzs.roll_layer_stacks()
     return pzs.TrainState.initial_state(edits.apply(model), optax.adamw(1e-3), jax.random.key(0))

@@ -6,8 +6,9 @@ collectives in the compiled text are set against what the literature says, worke
 and the sizes of the activations alone. Bytes are those that one device sends in one step by ring
 algorithms; see ``compiled_collectives``.
 
-XLA's compiler for CPUs writes a reduce-scatter as an all-reduce whose result each device slices.
-"as run" counts both sides so, "as meant" counts the reduce-scatter that GPUs and TPUs run.
+XLA's compiler for CPUs writes a reduce-scatter as an all-reduce whose result each device slices,
+and reduces before it adds up what several layers give. "as run" counts both sides so, "as meant"
+as compilers for GPUs and TPUs do.
 
 Each number of devices has a process of its own, and above 2,048, which is as many as one process
 may have on a CPU, several that know of each other. Compile times are CPU times, so that other load
@@ -100,21 +101,24 @@ class Movement:
         gathered: Parameters, by all-gathers.
         scattered: Gradients, by reduce-scatters.
         reduced: Gradients of copies, and activations, by all-reduces.
+        not_added: What the compiler for CPUs reduces besides, since it adds up the gradients of
+            query, key and value, and of gate and value, afterwards.
     """
 
     gathered: float
     scattered: float
     reduced: float
+    not_added: float
 
     @property
     def as_meant(self) -> float:
-        """With reduce-scatters."""
+        """With reduce-scatters, and what is added up being added before it is reduced."""
         return self.gathered + self.scattered + self.reduced
 
     @property
     def as_run(self) -> float:
         """With an all-reduce, which moves twice as much, for each reduce-scatter."""
-        return self.gathered + 2 * self.scattered + self.reduced
+        return self.gathered + 2 * self.scattered + self.reduced + self.not_added
 
 
 def expected_movement(
@@ -163,8 +167,8 @@ def expected_movement(
         scattered += in_use * ring(parts)
         reduced += in_use / parts * ring(copies // parts, 2)
     model = math.prod(mesh_shape.values()) // copies
-    reduced += 4 * blocks * activation_bytes * ring(model, 2)
-    return Movement(gathered, scattered, reduced)
+    per_reduction = blocks * activation_bytes * ring(model, 2)
+    return Movement(gathered, scattered, reduced + 4 * per_reduction, 3 * per_reduction)
 
 
 def ring(devices: int, rounds: int = 1) -> float:

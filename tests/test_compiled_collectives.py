@@ -181,6 +181,49 @@ def test_slices_are_followed_through_fusions_and_tuples(before, after, scattered
     assert one.bytes_moved(as_meant=True) == 128 * 1.5 - scattered * 0.75
 
 
+ADDED = """
+HloModule jit_step
+
+%add_up (a: f32[4,4], b: f32[4,4], c: f32[4,4]) -> f32[4,4] {
+  %a = f32[4,4]{1,0} parameter(0)
+  %b = f32[4,4]{1,0} parameter(1)
+  %c = f32[4,4]{1,0} parameter(2)
+  %some = f32[4,4]{1,0} add(%b, %c)
+  %all = f32[4,4]{1,0} add(%some, %a)
+  ROOT %more = f32[4,4]{1,0} multiply(%all, %all)
+}
+
+ENTRY %main_spmd (p: f32[4,4]) -> f32[4,4] {
+  %p = f32[4,4]{1,0} parameter(0)
+  %r = (f32[4,4]{1,0}, f32[4,4]{1,0}, f32[4,4]{1,0}) all-reduce(%p, %p, %p), replica_groups={{0,1}}
+  %x = f32[4,4]{1,0} get-tuple-element(%r), index=0
+  %y = f32[4,4]{1,0} get-tuple-element(%r), index=1
+  %z = f32[4,4]{1,0} get-tuple-element(%r), index=2
+  ROOT %end = f32[4,4]{1,0} fusion(%x, %z, %y), kind=kLoop, calls=%add_up
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "added"),
+    [
+        ("", "", 128),
+        # Another use of one of them, of a part of the sum, or another operation than a sum.
+        ("calls=%add_up", "calls=%add_up\n  %other = f32[4,4] copy(%y)", 0),
+        ("multiply(%all, %all)", "multiply(%all, %some)", 0),
+        ("multiply(%all, %all)", "multiply(%all, %b)", 0),
+        ("add(%some, %a)", "multiply(%some, %a)", 0),
+        ("fusion(%x, %z, %y), kind=kLoop, calls=%add_up", "add(%x, %z)", 64),
+    ],
+)
+def test_what_is_only_added_up_afterwards_counts_once(before, after, added):
+    assert before in ADDED
+    (one,) = read_collectives(ADDED.replace(before, after) if before else ADDED)
+    assert (one.payload_bytes, one.added_bytes) == (192, added)
+    assert one.bytes_moved() == 192
+    assert one.bytes_moved(as_meant=True) == 192 - added
+
+
 # What other versions, other devices and larger meshes write, as it was recorded.
 
 PROGRAM = """

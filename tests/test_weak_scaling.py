@@ -7,7 +7,7 @@ from benchmarks.weak_scaling import LAYOUTS, measure
 WIDTH, SEQUENCE = 512, 128
 
 
-@pytest.mark.parametrize("name", ["ZeRO-1", "fully sharded"])
+@pytest.mark.parametrize("name", ["ZeRO-1", "fully sharded", "two-dimensional"])
 def test_a_compiled_step_moves_what_the_literature_says(name):
     row = measure(name, 8, width=WIDTH, blocks=1, seq=SEQUENCE)
     for compiled, expected in (row["as run"], row["as meant"]):
