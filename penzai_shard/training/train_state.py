@@ -71,7 +71,8 @@ class TrainState(NotebookView):
         variables: What the model's variables were (static).
         guards: What steps keep to guard the update: ``loss_scale`` and ``finite_steps`` where the
             loss is scaled dynamically, ``skipped_steps`` and ``skipped_in_a_row`` where steps that
-            are not finite are skipped; empty otherwise.
+            are not finite are skipped; empty otherwise. A run that began without takes those of a
+            new state: ``dataclasses.replace(state, guards=new.guards)``.
 
     >>> import optax
     >>> state = TrainState.initial_state({"w": jnp.ones(3)}, optax.sgd(0.1), jax.random.key(0))

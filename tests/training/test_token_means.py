@@ -131,9 +131,9 @@ def test_evaluations_put_outputs_together_as_steps_do(steps, plain, mesh):
 
 
 def test_line_searches_see_the_weighted_loss(plain):
-    state = TrainState.initial_state(
-        initial().model, optax.chain(optax.lbfgs(memory_size=2)), jax.random.key(0)
-    )
+    search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=3)
+    optimizer = optax.chain(optax.sgd(20.0), search)
+    state = TrainState.initial_state(initial().model, optimizer, jax.random.key(0))
     states = [
         build_train_step_fn(loss, accumulate_steps=steps, aux_reduction=words)(state, **batch())[0]
         for loss, steps, words in ((mean_loss, 1, None), (pair_loss, 4, REDUCTION))

@@ -1,5 +1,6 @@
 """Loss scale, clipping and skipped steps: what stands between a gradient and the parameters."""
 
+import dataclasses
 import functools
 
 import jax
@@ -194,6 +195,15 @@ def test_the_scale_is_laid_out_saved_and_restored_with_the_state(mesh, tmp_path)
 
 def _assert_laid_out(leaf, sharding):
     assert leaf.sharding == sharding
+
+
+def test_a_run_that_began_without_guards_takes_those_of_a_new_state():
+    state, _ = build_train_step_fn(loss_fn)(initial(weights(), optax.adam(1e-2), KEY), x=inputs())
+    fresh = initial(weights(), optax.adam(1e-2), KEY, skip_nonfinite=True)
+    state = dataclasses.replace(state, guards=fresh.guards)
+    state, _ = build_train_step_fn(loss_fn, skip_nonfinite=True)(state, x=inputs(jnp.nan))
+    assert (int(state.step), int(state.guards["skipped_steps"])) == (2, 1)
+    assert np.isfinite(values(state.params)[0]).all()
 
 
 @pytest.mark.parametrize(("broken", "steps"), [("loss", 1), ("gradient", 4), ("update", 1)])
