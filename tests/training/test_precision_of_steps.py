@@ -147,7 +147,12 @@ def test_parameters_are_gathered_after_they_were_cast(tmp_path):
         return (value * salt, *rest)
 
     state, step = layout.build(
-        build_model, "bfloat16", mesh=mesh, loss_fn=loss, optimizer=optax.sgd(0.5), rng=jax.random.key(0)
+        build_model,
+        "bfloat16",
+        mesh=mesh,
+        loss_fn=loss,
+        optimizer=optax.sgd(0.5),
+        rng=jax.random.key(0),
     )
     layers = pz.select(state.model).at_instances_of(GatherParameters).get_sequence()
     assert [layer.stored for layer in layers] == [layout.parameters]
