@@ -18,9 +18,12 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 @pytest.fixture(autouse=True)
 def handlers_are_as_before():
-    before = [signal.getsignal(number) for number in SIGNALS]
+    # A shell has programs in the background ignore Ctrl-C, tests too.
+    usual = [signal.default_int_handler, signal.SIG_DFL]
+    before = [signal.signal(*pair) for pair in zip(SIGNALS, usual, strict=True)]
     yield
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    after = [signal.signal(*pair) for pair in zip(SIGNALS, before, strict=True)]
+    assert after == usual
     assert not [t for t in threading.enumerate() if t.name.startswith("penzai-shard")]
 
 

@@ -165,9 +165,13 @@ def training_loop(folder):
         if record.step == 3 and me == count - 1:
             signal.raise_signal(signal.SIGINT)
 
-    return {
+    # A shell has programs in the background ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    runs = {
         "whole": train(),
         "stopped": train(checkpoint=folder, act=interrupt_the_last_process),
         "resumed": train(checkpoint=folder),
         "failing": train(lambda: own_rows(fails_at=4), checkpoint=f"{folder}/other"),
     }
+    signal.signal(signal.SIGINT, before)
+    return runs
