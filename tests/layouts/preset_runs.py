@@ -21,8 +21,9 @@ build_model = functools.partial(
     mlp_hidden_dim=56,
     vocab_size=88,
     query_head_multiplier=3,
+    projection_dim=6,
 )
-TOKENS = pz.nx.wrap(jnp.arange(8 * 8).reshape(8, 8) % 88, "batch", "seq")
+TOKENS = pz.nx.wrap(jnp.arange(8 * 9).reshape(8, 9) % 88, "batch", "seq")
 
 LAYOUTS = {
     "one device": (Layout.data_parallel(), {"data": 1}),
@@ -34,6 +35,10 @@ LAYOUTS = {
         {"data": 8},
     ),
     "tensor_parallel": (Layout.tensor_parallel(), {"data": 4, "model": 2}),
+    "sequence_parallel": (
+        Layout.sequence_parallel(vocabulary="model"),
+        {"data": 4, "model": 2},
+    ),
     "two_dimensional": (Layout.two_dimensional(min_size=64), {"data": 4, "model": 2}),
     "hybrid": (Layout.hybrid(min_size=64), {"replica": 2, "data": 4}),
 }

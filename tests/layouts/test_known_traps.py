@@ -75,11 +75,12 @@ def test_the_check_sees_an_initialiser_that_makes_parameters_whole():
     assert any(whole_copies(text, [shape]) for text in texts)
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel", "two_dimensional"])
+@pytest.mark.parametrize("name", ["tensor_parallel", "sequence_parallel", "two_dimensional"])
 def test_a_step_makes_nothing_whole_that_tensor_parallelism_split(name):
     found = run(name)
     shapes = found.split_over("model")
-    assert len(shapes) == 2 * 7  # Attention's four matrices and three of the perceptron, per block.
+    # Attention's four matrices and three of the perceptron per block; embedding table and head.
+    assert len(shapes) == 2 * 7 + 2 * (name == "sequence_parallel")
     assert whole_copies(found.step, shapes) == []
 
 
