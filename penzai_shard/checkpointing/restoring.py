@@ -20,6 +20,7 @@ from penzai_shard.errors import (
 )
 from penzai_shard.named_leaves import NamedLeaf
 from penzai_shard.partition_specs import permuted_spec
+from penzai_shard.processes import failing_together
 
 _ATTEMPTS = 5
 _WORDINGS = {"params": RESTORING, "train_state": RESTORING_STATE}
@@ -57,7 +58,10 @@ def restore_arrays(
     for _ in range(_ATTEMPTS):
         before = identity_of(path)
         try:
-            arrays = _restored_once(read_manifest(path), kind, leaves, shardings, tolerance)
+            # What can be wrong is found before any process waits for another.
+            with failing_together("restoring a checkpoint"):
+                compared = _compared(read_manifest(path), kind, leaves, tolerance)
+            arrays = _restored_once(*compared, leaves, shardings)
         except ShardingError:
             if identity_of(path) == before:
                 raise
@@ -89,12 +93,10 @@ def refuse_other_arrays(
 
 def _restored_once(
     manifest: Manifest,
-    kind: str,
+    orders: Mapping[str, tuple[int, ...]],
     leaves: Mapping[str, NamedLeaf],
     shardings: Mapping[str, Any],
-    tolerance: Tolerance,
 ) -> dict[str, jax.Array]:
-    manifest, orders = _compared(manifest, kind, leaves, tolerance)
     if manifest.caveat:
         warn_caller([f"the checkpoint at {manifest.path} {manifest.caveat}"])
     structs = {

@@ -16,6 +16,7 @@ from penzai_shard.processes.job import several_processes
 from penzai_shard.processes.own_parts import Parts, array_of_parts, parts_along
 from penzai_shard.processes.whole_values import (
     checksum_of,
+    host_data,
     is_on_this_process,
     processes_of,
     put_all,
@@ -27,6 +28,7 @@ __all__ = [
     "array_of_parts",
     "checksum_of",
     "failing_together",
+    "host_data",
     "is_on_this_process",
     "on_first_process",
     "parts_along",

@@ -60,7 +60,8 @@ def several_processes(
         heartbeat_seconds: How long a process may be silent before it counts as dead.
 
     Raises:
-        ShardingError: Process 0 cannot be reached, or the port is in use.
+        ShardingError: JAX has its devices already, process 0 cannot be reached, or the port is in
+            use.
         RuleTypeError: Nobody says how many processes there are.
 
     >>> with several_processes(processes=1):
@@ -112,7 +113,12 @@ def _initialize(
             "run --processes 2 script.py; or say which one it is: several_processes("
             "'10.0.0.1:1234', processes=2, process_id=0); or that it is alone: processes=1."
         ) from error
-    except jax.errors.JaxRuntimeError as error:
+    except RuntimeError as error:
+        if "must be called before" in str(error):
+            raise ShardingError(
+                "several_processes comes too late: JAX has its devices already. Enter it before "
+                "anything that touches them, such as jax.devices(), jnp.ones() or make_mesh()."
+            ) from error
         what = (
             f"cannot serve at {coordinator}: the port may be in use. Choose another one"
             if "RPC server" in str(error)

@@ -9,6 +9,7 @@ from jax.sharding import Sharding
 from penzai_shard.array_kinds import is_abstract, is_traced
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.meshes import shardings_on_auto_twin
+from penzai_shard.processes import put_all
 from penzai_shard.training.flat_state import FIELDS, StateForm
 from penzai_shard.training.state_layout import canonical, sharding_text
 from penzai_shard.training.train_state import TrainState
@@ -195,7 +196,7 @@ def _placed_input(leaf: Any, wanted: Sharding, path: str, problems: list[str]) -
         return leaf
     try:
         if not isinstance(leaf, jax.Array) or not leaf.committed:
-            return jax.device_put(leaf, wanted)
+            return put_all([leaf], [wanted], lambda: [path], "the step")[0]
         placed = _as_declared(leaf, wanted)
     except ValueError as error:
         problems.append(f"input {path}: {sharding_text(wanted)} does not fit it: {error}")

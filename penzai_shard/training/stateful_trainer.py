@@ -9,7 +9,7 @@ from penzai_shard.errors import RuleTypeError, warn_caller
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.model_variables import TrainablePredicate
 from penzai_shard.named_leaves import leaves_of
-from penzai_shard.placement import place
+from penzai_shard.placement import place, put
 from penzai_shard.planning import PlacingRequest, PlanRequest
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 from penzai_shard.text_tables import NotebookView
@@ -227,7 +227,7 @@ class StatefulTrainer(NotebookView):
     def state(self, train_state: TrainState) -> None:
         state = _checked(train_state)
         if self.shardings is not None:
-            state = jax.device_put(state, self.shardings)
+            state = put(state, self.shardings, "StatefulTrainer")
         self._state = state
         self._handed_out = True
 

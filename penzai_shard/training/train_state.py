@@ -230,11 +230,31 @@ class TrainState(NotebookView):
 
         return repr_lib.render_object_constructor(
             object_type=type(self),
-            attributes={name: peek(self, name) for name in FIELDS + _STATIC},
+            attributes={name: _seen_from_here(peek(self, name)) for name in FIELDS + _STATIC},
             path=path,
             subtree_renderer=subtree_renderer,
             roundtrippable=True,
         )
+
+
+def _seen_from_here(tree: Any) -> Any:
+    """A tree with what is known of them in place of arrays that other processes have parts of."""
+
+    def is_elsewhere(leaf: Any) -> bool:
+        if not is_concrete(leaf) or leaf.is_deleted():
+            return False
+        return not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+
+    if not any(map(is_elsewhere, jax.tree.leaves(tree))):
+        return tree
+    return jax.tree.map(
+        lambda leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            if is_elsewhere(leaf)
+            else leaf
+        ),
+        tree,
+    )
 
 
 def peek(state: TrainState, field: str) -> Any:

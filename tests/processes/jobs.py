@@ -1,9 +1,10 @@
 """Runs a function in several processes of one job on loopback; as a program, one of them.
 
-The function is one of those in ``programs.py``. It gets the arguments, and returns something that
-JSON can hold. Every process has its share of eight simulated devices.
+The function is one of those in ``programs.py``, or of another module here. It gets the arguments,
+and returns something that JSON can hold. Every process has its share of eight simulated devices.
 """
 
+import importlib
 import json
 import os
 import pathlib
@@ -102,9 +103,9 @@ def main(port, count, number, heartbeat, function, arguments, folder):
             initialization_timeout=120,
             heartbeat_timeout_seconds=int(heartbeat),
         )
-    from tests.processes import programs
-
-    result = getattr(programs, function)(*json.loads(arguments))
+    module, _, name = function.rpartition(".")
+    program = getattr(importlib.import_module(f"tests.processes.{module or 'programs'}"), name)
+    result = program(*json.loads(arguments))
     (pathlib.Path(folder) / f"result.{number}.json").write_text(json.dumps(result))
 
 

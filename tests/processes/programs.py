@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
+import treescope
+from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
 import penzai_shard as pzs
@@ -175,3 +176,99 @@ def training_loop(folder):
     }
     signal.signal(signal.SIGINT, before)
     return runs
+
+
+def surface(folder):
+    """What else a job does: initialisers, placing, trainers, steps, checkpoints, and views."""
+    me = jax.process_index()
+    mesh = pzs.make_mesh({"data": 4, "model": 2})
+    numbers = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
+    key = jax.random.key(0)
+
+    def named(array):
+        return pz.nx.wrap(array, "a", "b")
+
+    def initial(key, numbers):
+        return {
+            "random": named(jax.random.normal(key, (8, 8))),
+            "scaled": named(numbers * jnp.sum(numbers)),
+            "orthogonal": named(jax.nn.initializers.orthogonal()(key, (8, 8))),
+            "key": key,
+        }
+
+    made = pzs.sharded_init(initial, key, numbers, mesh=mesh, rules={"a": "data"})
+    assert made["orthogonal"].data_array.sharding.spec == PartitionSpec("data")
+    for name, value in jax.jit(initial)(key, numbers).items():
+        whole = getattr(value, "data_array", value)
+        mine = getattr(made[name], "data_array", made[name])
+        assert mine.sharding.device_set == set(jax.devices())
+        if name == "key":
+            assert mine.dtype == whole.dtype
+            continue
+        for shard in mine.addressable_shards:
+            np.testing.assert_allclose(shard.data, np.asarray(whole)[shard.index], rtol=1e-5)
+    weights = {"w": named(jnp.asarray(numbers))}
+    placed = pzs.place(weights, mesh, {"a": "data"})
+    other = pzs.place(placed, pzs.make_mesh({"model": 4, "data": 2}), {"a": "data"})
+    assert other["w"].data_array.sharding.shard_shape((8, 8)) == (4, 8)
+    keys = pzs.place({"keys": jax.random.split(key, 3)}, mesh, {}, on_unnamed="replicate")
+    assert keys["keys"].is_fully_replicated
+
+    def loss_fn(model, rng, state, x):
+        loss = jnp.mean((x.data_array @ model["w"].unwrap("a", "b")) ** 2)
+        return loss, state, {"loss": loss}
+
+    # A state of a model that every process has on a device of its own, and a batch in host memory.
+    state = pzs.TrainState.initial_state(weights, optax.adam(1e-2), key)
+    batch = {"x": pz.nx.NamedArray.wrap(numbers).tag("batch", "a")}
+    trainer = pzs.StatefulTrainer(state, loss_fn, mesh=mesh, rules={"a": "data"})
+    own = float(trainer.step(**batch)["loss"])
+    state = pzs.TrainState.initial_state(placed, optax.adam(1e-2), key)
+    declared = {"x": NamedSharding(mesh, PartitionSpec("data"))}
+    step = pzs.build_train_step_fn(loss_fn, input_kwarg_shardings=declared)
+    _, aux = step(state, **batch)
+    views = [repr(placed), repr(state), state._repr_html_(), trainer._repr_html_()]
+    with treescope.active_autovisualizer.set_scoped(treescope.ArrayAutovisualizer()):
+        views.append(treescope.render_to_html(state))
+    views.append(treescope.render_to_text(state))
+    assert all(view.strip() for view in views)
+
+    path = f"{folder}/own"
+    pzs.save_params(path, weights)
+    local = pzs.make_mesh({"data": jax.local_device_count()}, jax.local_devices())
+    again = pzs.restore_params(path, weights, local, {"a": "data"})
+    np.testing.assert_array_equal(again["w"].data_array, numbers)
+    doubled = pzs.Jitted(Doubling())(placed["w"]).data_array
+    assert doubled.sharding.spec == PartitionSpec("data")
+    return {
+        "losses": [own, float(aux["loss"])],
+        "view": views[-1],
+        "other seeds": refused(
+            lambda: pzs.sharded_init(
+                lambda k: named(jax.random.normal(k, (8, 8))),
+                jax.random.key(me),
+                mesh=mesh,
+                rules={},
+            )
+        ),
+        "other meshes": refused(lambda: pzs.place(placed, local, {"a": "data"})),
+        "other names": refused(
+            lambda: pzs.save_params(f"{folder}/new", {"v" if me else "w": placed["w"]})
+        ),
+        "other values": refused(
+            lambda: pzs.save_params(f"{folder}/new", {"w": named(jnp.asarray(numbers + me))})
+        ),
+        "exists": refused(lambda: pzs.save_params(path, weights)),
+        "nothing there": refused(
+            lambda: pzs.restore_params(path if me else f"{path}_not", weights, mesh, {})
+        ),
+        "other input": refused(
+            lambda: step(state, x=pz.nx.wrap(jax.device_put(numbers, jax.local_devices()[0])))
+        ),
+    }
+
+
+@pz.pytree_dataclass
+class Doubling(pz.nn.Layer):
+    def __call__(self, x, **side_inputs):
+        return x * 2.0

@@ -15,6 +15,7 @@ from penzai_shard.library_apis.jax_api import (
 )
 from penzai_shard.placement.initializer_splitting.equation_traits import byte_count
 from penzai_shard.placement.initializer_splitting.grouping import Call, Program, SplitInitializer
+from penzai_shard.processes import is_on_this_process, put_all
 
 # So many bytes may always be in the making at once: waiting for each of many small arrays would
 # take longer than computing them.
@@ -116,7 +117,7 @@ class _Run:
         for index, sharding in enumerate(call.program.shardings):
             if call.program.on_one_device and sharding is not None:
                 # One by one, so that each goes from the one device before the next is spread.
-                outputs[index] = jax.device_put(outputs[index], sharding)
+                outputs[index] = _put(outputs[index], sharding)
         self.values.update(zip(call.results, outputs, strict=True))
         return outputs
 
@@ -137,7 +138,7 @@ class _Run:
         if layout is None:
             return self.values[variable]
         if (variable, layout) not in self._placements:
-            placed = jax.device_put(self.values[variable], layout)
+            placed = _put(self.values[variable], layout)
             self._placements[variable, layout] = placed
         return self._placements[variable, layout]
 
@@ -147,7 +148,24 @@ def _own_copy(value: Any, sharding: Sharding | None) -> jax.Array:
 
     A train step that donates the model must not delete an argument of the initialiser.
     """
-    placed = jax.device_put(value, sharding)
+    placed = _put(value, sharding)
+    if not placed.is_fully_addressable:
+        return jax.jit(jax.numpy.copy, out_shardings=placed.sharding)(placed)
     # Not in one step: spreading an array over devices reuses the buffer that it has on one of
     # them, whatever ``may_alias`` says.
     return jax.device_put(placed, placed.sharding, may_alias=False)
+
+
+def _put(value: Any, sharding: Sharding | None) -> jax.Array:
+    """A value laid out as asked, also if it is on devices of several processes, or is to be."""
+    if sharding is None or jax.process_count() == 1:
+        return jax.device_put(value, sharding)
+    if sharding.is_fully_addressable and not is_on_this_process(value):
+        # For a program that runs on one device of every process: each takes its own copy.
+        everywhere = NamedSharding(value.sharding.mesh, PartitionSpec())
+        value = jax.device_put(value, everywhere).addressable_data(0)
+    placed: jax.Array
+    (placed,) = put_all(
+        [value], [sharding], lambda: ["an array of the initialiser"], "the initialiser"
+    )
+    return placed
