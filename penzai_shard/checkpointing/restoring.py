@@ -20,7 +20,7 @@ from penzai_shard.errors import (
 )
 from penzai_shard.named_leaves import NamedLeaf
 from penzai_shard.partition_specs import permuted_spec
-from penzai_shard.processes import failing_together
+from penzai_shard.processes import any_process, failing_together
 
 _ATTEMPTS = 5
 _WORDINGS = {"params": RESTORING, "train_state": RESTORING_STATE}
@@ -61,17 +61,23 @@ def restore_arrays(
             # What can be wrong is found before any process waits for another.
             with failing_together("restoring a checkpoint"):
                 compared = _compared(read_manifest(path), kind, leaves, tolerance)
-            arrays = _restored_once(*compared, leaves, shardings)
+            with failing_together("reading a checkpoint"):
+                arrays = _restored_once(*compared, leaves, shardings)
         except ShardingError:
-            if identity_of(path) == before:
+            if not _was_replaced(path, before):
                 raise
         else:
-            if identity_of(path) == before:
+            if not _was_replaced(path, before):
                 return arrays
     raise CheckpointDamagedError(
         f"the checkpoint at {absolute_path(path)} was replaced {_ATTEMPTS} times while it was "
         "being read. Restore it once the saves are done."
     )
+
+
+def _was_replaced(path: PathLike, before: Any) -> bool:
+    """Whether any process sees another checkpoint at a path than before."""
+    return any_process(identity_of(path) != before, "looking for a newer checkpoint")
 
 
 def refuse_other_arrays(
