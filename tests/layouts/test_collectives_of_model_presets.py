@@ -179,6 +179,24 @@ def test_sequence_parallel_gathers_and_scatters_instead():
     assert moved("sequence", "model", A, backward=False) == expected
 
 
+def test_between_layers_sequence_parallel_computes_on_parts_of_the_sequence_alone():
+    def computed(name):
+        """How often something of the size of the residual stream is computed, whole or a part."""
+        entry = run(name).text.partition("\nENTRY")[2]
+        results = re.findall(r"= f32\[([\d,]+)\]\S* (?:fusion|dot|add|multiply)\(", entry)
+        sizes = [tuple(sorted(map(int, dims.split(",")))) for dims in results]
+        batch = BATCH // 2
+        whole, part = (tuple(sorted((batch, s, EMBEDDING))) for s in (SEQ, SEQ // 4))
+        return sizes.count(whole), sizes.count(part)
+
+    whole, parts = computed("sequence, vocabulary")
+    # Norms and additions are on parts. Matrix products give whole sums that are still to be added,
+    # which XLA may write as fusions, one for each layer.
+    assert whole <= 2
+    assert parts > 10
+    assert computed("tensor, vocabulary")[0] > 10
+
+
 @pytest.mark.parametrize("name", ["tensor, vocabulary", "2-D, vocabulary"])
 def test_a_split_vocabulary_reduces_after_the_lookup_and_before_the_logits(name):
     assert moved(name, "model", A, backward=False) == {"all-reduce": 2 + 1}
