@@ -14,6 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
 import penzai_shard as pzs
+from penzai_shard.cli import demo
+from penzai_shard.cli import processes as cli_processes
+from penzai_shard.cli.main import main
 from penzai_shard.errors import ShardingError
 from penzai_shard.processes import any_process, failing_together, on_first_process
 
@@ -272,3 +275,14 @@ def surface(folder):
 class Doubling(pz.nn.Layer):
     def __call__(self, x, **side_inputs):
         return x * 2.0
+
+
+def demonstration(folder):
+    """The demo with a small model, as its own command runs it in every process of a job."""
+    demo.DECODER_BLOCKS, demo.SAMPLE_LENGTH, demo.CONTEXT = 1, 4, 16
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        # Not what several processes do to their own standard output.
+        cli_processes._keep_output_for_python = lambda: None
+        status = main(["demo", "--steps", "2", "--out", folder])
+    return {"status": status, "printed": printed.getvalue()}

@@ -5,10 +5,10 @@ import pytest
 from tests.processes import jobs
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def found(request):
+@pytest.fixture(scope="module")
+def found():
     """What each process of a job found; that its own checks passed is part of it."""
-    return jobs.run("batches", processes=request.param)
+    return jobs.run("batches")
 
 
 def test_processes_give_their_parts_or_the_same_whole_and_all_are_refused_together(found):
