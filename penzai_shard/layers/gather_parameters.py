@@ -9,7 +9,9 @@ import jax
 from penzai import pz
 
 from penzai_shard.axis_rules import AxisRules
+from penzai_shard.errors import warn_caller
 from penzai_shard.layers import variable_threading
+from penzai_shard.layers.checkpointed import Checkpointed
 from penzai_shard.layers.constrain_sharding import constrained_by_name
 from penzai_shard.layers.remat_policies import named_as_gathered
 from penzai_shard.layers.wrapper_layer import WrapperLayer
@@ -36,6 +38,9 @@ class GatherParameters(WrapperLayer):
 
     Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054), stage 3; Xu et al. 2020,
     "Automatic Cross-Replica Sharding of Weight Update" (arXiv:2004.13336).
+
+    Warns:
+        ShardingWarning: The layer is ``Checkpointed``: what is gathered is then kept all the same.
 
     Attributes:
         body: The layer.
@@ -72,6 +77,15 @@ class GatherParameters(WrapperLayer):
             PlanRequest.read("GatherParameters", self.mesh, AxisRules.of(rules))
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
+        if isinstance(self.body, Checkpointed):
+            warn_caller(
+                [
+                    "Checkpointed is inside of GatherParameters, so that what was gathered is kept "
+                    "for the backward pass. Rematerialise before the layer gathers: "
+                    "rematerialise_blocks(...) + layout.recipe(model, mesh), or "
+                    "Layout(..., rematerialise=...)."
+                ]
+            )
         body = jax.tree_util.tree_map(
             lambda node: self._gathered(node) if is_parameter(node) else node,
             self.body,

@@ -9,6 +9,7 @@ import jax
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import RuleTypeError
+from penzai_shard.layers import resolve_policy
 from penzai_shard.layouts.building import build_state_and_step
 from penzai_shard.layouts.layout_edits import EditRequest, layout_edits
 from penzai_shard.layouts.model_roles import (
@@ -69,6 +70,9 @@ class Layout(LayoutPresets, NotebookView):
         reshard_after_forward: Whether a gathered parameter is dropped after the forward pass and
             gathered again in the backward pass, instead of being kept where the compiler sees
             fit.
+        rematerialise: What a block keeps for its backward pass, the name of a policy of
+            ``Checkpointed`` such as ``"dots"``; the rest is computed again, and parameters are
+            gathered again. None keeps all.
         blocks: The layers that read activations and give what is added to them, as a place of
             ``wrap``: whole blocks, or attention and feed-forward, which is needed where those are
             split. None finds those of Penzai's transformers.
@@ -93,12 +97,14 @@ class Layout(LayoutPresets, NotebookView):
     optimizer: AxisRules | None = None
     between_blocks: AxisRules | None = None
     reshard_after_forward: bool = False
+    rematerialise: str | None = None
     blocks: Any = None
     names: Names = dataclasses.field(default_factory=dict, hash=False)
     wanted: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_names(self.names)
+        resolve_policy(self.rematerialise)
         for name in ("parameters", "compute", "optimizer", "between_blocks"):
             rules = getattr(self, name)
             if rules is not None or name in ("parameters", "compute"):
@@ -126,6 +132,8 @@ class Layout(LayoutPresets, NotebookView):
         notes = []
         if self.reshard_after_forward:
             notes.append("Parameters are gathered again in the backward pass.")
+        if self.rematerialise is not None:
+            notes.append(f"Blocks keep what the policy {self.rematerialise!r} says.")
         if self.names:
             notes.append(f"The model calls them: {dict(self.names)}.")
         return LayoutTable(tuple(rows), "Layout", tuple(notes))
@@ -177,6 +185,7 @@ class Layout(LayoutPresets, NotebookView):
                 parameters=found.tables["parameters"],
                 compute=found.tables["compute"],
                 between=found.tables.get("between_blocks"),
+                rematerialise=self.rematerialise,
                 gather_again=self.reshard_after_forward,
                 blocks=self.blocks,
                 batch_axes=mesh_axes_of("batch", [self.compute]),

@@ -27,7 +27,7 @@ from penzai_shard.model_variables import is_parameter, value_of, variable_name
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import Planner
 from penzai_shard.rule_kinds import LogicalAxis
-from penzai_shard.surgery import Recipe, axes_in_place, constrain_blocks, wrap
+from penzai_shard.surgery import Recipe, axes_in_place, constrain_blocks, rematerialise_blocks, wrap
 from penzai_shard.tree_paths import paths_and_leaves
 
 BLOCKS = (TransformerBlock,)
@@ -42,6 +42,8 @@ class EditRequest:
         parameters: How parameters are stored.
         compute: How layers compute: what flows into and out of them, and their parameters.
         between: How activations are laid out between layers, if not as ``compute`` says.
+        rematerialise: What blocks keep for the backward pass, as ``Checkpointed`` takes it; None
+            keeps all.
         gather_again: Whether gathered parameters are gathered again in the backward pass.
         blocks: Where the blocks are, as a place of an edit; None for those of Penzai.
         batch_axes: The mesh axes that the batch is split over.
@@ -53,6 +55,7 @@ class EditRequest:
     parameters: AxisRules
     compute: AxisRules
     between: AxisRules | None
+    rematerialise: Any
     gather_again: bool
     blocks: Any
     batch_axes: tuple[str, ...]
@@ -83,6 +86,9 @@ def layout_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
         edits = constrain_blocks(_blocks(model, asked), mesh, asked.compute)
         if _has(model, pz.nn.EmbeddingLookup):
             edits += constrain_blocks(pz.nn.EmbeddingLookup, mesh, asked.compute)
+    if asked.rematerialise is not None:
+        # Before the next edit, which then goes inside: what was gathered is not kept either.
+        edits += rematerialise_blocks(_blocks(model, asked), asked.rematerialise)
     if gathered:
         options = {"mesh": mesh, "rules": gathered["parameters"]}
         if not gathered["gradients_as_used"]:
@@ -90,7 +96,7 @@ def layout_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
         if "stored" in gathered:
             options["stored"] = gathered["stored"]
         edits += wrap(_blocks(model, asked), GatherParameters, **options)
-        if asked.gather_again:
+        if asked.gather_again and asked.rematerialise is None:
             edits += wrap(GatherParameters, Checkpointed, policy="all_but_gathered")
     # As few bytes are moved as by a step that is written by hand.
     return edits + axes_in_place()

@@ -24,12 +24,14 @@ class PresetOptions(TypedDict, total=False):
             Lepikhin et al. 2020, "GShard" (arXiv:2006.16668).
         names: As for ``Layout``.
         blocks: As for ``Layout``.
+        rematerialise: As for ``Layout``.
     """
 
     vocabulary: MeshAxis | None
     experts: MeshAxis | None
     names: Names
     blocks: Any
+    rematerialise: str | None
 
 
 def read_options(

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from penzai import pz
 
-from penzai_shard.errors import MeshError, PlanError
+from penzai_shard.errors import MeshError, PlanError, ShardingWarning
 from penzai_shard.layers import Checkpointed, GatherParameters
 from penzai_shard.meshes import make_mesh
 from penzai_shard.placement import place
@@ -89,3 +89,9 @@ def test_a_length_that_does_not_divide_is_refused():
     odd = pz.nn.Linear.from_config("odd", jax.random.key(0), {"features": 8}, {"neurons": 3})
     with pytest.raises(PlanError, match=r"'neurons' \(3\) does not divide over mesh axis 'model'"):
         GatherParameters(odd, MESH, {"neurons": "model"})(pz.nx.ones({"features": 8}))
+
+
+def test_rematerialisation_inside_of_the_gathering_is_warned_of():
+    inside = GatherParameters(Checkpointed(layer()), MESH, {})
+    with pytest.warns(ShardingWarning, match=r"rematerialise_blocks\(\.\.\.\) \+ layout\.recipe"):
+        inside(pz.nx.ones({"features": 8}))

@@ -11,6 +11,7 @@ from penzai import pz
 import penzai_shard
 from penzai_shard import Layout, make_mesh, make_plan, strip
 from penzai_shard.errors import MeshError, RuleTypeError
+from penzai_shard.layers import Checkpointed, GatherParameters
 from tests.layouts.preset_runs import PRESETS, TOKENS, build_model, loss_fn, run
 
 
@@ -113,3 +114,26 @@ def test_a_layout_shows_what_is_not_as_by_default_and_evaluates_back():
     assert eval(repr(layout), names) == layout
     assert "optimizer" not in repr(layout)
     assert "gathered again" in layout.notebook_table().html()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout.fully_sharded(min_size=64, rematerialise="dots"),
+        Layout.tensor_parallel(rematerialise="dots"),
+    ],
+)
+def test_blocks_are_rematerialised_around_what_is_gathered(layout):
+    mesh = make_mesh({"data": 4, "model": 2})
+    model = build_model(jax.random.key(0))
+    edited = layout.recipe(model, mesh).apply(model)
+    remat = pz.select(edited).at_instances_of(Checkpointed).get_sequence()
+    assert [each.policy for each in remat] == ["dots", "dots"]
+    gathers = layout.parameters != Layout.tensor_parallel().parameters
+    assert all(isinstance(each.body, GatherParameters) is gathers for each in remat)
+    assert strip(edited) == model
+
+
+def test_a_rematerialisation_policy_that_does_not_exist_is_refused():
+    with pytest.raises(RuleTypeError, match=r"there is no checkpoint policy 'dotz'"):
+        Layout.fully_sharded(rematerialise="dotz")
