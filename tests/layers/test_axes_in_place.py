@@ -73,6 +73,13 @@ OPERATIONS = {
         values(2, 3),
         values(3),
     ),
+    "in a narrower dtype": (
+        lambda a, b: lax.dot_general(
+            jnp.sin(a), jnp.exp(b), (((), ()), ((1,), (0,))), preferred_element_type=jnp.bfloat16
+        ),
+        values(5, 3),
+        values(3),
+    ),
     "lookup": (_lookup, values(5, 3, 4), np.array([[1, 4, 0], [2, 2, 9]])),
     "lookup per row": (
         lambda a, i: jnp.take_along_axis(a, i, 1),
@@ -83,6 +90,7 @@ OPERATIONS = {
     "without a rule": (lambda a: jax.nn.relu(a) + lax.dynamic_slice(a, (0, 0, 0), (1, 1, 1)), A),
     "a scatter": (lambda a, b: a.at[:, 1].add(b), A, values(2, 4)),
     "a loop": (lambda a: lax.scan(lambda c, x: (c + x.T, c.T), A[0].T, a), A),
+    "a loop of no turns": (lambda a: lax.scan(lambda c, x: (c + x, c.T), a[0], a[:0] + 1), A),
     "a loop that swaps": (
         lambda a, b: lax.scan(
             lambda c, x: ((c[1], c[0] + x), c[0]), (a, a + b), b[0, 0, :, None, None]

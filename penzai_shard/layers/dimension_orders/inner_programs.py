@@ -101,7 +101,7 @@ def _scan(equation: Any, operands: list[OrderedArray], run: Run) -> list[Ordered
 
     arrays = [operand.in_order(order) for operand, order in zip(operands, orders, strict=True)]
     slices = [
-        jax.eval_shape(lambda array: array[0], array) if i >= first_slice else array
+        jax.ShapeDtypeStruct(array.shape[1:], array.dtype) if i >= first_slice else array
         for i, array in enumerate(arrays)
     ]
     return _evaluated(equation, equation.params["jaxpr"], body, slices, arrays, dims)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.layers.dimension_orders.ordered_arrays import OrderedArray, common_order
@@ -232,10 +233,11 @@ def _product(
         for side, operand in enumerate(operands)
     ]
     order = common_order(values)
-    left, right = (
-        jax.lax.convert_element_type(value.in_order(order), result.dtype) for value in values
-    )
-    return OrderedArray(jax.lax.mul(left, right), order, result.shape)
+    # A result may be narrower than its factors, which are not rounded then.
+    wide = jnp.result_type(result.dtype, *(value.array.dtype for value in values))
+    left, right = (jax.lax.convert_element_type(value.in_order(order), wide) for value in values)
+    product = jax.lax.convert_element_type(jax.lax.mul(left, right), result.dtype)
+    return OrderedArray(product, order, result.shape)
 
 
 def _gather(equation: Any, operands: list[OrderedArray]) -> Ready:
@@ -268,7 +270,7 @@ def _gather(equation: Any, operands: list[OrderedArray]) -> Ready:
         "dimension_numbers": moved,
         "slice_sizes": tuple(equation.params["slice_sizes"][dim] for dim in order),
     }
-    if index_order != tuple(range(vector + 1)):
+    if index_order != tuple(range(vector + 1)) or order != tuple(range(len(order))):
         parameters["indices_are_sorted"] = False
     arrays = [operand.in_order(order), indices.in_order(index_order)]
     return Ready(arrays, [tuple(dims)], parameters)
