@@ -1,11 +1,11 @@
 """The train step of Penzai's Llama-like model, laid out by name with penzai_shard."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from penzai import pz
-from penzai.models.transformer.model_parts import TransformerBlock
 from penzai.models.transformer.variants import llamalike_common
 
 import penzai_shard as pzs
@@ -92,15 +92,11 @@ def by_preset(shape: Shape, layout: Layout) -> pzs.Recipe:
 
 
 def by_manual_fsdp(shape: Shape, layout: Layout) -> pzs.Recipe:
-    """Each block per device along the mesh axis of the data."""
-    activations = {axis: mesh for axis, mesh in layout.activations.items() if axis != "embedding"}
-    rules = {**layout.parameters, **activations}
-    return (
-        pzs.constrain_blocks(pz.nn.EmbeddingLookup, layout.mesh, activations)
-        + pzs.manual_fsdp(TransformerBlock, layout.mesh, rules)
-        + pzs.axes_in_place(TransformerBlock)
-        + pzs.axes_in_place()
-    )
+    """The same preset, each block per device along the mesh axis of the data."""
+    # A region takes parameters as they are stored.
+    stored = pzs.AxisRules(layout.parameters)
+    preset = dataclasses.replace(PRESETS[layout.name], manual=True, parameters=stored)
+    return preset.recipe(bare_model(shape), layout.mesh)
 
 
 def without_edits(shape: Shape, layout: Layout) -> pzs.Recipe:

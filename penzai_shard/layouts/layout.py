@@ -70,6 +70,9 @@ class Layout(LayoutPresets, NotebookView):
         reshard_after_forward: Whether a gathered parameter is dropped after the forward pass and
             gathered again in the backward pass, instead of being kept where the compiler sees
             fit.
+        manual: Whether blocks run per device with ``jax.shard_map``, as ``manual_fsdp`` has it:
+            gathers and scatters are then written down instead of being left to the compiler. What
+            a block does to split elements must be known to be independent, or it is refused.
         rematerialise: What a block keeps for its backward pass, the name of a policy of
             ``Checkpointed`` such as ``"dots"``; the rest is computed again, and parameters are
             gathered again. None keeps all.
@@ -97,6 +100,7 @@ class Layout(LayoutPresets, NotebookView):
     optimizer: AxisRules | None = None
     between_blocks: AxisRules | None = None
     reshard_after_forward: bool = False
+    manual: bool = False
     rematerialise: str | None = None
     blocks: Any = None
     names: Names = dataclasses.field(default_factory=dict, hash=False)
@@ -105,6 +109,12 @@ class Layout(LayoutPresets, NotebookView):
     def __post_init__(self) -> None:
         check_names(self.names)
         resolve_policy(self.rematerialise)
+        if self.manual and (self.between_blocks is not None or self.reshard_after_forward):
+            raise RuleTypeError(
+                "manual=True goes with neither sequence parallelism nor reshard_after_forward: "
+                "blocks that run per device gather by themselves, and what flows between them is "
+                "split along the batch alone. Leave one of them out."
+            )
         for name in ("parameters", "compute", "optimizer", "between_blocks"):
             rules = getattr(self, name)
             if rules is not None or name in ("parameters", "compute"):
@@ -132,6 +142,8 @@ class Layout(LayoutPresets, NotebookView):
         notes = []
         if self.reshard_after_forward:
             notes.append("Parameters are gathered again in the backward pass.")
+        if self.manual:
+            notes.append("Blocks run per device, and gather by themselves.")
         if self.rematerialise is not None:
             notes.append(f"Blocks keep what the policy {self.rematerialise!r} says.")
         if self.names:
@@ -185,6 +197,7 @@ class Layout(LayoutPresets, NotebookView):
                 parameters=found.tables["parameters"],
                 compute=found.tables["compute"],
                 between=found.tables.get("between_blocks"),
+                manual=self.manual,
                 rematerialise=self.rematerialise,
                 gather_again=self.reshard_after_forward,
                 blocks=self.blocks,

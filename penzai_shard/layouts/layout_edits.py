@@ -27,7 +27,14 @@ from penzai_shard.model_variables import is_parameter, value_of, variable_name
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import Planner
 from penzai_shard.rule_kinds import LogicalAxis
-from penzai_shard.surgery import Recipe, axes_in_place, constrain_blocks, rematerialise_blocks, wrap
+from penzai_shard.surgery import (
+    Recipe,
+    axes_in_place,
+    constrain_blocks,
+    manual_fsdp,
+    rematerialise_blocks,
+    wrap,
+)
 from penzai_shard.tree_paths import paths_and_leaves
 
 BLOCKS = (TransformerBlock,)
@@ -45,6 +52,7 @@ class EditRequest:
         rematerialise: What blocks keep for the backward pass, as ``Checkpointed`` takes it; None
             keeps all.
         gather_again: Whether gathered parameters are gathered again in the backward pass.
+        manual: Whether blocks run per device, and gather by themselves.
         blocks: Where the blocks are, as a place of an edit; None for those of Penzai.
         batch_axes: The mesh axes that the batch is split over.
         split_in_layers: The logical axes that regions split: neurons, heads and experts.
@@ -57,6 +65,7 @@ class EditRequest:
     between: AxisRules | None
     rematerialise: Any
     gather_again: bool
+    manual: bool
     blocks: Any
     batch_axes: tuple[str, ...]
     split_in_layers: tuple[LogicalAxis, ...]
@@ -80,16 +89,25 @@ def layout_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
             in none of them.
     """
     gathered = _gathered(model, mesh, asked)
+    edits = Recipe()
     if asked.split_in_layers or asked.splits_vocabulary or asked.between is not None:
-        edits = _vocabulary_edits(model, mesh, asked, gathered) + _region_edits(model, mesh, asked)
+        edits += _vocabulary_edits(model, mesh, asked, gathered)
+        if not asked.manual:
+            edits += _region_edits(model, mesh, asked)
     else:
-        edits = constrain_blocks(_blocks(model, asked), mesh, asked.compute)
+        if not asked.manual:
+            edits += constrain_blocks(_blocks(model, asked), mesh, asked.compute)
         if _has(model, pz.nn.EmbeddingLookup):
             edits += constrain_blocks(pz.nn.EmbeddingLookup, mesh, asked.compute)
     if asked.rematerialise is not None:
         # Before the next edit, which then goes inside: what was gathered is not kept either.
         edits += rematerialise_blocks(_blocks(model, asked), asked.rematerialise)
-    if gathered:
+    if asked.manual:
+        blocks = _blocks(model, asked)
+        edits += manual_fsdp(blocks, mesh, asked.compute | asked.parameters)
+        # Within the region too, which the last edit does not look into.
+        edits += axes_in_place(blocks)
+    elif gathered:
         options = {"mesh": mesh, "rules": gathered["parameters"]}
         if not gathered["gradients_as_used"]:
             options["gradients_as_used"] = False

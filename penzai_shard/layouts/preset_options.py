@@ -25,6 +25,7 @@ class PresetOptions(TypedDict, total=False):
         names: As for ``Layout``.
         blocks: As for ``Layout``.
         rematerialise: As for ``Layout``.
+        manual: As for ``Layout``.
     """
 
     vocabulary: MeshAxis | None
@@ -32,6 +33,7 @@ class PresetOptions(TypedDict, total=False):
     names: Names
     blocks: Any
     rematerialise: str | None
+    manual: bool
 
 
 def read_options(

@@ -17,7 +17,7 @@ class LayoutPresets:
     """The presets of ``Layout``, which is what they return.
 
     All take the options of ``PresetOptions``: ``vocabulary=``, ``experts=``, ``names=``,
-    ``blocks=`` and ``rematerialise=``.
+    ``blocks=``, ``rematerialise=`` and ``manual=``.
     """
 
     @classmethod
@@ -28,8 +28,8 @@ class LayoutPresets:
 
         Args:
             data: The mesh axis, or axes, that the batch is split over.
-            **options: ``vocabulary``, ``experts``, ``names``, ``blocks``, ``rematerialise``; see
-                ``Layout``.
+            **options: ``vocabulary``, ``experts``, ``names``, ``blocks``, ``rematerialise`` and
+                ``manual``; see ``Layout``.
 
         >>> from penzai_shard import Layout
         >>> Layout.data_parallel().parameters
@@ -54,8 +54,8 @@ class LayoutPresets:
         Args:
             data: The mesh axis, or axes, that batch and optimizer state are split over.
             min_size: What belongs to parameters with fewer elements than this stays whole.
-            **options: ``vocabulary``, ``experts``, ``names``, ``blocks``, ``rematerialise``; see
-                ``Layout``.
+            **options: ``vocabulary``, ``experts``, ``names``, ``blocks``, ``rematerialise`` and
+                ``manual``; see ``Layout``.
 
         >>> from penzai_shard import Layout
         >>> Layout.zero1().optimizer
@@ -89,8 +89,8 @@ class LayoutPresets:
                 has to be kept: half as much again is moved. When gathers happen is up to the
                 compiler's schedule; in a rolled stack of layers it is one layer at a time. By
                 default the compiler may keep what is gathered.
-            **options: ``vocabulary``, ``experts``, ``names``, ``blocks``, ``rematerialise``; see
-                ``Layout``.
+            **options: ``vocabulary``, ``experts``, ``names``, ``blocks``, ``rematerialise`` and
+                ``manual``; see ``Layout``.
 
         >>> from penzai_shard import Layout
         >>> Layout.fully_sharded(min_size=1).parameters
@@ -121,8 +121,8 @@ class LayoutPresets:
         Args:
             data: The mesh axis, or axes, that the batch is split over.
             model: The mesh axis, or axes, that heads and neurons are split over.
-            **options: ``vocabulary``, ``experts``, ``names``, ``blocks``, ``rematerialise``; see
-                ``Layout``.
+            **options: ``vocabulary``, ``experts``, ``names``, ``blocks``, ``rematerialise`` and
+                ``manual``; see ``Layout``.
 
         >>> from penzai_shard import Layout
         >>> layout = Layout.tensor_parallel()
@@ -152,8 +152,8 @@ class LayoutPresets:
         Args:
             data: The mesh axis, or axes, that the batch is split over.
             model: The mesh axis, or axes, that heads, neurons and the sequence are split over.
-            **options: ``vocabulary``, ``experts``, ``names``, ``blocks``, ``rematerialise``; see
-                ``Layout``.
+            **options: ``vocabulary``, ``experts``, ``names``, ``blocks``, ``rematerialise`` and
+                ``manual``; see ``Layout``.
 
         >>> from penzai_shard import Layout
         >>> layout = Layout.sequence_parallel()
@@ -186,8 +186,8 @@ class LayoutPresets:
             model: The mesh axis, or axes, that heads and neurons are split over.
             min_size: Parameters with fewer elements than this are not split over ``data``.
             reshard_after_forward: As for ``fully_sharded``.
-            **options: ``vocabulary``, ``experts``, ``names``, ``blocks``, ``rematerialise``; see
-                ``Layout``.
+            **options: ``vocabulary``, ``experts``, ``names``, ``blocks``, ``rematerialise`` and
+                ``manual``; see ``Layout``.
 
         >>> from penzai_shard import Layout
         >>> layout = Layout.two_dimensional(min_size=1)
@@ -225,8 +225,8 @@ class LayoutPresets:
                 is split over both.
             min_size: Parameters with fewer elements than this stay whole.
             reshard_after_forward: As for ``fully_sharded``.
-            **options: ``vocabulary``, ``experts``, ``names``, ``blocks``, ``rematerialise``; see
-                ``Layout``.
+            **options: ``vocabulary``, ``experts``, ``names``, ``blocks``, ``rematerialise`` and
+                ``manual``; see ``Layout``.
 
         >>> from penzai_shard import Layout
         >>> Layout.hybrid().compute

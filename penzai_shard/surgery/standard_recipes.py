@@ -21,6 +21,7 @@ from penzai_shard.layers.in_precision import is_sensitive
 from penzai_shard.layers.manual_region import check_manual_axes, mesh_axis_names
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import leaves_of
+from penzai_shard.rule_kinds import LargestDimensionRule
 from penzai_shard.surgery.inserted_layers import library_role
 from penzai_shard.surgery.making_edits import insert_after, replace, wrap
 from penzai_shard.surgery.places import ROOT, PlaceLike
@@ -191,10 +192,14 @@ def shard_mapped_by_rules(
     parameters = pz.unbind_params(layer)[1]
     names = {name for leaf in leaves_of(list(parameters)) for name in leaf.names or () if name}
     whole = AxisRules(dict.fromkeys(sorted(names, key=str)))
+    # Storage may be split along whatever dimension is largest; a computation may not.
+    of_names = AxisRules.from_rules(
+        rule for rule in rules.rules if not isinstance(rule, LargestDimensionRule)
+    )
     options: dict[str, Any] = {"only_where_split": True}
     if manual_axes is not None:
         options = {"manual_axes": manual_axes}
-    return ShardMapped(layer, mesh, rules, whole | rules, min_size=min_size, **options)
+    return ShardMapped(layer, mesh, rules, whole | of_names, min_size=min_size, **options)
 
 
 def manual_fsdp(
@@ -218,8 +223,9 @@ def manual_fsdp(
         mesh: The mesh.
         rules: Which logical axis goes to which mesh axis, in any form that ``AxisRules`` reads,
             such as ``{"embedding": "data", "batch": "data"}``. Logical axes that a block's
-            parameters have are split in the parameters, and all others in the activations. For
-            anything else write ``wrap(block_type, ShardMapped, ...)``.
+            parameters have are split in the parameters, and all others in the activations; a rule
+            for the largest dimension is for parameters. For anything else write
+            ``wrap(block_type, ShardMapped, ...)``.
         min_size: Parameters with fewer elements than this stay copies on every device.
         manual_axes: The mesh axes that are taken over, over which parameters are gathered. By
             default as ``only_where_split`` of ``ShardMapped`` says.

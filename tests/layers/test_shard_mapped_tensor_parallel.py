@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from penzai import pz
 
 from benchmarks.compiled_collectives import read_collectives
-from penzai_shard import AxisRules, fully_sharded, manual_fsdp, placement
+from penzai_shard import AxisRules, data_parallel, fully_sharded, manual_fsdp, placement
 from penzai_shard.errors import MeshError, RuleTypeError
 from penzai_shard.layers import (
     Checkpointed,
@@ -227,3 +228,19 @@ def test_mesh_axes_can_be_said():
         manual_fsdp(pz.nn.NamedGroup, MESH, rules, manual_axes=3)
     with pytest.raises(RuleTypeError, match="only_where_split must be bool, not 1"):
         ShardMapped(LAYER, MESH, PARAMETERS, ACTIVATIONS, only_where_split=1)
+
+
+def test_a_rule_for_the_largest_dimension_splits_parameters_alone():
+    rules = data_parallel() | fully_sharded(min_size=1)
+    mesh = make_mesh({"data": 8})
+    linear = pz.nn.Linear.from_config("w", jax.random.key(0), {"a": 8}, {"b": 8})
+    mapped = manual_fsdp(pz.nn.Linear, mesh, rules).apply(linear)
+    assert mapped.activation_rules.spec(("batch", "seq"), (8, 64), mesh) == PartitionSpec("data")
+    assert mapped.parameter_rules.spec(("a", "b"), (8, 8), mesh) == PartitionSpec("data")
+    # Far longer than the batch is large, and yet not split.
+    out = mapped(pz.nx.ones({"batch": 8, "seq": 64, "a": 8}))
+    np.testing.assert_allclose(
+        out.unwrap("batch", "seq", "b"),
+        linear(pz.nx.ones({"batch": 8, "seq": 64, "a": 8})).unwrap("batch", "seq", "b"),
+        rtol=1e-6,
+    )

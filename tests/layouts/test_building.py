@@ -11,7 +11,7 @@ from penzai import pz
 import penzai_shard
 from penzai_shard import Layout, make_mesh, make_plan, strip
 from penzai_shard.errors import MeshError, RuleTypeError
-from penzai_shard.layers import Checkpointed, GatherParameters
+from penzai_shard.layers import Checkpointed, GatherParameters, ShardMapped
 from tests.layouts.preset_runs import PRESETS, TOKENS, build_model, loss_fn, run
 
 
@@ -32,11 +32,16 @@ def build(layout=None, **arguments):
     return layout.build(build_model, jax.random.key(0), **(given | arguments))
 
 
-def test_a_step_per_device_equals_that_of_the_compiler_under_both_parallelisms():
-    layout = Layout.two_dimensional(min_size=64)
-    state, step = build(
-        layout, optimizer=optax.adamw(1e-2), rng=jax.random.key(1), manual_axes=("data",)
-    )
+@pytest.mark.parametrize(
+    ("by_hand", "options"),
+    [(False, {"manual_axes": ("data",)}), (True, {})],
+    ids=["step", "blocks"],
+)
+def test_what_runs_per_device_equals_what_the_compiler_lays_out(by_hand, options):
+    layout = Layout.two_dimensional(min_size=64, manual=by_hand)
+    state, step = build(layout, optimizer=optax.adamw(1e-2), rng=jax.random.key(1), **options)
+    regions = pz.select(state.model).at_instances_of(ShardMapped)
+    assert regions.count() == 2 * by_hand
     losses = []
     for _ in range(2):
         state, aux = step(
@@ -137,3 +142,15 @@ def test_blocks_are_rematerialised_around_what_is_gathered(layout):
 def test_a_rematerialisation_policy_that_does_not_exist_is_refused():
     with pytest.raises(RuleTypeError, match=r"there is no checkpoint policy 'dotz'"):
         Layout.fully_sharded(rematerialise="dotz")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda: Layout.sequence_parallel(manual=True),
+        lambda: Layout.fully_sharded(manual=True, reshard_after_forward=True),
+    ],
+)
+def test_blocks_that_gather_by_hand_go_with_no_other_way_of_gathering(layout):
+    with pytest.raises(RuleTypeError, match="manual=True goes with neither sequence parallelism"):
+        layout()
