@@ -13,6 +13,8 @@ from penzai_shard.layers.functional_calls import functional_call
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import onto_auto_twin
 
+_PYTHON_NUMBERS = (bool, int, float, complex)
+
 
 @pz.pytree_dataclass
 class AxesInPlace(WrapperLayer):
@@ -50,17 +52,24 @@ class AxesInPlace(WrapperLayer):
         )
         structure: Any
         leaves, structure = jax.tree_util.tree_flatten(onto_auto_twin(arguments))
-        program, shapes = jax.make_jaxpr(
-            lambda *arrays: call(*jax.tree_util.tree_unflatten(structure, arrays)),
-            return_shape=True,
-        )(*leaves)
-        results = iter(run_in_place(program, list(map(OrderedArray.of, leaves))))
+        arrays = [leaf for leaf in leaves if not isinstance(leaf, _PYTHON_NUMBERS)]
+
+        def called(*traced: Any) -> Any:
+            # A flag or a number of Python stays what it is, as for the bare layer.
+            remaining = iter(traced)
+            filled = [
+                leaf if isinstance(leaf, _PYTHON_NUMBERS) else next(remaining) for leaf in leaves
+            ]
+            return call(*jax.tree_util.tree_unflatten(structure, filled))
+
+        program, shapes = jax.make_jaxpr(called, return_shape=True)(*arrays)
+        results = iter(run_in_place(program, list(map(OrderedArray.of, arrays))))
         output_shapes, changed_shapes = shapes
         output = jax.tree_util.tree_map(
             lambda like: _like(like, results), output_shapes, is_leaf=pz.nx.is_namedarray
         )
         # A variable's value keeps the order that it had.
-        changed = jax.tree_util.tree_map(lambda _: next(results).whole(), changed_shapes)
+        changed = jax.tree_util.tree_map(lambda _: _whole(next(results)), changed_shapes)
         variable_threading.assign(variables, changed)
         return output
 
@@ -73,4 +82,9 @@ def _like(like: Any, results: Iterator[OrderedArray]) -> Any:
         order = value.order_with(range(len(names)))
         sizes = collections.OrderedDict((names[dim], value.shape[dim]) for dim in order)
         return pz.nx.NamedArray(sizes, value.in_order(order))
-    return jax.tree_util.tree_map(lambda _: value.whole(), like)
+    return jax.tree_util.tree_map(lambda _: _whole(value), like)
+
+
+def _whole(value: OrderedArray) -> jax.Array:
+    """A result as an array, also if it is a number that is written into the program."""
+    return jax.numpy.asarray(value.whole())

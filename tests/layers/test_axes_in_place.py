@@ -292,6 +292,25 @@ def test_positional_dimensions_stay_in_order():
         np.testing.assert_array_equal(output.tag("b", "c").unwrap("a", "b", "c"), A)
 
 
+def test_numbers_and_flags_of_python_stay_what_they_are():
+    @pz.pytree_dataclass
+    class Repeats(pz.nn.Layer):
+        calls: pz.StateVariable
+
+        def __call__(self, value, /, *, times, doubled, **side_inputs):
+            self.calls.value = self.calls.value + 1
+            factor = 2.0 if doubled else 1.0
+            return jnp.tile(value, times) * factor, times
+
+    layer = Repeats(pz.StateVariable(value=0))
+    output, times = AxesInPlace(layer)(jnp.ones(2), times=3, doubled=True)
+    np.testing.assert_array_equal(output, np.full(6, 2.0))
+    assert int(times) == 3
+    assert int(layer.calls.value) == 1
+    assert isinstance(times, jax.Array)
+    assert isinstance(layer.calls.value, jax.Array)
+
+
 def test_an_effect_happens_once():
     seen = collections.Counter()
 
