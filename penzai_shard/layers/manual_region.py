@@ -17,6 +17,7 @@ from penzai_shard.errors import MeshError, RuleTypeError, ShardingError, raise_a
 from penzai_shard.library_apis.jax_api import automatic_mesh_axes, manual_mesh_axes
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.rule_kinds import nearest_name
+from penzai_shard.traced_programs import equations, opened
 
 
 def manual_axes() -> frozenset[str]:
@@ -41,6 +42,34 @@ def varying_axes(value: Any) -> frozenset[str]:
     tracked = getattr(kind, "manual_axis_type", None) or getattr(kind, "mat", None)
     varying = getattr(kind, "vma", None) if tracked is None else tracked.varying
     return frozenset(varying or ())
+
+
+def hides_what_differs(program: Any, mesh_axes: Iterable[str]) -> bool:
+    """Whether a program of a region holds what differs between devices for the same on all.
+
+    JAX does so where a branch or the end of a loop depends on it, and for callbacks.
+
+    Args:
+        program: A program, traced with checks of what varies.
+        mesh_axes: The manual mesh axes of interest.
+
+    >>> hides_what_differs(jax.make_jaxpr(jax.numpy.sin)(1.0), ("data",))
+    False
+    """
+    names = frozenset(mesh_axes)
+    for equation in equations(program):
+        kind = equation.primitive.name
+        deciding: Sequence[Any] = ()
+        if kind == "cond":
+            deciding = equation.invars[:1]
+        elif kind == "while":
+            deciding = opened(equation.params["cond_jaxpr"])[0].outvars
+        elif kind in ("pure_callback", "io_callback"):
+            deciding = equation.invars
+        differing = names & frozenset().union(*(varying_axes(atom.aval) for atom in deciding))
+        if any(not differing <= varying_axes(result.aval) for result in equation.outvars):
+            return True
+    return False
 
 
 def as_varying(array: Any, mesh_axes: Iterable[str]) -> Any:

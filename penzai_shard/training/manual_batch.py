@@ -18,10 +18,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from penzai_shard.array_kinds import is_traced
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.layers.manual_region import (
     check_manual_axes,
     device_position,
+    hides_what_differs,
     manual_axes,
 )
 from penzai_shard.layers.shard_map_regions.boundaries import BoundaryTree, take_apart
@@ -211,11 +213,19 @@ class ManualBatch:
                 axis_names=set(axes.names),
                 check_vma=tracking is not Tracking.UNTRACKED,
             )
-            if len(axes.names) < len(self.mesh.axis_names):
-                # What is left to the compiler has to be compiled, in a step that is not, too.
-                mapped = jax.jit(mapped)
+            arguments = weight_arrays, example_arrays, constant_arrays
             with auto_context():
-                return mapped(weight_arrays, example_arrays, constant_arrays)
+                # What is left to the compiler has to be compiled, in a step that is not, too.
+                if len(axes.names) == len(self.mesh.axis_names) and not any(
+                    map(is_traced, jax.tree.leaves(arguments))
+                ):
+                    return mapped(*arguments)
+                mapped = jax.jit(mapped)
+                if tracking is Tracking.VARYING and hides_what_differs(
+                    mapped.trace(*arguments).jaxpr, axes.names
+                ):
+                    return run(Tracking.UNTRACKED)
+                return mapped(*arguments)
 
         try:
             return run(Tracking.VARYING)

@@ -421,6 +421,22 @@ class TestAuxiliaryOutputs:
         assert int(found["alike"]) == 7
         assert int(self.aux({"alike": "sum"}, ["alike"])["alike"]) == 7 * 8
 
+    def test_outputs_of_a_branch_that_differs_are_averaged_or_refused(self):
+        def reporting(kind, model, rng, state, x):
+            values = x.unwrap("batch")
+            found = jax.lax.cond(values.mean() > 7, lambda: kind(4), lambda: kind(0))
+            return jnp.mean(values) * model["w"], state, {"found": found}
+
+        state, _ = on_mesh({"w": jnp.ones(())}, optimizer_def=optax.sgd(1e-2))
+        x = shard_batch({"x": pz.nx.wrap(self.WEIGHTS, "batch")}, MESH, {"batch": "data"})
+        floating, whole = (
+            build_train_step_fn(functools.partial(reporting, kind), manual_axes="data")
+            for kind in (jnp.float32, jnp.int32)
+        )
+        assert float(floating(state, **x)[1]["found"]) == 2.0
+        with pytest.raises(ShardingError, match="found: of int32, which is not averaged"):
+            whole(state, **x)
+
     def test_outputs_that_differ_and_are_not_averaged_are_refused(self):
         with pytest.raises(ShardingError, match="outputs of the devices cannot be") as caught:
             self.aux(outputs=["count", "alike"], accumulate_steps=1)
@@ -462,6 +478,27 @@ class TestStates:
             caught.value.problems[1],
         )
         assert caught.value.problems[1].startswith("loss_fn_state/count: each device")
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda count, mean: jax.lax.cond(mean > 0, lambda: count + 1, lambda: count + 2),
+            lambda count, mean: jax.lax.while_loop(
+                lambda n: n < jnp.where(mean > 0, 1, 2), lambda n: n + 1, count
+            ),
+        ],
+        ids=["branch", "loop"],
+    )
+    def test_states_that_differ_by_what_a_branch_or_a_loop_depends_on_are_refused(self, change):
+        """JAX takes the result of either for the same on all devices."""
+
+        def change_count(seen, state, mean):
+            return seen, {"count": change(state["count"], mean)}
+
+        with pytest.raises(ShardingError, match="a state differs between the devices") as caught:
+            self.step(change_count, manual_axes="data")
+        (problem,) = caught.value.problems
+        assert problem.startswith("loss_fn_state/count: each device")
 
     @pytest.mark.parametrize("parts", [1, 2])
     def test_states_that_the_loss_makes_one_equal_those_of_the_automatic_step(self, parts):
