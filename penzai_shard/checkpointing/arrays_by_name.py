@@ -12,6 +12,7 @@ from penzai.core.variables import LabeledVariable
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 from penzai_shard.model_variables import thawed, with_own_label
 from penzai_shard.named_leaves import NamedLeaf, is_named_unit, map_arrays
+from penzai_shard.surgery import strip
 from penzai_shard.tree_paths import array_path_text, path_text
 
 
@@ -24,19 +25,23 @@ class ArraysByName:
     Attributes:
         tree: The tree.
         leaves: Its arrays by name; leaves that are not arrays are left out.
+        paths: The key path of each in the tree, by name. It is the name itself, unless layers that
+            were put in do not count.
 
     >>> arrays = ArraysByName({"w": pz.nx.ones({"a": 2}), "name": "text"}, "saving")
     >>> list(arrays.leaves), arrays.filled({"w": "data"})["w"].data_array
     (['w'], 'data')
     """
 
-    def __init__(self, tree: Any, doing: str = "") -> None:
+    def __init__(self, tree: Any, doing: str = "", *, without_inserted: bool = False) -> None:
         """Names the arrays of a tree.
 
         Args:
             tree: Any pytree.
             doing: What is done with a checkpoint of it, ``saving`` or ``restoring``. A view with
                 positional dimensions in another order than that in memory is refused then.
+            without_inserted: Whether an array is named by where it is once all that was put into
+                models is taken off, so that one model has the same names under every layout.
 
         Raises:
             CheckpointMismatchError: Two arrays have one path, or there is such a view.
@@ -50,11 +55,14 @@ class ArraysByName:
             visited.append(leaf)
             return len(visited) - 1
 
-        self._names: list[str | None] = []
-        for key_path, index in jax.tree_util.tree_leaves_with_path(map_arrays(tree, number)):
-            if index == len(self._names):
-                is_array = visited[index].dtype is not None
-                self._names.append(array_path_text(key_path) if is_array else None)
+        numbered = map_arrays(tree, number)
+        paths = _paths_of_numbers(numbered)
+        bare = _paths_of_numbers(_without_inserted(numbered)) if without_inserted else paths
+        self._names: list[str | None] = [
+            # What belongs to a layer that was put in has no other place.
+            None if leaf.dtype is None else bare.get(index, f"inserted/{paths[index]}")
+            for index, leaf in enumerate(visited)
+        ]
         counts = collections.Counter(name for name in self._names if name is not None)
         raise_all(
             CheckpointMismatchError,
@@ -69,6 +77,7 @@ class ArraysByName:
         self.leaves = {
             name: leaf for name, leaf in zip(self._names, visited, strict=True) if name is not None
         }
+        self.paths = {name: paths[i] for i, name in enumerate(self._names) if name is not None}
 
     def filled(self, arrays: Mapping[str, Any]) -> Any:
         """The tree with other arrays by name; mutable variables are new mutable ones."""
@@ -88,6 +97,26 @@ class ArraysByName:
             return fresh[id(node)]
 
         return jax.tree_util.tree_map(as_in_tree, self.tree, map_arrays(self.tree, array_of))
+
+
+def _paths_of_numbers(tree: Any) -> dict[int, str]:
+    """The first path of each number in a tree whose arrays are numbers."""
+    paths: dict[int, str] = {}
+    for key_path, index in jax.tree_util.tree_leaves_with_path(tree):
+        paths.setdefault(index, array_path_text(key_path))
+    return paths
+
+
+def _without_inserted(tree: Any) -> Any:
+    """The tree as it was before anything was put into it.
+
+    One that cannot be taken apart any more, as its layers were changed by hand, is saved and
+    restored as it is.
+    """
+    try:
+        return strip(tree)
+    except RuleTypeError:
+        return tree
 
 
 def shardings_by_name(tree: Any) -> dict[str, Sharding | None]:

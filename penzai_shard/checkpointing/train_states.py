@@ -24,6 +24,9 @@ from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 def save_train_state(path: PathLike, train_state: Any, *, overwrite: bool = False) -> str:
     """Saves every array of a train state with Orbax, by its path.
 
+    Layers that were put into the model do not count in paths, so that the state is restored into
+    the same model under another layout, or with other edits.
+
     Args:
         path: The directory to make. In a job of several processes all must save, to the same
             shared path.
@@ -53,7 +56,7 @@ def save_train_state(path: PathLike, train_state: Any, *, overwrite: bool = Fals
     """
     absolute_path(path)
     _refuse_other_kinds("save_train_state", train_state)
-    leaves = ArraysByName(train_state, "saving").leaves
+    leaves = ArraysByName(train_state, "saving", without_inserted=True).leaves
     return save_arrays(path, leaves, kind="train_state", overwrite=overwrite)
 
 
@@ -67,7 +70,7 @@ def refuse_other_state(path: PathLike, train_state: Any) -> None:
     Raises:
         ShardingError: As ``restore_train_state`` does.
     """
-    leaves = ArraysByName(train_state, "restoring").leaves
+    leaves = ArraysByName(train_state, "restoring", without_inserted=True).leaves
     refuse_other_arrays(path, "train_state", leaves, Tolerance())
 
 
@@ -91,10 +94,13 @@ def restore_train_state(
     """Restores a train state straight onto a mesh, whatever mesh it was saved from.
 
     Every device reads its own part. All that can be wrong is found before any array is read.
+    A run goes on in another layout: ``restore_train_state(path, state)`` with the state that
+    ``Layout.build`` made for it, whose own layout the arrays then get.
 
     Args:
         path: The checkpoint's directory.
-        train_state: A state of the same structure, concrete or abstract. It is not changed.
+        train_state: A state of the same model and optimizer, concrete or abstract. What was put
+            into its model, for another layout, does not count. It is not changed.
         mesh: The mesh to restore onto, or a plan. Of an Explicit mesh the Auto twin is used.
         rules: Which logical axis goes to which mesh axis; ``None`` maps each to the mesh axis of
             the same name.
@@ -130,7 +136,7 @@ def restore_train_state(
     absolute_path(path)
     tolerance = Tolerance(on_axis_mismatch, on_dtype_mismatch, on_extra, rename_axes)
     _refuse_other_kinds("restore_train_state", train_state)
-    state = ArraysByName(train_state, "restoring")
+    state = ArraysByName(train_state, "restoring", without_inserted=True)
     if mesh is None and plan is None:
         if not (rules is axis_name_to_mesh_name is optimizer_rules is None):
             raise RuleTypeError("rules need a mesh: pass mesh=make_mesh({...}) too.")
@@ -150,7 +156,7 @@ def restore_train_state(
         # Leaves that are not arrays are not restored.
         request = dataclasses.replace(request, keep_others=True)
         state_plan = request.plan_state(train_state, optimizer_rules)
-        layouts = shardings_by_name(state_plan.starting_shardings())
+        layouts = _by_name(state, state_plan.starting_shardings())
     return state.filled(restore_arrays(path, "train_state", state.leaves, layouts, tolerance))
 
 
@@ -172,6 +178,12 @@ def _refuse_other_kinds(called: str, train_state: Any) -> None:
     raise RuleTypeError(f"{called} takes a TrainState, not a {type(train_state).__name__}. {fix}")
 
 
+def _by_name(state: ArraysByName, tree: Any) -> dict[str, Sharding | None]:
+    """The shardings in a tree like the state, by the names of its arrays."""
+    found = shardings_by_name(tree)
+    return {name: found.get(path) for name, path in state.paths.items()}
+
+
 def _layouts_without_plan(state: ArraysByName, shardings: Any) -> dict[str, Sharding | None]:
     """The sharding of every array in a tree of shardings, or else the one that it has already."""
     if shardings is None:
@@ -179,7 +191,7 @@ def _layouts_without_plan(state: ArraysByName, shardings: Any) -> dict[str, Shar
         layouts = {n: getattr(leaf.array, "sharding", None) for n, leaf in state.leaves.items()}
     else:
         headline = "the shardings say nothing of some arrays:"
-        layouts = shardings_by_name(shardings)
+        layouts = _by_name(state, shardings)
     problems = [
         f"{name}: no sharding for {record_of(leaf)}. Pass mesh and rules, or shardings made "
         "for this state."
