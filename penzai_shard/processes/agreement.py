@@ -7,6 +7,7 @@ that makes batches and the one that trains do not mix.
 
 import collections
 import contextlib
+import dataclasses
 import hashlib
 import json
 import threading
@@ -26,6 +27,29 @@ _LONGEST_AT_ONCE = 2000
 
 _rounds: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
 _lock = threading.Lock()
+
+
+@dataclasses.dataclass(eq=False)
+class _Block:
+    """A block that fails in all processes if it fails in one.
+
+    Attributes:
+        doing: What is being done.
+        failure: What ended it before its end, if all processes know of that already.
+    """
+
+    doing: str
+    failure: Exception | None = None
+
+
+class _OpenBlocks(threading.local):
+    """The blocks that a thread is in, the outermost first."""
+
+    def __init__(self) -> None:
+        self.blocks: list[_Block] = []
+
+
+_open = _OpenBlocks()
 
 
 def any_process(flag: bool, asked: str = "any_process") -> bool:
@@ -60,7 +84,8 @@ def failing_together(doing: str) -> Iterator[None]:
     """A block that fails in every process of the job if it fails in one of them.
 
     Otherwise the others would go on, and wait for the one that failed in their next collective
-    operation. With one process it does nothing.
+    operation. With one process it does nothing. In the block there may be further such blocks, and
+    other calls in which processes agree: those that wait there for one that failed fail too.
 
     Args:
         doing: What is being done, the same in all processes.
@@ -76,14 +101,22 @@ def failing_together(doing: str) -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
+    block = _Block(doing)
+    _open.blocks.append(block)
     try:
-        yield
-    except Exception as error:
-        _failures(doing, error)
-        raise
-    failures = _failures(doing, None)
-    if failures:
-        raise _failure_elsewhere(failures)
+        try:
+            yield
+        except Exception as error:
+            if block.failure is None:
+                _failures(doing, error)
+            raise
+        if block.failure is not None:
+            raise block.failure
+        failures = _failures(doing, None)
+        if failures:
+            raise _failure_elsewhere(failures)
+    finally:
+        _open.blocks.remove(block)
 
 
 def on_first_process(doing: str, act: Callable[[], None]) -> None:
@@ -183,7 +216,8 @@ def _failures(doing: str, error: Exception | None) -> dict[str, str]:
     def decide(texts: Sequence[str]) -> str:
         return json.dumps({str(number): text for number, text in enumerate(texts) if text})
 
-    found: dict[str, str] = json.loads(_decided(doing, text, decide, _everyone()))
+    answer = _decided(doing, text, decide, _everyone(), failed=error is not None)
+    found: dict[str, str] = json.loads(answer)
     return found
 
 
@@ -201,7 +235,12 @@ def _failure_elsewhere(failures: Mapping[str, str]) -> Exception:
 
 
 def _decided(
-    said_in: str, text: str, decide: Callable[[Sequence[str]], str], processes: tuple[int, ...]
+    said_in: str,
+    text: str,
+    decide: Callable[[Sequence[str]], str],
+    processes: tuple[int, ...],
+    *,
+    failed: bool = False,
 ) -> str:
     """What the first of some processes decides from what each of them says.
 
@@ -210,24 +249,29 @@ def _decided(
         text: What this process says.
         decide: Gives the decision for the texts in the order of the processes.
         processes: Those that take part; this one is one of them.
+        failed: Whether this process says that the innermost block that it is in has failed.
 
     Raises:
         ShardingError: Some process is in another call, or in none for a long time.
+        Exception: Some process has failed in a block that this one is in too.
     """
+    for block in _open.blocks:
+        if block.failure is not None:
+            raise block.failure  # The others have left the block.
     thread = threading.current_thread().name
     with _lock:
         number = _rounds[thread, processes]
         _rounds[thread, processes] += 1
     topic = f"penzai_shard/{thread}/{'-'.join(map(str, processes))}"
     first, me = processes[0], jax.process_index()
-    mine = json.dumps([said_in, text])
+    mine = json.dumps([said_in, text, [block.doing for block in _open.blocks], failed])
     if me != first:
         send_message(f"{topic}/{number}/{me}", mine)
         # The first one waits as long for all others.
         answer = receive_message(f"{topic}/{number}/decision", PATIENCE_SECONDS + 10)
         if answer is None:
             raise ShardingError(_absent(first, said_in))
-        return _read(answer)
+        return _read(answer, processes)
     said = {me: mine}
     answer = None
     for other in processes[1:]:
@@ -241,16 +285,25 @@ def _decided(
     if number:
         # All have said something in this round, so that nobody waits for the round before.
         forget_message(f"{topic}/{number - 1}/decision")
-    return _read(answer)
+    return _read(answer, processes)
 
 
 def _decision(said: Mapping[int, str], decide: Callable[[Sequence[str]], str]) -> str:
     calls: dict[str, list[int]] = {}
-    texts = []
+    texts = {}
+    blocks = {}
+    failed = []
     for process, message in said.items():
-        call, text = json.loads(message)
+        call, texts[process], blocks[process], has_failed = json.loads(message)
         calls.setdefault(call, []).append(process)
-        texts.append(text)
+        if has_failed:
+            failed.append(process)
+    if failed and (len(calls) > 1 or any(blocks[p] != blocks[failed[0]] for p in blocks)):
+        # Some wait within a block that others have left by an error.
+        outermost = min((blocks[process] for process in failed), key=len)
+        if all(inside[: len(outermost)] == outermost for inside in blocks.values()):
+            failures = {str(p): texts[p] for p in failed if blocks[p] == outermost}
+            return json.dumps(["failed", json.dumps([len(outermost), failures])])
     if len(calls) > 1:
         where = ", ".join(f"{processes_text(them)} in {call}" for call, them in calls.items())
         return json.dumps(
@@ -260,14 +313,27 @@ def _decision(said: Mapping[int, str], decide: Callable[[Sequence[str]], str]) -
                 "make the same calls in the same order.",
             ]
         )
-    return json.dumps(["", decide(texts)])
+    return json.dumps(["", decide(list(texts.values()))])
 
 
-def _read(answer: str) -> str:
-    error, text = json.loads(answer)
-    if error:
-        raise ShardingError(text)
+def _read(answer: str, processes: tuple[int, ...]) -> str:
+    kind, text = json.loads(answer)
+    if kind == "failed":
+        depth, failures = json.loads(text)
+        if str(jax.process_index()) in failures:
+            return json.dumps(failures)
+        raise _leaving(_open.blocks[depth - 1 :], _failure_elsewhere(failures))
+    if kind:
+        error = ShardingError(text)
+        # What all processes know of ends the blocks that they are in, without another word.
+        raise _leaving(_open.blocks if processes == _everyone() else [], error)
     return str(text)
+
+
+def _leaving(blocks: Sequence[_Block], failure: Exception) -> Exception:
+    for block in blocks:
+        block.failure = failure
+    return failure
 
 
 def _absent(process: int, said_in: str) -> str:

@@ -99,7 +99,51 @@ def batches():
         "any": [any_process(False), any_process(me == count - 1)],
         "failed": refused(lambda: _fail_in_the_last()),
         "first": refused(lambda: on_first_process("saving", lambda: _fail_in(0))),
+        "failed before": [
+            refused(lambda: _failed_before(who, lambda: give(own))) for who in (0, count - 1)
+        ],
+        "failed inside": [refused(lambda: _fail_inside(who)) for who in (0, count - 1)],
+        "failed twice": refused(_fail_at_two_depths),
+        "kept": refused(lambda: _failure_is_kept(give, own)),
+        "other calls inside": refused(lambda: _other_calls_inside(lambda: give(own))),
+        "afterwards": any_process(me == 0),
     }
+
+
+def _failed_before(who, act):
+    """One process fails, and the others have come to a call that all make."""
+    with failing_together("reading"), failing_together("drawing"):
+        _fail_in(who)
+        act()
+
+
+def _fail_inside(who):
+    """One process fails in the outer of two blocks, which may have the same name."""
+    with failing_together("reading"):
+        _fail_in(who)
+        with failing_together("reading"):
+            pass
+
+
+def _fail_at_two_depths():
+    with failing_together("reading"):
+        _fail_in(0)
+        with failing_together("drawing"):
+            raise ValueError("inside")
+
+
+def _failure_is_kept(give, own):
+    """What says that another process has failed is caught, and the block ends with it anyway."""
+    with failing_together("reading"):
+        _fail_in(0)
+        for _ in range(2):
+            with contextlib.suppress(ShardingError):
+                give(own)
+
+
+def _other_calls_inside(act):
+    with failing_together("reading"):
+        act() if jax.process_index() else any_process(False, asked="shall we stop")
 
 
 def _fail_in_the_last():

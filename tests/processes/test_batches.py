@@ -13,7 +13,8 @@ def found():
 
 def test_processes_give_their_parts_or_the_same_whole_and_all_are_refused_together(found):
     first, *others = found
-    for name in first.keys() - {"failed", "first"}:
+    own = {"failed", "first", "failed before", "failed inside", "failed twice", "kept"}
+    for name in first.keys() - own:
         assert all(other[name] == first[name] for other in others), name
     assert (
         "x: process 0: int32[batch=2, seq=3]; process 1: int32[batch=4, seq=3]"
@@ -48,3 +49,14 @@ def test_what_one_process_says_or_fails_with_reaches_all(found):
         assert each["failed"] == f"CheckpointNotFoundError: {start}there is nothing at /x."
         start = "" if number == 0 else "process 0 failed: "
         assert each["first"] == f"CheckpointNotFoundError: {start}there is nothing at /x."
+
+
+def test_a_process_that_fails_in_a_block_ends_what_others_do_in_it(found):
+    last = len(found) - 1
+    for number, each in enumerate(found):
+        by = ["" if number == who else f"process {who} failed: " for who in (0, last)]
+        expected = [f"CheckpointNotFoundError: {start}there is nothing at /x." for start in by]
+        assert each["failed before"] == each["failed inside"] == expected
+        assert each["failed twice"] == each["kept"] == expected[0]
+        assert "process 0 in shall we stop" in each["other calls inside"]
+        assert each["afterwards"] is True
