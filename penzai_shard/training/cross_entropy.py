@@ -85,6 +85,8 @@ def _sum(array: Any) -> Any:
 def _loss_of_one(logits: jax.Array, target: jax.Array) -> jax.Array:
     """The loss of one position; by sums alone, which need no class in one place."""
     classes = jnp.arange(logits.shape[0])
+    # The number of classes may be more than a dtype such as uint8 can say.
+    target = target.astype(jnp.promote_types(target.dtype, classes.dtype))
     shifted = logits - jax.lax.stop_gradient(logits.max())
     is_right = classes == target
     right = jnp.where(is_right, shifted, 0.0).sum()

@@ -100,9 +100,10 @@ def batches():
         "failed": refused(lambda: _fail_in_the_last()),
         "first": refused(lambda: on_first_process("saving", lambda: _fail_in(0))),
         "failed before": [
-            refused(lambda: _failed_before(who, lambda: give(own))) for who in (0, count - 1)
+            refused(functools.partial(_failed_before, who, lambda: give(own)))
+            for who in (0, count - 1)
         ],
-        "failed inside": [refused(lambda: _fail_inside(who)) for who in (0, count - 1)],
+        "failed inside": [refused(functools.partial(_fail_inside, who)) for who in (0, count - 1)],
         "failed twice": refused(_fail_at_two_depths),
         "kept": refused(lambda: _failure_is_kept(give, own)),
         "other calls inside": refused(lambda: _other_calls_inside(lambda: give(own))),

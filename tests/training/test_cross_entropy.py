@@ -108,6 +108,17 @@ def test_a_split_vocabulary_is_never_whole_and_three_numbers_are_reduced_per_pos
 
 
 @pytest.mark.parametrize(
+    ("dtype", "classes"), [(jnp.uint8, 256), (jnp.uint8, 300), (jnp.int8, 200), (jnp.uint32, 8)]
+)
+def test_targets_of_a_dtype_that_cannot_say_how_many_classes_there_are(dtype, classes):
+    logits = pz.nx.wrap(jnp.stack([jnp.arange(classes) / 100.0] * 2), "seq", "vocabulary")
+    targets = pz.nx.wrap(jnp.array([0, min(classes - 1, jnp.iinfo(dtype).max)]), "seq")
+    np.testing.assert_allclose(
+        cross_entropy(logits, targets.astype(dtype)), cross_entropy(logits, targets), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((LOGITS.data_array, TARGETS), r"logits: a named array is needed, not ArrayImpl. Name its"),
