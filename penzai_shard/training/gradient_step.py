@@ -254,7 +254,7 @@ class Batch:
         """What the sum of the microbatches' losses is divided by."""
         if losses.weight is None:
             return self.microbatches.count
-        return self.device.mean(losses.weight.sum())
+        return _divisor_of(losses.total.sum(), self.device.mean(losses.weight.sum()))
 
     def _scaled_loss(self, *args: Any) -> tuple[jax.Array, Any]:
         """The loss to be differentiated, and what `_loss` returns with it."""
@@ -282,5 +282,11 @@ class Batch:
         )
         new = self.device.agreed(carried, new)
         if self.microbatches.count == 1 and loss.weight is not None:
-            loss = Loss(loss.total / self.device.mean(loss.weight), None)
+            divisor = _divisor_of(loss.total, self.device.mean(loss.weight))
+            loss = Loss(loss.total / divisor, None)
         return self.device.share(loss.total), (loss, new, jax.tree.map(jnp.asarray, aux))
+
+
+def _divisor_of(total: jax.Array, count: jax.Array) -> jax.Array:
+    """What a sum is divided by for a mean; the mean of nothing, as of a batch of padding, is 0."""
+    return jnp.where((count == 0) & (total == 0), jnp.ones_like(count), count)

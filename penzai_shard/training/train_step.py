@@ -78,7 +78,8 @@ def build_train_step_fn(
             ``rng`` is the run's key folded with the step's number, ``state`` the loss function's
             own state. The loss is a floating scalar; or, where it is a mean over what differs in
             number from example to example, such as tokens that are not padding, the pair
-            ``(sum, count)``, so that microbatches and devices weigh in with their counts.
+            ``(sum, count)``, so that microbatches and devices weigh in with their counts; 0 where
+            both are 0.
             ``new_state`` is of the form of ``state``, and ``aux`` any tree of arrays.
         jit: Whether to compile. If not, everything runs eagerly, to be debugged; but for the loss
             under ``manual_axes`` if these are not all mesh axes.

@@ -184,6 +184,9 @@ class UpdateGuard:
             metrics["gradient_norm"] = norm = global_norm(grads)
             if clip is not None:
                 grads = clipped(grads, norm, clip)
+                if finite is not None:
+                    # Clipping by a norm that overflowed leaves nothing of a finite gradient.
+                    finite &= jnp.isfinite(norm)
         new = update(grads)
         kept = dict(self.kept)
         if finite is not None:

@@ -202,3 +202,23 @@ def test_losses_that_are_no_pair_of_numbers_are_refused(loss, message):
 def test_unknown_words_name_all_that_there_are():
     with pytest.raises(RuleTypeError, match="'last', 'ratio', 'concatenate', not 'join'"):
         build_eval_step_fn(pair_loss, aux_reduction={"a": "join"})
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_batch_of_padding_alone_changes_nothing(parts):
+    given = batch()
+    step = build_train_step_fn(
+        lambda model, rng, state, **inputs: (*pair_loss(model, rng, state, **inputs)[:2], {}),
+        accumulate_steps=parts,
+        step_metrics="loss",
+    )
+    state, aux = step(initial(), **given | {"mask": given["mask"] & False})
+    assert float(aux["loss"]) == 0.0
+    np.testing.assert_array_equal(state.params["w"].data_array, initial().params["w"].data_array)
+    # A sum over nothing that is not 0 is a mistake.
+    mistaken = build_train_step_fn(
+        lambda model, rng, state, **inputs: ((model["w"].data_array.sum(), 0), state, {}),
+        accumulate_steps=parts,
+        step_metrics="loss",
+    )
+    assert not np.isfinite(mistaken(initial(), **given)[1]["loss"])

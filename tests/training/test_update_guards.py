@@ -294,6 +294,19 @@ def test_a_gradient_shorter_than_allowed_is_left_alone():
     assert_same(clipped.params, build_train_step_fn(loss_fn)(state, x=inputs())[0].params)
 
 
+def test_a_gradient_whose_norm_overflows_is_not_clipped_to_nothing_in_silence():
+    def steep(model, rng, state, x):
+        return model["w"].unwrap("in", "out").sum() * 1e25, state, {}
+
+    state = initial(weights(), optax.sgd(1e-2), KEY, skip_nonfinite=True)
+    step = build_train_step_fn(
+        steep, skip_nonfinite=True, clip_global_norm=1.0, step_metrics=["skipped", "gradient_norm"]
+    )
+    _, aux = step(state, x=inputs())
+    assert bool(aux["skipped"])
+    assert np.isinf(aux["gradient_norm"])
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 def test_all_options_together_give_the_plain_step(explicit, mesh, explicit_mesh):
     chosen = explicit_mesh if explicit else mesh
