@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import penzai_shard
 from penzai_shard.cli.demo_failure import DemoFailure
@@ -44,6 +45,12 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"%(prog)s {penzai_shard.__version__}"
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_demo(commands)
+    _add_run(commands)
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
         help="plan, shard, edit, train, save and restore a small transformer",
@@ -88,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
     demo.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+
+
+def _add_run(commands: Any) -> None:
     run = commands.add_parser(
         "run",
         help="run a script of your own in several processes on this machine",
@@ -106,7 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("program", help="a Python script, or any other program")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

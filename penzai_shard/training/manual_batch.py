@@ -201,18 +201,8 @@ class ManualBatch:
                 ]
                 return compute(batch, weights.put_together(own_weights), device)
 
-            mapped = jax.shard_map(
-                body,
-                mesh=self.mesh,
-                in_specs=(
-                    [weight.entering.spec for weight in crossings],
-                    axes.split(examples),
-                    PartitionSpec(),
-                ),
-                out_specs=out_specs(crossings),
-                axis_names=set(axes.names),
-                check_vma=tracking is not Tracking.UNTRACKED,
-            )
+            specs = [weight.entering.spec for weight in crossings], axes.split(examples)
+            mapped = self._mapped(body, specs, out_specs(crossings), tracking)
             arguments = weight_arrays, example_arrays, constant_arrays
             with auto_context():
                 # What is left to the compiler has to be compiled, in a step that is not, too.
@@ -236,6 +226,19 @@ class ManualBatch:
             # same on all devices and turns it into something that differs. If that was not the
             # reason, the same fails again without it, and Python shows both errors.
             return run(Tracking.UNTRACKED)
+
+    def _mapped(
+        self, body: Callable[..., Any], in_specs: Any, out_specs: Any, tracking: Tracking
+    ) -> Callable[..., Any]:
+        """What runs per device; its last argument is whole on every one."""
+        return jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=(*in_specs, PartitionSpec()),
+            out_specs=out_specs,
+            axis_names=set(self.axes.names),
+            check_vma=tracking is not Tracking.UNTRACKED,
+        )
 
     def _weights(self, trainable: Any, arrays: Sequence[Any]) -> list["WeightCrossing"]:
         names, layout = self.axes.names, self.layout
