@@ -293,8 +293,9 @@ def _read_rules(rules: Any) -> tuple[Rule, ...]:
             f"rules must be AxisRules, a mapping, a sequence of (logical, mesh) pairs or None, "
             f"not {type(rules).__name__}: {reprlib.repr(rules)}. "
             + (
-                "A layout holds several: give layout.parameters or layout.compute, or call "
-                "layout.plan(model, mesh)."
+                "A layout holds several, of which the model says the names: give the plan "
+                "layout.plan(model, mesh) in place of mesh and rules; for a batch call "
+                "layout.shard_batch(batch, mesh)."
                 if is_layout
                 else "For instance {'embedding': 'data'}."
             )

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 import numbers
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from penzai_shard.array_kinds import is_traced
-from penzai_shard.errors import MeshError
+from penzai_shard.errors import MeshError, RuleTypeError
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -98,6 +99,23 @@ def mesh_shape_of(mesh: AnyMesh | Mapping[str, int]) -> Mapping[str, int]:
     {'data': 4}
     """
     return mesh if isinstance(mesh, Mapping) else mesh.shape
+
+
+def refuse_other_than_mesh(mesh: Any) -> None:
+    """Refuses what is given in the place of a mesh and is none.
+
+    Raises:
+        RuleTypeError: It is something else.
+
+    >>> refuse_other_than_mesh({"data": 8})
+    Traceback (most recent call last):
+    penzai_shard.errors.RuleTypeError: a mesh is needed, not dict: {'data': 8}. Make one: make_m...
+    """
+    if not hasattr(mesh, "axis_types") or not hasattr(mesh, "shape"):
+        raise RuleTypeError(
+            f"a mesh is needed, not {type(mesh).__name__}: {reprlib.repr(mesh)}. "
+            "Make one: make_mesh({'data': 4, 'model': 2})."
+        )
 
 
 def mesh_text(mesh: AnyMesh | Mapping[str, int]) -> str:

@@ -22,10 +22,17 @@ from penzai_shard.training import (
 _OF_STATE = ("loss_fn_state", "trainable", "on_unnamed", "loss_scaling", "skip_nonfinite")
 _OF_PLANS = ("on_unnamed", "on_indivisible")
 # What the layout decides itself is none.
+_DECIDED = {
+    "train_state_shardings": "Leave it out.",
+    "optimizer_rules": "Leave it out, and give the layout other ones: "
+    "dataclasses.replace(layout, optimizer=rules).",
+    "rules": "Leave it out; rules of your own make a layout: Layout(parameters=rules, "
+    "compute=rules).",
+}
 _OF_STEP = tuple(
     name
     for name, parameter in inspect.signature(build_train_step_fn).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name != "train_state_shardings"
+    if parameter.kind is parameter.KEYWORD_ONLY and name not in _DECIDED
 )
 
 
@@ -62,6 +69,9 @@ def _refuse_unknown(options: dict[str, Any]) -> None:
     known = {*_OF_STATE, *_OF_PLANS, *_OF_STEP}
     problems = []
     for name in sorted(options.keys() - known):
+        if name in _DECIDED:
+            problems.append(f"{name}: the layout says this itself. {_DECIDED[name]}")
+            continue
         near = nearest_name(name, known)
         fix = (
             f"Did you mean {near!r}?"

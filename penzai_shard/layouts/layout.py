@@ -23,7 +23,7 @@ from penzai_shard.layouts.model_roles import (
     speaks_of_parameters,
 )
 from penzai_shard.layouts.presets import LayoutPresets
-from penzai_shard.meshes import AnyMesh
+from penzai_shard.meshes import AnyMesh, refuse_other_than_mesh
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.placement import abstract_model
 from penzai_shard.planning import PlanRequest, ShardingPlan
@@ -78,7 +78,8 @@ class Layout(LayoutPresets, NotebookView):
             gathered again. None keeps all.
         blocks: The layers that read activations and give what is added to them, as a place of
             ``wrap``: whole blocks, or attention and feed-forward, which is needed where those are
-            split. None finds those of Penzai's transformers.
+            split. None finds those of Penzai's transformers; ``()`` edits none, and
+            leaves the layout of activations to the compiler, as in a model that has no layers.
         names: What the model calls the axes that rules speak of, where these are not the names
             of Penzai's transformers: ``{"neurons": "mlp"}``. Rules speak of ``batch``, ``seq``,
             ``embedding``, ``neurons``, ``heads``, ``vocabulary`` and ``experts``; in grouped-query
@@ -237,6 +238,7 @@ class Layout(LayoutPresets, NotebookView):
         return dataclasses.replace(self, **tables, names={}, wanted=())
 
     def _roles(self, tree: Any, mesh: AnyMesh) -> RolesOfModel:
+        refuse_other_than_mesh(mesh)
         tables = {
             name: rules
             for name in ("parameters", "compute", "optimizer", "between_blocks")

@@ -13,7 +13,7 @@ from penzai import pz
 from penzai.models.transformer.model_parts import TransformerBlock, TransformerFeedForward
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.errors import RuleTypeError, raise_all
+from penzai_shard.errors import RuleTypeError, raise_all, warn_caller
 from penzai_shard.layers import (
     Checkpointed,
     ConstrainActivations,
@@ -35,6 +35,7 @@ from penzai_shard.surgery import (
     rematerialise_blocks,
     wrap,
 )
+from penzai_shard.surgery.tree_nodes import is_layer, nodes_of
 from penzai_shard.tree_paths import paths_and_leaves
 
 BLOCKS = (TransformerBlock,)
@@ -53,7 +54,8 @@ class EditRequest:
             keeps all.
         gather_again: Whether gathered parameters are gathered again in the backward pass.
         manual: Whether blocks run per device, and gather by themselves.
-        blocks: Where the blocks are, as a place of an edit; None for those of Penzai.
+        blocks: Where the blocks are, as a place of an edit; None for those of Penzai, ``()`` to
+            edit none.
         batch_axes: The mesh axes that the batch is split over.
         split_in_layers: The logical axes that regions split: neurons, heads and experts.
         vocabulary: The logical axis of the vocabulary, whether it is split or not.
@@ -89,6 +91,8 @@ def layout_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
             in none of them.
     """
     gathered = _gathered(model, mesh, asked)
+    if _leaves_all_to_the_compiler(model, asked, bool(gathered)):
+        return axes_in_place() if is_layer(model) else Recipe()
     edits = Recipe()
     if asked.split_in_layers or asked.splits_vocabulary or asked.between is not None:
         edits += _vocabulary_edits(model, mesh, asked, gathered)
@@ -118,6 +122,40 @@ def layout_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
             edits += wrap(GatherParameters, Checkpointed, policy="all_but_gathered")
     # As few bytes are moved as by a step that is written by hand.
     return edits + axes_in_place()
+
+
+def _leaves_all_to_the_compiler(model: Any, asked: EditRequest, gathers: bool) -> bool:
+    """Whether there is nothing to edit, as was said by ``blocks=()``, or as there are no layers."""
+    if asked.blocks != () and any(is_layer(node) for _, node in nodes_of(model)):
+        return False
+    given = {
+        "rematerialise": asked.rematerialise is not None,
+        "manual": asked.manual,
+        "reshard_after_forward": asked.gather_again,
+    }
+    why = "blocks=() says that there are none"
+    if asked.blocks != ():
+        why = f"the {type(model).__name__} has none"
+        if gathers or asked.split_in_layers:
+            # Otherwise only gradients are summed, and there is one way to do that.
+            warn_caller(
+                [
+                    f"{why.removesuffix('none')}no layers that a layout could edit, so the "
+                    "compiler decides where parameters are gathered and activations reduced, "
+                    "which may move more than it must. Say that this is meant, blocks=(), or pin "
+                    "what the loss function computes: ConstrainShardingByName(mesh, rules)(x)."
+                ]
+            )
+    raise_all(
+        RuleTypeError,
+        "this layout edits layers:",
+        [
+            f"{name}: it is done to blocks, and {why}. Leave it out."
+            for name in given
+            if given[name]
+        ],
+    )
+    return True
 
 
 def _gathered(model: Any, mesh: AnyMesh, asked: EditRequest) -> dict[str, Any]:
@@ -202,7 +240,7 @@ def _known(model: Any, given: Any, kinds: tuple[type, ...]) -> Any:
             f"this layout edits the layers that read activations and give what is added to them, "
             f"and the {type(model).__name__} has no {names}. Say which layers they are, as a place "
             "of an edit: blocks=MyBlock, blocks=(MyAttention, MyFeedForward) or "
-            "blocks='**/block_*'."
+            "blocks='**/block_*'; or leave the layout of activations to the compiler: blocks=()."
         )
     return found[0] if len(found) == 1 else found
 

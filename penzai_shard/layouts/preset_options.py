@@ -1,12 +1,12 @@
 """The options that every preset of ``Layout`` takes: what is peculiar to a model."""
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeGuard
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import RuleTypeError, raise_all
 from penzai_shard.layouts.model_roles import Names
-from penzai_shard.rule_kinds import NameRule, mesh_axes_text, nearest_name
+from penzai_shard.rule_kinds import NameRule, Rule, mesh_axes_text, nearest_name
 from penzai_shard.rule_presets import tensor_parallel as split_names
 
 MeshAxis = str | tuple[str, ...]
@@ -85,7 +85,7 @@ def _of_vocabulary(rules: AxisRules) -> AxisRules:
 
 
 def _check_apart_from_batch(tables: Mapping[str, AxisRules | None], added: AxisRules) -> None:
-    """Logits have both axes: one mesh axis cannot split the batch and the vocabulary too."""
+    """Activations have both axes: one mesh axis cannot split the batch and the neurons too."""
     compute = tables["compute"]
     taken = {
         name
@@ -97,9 +97,21 @@ def _check_apart_from_batch(tables: Mapping[str, AxisRules | None], added: AxisR
         RuleTypeError,
         "this layout cannot be read:",
         [
-            f"{rule.logical_axis}={mesh_axes_text(rule.mesh_axes)}: the batch is split over this "
-            f"mesh axis already. Give another one, such as {rule.logical_axis}='model'."
-            for rule in added.rules
-            if isinstance(rule, NameRule) and taken & set(rule.mesh_axes)
+            f"{option}={mesh_axes_text(rule.mesh_axes)}: the batch is split over this mesh axis "
+            f"already. Give another one, such as {option}='model'{or_data}."
+            for option, or_data, rule in _splitting(compute, added)
+            if taken & set(rule.mesh_axes)
         ],
     )
+
+
+def _splitting(compute: AxisRules | None, added: AxisRules) -> list[tuple[str, str, NameRule]]:
+    """What splits activations beside the batch: the option that says so, and its rule."""
+    rules = [rule for rule in (compute.rules if compute is not None else ()) if _is_split(rule)]
+    return [("model", ", or data='data'", rule) for rule in rules[:1]] + [
+        (str(rule.logical_axis), "", rule) for rule in added.rules if _is_split(rule)
+    ]
+
+
+def _is_split(rule: Rule) -> TypeGuard[NameRule]:
+    return isinstance(rule, NameRule) and rule.logical_axis != "batch"

@@ -7,7 +7,6 @@ sizes get the very same ``NamedSharding`` object, which keeps trees small and co
 import dataclasses
 import functools
 import math
-import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,8 +15,8 @@ from jax.sharding import PartitionSpec
 
 from penzai_shard.axis_decisions import SpecExplanation, decide
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.errors import PlanError, RuleTypeError, raise_all
-from penzai_shard.meshes import AnyMesh, auto_twin
+from penzai_shard.errors import PlanError, raise_all
+from penzai_shard.meshes import AnyMesh, auto_twin, refuse_other_than_mesh
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan, itemsize, shared_named_sharding
@@ -55,11 +54,7 @@ class Planner:
     min_size: int = 0
 
     def __post_init__(self) -> None:
-        if not hasattr(self.mesh, "axis_types") or not hasattr(self.mesh, "shape"):
-            raise RuleTypeError(
-                f"a mesh is needed, not {type(self.mesh).__name__}: {reprlib.repr(self.mesh)}. "
-                "Make one: make_mesh({'data': 4, 'model': 2})."
-            )
+        refuse_other_than_mesh(self.mesh)
         check_option("on_indivisible", self.on_indivisible)
         check_option("on_unnamed", self.on_unnamed)
         object.__setattr__(self, "mesh", auto_twin(self.mesh))

@@ -63,6 +63,33 @@ def test_unknown_options_are_refused_with_what_to_write():
         build(acumulate_steps=2, seed=1)
 
 
+def test_what_the_layout_decides_itself_is_no_option():
+    with pytest.raises(RuleTypeError) as raised:
+        build(train_state_shardings=None, optimizer_rules={}, rules={})
+    assert list(raised.value.problems) == [
+        "optimizer_rules: the layout says this itself. Leave it out, and give the layout other "
+        "ones: dataclasses.replace(layout, optimizer=rules).",
+        "rules: the layout says this itself. Leave it out; rules of your own make a layout: "
+        "Layout(parameters=rules, compute=rules).",
+        "train_state_shardings: the layout says this itself. Leave it out.",
+    ]
+
+
+def test_model_and_mesh_in_each_others_place_are_refused():
+    with pytest.raises(RuleTypeError, match="a mesh is needed, not TransformerLM"):
+        Layout.fully_sharded().plan(make_mesh({"data": 8}), build_model(jax.random.key(0)))
+
+
+@pytest.mark.parametrize("preset", ["tensor_parallel", "sequence_parallel", "two_dimensional"])
+def test_one_mesh_axis_for_the_batch_and_the_neurons_is_refused(preset):
+    message = (
+        "model='model': the batch is split over this mesh axis already. Give another one, such as "
+        "model='model', or data='data'."
+    )
+    with pytest.raises(RuleTypeError, match=re.escape(message)):
+        getattr(Layout, preset)(data="model")
+
+
 def test_a_mesh_without_the_layouts_mesh_axis_is_refused():
     with pytest.raises(MeshError, match=r"mesh \(data=8\) has no mesh axis 'model'"):
         build(Layout.tensor_parallel(), mesh=make_mesh({"data": 8}))
@@ -80,7 +107,8 @@ def test_a_model_in_place_of_its_initializer_is_refused():
 
 
 def test_a_layout_in_place_of_rules_is_refused():
-    with pytest.raises(RuleTypeError, match=r"call layout\.plan\(model, mesh\)"):
+    message = r"give the plan layout\.plan\(model, mesh\) in place of mesh and rules"
+    with pytest.raises(RuleTypeError, match=message):
         make_plan({}, make_mesh({"data": 8}), Layout.fully_sharded())
 
 

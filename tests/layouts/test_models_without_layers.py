@@ -1,0 +1,119 @@
+"""Layouts of models that nothing is put into: dictionaries of arrays, and `blocks=()`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+from penzai import pz
+from penzai.models.simple_mlp import MLP
+
+from penzai_shard import Layout, ShardingWarning, make_mesh
+from penzai_shard.errors import RuleTypeError
+from penzai_shard.surgery import Recipe
+
+MESH = make_mesh({"data": 4, "model": 2})
+NAMES = {"neurons": "mlp", "heads": None}
+INPUTS = pz.nx.wrap(jax.random.normal(jax.random.key(1), (16, 8)), "batch", "embed")
+
+
+def build_mlp():
+    return MLP.from_config(name="mlp", init_base_rng=jax.random.key(0), feature_sizes=[8, 16, 8])
+
+
+def weights(key):
+    up, down = (0.1 * jax.random.normal(k, (8, 64)) for k in jax.random.split(key))
+    return {"up": pz.nx.wrap(up, "embed", "mlp"), "down": pz.nx.wrap(down, "embed", "mlp")}
+
+
+def loss_fn(model, rng, state, inputs):
+    hidden = pz.nx.nmap(jnp.dot)(inputs.untag("embed"), model["up"].untag("embed"))
+    hidden = pz.nx.nmap(jax.nn.relu)(hidden)
+    outputs = pz.nx.nmap(jnp.dot)(hidden.untag("mlp"), model["down"].untag("mlp"))
+    loss = ((outputs - inputs) ** 2).untag("batch", "embed").mean().unwrap()
+    return loss, state, {"loss": loss}
+
+
+def losses_and_state(layout, mesh=MESH):
+    state, step = layout.build(
+        weights,
+        jax.random.key(0),
+        mesh=mesh,
+        loss_fn=loss_fn,
+        optimizer=optax.adam(1e-2),
+        rng=jax.random.key(0),
+    )
+    losses = []
+    for _ in range(2):
+        state, aux = step(state, inputs=layout.shard_batch(INPUTS, mesh))
+        losses.append(float(aux["loss"]))
+    return losses, state
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return losses_and_state(Layout.data_parallel(), make_mesh({"data": 1}, jax.devices()[:1]))[0]
+
+
+def test_a_dictionary_of_arrays_is_trained_data_parallel(on_one_device):
+    losses, state = losses_and_state(Layout.data_parallel())
+    np.testing.assert_allclose(losses, on_one_device, rtol=1e-5)
+    assert state.params["up"].data_array.sharding.spec == PartitionSpec()
+
+
+@pytest.mark.parametrize(
+    ("layout", "spec"),
+    [
+        (Layout.fully_sharded(min_size=0), PartitionSpec(None, "data")),
+        (Layout.two_dimensional(min_size=0, names=NAMES), PartitionSpec("data", "model")),
+    ],
+)
+def test_a_dictionary_whose_arrays_are_split_warns_of_what_the_compiler_decides(
+    on_one_device, layout, spec
+):
+    with pytest.warns(
+        ShardingWarning,
+        match=r"the dict has no layers that a layout could edit.*Say that this is meant, "
+        r"blocks=\(\), or pin what the loss function computes",
+    ):
+        losses, state = losses_and_state(layout)
+    np.testing.assert_allclose(losses, on_one_device, rtol=1e-5)
+    assert state.params["up"].data_array.sharding.spec == spec
+
+
+def test_what_is_meant_does_not_warn(on_one_device):
+    losses, _ = losses_and_state(Layout.tensor_parallel(names=NAMES, blocks=()))
+    np.testing.assert_allclose(losses, on_one_device, rtol=1e-5)
+
+
+def test_without_blocks_only_the_order_of_dimensions_is_edited():
+    model = build_mlp()
+    recipe = Layout.fully_sharded(min_size=0, blocks=()).recipe(model, MESH)
+    assert [row.count for row in recipe.report(model).rows] == [1]
+    assert Layout.data_parallel().recipe({"w": pz.nx.ones({"a": 8})}, MESH) == Recipe()
+
+
+@pytest.mark.parametrize(
+    ("layout", "tree", "message"),
+    [
+        (
+            Layout.data_parallel(blocks=(), rematerialise="nothing"),
+            build_mlp(),
+            r"rematerialise: it is done to blocks, and blocks=\(\) says that there are none",
+        ),
+        (
+            Layout.fully_sharded(reshard_after_forward=True),
+            weights(jax.random.key(0)),
+            r"reshard_after_forward: it is done to blocks, and the dict has none\. Leave it out",
+        ),
+    ],
+)
+def test_what_is_done_to_blocks_needs_some(layout, tree, message):
+    with pytest.raises(RuleTypeError, match=message):
+        layout.recipe(tree, MESH)
+
+
+def test_a_model_with_unknown_layers_is_told_of_both_ways_out():
+    with pytest.raises(RuleTypeError, match=r"blocks=MyBlock.* to the compiler: blocks=\(\)"):
+        Layout.data_parallel().recipe(build_mlp(), MESH)
