@@ -121,6 +121,10 @@ class DevicePart(WholeBatch):
 
     def share(self, loss: Any) -> Any:
         """The loss over the number of devices, so that the gradients' sum is their mean."""
+        if self.tracked:
+            # A loss that the loss function has averaged itself is one value for all devices, and
+            # the gradient of one value is taken once. Each device's share is to count.
+            loss = as_varying(loss, self.axes.names)
         return loss / part_count(self.axes.names, self.mesh.shape)
 
     def agreed(self, old: Any, new: Any) -> Any:

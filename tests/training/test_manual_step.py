@@ -187,6 +187,37 @@ def test_microbatches_are_of_the_local_batch_and_equal_those_of_the_automatic_st
     check_same(found, trained(rules, 4, accumulate_steps=2))
 
 
+@pytest.mark.parametrize("rules", [{}, {"features": "data"}], ids=["whole", "split"])
+@pytest.mark.parametrize("mesh", [MESH, make_mesh({"data": 8})], ids=["some axes", "all axes"])
+@pytest.mark.parametrize("kind", ["mean", "quotient", "pair"])
+def test_a_loss_that_averages_over_the_devices_itself_has_the_same_gradient(kind, mesh, rules):
+    """As guides to shard_map write it."""
+
+    def averaged(over_devices, model, rng, state, x, y):
+        x, y = (value.unwrap("batch", "features") for value in (x, y))
+        errors = (x * model["w"].unwrap("features") - y) ** 2
+        counts = (y > 0.5).astype(errors.dtype)
+        if kind == "mean":
+            return over_devices(errors.mean()) / over_devices(1.0), state, {}
+        total, count = over_devices((errors * counts).sum()), over_devices(counts.sum())
+        return (total / count if kind == "quotient" else (total, count)), state, {}
+
+    results = []
+    for over_devices, options in (
+        (lambda value: jax.lax.psum(value, "data"), {"manual_axes": "data"}),
+        (lambda value: value, {}),
+    ):
+        weights = pz.nx.wrap(jnp.linspace(-1, 1, 8), "features")
+        state, _ = on_mesh({"w": weights}, rules, mesh, optax.sgd(0.5))
+        step = build_train_step_fn(
+            functools.partial(averaged, over_devices), step_metrics="loss", **options
+        )
+        state, aux = step(state, **shard_batch(batch(), mesh, {"batch": "data"}))
+        results.append((state.params["w"].data_array, aux["loss"]))
+    for found, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def asking_optimizer():
     """One that asks for the loss, and for loss and gradient at other parameters."""
 
