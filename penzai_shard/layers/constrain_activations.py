@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from penzai import pz
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.errors import RuleTypeError
+from penzai_shard.errors import PlanError, RuleTypeError
 from penzai_shard.layers.constrain_sharding import ConstrainShardingByName
 from penzai_shard.layers.gather_parameters import GatherParameters
 from penzai_shard.layers.wrapper_layer import WrapperLayer
@@ -58,11 +58,21 @@ class ConstrainActivations(WrapperLayer):
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
         for rules in self.inputs:
-            argument = ConstrainShardingByName(self.mesh, rules)(argument)
+            argument = self._pinned(argument, rules, "into")
         output = self.body(argument, **side_inputs)
         for rules in self.outputs:
-            output = ConstrainShardingByName(self.mesh, rules)(output)
+            output = self._pinned(output, rules, "out of")
         return output
+
+    def _pinned(self, value: Any, rules: Any, way: str) -> Any:
+        try:
+            return ConstrainShardingByName(self.mesh, rules)(value)
+        except PlanError as error:
+            layer = self.body
+            while isinstance(layer, WrapperLayer):
+                layer = layer.body
+            headline = f"no valid layout for what flows {way} the {type(layer).__name__}:"
+            raise PlanError(headline, error.problems) from error
 
     def meshes(self) -> list[Mesh]:
         """The mesh, if it has devices."""

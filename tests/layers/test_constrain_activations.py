@@ -77,6 +77,17 @@ def test_a_length_that_does_not_divide_is_an_error():
         layer(pz.nx.ones({"batch": 8, "seq": 5}))
 
 
+@pytest.mark.parametrize(("way", "side"), [("into", "inputs"), ("out of", "outputs")])
+def test_the_error_names_the_layer_of_the_model(way, side):
+    layer = ConstrainActivations(pz.nn.Identity(), MESHES["auto"], **{side: (SPLIT,)})
+    message = (
+        rf"no valid layout for what flows {way} the Identity:\n"
+        r"  the array: logical axis 'seq' \(3\) does not divide over mesh axis 'model' \(2\)"
+    )
+    with pytest.raises(PlanError, match=message):
+        ConstrainActivations(layer, MESHES["auto"])(pz.nx.ones({"batch": 8, "seq": 3}))
+
+
 def test_rules_are_read_where_they_are_written():
     with pytest.raises(RuleTypeError, match=r"one for each layout in turn.*Write inputs=\(\{'batc"):
         ConstrainActivations(pz.nn.Identity(), MESHES["auto"], inputs=WHOLE)
