@@ -56,8 +56,9 @@ def read_options(
     for name, value in options.items():
         if name not in PresetOptions.__annotations__:
             near = nearest_name(name, PresetOptions.__annotations__)
-            fix = f"Did you mean {near!r}?" if near else "Leave it out."
-            problems.append(f"{name}={value!r}: a preset has no such option. {fix}")
+            all_options = ", ".join(PresetOptions.__annotations__)
+            fix = f"Did you mean {near!r}?" if near else f"Those of every preset are {all_options}."
+            problems.append(f"{name}={value!r}: this preset has no such option. {fix}")
     raise_all(RuleTypeError, "this layout cannot be read:", problems)
     added = AxisRules({})
     # Where both are split over one mesh axis, neurons and heads yield to experts.

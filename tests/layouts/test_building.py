@@ -75,6 +75,15 @@ def test_what_the_layout_decides_itself_is_no_option():
     ]
 
 
+def test_options_that_a_preset_does_not_have_are_refused_with_those_that_it_has():
+    message = (
+        "model='model': this preset has no such option. Those of every preset are vocabulary, "
+        "experts, names, blocks, rematerialise, manual."
+    )
+    with pytest.raises(RuleTypeError, match=re.escape(message)):
+        Layout.fully_sharded(model="model")
+
+
 def test_model_and_mesh_in_each_others_place_are_refused():
     with pytest.raises(RuleTypeError, match="a mesh is needed, not TransformerLM"):
         Layout.fully_sharded().plan(make_mesh({"data": 8}), build_model(jax.random.key(0)))
