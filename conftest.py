@@ -16,6 +16,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# Each program runs a few times: compiling it costs more than running it. What XLA does to whole
+# programs, their collectives and temporaries are the same; its code for one operation is slower.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # The width of every table and console that is not given one, whatever terminal the tests run in.
 os.environ["COLUMNS"] = "100"
 

@@ -13,6 +13,7 @@ from penzai_shard import Layout, make_mesh, make_plan, strip
 from penzai_shard.errors import MeshError, RuleTypeError
 from penzai_shard.layers import Checkpointed, GatherParameters, ShardMapped
 from tests.layouts.preset_runs import PRESETS, TOKENS, build_model, loss_fn, run
+from tests.model_families import drawn_transformer
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -107,7 +108,7 @@ def test_a_mesh_without_the_layouts_mesh_axis_is_refused():
 def test_a_model_in_place_of_its_initializer_is_refused():
     with pytest.raises(RuleTypeError, match="needs the function that does, not a TransformerLM"):
         Layout.fully_sharded().build(
-            build_model(jax.random.key(0)),
+            drawn_transformer("llama"),
             mesh=make_mesh({"data": 8}),
             loss_fn=loss_fn,
             optimizer=optax.adam(1e-3),

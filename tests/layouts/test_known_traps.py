@@ -32,15 +32,12 @@ from tests.compiled_buffers import (
     read_buffers,
     whole_copies,
 )
-from tests.layouts.preset_runs import PRESETS, TOKENS, build_model, mesh_of, run
+from tests.layouts.preset_runs import PRESETS, SPLIT, TOKENS, build_model, mesh_of, run
 
 EMBEDDING, NEURONS, VOCABULARY = 40, 56, 88
 
 
 # No parameter is whole on one device.
-
-
-SPLIT = ("zero1", "fully_sharded", "tensor_parallel", "two_dimensional", "hybrid")
 
 
 @pytest.mark.parametrize("name", SPLIT)
@@ -79,8 +76,8 @@ def test_the_check_sees_an_initialiser_that_makes_parameters_whole():
 def test_a_step_makes_nothing_whole_that_tensor_parallelism_split(name):
     found = run(name)
     shapes = found.split_over("model")
-    # Attention's four matrices and three of the perceptron per block; embedding table and head.
-    assert len(shapes) == 2 * 7 + 2 * (name == "sequence_parallel")
+    # Attention's four matrices and three of the perceptron; embedding table and head.
+    assert len(shapes) == 7 + 2 * (name == "sequence_parallel")
     assert whole_copies(found.step, shapes) == []
 
 
