@@ -242,7 +242,7 @@ def test_explicit_meshes_mean_their_auto_twins(expected, ambient):
         outputs = [layer(x), jax.jit(lambda x: layer(x))(x)]
     for output in outputs:
         assert output.data_array.sharding.mesh.axis_types == (AxisType.Auto,) * 2
-        assert jnp.allclose(output.data_array, expected["output"].data_array, rtol=1e-6)
+        assert jnp.allclose(output.data_array, expected["output"].data_array, rtol=1e-5)
 
 
 def test_one_inside_another_steps_aside(mesh, expected):
