@@ -25,12 +25,12 @@ from penzai_shard.processes.job import (
 )
 
 # A process that failed tells the others, which then end by themselves.
-_SECONDS_TO_END = 6.0
+_SECONDS_TO_END = 20.0
 # JAX takes notice of SIGTERM without ending the process, so that this helps where Python runs.
 _SECONDS_TO_STOP = 2.0
 # How those end that lost another process: by themselves, when told so, and aborted by JAX.
 _CONSEQUENCES = (ENDED_BY_ANOTHER, -signal.SIGABRT)
-_SECONDS_TO_SEE_THE_CAUSE = 4.0
+_SECONDS_TO_SEE_THE_CAUSE = 10.0
 _LINES_SHOWN = 40
 
 
