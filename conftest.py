@@ -3,6 +3,7 @@
 import atexit
 import os
 import tempfile
+from collections.abc import Iterator
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
@@ -33,4 +34,18 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # Before any module is collected for its doctests, which would otherwise be imported a second time
 # if it is named first, with classes of its own.
+import jax
+import pytest
+
 import penzai_shard  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def compiled_as_by_users() -> Iterator[None]:
+    """With all of XLA's optimisations, for tests that compare rounding closely."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, False)
+    jax.clear_caches()  # Of what other tests have compiled without.
+    yield
+    jax.config.update(name, before)

@@ -84,15 +84,8 @@ def transformer_under_jit():
     return under_jit(transformer, jax.random.key(7))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_as_by_users():
-    """Rounding is compared to the last place: with all of XLA's optimisations."""
-    name = "jax_disable_most_optimizations"
-    before = jax.config.read(name)
-    jax.config.update(name, False)
-    jax.clear_caches()  # Of what other tests have compiled without.
-    yield
-    jax.config.update(name, before)
+# Rounding is compared to the last place.
+pytestmark = pytest.mark.usefixtures("compiled_as_by_users")
 
 
 def assert_within_one_ulp(got, expected):
