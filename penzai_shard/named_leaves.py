@@ -1,8 +1,9 @@
 """A tree's arrays with their logical axis names.
 
 Trees hold named arrays in several ways: as ``NamedArray`` and ``NamedArrayView``, inside mutable
-variables and their frozen values, inside the parameters of Penzai's first API, and as plain arrays
-without names. This module is the one that knows them. ``map_arrays`` visits every array and puts
+variables and their frozen values, inside the parameters of Penzai's first API, in what other
+libraries put around their arrays (see ``readers``), and as plain arrays without names. This module
+is the one that knows them. ``map_arrays`` visits every array and puts
 something else (an index, a sharding) in its place; the result has the structure of the tree after
 ``pz.freeze_variables``.
 """
@@ -21,6 +22,13 @@ from penzai.core.variables import AutoStateVarLabel, LabeledVariable, LabeledVar
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.model_variables import first_api
+from penzai_shard.named_arrays import (
+    dimension_names,
+    named_sizes,
+    shape_without_data,
+    with_data,
+)
+from penzai_shard.readers import ReadArray, reader_of
 from penzai_shard.reduced_statistics import align_names
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.tree_paths import join_paths, path_text
@@ -77,11 +85,13 @@ def _unit_kind(node_type: Hashable) -> str | None:
     equinox = sys.modules.get("equinox")
     if equinox is not None and issubclass(node_type, equinox.Module):
         return "nameless_module"
-    return None
+    return None if reader_of(node_type) is None else "foreign_array"
 
 
 def is_named_unit(node: Any) -> bool:
     """Whether a node is a named array, a variable or a parameter, and is read as a whole.
+
+    So is what other libraries put around their arrays.
 
     >>> is_named_unit(pz.nx.ones({"a": 2})), is_named_unit({"w": 1})
     (True, False)
@@ -172,6 +182,8 @@ class _ArrayMapper:
                 return _ArrayMapper(self.visit, True).tree(node, path, place)
             case "named_array":
                 return self.named_array(node, path, place)
+            case "foreign_array":
+                return self.foreign_array(node, path)
         identity = _identity(node)
         if identity not in self.seen:
             self.seen[identity] = self.named_value(node, path, place)
@@ -205,6 +217,16 @@ class _ArrayMapper:
             data,
         )
         return with_data(node, mapped)
+
+    def foreign_array(self, node: Any, path: str) -> Any:
+        """What another library puts around one of its arrays."""
+        reader = reader_of(type(node))
+        assert reader is not None
+        identity = id(node) if reader.shares else object()
+        if identity not in self.seen:
+            leaf = _foreign_leaf(reader.read(node), path)
+            self.seen[identity] = reader.with_data(node, self.visit(leaf))
+        return self.seen[identity]
 
 
 def _identity(node: Any) -> Hashable:
@@ -250,82 +272,6 @@ def _coefficients_leaf(value: Any, path: str) -> NamedLeaf:
     return dataclasses.replace(leaf, names=(None,) * len(leaf.shape), note="coefficients")
 
 
-def with_data(node: Any, data: Any) -> Any:
-    """A named array like another, with other data; nothing is checked.
-
-    >>> with_data(pz.nx.ones({"a": 2}), "anything").data_array
-    'anything'
-    """
-    made = object.__new__(type(node))
-    made.__dict__.update(node.__dict__)
-    made.__dict__["data_array"] = data
-    return made
-
-
-def with_shape(node: Any, shape: tuple[int, ...], data: Any) -> Any:
-    """A named array like another, with data of other lengths; nothing is checked.
-
-    >>> with_shape(pz.nx.ones({"a": 2}), (3,), np.ones(3)).named_axes["a"]
-    3
-    """
-    made = with_data(node, data)
-    if isinstance(node, pz.nx.NamedArrayView):
-        made.__dict__["data_shape"] = tuple(shape)
-    else:
-        sizes = shape[len(shape) - len(node.named_axes) :]
-        made.__dict__["named_axes"] = type(node.named_axes)(
-            zip(node.named_axes, sizes, strict=True)
-        )
-    return made
-
-
-def dimension_names(
-    node: Any, shape: tuple[int, ...] | None = None
-) -> tuple[LogicalAxis | None, ...] | None:
-    """The logical axis of each data dimension of a named array, None for positional ones.
-
-    Args:
-        node: A named array or view.
-        shape: The shape of its data, if that is not known from the data array.
-
-    Returns:
-        The names, or None where the shape contradicts them.
-
-    >>> dimension_names(pz.nx.ones({"a": 2, "b": 3}).untag("b"))
-    ('a', None)
-    """
-    shape = tuple(np.shape(node.data_array)) if shape is None else shape
-    if isinstance(node, pz.nx.NamedArrayView):
-        if tuple(node.data_shape) != shape:
-            return None
-        names: list[LogicalAxis | None] = [None] * len(shape)
-        for name, dimension in node.data_axis_for_name.items():
-            names[dimension] = name
-        return tuple(names)
-    sizes = tuple(node.named_axes.values())
-    positional = len(shape) - len(sizes)
-    if positional < 0 or shape[positional:] != sizes:
-        return None
-    return (None,) * positional + tuple(node.named_axes)
-
-
-def named_sizes(node: Any) -> dict[LogicalAxis, int]:
-    """Sizes of the named dimensions in the order of the data, whatever the data array is.
-
-    >>> named_sizes(pz.nx.ones({"a": 2, "b": 3}))
-    {'a': 2, 'b': 3}
-    """
-    shape = _shape_without_data(node)
-    names = dimension_names(node, shape) or ()
-    return {name: size for name, size in zip(names, shape, strict=True) if name is not None}
-
-
-def _shape_without_data(node: Any) -> tuple[int, ...]:
-    """The shape of a view's data; that of the named dimensions of a ``NamedArray``."""
-    is_view = isinstance(node, pz.nx.NamedArrayView)
-    return tuple(node.data_shape if is_view else node.named_axes.values())
-
-
 def _named_leaf(node: Any, data: Any, path: str, place: str, part: Any) -> NamedLeaf:
     shape, dtype = tuple(np.shape(data)), jax.dtypes.result_type(data)
     if part is None:
@@ -339,5 +285,13 @@ def _named_leaf(node: Any, data: Any, path: str, place: str, part: Any) -> Named
 
 
 def _dataless_leaf(node: Any, data: Any, path: str) -> NamedLeaf:
-    shape = _shape_without_data(node)
+    shape = shape_without_data(node)
     return NamedLeaf(path, dimension_names(node, shape), shape, None, data)
+
+
+def _foreign_leaf(held: ReadArray, path: str) -> NamedLeaf:
+    if not is_array_like(held.data):
+        return NamedLeaf(path, None, (), None, held.data)
+    held = held.fitted()
+    leaf = _plain_leaf(held.data, path)
+    return dataclasses.replace(leaf, names=held.names, problem=held.problem)

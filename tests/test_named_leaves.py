@@ -10,7 +10,8 @@ import pytest
 from penzai import pz
 from penzai.deprecated.v1 import pz as pz_v1
 
-from penzai_shard.named_leaves import dimension_names, leaves_of, map_arrays, named_sizes
+from penzai_shard.named_arrays import dimension_names, named_sizes
+from penzai_shard.named_leaves import leaves_of, map_arrays
 from penzai_shard.reduced_statistics import align_names
 
 

@@ -32,6 +32,8 @@ from penzai_shard.model_variables.variables import (
     variable_name,
     with_value,
 )
+from penzai_shard.named_arrays import named_array, unnamed_data
+from penzai_shard.readers import reader_of
 from penzai_shard.tree_paths import path_text
 
 TrainablePredicate = Callable[[Any], bool]
@@ -45,7 +47,8 @@ class VariableEntry:
         name: Its key in ``params`` or ``state_vars``.
         kind: ``"parameter"`` or ``"state"``.
         template: The frozen variable, or parameter of the first API, with ``None`` for its
-            value; ``None`` itself for a bare weight.
+            value; what another library puts around an array, without that; ``None`` itself for
+            a bare weight.
         mutable: Whether the model held it as a mutable variable.
         trainable: Whether the optimizer changes it.
     """
@@ -63,7 +66,12 @@ class VariableEntry:
 
     def frozen(self, value: Any) -> Any:
         """The frozen variable with a value."""
-        return value if self.template is None else with_value(self.template, value)
+        if self.template is None:
+            return value
+        reader = reader_of(type(self.template))
+        if reader is not None:
+            return reader.with_data(self.template, unnamed_data(value))
+        return with_value(self.template, value)
 
     def thawed(self, value: Any) -> Any:
         """The variable as the model held it: a new mutable one if it was mutable."""
@@ -244,7 +252,7 @@ def split_model(
     flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_unit)
     if not any(is_unit(leaf) for _, leaf in flat):
         split, what = splitting.without_weight, "these weights"
-        flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=pz.nx.is_namedarray)
+        flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_weight)
     leaves = [split(path_text(key_path), leaf) for key_path, leaf in flat]
     raise_all(ShardingError, f"cannot make a train state of {what}:", splitting.problems)
     table = VariableTable(tuple(splitting.entries.values()))
@@ -337,6 +345,15 @@ class _Splitting:
 
     def without_weight(self, path: str, leaf: Any) -> Any:
         """What stands in a tree of bare weights in place of one of its leaves."""
+        template = None
+        reader = reader_of(type(leaf))
+        if reader is not None:
+            # Inside a train state all arrays have their names in one way.
+            held = reader.read(leaf).fitted()
+            if held.problem:
+                self.problems.append(f"{path}: {held.problem}.")
+            template = reader.with_data(leaf, None)
+            leaf = held.data if held.names is None else named_array(held.data, held.names)
         if not pz.nx.is_namedarray(leaf) and not is_array_like(leaf):
             return StaticLeaf(leaf)
         if path in self.entries:
@@ -349,7 +366,7 @@ class _Splitting:
             trained = _asked(self._trainable, pz.ParameterValue(label=path, value=leaf), path)
         if trained and not floating:
             self.problems.append(f"{path}: a trainable weight must be floating. Exclude it.")
-        return self._add(VariableEntry(path, "parameter", None, False, trained), leaf).slot()
+        return self._add(VariableEntry(path, "parameter", template, False, trained), leaf).slot()
 
     def _add(self, entry: VariableEntry, value: Any) -> VariableEntry:
         self.entries[entry.name] = entry
@@ -379,6 +396,10 @@ def _refuse_untrained(table: VariableTable) -> None:
         f"are frozen or not floating, such as {table.parameters[0].name!r}. Say which to train: "
         "TrainState.initial_state(..., trainable=lambda parameter: True)."
     )
+
+
+def _is_weight(node: Any) -> bool:
+    return pz.nx.is_namedarray(node) or reader_of(type(node)) is not None
 
 
 def _is_floating(value: Any) -> bool:

@@ -194,7 +194,8 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     Each parameter is a frozen ``pz.ParameterValue`` whose arrays are
     ``jax.ShapeDtypeStruct`` objects. What a checkpoint of parameters does not hold is computed for
     real, and only that: constants of the layers (an epsilon, a mask) and state variables, which are
-    ordinary mutable ones. So the model can run once values are put in place of the parameters.
+    ordinary mutable ones. So the model can run once values are put in place of the parameters. In a
+    model without any, of another library or a dictionary of arrays, all arrays are structs.
 
     Args:
         initializer: Called as ``initializer(*args, **kwargs)``; returns a model. It is traced.
@@ -291,4 +292,6 @@ def _layouts_but_of_parameters(tree: Any) -> Layouts:
     frozen = pz.ParameterValue
     nodes = jax.tree_util.tree_leaves(tree, is_leaf=lambda node: isinstance(node, frozen))
     others = [node for node in nodes if not isinstance(node, frozen)]
+    if len(others) == len(nodes) and not tree["variables"]:
+        return {}  # A tree of bare weights, all of which count as parameters.
     return dict.fromkeys(map(id, others))

@@ -1,15 +1,14 @@
 """Logical axis names for arrays that carry none, by path."""
 
-import collections
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from penzai import pz
 
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
+from penzai_shard.named_arrays import named_array
 from penzai_shard.named_leaves import is_named_unit
 from penzai_shard.rule_kinds import LogicalAxis, nearest_name
 from penzai_shard.tree_paths import path_matches, path_text
@@ -124,21 +123,6 @@ def _some(paths: Sequence[str]) -> str:
 
 
 def _named(array: Any, names: tuple[LogicalAxis | None, ...]) -> Any:
-    shape = tuple(np.shape(array))
     if isinstance(array, bool | int | float | complex):
         array = np.asarray(array)
-    positional = [i for i, name in enumerate(names) if name is None]
-    if positional == list(range(len(positional))):
-        sizes = zip(names, shape, strict=True)
-        return pz.nx.NamedArray(
-            named_axes=collections.OrderedDict(
-                (name, size) for name, size in sizes if name is not None
-            ),
-            data_array=array,
-        )
-    return pz.nx.NamedArrayView(
-        data_shape=shape,
-        data_axis_for_logical_axis=tuple(positional),
-        data_axis_for_name={name: i for i, name in enumerate(names) if name is not None},
-        data_array=array,
-    )
+    return named_array(array, names)

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from penzai import pz
 
-from penzai_shard.named_leaves import with_data
+from penzai_shard.named_arrays import with_data
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.planning.planner import Planner
 from penzai_shard.reduced_statistics import align_names

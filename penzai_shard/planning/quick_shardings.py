@@ -5,7 +5,7 @@ from typing import Any
 
 from penzai import pz
 
-from penzai_shard.named_leaves import dimension_names
+from penzai_shard.named_arrays import dimension_names
 from penzai_shard.planning.plan import shared_named_sharding
 from penzai_shard.planning.planner import Planner
 from penzai_shard.rule_kinds import LogicalAxis

@@ -9,7 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import PlanError, ShardingError, raise_all
 from penzai_shard.meshes import mesh_text
-from penzai_shard.named_leaves import NamedLeaf, is_named_unit, leaves_of, with_shape
+from penzai_shard.named_arrays import with_shape
+from penzai_shard.named_leaves import NamedLeaf, is_named_unit, leaves_of
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.planning import PlacingRequest
 from penzai_shard.processes import (

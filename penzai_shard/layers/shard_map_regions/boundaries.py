@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from penzai import pz
 
-from penzai_shard.named_leaves import dimension_names
+from penzai_shard.named_arrays import dimension_names
 from penzai_shard.tree_paths import path_text
 
 

@@ -1,0 +1,126 @@
+"""Penzai's named arrays taken apart and made, whatever stands in the place of their data."""
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from penzai import pz
+
+from penzai_shard.rule_kinds import LogicalAxis
+
+
+def named_array(data: Any, names: Sequence[LogicalAxis | None]) -> Any:
+    """An array with a name for each dimension, None for a positional one.
+
+    Args:
+        data: An array, or a struct that describes one.
+        names: One for each of its dimensions.
+
+    Returns:
+        A ``NamedArray``, or a ``NamedArrayView`` where a positional dimension follows a named one.
+
+    >>> named_array(np.ones((2, 3)), ("a", None)).named_shape
+    {'a': 2}
+    """
+    shape = tuple(np.shape(data))
+    positional = [i for i, name in enumerate(names) if name is None]
+    if positional == list(range(len(positional))):
+        sizes = zip(names, shape, strict=True)
+        return pz.nx.NamedArray(
+            named_axes=collections.OrderedDict(
+                (name, size) for name, size in sizes if name is not None
+            ),
+            data_array=data,
+        )
+    return pz.nx.NamedArrayView(
+        data_shape=shape,
+        data_axis_for_logical_axis=tuple(positional),
+        data_axis_for_name={name: i for i, name in enumerate(names) if name is not None},
+        data_array=data,
+    )
+
+
+def unnamed_data(value: Any) -> Any:
+    """The data array of a named array; anything else as it is.
+
+    >>> unnamed_data(pz.nx.wrap(np.arange(2)).tag("a")).tolist(), unnamed_data(3)
+    ([0, 1], 3)
+    """
+    return value.data_array if pz.nx.is_namedarray(value) else value
+
+
+def with_data(node: Any, data: Any) -> Any:
+    """A named array like another, with other data; nothing is checked.
+
+    >>> with_data(pz.nx.ones({"a": 2}), "anything").data_array
+    'anything'
+    """
+    made = object.__new__(type(node))
+    made.__dict__.update(node.__dict__)
+    made.__dict__["data_array"] = data
+    return made
+
+
+def with_shape(node: Any, shape: tuple[int, ...], data: Any) -> Any:
+    """A named array like another, with data of other lengths; nothing is checked.
+
+    >>> with_shape(pz.nx.ones({"a": 2}), (3,), np.ones(3)).named_axes["a"]
+    3
+    """
+    made = with_data(node, data)
+    if isinstance(node, pz.nx.NamedArrayView):
+        made.__dict__["data_shape"] = tuple(shape)
+    else:
+        sizes = shape[len(shape) - len(node.named_axes) :]
+        made.__dict__["named_axes"] = type(node.named_axes)(
+            zip(node.named_axes, sizes, strict=True)
+        )
+    return made
+
+
+def dimension_names(
+    node: Any, shape: tuple[int, ...] | None = None
+) -> tuple[LogicalAxis | None, ...] | None:
+    """The logical axis of each data dimension of a named array, None for positional ones.
+
+    Args:
+        node: A named array or view.
+        shape: The shape of its data, if that is not known from the data array.
+
+    Returns:
+        The names, or None where the shape contradicts them.
+
+    >>> dimension_names(pz.nx.ones({"a": 2, "b": 3}).untag("b"))
+    ('a', None)
+    """
+    shape = tuple(np.shape(node.data_array)) if shape is None else shape
+    if isinstance(node, pz.nx.NamedArrayView):
+        if tuple(node.data_shape) != shape:
+            return None
+        names: list[LogicalAxis | None] = [None] * len(shape)
+        for name, dimension in node.data_axis_for_name.items():
+            names[dimension] = name
+        return tuple(names)
+    sizes = tuple(node.named_axes.values())
+    positional = len(shape) - len(sizes)
+    if positional < 0 or shape[positional:] != sizes:
+        return None
+    return (None,) * positional + tuple(node.named_axes)
+
+
+def named_sizes(node: Any) -> dict[LogicalAxis, int]:
+    """Sizes of the named dimensions in the order of the data, whatever the data array is.
+
+    >>> named_sizes(pz.nx.ones({"a": 2, "b": 3}))
+    {'a': 2, 'b': 3}
+    """
+    shape = shape_without_data(node)
+    names = dimension_names(node, shape) or ()
+    return {name: size for name, size in zip(names, shape, strict=True) if name is not None}
+
+
+def shape_without_data(node: Any) -> tuple[int, ...]:
+    """The shape of a view's data; that of the named dimensions of a ``NamedArray``."""
+    is_view = isinstance(node, pz.nx.NamedArrayView)
+    return tuple(node.data_shape if is_view else node.named_axes.values())

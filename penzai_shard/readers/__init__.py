@@ -1,0 +1,10 @@
+"""Logical axis names that other libraries write on their arrays.
+
+Each library has a module here with one reader, and each reader is one entry of ``registry``. A
+reader is loaded only once its library was imported by somebody else, since a tree can hold a
+library's objects only then. Others add theirs by an entry point.
+"""
+
+from penzai_shard.readers.array_reader import ArrayReader as ArrayReader
+from penzai_shard.readers.array_reader import ReadArray as ReadArray
+from penzai_shard.readers.registry import reader_of as reader_of

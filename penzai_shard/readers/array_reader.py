@@ -1,0 +1,83 @@
+"""What a reader of another library's arrays is."""
+
+import abc
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+
+from penzai_shard.rule_kinds import LogicalAxis
+
+Role = Literal["parameter", "state"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadArray:
+    """What a node of another library holds.
+
+    Attributes:
+        data: The array, or what stands in its place: a struct, a sharding, None.
+        names: The logical axis of each of its dimensions, None for a positional one. Dimensions
+            beyond the last name are positional. None altogether if the library gives no names.
+        problem: Why names that are there cannot be used; empty when they can. Such an array is
+            refused, whatever the options.
+        sizes: The length of each named dimension, if the node knows that without its data.
+    """
+
+    data: Any
+    names: tuple[LogicalAxis | None, ...] | None
+    problem: str = ""
+    sizes: tuple[int, ...] | None = None
+
+    def fitted(self) -> "ReadArray":
+        """The same with one name, or None, for each dimension of the array.
+
+        Names that cannot be used are left out, and ``problem`` says why.
+
+        >>> ReadArray(np.ones((2, 3)), ("embed",)).fitted().names
+        ('embed', None)
+        """
+        if self.names is None:
+            return self
+        rank, problem = np.ndim(self.data), self.problem
+        if not problem and len(self.names) > rank:
+            problem = f"it has {len(self.names)} axis names, {self.names}, and rank {rank}"
+        names = () if problem else self.names
+        return dataclasses.replace(
+            self, names=(*names, *(None,) * (rank - len(names))), problem=problem
+        )
+
+
+class ArrayReader(abc.ABC):
+    """Reads the nodes that another library puts around its arrays, and makes others like them.
+
+    A node is anything that holds one array: a box, a variable, an array type of its own. For JAX it
+    may be a pytree or a leaf.
+
+    Attributes:
+        library: The module that defines the types of the nodes. The reader is loaded, and asked,
+            only if this module was imported already.
+        extra: The extra of this library that installs the other one.
+        shares: Whether a node that occurs twice in a tree is one array, as a mutable variable is.
+            Otherwise nodes are plain values.
+    """
+
+    library: str
+    extra: str
+    shares: bool = False
+
+    @abc.abstractmethod
+    def reads(self, node_type: type) -> bool:
+        """Whether nodes of a type are this reader's. Asked once for each type."""
+
+    @abc.abstractmethod
+    def read(self, node: Any) -> ReadArray:
+        """What a node holds."""
+
+    @abc.abstractmethod
+    def with_data(self, node: Any, data: Any) -> Any:
+        """A node like another, with other data, which may be of any type; nothing is checked."""
+
+    def role(self, node: Any) -> Role | None:
+        """Whether a node is a parameter or a state variable, if the library says so."""
+        return None

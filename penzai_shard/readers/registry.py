@@ -1,0 +1,59 @@
+"""Which reader reads what: our own readers, and those that other packages announce."""
+
+import functools
+import importlib
+import importlib.metadata
+import sys
+
+from penzai_shard.errors import RuleTypeError
+from penzai_shard.readers.array_reader import ArrayReader
+
+ENTRY_POINTS = "penzai_shard.readers"
+"""The group of entry points under which other packages announce their readers.
+
+The name of an entry point is the module that must have been imported for its reader to be loaded;
+what it refers to is an ``ArrayReader``.
+"""
+
+# The module that must have been imported, and the reader.
+OWN_READERS: dict[str, str] = {
+    "flax.core.meta": "penzai_shard.readers.flax_linen:READER",
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def reader_of(node_type: type) -> ArrayReader | None:
+    """The reader of the nodes of a type, or None if no library that is known has it.
+
+    >>> reader_of(dict) is None
+    True
+    """
+    # Types of Python and of JAX, which make up most trees, belong to no reader.
+    if node_type.__module__ in ("builtins", "collections"):
+        return None
+    own = {**OWN_READERS, **_announced()}
+    for library, reference in own.items():
+        if library in sys.modules and _loaded(reference).reads(node_type):
+            return _loaded(reference)
+    return None
+
+
+@functools.cache
+def _announced() -> dict[str, str]:
+    """The readers that installed packages announce, by the module that they are for."""
+    return {
+        found.name: found.value for found in importlib.metadata.entry_points(group=ENTRY_POINTS)
+    }
+
+
+@functools.cache
+def _loaded(reference: str) -> ArrayReader:
+    module, _, name = reference.partition(":")
+    reader = getattr(importlib.import_module(module), name)
+    if not isinstance(reader, ArrayReader):
+        raise RuleTypeError(
+            f"the entry point {reference!r} of group {ENTRY_POINTS!r} refers to a "
+            f"{type(reader).__name__}, which is not an ArrayReader. Give an instance of a class "
+            "that derives from penzai_shard.readers.ArrayReader."
+        )
+    return reader
