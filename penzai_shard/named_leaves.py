@@ -28,7 +28,7 @@ from penzai_shard.named_arrays import (
     shape_without_data,
     with_data,
 )
-from penzai_shard.readers import ReadArray, reader_of
+from penzai_shard.readers import ReadArray, reader_of, reader_of_type
 from penzai_shard.reduced_statistics import align_names
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.tree_paths import join_paths, path_text
@@ -85,7 +85,7 @@ def _unit_kind(node_type: Hashable) -> str | None:
     equinox = sys.modules.get("equinox")
     if equinox is not None and issubclass(node_type, equinox.Module):
         return "nameless_module"
-    return None if reader_of(node_type) is None else "foreign_array"
+    return None if reader_of_type(node_type) is None else "foreign_array"
 
 
 def is_named_unit(node: Any) -> bool:
@@ -220,7 +220,7 @@ class _ArrayMapper:
 
     def foreign_array(self, node: Any, path: str) -> Any:
         """What another library puts around one of its arrays."""
-        reader = reader_of(type(node))
+        reader = reader_of(node)
         assert reader is not None
         identity = id(node) if reader.shares else object()
         if identity not in self.seen:

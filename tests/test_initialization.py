@@ -159,10 +159,11 @@ def test_constants_are_replicated(mesh):
 @pytest.mark.parametrize("number", [1.5, 2, True, np.float32(1.5), jnp.bfloat16(2)])
 def test_numbers_keep_their_type_also_a_weak_one(mesh, number):
     expected = jax.jit(lambda: number)()
-    for built in (sharded_init(lambda: number, mesh=mesh), abstract_model(lambda: number)):
-        assert built.aval.weak_type == expected.aval.weak_type
-        assert built.dtype == expected.dtype
-        assert built == expected
+    built = sharded_init(lambda: number, mesh=mesh)
+    assert built == expected
+    for array in (built.aval, abstract_model(lambda: number)):
+        assert array.weak_type == expected.aval.weak_type
+        assert array.dtype == expected.dtype
 
 
 def test_initialized_model_runs(mesh):
@@ -305,13 +306,18 @@ def test_an_argument_that_is_returned_survives_donation_of_the_result(mesh, plac
     kept = jnp.ones((8,))
     if placed:
         kept = jax.device_put(kept, NamedSharding(mesh, PartitionSpec()))
-    built = [
-        sharded_init(lambda array: array, kept, mesh=mesh, on_unnamed="replicate"),
-        abstract_model(lambda array: array, kept),
-    ]
-    for array in built:
-        jax.jit(lambda x: x + 1, donate_argnums=0)(array).block_until_ready()
-        np.testing.assert_array_equal(kept, np.ones(8))
+    array = sharded_init(lambda array: array, kept, mesh=mesh, on_unnamed="replicate")
+    jax.jit(lambda x: x + 1, donate_argnums=0)(array).block_until_ready()
+    np.testing.assert_array_equal(kept, np.ones(8))
+
+
+def test_all_arrays_of_a_model_without_variables_are_abstract():
+    model = abstract_model(lambda: {"layer": [jnp.ones((8, 4)), 2], "name": "mlp"})
+    assert jax.tree.map(lambda leaf: getattr(leaf, "shape", leaf), model) == {
+        "layer": [(8, 4), ()],
+        "name": "mlp",
+    }
+    assert isinstance(model["layer"][0], jax.ShapeDtypeStruct)
 
 
 # What initialisers may do.

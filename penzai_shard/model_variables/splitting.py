@@ -68,7 +68,7 @@ class VariableEntry:
         """The frozen variable with a value."""
         if self.template is None:
             return value
-        reader = reader_of(type(self.template))
+        reader = reader_of(self.template)
         if reader is not None:
             return reader.with_data(self.template, unnamed_data(value))
         return with_value(self.template, value)
@@ -346,7 +346,7 @@ class _Splitting:
     def without_weight(self, path: str, leaf: Any) -> Any:
         """What stands in a tree of bare weights in place of one of its leaves."""
         template = None
-        reader = reader_of(type(leaf))
+        reader = reader_of(leaf)
         if reader is not None:
             # Inside a train state all arrays have their names in one way.
             held = reader.read(leaf).fitted()
@@ -399,7 +399,7 @@ def _refuse_untrained(table: VariableTable) -> None:
 
 
 def _is_weight(node: Any) -> bool:
-    return pz.nx.is_namedarray(node) or reader_of(type(node)) is not None
+    return pz.nx.is_namedarray(node) or reader_of(node) is not None
 
 
 def _is_floating(value: Any) -> bool:

@@ -8,3 +8,4 @@ library's objects only then. Others add theirs by an entry point.
 from penzai_shard.readers.array_reader import ArrayReader as ArrayReader
 from penzai_shard.readers.array_reader import ReadArray as ReadArray
 from penzai_shard.readers.registry import reader_of as reader_of
+from penzai_shard.readers.registry import reader_of_type as reader_of_type

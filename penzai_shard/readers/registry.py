@@ -4,6 +4,8 @@ import functools
 import importlib
 import importlib.metadata
 import sys
+from collections.abc import Hashable
+from typing import Any
 
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.readers.array_reader import ArrayReader
@@ -21,13 +23,19 @@ OWN_READERS: dict[str, str] = {
 }
 
 
-@functools.lru_cache(maxsize=4096)
-def reader_of(node_type: type) -> ArrayReader | None:
-    """The reader of the nodes of a type, or None if no library that is known has it.
+def reader_of(node: Any) -> ArrayReader | None:
+    """The reader of a node of a tree, or None if no library that is known has its type.
 
-    >>> reader_of(dict) is None
+    >>> reader_of({}) is None
     True
     """
+    return reader_of_type(node.__class__)
+
+
+@functools.lru_cache(maxsize=4096)
+def reader_of_type(node_type: Hashable) -> ArrayReader | None:
+    """The reader of the nodes of a type, or None if no library that is known has it."""
+    assert isinstance(node_type, type)
     # Types of Python and of JAX, which make up most trees, belong to no reader.
     if node_type.__module__ in ("builtins", "collections"):
         return None
