@@ -93,7 +93,7 @@ class SpecExplanation(TextTable):
 @functools.lru_cache(maxsize=65536)
 def decide(
     rules: tuple[Rule, ...],
-    names: tuple[LogicalAxis | None, ...],
+    names: tuple[LogicalAxis | None, ...] | None,
     sizes: tuple[int, ...],
     mesh_items: tuple[tuple[str, int], ...],
     on_indivisible: OnIndivisible,
@@ -102,7 +102,8 @@ def decide(
 
     Args:
         rules: The rules, in the order in which they count.
-        names: The logical axis of each dimension; None for a positional one.
+        names: The logical axis of each dimension; None for a positional one. None altogether for
+            an array without names, for which there are the rules that say so, and no others.
         sizes: The length of each dimension.
         mesh_items: Name and size of each mesh axis; every mesh axis of the rules is among them.
         on_indivisible: Whether a length that does not divide is a problem.
@@ -113,7 +114,12 @@ def decide(
     >>> decide((NameRule("b", ("data",)),), ("a", "b"), (3, 4), (("data", 2),), "error").spec
     P(None, 'data')
     """
-    return _Decider(rules, names, sizes, dict(mesh_items), on_indivisible).explanation()
+    mesh_shape = dict(mesh_items)
+    if names is not None:
+        return _Decider(rules, names, sizes, mesh_shape, on_indivisible).explanation()
+    fitting = tuple(r for r in rules if isinstance(r, LargestDimensionRule) and r.splits_unnamed)
+    nameless = (None,) * len(sizes)
+    return _Decider(fitting, nameless, sizes, mesh_shape, on_indivisible, True).explanation()
 
 
 @dataclasses.dataclass
@@ -126,6 +132,8 @@ class _Decider:
     sizes: tuple[int, ...]
     mesh_shape: dict[str, int]
     on_indivisible: OnIndivisible
+    # Whether the array has no names at all, in place of positional dimensions.
+    is_unnamed: bool = False
     # The decision for a dimension, by its number.
     decided: dict[int, DimensionDecision] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -149,6 +157,7 @@ class _Decider:
 
     def _undecided(self, i: int) -> DimensionDecision:
         reason = "positional, stays unsharded" if self.names[i] is None else "no rule"
+        reason = "stays unsharded" if self.is_unnamed else reason
         return DimensionDecision(self.names[i], self.sizes[i], (), None, reason)
 
     def _decide(self, i: int, mesh_axes: tuple[str, ...], rule: Rule, reason: str) -> None:
@@ -274,15 +283,22 @@ class _Decider:
                 )
                 self.notes.append(f"{why}, not split over {mesh_axes_text(rule.mesh_axes)}")
             return
+        if self.is_unnamed and not math.prod(self.sizes):
+            self.notes.append("no elements")
+            return
+        # Names say what a dimension is; where some have one, a positional one is left alone.
         free = [
             i
             for i, name in enumerate(self.names)
-            if name is not None and i not in self.decided and self._divides(i, rule.mesh_axes)
+            if (name is not None or self.is_unnamed)
+            and i not in self.decided
+            and self._divides(i, rule.mesh_axes)
         ]
         if not free:
             self.notes.append(f"no free dimension divides over {over}")
             return
         # max keeps the first of equals, so the choice does not depend on anything but the array.
         i = max(free, key=lambda j: self.sizes[j])
+        what = f"dimension {i} ({self.sizes[i]})" if self.is_unnamed else repr(self.names[i])
         axes = mesh_axes_text(rule.mesh_axes)
-        self._decide(i, rule.mesh_axes, rule, f"{self.names[i]!r} -> {axes} (largest free)")
+        self._decide(i, rule.mesh_axes, rule, f"{what} -> {axes} (largest free)")

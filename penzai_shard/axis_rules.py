@@ -170,6 +170,18 @@ class AxisRules(NotebookView):
         names = (rule.logical_axis for rule in self.rules if isinstance(rule, NameRule))
         return tuple(dict.fromkeys(names))
 
+    @property
+    def splits_unnamed(self) -> bool:
+        """Whether a rule is for arrays without names too, so that these are decided by it.
+
+        >>> from penzai_shard.rule_presets import fully_sharded
+        >>> fully_sharded().splits_unnamed, fully_sharded(unnamed="largest").splits_unnamed
+        (False, True)
+        """
+        return any(
+            isinstance(rule, LargestDimensionRule) and rule.splits_unnamed for rule in self.rules
+        )
+
     def mesh_problems(self, mesh: AnyMesh | Mapping[str, int]) -> list[str]:
         """One line for every rule that names a mesh axis which the mesh does not have.
 
@@ -201,7 +213,7 @@ class AxisRules(NotebookView):
 
     def spec(
         self,
-        names: Sequence[LogicalAxis | None],
+        names: Sequence[LogicalAxis | None] | None,
         sizes: Sequence[int],
         mesh: AnyMesh | Mapping[str, int],
         *,
@@ -211,7 +223,8 @@ class AxisRules(NotebookView):
 
         Args:
             names: The logical axis of each dimension, in the order of the data; None for a
-                positional dimension, which stays unsharded.
+                positional dimension, which stays unsharded. None altogether for an array without
+                names, which is split only by ``fully_sharded(unnamed="largest")``.
             sizes: The length of each dimension.
             mesh: The mesh, or its axis sizes by name.
             on_indivisible: ``"replicate"`` leaves a dimension unsharded whose length does not
@@ -229,13 +242,13 @@ class AxisRules(NotebookView):
         P(None, 'data')
         """
         explanation = self.explain(names, sizes, mesh, on_indivisible=on_indivisible)
-        text = array_text(names, sizes)
+        text = str(list(sizes)) if names is None else array_text(names, sizes)
         raise_all(PlanError, f"no valid layout for {text}:", explanation.problems)
         return explanation.spec
 
     def explain(
         self,
-        names: Sequence[LogicalAxis | None],
+        names: Sequence[LogicalAxis | None] | None,
         sizes: Sequence[int],
         mesh: AnyMesh | Mapping[str, int],
         *,
@@ -256,13 +269,13 @@ class AxisRules(NotebookView):
         'a'              3             no rule
         'b'              4  data       'b' -> 'data'
         """
-        names, sizes = tuple(names), tuple(sizes)
-        if len(names) != len(sizes):
+        names, sizes = None if names is None else tuple(names), tuple(sizes)
+        if names is not None and len(names) != len(sizes):
             raise RuleTypeError(
                 f"{len(names)} logical axis names {names} for {len(sizes)} sizes {sizes}. "
                 "Give one name per dimension, None for a positional one."
             )
-        given = [name for name in names if name is not None]
+        given = [name for name in names or () if name is not None]
         if len(set(given)) < len(given):
             repeated = next(name for name in given if given.count(name) > 1)
             raise RuleTypeError(
@@ -350,7 +363,8 @@ def _run_expression(kind: Any, run: list[Any]) -> str:
     if isinstance(kind, IdentityRule):
         return "AxisRules()"
     if isinstance(kind, LargestDimensionRule):
-        return f"fully_sharded({mesh_axes_text(kind.mesh_axes)}, min_size={kind.min_size})"
+        also = ", unnamed='largest'" if kind.splits_unnamed else ""
+        return f"fully_sharded({mesh_axes_text(kind.mesh_axes)}, min_size={kind.min_size}{also})"
     names = [rule.logical_axis for rule in run]
     if isinstance(kind, tuple):
         return f"tensor_parallel({mesh_axes_text(kind[1])}, axes={tuple(names)!r})"

@@ -120,14 +120,19 @@ class LargestDimensionRule:
     Attributes:
         mesh_axes: The mesh axes it is sharded over.
         min_size: Arrays with fewer elements than this are left alone.
+        splits_unnamed: Whether it is for arrays without names too, all of whose dimensions are
+            free.
     """
 
     mesh_axes: tuple[str, ...]
     min_size: int
+    splits_unnamed: bool = False
 
     def __str__(self) -> str:
+        also = ", also of arrays without names" if self.splits_unnamed else ""
         return (
-            f"largest dimension -> {mesh_axes_text(self.mesh_axes)} (from {self.min_size} elements)"
+            f"largest dimension -> {mesh_axes_text(self.mesh_axes)} "
+            f"(from {self.min_size} elements{also})"
         )
 
 

@@ -40,6 +40,8 @@ def _row(rule: Rule) -> tuple[str, ...]:
             where = "that have it" + " and whose mesh axes are still free" * rule.yields
             return str(rule.logical_axis), mesh_axes, where
         case LargestDimensionRule():
-            return "(largest free)", mesh_axes, f"of at least {rule.min_size:,} elements"
+            where = f"of at least {rule.min_size:,} elements"
+            also = ", with names or without" if rule.splits_unnamed else ""
+            return "(largest free)", mesh_axes, where + also
         case IdentityRule():
             return "(each)", "the one of the same name", "that have it"

@@ -1,9 +1,21 @@
 """The presets, alone and combined."""
 
+import json
+
+import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from penzai_shard import AxisRules, data_parallel, fully_sharded, tensor_parallel
+from penzai_shard import (
+    AxisRules,
+    Layout,
+    Recipe,
+    constrain_blocks,
+    data_parallel,
+    fully_sharded,
+    make_mesh,
+    tensor_parallel,
+)
 from penzai_shard.errors import MeshError, PlanError, RuleTypeError
 from penzai_shard.rule_presets import TRANSFORMER_MODEL_AXES
 
@@ -173,3 +185,100 @@ def test_sharding_fully_over_no_mesh_axis_is_refused(mesh_axis):
 def test_axes_that_are_not_a_sequence_are_refused():
     with pytest.raises(RuleTypeError, match=r"need a sequence of logical axes, not 3"):
         tensor_parallel(axes=3)
+
+
+UNNAMED = fully_sharded(min_size=8, unnamed="largest")
+
+
+def test_arrays_without_names_are_split_only_when_that_is_asked_for():
+    assert UNNAMED.spec(None, (3, 8, 16), MESH) == P(None, None, "data")
+    assert fully_sharded(min_size=8).spec(None, (3, 8, 16), MESH) == P()
+    assert (AxisRules() | data_parallel()).spec(None, (8, 16), MESH) == P()
+
+
+def test_of_an_array_without_names_the_largest_dimension_that_divides_is_split():
+    assert UNNAMED.spec(None, (8, 18), MESH) == P("data")
+    assert UNNAMED.spec(None, (16, 16), MESH) == P("data")
+    assert UNNAMED.spec(None, (6, 18), MESH) == P()
+    assert UNNAMED.spec(None, (7,), MESH) == UNNAMED.spec(None, (4,), MESH) == P()
+    assert fully_sharded(min_size=0, unnamed="largest").spec(None, (0, 8), MESH) == P()
+
+
+def test_the_reason_says_what_was_split_of_an_array_without_names_and_what_was_not():
+    def reason(sizes):
+        return UNNAMED.explain(None, sizes, MESH).reason
+
+    assert reason((8, 16)) == "dimension 1 (16) -> 'data' (largest free)"
+    assert reason((4,)) == "under 8 elements, not split over 'data'"
+    assert reason((6, 18)) == "no free dimension divides over mesh axis 'data' (4)"
+
+
+def test_two_rules_split_two_dimensions_of_an_array_without_names():
+    rules = UNNAMED | fully_sharded("model", min_size=8, unnamed="largest")
+    assert rules.spec(None, (8, 16), MESH) == P("model", "data")
+    both = fully_sharded(("data", "model"), min_size=8, unnamed="largest")
+    assert both.spec(None, (12, 8), MESH) == P(None, ("data", "model"))
+
+
+def test_positional_dimensions_of_named_arrays_stay_whole_beside_the_rule_for_arrays_without():
+    assert UNNAMED.spec((None, "a"), (64, 8), MESH) == P(None, "data")
+    assert UNNAMED.spec((None, None), (64, 8), MESH) == P()
+
+
+def test_rules_of_names_say_nothing_of_arrays_without():
+    rules = UNNAMED | tensor_parallel()
+    assert rules.spec(None, (8, 16), MESH) == P(None, "data")
+    assert rules.spec(("a", "neurons"), (8, 16), MESH) == P("data", "model")
+    assert rules.splits_unnamed
+    assert not tensor_parallel().splits_unnamed
+
+
+def test_the_rule_for_arrays_without_names_is_written_as_it_is_made():
+    assert repr(UNNAMED) == "fully_sharded('data', min_size=8, unnamed='largest')"
+    assert eval(repr(UNNAMED)) == UNNAMED != fully_sharded(min_size=8)
+    assert str(UNNAMED.rules[0]) == (
+        "largest dimension -> 'data' (from 8 elements, also of arrays without names)"
+    )
+    assert "of at least 8 elements, with names or without" in str(UNNAMED.notebook_table())
+    recipe = constrain_blocks("**/block", make_mesh({"data": 4}, jax.devices()[:4]), UNNAMED)
+    again = Recipe.from_json(recipe.to_json())
+    assert again == recipe
+    assert "unnamed='largest'" in repr(again)
+
+
+def test_a_rule_in_json_that_says_something_else_of_arrays_without_names_is_refused():
+    recipe = constrain_blocks("**/block", make_mesh({"data": 4}, jax.devices()[:4]), UNNAMED)
+    text = recipe.to_json().replace('"splits_unnamed": true', '"splits_unnamed": "largest"')
+    with pytest.raises(RuleTypeError, match="is not a rule"):
+        Recipe.from_json(text)
+
+
+def test_rules_in_json_of_before_are_for_arrays_with_names():
+    rules = fully_sharded(min_size=8)
+    recipe = constrain_blocks("**/block", make_mesh({"data": 4}, jax.devices()[:4]), rules)
+    data = json.loads(recipe.to_json())
+    (rule,) = _parts_with(data, "splits_unnamed")
+    del rule["splits_unnamed"]
+    assert Recipe.from_json(json.dumps(data)) == recipe
+
+
+def _parts_with(data, key):
+    if isinstance(data, list):
+        return [found for part in data for found in _parts_with(part, key)]
+    if not isinstance(data, dict):
+        return []
+    return [data] if key in data else _parts_with(list(data.values()), key)
+
+
+@pytest.mark.parametrize("unnamed", ["largets", "first", True, 0, ["largest"]])
+def test_a_mistaken_value_of_unnamed_is_refused_with_the_options(unnamed):
+    with pytest.raises(
+        RuleTypeError,
+        match=r"fully_sharded: unnamed says .* unnamed='largest', .* or None, nothing",
+    ):
+        fully_sharded(unnamed=unnamed)
+
+
+def test_a_value_of_another_option_is_refused_with_that_option():
+    with pytest.raises(RuleTypeError, match=r"is asked for by on_unnamed='replicate'\."):
+        Layout.fully_sharded(unnamed="replicate")

@@ -4,7 +4,7 @@ from typing import Self, Unpack
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.layouts.preset_options import MeshAxis, PresetOptions, read_options
-from penzai_shard.rule_presets import data_parallel, fully_sharded
+from penzai_shard.rule_presets import OfUnnamed, data_parallel, fully_sharded
 from penzai_shard.rule_presets import tensor_parallel as split_names
 
 # What tensor parallelism splits.
@@ -74,6 +74,7 @@ class LayoutPresets:
         data: MeshAxis = "data",
         *,
         min_size: int = MIN_SIZE,
+        unnamed: OfUnnamed = None,
         reshard_after_forward: bool = False,
         **options: Unpack[PresetOptions],
     ) -> Self:
@@ -85,6 +86,7 @@ class LayoutPresets:
         Args:
             data: The mesh axis, or axes, that batch and parameters are split over.
             min_size: Parameters with fewer elements than this stay whole.
+            unnamed: ``"largest"`` for parameters without names too; see ``fully_sharded`` rules.
             reshard_after_forward: Gather again in the backward pass, so that no gathered parameter
                 has to be kept: half as much again is moved. When gathers happen is up to the
                 compiler's schedule; in a rolled stack of layers it is one layer at a time. By
@@ -98,7 +100,7 @@ class LayoutPresets:
         """
         return cls._preset(
             options,
-            parameters=fully_sharded(data, min_size),
+            parameters=fully_sharded(data, min_size, unnamed),
             compute=data_parallel(data),
             reshard_after_forward=reshard_after_forward,
         )
@@ -176,6 +178,7 @@ class LayoutPresets:
         model: MeshAxis = "model",
         *,
         min_size: int = MIN_SIZE,
+        unnamed: OfUnnamed = None,
         reshard_after_forward: bool = False,
         **options: Unpack[PresetOptions],
     ) -> Self:
@@ -185,6 +188,7 @@ class LayoutPresets:
             data: The mesh axis, or axes, that batch and parameters are split over.
             model: The mesh axis, or axes, that heads and neurons are split over.
             min_size: Parameters with fewer elements than this are not split over ``data``.
+            unnamed: ``"largest"`` for parameters without names too; see ``fully_sharded`` rules.
             reshard_after_forward: As for ``fully_sharded``.
             **options: ``vocabulary``, ``experts``, ``names``, ``blocks``, ``rematerialise`` and
                 ``manual``; see ``Layout``.
@@ -198,7 +202,7 @@ class LayoutPresets:
         return cls._preset(
             options,
             _SPLIT,
-            parameters=split | fully_sharded(data, min_size),
+            parameters=split | fully_sharded(data, min_size, unnamed),
             compute=data_parallel(data) | split,
             reshard_after_forward=reshard_after_forward,
         )
@@ -210,6 +214,7 @@ class LayoutPresets:
         data: MeshAxis = "data",
         *,
         min_size: int = MIN_SIZE,
+        unnamed: OfUnnamed = None,
         reshard_after_forward: bool = False,
         **options: Unpack[PresetOptions],
     ) -> Self:
@@ -224,6 +229,7 @@ class LayoutPresets:
             data: The mesh axis that parameters are split over, whose devices are near. The batch
                 is split over both.
             min_size: Parameters with fewer elements than this stay whole.
+            unnamed: ``"largest"`` for parameters without names too; see ``fully_sharded`` rules.
             reshard_after_forward: As for ``fully_sharded``.
             **options: ``vocabulary``, ``experts``, ``names``, ``blocks``, ``rematerialise`` and
                 ``manual``; see ``Layout``.
@@ -235,7 +241,7 @@ class LayoutPresets:
         axes = (data,) if isinstance(data, str) else data
         return cls._preset(
             options,
-            parameters=fully_sharded(data, min_size),
+            parameters=fully_sharded(data, min_size, unnamed),
             compute=data_parallel((replica, *axes)),
             reshard_after_forward=reshard_after_forward,
         )

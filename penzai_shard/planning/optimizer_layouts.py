@@ -13,6 +13,7 @@ from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.planning.planner import Planner
 from penzai_shard.reduced_statistics import align_names
 from penzai_shard.rule_kinds import OnUnnamed
+from penzai_shard.tree_paths import join_paths, path_text
 
 
 def shardings_like_params(
@@ -51,12 +52,16 @@ def shardings_like_params(
     def is_per_parameter(node: Any) -> bool:
         return isinstance(node, dict) and bool(node) and all(name in templates for name in node)
 
-    def named(node: Any) -> Any:
+    def named(key_path: Any, node: Any) -> Any:
         if not is_per_parameter(node):
             return node
-        return {name: _renamed(statistic, *templates[name]) for name, statistic in node.items()}
+        place = path_text(key_path)
+        return {
+            name: _renamed(statistic, *templates[name], join_paths(place, name))
+            for name, statistic in node.items()
+        }
 
-    ruled = jax.tree.map(named, opt_state, is_leaf=is_per_parameter)
+    ruled = jax.tree_util.tree_map_with_path(named, opt_state, is_leaf=is_per_parameter)
     planner = Planner(mesh, list(rules.items()), on_unnamed=on_unnamed)
     plan = planner.plan({"opt_state": ruled})
     return jax.tree.unflatten(jax.tree.structure(opt_state), jax.tree.leaves(plan.sharding_tree()))
@@ -79,26 +84,27 @@ def _named_by_layout(
     return treedef, templates
 
 
-def _renamed(statistic: Any, treedef: Any, templates: list[pz.nx.NamedArray]) -> Any:
+def _renamed(statistic: Any, treedef: Any, templates: list[pz.nx.NamedArray], place: str) -> Any:
     """One parameter's statistic with the layout's names, as far as it mirrors the parameter."""
     try:
         parts = treedef.flatten_up_to(statistic)
     except ValueError:
         # The optimizer has none for this parameter, for instance because it is masked out.
         return statistic
-    if not all(map(_fits, parts, templates)):
+    fitting = [_fits(*both, place) for both in zip(parts, templates, strict=True)]
+    if not all(fitting):
         # Not made of the parameter's dimensions, as a matrix of second moments.
         return statistic
     return [with_data(template, part) for part, template in zip(parts, templates, strict=True)]
 
 
-def _fits(part: Any, template: pz.nx.NamedArray) -> bool:
+def _fits(part: Any, template: pz.nx.NamedArray, place: str) -> bool:
     """Whether a statistic is made of a parameter's dimensions; a history has more in front."""
     whole = tuple(template.named_axes.values())
     shape = tuple(getattr(part, "shape", ()))
     if whole and shape[len(shape) - len(whole) :] == whole:
         return True
     return not any(
-        align_names(template.named_axes, tuple(leaf.shape)).problem
-        for leaf in jax.tree.leaves(part)
+        align_names(template.named_axes, tuple(leaf.shape), place, key_path).problem
+        for key_path, leaf in jax.tree_util.tree_leaves_with_path(part)
     )

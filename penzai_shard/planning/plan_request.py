@@ -200,7 +200,7 @@ class PlanRequest:
 
     def _by_field(self, optimizer_rules: Any = None) -> dict[str, Planner]:
         """Who plans the fields of a train state that are not planned like all else."""
-        by_field = {_KEYS: dataclasses.replace(self.planner, on_unnamed="replicate")}
+        by_field = {_KEYS: dataclasses.replace(self.planner, rules={}, on_unnamed="replicate")}
         if optimizer_rules is not None:
             by_field[_OPTIMIZER] = dataclasses.replace(self.planner, rules=optimizer_rules)
         return by_field

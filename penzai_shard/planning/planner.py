@@ -21,6 +21,11 @@ from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan, itemsize, shared_named_sharding
 from penzai_shard.planning.transient_arrays import gradient_plans
+from penzai_shard.planning.unnamed_statistics import (
+    DimensionsOf,
+    dimensions_of_statistics,
+    parameters_of,
+)
 from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed, check_option
 from penzai_shard.tree_paths import path_text
 
@@ -66,6 +71,7 @@ class Planner:
         tree: Any,
         keep_others: bool = False,
         by_field: "Mapping[str, Planner] | None" = None,
+        parameters: Any = None,
     ) -> ShardingPlan:
         """The plan of a tree, without warnings.
 
@@ -75,6 +81,8 @@ class Planner:
                 functions and classes alone.
             by_field: For a tree of named fields such as a train state: who plans a field instead.
                 Paths then begin with the field's name.
+            parameters: Those that optimizer states in the tree belong to, if they are not in it
+                as those of a train state.
 
         Raises:
             PlanError: Some arrays have no valid layout; all of them are reported at once.
@@ -86,9 +94,13 @@ class Planner:
         leaves: list[LeafPlan] = []
         problems: list[str] = []
         others: list[str] = []
+        statistics: dict[str, DimensionsOf] = {}
+        if any(p.rules.splits_unnamed for p in (self, *(by_field or {}).values())):
+            parameters = parameters_of(tree) if parameters is None else parameters
+            statistics = dimensions_of_statistics(tree, parameters)
 
         def number(planner: Planner, leaf: NamedLeaf) -> int:
-            leaf_plan, found = planner.plan_leaf(leaf)
+            leaf_plan, found = planner.plan_leaf(leaf, statistics.get(leaf.path))
             problems.extend(f"{leaf.path or 'the array'}: {problem}" for problem in found)
             leaves.append(leaf_plan)
             return len(leaves) - 1
@@ -113,8 +125,15 @@ class Planner:
             gradient_plans(numbers, leaves),
         )
 
-    def plan_leaf(self, leaf: NamedLeaf) -> tuple[LeafPlan, tuple[str, ...]]:
-        """The decision for one array, and what stands in its way."""
+    def plan_leaf(
+        self, leaf: NamedLeaf, made_of: DimensionsOf | None = None
+    ) -> tuple[LeafPlan, tuple[str, ...]]:
+        """The decision for one array, and what stands in its way.
+
+        Args:
+            leaf: The array.
+            made_of: For a statistic without names, the dimensions of its parameter that it has.
+        """
         problems: tuple[str, ...] = ()
         spec: PartitionSpec | None = PartitionSpec()
         reason = ""
@@ -122,6 +141,8 @@ class Planner:
         unfit = leaf.whole is not None and leaf.problem
         if leaf.names is not None and not unfit:
             spec, reason, problems = self._by_names(leaf)
+        elif self._splits_unnamed(leaf):
+            spec, reason = self._by_sizes(leaf, made_of)
         elif self.on_unnamed == "infer":
             spec, reason = None, "no names: left to JAX"
         elif leaf.dtype is None:
@@ -157,14 +178,31 @@ class Planner:
         return plan, problems
 
     def decide(
-        self, names: tuple[LogicalAxis | None, ...], sizes: tuple[int, ...]
+        self, names: tuple[LogicalAxis | None, ...] | None, sizes: tuple[int, ...]
     ) -> SpecExplanation:
-        """What the rules give for an array of these names and sizes."""
+        """What the rules give for an array of these names and sizes; names are None if none."""
         return decide(self.rules.rules, names, sizes, self._mesh_items, self.on_indivisible)
 
     @functools.cached_property
     def _mesh_items(self) -> tuple[tuple[str, int], ...]:
         return tuple(self.mesh.shape.items())
+
+    def _splits_unnamed(self, leaf: NamedLeaf) -> bool:
+        """Whether the rules decide on an array though it has no names that fit it."""
+        return self.rules.splits_unnamed and bool(leaf.shape) and leaf.dtype is not None
+
+    def _by_sizes(self, leaf: NamedLeaf, made_of: DimensionsOf | None) -> tuple[PartitionSpec, str]:
+        """Spec and reason of an array without names; statistics follow their parameter."""
+        which = "names do not fit" if leaf.names is not None else "no names"
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return PartitionSpec(), "random keys: replicated"
+        explained = self.decide(None, leaf.shape if made_of is None else made_of.sizes)
+        if made_of is None:
+            return explained.spec, f"{which}: {explained.reason}"
+        dimensions = explained.dimensions
+        spec = canonical_spec(None if i is None else dimensions[i].mesh_axes for i in made_of.kept)
+        reason = f"{which}: statistic, laid out as its parameter: {explained.reason}"
+        return spec, reason
 
     def _by_names(self, leaf: NamedLeaf) -> tuple[PartitionSpec, str, tuple[str, ...]]:
         """Spec, reason and problems; statistics follow the parameter that they belong to."""

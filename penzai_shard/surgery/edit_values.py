@@ -346,7 +346,7 @@ def _rule_data(rule: Any) -> dict[str, Any]:
 def _rule(written: Any, reader: ValueReader) -> Any:
     fields = {name: reader.value(part) for name, part in written.items() if name != "rule"}
     rule = _RULE_KINDS[written["rule"]](**fields)
-    wanted = {"mesh_axes": tuple, "yields": bool, "min_size": int}
+    wanted = {"mesh_axes": tuple, "yields": bool, "min_size": int, "splits_unnamed": bool}
     fits = all(type(fields.get(name, kind())) is kind for name, kind in wanted.items())
     if not fits or not all(isinstance(axis, str) for axis in fields.get("mesh_axes", ())):
         raise RuleTypeError(f"{reprlib.repr(written)} is not a rule.")

@@ -66,7 +66,8 @@ def place_initial_fields(
             shardings = shardings_like_params(abstract, params, mesh, on_unnamed)
         else:
             planner = Planner(mesh, optimizer_rules, on_unnamed=on_unnamed)
-            shardings = planner.plan({"opt_state": abstract}).sharding_tree()["opt_state"]
+            plan = planner.plan({"opt_state": abstract}, parameters=params)
+            shardings = plan.sharding_tree()["opt_state"]
         opt_state = jax.jit(
             lambda params: jax.tree.map(with_strong_type, init(params)), out_shardings=shardings
         )(params)
