@@ -185,14 +185,14 @@ class _Decider:
     def _apply_identity(self, rule: IdentityRule) -> None:
         named = {r.logical_axis for r in self.rules if isinstance(r, NameRule)}
         for i, name in enumerate(self.names):
-            if i in self.decided or name in named or name not in self.mesh_shape:
+            mesh_axes = rule.mesh_axes_of(name, self.mesh_shape)
+            if i in self.decided or name in named or not mesh_axes:
                 continue
-            assert isinstance(name, str)
-            same = NameRule(name, (name,))
-            if name in self.taken:
+            same = NameRule(name, mesh_axes)
+            if any(mesh_axis in self.taken for mesh_axis in mesh_axes):
                 self._asked_twice(i, same)
-            elif self._divides(i, (name,)):
-                self._decide(i, (name,), same, str(same))
+            elif self._divides(i, mesh_axes):
+                self._decide(i, mesh_axes, same, str(same))
             else:
                 self._indivisible(i, same)
 

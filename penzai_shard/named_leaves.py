@@ -51,6 +51,7 @@ class NamedLeaf:
         problem: Why the names cannot be right; empty when they can.
         in_nameless_module: Whether it has no names because it is in a module of Equinox, whose
             arrays never have any.
+        naming: What a user writes to give it names, if another library holds it; for messages.
     """
 
     path: str
@@ -62,6 +63,7 @@ class NamedLeaf:
     note: str = ""
     problem: str = ""
     in_nameless_module: bool = False
+    naming: str = ""
 
 
 Visit = Callable[[NamedLeaf], Any]
@@ -183,7 +185,7 @@ class _ArrayMapper:
             case "named_array":
                 return self.named_array(node, path, place)
             case "foreign_array":
-                return self.foreign_array(node, path)
+                return self.foreign_array(node, path, place)
         identity = _identity(node)
         if identity not in self.seen:
             self.seen[identity] = self.named_value(node, path, place)
@@ -218,14 +220,19 @@ class _ArrayMapper:
         )
         return with_data(node, mapped)
 
-    def foreign_array(self, node: Any, path: str) -> Any:
+    def foreign_array(self, node: Any, path: str, place: str) -> Any:
         """What another library puts around one of its arrays."""
         reader = reader_of(node)
         assert reader is not None
         identity = id(node) if reader.shares else object()
         if identity not in self.seen:
-            leaf = _foreign_leaf(reader.read(node), path)
-            self.seen[identity] = reader.with_data(node, self.visit(leaf))
+            held = reader.read(node)
+            if held.names is None and not is_array_like(held.data):
+                # A variable may hold a tree of arrays, which have no names.
+                data = self.tree(held.data, path, place)
+            else:
+                data = self.visit(_foreign_leaf(held, path, reader.naming))
+            self.seen[identity] = reader.with_data(node, data)
         return self.seen[identity]
 
 
@@ -289,9 +296,11 @@ def _dataless_leaf(node: Any, data: Any, path: str) -> NamedLeaf:
     return NamedLeaf(path, dimension_names(node, shape), shape, None, data)
 
 
-def _foreign_leaf(held: ReadArray, path: str) -> NamedLeaf:
-    if not is_array_like(held.data):
-        return NamedLeaf(path, None, (), None, held.data)
-    held = held.fitted()
+def _foreign_leaf(held: ReadArray, path: str, naming: str) -> NamedLeaf:
     leaf = _plain_leaf(held.data, path)
-    return dataclasses.replace(leaf, names=held.names, problem=held.problem)
+    if not is_array_like(held.data) and not held.problem:
+        return leaf
+    held = held.fitted()
+    return dataclasses.replace(
+        leaf, names=held.names, problem=held.problem, note=held.note, naming=naming
+    )

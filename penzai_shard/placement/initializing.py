@@ -1,5 +1,6 @@
 """Making models on a mesh by logical axis names, or without any memory."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -21,6 +22,13 @@ from penzai_shard.placement.builders import (
 )
 from penzai_shard.placement.tracing import Layouts, initialized
 from penzai_shard.planning import PlacingRequest, PlanRequest, ShardingPlan
+from penzai_shard.readers import (
+    copied,
+    loaded_readers,
+    reader_of,
+    with_repeats,
+    without_repeats,
+)
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
 
@@ -253,9 +261,14 @@ def _refuse_empty_slots(tree: dict[str, Any]) -> None:
 
 def _unbound(initializer: Callable[..., Any]) -> Callable[..., Any]:
     def unbound(*args: Any, **kwargs: Any) -> Any:
-        with naming_numbers_as_keys(initializer, args, kwargs):
+        # Its own copies, as an initialiser may change variables that it is given.
+        args, kwargs = copied((args, kwargs))
+        with contextlib.ExitStack() as stack:
+            for reader in loaded_readers():
+                stack.enter_context(reader.initializing())
+            stack.enter_context(naming_numbers_as_keys(initializer, args, kwargs))
             built = initializer(*args, **kwargs)
-        model, variables = pz.unbind_variables(built, freeze=True)
+        model, variables = pz.unbind_variables(without_repeats(built), freeze=True)
         # The names are what paths in error messages begin with.
         return {"model": model, "variables": variables}
 
@@ -266,7 +279,7 @@ def _bound(tree: dict[str, Any], frozen: type | tuple[type, ...]) -> Any:
     """The model with its variables in their slots: new mutable ones, but for frozen types."""
     _refuse_empty_slots(tree)
     variables = [v if isinstance(v, frozen) else thawed(v) for v in tree["variables"]]
-    bound = pz.bind_variables(tree["model"], variables)
+    bound = with_repeats(pz.bind_variables(tree["model"], variables))
     # Only now: the slots of the model have the labels of the objects that were traced.
     for variable in variables:
         if not isinstance(variable, frozen):
@@ -289,9 +302,15 @@ def _planned_layouts(request: PlanRequest, tree: Any) -> Layouts:
 
 def _layouts_but_of_parameters(tree: Any) -> Layouts:
     """Any layout for each struct that is not in a parameter."""
-    frozen = pz.ParameterValue
-    nodes = jax.tree_util.tree_leaves(tree, is_leaf=lambda node: isinstance(node, frozen))
-    others = [node for node in nodes if not isinstance(node, frozen)]
+    nodes = jax.tree_util.tree_leaves(tree, is_leaf=_is_parameter_value)
+    others = [node for node in nodes if not _is_parameter_value(node)]
     if len(others) == len(nodes) and not tree["variables"]:
         return {}  # A tree of bare weights, all of which count as parameters.
     return dict.fromkeys(map(id, others))
+
+
+def _is_parameter_value(node: Any) -> bool:
+    if isinstance(node, pz.ParameterValue):
+        return True
+    reader = reader_of(node)
+    return reader is not None and reader.role(node) == "parameter"

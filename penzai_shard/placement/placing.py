@@ -15,6 +15,7 @@ from penzai_shard.model_variables import thawed
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import PlacingRequest, ShardingPlan
 from penzai_shard.processes import put_all
+from penzai_shard.readers import with_repeats, without_repeats
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
 
@@ -67,7 +68,8 @@ def place(
     request = PlacingRequest.read(
         "place", plan_or_mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed
     )
-    return put(tree, request.sharding_tree(tree), "place")
+    tree = without_repeats(tree)
+    return with_repeats(put(tree, request.sharding_tree(tree), "place"))
 
 
 def name_to_name_device_put(
@@ -120,7 +122,8 @@ def name_to_name_device_put(
         on_unnamed,
         plan,
     )
-    return put(tree, request.sharding_tree(tree), "name_to_name_device_put")
+    tree = without_repeats(tree)
+    return with_repeats(put(tree, request.sharding_tree(tree), "name_to_name_device_put"))
 
 
 def put(tree: Any, shardings: Any, called: str) -> Any:

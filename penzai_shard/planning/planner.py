@@ -162,9 +162,9 @@ class Planner:
             reason = NAMELESS_MODULE
         else:
             by_path = " or name_axes(tree, {...})" if leaf.path else ""
+            naming = leaf.naming or f"Name it with pz.nx.wrap(array).tag(...){by_path}"
             problems = (
-                f"this array of shape {leaf.shape} has no logical axis names. "
-                f"Name it with pz.nx.wrap(array).tag(...){by_path}, "
+                f"this array of shape {leaf.shape} has no logical axis names. {naming}, "
                 'or pass on_unnamed="replicate".',
             )
         if spec and math.prod(leaf.shape) < self.min_size:

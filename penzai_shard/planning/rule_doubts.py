@@ -7,7 +7,7 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.meshes import mesh_text
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.planner import NAMELESS_MODULE, Planner
-from penzai_shard.rule_kinds import LogicalAxis, NameRule, nearest_name
+from penzai_shard.rule_kinds import IdentityRule, LogicalAxis, NameRule, nearest_name
 
 
 def rule_doubts(
@@ -41,7 +41,7 @@ def rule_doubts(
     doubts = _near_names(planner, present)
     if not present or math.prod(mesh.shape.values()) == 1:
         return doubts
-    if not rules_given and not set(mesh.shape) & set(present):
+    if not rules_given and not any(IdentityRule.mesh_axes_of(n, mesh.shape) for n in present):
         listed, example = _listed_with_example(planner, present)
         doubts.append(
             f"{called} was given no rules, and none of the logical axes ({listed}) has the name of "

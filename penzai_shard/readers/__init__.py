@@ -7,5 +7,10 @@ library's objects only then. Others add theirs by an entry point.
 
 from penzai_shard.readers.array_reader import ArrayReader as ArrayReader
 from penzai_shard.readers.array_reader import ReadArray as ReadArray
+from penzai_shard.readers.registry import loaded_readers as loaded_readers
 from penzai_shard.readers.registry import reader_of as reader_of
 from penzai_shard.readers.registry import reader_of_type as reader_of_type
+from penzai_shard.readers.sharing import Repeat as Repeat
+from penzai_shard.readers.sharing import copied as copied
+from penzai_shard.readers.sharing import with_repeats as with_repeats
+from penzai_shard.readers.sharing import without_repeats as without_repeats

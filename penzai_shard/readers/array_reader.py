@@ -1,6 +1,7 @@
 """What a reader of another library's arrays is."""
 
 import abc
+import contextlib
 import dataclasses
 from typing import Any, Literal
 
@@ -22,12 +23,14 @@ class ReadArray:
         problem: Why names that are there cannot be used; empty when they can. Such an array is
             refused, whatever the options.
         sizes: The length of each named dimension, if the node knows that without its data.
+        note: What the array is, where that explains its names; empty otherwise.
     """
 
     data: Any
     names: tuple[LogicalAxis | None, ...] | None
     problem: str = ""
     sizes: tuple[int, ...] | None = None
+    note: str = ""
 
     def fitted(self) -> "ReadArray":
         """The same with one name, or None, for each dimension of the array.
@@ -39,9 +42,13 @@ class ReadArray:
         """
         if self.names is None:
             return self
-        rank, problem = np.ndim(self.data), self.problem
+        problem = self.problem
+        rank = 0 if problem else np.ndim(self.data)
+        given = [name for name in self.names if name is not None]
         if not problem and len(self.names) > rank:
             problem = f"it has {len(self.names)} axis names, {self.names}, and rank {rank}"
+        elif not problem and len(set(given)) < len(given):
+            problem = f"its axis names {self.names} have one twice. Give each dimension its own"
         names = () if problem else self.names
         return dataclasses.replace(
             self, names=(*names, *(None,) * (rank - len(names))), problem=problem
@@ -60,11 +67,13 @@ class ArrayReader(abc.ABC):
         extra: The extra of this library that installs the other one.
         shares: Whether a node that occurs twice in a tree is one array, as a mutable variable is.
             Otherwise nodes are plain values.
+        naming: What a user writes to give the array of a node names; for messages.
     """
 
     library: str
     extra: str
     shares: bool = False
+    naming: str = "Name it with pz.nx.wrap(array).tag(...)"
 
     @abc.abstractmethod
     def reads(self, node_type: type) -> bool:
@@ -81,3 +90,17 @@ class ArrayReader(abc.ABC):
     def role(self, node: Any) -> Role | None:
         """Whether a node is a parameter or a state variable, if the library says so."""
         return None
+
+    def shares_type(self, node_type: type) -> bool:
+        """Whether objects of a type, which hold nodes, are one object wherever they occur.
+
+        Modules of some libraries are. Asked once for each type.
+        """
+        return False
+
+    def initializing(self) -> contextlib.AbstractContextManager[Any]:
+        """What is in force while an initialiser is traced to be run part by part.
+
+        For libraries that put arrays on devices when they are made.
+        """
+        return contextlib.nullcontext()

@@ -20,6 +20,7 @@ what it refers to is an ``ArrayReader``.
 # The module that must have been imported, and the reader.
 OWN_READERS: dict[str, str] = {
     "flax.core.meta": "penzai_shard.readers.flax_linen:READER",
+    "flax.nnx": "penzai_shard.readers.flax_nnx:READER",
 }
 
 
@@ -39,11 +40,37 @@ def reader_of_type(node_type: Hashable) -> ArrayReader | None:
     # Types of Python and of JAX, which make up most trees, belong to no reader.
     if node_type.__module__ in ("builtins", "collections"):
         return None
-    own = {**OWN_READERS, **_announced()}
-    for library, reference in own.items():
-        if library in sys.modules and _loaded(reference).reads(node_type):
-            return _loaded(reference)
-    return None
+    return next((reader for reader in loaded_readers() if reader.reads(node_type)), None)
+
+
+def loaded_readers() -> list[ArrayReader]:
+    """The readers of all libraries that were imported."""
+    known = {**OWN_READERS, **_announced()}
+    return [_loaded(reference) for library, reference in known.items() if library in sys.modules]
+
+
+def sharing_readers() -> list[ArrayReader]:
+    """Those of them whose objects may occur several times in a tree."""
+    return [reader for reader in loaded_readers() if reader.shares]
+
+
+def is_shared_object(node: Any) -> bool:
+    """Whether a node is one object wherever in a tree it occurs, as a mutable variable is.
+
+    >>> is_shared_object({})
+    False
+    """
+    return _is_shared_type(node.__class__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_shared_type(node_type: Hashable) -> bool:
+    assert isinstance(node_type, type)
+    if node_type.__module__ in ("builtins", "collections"):
+        return False
+    return any(
+        reader.reads(node_type) or reader.shares_type(node_type) for reader in sharing_readers()
+    )
 
 
 @functools.cache

@@ -1,0 +1,122 @@
+"""Objects that occur several times in a tree: variables and modules of libraries that share them.
+
+JAX takes such an object for as many objects as it has places. So whoever makes a tree anew first
+leaves all but the first occurrence out, and puts them back at the end.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from penzai_shard.errors import RuleTypeError
+from penzai_shard.readers.registry import is_shared_object, sharing_readers
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Repeat:
+    """Stands in a tree for another occurrence of an object that is shared: static data.
+
+    Attributes:
+        number: The place of the object among the shared ones of the tree, in its order.
+    """
+
+    number: int
+
+
+def without_repeats(tree: Any) -> Any:
+    """A tree in which every shared object occurs once, and a ``Repeat`` at its other places.
+
+    Args:
+        tree: Any pytree.
+
+    Returns:
+        The tree itself, if nothing occurs twice. Otherwise its shared objects are new ones, with
+        the same arrays.
+
+    Raises:
+        RuleTypeError: A shared object contains itself, so that the tree is none.
+
+    >>> without_repeats({"a": 1})
+    {'a': 1}
+    """
+    if not sharing_readers():
+        return tree
+    numbers: dict[int, int] = {}
+    open_objects: set[int] = set()
+    repeated = False
+
+    def once(node: Any) -> Any:
+        nonlocal repeated
+        if id(node) in open_objects:
+            raise RuleTypeError(
+                f"this {type(node).__name__} contains itself, and JAX cannot take it for a tree. "
+                "Keep the reference to it out of its attributes."
+            )
+        if id(node) in numbers:
+            repeated = True
+            return Repeat(numbers[id(node)])
+        numbers[id(node)] = len(numbers)
+        open_objects.add(id(node))
+        made = _with_children(node, lambda child: _map_shared(child, once, is_shared_object))
+        open_objects.discard(id(node))
+        return made
+
+    found = _map_shared(tree, once, is_shared_object)
+    return found if repeated else tree
+
+
+def with_repeats(tree: Any) -> Any:
+    """The inverse of ``without_repeats``, for a tree of the same structure.
+
+    Its shared objects are new ones, whether any is repeated or not.
+
+    >>> with_repeats({"a": 1})
+    {'a': 1}
+    """
+    if not sharing_readers():
+        return tree
+    objects: list[Any] = []
+
+    def restored(node: Any) -> Any:
+        if isinstance(node, Repeat):
+            return objects[node.number]
+        number = len(objects)
+        objects.append(None)
+        objects[number] = _with_children(node, lambda child: _map_shared(child, restored, is_unit))
+        return objects[number]
+
+    def is_unit(node: Any) -> bool:
+        return isinstance(node, Repeat) or is_shared_object(node)
+
+    return _map_shared(tree, restored, is_unit)
+
+
+def copied(tree: Any) -> Any:
+    """A tree whose shared objects are new ones, shared as in the given one.
+
+    What mutates them changes nothing of the given tree.
+    """
+    return with_repeats(without_repeats(tree))
+
+
+def _map_shared(tree: Any, make: Callable[[Any], Any], is_unit: Callable[[Any], bool]) -> Any:
+    return jax.tree_util.tree_map(
+        lambda node: make(node) if is_unit(node) else node, tree, is_leaf=is_unit
+    )
+
+
+def _with_children(node: Any, make: Callable[[Any], Any]) -> Any:
+    """A new object like another, with what ``make`` gives for each of its children."""
+    at_root = True
+
+    def is_child(_: Any) -> bool:
+        # The first node that is asked about is the object itself, which may be its own child too.
+        nonlocal at_root
+        was_root, at_root = at_root, False
+        return not was_root
+
+    children, treedef = jax.tree_util.tree_flatten(node, is_leaf=is_child)
+    return jax.tree_util.tree_unflatten(treedef, [make(child) for child in children])

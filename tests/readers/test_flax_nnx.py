@@ -1,0 +1,296 @@
+"""Flax NNX: variables are read, planned, placed and initialised, by their names."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core.spmd import logical_axis_rules
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from penzai_shard import abstract_model, make_mesh, make_plan, place, sharded_init
+from penzai_shard.errors import PlanError, ShardingError
+
+RULES = {"embed": "data", "mlp": "model"}
+MESH = AbstractMesh((4, 2), ("data", "model"))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh({"data": 4, "model": 2})
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        named = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        self.up = nnx.Linear(8, 4, rngs=rngs, kernel_init=named, use_bias=False)
+        self.scale = nnx.BatchStat(jnp.ones(4), out_sharding=("mlp",))
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+class Model(nnx.Module):
+    """A block used twice, and a weight that two modules hold."""
+
+    def __init__(self, rngs):
+        self.first = Block(rngs)
+        self.second = Block(rngs)
+        self.again = self.first
+        self.tied = self.second.up.kernel
+        self.depth = 2
+
+
+def unsharded():
+    with nnx.use_eager_sharding(False):
+        return Model(nnx.Rngs(0))
+
+
+def is_shared_as_written(model):
+    return (
+        model.again is model.first
+        and model.tied is model.second.up.kernel
+        and model.first.up is not model.second.up
+        and model.depth == 2
+    )
+
+
+def variables(model):
+    return {"/".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model))}
+
+
+def names_read(variable):
+    """The names by which one variable would be laid out, or the text of the refusal."""
+    try:
+        (leaf,) = make_plan({"v": variable}, MESH, {}).leaves
+    except PlanError as error:
+        return str(error)
+    return leaf.names
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"out_sharding": ("embed", "mlp")},
+        {"out_sharding": P("embed", "mlp")},
+        {"out_sharding": ["embed", "mlp"]},
+        {"out_sharding": ("embed", "mlp"), "mesh": MESH},
+        {"out_sharding": NamedSharding(AbstractMesh((1, 1), ("embed", "mlp")), P("embed", "mlp"))},
+    ],
+    ids=["tuple", "spec", "list", "with a mesh", "sharding"],
+)
+def test_metadata_are_read_in_every_form(metadata):
+    with nnx.use_eager_sharding(False):
+        assert names_read(nnx.Param(jnp.ones((8, 4)), **metadata)) == ("embed", "mlp")
+
+
+@pytest.mark.parametrize("key", ["sharding", "sharding_names"])
+def test_deprecated_keys_are_read(key):
+    with nnx.use_eager_sharding(False), pytest.warns(DeprecationWarning, match="out_sharding"):
+        variable = nnx.Param(jnp.ones((8, 4)), **{key: (None, "mlp")})
+    assert names_read(variable) == (None, "mlp")
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_names_given_in_a_mesh_context_are_read(mesh, eager):
+    with jax.set_mesh(mesh), nnx.use_eager_sharding(eager):
+        variable = nnx.Param(jnp.ones((8, 4)), out_sharding=(None, "model"))
+    plan = make_plan({"v": variable}, mesh)
+    assert plan.leaves[0].spec == P(None, "model")
+
+
+def test_positional_dimensions_stay_where_they_are():
+    with nnx.use_eager_sharding(False):
+        variable = nnx.Cache(jnp.ones((8, 3, 4, 5)), out_sharding=("embed", None, "mlp"))
+    (leaf,) = make_plan(variable, MESH, RULES).leaves
+    assert leaf.names == ("embed", None, "mlp", None)
+    assert leaf.spec == P("data", None, "model")
+
+
+def test_a_tuple_of_mesh_axes_is_one_name():
+    with nnx.use_eager_sharding(False):
+        variable = nnx.Param(jnp.ones((8, 4)), out_sharding=(("data", "model"), None))
+    assert make_plan(variable, MESH).leaves[0].spec == P(("data", "model"))
+    assert make_plan(variable, MESH, {("data", "model"): "model"}).leaves[0].spec == P("model")
+
+
+@pytest.mark.parametrize(
+    ("shape", "metadata", "text"),
+    [
+        ((8,), {"out_sharding": ("a", "b")}, "v: it has 2 axis names, ('a', 'b'), and rank 1."),
+        ((8, 4), {"out_sharding": ("a", "a")}, "its axis names ('a', 'a') have one twice."),
+        ((8,), {"out_sharding": (P.UNCONSTRAINED,)}, "leave a dimension to XLA. Give it a name"),
+        ((8,), {"out_sharding": "embed"}, "its str as out_sharding is not read. Give a tuple"),
+        ((8,), {"shard_axes": ("a",)}, "its metadata 'shard_axes' seem to be of sharding"),
+    ],
+)
+@pytest.mark.parametrize("relaxed", [{}, {"on_unnamed": "replicate"}], ids=["", "replicate"])
+def test_names_that_cannot_be_used_are_an_error(shape, metadata, text, relaxed):
+    with nnx.use_eager_sharding(False):
+        variable = nnx.Param(jnp.ones(shape), **metadata)
+    with pytest.raises(PlanError) as caught:
+        make_plan({"v": variable}, MESH, {}, **relaxed)
+    assert text in str(caught.value)
+
+
+def test_arrays_without_names_are_an_error_that_says_how_to_name_them():
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    text = r"kernel: .* no logical axis names. Name it where its layer is made, with kernel_meta"
+    with pytest.raises(PlanError, match=text):
+        make_plan(model, MESH, RULES)
+    plan = make_plan(model, MESH, RULES, on_unnamed="replicate")
+    assert [leaf.spec for leaf in plan.leaves] == [P(), P()]
+
+
+def test_random_state_is_replicated_without_names():
+    streams = nnx.Rngs(0).split(8)
+    assert {leaf.shape for leaf in make_plan(streams, MESH, RULES).leaves} == {(8,)}
+    assert {leaf.spec for leaf in make_plan(streams, MESH, RULES).leaves} == {P()}
+
+
+mesh_axes = st.sampled_from([None, "data", "model", ("data", "model")])
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    rules=st.fixed_dictionaries(dict.fromkeys("abc", mesh_axes)),
+    names=st.permutations(["a", "b", "c", None]),
+    shape=st.lists(st.sampled_from([3, 8, 16]), min_size=4, max_size=4),
+    rank=st.integers(1, 4),
+    as_pairs=st.booleans(),
+)
+def test_plans_are_those_of_flax_wherever_flax_gives_a_layout(rules, names, shape, rank, as_pairs):
+    shape = tuple(shape[:rank])
+    with nnx.use_eager_sharding(False):
+        state = nnx.State({"w": nnx.Param(jax.ShapeDtypeStruct(shape, "f4"))})
+    state["w"].set_metadata(out_sharding=tuple(names[:rank]))
+    theirs, refusal = None, ""
+    try:
+        with logical_axis_rules(tuple(rules.items())):
+            theirs = nnx.get_named_sharding(state, MESH)["w"].get_raw_value()
+        theirs.shard_shape(shape)
+    except Exception as error:
+        theirs, refusal = None, type(error).__name__
+    assert refusal in ("", "DuplicateSpecError", "IndivisibleError")
+    try:
+        plan = make_plan(state, MESH, list(rules.items()) if as_pairs else rules)
+    except PlanError:
+        assert theirs is None
+    else:
+        assert theirs is not None
+        ours = plan.sharding_tree()["w"].get_raw_value()
+        assert ours.is_equivalent_to(theirs, rank)
+
+
+def test_a_scanned_module_has_the_name_of_its_layers():
+    @nnx.split_rngs(splits=4)
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def stack(rngs):
+        return Block(rngs)
+
+    with nnx.use_eager_sharding(False):
+        model = nnx.eval_shape(lambda: stack(nnx.Rngs(0)))
+    plan = make_plan(model, MESH, {"layers": "model", "embed": "data"})
+    specs = {leaf.path: leaf.spec for leaf in plan.leaves}
+    assert specs["up/kernel"] == P("model", "data")
+    assert specs["scale"] == P("model")
+    with logical_axis_rules((("layers", "model"), ("embed", "data"), ("mlp", None))):
+        theirs = nnx.get_named_sharding(nnx.state(model), MESH)
+    assert (
+        theirs["up"]["kernel"]
+        .get_raw_value()
+        .is_equivalent_to(plan.sharding_tree().up.kernel.get_raw_value(), 3)
+    )
+
+
+def test_placing_keeps_modules_variables_and_what_is_shared(mesh):
+    model = unsharded()
+    kernel = model.first.up.kernel
+    placed = place({"model": model, "part": model.first}, mesh, RULES)
+    assert placed["part"] is placed["model"].first
+    assert is_shared_as_written(placed["model"])
+    assert kernel is model.first.up.kernel
+    assert isinstance(kernel.get_raw_value().sharding, jax.sharding.SingleDeviceSharding)
+    for path, before in variables(model).items():
+        after = variables(placed["model"])[path]
+        assert type(after) is type(before)
+        assert after.get_metadata() == before.get_metadata()
+        a, b = after.get_raw_value(), before.get_raw_value()
+        assert a is not b
+        assert a.sharding.mesh == mesh
+        if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    made = placed["model"].tied.get_raw_value()
+    assert {shard.data.shape for shard in made.addressable_shards} == {(2, 2)}
+
+
+def test_states_and_plans_of_them(mesh):
+    model = unsharded()
+    graph, state = nnx.split(model)
+    plan = make_plan(state, mesh, RULES)
+    assert isinstance(plan.sharding_tree(), nnx.State)
+    merged = nnx.merge(graph, place(state, plan))
+    assert is_shared_as_written(merged)
+    assert merged.tied.get_raw_value().sharding.spec == P("data", "model")
+    # The same plan serves the module itself, and what nnx.eval_shape gives.
+    assert place(model, plan).tied.get_raw_value().sharding.spec == P("data", "model")
+    with nnx.use_eager_sharding(False):
+        abstract = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    assert [leaf.spec for leaf in make_plan(abstract, mesh, RULES).leaves] == [
+        leaf.spec for leaf in plan.leaves
+    ]
+
+
+def test_optimizers_are_laid_out_as_their_parameters(mesh):
+    model = unsharded()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    placed = place({"model": model, "optimizer": optimizer}, mesh, RULES)["optimizer"]
+    moments = placed.opt_state[0]
+    assert moments.mu["again"]["up"]["kernel"].get_raw_value().sharding.spec == P("data", "model")
+    assert moments.count.get_raw_value().sharding.is_fully_replicated
+    assert placed.step.get_raw_value().sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_sharded_init_gives_the_values_of_the_init(mesh, eager):
+    rngs = nnx.Rngs(0)
+    with nnx.use_eager_sharding(eager):
+        model = sharded_init(Model, rngs, mesh=mesh, rules=RULES)
+    assert is_shared_as_written(model)
+    # The random streams that were given are not used up.
+    assert int(rngs.default.count[...]) == 0
+    expected = variables(unsharded())
+    made = variables(model)
+    assert made.keys() == expected.keys()
+    for path, variable in made.items():
+        a, b = variable.get_raw_value(), expected[path].get_raw_value()
+        assert variable.get_metadata() == expected[path].get_metadata()
+        if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-7)
+    assert made["second/up/kernel"].get_raw_value().sharding == (
+        NamedSharding(mesh, P("data", "model"))
+    )
+    # The result works where it is: streams go on, variables can be assigned.
+    assert model.first.dropout(jnp.ones(4)).shape == (4,)
+    model.first.scale[...] = jnp.zeros(4)
+
+
+def test_abstract_models_have_structs_for_parameters_alone():
+    model = abstract_model(lambda: Model(nnx.Rngs(0)))
+    assert is_shared_as_written(model)
+    kinds = {
+        path: isinstance(v.get_raw_value(), jax.ShapeDtypeStruct)
+        for path, v in variables(model).items()
+    }
+    assert {path for path, is_struct in kinds.items() if is_struct} == {
+        path for path in kinds if path.endswith("kernel")
+    }
+
+
+def test_modules_that_contain_themselves_are_refused(mesh):
+    model = nnx.Module()
+    model.itself = model
+    with pytest.raises(ShardingError, match="this Module contains itself"):
+        place({"m": model}, mesh, RULES)
