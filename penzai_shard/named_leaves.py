@@ -205,20 +205,14 @@ class _ArrayMapper:
 
     def named_array(self, node: Any, path: str, place: str) -> Any:
         data = node.data_array
-        if is_array_like(data):
-            return with_data(node, self.visit(_named_leaf(node, data, path, place, None)))
-        leaves = jax.tree_util.tree_leaves(data)
-        if data is None or (len(leaves) == 1 and leaves[0] is data):
+        if _is_missing(data):
             # The data array is missing or is not an array: only its names count.
             return with_data(node, self.visit(_dataless_leaf(node, data, path)))
-        # Some optimizers keep several statistics, or none, where the parameter has one array.
-        mapped = jax.tree_util.tree_map_with_path(
-            lambda key_path, part: self.visit(
-                _named_leaf(node, part, join_paths(path, path_text(key_path)), place, key_path)
-            ),
-            data,
-        )
-        return with_data(node, mapped)
+        names = dimension_names(node) if is_array_like(data) else None
+        if names is not None:
+            leaf = dataclasses.replace(_plain_leaf(data, path), names=names)
+            return with_data(node, self.visit(leaf))
+        return with_data(node, self.statistics(data, named_sizes(node), path, place))
 
     def foreign_array(self, node: Any, path: str, place: str) -> Any:
         """What another library puts around one of its arrays."""
@@ -227,13 +221,35 @@ class _ArrayMapper:
         identity = id(node) if reader.shares else object()
         if identity not in self.seen:
             held = reader.read(node)
-            if held.names is None and not is_array_like(held.data):
+            is_array = is_array_like(held.data)
+            fits = held.sizes is None or (is_array and held.sizes == np.shape(held.data))
+            if held.names is None and not is_array:
                 # A variable may hold a tree of arrays, which have no names.
                 data = self.tree(held.data, path, place)
-            else:
+            elif fits or held.problem or _is_missing(held.data):
                 data = self.visit(_foreign_leaf(held, path, reader.naming))
+            else:
+                sizes = dict(zip(held.names or (), held.sizes or (), strict=True))
+                data = self.statistics(held.data, sizes, path, place)
             self.seen[identity] = reader.with_data(node, data)
         return self.seen[identity]
+
+    def statistics(self, data: Any, sizes: dict[LogicalAxis, int], path: str, place: str) -> Any:
+        """What an optimizer put in the place of a named array's data, or several such arrays."""
+
+        def visit(key_path: Any, part: Any) -> Any:
+            key_path = None if part is data else key_path
+            own = join_paths(path, path_text(key_path or ()))
+            return self.visit(_statistic_leaf(sizes, part, own, place, key_path))
+
+        # Some optimizers keep several statistics, or none, where the parameter has one array.
+        return jax.tree_util.tree_map_with_path(visit, data)
+
+
+def _is_missing(data: Any) -> bool:
+    """Whether there is no array, nor a tree of them, in the place of an array."""
+    leaves = jax.tree_util.tree_leaves(data)
+    return not is_array_like(data) and (data is None or (len(leaves) == 1 and leaves[0] is data))
 
 
 def _identity(node: Any) -> Hashable:
@@ -279,16 +295,15 @@ def _coefficients_leaf(value: Any, path: str) -> NamedLeaf:
     return dataclasses.replace(leaf, names=(None,) * len(leaf.shape), note="coefficients")
 
 
-def _named_leaf(node: Any, data: Any, path: str, place: str, part: Any) -> NamedLeaf:
-    shape, dtype = tuple(np.shape(data)), jax.dtypes.result_type(data)
-    if part is None:
-        names = dimension_names(node)
-        if names is not None:
-            return NamedLeaf(path, names, shape, dtype, data)
-    sizes = named_sizes(node)
-    aligned = align_names(sizes, shape, place, part)
+def _statistic_leaf(
+    sizes: dict[LogicalAxis, int], data: Any, path: str, place: str, part: Any
+) -> NamedLeaf:
+    leaf = _plain_leaf(data, path)
+    aligned = align_names(sizes, leaf.shape, place, part)
     whole = (tuple(sizes), tuple(sizes.values()))
-    return NamedLeaf(path, aligned.names, shape, dtype, data, whole, aligned.note, aligned.problem)
+    return dataclasses.replace(
+        leaf, names=aligned.names, whole=whole, note=aligned.note, problem=aligned.problem
+    )
 
 
 def _dataless_leaf(node: Any, data: Any, path: str) -> NamedLeaf:

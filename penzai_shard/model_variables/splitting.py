@@ -91,6 +91,10 @@ class VariableEntry:
 
     def _described(self) -> tuple[Any, ...]:
         metadata = getattr(self.template, "metadata", None)
+        reader = reader_of(self.template)
+        if reader is not None:
+            held = reader.read(self.template)
+            metadata = (held.names, held.sizes)
         known = (self.name, self.kind, self.mutable, self.trainable)
         return (*known, type(self.template), metadata)
 

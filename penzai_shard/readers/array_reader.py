@@ -3,11 +3,12 @@
 import abc
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.rule_kinds import LogicalAxis, dimension_texts
 
 Role = Literal["parameter", "state"]
 
@@ -22,7 +23,9 @@ class ReadArray:
             beyond the last name are positional. None altogether if the library gives no names.
         problem: Why names that are there cannot be used; empty when they can. Such an array is
             refused, whatever the options.
-        sizes: The length of each named dimension, if the node knows that without its data.
+        sizes: The length of each named dimension, if the node knows that without its data; then
+            every name has one, and none is None. Where the data has other lengths it is taken for
+            an optimizer's statistic.
         note: What the array is, where that explains its names; empty otherwise.
     """
 
@@ -49,6 +52,9 @@ class ReadArray:
             problem = f"it has {len(self.names)} axis names, {self.names}, and rank {rank}"
         elif not problem and len(set(given)) < len(given):
             problem = f"its axis names {self.names} have one twice. Give each dimension its own"
+        elif not problem and self.sizes not in (None, shape := np.shape(self.data)):
+            axes = ", ".join(dimension_texts(self.names, self.sizes or ()))
+            problem = f"its logical axes ({axes}) do not fit its data of shape {shape}"
         names = () if problem else self.names
         return dataclasses.replace(
             self, names=(*names, *(None,) * (rank - len(names))), problem=problem
@@ -86,6 +92,13 @@ class ArrayReader(abc.ABC):
     @abc.abstractmethod
     def with_data(self, node: Any, data: Any) -> Any:
         """A node like another, with other data, which may be of any type; nothing is checked."""
+
+    def resized(self, node: Any, shape: Sequence[int], data: Any) -> Any:
+        """A node like another, with data of the same rank and other lengths.
+
+        Nodes that know their sizes need a method of their own.
+        """
+        return self.with_data(node, data)
 
     def role(self, node: Any) -> Role | None:
         """Whether a node is a parameter or a state variable, if the library says so."""

@@ -21,6 +21,7 @@ what it refers to is an ``ArrayReader``.
 OWN_READERS: dict[str, str] = {
     "flax.core.meta": "penzai_shard.readers.flax_linen:READER",
     "flax.nnx": "penzai_shard.readers.flax_nnx:READER",
+    "haliax.core": "penzai_shard.readers.haliax_arrays:READER",
 }
 
 

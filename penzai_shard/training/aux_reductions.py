@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from penzai import pz
 
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
+from penzai_shard.named_nodes import is_named_node
 from penzai_shard.rule_kinds import nearest_name
-from penzai_shard.training.microbatches import joined
+from penzai_shard.training.microbatches import joined, stacked_dimension
 from penzai_shard.tree_paths import join_paths, path_text, paths_and_leaves
 
 _REDUCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -94,9 +94,7 @@ class AuxReductions:
         problems = self._unknown([path for path, _ in paths_and_leaves(stacked)])
 
         def is_one(path: Any, node: Any) -> bool:
-            return pz.nx.is_namedarray(node) or (
-                _is_pair(node) and self.word(path_text(path)) == _RATIO
-            )
+            return is_named_node(node) or (_is_pair(node) and self.word(path_text(path)) == _RATIO)
 
         flat, treedef = jax.tree_util.tree_flatten_with_path(
             stacked, is_leaf=is_one, is_leaf_takes_path=True
@@ -139,7 +137,7 @@ class AuxReductions:
 def _is_pair(node: Any) -> bool:
     if not isinstance(node, tuple | list) or len(node) != 2:
         return False
-    return all(pz.nx.is_namedarray(part) or is_array_like(part) for part in node)
+    return all(is_named_node(part) or is_array_like(part) for part in node)
 
 
 class _UnfitError(Exception):
@@ -159,7 +157,7 @@ def _reduced(value: Any, word: str | None, batch_axis: Any) -> Any:
     """One output of all microbatches as one."""
     if word == _RATIO:
         return _ratio(value)
-    has_batch = pz.nx.is_namedarray(value) and batch_axis in value.named_shape
+    has_batch = is_named_node(value) and stacked_dimension(value, batch_axis) is not None
     if word == _CONCATENATE and not has_batch:
         raise _UnfitError(f"'concatenate' needs a named array with the axis {batch_axis!r}.")
     if word == _CONCATENATE or (word is None and has_batch):

@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import PlanError, ShardingError, raise_all
 from penzai_shard.meshes import mesh_text
-from penzai_shard.named_arrays import with_shape
 from penzai_shard.named_leaves import NamedLeaf, is_named_unit, leaves_of
+from penzai_shard.named_nodes import named_like, node_data
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.planning import PlacingRequest
 from penzai_shard.processes import (
@@ -81,9 +81,8 @@ def shard_parts(batch: Any, request: PlacingRequest) -> Any:
     whole_nodes = jax.tree_util.tree_leaves(whole, is_leaf=is_named_unit)
     made = []
     for node, leaf, (sharding, _) in zip(whole_nodes, leaves, layouts, strict=True):
-        shape = leaf.shape if not is_named_unit(node) else node.data_array.shape
-        array = array_of_parts(leaf.array, shape, sharding)
-        made.append(with_shape(node, shape, array) if is_named_unit(node) else array)
+        array = array_of_parts(leaf.array, node_data(node).shape, sharding)
+        made.append(named_like(node, array))
     return jax.tree_util.tree_unflatten(treedef, made)
 
 
@@ -131,7 +130,7 @@ def _layouts(
         for node, leaf, each in zip(nodes, leaves, factors, strict=True):
             shape = tuple(size * factor for size, factor in zip(leaf.shape, each, strict=True))
             struct = jax.ShapeDtypeStruct(shape, leaf.dtype)
-            structs.append(with_shape(node, shape, struct) if is_named_unit(node) else struct)
+            structs.append(named_like(node, struct))
         return jax.tree_util.tree_unflatten(treedef, structs)
 
     def parts_of(specs: Sequence[Any]) -> list[tuple[Parts, ...]]:

@@ -12,6 +12,7 @@ from penzai import pz
 
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.named_nodes import is_named_node, node_data, node_names
 from penzai_shard.rule_kinds import dimension_texts
 from penzai_shard.training.state_layout import with_strong_type
 from penzai_shard.tree_paths import join_paths, paths_and_leaves
@@ -127,7 +128,7 @@ def read_result(result: Any) -> tuple[Loss, Any, Any]:
 
 
 def _is_any_array(value: Any) -> bool:
-    return is_array_like(value) or pz.nx.is_namedarray(value)
+    return is_array_like(value) or is_named_node(value)
 
 
 def _scalar(
@@ -141,15 +142,14 @@ def _scalar(
         kind: Its kind of dtype.
         named: How to make a scalar of it.
     """
-    if pz.nx.is_namedarray(value):
-        if value.named_shape:
-            axes = ", ".join(dimension_texts(value.named_shape, value.named_shape.values()))
-            names = ", ".join(repr(name) for name in value.named_shape)
-            raise ShardingError(
-                f"{what} has logical axes ({axes}); it must be a scalar. "
-                f"Return its {'mean' if kind is jnp.floating else 'sum'}: {named.format(names)}."
-            )
-        value = value.unwrap()
+    axes = [(n, size) for n, size in zip(*_axes_of(value), strict=True) if n is not None]
+    if axes:
+        texts = ", ".join(dimension_texts(*zip(*axes, strict=True)))
+        fix = f"Return its {'mean' if kind is jnp.floating else 'sum'}"
+        if pz.nx.is_namedarray(value):
+            fix += ": " + named.format(", ".join(repr(name) for name, _ in axes))
+        raise ShardingError(f"{what} has logical axes ({texts}); it must be a scalar. {fix}.")
+    value = node_data(value)
     if not is_array_like(value):
         raise ShardingError(
             f"the loss is a {type(value).__name__}, not an array; it must be a floating scalar. "
@@ -164,6 +164,12 @@ def _scalar(
             f"it must be a {wanted}. {fix}"
         )
     return jnp.asarray(value)
+
+
+def _axes_of(value: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Names and sizes of a named array's dimensions; nothing of anything else."""
+    names = node_names(value) or ()
+    return names, np.shape(node_data(value)) if names else ()
 
 
 def fit_state(old: Any, new: Any, what: str, fix: str, of_optimizer: bool = False) -> Any:

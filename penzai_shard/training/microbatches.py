@@ -5,16 +5,18 @@ split is strided: part ``i`` of ``n`` has the examples ``i``, ``i + n``, and so 
 keeps the examples that it has, which a split into contiguous parts would not allow.
 """
 
-import collections
 import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from penzai import pz
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
+from penzai_shard.named_nodes import is_named_node, named_like, node_data, node_names
+from penzai_shard.readers import reader_of
 from penzai_shard.tree_paths import path_text
 
 
@@ -24,15 +26,15 @@ class Microbatches:
 
     Attributes:
         count: Number of parts.
-        stacked: The inputs that were split, as named arrays with the parts along a first,
-            positional dimension; None in place of one that every part gets whole.
-        whole: The inputs that every part gets whole; None in place of one that was split.
+        stacked: The data of the inputs that were split, with the parts along a new first
+            dimension; None in place of one that every part gets whole.
+        inputs: The inputs.
         treedef: Structure of the inputs, named arrays as leaves.
     """
 
     count: int
     stacked: list[Any]
-    whole: list[Any]
+    inputs: list[Any]
     treedef: Any
 
     def part(self, sliced: list[Any]) -> Any:
@@ -41,7 +43,10 @@ class Microbatches:
         Args:
             sliced: ``stacked`` with one slice of each array.
         """
-        leaves = [w if s is None else s for s, w in zip(sliced, self.whole, strict=True)]
+        leaves = [
+            node if data is None else named_like(node, data)
+            for data, node in zip(sliced, self.inputs, strict=True)
+        ]
         return self.treedef.unflatten(leaves)
 
     def in_turn(self, evaluate: Callable[[Any, Any, Any], tuple[Any, Any]], carry: Any) -> Any:
@@ -85,7 +90,7 @@ def check_split(parts: Any, batch_axis: Any, argument: str = "accumulate_steps")
 
 
 def split_inputs(inputs: Any, parts: int, batch_axis: str) -> Microbatches:
-    """Splits every named array that has the batch axis.
+    """Splits every named array, also of another library, that has the batch axis.
 
     Args:
         inputs: The inputs of a train step. Arrays without names, and named arrays without the
@@ -100,25 +105,24 @@ def split_inputs(inputs: Any, parts: int, batch_axis: str) -> Microbatches:
         ShardingError: A length does not divide, or no input has the axis.
 
     >>> split = split_inputs({"x": pz.nx.wrap(jnp.arange(4), "batch")}, 2, "batch")
-    >>> split.part(jax.tree.map(lambda data: data[0], split.stacked))["x"].data_array.tolist()
+    >>> split.part([data[0] for data in split.stacked])["x"].data_array.tolist()
     [0, 2]
     """
-    flat, treedef = jax.tree_util.tree_flatten_with_path(inputs, is_leaf=pz.nx.is_namedarray)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(inputs, is_leaf=is_named_node)
+    nodes = [node for _, node in flat]
     if parts == 1:
-        return Microbatches(1, [None] * len(flat), [leaf for _, leaf in flat], treedef)
+        return Microbatches(1, [None] * len(flat), nodes, treedef)
     stacked: list[Any] = []
-    whole: list[Any] = []
     problems: list[str] = []
     unsplit: list[str] = []
-    for key_path, leaf in flat:
-        path = path_text(key_path)
-        if not pz.nx.is_namedarray(leaf) or batch_axis not in leaf.named_shape:
-            whole.append(leaf)
-            stacked.append(None)
-            unsplit.append(f"{path}: {_axes_text(leaf)}.")
+    for key_path, node in flat:
+        path, names = path_text(key_path), node_names(node) or ()
+        stacked.append(None)
+        if batch_axis not in names:
+            unsplit.append(f"{path}: {_axes_text(node)}.")
             continue
-        whole.append(None)
-        size = leaf.named_shape[batch_axis]
+        dimension = names.index(batch_axis)
+        size = np.shape(node_data(node))[dimension]
         if size % parts:
             problems.append(
                 f"input {path}: logical axis {batch_axis!r} ({size}) does not divide into "
@@ -126,7 +130,7 @@ def split_inputs(inputs: Any, parts: int, batch_axis: str) -> Microbatches:
                 f"{-(-size // parts) * parts}, or choose a divisor of {size}."
             )
         else:
-            stacked.append(_stacked(leaf.with_positional_prefix(), parts, batch_axis))
+            stacked[-1] = _stacked(node_data(node), parts, dimension)
     raise_all(ShardingError, "the inputs cannot be split into microbatches:", problems)
     if len(unsplit) == len(flat):
         raise ShardingError(
@@ -135,47 +139,58 @@ def split_inputs(inputs: Any, parts: int, batch_axis: str) -> Microbatches:
             'name that it has: build_train_step_fn(..., batch_axis="...").',
             unsplit,
         )
-    return Microbatches(parts, stacked, whole, treedef)
+    return Microbatches(parts, stacked, nodes, treedef)
 
 
-def _stacked(array: pz.nx.NamedArray, parts: int, batch_axis: str) -> pz.nx.NamedArray:
-    """The array with the parts along a new first dimension."""
-    sizes = collections.OrderedDict(array.named_axes)
-    dimension = array.data_array.ndim - len(sizes) + list(sizes).index(batch_axis)
-    sizes[batch_axis] //= parts
+def _stacked(data: Any, parts: int, dimension: int) -> jax.Array:
+    """The data with the parts along a new first dimension."""
     # Strided: part i of n gets the examples i, i + n, and so on.
-    shape = list(array.data_array.shape)
-    shape[dimension : dimension + 1] = sizes[batch_axis], parts
-    split = jnp.reshape(array.data_array, shape)
-    return pz.nx.NamedArray(sizes, jnp.moveaxis(split, dimension + 1, 0))
+    shape = list(data.shape)
+    shape[dimension : dimension + 1] = shape[dimension] // parts, parts
+    return jnp.moveaxis(jnp.reshape(data, shape), dimension + 1, 0)
 
 
-def joined(parts: pz.nx.NamedArray, batch_axis: Any) -> pz.nx.NamedArray:
-    """An array whose parts are along its first, positional dimension, as the whole batch's.
+def joined(parts: Any, batch_axis: Any) -> Any:
+    """A named array whose parts are along the first dimension of its data, as the whole batch's.
 
     Undoes the split of `split_inputs`: the examples get the order that they have in the batch.
 
     Args:
-        parts: The parts, all with the batch axis.
+        parts: A named array, also of another library, with the batch axis. Its data has a
+            dimension more than one part, the first one, which has no name.
         batch_axis: The logical axis that was split.
 
     >>> parts = pz.nx.wrap(jnp.asarray([[0, 2], [1, 3]]), "part", "batch").untag("part")
     >>> joined(parts, "batch").data_array.tolist()
     [0, 1, 2, 3]
     """
-    array = parts.with_positional_prefix()
-    sizes = collections.OrderedDict(array.named_axes)
-    data = array.data_array
-    dimension = data.ndim - len(sizes) + list(sizes).index(batch_axis)
+    node = parts.with_positional_prefix() if pz.nx.is_namedarray(parts) else parts
+    dimension = stacked_dimension(node, batch_axis)
+    assert dimension is not None
     # The parts come behind the batch axis, of which they are the minor part.
-    data = jnp.moveaxis(data, 0, dimension)
+    data = jnp.moveaxis(node_data(node), 0, dimension)
     shape = list(data.shape)
     shape[dimension - 1 : dimension + 1] = [shape[dimension - 1] * shape[dimension]]
-    sizes[batch_axis] = shape[dimension - 1]
-    return pz.nx.NamedArray(sizes, jnp.reshape(data, shape))
+    return named_like(node, jnp.reshape(data, shape))
+
+
+def stacked_dimension(parts: Any, axis: Any) -> int | None:
+    """Which dimension of its data a logical axis of a stacked named array is; None if none is.
+
+    Args:
+        parts: As for `joined`; anything else has no logical axes.
+        axis: The logical axis.
+    """
+    reader = reader_of(parts)
+    if reader is not None:
+        names = reader.read(parts).names or ()
+        return 1 + names.index(axis) if axis in names else None
+    names = node_names(parts) or ()
+    return names.index(axis) if axis in names else None
 
 
 def _axes_text(leaf: Any) -> str:
-    if pz.nx.is_namedarray(leaf):
-        return f"its logical axes are {tuple(leaf.named_shape)}"
+    names = node_names(leaf)
+    if names is not None:
+        return f"its logical axes are {tuple(name for name in names if name is not None)}"
     return "an array without names"

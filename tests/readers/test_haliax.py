@@ -1,0 +1,281 @@
+"""Models of Haliax as their users wrote them: planned, placed, trained and batched by name."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, NamedSharding
+
+import penzai_shard as pzs
+from penzai_shard.errors import PlanError, ShardingError
+from penzai_shard.named_leaves import leaves_of
+from tests.readers.haliax_model import (
+    BATCH,
+    EMBED,
+    LAYERS,
+    MLP,
+    RULES,
+    Model,
+    eqx,
+    hax,
+    skip_without_dot_products,
+)
+
+# Haliax uses what JAX has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:jax:DeprecationWarning")
+
+partitioning = hax.partitioning
+
+
+def error_of(model, x, y):
+    return hax.mean((model(x) - y) ** 2)
+
+
+def loss_fn(model, rng, state, x, y):
+    loss = error_of(model, x, y)
+    return loss, state, {"loss": loss.scalar(), "outputs": hax.mean(model(x), EMBED)}
+
+
+def is_named(node):
+    return isinstance(node, hax.NamedArray)
+
+
+def arrays(tree):
+    """The arrays of a tree by path, as Haliax holds them."""
+    return {
+        jax.tree_util.keystr(path): node
+        for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named)
+        if is_named(node)
+    }
+
+
+@pytest.fixture(scope="module")
+def abstract():
+    return pzs.abstract_model(Model.init, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jax.jit(Model.init)(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return pzs.make_mesh({"data": 2, "model": 4})
+
+
+@pytest.fixture(scope="module")
+def batch():
+    keys = jax.random.split(jax.random.key(5))
+    return {n: hax.random.normal(key, (BATCH, EMBED)) for n, key in zip("xy", keys, strict=True)}
+
+
+def test_paths_and_names_are_those_of_the_model(abstract):
+    found = {leaf.path: leaf.names for leaf in leaves_of(abstract)}
+    assert found == {
+        "blocks/stacked/up/weight": ("layers", "mlp", "embed"),
+        "blocks/stacked/up/bias": ("layers", "mlp"),
+        "blocks/stacked/down/weight": ("layers", "embed", "mlp"),
+        "blocks/stacked/down/bias": ("layers", "embed"),
+        "norm/weight": ("embed",),
+        "norm/bias": ("embed",),
+    }
+
+
+TARGETS = st.one_of(
+    st.sampled_from(["data", "model"]),
+    st.lists(st.sampled_from(["data", "model"]), min_size=1, max_size=2, unique=True).map(tuple),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    mapping=st.dictionaries(st.sampled_from(["layers", "mlp", "embed", "batch"]), TARGETS),
+    sizes=st.sampled_from([(2, 4), (4, 2), (1, 8), (8, 1), (3, 2)]),
+)
+def test_plans_are_what_haliax_infers_or_refuse_what_jax_would(abstract, mapping, sizes):
+    mesh = AbstractMesh(sizes, ("data", "model"))
+    refused = {}
+    theirs = {}
+    for leaf in leaves_of(abstract):
+        try:
+            spec = partitioning.pspec_for_axis(leaf.names, mapping)
+            theirs[leaf.path] = NamedSharding(mesh, spec)
+            theirs[leaf.path].shard_shape(leaf.shape)
+        except Exception as error:
+            refused[leaf.path] = error
+    if refused:
+        with pytest.raises(PlanError) as caught:
+            pzs.make_plan(abstract, mesh, mapping)
+        assert {problem.partition(": ")[0] for problem in caught.value.problems} == set(refused)
+        return
+    plan = pzs.make_plan(abstract, mesh, mapping)
+    for leaf in plan.leaves:
+        assert leaf.sharding.is_equivalent_to(theirs[leaf.path], len(leaf.shape)), leaf.path
+
+
+def test_a_plan_is_what_infer_resource_partitions_gives(abstract, mesh):
+    mapping = {"mlp": "model", "embed": "data", "layers": ()}
+    theirs = partitioning.infer_resource_partitions(
+        abstract, mapping, preserve_existing_shardings=False, mesh=mesh
+    )
+    ours = pzs.make_plan(abstract, mesh, mapping).sharding_tree()
+    shapes = arrays(abstract)
+    assert theirs.norm.weight.spec == jax.sharding.PartitionSpec("data")
+    assert len(arrays(ours)) == 6
+    for path, node in arrays(ours).items():
+        mine, other = node.array, dict_of(theirs)[path]
+        assert mine.is_equivalent_to(other, shapes[path].array.ndim), path
+
+
+def dict_of(shardings):
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shardings)
+    }
+
+
+def test_placing_keeps_haliax_arrays_and_their_values(model, mesh):
+    placed = pzs.place(model, mesh, RULES)
+    assert jax.tree.structure(placed) == jax.tree.structure(model)
+    up = placed.blocks.stacked.up.weight
+    assert up.axes == (LAYERS, MLP, EMBED)
+    assert up.array.sharding.shard_shape(up.array.shape) == (2, 4, 8)
+    for path, node in arrays(placed).items():
+        assert (node.array == arrays(model)[path].array).all(), path
+
+
+def test_sharded_init_gives_the_values_of_its_own_init(model, mesh):
+    made = pzs.sharded_init(Model.init, jax.random.key(0), mesh=mesh, rules=RULES)
+    assert jax.tree.structure(made) == jax.tree.structure(model)
+    assert made.blocks.stacked.up.weight.array.sharding.shard_shape((2, 16, 8)) == (2, 4, 8)
+    for path, node in arrays(made).items():
+        assert jnp.allclose(node.array, arrays(model)[path].array, rtol=1e-6, atol=0), path
+
+
+def test_statistics_of_optimizers_are_laid_out_like_their_weights(abstract):
+    mesh = AbstractMesh((2, 4), ("data", "model"))
+    weights = {"w": abstract.blocks.stacked.up.weight, "b": abstract.norm.bias}
+    states = jax.eval_shape(
+        lambda w: (optax.adafactor(min_dim_size_to_factor=4).init(w), optax.sm3(1.0).init(w)),
+        weights,
+    )
+    plan = pzs.make_plan(states, mesh, {"mlp": "model", "embed": "data"})
+    by_shape = {(leaf.path.split("/")[-1], leaf.shape): leaf for leaf in plan.leaves}
+    assert by_shape["w", (2, 8)].names == ("layers", "embed")
+    assert by_shape["w", (2, 16)].names == ("layers", "mlp")
+    assert {leaf.spec for leaf in plan.leaves if leaf.shape == (16,)} == {
+        jax.sharding.PartitionSpec("model")
+    }
+    assert {leaf.names for leaf in plan.leaves if leaf.shape == (1,)} == {(None,)}
+
+
+def test_data_that_fits_no_axes_is_refused():
+    wrong = jax.tree.map(lambda x: x[:3], hax.ones((EMBED,)))
+    with pytest.raises(PlanError, match=r"w: its logical axes \(embed=8\) do not fit its data"):
+        pzs.make_plan({"w": wrong}, AbstractMesh((2,), ("data",)), {})
+    with pytest.raises(
+        ShardingError, match=r"w: its logical axes \(embed=8\) do not fit its data of shape \(3"
+    ):
+        pzs.TrainState.initial_state({"w": wrong}, optax.sgd(1.0), jax.random.key(0))
+
+
+def haliax_losses(model, batch, mesh, steps):
+    """Losses, and the model after it, of the steps that Haliax's own tools make."""
+    optimizer = optax.adam(1e-2)
+
+    @hax.named_jit(axis_resources=RULES)
+    def step(model, state, x, y):
+        loss, grads = eqx.filter_value_and_grad(lambda m: error_of(m, x, y).scalar())(model)
+        updates, state = optimizer.update(grads, state)
+        return eqx.apply_updates(model, updates), state, loss
+
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    losses = []
+    with partitioning.set_mesh(mesh):
+        for _ in range(steps):
+            model, state, loss = step(model, state, **batch)
+            losses.append(float(loss))
+    return losses, model
+
+
+@pytest.fixture(scope="module")
+def theirs(model, batch, mesh):
+    skip_without_dot_products()
+    return haliax_losses(model, batch, mesh, 3)
+
+
+def trained(model_init, batch, mesh, **options):
+    layout = pzs.Layout(parameters=RULES, compute=RULES, blocks=())
+    state, step = layout.build(
+        model_init,
+        jax.random.key(0),
+        mesh=mesh,
+        loss_fn=loss_fn,
+        optimizer=optax.adam(1e-2),
+        rng=jax.random.key(1),
+        **options,
+    )
+    auxes = []
+    for _ in range(3):
+        state, aux = step(state, **layout.shard_batch(batch, mesh))
+        auxes.append(aux)
+    return state, auxes
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_losses_are_those_of_haliaxs_own_steps(theirs, batch, mesh, accumulate_steps):
+    """Also in two microbatches, split along the axis of a Haliax array and put together again."""
+    losses, model = theirs
+    state, auxes = trained(Model.init, batch, mesh, accumulate_steps=accumulate_steps)
+    assert [float(aux["loss"]) for aux in auxes] == pytest.approx(losses, rel=1e-5)
+    ours = pzs.strip(state.model)
+    assert jax.tree.structure(ours) == jax.tree.structure(model)
+    weight = ours.blocks.stacked.up.weight.array
+    assert weight.sharding.shard_shape(weight.shape) == (2, 4, 8)
+    for path, node in arrays(ours).items():
+        assert jnp.allclose(node.array, arrays(model)[path].array, atol=1e-5), path
+    # The examples of the last step have the order of the batch.
+    before = auxes[0]["outputs"]
+    assert before.axes == (BATCH,)
+    first = hax.mean(jax.jit(Model.init)(jax.random.key(0))(batch["x"]), EMBED)
+    assert jnp.allclose(before.array, first.array, atol=1e-5)
+
+
+def test_batches_of_haliax_arrays_are_laid_out_by_name(batch, mesh):
+    for local in (False, True):
+        placed = pzs.shard_batch(batch, mesh, RULES, local=local)
+        assert placed["x"].axes == (BATCH, EMBED)
+        assert placed["x"].array.sharding.shard_shape((8, 8)) == (4, 8)
+        assert (placed["y"].array == batch["y"].array).all()
+
+
+def test_microbatches_that_do_not_divide_are_refused_by_name(batch):
+    state = pzs.TrainState.initial_state({"w": hax.ones(EMBED)}, optax.sgd(0.1), jax.random.key(0))
+    step = pzs.build_train_step_fn(
+        lambda model, rng, state, x: (hax.mean(model["w"] * x), state, {}), accumulate_steps=3
+    )
+    with pytest.raises(ShardingError, match=r"input x: logical axis 'batch' \(8\) does not divide"):
+        step(state, x=batch["x"])
+    with pytest.raises(ShardingError, match=r"x: its logical axes are \('embed',\)"):
+        step(state, x=batch["x"]["batch", 0])
+
+
+def test_a_loss_with_axes_is_refused_and_a_scalar_of_haliax_is_a_loss():
+    state = pzs.TrainState.initial_state({"w": hax.ones(EMBED)}, optax.sgd(0.1), jax.random.key(0))
+    step = pzs.build_train_step_fn(lambda model, rng, state: (model["w"], state, {}))
+    with pytest.raises(ShardingError, match=r"the loss has logical axes \(embed=8\); it must be a"):
+        step(state)
+    step = pzs.build_eval_step_fn(lambda model, rng, state: (hax.sum(model["w"]), state, {}))
+    assert float(step(state)[0]) == 8.0
+
+
+def test_constraints_by_name_pin_haliax_arrays(batch, mesh):
+    constrain = pzs.ConstrainShardingByName(mesh, {"embed": "model"})
+    pinned = jax.jit(lambda x: constrain(x + 1.0))(batch["x"])
+    assert pinned.axes == (BATCH, EMBED)
+    assert pinned.array.sharding.shard_shape((8, 8)) == (8, 2)
+    with pytest.raises(PlanError, match=r"'embed' \(6\) does not divide over mesh axis 'model'"):
+        constrain(batch["x"]["embed", hax.dslice(0, 6)])
