@@ -189,12 +189,24 @@ class _Decider:
             if i in self.decided or name in named or not mesh_axes:
                 continue
             same = NameRule(name, mesh_axes)
-            if any(mesh_axis in self.taken for mesh_axis in mesh_axes):
+            missing = [axis for axis in mesh_axes if axis not in self.mesh_shape]
+            if missing:
+                self._not_in_mesh(same, missing[0])
+            elif any(axis in self.taken for axis in mesh_axes):
                 self._asked_twice(i, same)
             elif self._divides(i, mesh_axes):
                 self._decide(i, mesh_axes, same, str(same))
             else:
                 self._indivisible(i, same)
+
+    def _not_in_mesh(self, rule: NameRule, missing: str) -> None:
+        known = ", ".join(f"{axis}={size}" for axis, size in self.mesh_shape.items())
+        kept = tuple(axis for axis in rule.mesh_axes if axis in self.mesh_shape)
+        self.problems.append(
+            f"logical axis {rule.logical_axis!r} names mesh axes, and the mesh ({known}) has no "
+            f"{missing!r}. Say where it goes: rules={{{rule.logical_axis!r}: "
+            f"{mesh_axes_text(kept)}}}."
+        )
 
     def _decide_unfit_names(self) -> None:
         """Names that have rules of which none fitted: a problem, or a recorded relaxation."""

@@ -35,7 +35,8 @@ class AxisRules(NotebookView):
 
     Rules are built from a mapping; from ordered pairs, in which the same logical axis may come
     several times and, per array, the first pair whose mesh axes are still free and whose length
-    divides wins; or from nothing, which maps each logical axis to the mesh axis of the same name.
+    divides wins; or from nothing, which maps each logical axis to the mesh axis of the same name,
+    and one that is a tuple of such names to all of them.
     ``left | right`` combines two sets of rules: where both name a logical axis, the left one
     counts. A rule ``name -> None`` says that the dimension stays unsharded.
 

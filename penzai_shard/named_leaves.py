@@ -29,6 +29,7 @@ from penzai_shard.named_arrays import (
     with_data,
 )
 from penzai_shard.readers import ReadArray, reader_of, reader_of_type
+from penzai_shard.readers.parameter_sizes import ParameterSizes, PositionalDimension
 from penzai_shard.reduced_statistics import align_names
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.tree_paths import join_paths, path_text
@@ -52,6 +53,7 @@ class NamedLeaf:
         in_nameless_module: Whether it has no names because it is in a module of Equinox, whose
             arrays never have any.
         naming: What a user writes to give it names, if another library holds it; for messages.
+        held: What the reader of another library's array said of it.
     """
 
     path: str
@@ -64,6 +66,7 @@ class NamedLeaf:
     problem: str = ""
     in_nameless_module: bool = False
     naming: str = ""
+    held: ReadArray | None = None
 
 
 Visit = Callable[[NamedLeaf], Any]
@@ -153,14 +156,17 @@ def map_arrays(tree: Any, visit: Visit, path: str = "") -> Any:
     >>> map_arrays({"w": pz.nx.ones({"a": 2, "b": 3})}, lambda leaf: leaf.names)["w"].data_array
     ('a', 'b')
     """
-    return _ArrayMapper(visit).tree(tree, path, path)
+    return _ArrayMapper(visit, ParameterSizes(tree)).tree(tree, path, path)
 
 
 class _ArrayMapper:
     """``map_arrays``, with the place in the whole tree where labels stand for the path."""
 
-    def __init__(self, visit: Visit, in_nameless_module: bool = False) -> None:
+    def __init__(
+        self, visit: Visit, parameters: ParameterSizes, in_nameless_module: bool = False
+    ) -> None:
         self.visit = visit
+        self.parameters = parameters
         self.in_nameless_module = in_nameless_module
         self.seen: dict[Hashable, Any] = {}
 
@@ -181,7 +187,7 @@ class _ArrayMapper:
             case None:
                 return self.visit(_plain_leaf(node, path, self.in_nameless_module))
             case "nameless_module":
-                return _ArrayMapper(self.visit, True).tree(node, path, place)
+                return _ArrayMapper(self.visit, self.parameters, True).tree(node, path, place)
             case "named_array":
                 return self.named_array(node, path, place)
             case "foreign_array":
@@ -220,21 +226,33 @@ class _ArrayMapper:
         assert reader is not None
         identity = id(node) if reader.shares else object()
         if identity not in self.seen:
-            held = reader.read(node)
-            is_array = is_array_like(held.data)
-            fits = held.sizes is None or (is_array and held.sizes == np.shape(held.data))
-            if held.names is None and not is_array:
-                # A variable may hold a tree of arrays, which have no names.
-                data = self.tree(held.data, path, place)
-            elif fits or held.problem or _is_missing(held.data):
-                data = self.visit(_foreign_leaf(held, path, reader.naming))
-            else:
-                sizes = dict(zip(held.names or (), held.sizes or (), strict=True))
-                data = self.statistics(held.data, sizes, path, place)
+            data = self.foreign_data(reader.read(node), reader.naming, path, place)
             self.seen[identity] = reader.with_data(node, data)
         return self.seen[identity]
 
-    def statistics(self, data: Any, sizes: dict[LogicalAxis, int], path: str, place: str) -> Any:
+    def foreign_data(self, held: ReadArray, naming: str, path: str, place: str) -> Any:
+        """What stands in place of the data that another library holds."""
+        is_array = is_array_like(held.data)
+        if held.problem:
+            return self.visit(_foreign_leaf(held, path, naming))
+        if held.data is None or (held.names is None and not is_array):
+            # A variable may hold a tree of arrays, which have no names.
+            return self.tree(held.data, path, place)
+        sizes = self.sizes_of(held, path)
+        fits = is_array and (sizes is None or (*sizes.values(),) == np.shape(held.data))
+        if fits or _is_missing(held.data):
+            return self.visit(_foreign_leaf(held, path, naming))
+        return self.statistics(held.data, sizes, path, place)
+
+    def sizes_of(self, held: ReadArray, path: str) -> dict[LogicalAxis, int] | None:
+        """Names and sizes of the parameter that another library's array belongs to, or is."""
+        if held.names and held.sizes is None:
+            return self.parameters.of(path, held.names)
+        return None if held.sizes is None else dict(zip(held.names or (), held.sizes, strict=True))
+
+    def statistics(
+        self, data: Any, sizes: dict[LogicalAxis, int] | None, path: str, place: str
+    ) -> Any:
         """What an optimizer put in the place of a named array's data, or several such arrays."""
 
         def visit(key_path: Any, part: Any) -> Any:
@@ -296,14 +314,32 @@ def _coefficients_leaf(value: Any, path: str) -> NamedLeaf:
 
 
 def _statistic_leaf(
-    sizes: dict[LogicalAxis, int], data: Any, path: str, place: str, part: Any
+    sizes: dict[LogicalAxis, int] | None, data: Any, path: str, place: str, part: Any
 ) -> NamedLeaf:
+    """What an optimizer keeps in the place of a parameter of these names and sizes, if known."""
     leaf = _plain_leaf(data, path)
+    if leaf.dtype is None:
+        return leaf
+    if sizes is None:
+        problem = (
+            "several arrays are in the place of one, and which of its logical axes each has is "
+            "known only beside the parameter that they belong to. Give the whole train state, with "
+            "its parameters in a field params"
+        )
+        return dataclasses.replace(leaf, names=(), problem=problem)
     aligned = align_names(sizes, leaf.shape, place, part)
-    whole = (tuple(sizes), tuple(sizes.values()))
+    whole = (tuple(map(_positional, sizes)), tuple(sizes.values()))
     return dataclasses.replace(
-        leaf, names=aligned.names, whole=whole, note=aligned.note, problem=aligned.problem
+        leaf,
+        names=tuple(map(_positional, aligned.names)),
+        whole=whole,
+        note=aligned.note,
+        problem=aligned.problem,
     )
+
+
+def _positional(name: LogicalAxis | None) -> LogicalAxis | None:
+    return None if isinstance(name, PositionalDimension) else name
 
 
 def _dataless_leaf(node: Any, data: Any, path: str) -> NamedLeaf:
@@ -315,7 +351,12 @@ def _foreign_leaf(held: ReadArray, path: str, naming: str) -> NamedLeaf:
     leaf = _plain_leaf(held.data, path)
     if not is_array_like(held.data) and not held.problem:
         return leaf
-    held = held.fitted()
+    fitted = held.fitted()
     return dataclasses.replace(
-        leaf, names=held.names, problem=held.problem, note=held.note, naming=naming
+        leaf,
+        names=fitted.names,
+        problem=fitted.problem,
+        note=fitted.note,
+        naming=naming,
+        held=fitted,
     )

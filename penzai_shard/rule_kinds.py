@@ -107,20 +107,23 @@ class NameRule:
 class IdentityRule:
     """Every logical axis goes to the mesh axis of the same name, if the mesh has one.
 
-    A tuple of names, as Flax NNX writes them, is one logical axis that goes to all of these.
+    One that is a tuple of names, as Flax may write it, goes to all of these.
     """
 
     mesh_axes: tuple[str, ...] = ()
 
     @staticmethod
     def mesh_axes_of(logical_axis: LogicalAxis, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-        """The mesh axes of that name; none if the mesh lacks one of them.
+        """The mesh axes of that name; of a tuple of names all, if the mesh has any of them.
 
         >>> IdentityRule.mesh_axes_of(("data", "model"), {"data": 4, "model": 2})
         ('data', 'model')
+        >>> IdentityRule.mesh_axes_of("embed", {"data": 4, "model": 2})
+        ()
         """
         parts = logical_axis if isinstance(logical_axis, tuple) else (logical_axis,)
-        return parts if all(part in mesh_shape for part in parts) else ()
+        are_texts = all(isinstance(part, str) for part in parts)
+        return parts if are_texts and any(part in mesh_shape for part in parts) else ()
 
     def __str__(self) -> str:
         return "each logical axis -> the mesh axis of the same name"

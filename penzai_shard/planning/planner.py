@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from penzai_shard.axis_decisions import SpecExplanation, decide
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.errors import PlanError, raise_all
-from penzai_shard.meshes import AnyMesh, auto_twin, refuse_other_than_mesh
+from penzai_shard.errors import PlanError, ShardingError, raise_all
+from penzai_shard.meshes import AnyMesh, auto_twin, mesh_shape_of, mesh_text, refuse_other_than_mesh
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan, itemsize, shared_named_sharding
@@ -26,6 +26,7 @@ from penzai_shard.planning.unnamed_statistics import (
     dimensions_of_statistics,
     parameters_of,
 )
+from penzai_shard.readers import ReadArray
 from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed, check_option
 from penzai_shard.tree_paths import path_text
 
@@ -141,6 +142,8 @@ class Planner:
         unfit = leaf.whole is not None and leaf.problem
         if leaf.names is not None and not unfit:
             spec, reason, problems = self._by_names(leaf)
+            if leaf.held is not None and not problems:
+                problems = self._other_than_its_own(leaf.held, leaf, spec)
         elif self._splits_unnamed(leaf):
             spec, reason = self._by_sizes(leaf, made_of)
         elif self.on_unnamed == "infer":
@@ -183,6 +186,31 @@ class Planner:
         """What the rules give for an array of these names and sizes; names are None if none."""
         return decide(self.rules.rules, names, sizes, self._mesh_items, self.on_indivisible)
 
+    def _other_than_its_own(
+        self, held: ReadArray, leaf: NamedLeaf, spec: PartitionSpec
+    ) -> tuple[str, ...]:
+        """Why an array cannot be laid out so: its library lays it out otherwise when it is used."""
+        if held.mesh is not None and not _is_same_mesh(held.mesh, self.mesh):
+            return (
+                f"it has a mesh of its own ({mesh_text(held.mesh)}), on which it is laid out when "
+                f"it is used, and this is another one ({mesh_text(self.mesh)}). Leave mesh= out "
+                "where it is annotated, or give that mesh here.",
+            )
+        if not held.rules or leaf.names is None:
+            return ()
+        try:
+            own = dataclasses.replace(self, rules=held.rules).decide(leaf.names, leaf.shape)
+            if own.spec == spec and not own.problems:
+                return ()
+            gives = f"give {own.spec}" if not own.problems else " ".join(own.problems)
+        except ShardingError as error:
+            gives = f"cannot be read ({'; '.join(error.problems) or error})"
+        return (
+            f"it has rules of its own, by which it is laid out when it is used: they {gives}, and "
+            f"these rules give {spec}. Leave rules= out where it is annotated, or give the same "
+            f"rules here: rules={held.rules!r}.",
+        )
+
     @functools.cached_property
     def _mesh_items(self) -> tuple[tuple[str, int], ...]:
         return tuple(self.mesh.shape.items())
@@ -221,6 +249,14 @@ class Planner:
         )
         reason = f"{leaf.note}, laid out as its parameter: {explained.reason}"
         return spec, reason, explained.problems
+
+
+def _is_same_mesh(own: AnyMesh, mesh: AnyMesh) -> bool:
+    """Whether two meshes have the same axes, and the same devices if both have any."""
+    own = auto_twin(own)
+    if isinstance(own, Mesh) and isinstance(mesh, Mesh):
+        return own == mesh
+    return mesh_shape_of(own) == mesh_shape_of(mesh)
 
 
 def number_arrays(

@@ -7,7 +7,13 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.meshes import mesh_text
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.planner import NAMELESS_MODULE, Planner
-from penzai_shard.rule_kinds import IdentityRule, LogicalAxis, NameRule, nearest_name
+from penzai_shard.rule_kinds import (
+    IdentityRule,
+    LogicalAxis,
+    NameRule,
+    mesh_axes_text,
+    nearest_name,
+)
 
 
 def rule_doubts(
@@ -29,7 +35,8 @@ def rule_doubts(
 
     Returns:
         One message for each rule that matches nothing and whose name is nearly that of a logical
-        axis; or one if no rules were given, and no logical axis has the name of a mesh axis; or
+        axis, and for each logical axis that is a tuple of mesh axes and has no rule; or one if no
+        rules were given, and no logical axis has the name of a mesh axis; or
         one if no rule of a constraint applies.
 
     >>> import jax
@@ -39,6 +46,8 @@ def rule_doubts(
     """
     mesh, rules = planner.mesh, planner.rules
     doubts = _near_names(planner, present)
+    if rules_given:
+        doubts += _tuples_of_mesh_axes(planner, present)
     if not present or math.prod(mesh.shape.values()) == 1:
         return doubts
     if not rules_given and not any(IdentityRule.mesh_axes_of(n, mesh.shape) for n in present):
@@ -87,6 +96,19 @@ def _near_names(planner: Planner, present: Collection[LogicalAxis]) -> list[str]
         f"Did you mean {name!r}?"
         for rule, name in near.items()
         if name is not None
+    ]
+
+
+def _tuples_of_mesh_axes(planner: Planner, present: Collection[LogicalAxis]) -> list[str]:
+    """Names that stand for mesh axes, as Flax reads them, where rules say nothing of them."""
+    if any(isinstance(rule, IdentityRule) for rule in planner.rules.rules):
+        return []
+    free = set(present) - set(planner.rules.logical_axes)
+    return [
+        f"no rule names logical axis {name!r}, a tuple of mesh axes, which therefore stays whole. "
+        f"If it means these, say so: ({name!r}, {mesh_axes_text(axes)})."
+        for name in sorted(free, key=str)
+        if isinstance(name, tuple) and (axes := IdentityRule.mesh_axes_of(name, planner.mesh.shape))
     ]
 
 

@@ -27,6 +27,10 @@ class ReadArray:
             every name has one, and none is None. Where the data has other lengths it is taken for
             an optimizer's statistic.
         note: What the array is, where that explains its names; empty otherwise.
+        mesh: The mesh on which the library itself lays the array out when it is used, if the node
+            says so; a layout on another one is refused.
+        rules: The rules by which it does, if the node has rules of its own; a layout that they do
+            not give is refused.
     """
 
     data: Any
@@ -34,6 +38,8 @@ class ReadArray:
     problem: str = ""
     sizes: tuple[int, ...] | None = None
     note: str = ""
+    mesh: Any = None
+    rules: Any = None
 
     def fitted(self) -> "ReadArray":
         """The same with one name, or None, for each dimension of the array.
@@ -49,7 +55,11 @@ class ReadArray:
         rank = 0 if problem else np.ndim(self.data)
         given = [name for name in self.names if name is not None]
         if not problem and len(self.names) > rank:
-            problem = f"it has {len(self.names)} axis names, {self.names}, and rank {rank}"
+            problem = (
+                f"it has {len(self.names)} axis names, {self.names}, and rank {rank}. Give one for "
+                "each dimension; what an optimizer keeps of some dimensions of a parameter is laid "
+                "out together with it, in one tree that has the parameters in a field params"
+            )
         elif not problem and len(set(given)) < len(given):
             problem = f"its axis names {self.names} have one twice. Give each dimension its own"
         elif not problem and self.sizes not in (None, shape := np.shape(self.data)):

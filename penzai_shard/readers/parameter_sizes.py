@@ -1,0 +1,84 @@
+"""What a tree's parameters measure, to name what an optimizer keeps of only some dimensions.
+
+optax maps over the arrays inside of boxes, so that in a train state of Flax the optimizer's boxes
+have the names of their parameters, whatever is in them: all of the parameter's dimensions, some of
+them, as in adafactor and sm3, or nothing. Names alone do not say which dimensions are left; names
+with the parameter's sizes do.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from penzai_shard.array_kinds import is_array_like
+from penzai_shard.readers.array_reader import ReadArray
+from penzai_shard.readers.registry import reader_of
+from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.tree_paths import path_text
+
+# The field of a train state that holds the parameters.
+_PARAMETERS = "params"
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionalDimension:
+    """Stands for the name of a dimension that has none, where every dimension needs one."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"dimension {self.number}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ParameterSizes:
+    """The parameters of a tree that has them in a field of its own, as train states do.
+
+    Attributes:
+        tree: The tree.
+    """
+
+    tree: Any
+
+    @functools.cached_property
+    def _parameters(self) -> dict[str, ReadArray]:
+        """Those that another library has put something around, by their path in the field."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(
+            self.tree, is_leaf=lambda node: reader_of(node) is not None
+        )
+        found = {}
+        for key_path, node in flat:
+            reader = reader_of(node)
+            if reader is not None and len(key_path) > 1 and path_text(key_path[:1]) == _PARAMETERS:
+                held = reader.read(node)
+                if is_array_like(held.data) and held.names is not None:
+                    found[path_text(key_path[1:])] = held.fitted()
+        return found
+
+    def of(self, path: str, names: tuple[LogicalAxis | None, ...]) -> dict[LogicalAxis, int] | None:
+        """The names and sizes of the parameter that an array of an optimizer belongs to.
+
+        Args:
+            path: Where the array is; the path ends like that of its parameter.
+            names: The names of the array, which are those of its parameter.
+
+        Returns:
+            Names and sizes in order, positional dimensions as ``PositionalDimension``; None if the
+            tree has no such parameter.
+        """
+        parts = path.split("/")
+        for start in range(len(parts)):
+            held = self._parameters.get("/".join(parts[start:]))
+            if held is None or held.names is None or held.problem:
+                continue
+            if held.names[: len(names)] == names and not any(held.names[len(names) :]):
+                return {
+                    PositionalDimension(i) if name is None else name: size
+                    for i, (name, size) in enumerate(
+                        zip(held.names, np.shape(held.data), strict=True)
+                    )
+                }
+        return None
