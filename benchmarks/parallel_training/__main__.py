@@ -18,18 +18,14 @@ noise touches it. Figures are ratios to ``hand``; lower is better.
 
 import argparse
 import functools
-import gc
 import importlib
 import importlib.util
-import statistics
 import sys
-import time
 from typing import Any
 
-import jax
-
+from benchmarks.contenders import Contender, losses, median_times
 from benchmarks.parallel_training.compiled_figures import CompiledFigures
-from benchmarks.parallel_training.work import LAYOUTS, Contender, Layout, Shape
+from benchmarks.parallel_training.work import LAYOUTS, Layout, Shape
 
 CONTENDERS = {
     "hand": ("by_hand", None),
@@ -72,30 +68,6 @@ def built(name: str, shape: Shape, layout: Layout) -> Contender:
     if edits is not None:
         build = functools.partial(build, edits=getattr(module, edits))
     return build(shape, layout)
-
-
-def losses(contender: Contender) -> list[float]:
-    """The losses of three steps."""
-    state, found = contender.start(), []
-    for _ in range(3):
-        state, loss = contender.step(state)
-        found.append(float(loss))
-    return found
-
-
-def median_times(contenders: dict[str, Contender], rounds: int) -> dict[str, float]:
-    """Median seconds of a step, measured in turns."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    states = {name: contender.start() for name, contender in contenders.items()}
-    for turn in range(rounds + 2):
-        for name, contender in contenders.items():
-            gc.collect()
-            start = time.perf_counter()
-            states[name], loss = contender.step(states[name])
-            jax.block_until_ready((loss, jax.tree.leaves(states[name])))
-            if turn >= 2:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def check_equal_work(contenders: dict[str, Contender], figures: dict[str, Any]) -> None:

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.contenders import Contender
 from benchmarks.parallel_training.work import (
     EPSILON,
     MASKED,
     WAVELENGTH,
-    Contender,
     Layout,
     Shape,
     optimizer,

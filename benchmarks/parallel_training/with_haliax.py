@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.contenders import Contender
 from benchmarks.parallel_training.work import (
     BLOCK_WEIGHTS,
     EPSILON,
     WAVELENGTH,
-    Contender,
     Layout,
     Shape,
     optimizer,

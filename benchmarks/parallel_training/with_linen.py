@@ -9,8 +9,9 @@ import optax
 from flax import traverse_util
 from flax.training.train_state import TrainState
 
+from benchmarks.contenders import Contender
 from benchmarks.parallel_training.by_hand import rotary
-from benchmarks.parallel_training.work import EPSILON, Contender, Layout, Shape, optimizer
+from benchmarks.parallel_training.work import EPSILON, Layout, Shape, optimizer
 
 # The rules of linen are one table, so a parameter's axes have names of their own.
 STREAM = ("batch", "seq", "stream")

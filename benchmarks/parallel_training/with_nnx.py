@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from benchmarks.contenders import Contender
 from benchmarks.parallel_training.by_hand import rotary
 from benchmarks.parallel_training.work import (
     BLOCK_WEIGHTS,
     EPSILON,
     ROOT_WEIGHTS,
-    Contender,
     Layout,
     Shape,
     optimizer,

@@ -9,10 +9,10 @@ from penzai import pz
 from penzai.models.transformer.variants import llamalike_common
 
 import penzai_shard as pzs
+from benchmarks.contenders import Contender
 from benchmarks.parallel_training.work import (
     EPSILON,
     WAVELENGTH,
-    Contender,
     Layout,
     Shape,
     optimizer,

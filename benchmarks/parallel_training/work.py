@@ -2,19 +2,15 @@
 
 import dataclasses
 import functools
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    )
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+
+import benchmarks.simulated_devices  # noqa: F401
 
 BLOCK_WEIGHTS = {
     "attention_norm": ("embedding",),
@@ -142,20 +138,3 @@ LAYOUTS = {
 def optimizer() -> optax.GradientTransformation:
     """The optimizer of all."""
     return optax.adamw(1e-3)
-
-
-@dataclasses.dataclass
-class Contender:
-    """One way of writing the train step, compiled and ready to run.
-
-    Attributes:
-        parameters: The number of trained numbers.
-        compiled: The compiled step.
-        start: Makes the state to start from.
-        step: Takes a state, which it may use up; returns the next one and the loss.
-    """
-
-    parameters: int
-    compiled: jax.stages.Compiled
-    start: Callable[[], Any]
-    step: Callable[[Any], tuple[Any, Any]]
