@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 
 from penzai_shard.library_apis.jax_api import Tracer
 
@@ -13,14 +14,53 @@ _KINDS_OF_NO_DEVICE = frozenset("SUOmM")
 def is_array_like(value: Any) -> bool:
     """Whether a leaf is an array, a struct that describes one, or a Python number.
 
-    Arrays of text, dates or Python objects cannot be put on a device and do not count.
+    Arrays of text, dates or Python objects cannot be put on a device and do not count, nor do
+    those of other libraries whose dtypes JAX does not know.
 
     >>> is_array_like(jax.numpy.ones(2)), is_array_like(1.5), is_array_like("text")
     (True, True, False)
     """
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return getattr(value.dtype, "kind", None) not in _KINDS_OF_NO_DEVICE
+        kind = getattr(value.dtype, "kind", None)
+        return kind not in _KINDS_OF_NO_DEVICE if kind else _is_dtype_of_jax(value.dtype)
     return isinstance(value, bool | int | float | complex)
+
+
+def _is_dtype_of_jax(dtype: Any) -> bool:
+    """Whether something is a dtype of random keys, say, or a class that stands for one."""
+    try:
+        jax.numpy.issubdtype(dtype, jax.dtypes.extended)
+    except TypeError:
+        return False
+    return True
+
+
+def own_copy_of_numpy(value: Any) -> Any:
+    """A copy of a NumPy array that can be written to; anything else as it is.
+
+    On a CPU, JAX uses the memory of a NumPy array instead of copying it. Its values would change
+    under JAX once somebody writes to it, as the optimizer of another library does.
+
+    >>> array = np.ones(2)
+    >>> own_copy_of_numpy(array) is array, own_copy_of_numpy(1.5)
+    (False, 1.5)
+    """
+    return np.array(value) if isinstance(value, np.ndarray) and value.flags.writeable else value
+
+
+def loses_integers(value: Any) -> bool:
+    """Whether JAX would keep other integers than those of a NumPy array, of which it has 32 bits.
+
+    >>> loses_integers(np.array(2**31)), loses_integers(np.array(2**31 - 1))
+    (True, False)
+    """
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in "iu":
+        return False
+    narrow = jax.dtypes.canonicalize_dtype(value.dtype)
+    if narrow == value.dtype or not value.size:
+        return False
+    limits = np.iinfo(narrow)
+    return bool(value.min() < limits.min or value.max() > limits.max)
 
 
 def is_abstract(value: Any) -> bool:

@@ -10,6 +10,7 @@ something else (an index, a sharding) in its place; the result has the structure
 
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -109,14 +110,15 @@ def _is_known(node: Any) -> bool:
 
 
 def refuse_builder(called: str, tree: Any) -> None:
-    """Refuses a function or a class, or nothing at all, where a tree of arrays belongs.
+    """Refuses a function or a class, a path, or nothing at all, where a tree of arrays belongs.
 
     Args:
         called: The function that was called, for messages.
         tree: What was given to it. Models are pytrees, whether they can be called or not.
 
     Raises:
-        RuleTypeError: It is None, or can be called and is not a pytree.
+        RuleTypeError: It is None, or can be called and is not a pytree; or it is the path of a
+            file, or an object of another library that is not an array.
 
     >>> refuse_builder("make_plan", {})
     >>> refuse_builder("make_plan", dict)
@@ -124,6 +126,15 @@ def refuse_builder(called: str, tree: Any) -> None:
     penzai_shard.errors.RuleTypeError: make_plan takes a model or another tree of arrays, not \
 the class dict. ...
     """
+    if isinstance(tree, str | os.PathLike):
+        raise RuleTypeError(
+            f"{called} takes a model or another tree of arrays, not a path, {str(tree)!r}. Load "
+            f"what is there: torch.load({str(tree)!r}, map_location='cpu', weights_only=True), or "
+            f"safetensors.numpy.load_file({str(tree)!r})."
+        )
+    reader = reader_of(tree)
+    if reader is not None and reader.bare and (problem := reader.read(tree).problem):
+        raise RuleTypeError(f"{called} takes a model or another tree of arrays; this {problem}.")
     if tree is not None and not (callable(tree) and jax.tree_util.all_leaves([tree])):
         return
     name = getattr(tree, "__name__", "")

@@ -15,7 +15,7 @@ from penzai_shard.checkpointing import restore_params, save_params
 from penzai_shard.errors import MeshError, PlanError, RuleTypeError, ShardingError
 from penzai_shard.meshes import has_explicit_axes, make_mesh
 from penzai_shard.placement import abstract_model, name_to_name_device_put, place
-from penzai_shard.planning import make_plan, name_to_name_sharding
+from penzai_shard.planning import make_plan, name_axes, name_to_name_sharding
 from penzai_shard.training import TrainState, shard_batch
 
 RULES = {"features": "data", "features_out": "model"}
@@ -243,3 +243,29 @@ def test_inside_a_traced_function_the_layout_is_kept_too(mesh, function):
         lambda x: (function({"x": x}, mesh, {"a": "data"})["x"] ** 2).data_array.sum()
     )
     np.testing.assert_array_equal(gradient(tree["x"]).data_array, 2 * np.ones((8, 4)))
+
+
+@pytest.mark.parametrize("rules", [{"a": "data"}, {}])
+def test_writing_to_a_numpy_array_later_changes_nothing_that_was_placed(mesh, rules):
+    array = np.ones(2**12, np.float32)
+    placed = place(name_axes({"w": array}, {"w": ("a",)}), mesh, rules)["w"].data_array
+    state = TrainState.initial_state({"w": array}, optax.sgd(0.1), jax.random.key(0))
+    held = jax.device_put(state.params["w"], mesh.devices.flat[0])
+    jax.block_until_ready((placed, held))
+    array[:] = 3
+    assert {float(placed.min()), float(placed.max()), float(held.min()), float(held.max())} == {1}
+
+
+def test_integers_that_jax_would_cut_off_are_refused(mesh):
+    tree = {
+        "ids": np.array([1, 2**31]),
+        "few": np.array([2**31 - 1, -(2**31)]),
+        "none": np.zeros(0, int),
+    }
+    with pytest.raises(ShardingError, match="JAX would keep other integers than these:") as caught:
+        place(tree, mesh, on_unnamed="replicate")
+    assert caught.value.problems == (
+        "ids: has values of int64 beyond those of int32. Set "
+        "jax.config.update('jax_enable_x64', True), or scale them down.",
+    )
+    assert place({"w": tree["few"]}, mesh, on_unnamed="replicate")["w"].dtype == jnp.int32

@@ -44,7 +44,8 @@ class ArraysByName:
                 models is taken off, so that one model has the same names under every layout.
 
         Raises:
-            CheckpointMismatchError: Two arrays have one path, or there is such a view.
+            CheckpointMismatchError: Two arrays have one path, or there is such a view, or
+                something of another library that is not an array.
             RuleTypeError: The keys of some dictionary cannot be sorted.
         """
         if doing:
@@ -56,6 +57,11 @@ class ArraysByName:
             return len(visited) - 1
 
         numbered = map_arrays(tree, number)
+        raise_all(
+            CheckpointMismatchError,
+            "cannot read some arrays:",
+            [f"{x.path}: {x.problem}." for x in visited if x.problem and x.whole is None],
+        )
         paths = _paths_of_numbers(numbered)
         bare = _paths_of_numbers(_without_inserted(numbered)) if without_inserted else paths
         self._names: list[str | None] = [

@@ -22,7 +22,7 @@ from penzai.core.variables import (
     StateVariableSlot,
 )
 
-from penzai_shard.array_kinds import is_abstract, is_array_like
+from penzai_shard.array_kinds import is_abstract, is_array_like, own_copy_of_numpy
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.model_variables import first_api
 from penzai_shard.model_variables.variables import (
@@ -33,7 +33,7 @@ from penzai_shard.model_variables.variables import (
     with_value,
 )
 from penzai_shard.named_arrays import named_array, unnamed_data
-from penzai_shard.readers import reader_of
+from penzai_shard.readers import reader_of, without_bare_arrays
 from penzai_shard.tree_paths import path_text
 
 TrainablePredicate = Callable[[Any], bool]
@@ -251,6 +251,7 @@ def split_model(
     def is_unit(node: Any) -> bool:
         return isinstance(node, kinds)
 
+    model = without_bare_arrays(model, "TrainState.initial_state")
     splitting = _Splitting(trainable)
     split, what = splitting.without_variable, "this model"
     flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_unit)
@@ -374,7 +375,7 @@ class _Splitting:
 
     def _add(self, entry: VariableEntry, value: Any) -> VariableEntry:
         self.entries[entry.name] = entry
-        self.values[entry.kind][entry.name] = value
+        self.values[entry.kind][entry.name] = jax.tree.map(own_copy_of_numpy, value)
         return entry
 
 

@@ -8,14 +8,21 @@ import jax
 from jax.sharding import Mesh
 from penzai.core.variables import AbstractVariable, AbstractVariableValue
 
-from penzai_shard.array_kinds import is_abstract, is_array_like, is_deleted, is_traced
+from penzai_shard.array_kinds import (
+    is_abstract,
+    is_array_like,
+    is_deleted,
+    is_traced,
+    loses_integers,
+    own_copy_of_numpy,
+)
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.meshes import onto_auto_twin
 from penzai_shard.model_variables import thawed
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import PlacingRequest, ShardingPlan
 from penzai_shard.processes import put_all
-from penzai_shard.readers import with_repeats, without_repeats
+from penzai_shard.readers import with_repeats, without_bare_arrays, without_repeats
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
 
@@ -31,7 +38,8 @@ def place(
     """Puts a tree of arrays, a model or a train state on a mesh, each array as planned.
 
     Args:
-        tree: Any tree that ``make_plan`` takes, its arrays concrete; also with NumPy data.
+        tree: Any tree that ``make_plan`` takes, its arrays concrete; also with NumPy data, which
+            is copied, and with tensors of torch.
         plan_or_mesh: A plan, which is carried out exactly as it was printed; or a mesh, to plan
             for with the rules and options. A mesh with Explicit axes is treated as its twin with
             Auto axes.
@@ -140,6 +148,7 @@ def put(tree: Any, shardings: Any, called: str) -> Any:
     Raises:
         ShardingError: Some array has no value, or was donated; or differs between processes.
     """
+    tree = without_bare_arrays(tree, called)
     treedef: Any
     nodes, treedef = jax.tree_util.tree_flatten(tree)
     targets = treedef.flatten_up_to(shardings)
@@ -170,6 +179,8 @@ def _device_put(values: Any, layouts: Any, tree: Any, called: str) -> Any:
     leaves, treedef = jax.tree_util.tree_flatten(values)
     are_traced = any(map(is_traced, leaves))
     if not are_traced and jax.process_count() == 1:
+        if _are_on_cpu(layouts):
+            values = jax.tree.map(own_copy_of_numpy, values)
         return jax.device_put(values, layouts)
     targets = treedef.flatten_up_to(
         jax.tree.broadcast(layouts, values, is_leaf=lambda node: node is None)
@@ -185,6 +196,13 @@ def _device_put(values: Any, layouts: Any, tree: Any, called: str) -> Any:
     return jax.tree_util.tree_unflatten(treedef, pinned)
 
 
+def _are_on_cpu(layouts: Any) -> bool:
+    """Whether arrays are put into the memory that NumPy's are in."""
+    for sharding in jax.tree_util.tree_leaves(layouts):
+        return next(iter(sharding.device_set)).platform == "cpu"
+    return jax.default_backend() == "cpu"
+
+
 def _paths(tree: Any, arrays: Sequence[Any]) -> list[str]:
     """The path in a tree of each of its arrays."""
     known = {id(leaf.array): leaf.path for leaf in leaves_of(tree)}
@@ -192,7 +210,8 @@ def _paths(tree: Any, arrays: Sequence[Any]) -> list[str]:
 
 
 # What cannot be placed, the headline that says so, and for each array its fix. Without the second
-# one JAX would hand on an array whose memory is gone where its layout stays the same.
+# one JAX would hand on an array whose memory is gone where its layout stays the same, and without
+# the third cut integers off.
 _WITHOUT_VALUE = (
     (
         is_abstract,
@@ -204,6 +223,12 @@ _WITHOUT_VALUE = (
         "these arrays are no longer there, because something was called that donates them:",
         "was donated or deleted. Place what that call returned, such as the newest state.",
     ),
+    (
+        loses_integers,
+        "JAX would keep other integers than these:",
+        "has values of {dtype} beyond those of {narrow}. Set "
+        "jax.config.update('jax_enable_x64', True), or scale them down.",
+    ),
 )
 
 
@@ -212,7 +237,11 @@ def _refuse_without_value(tree: Any, values: dict[int, Any]) -> None:
     for is_unfit, headline, fix in _WITHOUT_VALUE:
         if any(map(is_unfit, leaves)):
             unfit = [leaf for leaf in leaves_of(tree) if is_unfit(leaf.array)]
-            problems = [f"{leaf.path or 'the array'}: {fix}" for leaf in unfit]
+            problems = [
+                f"{leaf.path or 'the array'}: "
+                + fix.format(dtype=getattr(leaf.array, "dtype", None), narrow=leaf.dtype)
+                for leaf in unfit
+            ]
             raise_all(ShardingError, headline, problems)
 
 

@@ -17,6 +17,7 @@ from penzai_shard.placement.initializer_splitting import (
     run_split,
     split_initializer,
 )
+from penzai_shard.readers import without_bare_arrays
 
 Layouts = Mapping[int, Sharding | None]
 """Where arrays are laid out, by the ``id`` of their structs; None where JAX may choose."""
@@ -55,7 +56,8 @@ def initialized(
     returned: list[Any] = []
 
     def arrays_only() -> list[Any]:
-        leaves, treedef = jax.tree_util.tree_flatten(initializer(*args, **kwargs))
+        tree = without_bare_arrays(initializer(*args, **kwargs), "sharded_init")
+        leaves, treedef = jax.tree_util.tree_flatten(tree)
         # A traced array must not outlive the trace.
         returned[:] = [None if is_array_like(leaf) else leaf for leaf in leaves], treedef
         return [leaf for leaf in leaves if is_array_like(leaf)]

@@ -9,7 +9,8 @@ import numpy as np
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
 from penzai_shard.named_arrays import named_array
-from penzai_shard.named_leaves import is_named_unit
+from penzai_shard.named_leaves import is_named_unit, refuse_builder
+from penzai_shard.readers import reader_of, warn_of_tied_arrays
 from penzai_shard.rule_kinds import LogicalAxis, nearest_name
 from penzai_shard.tree_paths import path_matches, path_text
 
@@ -19,13 +20,19 @@ AxisNames = Sequence[LogicalAxis | None]
 def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
     """Gives logical axis names to the arrays of a tree, by path pattern.
 
-    For raw dictionaries, torch-style state dictionaries, and anything else whose arrays carry no
+    For raw dictionaries, state dictionaries of torch, and anything else whose arrays carry no
     names. Values, shapes and the containers stay; every array becomes a ``NamedArray``, or a
     ``NamedArrayView`` where a nameless dimension follows a named one. Arrays that are named
     already, and leaves that are not arrays, stay as they are.
 
+    Tensors of torch are not copied: the named array holds NumPy's view of their memory, which the
+    tensor shares until it is placed or a train state is made. Those on other devices are copied to
+    the host, those on ``meta`` become ``jax.ShapeDtypeStruct`` objects, and 64-bit integers become
+    32-bit ones, unless ``jax_enable_x64`` is set.
+
     Args:
-        tree: A pytree of arrays or ``jax.ShapeDtypeStruct`` objects.
+        tree: A pytree of arrays, ``jax.ShapeDtypeStruct`` objects or tensors of torch, such as
+            ``module.state_dict()``.
         patterns: Names of the dimensions by path pattern, None for a dimension that stays
             positional. ``*`` stands for one part of a path and ``**`` for any number; dots,
             slashes and brackets all separate parts. The path of an array alone is ``""``.
@@ -35,24 +42,40 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
 
     Raises:
         SelectionError: An array is matched by no pattern or by several, a pattern matches
-            nothing, or the number of names is not the array's rank; all are reported at once.
-        RuleTypeError: The names are not a sequence of hashable names.
+            nothing, or the number of names is not the array's rank; or a tensor is not one that
+            JAX can hold. All are reported at once.
+        RuleTypeError: The names are not a sequence of hashable names, or the tree is a module of
+            torch or the path of a file.
+
+    Warns:
+        ShardingWarning: Two tensors of torch are one, as tied weights are. Each of the two named
+            arrays would be trained by itself.
 
     >>> weights = {"layers.0.weight": np.ones((4, 3)), "layers.0.bias": np.ones(4)}
     >>> named = name_axes(weights, {"layers.*.weight": ("out", "in"), "layers.*.bias": ("out",)})
     >>> dict(named["layers.0.weight"].named_shape)
     {'out': 4, 'in': 3}
     """
+    refuse_builder("name_axes", tree)
     _check_names(patterns)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named_unit)
     problems: list[str] = []
     used: set[str] = set()
-    paths = []
+    paths: list[str] = []
+    tensors: dict[str, Any] = {}
     named = [leaf for _, leaf in leaves]
     for index, (key_path, leaf) in enumerate(leaves):
-        if is_named_unit(leaf) or not is_array_like(leaf):
-            continue
         path = path_text(key_path)
+        reader = reader_of(leaf)
+        if reader is not None and reader.bare:
+            held = reader.read(leaf)
+            if held.problem:
+                problems.append(f"{path or 'the array'}: {held.problem}.")
+                continue
+            tensors[path] = leaf
+            leaf = held.data
+        elif is_named_unit(leaf) or not is_array_like(leaf):
+            continue
         paths.append(path)
         matching = {
             pattern: patterns[pattern] for pattern in patterns if path_matches(pattern, path)
@@ -69,6 +92,7 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
             hint = f"The nearest path is {near!r}." if near else f"There are {_some(paths)}."
             problems.append(f"pattern {pattern!r} matches no array. {hint}")
     raise_all(SelectionError, "cannot name the arrays of this tree:", problems)
+    warn_of_tied_arrays("name_axes", tensors)
     return jax.tree_util.tree_unflatten(treedef, named)
 
 

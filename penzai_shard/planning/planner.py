@@ -140,7 +140,9 @@ class Planner:
         reason = ""
         # A statistic that is not made of its parameter's dimensions has no names of its own.
         unfit = leaf.whole is not None and leaf.problem
-        if leaf.names is not None and not unfit:
+        if leaf.problem and not unfit:
+            problems = (f"{leaf.problem}.",)
+        elif leaf.names is not None and not unfit:
             spec, reason, problems = self._by_names(leaf)
             if leaf.held is not None and not problems:
                 problems = self._other_than_its_own(leaf.held, leaf, spec)
@@ -235,8 +237,6 @@ class Planner:
     def _by_names(self, leaf: NamedLeaf) -> tuple[PartitionSpec, str, tuple[str, ...]]:
         """Spec, reason and problems; statistics follow the parameter that they belong to."""
         assert leaf.names is not None
-        if leaf.problem:
-            return PartitionSpec(), "", (f"{leaf.problem}.",)
         if leaf.whole is None:
             explained = self.decide(leaf.names, leaf.shape)
             reason = f"{leaf.note}: replicated" if leaf.note else explained.reason
@@ -284,7 +284,8 @@ def number_arrays(
     """
 
     def visit(leaf: NamedLeaf) -> int:
-        if leaf.names is None and leaf.dtype is None and (keep_others or callable(leaf.array)):
+        is_other = leaf.names is None and leaf.dtype is None and not leaf.problem
+        if is_other and (keep_others or callable(leaf.array)):
             others.append(leaf.path)
             return -1
         return number(leaf)

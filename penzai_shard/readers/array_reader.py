@@ -3,7 +3,7 @@
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -84,12 +84,15 @@ class ArrayReader(abc.ABC):
         shares: Whether a node that occurs twice in a tree is one array, as a mutable variable is.
             Otherwise nodes are plain values.
         naming: What a user writes to give the array of a node names; for messages.
+        bare: Whether nodes are arrays themselves, with nothing around them that would be kept, so
+            that their data stands in their place once something is done with them.
     """
 
     library: str
     extra: str
     shares: bool = False
     naming: str = "Name it with pz.nx.wrap(array).tag(...)"
+    bare: bool = False
 
     @abc.abstractmethod
     def reads(self, node_type: type) -> bool:
@@ -127,3 +130,7 @@ class ArrayReader(abc.ABC):
         For libraries that put arrays on devices when they are made.
         """
         return contextlib.nullcontext()
+
+    def memory(self, node: Any) -> Hashable | None:
+        """Equal for two nodes whose data is one and the same; None if that cannot be said."""
+        return None

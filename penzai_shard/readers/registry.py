@@ -22,6 +22,7 @@ OWN_READERS: dict[str, str] = {
     "flax.core.meta": "penzai_shard.readers.flax_linen:READER",
     "flax.nnx": "penzai_shard.readers.flax_nnx:READER",
     "haliax.core": "penzai_shard.readers.haliax_arrays:READER",
+    "torch": "penzai_shard.readers.torch_tensors:READER",
 }
 
 

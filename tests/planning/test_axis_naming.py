@@ -147,3 +147,13 @@ def test_all_unreadable_names_are_reported_at_once():
     assert "pattern 'b': ('x', 'x') uses a logical axis twice." in message
     assert "integers cannot name an axis" in message[2]
     assert "names must be hashable" in message[3]
+
+
+def test_the_path_of_a_file_is_refused_with_how_to_load_it():
+    with pytest.raises(
+        RuleTypeError,
+        match=r"name_axes takes a model or another tree of arrays, not a path, 'model\.pt'\. Load "
+        r"what is there: torch\.load\('model\.pt', map_location='cpu', weights_only=True\), or "
+        r"safetensors\.numpy\.load_file\('model\.pt'\)\.",
+    ):
+        name_axes("model.pt", NAMES)
