@@ -1,6 +1,6 @@
 """Logical axis names that other libraries write on their arrays.
 
-Each library has a module here with one reader, and each reader is one entry of ``registry``. A
+Each library has a module here with one reader, and each reader is one entry of ``announcements``. A
 reader is loaded only once its library was imported by somebody else, since a tree can hold a
 library's objects only then. Others add theirs by an entry point.
 """

@@ -80,7 +80,6 @@ class ArrayReader(abc.ABC):
     Attributes:
         library: The module that defines the types of the nodes. The reader is loaded, and asked,
             only if this module was imported already.
-        extra: The extra of this library that installs the other one.
         shares: Whether a node that occurs twice in a tree is one array, as a mutable variable is.
             Otherwise nodes are plain values.
         naming: What a user writes to give the array of a node names; for messages.
@@ -89,7 +88,6 @@ class ArrayReader(abc.ABC):
     """
 
     library: str
-    extra: str
     shares: bool = False
     naming: str = "Name it with pz.nx.wrap(array).tag(...)"
     bare: bool = False

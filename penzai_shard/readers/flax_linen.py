@@ -24,7 +24,6 @@ class _LinenReader(ArrayReader):
     """
 
     library = "flax.core.meta"
-    extra = "flax"
 
     def reads(self, node_type: type) -> bool:
         return issubclass(node_type, sys.modules["flax.core.meta"].AxisMetadata)

@@ -24,7 +24,6 @@ class _NnxReader(ArrayReader):
     """Reads every kind of ``nnx.Variable``."""
 
     library = "flax.nnx"
-    extra = "flax"
     shares = True
     naming = (
         "Name it where its layer is made, with kernel_metadata={'out_sharding': (...)} or the like "

@@ -14,7 +14,6 @@ class _HaliaxReader(ArrayReader):
     """Reads ``haliax.NamedArray``; modules of Haliax are pytrees that hold such arrays."""
 
     library = "haliax.core"
-    extra = "haliax"
 
     def reads(self, node_type: type) -> bool:
         return issubclass(node_type, sys.modules["haliax.core"].NamedArray)

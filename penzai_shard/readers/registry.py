@@ -1,29 +1,12 @@
 """Which reader reads what: our own readers, and those that other packages announce."""
 
 import functools
-import importlib
-import importlib.metadata
-import sys
 from collections.abc import Hashable
 from typing import Any
 
 from penzai_shard.errors import RuleTypeError
+from penzai_shard.readers.announcements import Announcement, active_announcements
 from penzai_shard.readers.array_reader import ArrayReader
-
-ENTRY_POINTS = "penzai_shard.readers"
-"""The group of entry points under which other packages announce their readers.
-
-The name of an entry point is the module that must have been imported for its reader to be loaded;
-what it refers to is an ``ArrayReader``.
-"""
-
-# The module that must have been imported, and the reader.
-OWN_READERS: dict[str, str] = {
-    "flax.core.meta": "penzai_shard.readers.flax_linen:READER",
-    "flax.nnx": "penzai_shard.readers.flax_nnx:READER",
-    "haliax.core": "penzai_shard.readers.haliax_arrays:READER",
-    "torch": "penzai_shard.readers.torch_tensors:READER",
-}
 
 
 def reader_of(node: Any) -> ArrayReader | None:
@@ -37,18 +20,51 @@ def reader_of(node: Any) -> ArrayReader | None:
 
 @functools.lru_cache(maxsize=4096)
 def reader_of_type(node_type: Hashable) -> ArrayReader | None:
-    """The reader of the nodes of a type, or None if no library that is known has it."""
+    """The reader of the nodes of a type, or None if no library that is known has it.
+
+    Raises:
+        RuleTypeError: Two readers read the type, or the type's library has one that is broken.
+    """
     assert isinstance(node_type, type)
     # Types of Python and of JAX, which make up most trees, belong to no reader.
     if node_type.__module__ in ("builtins", "collections"):
         return None
-    return next((reader for reader in loaded_readers() if reader.reads(node_type)), None)
+    found = [each for each in active_announcements() if _reads(each, node_type)]
+    if len(found) > 1:
+        raise RuleTypeError(
+            f"objects of the type {node_type.__module__}.{node_type.__qualname__} are read by "
+            f"{' and by '.join(map(str, found))}. Uninstall the one package or the other, or "
+            "have its reader's method reads() say no to this type."
+        )
+    return found[0].loaded() if found else None
+
+
+def _reads(announced: Announcement, node_type: type) -> bool:
+    """Whether a reader reads a type.
+
+    Raises:
+        RuleTypeError: It cannot be asked, and the type may be one that it is for.
+    """
+    reader = announced.loaded()
+    name = f"{node_type.__module__}.{node_type.__qualname__}"
+    if reader is not None:
+        try:
+            return reader.reads(node_type)
+        except Exception as error:
+            reason = f"fails when it is asked: {type(error).__name__}: {error}"
+            problem = f"{announced}, for {announced.library!r}, {reason}. {announced.mend()}"
+            announced.warn_once(problem)
+    else:
+        problem = announced.problem()
+    if announced.is_for(node_type):
+        raise RuleTypeError(f"cannot read a {name}: {problem}")
+    return False
 
 
 def loaded_readers() -> list[ArrayReader]:
     """The readers of all libraries that were imported."""
-    known = {**OWN_READERS, **_announced()}
-    return [_loaded(reference) for library, reference in known.items() if library in sys.modules]
+    loaded = (announced.loaded() for announced in active_announcements())
+    return [reader for reader in loaded if reader is not None]
 
 
 def sharing_readers() -> list[ArrayReader]:
@@ -73,24 +89,3 @@ def _is_shared_type(node_type: Hashable) -> bool:
     return any(
         reader.reads(node_type) or reader.shares_type(node_type) for reader in sharing_readers()
     )
-
-
-@functools.cache
-def _announced() -> dict[str, str]:
-    """The readers that installed packages announce, by the module that they are for."""
-    return {
-        found.name: found.value for found in importlib.metadata.entry_points(group=ENTRY_POINTS)
-    }
-
-
-@functools.cache
-def _loaded(reference: str) -> ArrayReader:
-    module, _, name = reference.partition(":")
-    reader = getattr(importlib.import_module(module), name)
-    if not isinstance(reader, ArrayReader):
-        raise RuleTypeError(
-            f"the entry point {reference!r} of group {ENTRY_POINTS!r} refers to a "
-            f"{type(reader).__name__}, which is not an ArrayReader. Give an instance of a class "
-            "that derives from penzai_shard.readers.ArrayReader."
-        )
-    return reader

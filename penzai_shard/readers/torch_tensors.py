@@ -31,7 +31,6 @@ class _TorchReader(ArrayReader):
     """Reads ordinary tensors; says of all others, and of modules, what to give in their place."""
 
     library = "torch"
-    extra = "torch"
     bare = True
     naming = "Name it with name_axes(tree, {...})"
 
