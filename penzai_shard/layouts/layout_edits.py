@@ -92,7 +92,7 @@ def layout_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
     """
     gathered = _gathered(model, mesh, asked)
     if _leaves_all_to_the_compiler(model, asked, bool(gathered)):
-        return axes_in_place() if is_layer(model) else Recipe()
+        return _nothing_moved(model) if is_layer(model) else Recipe()
     edits = Recipe()
     if asked.split_in_layers or asked.splits_vocabulary or asked.between is not None:
         edits += _vocabulary_edits(model, mesh, asked, gathered)
@@ -120,8 +120,15 @@ def layout_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
         edits += wrap(_blocks(model, asked), GatherParameters, **options)
         if asked.gather_again and asked.rematerialise is None:
             edits += wrap(GatherParameters, Checkpointed, policy="all_but_gathered")
-    # As few bytes are moved as by a step that is written by hand.
-    return edits + axes_in_place()
+    return edits + _nothing_moved(model)
+
+
+def _nothing_moved(model: Any) -> Recipe:
+    """The edit by which as few bytes are moved as by a step that is written by hand.
+
+    It undoes what Penzai's named arrays cost. Models of other libraries stay as they are.
+    """
+    return axes_in_place() if _has(model, pz.nn.Layer) else Recipe()
 
 
 def _leaves_all_to_the_compiler(model: Any, asked: EditRequest, gathers: bool) -> bool:

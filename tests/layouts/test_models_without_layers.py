@@ -1,5 +1,6 @@
 """Layouts of models that nothing is put into: dictionaries of arrays, and `blocks=()`."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ from penzai.models.simple_mlp import MLP
 
 from penzai_shard import Layout, ShardingWarning, make_mesh
 from penzai_shard.errors import RuleTypeError
-from penzai_shard.surgery import Recipe
+from penzai_shard.surgery import Recipe, axes_in_place
 
 MESH = make_mesh({"data": 4, "model": 2})
 NAMES = {"neurons": "mlp", "heads": None}
@@ -117,3 +118,11 @@ def test_what_is_done_to_blocks_needs_some(layout, tree, message):
 def test_a_model_with_unknown_layers_is_told_of_both_ways_out():
     with pytest.raises(RuleTypeError, match=r"blocks=MyBlock.* to the compiler: blocks=\(\)"):
         Layout.data_parallel().recipe(build_mlp(), MESH)
+
+
+def test_only_models_with_layers_of_penzai_are_edited_to_leave_arrays_in_place():
+    layout = Layout(parameters={}, compute={"batch": "data"}, blocks=())
+    module = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
+    assert layout.recipe(build_mlp(), MESH) == axes_in_place()
+    assert layout.recipe(module, MESH) == Recipe()
+    assert layout.recipe(module, MESH).apply(module) is module
