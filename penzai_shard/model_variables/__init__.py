@@ -1,5 +1,6 @@
 """A model's variables: what they are, taking them out, putting values back, of either API."""
 
+from penzai_shard.model_variables.bound_model import BoundModel
 from penzai_shard.model_variables.splitting import (
     TrainablePredicate,
     VariableEntry,
@@ -18,6 +19,7 @@ from penzai_shard.model_variables.variables import (
 )
 
 __all__ = [
+    "BoundModel",
     "TrainablePredicate",
     "VariableEntry",
     "VariableTable",

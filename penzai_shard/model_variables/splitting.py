@@ -25,6 +25,7 @@ from penzai.core.variables import (
 from penzai_shard.array_kinds import is_abstract, is_array_like, own_copy_of_numpy
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.model_variables import first_api
+from penzai_shard.model_variables.bound_model import BoundModel, value_in_node
 from penzai_shard.model_variables.variables import (
     is_copy,
     is_parameter,
@@ -32,8 +33,13 @@ from penzai_shard.model_variables.variables import (
     variable_name,
     with_value,
 )
-from penzai_shard.named_arrays import named_array, unnamed_data
-from penzai_shard.readers import reader_of, without_bare_arrays
+from penzai_shard.named_arrays import unnamed_data
+from penzai_shard.readers import (
+    reader_of,
+    with_repeats,
+    without_bare_arrays,
+    without_repeats,
+)
 from penzai_shard.tree_paths import path_text
 
 TrainablePredicate = Callable[[Any], bool]
@@ -94,7 +100,7 @@ class VariableEntry:
         reader = reader_of(self.template)
         if reader is not None:
             held = reader.read(self.template)
-            metadata = (held.names, held.sizes)
+            metadata = (held.names, held.sizes, jax.tree.structure(self.template))
         known = (self.name, self.kind, self.mutable, self.trainable)
         return (*known, type(self.template), metadata)
 
@@ -173,15 +179,16 @@ class VariableTable:
         """
         parameters = {e.slot(): e.thawed(params[e.name]) for e in self.parameters}
         states = {e.slot(): e.thawed(state_vars[e.name]) for e in self.states}
-        return fill_slots(unbound_model, parameters | states)
+        return with_repeats(fill_slots(unbound_model, parameters | states))
 
     def bind_for_loss(
         self, unbound_model: Any, params: Mapping[str, Any], state_vars: Mapping[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> BoundModel:
         """Puts values back for one evaluation of a loss.
 
         Parameters are bound frozen, so that a loss which assigns to one fails instead of losing
-        the assignment; state variables are bound mutable and returned, to read their new values.
+        the assignment; state variables are bound mutable, to read their new values. Variables of
+        other libraries are all mutable, and what became of them is found out afterwards.
 
         Args:
             unbound_model: What was left of the model.
@@ -189,12 +196,19 @@ class VariableTable:
             state_vars: Value of every state variable by name.
 
         Returns:
-            The model, and its mutable state variables by name.
+            The model, with the means to read what the loss did to it.
         """
         parameters = {e.slot(): e.frozen(params[e.name]) for e in self.parameters}
         variables = {e.name: e.thawed(state_vars[e.name]) for e in self.states}
         states = {e.slot(): variables[e.name] for e in self.states}
-        return fill_slots(unbound_model, parameters | states), variables
+        model = with_repeats(fill_slots(unbound_model, parameters | states))
+        own = {n: v for n, v in variables.items() if isinstance(v, AbstractVariable)}
+        others = {
+            e.name: params[e.name] if e.kind == "parameter" else state_vars[e.name]
+            for e in self.entries
+            if (reader := reader_of(e.template)) is not None and reader.shares
+        }
+        return BoundModel(model, own, others)
 
 
 def fill_slots(tree: Any, values: Mapping[AbstractVariableSlot, Any]) -> Any:
@@ -251,7 +265,7 @@ def split_model(
     def is_unit(node: Any) -> bool:
         return isinstance(node, kinds)
 
-    model = without_bare_arrays(model, "TrainState.initial_state")
+    model = without_repeats(without_bare_arrays(model, "TrainState.initial_state"))
     splitting = _Splitting(trainable)
     split, what = splitting.without_variable, "this model"
     flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_unit)
@@ -350,28 +364,29 @@ class _Splitting:
 
     def without_weight(self, path: str, leaf: Any) -> Any:
         """What stands in a tree of bare weights in place of one of its leaves."""
-        template = None
+        template, role = None, "parameter"
         reader = reader_of(leaf)
         if reader is not None:
-            # Inside a train state all arrays have their names in one way.
-            held = reader.read(leaf).fitted()
-            if held.problem:
-                self.problems.append(f"{path}: {held.problem}.")
+            role = reader.role(leaf) or role
             template = reader.with_data(leaf, None)
-            leaf = held.data if held.names is None else named_array(held.data, held.names)
-        if not pz.nx.is_namedarray(leaf) and not is_array_like(leaf):
+            leaf, problem = value_in_node(reader, leaf)
+            if problem:
+                self.problems.append(f"{path}: {problem}.")
+        if not pz.nx.is_namedarray(leaf) and not is_array_like(leaf) and template is None:
             return StaticLeaf(leaf)
         if path in self.entries:
             self.problems.append(
                 f"{path}: two weights have this path. Rename one of the keys that contain '/'."
             )
             return leaf
-        trained = floating = _is_floating(leaf)
-        if self._trainable is not None:
-            trained = _asked(self._trainable, pz.ParameterValue(label=path, value=leaf), path)
-        if trained and not floating:
-            self.problems.append(f"{path}: a trainable weight must be floating. Exclude it.")
-        return self._add(VariableEntry(path, "parameter", template, False, trained), leaf).slot()
+        trained = False
+        if role == "parameter":
+            trained = floating = _is_floating(leaf)
+            if self._trainable is not None:
+                trained = _asked(self._trainable, pz.ParameterValue(label=path, value=leaf), path)
+            if trained and not floating:
+                self.problems.append(f"{path}: a trainable weight must be floating. Exclude it.")
+        return self._add(VariableEntry(path, role, template, False, trained), leaf).slot()
 
     def _add(self, entry: VariableEntry, value: Any) -> VariableEntry:
         self.entries[entry.name] = entry

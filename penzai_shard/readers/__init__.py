@@ -9,6 +9,7 @@ from penzai_shard.readers.array_reader import ArrayReader as ArrayReader
 from penzai_shard.readers.array_reader import ReadArray as ReadArray
 from penzai_shard.readers.bare_arrays import warn_of_tied_arrays as warn_of_tied_arrays
 from penzai_shard.readers.bare_arrays import without_bare_arrays as without_bare_arrays
+from penzai_shard.readers.registry import is_shared_object as is_shared_object
 from penzai_shard.readers.registry import loaded_readers as loaded_readers
 from penzai_shard.readers.registry import reader_of as reader_of
 from penzai_shard.readers.registry import reader_of_type as reader_of_type

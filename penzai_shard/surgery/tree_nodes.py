@@ -18,6 +18,7 @@ from penzai.core.struct import Struct, is_pytree_dataclass_type, is_pytree_node_
 from penzai.core.variables import AbstractVariable
 
 from penzai_shard.library_apis.jax_api import children_of_node, keyed_children_of_node
+from penzai_shard.readers import is_shared_object
 from penzai_shard.tree_paths import key_text
 
 Keys = Sequence[Any]
@@ -139,7 +140,8 @@ def kind_of(node: Any) -> NodeKind:
         if children_of_node(node) is None:
             # Not remembered: the type may be registered as a pytree later.
             return _LEAF
-        kind = dataclasses.replace(_OTHER, is_layer=callable(node))
+        # A module whose calls change variables in it can be run in no other way.
+        kind = dataclasses.replace(_OTHER, is_layer=callable(node) and not is_shared_object(node))
         _kinds_of_others[node_type] = kind
     return kind
 
@@ -147,11 +149,13 @@ def kind_of(node: Any) -> NodeKind:
 def is_layer(value: Any) -> bool:
     """Whether a value is a layer: one that can be called, and that JAX can take apart.
 
+    Modules of Flax NNX are none: they change while they run.
+
     >>> from penzai import pz
     >>> is_layer(pz.nn.Identity()), is_layer(pz.nn.Identity), is_layer([])
     (True, False, False)
     """
-    if isinstance(value, type) or not callable(value):
+    if isinstance(value, type) or not callable(value) or is_shared_object(value):
         return False
     return children_of_node(value) is not None
 

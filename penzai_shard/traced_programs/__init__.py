@@ -6,6 +6,7 @@ initialisers; ``surgery.equivalence`` runs those of models in float64.
 """
 
 from penzai_shard.traced_programs.elementwise import ELEMENTWISE
+from penzai_shard.traced_programs.passed_through import passed_through
 from penzai_shard.traced_programs.source_locations import (
     exception_location_text,
     function_name,
@@ -34,6 +35,7 @@ __all__ = [
     "is_jit",
     "location_text",
     "opened",
+    "passed_through",
     "program_of",
     "public_name",
     "walk",

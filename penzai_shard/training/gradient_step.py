@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from penzai_shard.model_variables import BoundModel
+from penzai_shard.training.assigned_parameters import refuse_assigned
 from penzai_shard.training.aux_reductions import AuxReductions
 from penzai_shard.training.device_part import WholeBatch
 from penzai_shard.training.loss_contract import (
@@ -268,14 +270,20 @@ class Batch:
     ) -> tuple[jax.Array, tuple[Loss, Carried, Any]]:
         """One evaluation of the loss function; ``index`` is that of a microbatch, if there are."""
         rng = self.rng if index is None else jax.random.fold_in(self.rng, index)
-        model, bound = self.state.variables.bind_for_loss(
-            self.state.unbound_model,
-            self.state.params | self.device.whole(trainable),
-            carried.state_vars,
-        )
-        result = self.loss_fn(model=model, rng=rng, state=carried.loss_fn_state, **inputs)
+        params = self.state.params | self.device.whole(trainable)
+
+        def evaluated(params: dict[str, Any]) -> tuple[Any, BoundModel]:
+            bound = self.state.variables.bind_for_loss(
+                self.state.unbound_model, params, carried.state_vars
+            )
+            arguments = {"model": bound.model, "rng": rng, "state": carried.loss_fn_state}
+            return self.loss_fn(**arguments, **inputs), bound
+
+        result, bound = evaluated(params)
         loss, new_state, aux = read_result(result)
-        new_vars = {name: variable.value for name, variable in bound.items()}
+        new_vars = bound.state_values(carried.state_vars)
+        if bound.replaced_parameters(params):
+            refuse_assigned(params, lambda params: evaluated(params)[1].replaced_parameters(params))
         new = Carried(
             fit_state(carried.state_vars, new_vars, "state_vars", _FIX_STATE_VAR),
             fit_state(carried.loss_fn_state, new_state, "loss_fn_state", _FIX_LOSS_STATE),

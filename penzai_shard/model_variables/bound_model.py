@@ -1,0 +1,110 @@
+"""A model with values in it for one evaluation of a loss, and what the loss did to them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from penzai_shard.array_kinds import is_array_like
+from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.named_arrays import named_array, unnamed_data
+from penzai_shard.readers import ArrayReader, reader_of, without_repeats
+from penzai_shard.tree_paths import path_text
+
+
+def value_in_node(reader: ArrayReader, node: Any) -> tuple[Any, str]:
+    """What a train state keeps of a node of another library: inside, names are kept in one way.
+
+    Returns:
+        The value, a named array if the node gives names; and why its names cannot be used, if so.
+    """
+    held = reader.read(node)
+    if held.problem:
+        return held.data, held.problem
+    strange = [leaf for leaf in jax.tree_util.tree_leaves(held.data) if not is_array_like(leaf)]
+    if strange or (held.names is not None and not is_array_like(held.data)):
+        holds = type(strange[0] if strange else held.data).__name__
+        return held.data, f"it holds a {holds}, which is not an array. Keep it in an attribute"
+    held = held.fitted()
+    if held.names is None or held.problem:
+        return held.data, held.problem
+    return named_array(held.data, held.names), ""
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundModel:
+    """A model for one evaluation of a loss.
+
+    Attributes:
+        model: What the loss is called with.
+        variables: Penzai's mutable state variables in it, by name.
+        others: What the mutable variables of other libraries in it held at first, by name.
+    """
+
+    model: Any
+    variables: Mapping[str, Any]
+    others: Mapping[str, Any]
+
+    def state_values(self, names: Mapping[str, Any]) -> dict[str, Any]:
+        """The value that each state variable has now.
+
+        Args:
+            names: The names of the state variables, with anything.
+
+        Raises:
+            ShardingError: The loss left variables in the model that were not there before, or
+                took some away.
+        """
+        nodes = self._nodes()
+        return {
+            name: self.variables[name].value
+            if name in self.variables
+            else value_in_node(*nodes[name])[0]
+            for name in names
+        }
+
+    def replaced_parameters(self, names: Mapping[str, Any]) -> dict[str, Any]:
+        """The new values, without names, of parameters that are not what they were.
+
+        Such a parameter may still be equal: transformations of its library replace what they get.
+
+        Args:
+            names: The names of the parameters, with anything.
+        """
+        nodes = self._nodes()
+        found = {
+            name: reader.read(node).data
+            for name, (reader, node) in nodes.items()
+            if name in names and name in self.others
+        }
+        return {
+            name: data
+            for name, data in found.items()
+            if data is not unnamed_data(self.others[name])
+        }
+
+    def _nodes(self) -> dict[str, tuple[ArrayReader, Any]]:
+        """The variables of other libraries that are in the model now."""
+        if not self.others:
+            return {}
+        found = {}
+        for key_path, node in jax.tree_util.tree_leaves_with_path(
+            without_repeats(self.model), is_leaf=lambda node: reader_of(node) is not None
+        ):
+            reader = reader_of(node)
+            if reader is not None and reader.shares:
+                found[path_text(key_path)] = reader, node
+        problems = [
+            f"{name}: this {type(node).__name__} was not there before. Take it out again, for "
+            f"instance with nnx.pop, or make it when the model is made."
+            for name, (_, node) in found.items()
+            if name not in self.others
+        ]
+        problems += [
+            f"{name}: went missing. Leave it in the model."
+            for name in self.others
+            if name not in found
+        ]
+        raise_all(ShardingError, "the loss changed which variables the model has:", problems)
+        return found
