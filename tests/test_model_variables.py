@@ -107,9 +107,12 @@ def test_split_and_bind_give_the_model_back():
 def test_a_loss_gets_parameters_frozen_and_state_mutable():
     model = [pz.Parameter(value=VALUE, label="w"), pz.StateVariable(jnp.zeros(()), label="n")]
     unbound, params, states, table = model_variables.split_model(model)
-    bound, variables = table.bind_for_loss(unbound, params, states)
-    assert isinstance(bound[0], pz.ParameterValue)
-    assert bound[1] is variables["n"]
+    bound = table.bind_for_loss(unbound, params, states)
+    assert isinstance(bound.model[0], pz.ParameterValue)
+    assert isinstance(bound.model[1], pz.StateVariable)
+    bound.model[1].value += 1
+    assert bound.state_values(states) == {"n": 1}
+    assert bound.replaced_parameters(params) == {}
 
 
 def test_all_that_cannot_be_split_is_reported_at_once():

@@ -38,7 +38,7 @@ class BoundModel:
 
     Attributes:
         model: What the loss is called with.
-        variables: Penzai's mutable state variables in it, by name.
+        variables: Penzai's state variables in it, by name.
         others: What the mutable variables of other libraries in it held at first, by name.
     """
 

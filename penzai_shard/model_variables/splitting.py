@@ -202,7 +202,7 @@ class VariableTable:
         variables = {e.name: e.thawed(state_vars[e.name]) for e in self.states}
         states = {e.slot(): variables[e.name] for e in self.states}
         model = with_repeats(fill_slots(unbound_model, parameters | states))
-        own = {n: v for n, v in variables.items() if isinstance(v, AbstractVariable)}
+        own = {e.name: variables[e.name] for e in self.states if reader_of(e.template) is None}
         others = {
             e.name: params[e.name] if e.kind == "parameter" else state_vars[e.name]
             for e in self.entries
