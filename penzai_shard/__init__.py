@@ -54,6 +54,7 @@ from penzai_shard.planning import (
     make_plan,
     name_axes,
     name_to_name_sharding,
+    without_names,
 )
 from penzai_shard.processes import any_process, several_processes
 from penzai_shard.rule_presets import data_parallel, fully_sharded, tensor_parallel
@@ -166,5 +167,6 @@ __all__ = [
     "tensor_parallel",
     "train_state_sharding",
     "with_params",
+    "without_names",
     "wrap",
 ]

@@ -11,7 +11,6 @@ something else (an index, a sharding) in its place; the result has the structure
 import dataclasses
 import functools
 import os
-import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -21,6 +20,7 @@ from penzai import pz
 from penzai.core.variables import AutoStateVarLabel, LabeledVariable, LabeledVariableValue
 
 from penzai_shard.array_kinds import is_array_like
+from penzai_shard.equinox_modules import is_equinox_module_type, is_module_value
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.model_variables import first_api
 from penzai_shard.named_arrays import (
@@ -52,7 +52,7 @@ class NamedLeaf:
         note: How the names were found, where that is not plain; empty otherwise.
         problem: Why the names cannot be right; empty when they can.
         in_nameless_module: Whether it has no names because it is in a module of Equinox, whose
-            arrays never have any.
+            arrays have none of their own; other values in it are no arrays and stay as they are.
         naming: What a user writes to give it names, if another library holds it; for messages.
         held: What the reader of another library's array said of it.
     """
@@ -87,9 +87,7 @@ def _unit_kind(node_type: Hashable) -> str | None:
         return "named_value"
     if first_api.parameter_kind(node_type):
         return "named_value"
-    # Looked up, not imported: a tree can hold Equinox modules only if somebody has imported it.
-    equinox = sys.modules.get("equinox")
-    if equinox is not None and issubclass(node_type, equinox.Module):
+    if is_equinox_module_type(node_type):
         return "nameless_module"
     return None if reader_of_type(node_type) is None else "foreign_array"
 
@@ -307,7 +305,7 @@ def leaves_of(tree: Any, path: str = "") -> list[NamedLeaf]:
 
 def _plain_leaf(value: Any, path: str, in_nameless_module: bool = False) -> NamedLeaf:
     shape, dtype = (), None
-    if is_array_like(value):
+    if is_array_like(value) and not (in_nameless_module and is_module_value(value)):
         shape, dtype = tuple(np.shape(value)), jax.dtypes.result_type(value)
     return NamedLeaf(path, None, shape, dtype, value, in_nameless_module=in_nameless_module)
 

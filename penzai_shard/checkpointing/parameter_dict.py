@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import jax
+from jax.sharding import Sharding
 from penzai import pz
 from penzai.core.variables import LabeledVariable, LabeledVariableValue
 
@@ -15,6 +16,7 @@ from penzai_shard.array_kinds import is_abstract, is_array_like, is_deleted, is_
 from penzai_shard.checkpointing.array_records import record_of
 from penzai_shard.checkpointing.arrays_by_name import ArraysByName, leaves_with_paths
 from penzai_shard.checkpointing.comparison import REPLACING, Tolerance, compare
+from penzai_shard.equinox_modules import is_equinox_module, is_module_value
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 from penzai_shard.model_variables import (
     is_copy,
@@ -26,6 +28,7 @@ from penzai_shard.model_variables import (
     with_own_label,
     with_value,
 )
+from penzai_shard.named_leaves import is_named_unit
 from penzai_shard.tree_paths import join_paths, path_text
 
 
@@ -34,8 +37,8 @@ def param_dict(model: Any) -> dict[str, Any]:
 
     Args:
         model: A model of either of Penzai's APIs, with mutable, frozen, abstract or uninitialised
-            parameters; or a mapping by name, possibly nested, of which the nested names are
-            joined with slashes.
+            parameters; a module of Equinox, whose arrays are named by their paths; or a mapping by
+            name, possibly nested, of which the nested names are joined with slashes.
 
     Returns:
         A new dictionary from names to values: named arrays, as the parameters hold them.
@@ -51,6 +54,8 @@ def param_dict(model: Any) -> dict[str, Any]:
     >>> {name: dict(value.named_shape) for name, value in param_dict(model).items()}
     {'mlp/Linear.weights': {'embedding': 4, 'neurons': 8}, 'mlp/AddBias.bias': {'neurons': 8}}
     """
+    if _is_module_of_arrays(model):
+        return {path: leaf for path, leaf in _leaves_of_module(model) if _is_weight(leaf)}
     if is_parameter_mapping(model):
         found: dict[str, Any] = {}
         clashes = []
@@ -139,6 +144,11 @@ def rebuilt(model: Any, values: Mapping[str, Any], shardings: Any = None) -> Any
     >>> rebuilt({"a": {"b": 1.0}}, {"a/b": 2.0})
     {'a': {'b': 2.0}}
     """
+    if _is_module_of_arrays(model):
+        leaves = [
+            values[path] if _is_weight(leaf) else leaf for path, leaf in _leaves_of_module(model)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(model, is_leaf=is_named_unit), leaves)
     if is_parameter_mapping(model):
         return _mapped(model, lambda name, _: values[name])
     fresh: dict[Any, Any] = {}
@@ -220,6 +230,21 @@ def is_parameter_mapping(model: Any) -> TypeGuard[Mapping[str, Any]]:
     True
     """
     return isinstance(model, Mapping) and not any(True for _ in _variables(model))
+
+
+def _is_module_of_arrays(model: Any) -> bool:
+    """Whether something is a module of Equinox, and not one that holds variables of Penzai."""
+    return is_equinox_module(model) and not any(True for _ in _variables(model))
+
+
+def _leaves_of_module(module: Any) -> list[tuple[str, Any]]:
+    leaves = leaves_with_paths(module, is_named_unit)
+    return [(path_text(key_path), leaf) for key_path, leaf in leaves]
+
+
+def _is_weight(leaf: Any) -> bool:
+    """Whether a leaf of a module is an array, or a sharding in the place of one."""
+    return is_named_unit(leaf) or isinstance(leaf, Sharding) or not is_module_value(leaf)
 
 
 def _variables(tree: Any) -> Iterator[tuple[str, Any]]:

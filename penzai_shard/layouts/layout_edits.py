@@ -13,6 +13,7 @@ from penzai import pz
 from penzai.models.transformer.model_parts import TransformerBlock, TransformerFeedForward
 
 from penzai_shard.axis_rules import AxisRules
+from penzai_shard.equinox_modules import is_equinox_module
 from penzai_shard.errors import RuleTypeError, raise_all, warn_caller
 from penzai_shard.layers import (
     Checkpointed,
@@ -133,8 +134,14 @@ def _nothing_moved(model: Any) -> Recipe:
 
 def _leaves_all_to_the_compiler(model: Any, asked: EditRequest, gathers: bool) -> bool:
     """Whether there is nothing to edit, as was said by ``blocks=()``, or as there are no layers."""
-    if asked.blocks != () and any(is_layer(node) for _, node in nodes_of(model)):
+    if asked.blocks != () and any(_is_editable(node) for _, node in nodes_of(model)):
         return False
+    if asked.blocks and any(is_equinox_module(node) for _, node in nodes_of(model)):
+        raise RuleTypeError(
+            f"blocks={asked.blocks!r}: what a layout puts around blocks lays arrays out by name, "
+            f"and the {type(model).__name__} computes with plain arrays, as all modules of Equinox "
+            "do. Leave the layout of activations to the compiler: blocks=()."
+        )
     given = {
         "rematerialise": asked.rematerialise is not None,
         "manual": asked.manual,
@@ -163,6 +170,11 @@ def _leaves_all_to_the_compiler(model: Any, asked: EditRequest, gathers: bool) -
         ],
     )
     return True
+
+
+def _is_editable(node: Any) -> bool:
+    """Whether a node is a layer that computes with named arrays; those of Equinox do not."""
+    return is_layer(node) and not is_equinox_module(node)
 
 
 def _gathered(model: Any, mesh: AnyMesh, asked: EditRequest) -> dict[str, Any]:

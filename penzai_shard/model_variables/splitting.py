@@ -23,9 +23,11 @@ from penzai.core.variables import (
 )
 
 from penzai_shard.array_kinds import is_abstract, is_array_like, own_copy_of_numpy
+from penzai_shard.equinox_modules import initial_states, is_module_value, leaves_in_modules
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.model_variables import first_api
 from penzai_shard.model_variables.bound_model import BoundModel, value_in_node
+from penzai_shard.model_variables.slots import StaticLeaf, fill_slots, same
 from penzai_shard.model_variables.variables import (
     is_copy,
     is_parameter,
@@ -57,6 +59,8 @@ class VariableEntry:
             a bare weight.
         mutable: Whether the model held it as a mutable variable.
         trainable: Whether the optimizer changes it.
+        computes_plain: Whether the model's code computes with a plain array, as that of Equinox
+            modules does: a loss function then gets it without its names.
     """
 
     name: str
@@ -64,6 +68,7 @@ class VariableEntry:
     template: Any
     mutable: bool
     trainable: bool
+    computes_plain: bool = False
 
     def slot(self) -> AbstractVariableSlot:
         """The placeholder that stands in the model where the variable was."""
@@ -79,6 +84,10 @@ class VariableEntry:
             return reader.with_data(self.template, unnamed_data(value))
         return with_value(self.template, value)
 
+    def for_loss(self, value: Any) -> Any:
+        """What the model's code computes with."""
+        return unnamed_data(value) if self.computes_plain else self.frozen(value)
+
     def thawed(self, value: Any) -> Any:
         """The variable as the model held it: a new mutable one if it was mutable."""
         frozen = self.frozen(value)
@@ -90,7 +99,7 @@ class VariableEntry:
 
     def __eq__(self, other: object) -> bool:
         """Whether both describe the same variable, labels that Penzai made up left aside."""
-        return isinstance(other, VariableEntry) and _same(self._described(), other._described())
+        return isinstance(other, VariableEntry) and same(self._described(), other._described())
 
     def __hash__(self) -> int:
         return hash((self.name, self.kind, self.trainable))
@@ -101,28 +110,8 @@ class VariableEntry:
         if reader is not None:
             held = reader.read(self.template)
             metadata = (held.names, held.sizes, jax.tree.structure(self.template))
-        known = (self.name, self.kind, self.mutable, self.trainable)
+        known = (self.name, self.kind, self.mutable, self.trainable, self.computes_plain)
         return (*known, type(self.template), metadata)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class StaticLeaf:
-    """Stands in a model for a leaf that is not an array, such as a function: static data.
-
-    >>> jax.tree.leaves(StaticLeaf(max)), StaticLeaf(max) == StaticLeaf(max)
-    ([], True)
-    """
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, StaticLeaf) or type(self.value) is not type(other.value):
-            return False
-        return _same(self.value, other.value)
-
-    def __hash__(self) -> int:
-        return hash(type(self.value))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -189,6 +178,7 @@ class VariableTable:
         Parameters are bound frozen, so that a loss which assigns to one fails instead of losing
         the assignment; state variables are bound mutable, to read their new values. Variables of
         other libraries are all mutable, and what became of them is found out afterwards.
+        Modules of Equinox get plain arrays, with which their code computes.
 
         Args:
             unbound_model: What was left of the model.
@@ -198,7 +188,7 @@ class VariableTable:
         Returns:
             The model, with the means to read what the loss did to it.
         """
-        parameters = {e.slot(): e.frozen(params[e.name]) for e in self.parameters}
+        parameters = {e.slot(): e.for_loss(params[e.name]) for e in self.parameters}
         variables = {e.name: e.thawed(state_vars[e.name]) for e in self.states}
         states = {e.slot(): variables[e.name] for e in self.states}
         model = with_repeats(fill_slots(unbound_model, parameters | states))
@@ -209,22 +199,6 @@ class VariableTable:
             if (reader := reader_of(e.template)) is not None and reader.shares
         }
         return BoundModel(model, own, others)
-
-
-def fill_slots(tree: Any, values: Mapping[AbstractVariableSlot, Any]) -> Any:
-    """Replaces each slot that has a value, and puts leaves that are not arrays back.
-
-    >>> fill_slots([ParameterSlot(label="w"), 2], {ParameterSlot(label="w"): 1})
-    [1, 2]
-    """
-
-    def fill(leaf: Any) -> Any:
-        if isinstance(leaf, StaticLeaf):
-            return leaf.value
-        return values.get(leaf, leaf) if isinstance(leaf, AbstractVariableSlot) else leaf
-
-    is_leaf = (AbstractVariableSlot, StaticLeaf)
-    return jax.tree.map(fill, tree, is_leaf=lambda x: isinstance(x, is_leaf))
 
 
 def split_model(
@@ -267,12 +241,20 @@ def split_model(
 
     model = without_repeats(without_bare_arrays(model, "TrainState.initial_state"))
     splitting = _Splitting(trainable)
-    split, what = splitting.without_variable, "this model"
     flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_unit)
-    if not any(is_unit(leaf) for _, leaf in flat):
-        split, what = splitting.without_weight, "these weights"
+    if any(is_unit(leaf) for _, leaf in flat):
+        what = "this model"
+        leaves = [splitting.without_variable(path_text(path), leaf) for path, leaf in flat]
+    else:
+        what = "these weights"
+        splitting.problems += map(_has_initial_state, initial_states(model))
         flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_weight)
-    leaves = [split(path_text(key_path), leaf) for key_path, leaf in flat]
+        leaves = [
+            splitting.without_weight(path_text(path), leaf, in_module)
+            for (path, leaf), in_module in zip(
+                flat, leaves_in_modules(model, _is_weight), strict=True
+            )
+        ]
     raise_all(ShardingError, f"cannot make a train state of {what}:", splitting.problems)
     table = VariableTable(tuple(splitting.entries.values()))
     if trainable is None:
@@ -362,8 +344,10 @@ class _Splitting:
             trained = _asked(self._trainable, variable, name)
         return VariableEntry(name, "parameter", with_value(variable, None), mutable, trained)
 
-    def without_weight(self, path: str, leaf: Any) -> Any:
+    def without_weight(self, path: str, leaf: Any, in_module: bool = False) -> Any:
         """What stands in a tree of bare weights in place of one of its leaves."""
+        if in_module and not _is_weight(leaf) and is_module_value(leaf):
+            return StaticLeaf(leaf)
         template, role = None, "parameter"
         reader = reader_of(leaf)
         if reader is not None:
@@ -386,7 +370,9 @@ class _Splitting:
                 trained = _asked(self._trainable, pz.ParameterValue(label=path, value=leaf), path)
             if trained and not floating:
                 self.problems.append(f"{path}: a trainable weight must be floating. Exclude it.")
-        return self._add(VariableEntry(path, role, template, False, trained), leaf).slot()
+        computes_plain = in_module and template is None
+        entry = VariableEntry(path, role, template, False, trained, computes_plain)
+        return self._add(entry, leaf).slot()
 
     def _add(self, entry: VariableEntry, value: Any) -> VariableEntry:
         self.entries[entry.name] = entry
@@ -418,6 +404,14 @@ def _refuse_untrained(table: VariableTable) -> None:
     )
 
 
+def _has_initial_state(path: str) -> str:
+    return (
+        f"{path}: this eqx.nn.StateIndex holds the initial value of a state, which is not trained. "
+        "Make module and state with eqx.nn.make_with_state(Model)(...), and give the state to "
+        "TrainState.initial_state as loss_fn_state."
+    )
+
+
 def _is_weight(node: Any) -> bool:
     return pz.nx.is_namedarray(node) or reader_of(node) is not None
 
@@ -426,10 +420,3 @@ def _is_floating(value: Any) -> bool:
     leaves = jax.tree.leaves(value)
     dtypes = map(jax.dtypes.result_type, leaves)
     return bool(leaves) and all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
-
-
-def _same(a: Any, b: Any) -> bool:
-    try:
-        return a is b or bool(a == b)
-    except (TypeError, ValueError):
-        return False  # Metadata may hold arrays, whose comparison has no truth value.

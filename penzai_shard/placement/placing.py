@@ -16,6 +16,7 @@ from penzai_shard.array_kinds import (
     loses_integers,
     own_copy_of_numpy,
 )
+from penzai_shard.equinox_modules import module_values
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.meshes import onto_auto_twin
 from penzai_shard.model_variables import thawed
@@ -158,10 +159,11 @@ def put(tree: Any, shardings: Any, called: str) -> Any:
     others: dict[int, Any] = {}
     # Numbered as they occur, so that all processes place them in one order.
     first = _first_occurrences(nodes)
+    stays = module_values(tree)
     for index, (node, target) in enumerate(zip(nodes, targets, strict=True)):
         place = first[index]
         is_variable = isinstance(node, AbstractVariable)
-        if is_variable or is_array_like(node):
+        if is_variable or (is_array_like(node) and not stays[index]):
             values.setdefault(place, node.freeze() if is_variable else node)
             layouts.setdefault(place, target)
         else:

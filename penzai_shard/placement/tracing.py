@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh, Sharding
 
 from penzai_shard.array_kinds import is_array_like
+from penzai_shard.equinox_modules import module_values
 from penzai_shard.errors import ShardingError
 from penzai_shard.meshes import AnyMesh, auto_twin, onto_auto_twin
 from penzai_shard.placement.initializer_splitting import (
@@ -58,9 +59,14 @@ def initialized(
     def arrays_only() -> list[Any]:
         tree = without_bare_arrays(initializer(*args, **kwargs), "sharded_init")
         leaves, treedef = jax.tree_util.tree_flatten(tree)
+        arrays = [
+            is_array_like(leaf) and not stays
+            for leaf, stays in zip(leaves, module_values(tree), strict=True)
+        ]
         # A traced array must not outlive the trace.
-        returned[:] = [None if is_array_like(leaf) else leaf for leaf in leaves], treedef
-        return [leaf for leaf in leaves if is_array_like(leaf)]
+        others = [None if is_array else leaf for leaf, is_array in zip(leaves, arrays, strict=True)]
+        returned[:] = others, treedef
+        return [leaf for leaf, is_array in zip(leaves, arrays, strict=True) if is_array]
 
     with _auto_axes_context(mesh):
         traced, structs = jax.make_jaxpr(arrays_only, return_shape=True)()

@@ -5,16 +5,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from penzai import pz
 
 from penzai_shard.array_kinds import is_array_like
+from penzai_shard.equinox_modules import is_module_value, leaves_in_modules
 from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
-from penzai_shard.named_arrays import named_array
+from penzai_shard.named_arrays import named_array, unnamed_data
 from penzai_shard.named_leaves import is_named_unit, refuse_builder
 from penzai_shard.readers import reader_of, warn_of_tied_arrays
 from penzai_shard.rule_kinds import LogicalAxis, nearest_name
 from penzai_shard.tree_paths import path_matches, path_text
 
-AxisNames = Sequence[LogicalAxis | None]
+AxisNames = Sequence[LogicalAxis | None] | None
 
 
 def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
@@ -23,7 +25,12 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
     For raw dictionaries, state dictionaries of torch, and anything else whose arrays carry no
     names. Values, shapes and the containers stay; every array becomes a ``NamedArray``, or a
     ``NamedArrayView`` where a nameless dimension follows a named one. Arrays that are named
-    already, and leaves that are not arrays, stay as they are.
+    already, scalars that no pattern matches, and leaves that are not arrays, stay as they are. In a
+    module of Equinox only arrays are: numbers and texts in its fields stay too.
+
+    ``without_names`` gives the arrays back. Code that computes with plain arrays needs them so: in
+    a train state, a loss function gets modules of Equinox with plain arrays, and anything else as
+    it was given.
 
     Tensors of torch are not copied: the named array holds NumPy's view of their memory, which the
     tensor shares until it is placed or a train state is made. Those on other devices are copied to
@@ -34,8 +41,9 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
         tree: A pytree of arrays, ``jax.ShapeDtypeStruct`` objects or tensors of torch, such as
             ``module.state_dict()``.
         patterns: Names of the dimensions by path pattern, None for a dimension that stays
-            positional. ``*`` stands for one part of a path and ``**`` for any number; dots,
-            slashes and brackets all separate parts. The path of an array alone is ``""``.
+            positional; None in place of the names for an array whose dimensions all do. ``*``
+            stands for one part of a path and ``**`` for any number; dots, slashes and brackets all
+            separate parts. The path of an array alone is ``""``.
 
     Returns:
         The tree with named arrays.
@@ -64,7 +72,10 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
     paths: list[str] = []
     tensors: dict[str, Any] = {}
     named = [leaf for _, leaf in leaves]
+    in_modules = leaves_in_modules(tree, is_named_unit)
     for index, (key_path, leaf) in enumerate(leaves):
+        if in_modules[index] and is_module_value(leaf):
+            continue
         path = path_text(key_path)
         reader = reader_of(leaf)
         if reader is not None and reader.bare:
@@ -83,9 +94,10 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
         used.update(matching)
         if problem := _mismatch(path, tuple(np.shape(leaf)), matching):
             problems.append(f"{path or 'the array'}: {problem}")
-        else:
-            (names,) = matching.values()
-            named[index] = _named(leaf, tuple(names))
+            continue
+        named[index] = leaf
+        for names in matching.values():
+            named[index] = _named(leaf, (None,) * np.ndim(leaf) if names is None else names)
     for pattern in patterns:
         if pattern not in used:
             near = nearest_name(pattern, paths)
@@ -105,6 +117,8 @@ def _check_names(patterns: Any) -> None:
         )
     problems = []
     for pattern, names in patterns.items():
+        if names is None:
+            continue
         if isinstance(names, str) or not isinstance(names, Sequence):
             problems.append(
                 f"pattern {pattern!r}: names must be a tuple, not {names!r}. Write ({names!r},)."
@@ -126,6 +140,8 @@ def _check_names(patterns: Any) -> None:
 def _mismatch(path: str, shape: tuple[int, ...], matching: Mapping[str, AxisNames]) -> str:
     """Why an array cannot get its names from the patterns that match its path; empty if it can."""
     example = tuple(f"axis_{i}" for i in range(len(shape)))
+    if not matching and not shape:
+        return ""
     if not matching:
         return f"no pattern matches this array of shape {shape}. Add {path!r}: {example}."
     if len(matching) > 1:
@@ -133,7 +149,7 @@ def _mismatch(path: str, shape: tuple[int, ...], matching: Mapping[str, AxisName
             f"matched by {' and '.join(map(repr, matching))}. Make the patterns exclude each other."
         )
     ((pattern, names),) = matching.items()
-    if len(names) == len(shape):
+    if names is None or len(names) == len(shape):
         return ""
     return (
         f"pattern {pattern!r} gives {len(names)} logical axes {tuple(names)} to an array of rank "
@@ -146,7 +162,30 @@ def _some(paths: Sequence[str]) -> str:
     return (shown + (", ..." if len(paths) > 3 else "")) or "no arrays without names"
 
 
-def _named(array: Any, names: tuple[LogicalAxis | None, ...]) -> Any:
+def _named(array: Any, names: Sequence[LogicalAxis | None]) -> Any:
     if isinstance(array, bool | int | float | complex):
         array = np.asarray(array)
-    return named_array(array, names)
+    return named_array(array, tuple(names))
+
+
+def without_names(tree: Any) -> Any:
+    """A tree with plain arrays in place of Penzai's named arrays: the inverse of ``name_axes``.
+
+    For code that computes with plain arrays, ``self.weight @ x``. No data is moved or copied, and
+    arrays stay where they are placed.
+
+    Args:
+        tree: A pytree with ``NamedArray`` and ``NamedArrayView`` objects in it; their data may be
+            arrays, ``jax.ShapeDtypeStruct`` objects, tracers or shardings. Mutable variables of
+            Penzai stay as they are.
+
+    Returns:
+        The tree with the data of each, its dimensions in the order of the data, which is the one
+        that ``name_axes`` was given. Anything else is as it was.
+
+    >>> weights = {"weight": np.ones((4, 3)), "scale": 2.0}
+    >>> named = name_axes(weights, {"weight": ("out", "in")})
+    >>> {name: np.shape(array) for name, array in without_names(named).items()}
+    {'scale': (), 'weight': (4, 3)}
+    """
+    return jax.tree_util.tree_map(unnamed_data, tree, is_leaf=pz.nx.is_namedarray)

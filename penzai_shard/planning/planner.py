@@ -269,7 +269,8 @@ def number_arrays(
     """The tree with a number in place of every array, and -1 for leaves that are not meant as one.
 
     Models of other libraries have functions and classes among their leaves. Text, or an array of
-    it, is more likely a mistake, unless whoever made the tree keeps all ``others``.
+    it, is more likely a mistake, unless it is in a module of Equinox, or whoever made the tree
+    keeps all ``others``.
 
     Args:
         tree: The tree.
@@ -285,7 +286,7 @@ def number_arrays(
 
     def visit(leaf: NamedLeaf) -> int:
         is_other = leaf.names is None and leaf.dtype is None and not leaf.problem
-        if is_other and (keep_others or callable(leaf.array)):
+        if is_other and (keep_others or leaf.in_nameless_module or callable(leaf.array)):
             others.append(leaf.path)
             return -1
         return number(leaf)
