@@ -11,6 +11,7 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import resolve_policy
 from penzai_shard.layouts.building import build_state_and_step
+from penzai_shard.layouts.computing import computing_by
 from penzai_shard.layouts.layout_edits import EditRequest, layout_edits
 from penzai_shard.layouts.model_roles import (
     OF_LAYERS,
@@ -285,6 +286,35 @@ class Layout(LayoutPresets, NotebookView):
             for name in group
         )
 
+    def computing(self, loss_fn: Callable[..., Any], mesh: AnyMesh) -> Callable[..., Any]:
+        """A loss function whose model computes in this layout, for an evaluation step of its own.
+
+        What ``build`` gives the train step. It concerns models that constrain their activations
+        themselves, as Flax linen's do with ``nn.with_logical_constraint``: ``compute`` and the
+        mesh are in force in them. For any other model the function is as it was.
+
+        Args:
+            loss_fn: As for ``build_train_step_fn``.
+            mesh: The mesh.
+
+        Returns:
+            A loss function of the same signature.
+
+        Raises:
+            RuleTypeError: When it is called: the model's library cannot follow ``compute``, or has
+                other rules in force.
+
+        >>> from penzai_shard.meshes import make_mesh
+        >>> def loss_fn(model, rng, state, x):
+        ...     return (model["w"] * x).sum(), state, {}
+        >>> in_layout = Layout.fully_sharded().computing(loss_fn, make_mesh({"data": 8}))
+        >>> float(in_layout(model={"w": jax.numpy.ones(3)}, rng=None, state=None, x=2.0)[0])
+        6.0
+        """
+        if not callable(loss_fn):
+            return loss_fn  # Refused by whoever gets it.
+        return computing_by(loss_fn, mesh, lambda model: self.for_model(model, mesh).compute)
+
     def build(
         self,
         initializer: Callable[..., Any],
@@ -330,7 +360,7 @@ class Layout(LayoutPresets, NotebookView):
             parameters=layout.parameters,
             optimizer_rules=layout.optimizer,
             edited=functools.partial(_edited, self, mesh),
-            loss_fn=loss_fn,
+            loss_fn=self.computing(loss_fn, mesh),
             optimizer=optimizer,
             rng=rng,
             step_options=step_options,

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.meshes import AnyMesh
 from penzai_shard.rule_kinds import LogicalAxis, dimension_texts
 
 Role = Literal["parameter", "state"]
@@ -132,3 +134,22 @@ class ArrayReader(abc.ABC):
     def memory(self, node: Any) -> Hashable | None:
         """Equal for two nodes whose data is one and the same; None if that cannot be said."""
         return None
+
+    def constrains(self, model: Any) -> bool:
+        """Whether a model may constrain its activations itself, by logical axes."""
+        return False
+
+    def computing(
+        self, model: Any, mesh: AnyMesh, rules: AxisRules
+    ) -> contextlib.AbstractContextManager[Any]:
+        """What is in force while a loss is computed with such a model; gives the model to use.
+
+        Args:
+            model: The model, with values in it.
+            mesh: The mesh, its axes Auto.
+            rules: The rules for activations.
+
+        Raises:
+            RuleTypeError: The library cannot follow the rules.
+        """
+        return contextlib.nullcontext(model)

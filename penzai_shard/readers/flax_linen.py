@@ -3,15 +3,20 @@
 Source: Flax, "Scale up Flax Modules on multiple devices", and ``flax.core.meta``.
 """
 
+import contextlib
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.errors import RuleTypeError, raise_all
+from penzai_shard.library_apis.jax_api import manual_mesh_axes
+from penzai_shard.meshes import AnyMesh
 from penzai_shard.readers.array_reader import ArrayReader, ReadArray
-from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.rule_kinds import IdentityRule, LogicalAxis, NameRule
 
 _EXAMPLE = 'nn.with_logical_partitioning(initializer, ("embed", "hidden"))'
 
@@ -30,7 +35,7 @@ class _LinenReader(ArrayReader):
 
     def read(self, node: Any) -> ReadArray:
         data, kind = _content(node), type(node).__name__
-        if isinstance(data, sys.modules["flax.core.meta"].AxisMetadata):
+        if self.is_box(data):
             return ReadArray(
                 data,
                 (),
@@ -47,6 +52,37 @@ class _LinenReader(ArrayReader):
 
     def with_data(self, node: Any, data: Any) -> Any:
         return node.replace_boxed(data)
+
+    def constrains(self, model: Any) -> bool:
+        if "flax.linen" not in sys.modules:
+            return False
+        nodes = jax.tree_util.tree_leaves(model, is_leaf=self.is_box)
+        return any(map(self.is_box, nodes)) or (isinstance(model, Mapping) and "params" in model)
+
+    @contextlib.contextmanager
+    def computing(self, model: Any, mesh: AnyMesh, rules: AxisRules) -> Iterator[Any]:
+        """Flax's own context of rules, and the mesh that its constraints are for.
+
+        Constraints of activations follow them. Parameters stay as they are stored, and the
+        compiler gathers them where they are used: a constraint of each of them where it leaves its
+        box, which Flax then makes too, would gather all layers of a scanned model at once.
+        """
+        linen = sys.modules["flax.linen"]
+        pairs = _flax_rules(rules, mesh)
+        given = linen.get_logical_axis_rules()
+        if given and tuple(given) != pairs:
+            raise RuleTypeError(
+                f"nn.logical_axis_rules is in force with other rules, {tuple(given)}, than those "
+                f"by which this layout computes, {pairs}. Leave it out around the step, or give "
+                "the layout these rules: compute=rules."
+            )
+        loose = jax.tree_util.tree_map(_without_constraint, model, is_leaf=self.is_box)
+        with linen.logical_axis_rules(pairs), _in_mesh(mesh):
+            yield loose
+
+    def is_box(self, node: Any) -> bool:
+        """Whether a node is a box."""
+        return isinstance(node, sys.modules["flax.core.meta"].AxisMetadata)
 
 
 def _content(box: Any) -> Any:
@@ -96,6 +132,61 @@ def _read_names(given: Any) -> tuple[tuple[LogicalAxis | None, ...], str]:
             return (), f"have {name!r} among them, which is not a name. Write a text, or None"
         names.append(name)
     return tuple(names), ""
+
+
+def _without_constraint(node: Any) -> Any:
+    """A box that constrains nothing when what is in it is used; of a user's own kind as it is."""
+    if type(node) is sys.modules["flax.core.meta"].Partitioned or type(node) is _logical_box():
+        return _logical_box()(node.value, node.names, rules=())
+    return node
+
+
+def _logical_box() -> Any:
+    return sys.modules["flax.linen"].LogicallyPartitioned
+
+
+def _flax_rules(rules: AxisRules, mesh: AnyMesh) -> tuple[tuple[str, Any], ...]:
+    """Rules in the form that Flax has for them: pairs, the first of a name that is free winning.
+
+    Mesh axes that a surrounding ``jax.shard_map`` has taken over are left out, as there every
+    device has its own part along them.
+    """
+    manual = manual_mesh_axes()
+    pairs: list[tuple[str, Any]] = []
+    problems = []
+    for rule in rules.rules:
+        named: list[tuple[LogicalAxis, tuple[str, ...]]] = []
+        if isinstance(rule, NameRule):
+            named = [(rule.logical_axis, rule.mesh_axes)]
+        elif isinstance(rule, IdentityRule):
+            named = [(name, (name,)) for name in mesh.shape if name not in rules.logical_axes]
+        else:
+            problems.append(f"{rule}: Flax has only rules for names. Leave it out of compute.")
+        for name, mesh_axes in named:
+            if isinstance(name, str):
+                free = tuple(axis for axis in mesh_axes if axis not in manual)
+                pairs.append((name, free[0] if len(free) == 1 else free or None))
+            elif name != mesh_axes:
+                problems.append(f"{rule}: Flax has only texts as names. Leave it out of compute.")
+    raise_all(
+        RuleTypeError,
+        "this model constrains its activations by Flax's logical axis rules, which cannot say all "
+        "that the layout's compute says:",
+        problems,
+    )
+    return tuple(pairs)
+
+
+def _in_mesh(mesh: AnyMesh) -> contextlib.AbstractContextManager[Any]:
+    """The mesh as the one of the context, where there is none that ``jax.shard_map`` has made."""
+    if manual_mesh_axes():
+        return contextlib.nullcontext()
+    try:
+        jax.sharding.get_mesh()
+    except ValueError:  # While JAX traces a program, which has no devices yet.
+        abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+        return jax.sharding.use_abstract_mesh(abstract)
+    return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext()
 
 
 READER = _LinenReader()
