@@ -253,7 +253,7 @@ class Layout(LayoutPresets, NotebookView):
         """Places a batch: split along the logical axes of the batch, and along no other.
 
         Args:
-            batch: A tree of named arrays.
+            batch: A tree of named arrays; or of plain ones, with ``first_axis="batch"``.
             mesh: The mesh.
             **options: Further arguments of ``penzai_shard.shard_batch``.
 
@@ -265,13 +265,15 @@ class Layout(LayoutPresets, NotebookView):
                 the batch, so that every device would compute all of it.
         """
         present = {name for leaf in leaves_of(batch) for name in leaf.names or ()}
+        present |= {name for name in (options.get("first_axis"),) if name is not None}
         wanted = self.batch_rules.logical_axes
         if wanted and present.isdisjoint(wanted):
             known = ", ".join(map(repr, sorted(present, key=str))) or "no logical axes"
             raise RuleTypeError(
                 f"no array of this batch has logical axis {' or '.join(map(repr, wanted))}; it has "
-                f"{known}. Name it so, pz.nx.wrap(x, {wanted[0]!r}, ...), or tell the layout what "
-                'it is called: names={"batch": "..."}.'
+                f"{known}. Name it so, pz.nx.wrap(x, {wanted[0]!r}, ...), or, if its arrays stay "
+                f"plain, say first_axis={wanted[0]!r}; or tell the layout what it is called: "
+                'names={"batch": "..."}.'
             )
         return shard_batch(batch, mesh, self.batch_rules, **options)
 

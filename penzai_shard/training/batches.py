@@ -2,12 +2,19 @@
 
 from typing import Any
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 
+from penzai_shard.array_kinds import is_array_like
+from penzai_shard.errors import PlanError, RuleTypeError
 from penzai_shard.meshes import AnyMesh
+from penzai_shard.named_arrays import named_array, unnamed_data
+from penzai_shard.named_leaves import is_named_unit
 from penzai_shard.placement import put
 from penzai_shard.planning import PlacingRequest, ShardingPlan
-from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
+from penzai_shard.readers import without_bare_arrays
+from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed
 from penzai_shard.training.local_batches import shard_parts
 
 
@@ -21,8 +28,12 @@ def shard_batch(
     on_unnamed: OnUnnamed = "error",
     plan: ShardingPlan | None = None,
     local: bool = False,
+    first_axis: LogicalAxis | None = None,
 ) -> Any:
     """Places a batch on a mesh, each named array as the rules say.
+
+    Models of other libraries take plain arrays: ``first_axis="batch"`` says what their first
+    dimension is, and they are placed by it and stay plain.
 
     In a job of several processes, each gives either the same whole batch, or its own part of it
     (``local=True``), with ``jax.make_array_from_process_local_data``. Nothing goes through
@@ -43,11 +54,14 @@ def shard_batch(
             as many as every other process. Along dimensions that are split over processes, the
             length of the whole is the sum. Processes whose devices have the same part give the
             same data. With one process it changes nothing.
+        first_axis: The logical axis of the first dimension of arrays that carry no names. Their
+            other dimensions are positional. None refuses such arrays.
 
     Returns:
         The batch, its arrays on the mesh. Arrays that are laid out so already are not copied.
 
     Raises:
+        RuleTypeError: Arguments that do not go together, or cannot be read.
         ShardingError: An array has no names, or has no valid layout; all are reported at once.
             Of several processes: what they give differs where it must be the same, in form or
             data; all of them raise it.
@@ -61,11 +75,63 @@ def shard_batch(
     >>> batch = {"x": pz.nx.wrap(np.ones((16, 4)), "batch", "features")}
     >>> shard_batch(batch, make_mesh({"data": 8}), {"batch": "data"})["x"].data_array.sharding.spec
     P('data',)
+    >>> mesh, rules = make_mesh({"data": 8}), {"batch": "data"}
+    >>> shard_batch({"x": np.ones((16, 4))}, mesh, rules, first_axis="batch")["x"].sharding.spec
+    P('data',)
     """
+    if first_axis is not None and plan is not None:
+        raise RuleTypeError(
+            "shard_batch: a plan says where everything goes, so give either plan, or mesh, "
+            "rules and first_axis."
+        )
     request = PlacingRequest.read(
         "shard_batch", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
     )
+    if first_axis is None:
+        try:
+            return _placed(batch, request, local)
+        except PlanError as error:
+            if on_unnamed != "error" or not _plain_arrays(batch):
+                raise
+            raise PlanError(
+                "no valid layout for some arrays of this batch; say what the first dimension of "
+                'plain ones is, first_axis="batch", or:',
+                error.problems,
+            ) from error
+    batch = without_bare_arrays(batch, "shard_batch")
+    return _named_as(batch, _placed(_with_first_axis(batch, first_axis), request, local))
+
+
+def _placed(batch: Any, request: PlacingRequest, local: bool) -> Any:
     mesh = request.mesh
     if local and isinstance(mesh, Mesh) and mesh.is_multi_process:
         return shard_parts(batch, request)
     return put(batch, request.sharding_tree(batch), "shard_batch")
+
+
+def _is_plain(leaf: Any) -> bool:
+    return not is_named_unit(leaf) and is_array_like(leaf) and np.ndim(leaf) > 0
+
+
+def _plain_arrays(batch: Any) -> list[Any]:
+    return list(filter(_is_plain, jax.tree_util.tree_leaves(batch, is_leaf=is_named_unit)))
+
+
+def _with_first_axis(batch: Any, name: LogicalAxis) -> Any:
+    """A batch whose plain arrays have a name for their first dimension."""
+
+    def named(leaf: Any) -> Any:
+        if not _is_plain(leaf):
+            return leaf
+        return named_array(leaf, (name, *(None,) * (np.ndim(leaf) - 1)))
+
+    return jax.tree_util.tree_map(named, batch, is_leaf=is_named_unit)
+
+
+def _named_as(batch: Any, placed: Any) -> Any:
+    """A placed batch without the names that were given to what was plain before."""
+
+    def restored(given: Any, leaf: Any) -> Any:
+        return leaf if is_named_unit(given) else unnamed_data(leaf)
+
+    return jax.tree_util.tree_map(restored, batch, placed, is_leaf=is_named_unit)

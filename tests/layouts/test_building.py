@@ -138,7 +138,8 @@ def test_a_batch_without_a_batch_axis_is_refused():
     with pytest.raises(
         RuleTypeError,
         match=r"no array of this batch has logical axis 'batch'; it has 'examples', 'seq'\. Name "
-        r"it so, pz\.nx\.wrap\(x, 'batch', \.\.\.\), or tell the layout what it is called: "
+        r"it so, pz\.nx\.wrap\(x, 'batch', \.\.\.\), or, if its arrays stay plain, say "
+        r"first_axis='batch'; or tell the layout what it is called: "
         r'names=\{"batch": "\.\.\."\}',
     ):
         Layout.fully_sharded().shard_batch({"tokens": tokens}, make_mesh({"data": 8}))

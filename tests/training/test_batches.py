@@ -4,8 +4,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
-from penzai_shard.errors import ShardingError
+from penzai_shard.errors import PlanError, RuleTypeError, ShardingError
+from penzai_shard.layouts import Layout
 from penzai_shard.meshes import auto_twin
+from penzai_shard.planning import make_plan
 from penzai_shard.training import shard_batch
 
 
@@ -56,3 +58,43 @@ def test_placed_batch_is_not_copied(mesh):
     ]
     assert pointers[0] == pointers[1]
     assert isinstance(again.data_array, jax.Array)
+
+
+def test_plain_arrays_are_placed_by_their_first_axis_and_stay_plain(mesh):
+    batch = {
+        "x": np.arange(48.0, dtype=np.float32).reshape(8, 6),
+        "y": np.ones(8),
+        "n": 3,
+        "named": pz.nx.ones({"features": 2, "batch": 8}),
+    }
+    placed = shard_batch(batch, mesh, {"batch": "data", "features": "model"}, first_axis="batch")
+    for name in ("x", "y"):
+        assert placed[name].sharding == NamedSharding(mesh, PartitionSpec("data"))
+        np.testing.assert_array_equal(placed[name], batch[name])
+    assert placed["n"].sharding == NamedSharding(mesh, PartitionSpec())
+    assert placed["named"].named_shape == {"features": 2, "batch": 8}
+    assert placed["named"].data_array.sharding.spec == PartitionSpec("model", "data")
+
+
+def test_a_first_axis_that_does_not_divide_or_stands_beside_a_plan_is_refused(mesh):
+    rules = {"batch": "data"}
+    with pytest.raises(PlanError, match=r"x: logical axis 'batch' \(6\) does not divide"):
+        shard_batch({"x": np.ones((6, 8))}, mesh, rules, first_axis="batch")
+    plan = make_plan({"x": pz.nx.ones({"batch": 8})}, mesh, rules)
+    with pytest.raises(RuleTypeError, match="give either plan, or mesh, rules and first_axis"):
+        shard_batch({"x": np.ones(8)}, plan=plan, first_axis="batch")
+
+
+def test_the_refusal_of_plain_arrays_says_how_they_are_placed(mesh):
+    with pytest.raises(PlanError, match='first dimension of plain ones is, first_axis="batch"'):
+        shard_batch({"x": np.ones((8, 2))}, mesh, {"batch": "data"})
+    with pytest.raises(PlanError, match="no valid layout for some arrays:"):
+        shard_batch({"x": pz.nx.ones({"batch": 6})}, mesh, {"batch": "data"})
+
+
+def test_a_layout_places_plain_batches_by_its_own_rules(mesh):
+    layout = Layout(parameters={}, compute={"batch": ("data", "model"), "features": "model"})
+    placed = layout.shard_batch({"x": np.ones((8, 2))}, mesh, first_axis="batch")
+    assert placed["x"].sharding == NamedSharding(mesh, PartitionSpec(("data", "model")))
+    with pytest.raises(RuleTypeError, match="no array of this batch has logical axis 'batch'"):
+        layout.shard_batch({"x": np.ones((8, 2))}, mesh, first_axis="examples")
