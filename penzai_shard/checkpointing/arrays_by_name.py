@@ -12,6 +12,7 @@ from penzai.core.variables import LabeledVariable
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 from penzai_shard.model_variables import thawed, with_own_label
 from penzai_shard.named_leaves import NamedLeaf, is_named_unit, map_arrays
+from penzai_shard.readers import with_repeats, without_repeats
 from penzai_shard.surgery import strip
 from penzai_shard.tree_paths import array_path_text, path_text
 
@@ -48,6 +49,7 @@ class ArraysByName:
                 something of another library that is not an array.
             RuleTypeError: The keys of some dictionary cannot be sorted.
         """
+        tree = without_repeats(tree)
         if doing:
             _refuse_permuted_positions(tree, doing)
         visited: list[NamedLeaf] = []
@@ -102,7 +104,8 @@ class ArraysByName:
                 fresh[id(node)] = with_own_label(thawed(value))
             return fresh[id(node)]
 
-        return jax.tree_util.tree_map(as_in_tree, self.tree, map_arrays(self.tree, array_of))
+        made = jax.tree_util.tree_map(as_in_tree, self.tree, map_arrays(self.tree, array_of))
+        return with_repeats(made)
 
 
 def _paths_of_numbers(tree: Any) -> dict[int, str]:

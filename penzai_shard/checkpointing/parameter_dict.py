@@ -22,13 +22,16 @@ from penzai_shard.model_variables import (
     is_copy,
     is_parameter,
     is_variable,
+    problem_of,
     thawed,
     value_of,
     variable_name,
     with_own_label,
     with_value,
 )
+from penzai_shard.named_arrays import unnamed_data
 from penzai_shard.named_leaves import is_named_unit
+from penzai_shard.readers import with_repeats, without_repeats
 from penzai_shard.tree_paths import join_paths, path_text
 
 
@@ -37,8 +40,9 @@ def param_dict(model: Any) -> dict[str, Any]:
 
     Args:
         model: A model of either of Penzai's APIs, with mutable, frozen, abstract or uninitialised
-            parameters; a module of Equinox, whose arrays are named by their paths; or a mapping by
-            name, possibly nested, of which the nested names are joined with slashes.
+            parameters; a module of Equinox, whose arrays are named by their paths; a module or a
+            state of Flax NNX, whose parameters are; or a mapping by name, possibly nested, of which
+            the nested names are joined with slashes.
 
     Returns:
         A new dictionary from names to values: named arrays, as the parameters hold them.
@@ -46,7 +50,8 @@ def param_dict(model: Any) -> dict[str, Any]:
         times in the model is given once.
 
     Raises:
-        CheckpointMismatchError: Two different parameters have one name.
+        CheckpointMismatchError: Two different parameters have one name, or the axis names of one
+            cannot be used.
         RuleTypeError: What was given is an array and not a model.
 
     >>> model = pz.nn.Affine.from_config(
@@ -74,11 +79,13 @@ def param_dict(model: Any) -> dict[str, Any]:
             "array. Pass {'name': array}."
         )
     places: dict[str, tuple[str, Any]] = {}
-    problems = []
+    problems, unusable = [], []
     for path, node in _variables(model):
         if not is_parameter(node):
             continue
-        name = variable_name(node)
+        name = variable_name(node, path)
+        if problem := problem_of(node):
+            unusable.append(f"{path}: {problem}.")
         if name not in places:
             places[name] = (path, node)
         elif not _same_parameter(places[name][1], node):
@@ -88,6 +95,7 @@ def param_dict(model: Any) -> dict[str, Any]:
                 "or another name at construction; or put the same Parameter object at both places."
             )
     raise_all(CheckpointMismatchError, "cannot tell parameters apart by name:", problems)
+    raise_all(CheckpointMismatchError, "cannot read some parameters:", unusable)
     return {name: value_of(node) for name, (_, node) in places.items()}
 
 
@@ -126,14 +134,14 @@ def with_params(model: Any, params: Mapping[str, Any]) -> Any:
         compare_dtypes=False,
     )
     arrays = {name: leaf.array for name, leaf in given.leaves.items()}
-    return rebuilt(model, own.filled(arrays))
+    return rebuilt(without_repeats(model), own.filled(arrays))
 
 
 def rebuilt(model: Any, values: Mapping[str, Any], shardings: Any = None) -> Any:
     """A model with other parameter values and fresh variables.
 
     Args:
-        model: What ``param_dict`` takes.
+        model: What ``param_dict`` takes, without repeats.
         values: The value of each parameter by name.
         shardings: The sharding tree of the model's plan: where every other array is put, those of
             constants and those that state variables hold. They stay where they are by default.
@@ -153,12 +161,20 @@ def rebuilt(model: Any, values: Mapping[str, Any], shardings: Any = None) -> Any
         return _mapped(model, lambda name, _: values[name])
     fresh: dict[Any, Any] = {}
 
-    def place(node: Any, layout: Any = None) -> Any:
+    def place(path: str, node: Any, layout: Any = None) -> Any:
         if not is_variable(node):
             return _put(node, layout)
         if not isinstance(node, LabeledVariable | LabeledVariableValue):
-            # A parameter of Penzai's first API is a plain value with a name, shared by nobody.
-            return with_value(node, values[variable_name(node)])
+            # A parameter of Penzai's first API is a plain value with a name, shared by nobody; of
+            # another library's variables there is one of each here.
+            if is_parameter(node):
+                return with_value(node, values[variable_name(node, path)])
+            if layout is None:
+                return with_value(node, value_of(node))
+            value = jax.tree_util.tree_map(
+                _put, unnamed_data(value_of(node)), unnamed_data(value_of(layout))
+            )
+            return with_value(node, value)
         slot = node.get_slot()
         if slot not in fresh:
             if is_parameter(node):
@@ -170,12 +186,17 @@ def rebuilt(model: Any, values: Mapping[str, Any], shardings: Any = None) -> Any
             fresh[slot] = _fresh_variable(node, value)
         return fresh[slot]
 
-    if shardings is None:
-        return jax.tree_util.tree_map(place, model, is_leaf=is_variable)
     treedef: Any
-    nodes, treedef = jax.tree_util.tree_flatten(model, is_leaf=is_variable)
-    layouts = treedef.flatten_up_to(shardings)
-    return treedef.unflatten([place(*both) for both in zip(nodes, layouts, strict=True)])
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_variable)
+    layouts = [None] * len(nodes) if shardings is None else treedef.flatten_up_to(shardings)
+    return with_repeats(
+        treedef.unflatten(
+            [
+                place(path_text(path), node, layout)
+                for (path, node), layout in zip(nodes, layouts, strict=True)
+            ]
+        )
+    )
 
 
 def _put(leaf: Any, sharding: Any) -> Any:
@@ -215,7 +236,7 @@ def refuse_states_without_values(model: Any, headline: str) -> None:
 
 
 def _lack_of(state_variable: Any) -> str:
-    leaves = jax.tree_util.tree_leaves(state_variable.value)
+    leaves = jax.tree_util.tree_leaves(value_of(state_variable))
     if any(map(is_abstract, leaves)):
         return "a shape and no value"
     if any(map(is_deleted, leaves)):
@@ -248,7 +269,7 @@ def _is_weight(leaf: Any) -> bool:
 
 
 def _variables(tree: Any) -> Iterator[tuple[str, Any]]:
-    for key_path, node in leaves_with_paths(tree, is_variable):
+    for key_path, node in leaves_with_paths(without_repeats(tree), is_variable):
         if is_variable(node):
             yield path_text(key_path), node
 

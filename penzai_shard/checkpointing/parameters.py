@@ -18,6 +18,7 @@ from penzai_shard.checkpointing.restoring import restore_arrays
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import PlacingRequest, PlanRequest, ShardingPlan
+from penzai_shard.readers import without_repeats
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
 
@@ -184,6 +185,7 @@ def restore_params(
     request = PlacingRequest.read(
         "restore_params", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
     )
+    model = without_repeats(model)
     own = ArraysByName(param_dict(model), "restoring")
     refuse_states_without_values(model, "restoring parameters leaves these without values:")
     model_plan = request.plan(model)

@@ -277,8 +277,8 @@ def _check_covered(model: Any, edits: Recipe, asked: EditRequest) -> None:
         split = [name for name in asked.split_in_layers if name in names]
         if split and asked.vocabulary not in names:
             problems.append(
-                f"{variable_name(leaf)}: logical axis {split[0]!r} is split, and the parameter is "
-                f"in no layer that the layout knows ({path}). Give that layer too: "
+                f"{variable_name(leaf, path)}: logical axis {split[0]!r} is split, and the "
+                f"parameter is in no layer that the layout knows ({path}). Give that layer too: "
                 "blocks=(..., MyLayer), each a layer that reads activations and gives what is "
                 "added to them."
             )

@@ -22,13 +22,15 @@ def value_in_node(reader: ArrayReader, node: Any) -> tuple[Any, str]:
     held = reader.read(node)
     if held.problem:
         return held.data, held.problem
-    strange = [leaf for leaf in jax.tree_util.tree_leaves(held.data) if not is_array_like(leaf)]
-    if strange or (held.names is not None and not is_array_like(held.data)):
-        holds = type(strange[0] if strange else held.data).__name__
-        return held.data, f"it holds a {holds}, which is not an array. Keep it in an attribute"
+    if held.names is not None and not jax.tree_util.all_leaves([held.data]):
+        kind = type(held.data).__name__
+        return held.data, f"it has axis names, {held.names}, and holds a {kind}, not an array"
+    if held.names is None or not is_array_like(held.data):
+        return held.data, ""
     held = held.fitted()
-    if held.names is None or held.problem:
+    if held.problem:
         return held.data, held.problem
+    assert held.names is not None
     return named_array(held.data, held.names), ""
 
 

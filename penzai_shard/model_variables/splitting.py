@@ -354,6 +354,9 @@ class _Splitting:
             role = reader.role(leaf) or role
             template = reader.with_data(leaf, None)
             leaf, problem = value_in_node(reader, leaf)
+            others = [part for part in jax.tree.leaves(leaf) if not is_array_like(part)]
+            if others and not problem:
+                problem = f"it holds a {type(others[0]).__name__}. Keep it in an attribute"
             if problem:
                 self.problems.append(f"{path}: {problem}.")
         if not pz.nx.is_namedarray(leaf) and not is_array_like(leaf) and template is None:

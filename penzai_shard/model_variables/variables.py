@@ -16,40 +16,73 @@ from penzai.core.variables import (
 
 from penzai_shard.array_kinds import is_abstract, is_traced
 from penzai_shard.model_variables import first_api
+from penzai_shard.model_variables.bound_model import value_in_node
+from penzai_shard.named_arrays import unnamed_data
+from penzai_shard.readers import Role, reader_of
 
 
 def is_variable(node: Any) -> bool:
     """Whether a node is a parameter or a state variable, mutable or frozen, of either API.
 
+    Variables of other libraries, such as Flax NNX, are variables too.
+
     >>> is_variable(pz.StateVariable(0)), is_variable(pz.nx.ones({"a": 2}))
     (True, False)
     """
-    return isinstance(node, LabeledVariable | LabeledVariableValue) or _is_first_api(node)
+    is_own = isinstance(node, LabeledVariable | LabeledVariableValue) or _is_first_api(node)
+    return is_own or _role(node) is not None
 
 
 def is_parameter(node: Any) -> bool:
-    """Whether a node is a parameter, mutable, frozen or uninitialised, of either API."""
-    return isinstance(node, pz.Parameter | pz.ParameterValue) or _is_first_api(node)
+    """Whether a node is a parameter, mutable, frozen or uninitialised, of either API.
+
+    Or one of another library, as far as that tells parameters from other variables.
+    """
+    is_own = isinstance(node, pz.Parameter | pz.ParameterValue) or _is_first_api(node)
+    return is_own or _role(node) == "parameter"
 
 
 def _is_first_api(node: Any) -> bool:
     return first_api.parameter_kind(type(node)) is not None
 
 
-def variable_name(variable: Any) -> str:
+def _role(node: Any) -> Role | None:
+    reader = reader_of(node)
+    return None if reader is None else reader.role(node)
+
+
+def variable_name(variable: Any, path: str = "") -> str:
     """The label of a variable, or the name of a parameter of the first API.
+
+    Args:
+        variable: The variable.
+        path: Where it is, which is the name of one of another library.
 
     >>> variable_name(pz.StateVariable(0, label="count"))
     'count'
     """
+    if _role(variable) is not None:
+        return path
     return str(variable.name if _is_first_api(variable) else variable.label)
 
 
 def value_of(variable: Any) -> Any:
-    """The value of a variable; of an uninitialised parameter the structs of its value."""
+    """The value of a variable; of an uninitialised parameter the structs of its value.
+
+    That of one of another library is a named array, if it has names that can be used.
+    """
+    reader = reader_of(variable)
+    if reader is not None:
+        return value_in_node(reader, variable)[0]
     if first_api.parameter_kind(type(variable)) == "uninitialized":
         return variable.as_empty_parameter().value
     return variable.value
+
+
+def problem_of(variable: Any) -> str:
+    """Why the axis names of a variable cannot be used; empty if they can."""
+    reader = reader_of(variable)
+    return "" if reader is None else value_in_node(reader, variable)[1]
 
 
 def with_value(variable: Any, value: Any) -> Any:
@@ -59,6 +92,9 @@ def with_value(variable: Any, value: Any) -> Any:
     >>> type(frozen).__name__, frozen.label, frozen.value
     ('StateVariableValue', 'count', 1)
     """
+    reader = reader_of(variable)
+    if reader is not None:
+        return reader.with_data(variable, unnamed_data(value))
     if _is_first_api(variable):
         return first_api.with_parameter_value(variable, value)
     frozen = variable.freeze() if isinstance(variable, AbstractVariable) else variable

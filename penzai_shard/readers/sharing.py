@@ -21,9 +21,12 @@ class Repeat:
 
     Attributes:
         number: The place of the object among the shared ones of the tree, in its order.
+        depth: How often repeats were taken out of the tree since; as those of a model are when it
+            is put into a train state, before they are taken out of the state.
     """
 
     number: int
+    depth: int = 0
 
 
 def without_repeats(tree: Any) -> Any:
@@ -50,6 +53,9 @@ def without_repeats(tree: Any) -> Any:
 
     def once(node: Any) -> Any:
         nonlocal repeated
+        if isinstance(node, Repeat):
+            repeated = True
+            return dataclasses.replace(node, depth=node.depth + 1)
         if id(node) in open_objects:
             raise RuleTypeError(
                 f"this {type(node).__name__} contains itself, and JAX cannot take it for a tree. "
@@ -60,11 +66,11 @@ def without_repeats(tree: Any) -> Any:
             return Repeat(numbers[id(node)])
         numbers[id(node)] = len(numbers)
         open_objects.add(id(node))
-        made = _with_children(node, lambda child: _map_shared(child, once, is_shared_object))
+        made = _with_children(node, lambda child: _map_shared(child, once))
         open_objects.discard(id(node))
         return made
 
-    found = _map_shared(tree, once, is_shared_object)
+    found = _map_shared(tree, once)
     return found if repeated else tree
 
 
@@ -82,16 +88,15 @@ def with_repeats(tree: Any) -> Any:
 
     def restored(node: Any) -> Any:
         if isinstance(node, Repeat):
+            if node.depth:
+                return dataclasses.replace(node, depth=node.depth - 1)
             return objects[node.number]
         number = len(objects)
         objects.append(None)
-        objects[number] = _with_children(node, lambda child: _map_shared(child, restored, is_unit))
+        objects[number] = _with_children(node, lambda child: _map_shared(child, restored))
         return objects[number]
 
-    def is_unit(node: Any) -> bool:
-        return isinstance(node, Repeat) or is_shared_object(node)
-
-    return _map_shared(tree, restored, is_unit)
+    return _map_shared(tree, restored)
 
 
 def copied(tree: Any) -> Any:
@@ -102,10 +107,14 @@ def copied(tree: Any) -> Any:
     return with_repeats(without_repeats(tree))
 
 
-def _map_shared(tree: Any, make: Callable[[Any], Any], is_unit: Callable[[Any], bool]) -> Any:
+def _map_shared(tree: Any, make: Callable[[Any], Any]) -> Any:
     return jax.tree_util.tree_map(
-        lambda node: make(node) if is_unit(node) else node, tree, is_leaf=is_unit
+        lambda node: make(node) if _is_unit(node) else node, tree, is_leaf=_is_unit
     )
+
+
+def _is_unit(node: Any) -> bool:
+    return isinstance(node, Repeat) or is_shared_object(node)
 
 
 def _with_children(node: Any, make: Callable[[Any], Any]) -> Any:
