@@ -12,9 +12,9 @@ from penzai.core.variables import LabeledVariable
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 from penzai_shard.model_variables import thawed, with_own_label
 from penzai_shard.named_leaves import NamedLeaf, is_named_unit, map_arrays
-from penzai_shard.readers import with_repeats, without_repeats
+from penzai_shard.readers import reader_of, with_repeats, without_repeats
 from penzai_shard.surgery import strip
-from penzai_shard.tree_paths import array_path_text, path_text
+from penzai_shard.tree_paths import array_path_text, join_paths, path_text
 
 
 class ArraysByName:
@@ -111,9 +111,30 @@ class ArraysByName:
 def _paths_of_numbers(tree: Any) -> dict[int, str]:
     """The first path of each number in a tree whose arrays are numbers."""
     paths: dict[int, str] = {}
-    for key_path, index in jax.tree_util.tree_leaves_with_path(tree):
-        paths.setdefault(index, array_path_text(key_path))
+    for path, index in _data_with_paths(tree):
+        paths.setdefault(index, path)
     return paths
+
+
+def _data_with_paths(tree: Any) -> list[tuple[str, Any]]:
+    """What stands in the places of a tree's arrays, each with the path of what holds it.
+
+    A named array has one path, whoever's it is, and whatever it calls the attribute of its data.
+    """
+    found: list[tuple[str, Any]] = []
+    for key_path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_foreign):
+        reader = reader_of(node)
+        if reader is None:
+            found.append((array_path_text(key_path), node))
+            continue
+        # Several arrays, if an optimizer keeps several for one of the model's.
+        parts = jax.tree_util.tree_leaves_with_path(reader.read(node).data)
+        found += [(join_paths(path_text(key_path), path_text(key)), part) for key, part in parts]
+    return found
+
+
+def _is_foreign(node: Any) -> bool:
+    return reader_of(node) is not None
 
 
 def _without_inserted(tree: Any) -> Any:
@@ -135,10 +156,8 @@ def shardings_by_name(tree: Any) -> dict[str, Sharding | None]:
         tree: A tree of shardings, or of structs or arrays that have one.
     """
     return {
-        array_path_text(key_path): leaf
-        if isinstance(leaf, Sharding)
-        else getattr(leaf, "sharding", None)
-        for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        path: leaf if isinstance(leaf, Sharding) else getattr(leaf, "sharding", None)
+        for path, leaf in _data_with_paths(tree)
     }
 
 

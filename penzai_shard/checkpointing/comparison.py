@@ -93,6 +93,9 @@ class Wording:
         dtype_fix: Fix for another dtype; ``{dtype}`` is the wanted one.
         extra_fix: Fix for an array that nothing wants; ``{name}`` is its name.
         missing_fix: Fix for an array that is missing; ``{name}`` is its name.
+        unnamed_source_fix: Fix for an array given without names for one that has some; ``{names}``
+            are those, by the array's name.
+        unnamed_target_fix: The same the other way round.
     """
 
     source: str
@@ -102,6 +105,8 @@ class Wording:
     dtype_fix: str
     extra_fix: str
     missing_fix: str
+    unnamed_source_fix: str
+    unnamed_target_fix: str
 
 
 RESTORING = Wording(
@@ -113,6 +118,9 @@ RESTORING = Wording(
     extra_fix="Pass on_extra='ignore' to leave it there.",
     missing_fix="To give it a value of your own, restore a dictionary without {name!r} and use "
     "with_params.",
+    unnamed_source_fix="If it has these, restore it as an array without names, "
+    "on_unnamed='replicate', and name it then: name_axes(restored, {names}).",
+    unnamed_target_fix="Name it in the model too: name_axes(model, {names}).",
 )
 
 RESTORING_STATE = dataclasses.replace(
@@ -120,6 +128,7 @@ RESTORING_STATE = dataclasses.replace(
     target="the train state",
     dtype_fix="Pass on_dtype_mismatch='cast', or give the state this dtype.",
     missing_fix="Build the state with the model and the optimizer that it was saved with.",
+    unnamed_target_fix="Build the state with a model that names it.",
 )
 
 REPLACING = Wording(
@@ -130,6 +139,8 @@ REPLACING = Wording(
     dtype_fix="Give it as {dtype}.",
     extra_fix="Leave {name!r} out of the values.",
     missing_fix="To keep the model's own, give param_dict(model)[{name!r}].",
+    unnamed_source_fix="Name it: name_axes(values, {names}).",
+    unnamed_target_fix="Give its data alone.",
 )
 
 
@@ -244,6 +255,12 @@ def _axes_problem(
         old, new = (", ".join(map(repr, names)) for names in (renames, renames.values()))
         what = "the logical axes have other names"
         fix = wording.rename_fix.format(renames=renames, old=old, new=new)
+    elif order is None and source.shape == target.shape and _is_nameless(source):
+        what = "the logical axes differ"
+        fix = wording.unnamed_source_fix.format(names={name: target.axes})
+    elif order is None and source.shape == target.shape and _is_nameless(target):
+        what = "the logical axes differ"
+        fix = wording.unnamed_target_fix.format(names={name: source.axes})
     elif order is None:
         what, fix = "the logical axes differ", f"Build {wording.target} with the same axes."
     elif tuple(source.shape[i] for i in order) != target.shape:
@@ -255,6 +272,10 @@ def _axes_problem(
     else:
         return ""
     return f"{source}, and {wording.target} wants {target}: {what}. {fix}"
+
+
+def _is_nameless(record: ArrayRecord) -> bool:
+    return not any(axis is not None for axis in record.axes or ())
 
 
 def _renames(source: ArrayRecord, target: ArrayRecord) -> dict[str, str]:

@@ -291,10 +291,20 @@ def _same_parameter(first: Any, second: Any) -> bool:
 
 
 def _mapped(mapping: Mapping[Any, Any], visit: Callable[[str, Any], Any], prefix: str = "") -> Any:
-    """A mapping, possibly nested, with ``visit(name, value)`` in place of each value."""
-    made = {}
-    for key, value in mapping.items():
-        name = join_paths(prefix, str(key))
-        is_nested = isinstance(value, Mapping)
-        made[key] = _mapped(value, visit, name) if is_nested else visit(name, value)
-    return made
+    """A mapping, possibly nested, with ``visit(name, value)`` in place of each value.
+
+    Mappings that are pytrees of another type, such as those of Flax, keep their type.
+    """
+
+    def mapped(key: str, value: Any) -> Any:
+        name = join_paths(prefix, key)
+        return _mapped(value, visit, name) if isinstance(value, Mapping) else visit(name, value)
+
+    if type(mapping) is dict or jax.tree_util.all_leaves([mapping]):
+        return {key: mapped(str(key), value) for key, value in mapping.items()}
+    # Its values as JAX sees them, since such a mapping may give them out in another form.
+    values, treedef = jax.tree_util.tree_flatten_with_path(
+        mapping, is_leaf=lambda node: node is not mapping
+    )
+    made = [mapped(path_text(key), value) for key, value in values]
+    return jax.tree_util.tree_unflatten(treedef, made)
