@@ -10,7 +10,14 @@ from jax.sharding import PartitionSpec
 from penzai import pz
 from penzai.models.simple_mlp import MLP
 
-from penzai_shard import Layout, ShardingWarning, make_mesh
+from penzai_shard import (
+    Layout,
+    ShardingWarning,
+    make_mesh,
+    restore_train_state,
+    save_train_state,
+    without_names,
+)
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.surgery import Recipe, axes_in_place
 
@@ -118,6 +125,40 @@ def test_what_is_done_to_blocks_needs_some(layout, tree, message):
 def test_a_model_with_unknown_layers_is_told_of_both_ways_out():
     with pytest.raises(RuleTypeError, match=r"blocks=MyBlock.* to the compiler: blocks=\(\)"):
         Layout.data_parallel().recipe(build_mlp(), MESH)
+
+
+def plain_weights(key):
+    return without_names(weights(key))
+
+
+def plain_loss_fn(model, rng, state, inputs):
+    outputs = jax.nn.relu(inputs @ model["up"]) @ model["down"].T
+    loss = ((outputs - inputs) ** 2).mean()
+    return loss, state, {"loss": loss}
+
+
+def test_a_dictionary_of_plain_arrays_is_fully_sharded_when_that_is_asked_for(
+    on_one_device, tmp_path
+):
+    layout = Layout.fully_sharded(min_size=0, unnamed="largest", blocks=())
+    key = jax.random.key(0)
+    options = {"loss_fn": plain_loss_fn, "optimizer": optax.adam(1e-2), "rng": key}
+    state, step = layout.build(plain_weights, key, mesh=MESH, **options)
+    plan = layout.plan(plain_weights(key), MESH)
+    assert {name: x.sharding for name, x in state.params.items()} == plan.sharding_tree()
+    assert state.params["up"].sharding.spec == PartitionSpec(None, "data")
+    assert state.opt_state[0].nu["up"].sharding == state.params["up"].sharding
+    batch = layout.shard_batch(without_names(INPUTS), MESH, first_axis="batch")
+    losses = []
+    for _ in range(2):
+        state, aux = step(state, inputs=batch)
+        losses.append(float(aux["loss"]))
+    np.testing.assert_allclose(losses, on_one_device, rtol=1e-5)
+    path = save_train_state(tmp_path / "state", state)
+    other = make_mesh({"data": 8})
+    again = restore_train_state(path, state, other, layout.parameters)
+    assert again.params["up"].addressable_shards[0].data.shape == (8, 8)
+    np.testing.assert_array_equal(again.params["up"], state.params["up"])
 
 
 def test_only_models_with_layers_of_penzai_are_edited_to_leave_arrays_in_place():

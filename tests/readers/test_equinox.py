@@ -17,13 +17,16 @@ from penzai_shard import (
     ShardingWarning,
     TrainState,
     abstract_model,
+    fully_sharded,
     make_mesh,
     make_plan,
     name_axes,
     param_dict,
     place,
     restore_params,
+    restore_train_state,
     save_params,
+    save_train_state,
     sharded_init,
     with_params,
     without_names,
@@ -93,6 +96,7 @@ def own_steps():
 
 
 def trained(layout, mesh, builder=build):
+    batch = layout.shard_batch({"x": INPUTS, "y": TARGETS}, mesh, first_axis="batch")
     state, step = layout.build(
         builder,
         jax.random.key(0),
@@ -103,7 +107,7 @@ def trained(layout, mesh, builder=build):
     )
     losses = []
     for _ in range(3):
-        state, aux = step(state, x=INPUTS, y=TARGETS)
+        state, aux = step(state, **batch)
         losses.append(float(aux["loss"]))
     return losses, state
 
@@ -130,12 +134,40 @@ def test_training_by_name_gives_the_losses_and_weights_of_own_training_code(on_t
     assert moment.data_array.sharding == weight.data_array.sharding
 
 
-def test_the_same_on_one_explicit_axis_where_the_layout_finds_no_layers_to_edit(own_steps):
-    layout = Layout(parameters={"in": "data"}, compute={"batch": "data"})
+@pytest.fixture(scope="module")
+def without_any_names():
+    """A module as it is, fully sharded on an explicit mesh."""
+    layout = Layout.fully_sharded(min_size=16, unnamed="largest")
     with pytest.warns(ShardingWarning, match="the Model has no layers that a layout could edit"):
-        losses, state = trained(layout, jax.make_mesh((8,), ("data",)))
+        return trained(layout, jax.make_mesh((8,), ("data",)), Model)
+
+
+def test_training_a_module_without_names_fully_sharded_gives_the_same(without_any_names, own_steps):
+    losses, state = without_any_names
     np.testing.assert_allclose(losses, own_steps[0], rtol=1e-5)
-    assert state.model.mlp.layers[1].weight.data_array.sharding.spec == P(None, "data")
+    assert_same_weights(state.model, own_steps[1], rtol=1e-4, atol=1e-6)
+    first, second = state.model.mlp.layers
+    assert (first.weight.sharding.spec, first.bias.sharding.spec) == (P("data"), P("data"))
+    assert (second.weight.sharding.spec, second.bias.sharding.spec) == (P(None, "data"), P())
+    moment = state.opt_state[0].mu["mlp/layers/1/weight"]
+    assert moment.sharding == second.weight.sharding
+
+
+def test_a_module_without_names_is_saved_and_restored_onto_another_mesh(
+    without_any_names, tmp_path
+):
+    state = without_any_names[1]
+    rules = fully_sharded("model", min_size=16, unnamed="largest")
+    path = save_params(tmp_path / "parameters", state.model)
+    abstract = eqx.filter_eval_shape(Model, jax.random.key(0))
+    restored = restore_params(path, abstract, MESH, rules)
+    assert_same_weights(restored, state.model, rtol=0)
+    assert restored.mlp.layers[0].weight.sharding.spec == P("model")
+    path = save_train_state(tmp_path / "state", state)
+    again = restore_train_state(path, state, MESH, rules)
+    assert_same_weights(again.opt_state, state.opt_state, rtol=0)
+    assert again.opt_state[0].nu["mlp/layers/1/weight"].sharding.spec == P(None, "model")
+    assert again.model.gain == 1.5
 
 
 def test_a_trained_module_is_the_users_own_with_names_and_without_them_it_runs(on_two_axes):
