@@ -9,14 +9,14 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.errors import RuleTypeError, raise_all
-from penzai_shard.library_apis.jax_api import manual_mesh_axes
+from penzai_shard.errors import RuleTypeError
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.readers.array_reader import ArrayReader, ReadArray
-from penzai_shard.rule_kinds import IdentityRule, LogicalAxis, NameRule
+from penzai_shard.readers.rules_in_force import in_mesh, rules_as_pairs
+from penzai_shard.rule_kinds import LogicalAxis
 
 _EXAMPLE = 'nn.with_logical_partitioning(initializer, ("embed", "hidden"))'
 
@@ -68,7 +68,7 @@ class _LinenReader(ArrayReader):
         box, which Flax then makes too, would gather all layers of a scanned model at once.
         """
         linen = sys.modules["flax.linen"]
-        pairs = _flax_rules(rules, mesh)
+        pairs = rules_as_pairs(rules, mesh, "Flax", "Flax's logical axis rules")
         given = linen.get_logical_axis_rules()
         if given and tuple(given) != pairs:
             raise RuleTypeError(
@@ -77,7 +77,7 @@ class _LinenReader(ArrayReader):
                 "the layout these rules: compute=rules."
             )
         loose = jax.tree_util.tree_map(_without_constraint, model, is_leaf=self.is_box)
-        with linen.logical_axis_rules(pairs), _in_mesh(mesh):
+        with linen.logical_axis_rules(pairs), in_mesh(mesh):
             yield loose
 
     def is_box(self, node: Any) -> bool:
@@ -143,50 +143,6 @@ def _without_constraint(node: Any) -> Any:
 
 def _logical_box() -> Any:
     return sys.modules["flax.linen"].LogicallyPartitioned
-
-
-def _flax_rules(rules: AxisRules, mesh: AnyMesh) -> tuple[tuple[str, Any], ...]:
-    """Rules in the form that Flax has for them: pairs, the first of a name that is free winning.
-
-    Mesh axes that a surrounding ``jax.shard_map`` has taken over are left out, as there every
-    device has its own part along them.
-    """
-    manual = manual_mesh_axes()
-    pairs: list[tuple[str, Any]] = []
-    problems = []
-    for rule in rules.rules:
-        named: list[tuple[LogicalAxis, tuple[str, ...]]] = []
-        if isinstance(rule, NameRule):
-            named = [(rule.logical_axis, rule.mesh_axes)]
-        elif isinstance(rule, IdentityRule):
-            named = [(name, (name,)) for name in mesh.shape if name not in rules.logical_axes]
-        else:
-            problems.append(f"{rule}: Flax has only rules for names. Leave it out of compute.")
-        for name, mesh_axes in named:
-            if isinstance(name, str):
-                free = tuple(axis for axis in mesh_axes if axis not in manual)
-                pairs.append((name, free[0] if len(free) == 1 else free or None))
-            elif name != mesh_axes:
-                problems.append(f"{rule}: Flax has only texts as names. Leave it out of compute.")
-    raise_all(
-        RuleTypeError,
-        "this model constrains its activations by Flax's logical axis rules, which cannot say all "
-        "that the layout's compute says:",
-        problems,
-    )
-    return tuple(pairs)
-
-
-def _in_mesh(mesh: AnyMesh) -> contextlib.AbstractContextManager[Any]:
-    """The mesh as the one of the context, where there is none that ``jax.shard_map`` has made."""
-    if manual_mesh_axes():
-        return contextlib.nullcontext()
-    try:
-        jax.sharding.get_mesh()
-    except ValueError:  # While JAX traces a program, which has no devices yet.
-        abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-        return jax.sharding.use_abstract_mesh(abstract)
-    return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext()
 
 
 READER = _LinenReader()

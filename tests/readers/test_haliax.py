@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 
 import penzai_shard as pzs
-from penzai_shard.errors import PlanError, ShardingError
+from penzai_shard.errors import PlanError, RuleTypeError, ShardingError
 from penzai_shard.named_leaves import leaves_of
 from tests.readers.haliax_model import (
     BATCH,
@@ -242,6 +242,58 @@ def test_losses_are_those_of_haliaxs_own_steps(theirs, batch, mesh, accumulate_s
     assert before.axes == (BATCH,)
     first = hax.mean(jax.jit(Model.init)(jax.random.key(0))(batch["x"]), EMBED)
     assert jnp.allclose(before.array, first.array, atol=1e-5)
+
+
+def constraints_of(function, *args):
+    """The specs of all constraints that a function makes, with the mesh axes of each dimension."""
+    found = []
+
+    def look(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "sharding_constraint":
+                found.append((eqn.outvars[0].aval.shape, tuple(eqn.params["sharding"].spec)))
+            for inner in jax.tree.leaves(
+                list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+            ):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    look(inner)
+
+    look(jax.make_jaxpr(function)(*args).jaxpr)
+    return found
+
+
+def test_a_layouts_compute_is_in_force_in_haliaxs_own_constraints(model, batch, mesh):
+    skip_without_dot_products()
+    layout = pzs.Layout(parameters={}, compute=RULES, blocks=())
+
+    def computed(loss_fn):
+        return lambda model, x, y: loss_fn(model=model, rng=None, state=None, x=x, y=y)
+
+    arguments = model, batch["x"], batch["y"]
+    bare = constraints_of(computed(loss_fn), *arguments)
+    pinned = constraints_of(computed(layout.computing(loss_fn, mesh)), *arguments)
+    assert bare == []
+    assert {spec for shape, spec in pinned if shape == (8, 16)} == {("data", "model")}
+    assert {spec[0] for shape, spec in pinned if shape == (8, 8)} == {"data"}
+    assert partitioning.current_thread_local_mapping() is None
+
+
+def test_a_compute_that_haliax_cannot_follow_is_refused(model, batch, mesh):
+    arguments = {"model": model, "rng": None, "state": None, **batch}
+
+    def computing(compute):
+        return pzs.Layout(parameters={}, compute=compute, blocks=()).computing(loss_fn, mesh)
+
+    with pytest.raises(RuleTypeError, match=r"'mlp' -> None: 'mlp' has the rule 'mlp' -> 'model' "):
+        computing([("mlp", "model"), ("mlp", None)])(**arguments)
+    with pytest.raises(RuleTypeError, match=r"Haliax has only rules for names. Leave it out of co"):
+        computing(pzs.fully_sharded())(**arguments)
+    with (
+        partitioning.axis_mapping({"mlp": "data"}),
+        pytest.raises(RuleTypeError, match=r"another mapping, {'mlp': 'data'}, .*{'mlp': 'model'}"),
+    ):
+        computing({"mlp": "model"})(**arguments)
 
 
 def test_batches_of_haliax_arrays_are_laid_out_by_name(batch, mesh):
