@@ -19,7 +19,14 @@ from penzai_shard.training import (
 
 # Options of other functions than the step's; the last two are the step's too, for which the state
 # keeps something.
-_OF_STATE = ("loss_fn_state", "trainable", "on_unnamed", "loss_scaling", "skip_nonfinite")
+_OF_STATE = (
+    "loss_fn_state",
+    "trainable",
+    "plain_arrays",
+    "on_unnamed",
+    "loss_scaling",
+    "skip_nonfinite",
+)
 _OF_PLANS = ("on_unnamed", "on_indivisible")
 # What the layout decides itself is none.
 _DECIDED = {

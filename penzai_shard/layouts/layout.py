@@ -340,8 +340,8 @@ class Layout(LayoutPresets, NotebookView):
             optimizer: An optax optimizer.
             rng: Random key of the whole run.
             **step_options: Further arguments of ``build_train_step_fn``, and ``loss_fn_state``,
-                ``trainable`` and ``on_unnamed`` of ``TrainState.initial_state``. The step donates
-                the state unless ``donate_params_and_state=False``.
+                ``trainable``, ``plain_arrays`` and ``on_unnamed`` of ``TrainState.initial_state``.
+                The step donates the state unless ``donate_params_and_state=False``.
 
         Returns:
             The state, whose ``model`` is the edited model, and the step.

@@ -59,8 +59,8 @@ class VariableEntry:
             a bare weight.
         mutable: Whether the model held it as a mutable variable.
         trainable: Whether the optimizer changes it.
-        computes_plain: Whether the model's code computes with a plain array, as that of Equinox
-            modules does: a loss function then gets it without its names.
+        computes_plain: Whether the model's code computes with the plain array, as that of modules
+            of Equinox does: a loss function then gets it without its names.
     """
 
     name: str
@@ -202,7 +202,9 @@ class VariableTable:
 
 
 def split_model(
-    model: Any, trainable: TrainablePredicate | None = None
+    model: Any,
+    trainable: TrainablePredicate | None = None,
+    plain_arrays: bool | None = None,
 ) -> tuple[Any, dict[str, Any], dict[str, Any], VariableTable]:
     """Takes the variables out of a model.
 
@@ -215,6 +217,8 @@ def split_model(
             a ``FrozenParameter``) or its metadata says ``{"trainable": False}``; bare weights are
             if they are floating. Parameters of shape structs, which can only be frozen ones,
             count as if they were not.
+        plain_arrays: Whether code of a tree of weights computes with plain arrays; None for Yes in
+            modules of Equinox alone.
 
     Returns:
         The model with slots for variables, parameter values by name, state variables' values by
@@ -240,10 +244,14 @@ def split_model(
         return isinstance(node, kinds)
 
     model = without_repeats(without_bare_arrays(model, "TrainState.initial_state"))
-    splitting = _Splitting(trainable)
+    splitting = _Splitting(trainable, plain_arrays)
     flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_unit)
     if any(is_unit(leaf) for _, leaf in flat):
         what = "this model"
+        if plain_arrays:
+            splitting.problems.append(
+                "plain_arrays=True: layers of Penzai compute with named arrays. Leave it out."
+            )
         leaves = [splitting.without_variable(path_text(path), leaf) for path, leaf in flat]
     else:
         what = "these weights"
@@ -272,8 +280,11 @@ class _Splitting:
         problems: What is wrong with the model.
     """
 
-    def __init__(self, trainable: TrainablePredicate | None) -> None:
+    def __init__(
+        self, trainable: TrainablePredicate | None, plain_arrays: bool | None = None
+    ) -> None:
         self._trainable = trainable
+        self._plain_arrays = plain_arrays
         self._first: dict[str, Any] = {}
         self._slots: dict[int, AbstractVariableSlot] = {}
         self.entries: dict[str, VariableEntry] = {}
@@ -373,7 +384,8 @@ class _Splitting:
                 trained = _asked(self._trainable, pz.ParameterValue(label=path, value=leaf), path)
             if trained and not floating:
                 self.problems.append(f"{path}: a trainable weight must be floating. Exclude it.")
-        computes_plain = in_module and template is None
+        computes_plain = in_module if self._plain_arrays is None else self._plain_arrays
+        computes_plain = computes_plain and template is None
         entry = VariableEntry(path, role, template, False, trained, computes_plain)
         return self._add(entry, leaf).slot()
 

@@ -28,9 +28,9 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
     already, scalars that no pattern matches, and leaves that are not arrays, stay as they are. In a
     module of Equinox only arrays are: numbers and texts in its fields stay too.
 
-    ``without_names`` gives the arrays back. Code that computes with plain arrays needs them so: in
-    a train state, a loss function gets modules of Equinox with plain arrays, and anything else as
-    it was given.
+    ``without_names`` gives the arrays back. Code that computes with plain arrays needs them so. In
+    training, a loss function gets modules of Equinox with plain arrays, and anything else too with
+    ``plain_arrays=True``; see ``TrainState.initial_state``.
 
     Tensors of torch are not copied: the named array holds NumPy's view of their memory, which the
     tensor shares until it is placed or a train state is made. Those on other devices are copied to

@@ -143,6 +143,7 @@ class StatefulTrainer(NotebookView):
         on_unnamed: OnUnnamed = "error",
         loss_scaling: str | float | DynamicLossScaling | None = "auto",
         skip_nonfinite: bool = False,
+        plain_arrays: bool | None = None,
         **options: Any,
     ) -> "StatefulTrainer":
         """A trainer of a model, with the arguments of Penzai's ``StatefulTrainer.build``.
@@ -162,6 +163,7 @@ class StatefulTrainer(NotebookView):
             on_unnamed: As for ``make_plan``.
             loss_scaling: As for ``TrainState.initial_state`` and ``build_train_step_fn``.
             skip_nonfinite: As for ``TrainState.initial_state`` and ``build_train_step_fn``.
+            plain_arrays: As for ``TrainState.initial_state``.
             **options: Further arguments of the class.
         """
         layout: dict[str, Any] = {
@@ -181,6 +183,7 @@ class StatefulTrainer(NotebookView):
             initial_loss_fn_state,
             trainable=trainable,
             on_unnamed=on_unnamed,
+            plain_arrays=plain_arrays,
             **guards,
         )
         return cls(train_state, loss_fn, mesh=mesh, **layout, **guards, **options)

@@ -106,6 +106,7 @@ class TrainState(NotebookView):
         optimizer_rules: Any = None,
         loss_scaling: "str | float | DynamicLossScaling | None" = "auto",
         skip_nonfinite: bool = False,
+        plain_arrays: bool | None = None,
     ) -> "TrainState":
         """The state before the first step.
 
@@ -133,6 +134,10 @@ class TrainState(NotebookView):
                 `DynamicLossScaling`, always; None or a number, never.
             skip_nonfinite: Whether the state counts the steps that are skipped, as
                 ``build_train_step_fn(..., skip_nonfinite=True)`` asks for.
+            plain_arrays: Whether a loss function gets the model with plain arrays in place of
+                those that ``name_axes`` named, as ``without_names`` gives them, because the model's
+                code computes with such. By default modules of Equinox are given so, and anything
+                else, such as a dictionary, as it is here. ``model`` of the state has names always.
 
         Returns:
             The state. Of an abstract model (``ShapeDtypeStruct`` leaves, or under
@@ -157,7 +162,9 @@ class TrainState(NotebookView):
                 f"trainable must be a predicate, not {trainable!r}. Write for instance "
                 "trainable=lambda parameter: 'LoRA' in parameter.label."
             )
-        unbound_model, params, state_vars, variables = split_model(model, trainable)
+        if not (plain_arrays is None or isinstance(plain_arrays, bool)):
+            raise RuleTypeError(f"plain_arrays is True, False or None, not {plain_arrays!r}.")
+        unbound_model, params, state_vars, variables = split_model(model, trainable, plain_arrays)
         _refuse_deleted({"params": params, "state_vars": state_vars, "model": unbound_model})
         fields = {
             "step": jnp.zeros((), jnp.int32),

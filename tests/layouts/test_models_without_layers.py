@@ -12,7 +12,9 @@ from penzai.models.simple_mlp import MLP
 
 from penzai_shard import (
     Layout,
+    ShardingError,
     ShardingWarning,
+    TrainState,
     make_mesh,
     restore_train_state,
     save_train_state,
@@ -159,6 +161,26 @@ def test_a_dictionary_of_plain_arrays_is_fully_sharded_when_that_is_asked_for(
     again = restore_train_state(path, state, other, layout.parameters)
     assert again.params["up"].addressable_shards[0].data.shape == (8, 8)
     np.testing.assert_array_equal(again.params["up"], state.params["up"])
+
+
+def test_named_weights_are_given_plain_to_code_that_computes_so(on_one_device):
+    layout = Layout(parameters={"mlp": "model"}, compute={"batch": "data"}, blocks=())
+    key = jax.random.key(0)
+    options = {"loss_fn": plain_loss_fn, "optimizer": optax.adam(1e-2), "rng": key}
+    state, step = layout.build(weights, key, mesh=MESH, plain_arrays=True, **options)
+    state, aux = step(state, inputs=layout.shard_batch(INPUTS.data_array, MESH, first_axis="batch"))
+    np.testing.assert_allclose(aux["loss"], on_one_device[0], rtol=1e-5)
+    assert state.model["up"].named_shape == {"embed": 8, "mlp": 64}
+    assert state.params["up"].data_array.sharding.spec == PartitionSpec(None, "model")
+
+
+def test_layers_of_penzai_are_not_given_plain_arrays():
+    with pytest.raises(ShardingError, match="layers of Penzai compute with named arrays"):
+        TrainState.initial_state(build_mlp(), optax.sgd(0.1), jax.random.key(0), plain_arrays=True)
+    with pytest.raises(RuleTypeError, match="plain_arrays is True, False or None, not 'yes'"):
+        TrainState.initial_state(
+            weights(jax.random.key(0)), optax.sgd(0.1), jax.random.key(0), plain_arrays="yes"
+        )
 
 
 def test_only_models_with_layers_of_penzai_are_edited_to_leave_arrays_in_place():

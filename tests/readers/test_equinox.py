@@ -17,6 +17,7 @@ from penzai_shard import (
     ShardingWarning,
     TrainState,
     abstract_model,
+    build_eval_step_fn,
     fully_sharded,
     make_mesh,
     make_plan,
@@ -387,3 +388,30 @@ def test_blocks_of_a_module_cannot_be_edited_by_name():
     layout = Layout.fully_sharded(min_size=0, blocks=eqx.nn.Linear)
     with pytest.raises(RuleTypeError, match=r"computes with plain arrays.*blocks=\(\)"):
         layout.recipe(build(jax.random.key(0)), MESH)
+
+
+class Named(eqx.Module):
+    weight: Any
+
+    def __call__(self, x):
+        return pz.nx.nmap(jnp.dot)(self.weight.untag("in"), x.untag("in"))
+
+
+def test_a_module_written_for_named_arrays_gets_these_if_asked_for():
+    model = Named(pz.nx.ones({"out": 4, "in": 8}))
+    options = {"optimizer_def": OPTIMIZER, "root_rng": jax.random.key(0)}
+    named = TrainState.initial_state(model, **options, plain_arrays=False)
+    plain = TrainState.initial_state(model, **options)
+
+    def weight_in_loss(state):
+        def loss(model, rng, state):
+            kinds.append(type(model.weight))
+            return jnp.zeros(()), state, {}
+
+        kinds = []
+        build_eval_step_fn(loss, jit=False)(state)
+        return kinds[0]
+
+    assert issubclass(weight_in_loss(named), pz.nx.NamedArray)
+    assert issubclass(weight_in_loss(plain), jax.Array)
+    assert named.variables != plain.variables
