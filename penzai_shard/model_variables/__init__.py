@@ -3,10 +3,10 @@
 from penzai_shard.model_variables.bound_model import BoundModel
 from penzai_shard.model_variables.splitting import (
     TrainablePredicate,
-    VariableEntry,
     VariableTable,
     split_model,
 )
+from penzai_shard.model_variables.variable_entries import VariableEntry
 from penzai_shard.model_variables.variables import (
     is_copy,
     is_parameter,

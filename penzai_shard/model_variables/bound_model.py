@@ -8,6 +8,7 @@ import jax
 
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.model_variables.variable_collections import BoundCollections
 from penzai_shard.named_arrays import named_array, unnamed_data
 from penzai_shard.readers import ArrayReader, reader_of, without_repeats
 from penzai_shard.tree_paths import path_text
@@ -42,11 +43,13 @@ class BoundModel:
         model: What the loss is called with.
         variables: Penzai's state variables in it, by name.
         others: What the mutable variables of other libraries in it held at first, by name.
+        collections: What it is if it is a dictionary of collections of variables.
     """
 
     model: Any
     variables: Mapping[str, Any]
     others: Mapping[str, Any]
+    collections: BoundCollections | None = None
 
     def state_values(self, names: Mapping[str, Any]) -> dict[str, Any]:
         """The value that each state variable has now.
@@ -58,6 +61,9 @@ class BoundModel:
             ShardingError: The loss left variables in the model that were not there before, or
                 took some away.
         """
+        if self.collections is not None:
+            now = self.collections.values()
+            return {name: now[name] for name in names}
         nodes = self._nodes()
         return {
             name: self.variables[name].value
@@ -74,6 +80,14 @@ class BoundModel:
         Args:
             names: The names of the parameters, with anything.
         """
+        if self.collections is not None:
+            before = self.collections.before
+            now = self.collections.values()
+            return {
+                name: data
+                for name in names
+                if (data := unnamed_data(now[name])) is not unnamed_data(before[name])
+            }
         nodes = self._nodes()
         found = {
             name: reader.read(node).data

@@ -18,8 +18,6 @@ from penzai.core.variables import (
     AbstractVariable,
     AbstractVariableSlot,
     AbstractVariableValue,
-    ParameterSlot,
-    StateVariableSlot,
 )
 
 from penzai_shard.array_kinds import is_abstract, is_array_like, own_copy_of_numpy
@@ -27,15 +25,19 @@ from penzai_shard.equinox_modules import initial_states, is_module_value, leaves
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.model_variables import first_api
 from penzai_shard.model_variables.bound_model import BoundModel, value_in_node
-from penzai_shard.model_variables.slots import StaticLeaf, fill_slots, same
+from penzai_shard.model_variables.slots import StaticLeaf, fill_slots
+from penzai_shard.model_variables.variable_collections import (
+    BoundCollections,
+    is_weight,
+    roles_of_collections,
+)
+from penzai_shard.model_variables.variable_entries import VariableEntry
 from penzai_shard.model_variables.variables import (
     is_copy,
     is_parameter,
-    thawed,
     variable_name,
     with_value,
 )
-from penzai_shard.named_arrays import unnamed_data
 from penzai_shard.readers import (
     reader_of,
     with_repeats,
@@ -45,73 +47,6 @@ from penzai_shard.readers import (
 from penzai_shard.tree_paths import path_text
 
 TrainablePredicate = Callable[[Any], bool]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class VariableEntry:
-    """What one variable of a model was, without its value.
-
-    Attributes:
-        name: Its key in ``params`` or ``state_vars``.
-        kind: ``"parameter"`` or ``"state"``.
-        template: The frozen variable, or parameter of the first API, with ``None`` for its
-            value; what another library puts around an array, without that; ``None`` itself for
-            a bare weight.
-        mutable: Whether the model held it as a mutable variable.
-        trainable: Whether the optimizer changes it.
-        computes_plain: Whether the model's code computes with the plain array, as that of modules
-            of Equinox does: a loss function then gets it without its names.
-    """
-
-    name: str
-    kind: str
-    template: Any
-    mutable: bool
-    trainable: bool
-    computes_plain: bool = False
-
-    def slot(self) -> AbstractVariableSlot:
-        """The placeholder that stands in the model where the variable was."""
-        slot_type = ParameterSlot if self.kind == "parameter" else StateVariableSlot
-        return slot_type(label=self.name)
-
-    def frozen(self, value: Any) -> Any:
-        """The frozen variable with a value."""
-        if self.template is None:
-            return value
-        reader = reader_of(self.template)
-        if reader is not None:
-            return reader.with_data(self.template, unnamed_data(value))
-        return with_value(self.template, value)
-
-    def for_loss(self, value: Any) -> Any:
-        """What the model's code computes with."""
-        return unnamed_data(value) if self.computes_plain else self.frozen(value)
-
-    def thawed(self, value: Any) -> Any:
-        """The variable as the model held it: a new mutable one if it was mutable."""
-        frozen = self.frozen(value)
-        # Shape structs and shardings cannot be put into a mutable variable.
-        holds_arrays = all(
-            hasattr(leaf, "dtype") and not is_abstract(leaf) for leaf in jax.tree.leaves(value)
-        )
-        return thawed(frozen) if self.mutable and holds_arrays else frozen
-
-    def __eq__(self, other: object) -> bool:
-        """Whether both describe the same variable, labels that Penzai made up left aside."""
-        return isinstance(other, VariableEntry) and same(self._described(), other._described())
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.kind, self.trainable))
-
-    def _described(self) -> tuple[Any, ...]:
-        metadata = getattr(self.template, "metadata", None)
-        reader = reader_of(self.template)
-        if reader is not None:
-            held = reader.read(self.template)
-            metadata = (held.names, held.sizes, jax.tree.structure(self.template))
-        known = (self.name, self.kind, self.mutable, self.trainable, self.computes_plain)
-        return (*known, type(self.template), metadata)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -192,6 +127,10 @@ class VariableTable:
         variables = {e.name: e.thawed(state_vars[e.name]) for e in self.states}
         states = {e.slot(): variables[e.name] for e in self.states}
         model = with_repeats(fill_slots(unbound_model, parameters | states))
+        if any(e.in_collection for e in self.entries):
+            # One that the loss can assign to, whatever kind of mapping it is.
+            model = dict(model)
+            return BoundModel(model, {}, {}, BoundCollections(model, {**params, **state_vars}))
         own = {e.name: variables[e.name] for e in self.states if reader_of(e.template) is None}
         others = {
             e.name: params[e.name] if e.kind == "parameter" else state_vars[e.name]
@@ -209,7 +148,8 @@ def split_model(
     """Takes the variables out of a model.
 
     Args:
-        model: A Penzai model of either API with initialised parameters, or a tree of weights.
+        model: A Penzai model of either API with initialised parameters, or a tree of weights; of
+            Flax linen's variables those outside of ``params`` are state variables.
         trainable: Decides which parameters the optimizer changes. It gets the parameter as the
             model holds it: a ``pz.Parameter``, a parameter of the first API, or, for a tree of
             weights, a ``pz.ParameterValue`` labelled with the path. By default a parameter is
@@ -255,12 +195,15 @@ def split_model(
         leaves = [splitting.without_variable(path_text(path), leaf) for path, leaf in flat]
     else:
         what = "these weights"
+        roles = roles_of_collections(model)
         splitting.problems += map(_has_initial_state, initial_states(model))
-        flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_weight)
+        flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_weight)
         leaves = [
-            splitting.without_weight(path_text(path), leaf, in_module)
+            splitting.without_weight(
+                path_text(path), leaf, in_module, roles.get(path_text(path[:1]), "")
+            )
             for (path, leaf), in_module in zip(
-                flat, leaves_in_modules(model, _is_weight), strict=True
+                flat, leaves_in_modules(model, is_weight), strict=True
             )
         ]
     raise_all(ShardingError, f"cannot make a train state of {what}:", splitting.problems)
@@ -355,9 +298,14 @@ class _Splitting:
             trained = _asked(self._trainable, variable, name)
         return VariableEntry(name, "parameter", with_value(variable, None), mutable, trained)
 
-    def without_weight(self, path: str, leaf: Any, in_module: bool = False) -> Any:
-        """What stands in a tree of bare weights in place of one of its leaves."""
-        if in_module and not _is_weight(leaf) and is_module_value(leaf):
+    def without_weight(
+        self, path: str, leaf: Any, in_module: bool = False, of_collection: str = ""
+    ) -> Any:
+        """What stands in a tree of bare weights in place of one of its leaves.
+
+        ``of_collection`` is what the collection of variables holds that it is in, if in any.
+        """
+        if in_module and not is_weight(leaf) and is_module_value(leaf):
             return StaticLeaf(leaf)
         template, role = None, "parameter"
         reader = reader_of(leaf)
@@ -377,6 +325,7 @@ class _Splitting:
                 f"{path}: two weights have this path. Rename one of the keys that contain '/'."
             )
             return leaf
+        role = of_collection or role
         trained = False
         if role == "parameter":
             trained = floating = _is_floating(leaf)
@@ -386,7 +335,9 @@ class _Splitting:
                 self.problems.append(f"{path}: a trainable weight must be floating. Exclude it.")
         computes_plain = in_module if self._plain_arrays is None else self._plain_arrays
         computes_plain = computes_plain and template is None
-        entry = VariableEntry(path, role, template, False, trained, computes_plain)
+        entry = VariableEntry(
+            path, role, template, False, trained, computes_plain, bool(of_collection)
+        )
         return self._add(entry, leaf).slot()
 
     def _add(self, entry: VariableEntry, value: Any) -> VariableEntry:
@@ -425,10 +376,6 @@ def _has_initial_state(path: str) -> str:
         "Make module and state with eqx.nn.make_with_state(Model)(...), and give the state to "
         "TrainState.initial_state as loss_fn_state."
     )
-
-
-def _is_weight(node: Any) -> bool:
-    return pz.nx.is_namedarray(node) or reader_of(node) is not None
 
 
 def _is_floating(value: Any) -> bool:

@@ -3,7 +3,7 @@
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -133,6 +133,15 @@ class ArrayReader(abc.ABC):
 
     def memory(self, node: Any) -> Hashable | None:
         """Equal for two nodes whose data is one and the same; None if that cannot be said."""
+        return None
+
+    def collections(self, model: Any) -> Mapping[str, str] | None:
+        """Of a dictionary of collections of variables by name, what each of them holds.
+
+        Returns:
+            ``"parameter"`` or ``"state"`` for each collection, or why it can be neither; None for
+            anything else than such a dictionary.
+        """
         return None
 
     def constrains(self, model: Any) -> bool:

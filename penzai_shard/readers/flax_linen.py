@@ -5,7 +5,7 @@ Source: Flax, "Scale up Flax Modules on multiple devices", and ``flax.core.meta`
 
 import contextlib
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,13 @@ from penzai_shard.meshes import AnyMesh
 from penzai_shard.readers.array_reader import ArrayReader, ReadArray
 from penzai_shard.readers.rules_in_force import in_mesh, rules_as_pairs
 from penzai_shard.rule_kinds import LogicalAxis
+
+# Collections that a train step would have to treat in a way of their own.
+_NOT_TRAINED = {
+    "_overwrite_with_gradient": "Flax takes the gradient of these for their new value, as for "
+    "scales of fp8, and no step here does. Use operations without such scales, or Flax's own "
+    "train state."
+}
 
 _EXAMPLE = 'nn.with_logical_partitioning(initializer, ("embed", "hidden"))'
 
@@ -53,11 +60,20 @@ class _LinenReader(ArrayReader):
     def with_data(self, node: Any, data: Any) -> Any:
         return node.replace_boxed(data)
 
+    def collections(self, model: Any) -> Mapping[str, str] | None:
+        """Parameters are in ``params``; what else modules keep, as ``batch_stats``, is state."""
+        if "flax.linen" not in sys.modules or not _are_collections(model):
+            return None
+        return {
+            name: "parameter" if name == "params" else _NOT_TRAINED.get(name, "state")
+            for name in model
+        }
+
     def constrains(self, model: Any) -> bool:
         if "flax.linen" not in sys.modules:
             return False
         nodes = jax.tree_util.tree_leaves(model, is_leaf=self.is_box)
-        return any(map(self.is_box, nodes)) or (isinstance(model, Mapping) and "params" in model)
+        return any(map(self.is_box, nodes)) or _are_collections(model)
 
     @contextlib.contextmanager
     def computing(self, model: Any, mesh: AnyMesh, rules: AxisRules) -> Iterator[Any]:
@@ -76,8 +92,11 @@ class _LinenReader(ArrayReader):
                 f"by which this layout computes, {pairs}. Leave it out around the step, or give "
                 "the layout these rules: compute=rules."
             )
-        loose = jax.tree_util.tree_map(_without_constraint, model, is_leaf=self.is_box)
-        with linen.logical_axis_rules(pairs), in_mesh(mesh):
+        with (
+            linen.logical_axis_rules(pairs),
+            in_mesh(mesh),
+            _without_constraints(model, self.is_box) as loose,
+        ):
             yield loose
 
     def is_box(self, node: Any) -> bool:
@@ -132,6 +151,33 @@ def _read_names(given: Any) -> tuple[tuple[LogicalAxis | None, ...], str]:
             return (), f"have {name!r} among them, which is not a name. Write a text, or None"
         names.append(name)
     return tuple(names), ""
+
+
+def _are_collections(model: Any) -> bool:
+    """Whether a tree is what ``module.init`` returns: dictionaries of variables by collection."""
+    return (
+        isinstance(model, Mapping)
+        and "params" in model
+        and all(isinstance(collection, Mapping) for collection in model.values())
+    )
+
+
+@contextlib.contextmanager
+def _without_constraints(model: Any, is_box: Callable[[Any], bool]) -> Iterator[Any]:
+    """The model with boxes that constrain nothing; a dictionary is the same one, for a while."""
+    loose = jax.tree_util.tree_map(_without_constraint, model, is_leaf=is_box)
+    if not isinstance(model, dict):
+        yield loose
+        return
+    given = dict(model)
+    # What the loss assigns to the dictionary must be seen by whoever gave it.
+    model.update(loose)
+    try:
+        yield model
+    finally:
+        for name in given:
+            if model.get(name) is loose[name]:
+                model[name] = given[name]
 
 
 def _without_constraint(node: Any) -> Any:

@@ -282,7 +282,7 @@ def test_the_documented_example_runs_as_pasted(monkeypatch, capsys):
     monkeypatch.setenv("XLA_FLAGS", "")  # Put back afterwards.
     page = (Path(__file__).parents[2] / "docs" / "models_from_elsewhere.md").read_text("utf-8")
     section = page.partition("## Flax linen\n")[2].partition("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
     names = {"__name__": "pasted"}
     exec(code, names)
     shown = capsys.readouterr().out
