@@ -225,11 +225,15 @@ def trained(model_init, batch, mesh, **options):
     return state, auxes
 
 
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-def test_losses_are_those_of_haliaxs_own_steps(theirs, batch, mesh, accumulate_steps):
-    """Also in two microbatches, split along the axis of a Haliax array and put together again."""
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate_steps": 2}, {"manual_axes": ("data",)}],
+    ids=["whole", "microbatches", "per device"],
+)
+def test_losses_are_those_of_haliaxs_own_steps(theirs, batch, mesh, options):
+    """Also where the batch is split along the axis of a Haliax array and put together again."""
     losses, model = theirs
-    state, auxes = trained(Model.init, batch, mesh, accumulate_steps=accumulate_steps)
+    state, auxes = trained(Model.init, batch, mesh, **options)
     assert [float(aux["loss"]) for aux in auxes] == pytest.approx(losses, rel=1e-5)
     ours = pzs.strip(state.model)
     assert jax.tree.structure(ours) == jax.tree.structure(model)

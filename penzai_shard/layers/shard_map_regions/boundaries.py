@@ -13,7 +13,10 @@ import jax
 import numpy as np
 from penzai import pz
 
+from penzai_shard.array_kinds import is_array_like
 from penzai_shard.named_arrays import dimension_names
+from penzai_shard.named_nodes import is_named_node, named_like, node_data, node_names
+from penzai_shard.readers import reader_of
 from penzai_shard.tree_paths import path_text
 
 
@@ -46,14 +49,19 @@ class BoundaryLeaf:
         view: For a ``pz.nx.NamedArrayView``, which dimension of its data each positional axis is,
             and the names in their order; None for a ``pz.nx.NamedArray``.
         fixed: For a leaf that is not an array, the leaf; it does not go through the boundary.
+        holder: For an array of another library, the structure of what holds it there, with None
+            for its data.
     """
 
     names: tuple[Hashable | None, ...] | None = None
     view: tuple[tuple[int, ...], tuple[Hashable, ...]] | None = None
     fixed: ByEquality | None = None
+    holder: ByEquality | None = None
 
     def wrap(self, array: Any) -> Any:
         """A leaf like this one with an array of any lengths."""
+        if self.holder is not None:
+            return named_like(jax.tree_util.tree_unflatten(self.holder.value, []), array)
         if self.names is None:
             return array
         if self.view is not None:
@@ -110,7 +118,7 @@ class BoundaryTree:
     def built_alike(self, other: "BoundaryTree") -> bool:
         """Whether another tree has the same structure and names, whatever is not an array."""
         mine, theirs = (
-            [(leaf.names, leaf.view, leaf.fixed is None) for leaf in tree.leaves]
+            [(leaf.names, leaf.view, leaf.fixed is None, leaf.holder) for leaf in tree.leaves]
             for tree in (self, other)
         )
         return self.structure == other.structure and mine == theirs
@@ -159,7 +167,7 @@ def take_apart(tree: Any) -> tuple[BoundaryTree, list[Any]]:
     ({'batch': 2}, 0.5)
     """
     structure: Any
-    leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=pz.nx.is_namedarray)
+    leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_named)
     described, arrays = [], []
     for leaf in leaves:
         if pz.nx.is_namedarray(leaf):
@@ -168,9 +176,18 @@ def take_apart(tree: Any) -> tuple[BoundaryTree, list[Any]]:
                 view = (tuple(leaf.data_axis_for_logical_axis), tuple(leaf.data_axis_for_name))
             described.append(BoundaryLeaf(dimension_names(leaf), view))
             arrays.append(leaf.data_array)
+        elif (reader := reader_of(leaf)) is not None and _is_named(leaf):
+            holder: Any = jax.tree_util.tree_structure(reader.with_data(leaf, None))
+            described.append(BoundaryLeaf(node_names(leaf), holder=ByEquality(holder)))
+            arrays.append(node_data(leaf))
         elif isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
             described.append(BoundaryLeaf())
             arrays.append(leaf)
         else:
             described.append(BoundaryLeaf(fixed=ByEquality(leaf)))
     return BoundaryTree(ByEquality(structure), tuple(described)), arrays
+
+
+def _is_named(node: Any) -> bool:
+    """Whether a node is a named array with data, whoever's it is."""
+    return pz.nx.is_namedarray(node) or (is_named_node(node) and is_array_like(node_data(node)))
