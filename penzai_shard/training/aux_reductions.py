@@ -157,10 +157,13 @@ def _reduced(value: Any, word: str | None, batch_axis: Any) -> Any:
     """One output of all microbatches as one."""
     if word == _RATIO:
         return _ratio(value)
-    has_batch = is_named_node(value) and stacked_dimension(value, batch_axis) is not None
+    is_array = is_named_node(value) or jax.tree_util.all_leaves([value])
+    has_batch = is_array and stacked_dimension(value, batch_axis) is not None
     if word == _CONCATENATE and not has_batch:
-        raise _UnfitError(f"'concatenate' needs a named array with the axis {batch_axis!r}.")
-    if word == _CONCATENATE or (word is None and has_batch):
+        array = "an array with the dimension" if isinstance(batch_axis, int) else "a named array"
+        axis = "" if isinstance(batch_axis, int) else "with the axis "
+        raise _UnfitError(f"'concatenate' needs {array} {axis}{batch_axis!r}.")
+    if word == _CONCATENATE or (word is None and has_batch and is_named_node(value)):
         return joined(value, batch_axis)
     return jax.tree.map(lambda values: _reduced_array(values, word), value)
 

@@ -35,7 +35,7 @@ def build_eval_step_fn(
     train_state_shardings: Any = None,
     aux_output_shardings: Any = None,
     accumulate_steps: int = 1,
-    batch_axis: str = "batch",
+    batch_axis: str | int = "batch",
     aux_reduction: str | Mapping[str, Any] | None = None,
 ) -> "EvalStep":
     """Builds the function that evaluates a loss function on a batch.

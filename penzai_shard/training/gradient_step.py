@@ -49,7 +49,7 @@ class GradientStep:
 
     loss_fn: Callable[..., Any]
     accumulate_steps: int
-    batch_axis: str
+    batch_axis: str | int
     aux_reductions: AuxReductions
     guards: GuardOptions
     manual: ManualAxes | None = None

@@ -75,7 +75,7 @@ def check_split(parts: Any, batch_axis: Any, argument: str = "accumulate_steps")
 
     Args:
         parts: How many microbatches.
-        batch_axis: Logical axis to split along.
+        batch_axis: Logical axis to split along, or the number of a dimension.
         argument: What the number is called, for the message.
 
     Raises:
@@ -85,18 +85,24 @@ def check_split(parts: Any, batch_axis: Any, argument: str = "accumulate_steps")
     """
     if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
         raise RuleTypeError(f"{argument} must be a positive integer, not {parts!r}.")
-    if not isinstance(batch_axis, Hashable):
-        raise RuleTypeError(f"batch_axis must be a logical axis, not {batch_axis!r}.")
+    is_number = isinstance(batch_axis, int)
+    fits = batch_axis >= 0 if is_number else isinstance(batch_axis, Hashable)
+    if not fits or isinstance(batch_axis, bool):
+        raise RuleTypeError(
+            "batch_axis must be a logical axis, or for plain arrays the number of a dimension such "
+            f"as 0, not {batch_axis!r}."
+        )
 
 
-def split_inputs(inputs: Any, parts: int, batch_axis: str) -> Microbatches:
+def split_inputs(inputs: Any, parts: int, batch_axis: str | int) -> Microbatches:
     """Splits every named array, also of another library, that has the batch axis.
 
     Args:
         inputs: The inputs of a train step. Arrays without names, and named arrays without the
             batch axis, go whole to every part.
         parts: How many microbatches; one gets all inputs as they are.
-        batch_axis: Logical axis to split along.
+        batch_axis: Logical axis to split along. A number is a dimension of arrays without names:
+            these are split then, and named ones go whole to every part.
 
     Returns:
         The split inputs.
@@ -116,16 +122,16 @@ def split_inputs(inputs: Any, parts: int, batch_axis: str) -> Microbatches:
     problems: list[str] = []
     unsplit: list[str] = []
     for key_path, node in flat:
-        path, names = path_text(key_path), node_names(node) or ()
+        path, dimension = path_text(key_path), _dimension_of(node, batch_axis)
         stacked.append(None)
-        if batch_axis not in names:
+        if dimension is None:
             unsplit.append(f"{path}: {_axes_text(node)}.")
             continue
-        dimension = names.index(batch_axis)
         size = np.shape(node_data(node))[dimension]
         if size % parts:
+            kind = "dimension" if isinstance(batch_axis, int) else "logical axis"
             problems.append(
-                f"input {path}: logical axis {batch_axis!r} ({size}) does not divide into "
+                f"input {path}: {kind} {batch_axis!r} ({size}) does not divide into "
                 f"accumulate_steps={parts} microbatches. Pad the batch to "
                 f"{-(-size // parts) * parts}, or choose a divisor of {size}."
             )
@@ -133,13 +139,31 @@ def split_inputs(inputs: Any, parts: int, batch_axis: str) -> Microbatches:
             stacked[-1] = _stacked(node_data(node), parts, dimension)
     raise_all(ShardingError, "the inputs cannot be split into microbatches:", problems)
     if len(unsplit) == len(flat):
-        raise ShardingError(
-            f"accumulate_steps={parts}, but no input has the logical axis {batch_axis!r}. "
-            f'Name it, for instance pz.nx.wrap(x, {batch_axis!r}, "features"), or pass the '
-            'name that it has: build_train_step_fn(..., batch_axis="...").',
-            unsplit,
-        )
+        raise ShardingError(_nothing_split(parts, batch_axis), unsplit)
     return Microbatches(parts, stacked, nodes, treedef)
+
+
+def _dimension_of(node: Any, batch_axis: str | int) -> int | None:
+    """Which dimension of an input is split; None if none is."""
+    if isinstance(batch_axis, int):
+        is_plain = not is_named_node(node) and np.ndim(node) > batch_axis
+        return batch_axis if is_plain else None
+    names = node_names(node) or ()
+    return names.index(batch_axis) if batch_axis in names else None
+
+
+def _nothing_split(parts: int, batch_axis: str | int) -> str:
+    if isinstance(batch_axis, int):
+        return (
+            f"accumulate_steps={parts}, but no input is an array without names that has a "
+            f'dimension {batch_axis}. Of named arrays give the logical axis: batch_axis="batch".'
+        )
+    return (
+        f"accumulate_steps={parts}, but no input has the logical axis {batch_axis!r}. "
+        f'Name it, for instance pz.nx.wrap(x, {batch_axis!r}, "features"), or pass the name that '
+        'it has: build_train_step_fn(..., batch_axis="..."); for arrays without names the number '
+        "of the dimension: batch_axis=0."
+    )
 
 
 def _stacked(data: Any, parts: int, dimension: int) -> jax.Array:
@@ -151,14 +175,14 @@ def _stacked(data: Any, parts: int, dimension: int) -> jax.Array:
 
 
 def joined(parts: Any, batch_axis: Any) -> Any:
-    """A named array whose parts are along the first dimension of its data, as the whole batch's.
+    """An array whose parts are along the first dimension of its data, as the whole batch's.
 
     Undoes the split of `split_inputs`: the examples get the order that they have in the batch.
 
     Args:
-        parts: A named array, also of another library, with the batch axis. Its data has a
-            dimension more than one part, the first one, which has no name.
-        batch_axis: The logical axis that was split.
+        parts: A named array, also of another library, with the batch axis, or a plain array. Its
+            data has a dimension more than one part, the first one, which has no name.
+        batch_axis: The logical axis that was split, or the number of a plain array's dimension.
 
     >>> parts = pz.nx.wrap(jnp.asarray([[0, 2], [1, 3]]), "part", "batch").untag("part")
     >>> joined(parts, "batch").data_array.tolist()
@@ -179,8 +203,11 @@ def stacked_dimension(parts: Any, axis: Any) -> int | None:
 
     Args:
         parts: As for `joined`; anything else has no logical axes.
-        axis: The logical axis.
+        axis: The logical axis; a number for the dimension of one part of a plain array.
     """
+    if isinstance(axis, int):
+        is_plain = not is_named_node(parts) and np.ndim(parts) > axis + 1
+        return axis + 1 if is_plain else None
     reader = reader_of(parts)
     if reader is not None:
         names = reader.read(parts).names or ()

@@ -84,7 +84,7 @@ class StatefulTrainer(NotebookView):
         jit: bool = True,
         donate_states: bool = True,
         accumulate_steps: int = 1,
-        batch_axis: str = "batch",
+        batch_axis: str | int = "batch",
         aux_reduction: str | Mapping[str, Any] | None = None,
         aux_output_shardings: Any = None,
         loss_scaling: str | float | DynamicLossScaling | None = "auto",

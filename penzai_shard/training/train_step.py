@@ -59,7 +59,7 @@ def build_train_step_fn(
     train_state_shardings: Any = None,
     aux_output_shardings: Any = None,
     accumulate_steps: int = 1,
-    batch_axis: str = "batch",
+    batch_axis: str | int = "batch",
     aux_reduction: str | Mapping[str, Any] | None = None,
     loss_scaling: str | float | DynamicLossScaling | None = "auto",
     skip_nonfinite: bool = False,
@@ -98,7 +98,8 @@ def build_train_step_fn(
             axis is split (strided, so that each device keeps its examples), and gradients and
             losses are averaged; state passes from one microbatch to the next. All in one
             compiled loop.
-        batch_axis: The logical axis to split inputs along.
+        batch_axis: The logical axis to split inputs along; for inputs that are plain arrays the
+            number of the dimension, ``batch_axis=0``.
         aux_reduction: How the auxiliary outputs of the microbatches become one: ``"mean"``,
             ``"sum"``, ``"max"``, ``"min"`` or ``"last"``, for all of them or by key or path, such
             as ``{"loss": "mean", "accuracy": "sum"}``; ``"ratio"`` for a pair ``(sum, count)``,

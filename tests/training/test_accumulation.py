@@ -132,3 +132,38 @@ def test_inputs_without_the_axis_are_refused(make_model, loss_fn):
 def test_number_of_parts_must_be_a_positive_integer(loss_fn, steps):
     with pytest.raises(RuleTypeError, match="accumulate_steps must be a positive integer"):
         build_train_step_fn(loss_fn, accumulate_steps=steps)
+
+
+def plain_step(steps, batch_axis):
+    def loss(model, rng, state, x, y, weight):
+        error = x @ model["w"] - y
+        return jnp.mean(error**2) * weight, state, {"error": error}
+
+    weights = {"w": jnp.arange(3.0)}
+    state = TrainState.initial_state(weights, optax.sgd(0.1), jax.random.key(0))
+    step = build_train_step_fn(
+        loss,
+        accumulate_steps=steps,
+        batch_axis=batch_axis,
+        aux_reduction={"error": "concatenate"} if steps > 1 else None,
+    )
+    x = jnp.arange(24.0).reshape(8, 3) / 24
+    return step(state, x=x, y=jnp.ones(8), weight=2.0)
+
+
+def test_plain_inputs_are_split_along_a_dimension_by_its_number():
+    whole, whole_aux = plain_step(1, "batch")
+    parts, aux = plain_step(4, 0)
+    np.testing.assert_allclose(parts.params["w"], whole.params["w"], rtol=1e-6)
+    np.testing.assert_allclose(aux["error"], whole_aux["error"], rtol=1e-6)
+
+
+def test_plain_inputs_need_the_number_of_the_dimension():
+    with pytest.raises(ShardingError, match=r"for arrays without names.*batch_axis=0"):
+        plain_step(4, "batch")
+    with pytest.raises(ShardingError, match=r"input x: dimension 1 \(3\) does not divide into"):
+        plain_step(2, 1)
+    with pytest.raises(ShardingError, match="no input is an array without names that has a dim"):
+        plain_step(2, 2)
+    with pytest.raises(RuleTypeError, match=r"the number of a dimension such as 0, not -1"):
+        plain_step(2, -1)
