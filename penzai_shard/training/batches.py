@@ -91,7 +91,8 @@ def shard_batch(
         try:
             return _placed(batch, request, local)
         except PlanError as error:
-            if on_unnamed != "error" or not _plain_arrays(batch):
+            plain = filter(_is_plain, _leaves(without_bare_arrays(batch, "shard_batch")))
+            if on_unnamed != "error" or not any(True for _ in plain):
                 raise
             raise PlanError(
                 "no valid layout for some arrays of this batch; say what the first dimension of "
@@ -113,8 +114,8 @@ def _is_plain(leaf: Any) -> bool:
     return not is_named_unit(leaf) and is_array_like(leaf) and np.ndim(leaf) > 0
 
 
-def _plain_arrays(batch: Any) -> list[Any]:
-    return list(filter(_is_plain, jax.tree_util.tree_leaves(batch, is_leaf=is_named_unit)))
+def _leaves(batch: Any) -> list[Any]:
+    return jax.tree_util.tree_leaves(batch, is_leaf=is_named_unit)
 
 
 def _with_first_axis(batch: Any, name: LogicalAxis) -> Any:
