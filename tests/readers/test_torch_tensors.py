@@ -224,6 +224,8 @@ class OwnTensor(torch.Tensor):
 
 
 def test_parts_of_tensors_over_processes_are_refused():
+    import torch.distributed.tensor
+
     distributed = torch.distributed
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
