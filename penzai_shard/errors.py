@@ -5,6 +5,7 @@ path, the logical axis, the sizes, the rule, and a fix that can be pasted. In th
 that differ only in the numbers of their paths, as those of equal blocks do, are one line.
 """
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -12,7 +13,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from penzai_shard.path_folding import NUMBER, folded_path, folding_key, varying_numbers
 
@@ -226,6 +227,53 @@ def warn_caller(messages: Iterable[str]) -> None:
         level, frame = level + 1, frame.f_back
     for message in messages:
         warnings.warn(message, ShardingWarning, stacklevel=level)
+
+
+# Libraries that are not needed by this one, and the extra that installs each.
+_EXTRAS = {
+    "equinox": "equinox",
+    "flax": "flax",
+    "grain": "notebook",
+    "haliax": "haliax",
+    "optax": "train",
+    "orbax": "checkpoint",
+    "rich": "train",
+    "torch": "torch",
+}
+
+
+def extra_for(error: BaseException) -> str:
+    """How to install a module that was not found, if one of our extras brings it; or nothing.
+
+    Args:
+        error: Any error.
+
+    >>> extra_for(ModuleNotFoundError("No module named 'flax'", name="flax.linen"))
+    "Install it with: pip install 'penzai-shard[flax]'"
+    >>> extra_for(ValueError("flax"))
+    ''
+    """
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    extra = _EXTRAS.get((name or "").partition(".")[0])
+    return f"Install it with: pip install 'penzai-shard[{extra}]'" if extra else ""
+
+
+@contextlib.contextmanager
+def naming_extras() -> Iterator[None]:
+    """A block that runs somebody else's code, which may import what is not installed.
+
+    Raises:
+        ModuleNotFoundError: As in the block, with a note of the extra that installs the module.
+
+    >>> with naming_extras():
+    ...     pass
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if fix := extra_for(error):
+            error.add_note(fix)
+        raise
 
 
 def require_extra(module: str, extra: str) -> types.ModuleType:

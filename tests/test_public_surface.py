@@ -20,16 +20,81 @@ def run_python(code):
     )
 
 
-def test_importing_the_package_loads_no_optional_dependency_and_starts_no_device():
+NO_READER_IS_LOADED = (
+    "from penzai_shard.readers.announcements import OWN_READERS\n"
+    "loaded = [r for r in OWN_READERS.values() if r.partition(':')[0] in sys.modules]\n"
+    "assert not loaded, loaded\n"
+)
+
+
+def test_importing_and_planning_loads_no_optional_dependency_and_starts_no_device():
     done = run_python(
-        "import sys, penzai_shard\n"
+        "import jax, sys, penzai_shard\n"
+        "from penzai import pz\n"
+        "mesh = jax.sharding.AbstractMesh((2,), ('data',))\n"
+        "array = pz.nx.NamedArray({'a': 2}, jax.ShapeDtypeStruct((2,), float))\n"
+        "penzai_shard.make_plan([array, type('Other', (), {})()], mesh, {'a': 'data'})\n"
         "optional = ('optax', 'orbax', 'rich', 'grain', 'transformers', 'torch', 'flax')\n"
+        "optional += ('equinox', 'haliax')\n"
         "loaded = [name for name in optional if name in sys.modules]\n"
         "assert not loaded, loaded\n"
+        f"{NO_READER_IS_LOADED}"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge._backends, xla_bridge._backends\n"
     )
     assert done.returncode == 0, done.stderr
+
+
+LIBRARIES_OF_MODELS = ("flax", "equinox", "haliax", "torch")
+
+
+def test_a_model_of_penzai_needs_no_other_library_and_loads_no_reader():
+    """Where none of them is installed: planned, initialised, trained, saved and restored."""
+    done = run_python(
+        "import sys, tempfile\n"
+        f"libraries = {LIBRARIES_OF_MODELS}\n"
+        "sys.modules.update(dict.fromkeys(libraries))\n"
+        "import jax, optax\n"
+        "from penzai import pz\n"
+        "import penzai_shard as pzs\n"
+        "mesh = pzs.make_mesh({'data': len(jax.devices())})\n"
+        "def build(key):\n"
+        "    return pz.nn.Linear.from_config('l', key, {'a': 8}, {'b': 2})\n"
+        "def loss_fn(model, rng, state, x):\n"
+        "    return model(x).untag('b').mean(), state, {}\n"
+        "plan = pzs.make_plan(pzs.abstract_model(build, jax.random.key(0)), mesh, {'a': 'data'})\n"
+        "model = pzs.sharded_init(build, jax.random.key(0), plan=plan)\n"
+        "state = pzs.TrainState.initial_state(model, optax.sgd(0.1), jax.random.key(1))\n"
+        "state, _ = pzs.build_train_step_fn(loss_fn)(state, x=pz.nx.ones({'a': 8}))\n"
+        "path = pzs.save_params(tempfile.mkdtemp() + '/saved', state.model)\n"
+        "pzs.restore_params(path, plan=plan, model=pzs.abstract_model(build, jax.random.key(0)))\n"
+        "assert not any(map(sys.modules.get, libraries))\n"
+        f"{NO_READER_IS_LOADED}"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_builder_whose_library_is_missing_is_told_the_extra_that_installs_it():
+    done = run_python(
+        "import sys, penzai_shard\n"
+        "from penzai_shard.surgery.references import resolve\n"
+        f"libraries = {LIBRARIES_OF_MODELS}\n"
+        "sys.modules.update(dict.fromkeys(libraries))\n"
+        "for name in libraries:\n"
+        "    def build():\n"
+        "        __import__(name)\n"
+        "    try:\n"
+        "        penzai_shard.abstract_model(build)\n"
+        "    except ModuleNotFoundError as error:\n"
+        "        print(error, *error.__notes__)\n"
+        "    try:\n"
+        "        resolve(name + '.nn:Linear')\n"
+        "    except penzai_shard.errors.RuleTypeError as error:\n"
+        "        print(error)\n"
+    )
+    assert done.returncode == 0, done.stderr
+    for name in LIBRARIES_OF_MODELS:
+        assert done.stdout.count(f"Install it with: pip install 'penzai-shard[{name}]'") == 2
 
 
 def test_a_plan_needs_no_optional_dependency():

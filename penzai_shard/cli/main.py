@@ -178,4 +178,5 @@ def _demo(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(line.strip() for line in str(error).splitlines())
+    notes = getattr(error, "__notes__", ())
+    return " ".join(line.strip() for text in (str(error), *notes) for line in text.splitlines())

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, Sharding
 
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.equinox_modules import module_values
-from penzai_shard.errors import ShardingError
+from penzai_shard.errors import ShardingError, naming_extras
 from penzai_shard.meshes import AnyMesh, auto_twin, onto_auto_twin
 from penzai_shard.placement.initializer_splitting import (
     flat_program,
@@ -57,7 +57,9 @@ def initialized(
     returned: list[Any] = []
 
     def arrays_only() -> list[Any]:
-        tree = without_bare_arrays(initializer(*args, **kwargs), "sharded_init")
+        with naming_extras():
+            built = initializer(*args, **kwargs)
+        tree = without_bare_arrays(built, "sharded_init")
         leaves, treedef = jax.tree_util.tree_flatten(tree)
         arrays = [
             is_array_like(leaf) and not stays

@@ -82,7 +82,8 @@ _warned: set[Announcement] = set()
 
 def active_announcements() -> list[Announcement]:
     """Those whose library was imported."""
-    return [found for found in announcements() if found.library in sys.modules]
+    # None stands there for a module that may not be imported.
+    return [found for found in announcements() if sys.modules.get(found.library) is not None]
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from penzai import pz
 
-from penzai_shard.errors import RuleTypeError
+from penzai_shard.errors import RuleTypeError, extra_for
 from penzai_shard.rule_kinds import nearest_name
 
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -106,7 +106,7 @@ def resolve_chain(reference: str) -> list[Any]:
     except Exception as error:  # A module runs when it is imported, and may raise anything.
         raise RuleTypeError(
             f"{reference!r}: cannot import {module_name!r}: {error}. "
-            "Install or import it first, or correct the name."
+            f"{extra_for(error) or 'Install or import it first, or correct the name.'}"
         ) from error
     for name in qualname.split("."):
         if not hasattr(chain[-1], name):
