@@ -20,6 +20,7 @@ from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import PlacingRequest, PlanRequest, ShardingPlan
 from penzai_shard.readers import without_repeats
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
+from penzai_shard.surgery import strip
 
 
 def restore_structs(
@@ -103,10 +104,13 @@ def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
     """
     values = param_dict(model)
     if not values:
+        fix = "Give a model, or a dictionary of arrays by name; save any other tree with"
+        bare = strip(model)
+        if bare is not model and param_dict(bare):
+            fix = f"Give the {type(bare).__name__} in it, strip(model), or save it all with"
         raise RuleTypeError(
             f"cannot save to {absolute_path(path)}: this {type(model).__name__} has no parameters. "
-            "Give a model, or a dictionary of arrays by name; save any other tree with "
-            "save_train_state."
+            f"{fix} save_train_state."
         )
     leaves = ArraysByName(values, "saving").leaves
     return save_arrays(path, leaves, kind="params", overwrite=overwrite)

@@ -135,6 +135,7 @@ def nameless_module_doubts(plan: ShardingPlan) -> list[str]:
     return [
         f"{arrays} in Equinox modules, which give no names to logical axes, so that every device "
         "gets a whole copy. Name what is to be split, for instance "
-        f'name_axes(module, {{"**/weight": ("out", "in"), ...}}), or pass on_unnamed="replicate" '
-        "if copies are wanted."
+        f'name_axes(module, {{"**/weight": ("out", "in"), ...}}); or split what is large, '
+        'rules | fully_sharded(unnamed="largest"); or pass on_unnamed="replicate" if copies are '
+        "wanted."
     ]

@@ -1,5 +1,7 @@
 """Placing batches on a mesh by name."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -88,19 +90,30 @@ def shard_batch(
         "shard_batch", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
     )
     if first_axis is None:
-        try:
+        with suggesting_first_axis(batch, on_unnamed):
             return _placed(batch, request, local)
-        except PlanError as error:
-            plain = filter(_is_plain, _leaves(without_bare_arrays(batch, "shard_batch")))
-            if on_unnamed != "error" or not any(True for _ in plain):
-                raise
-            raise PlanError(
-                "no valid layout for some arrays of this batch; say what the first dimension of "
-                'plain ones is, first_axis="batch", or:',
-                error.problems,
-            ) from error
     batch = without_bare_arrays(batch, "shard_batch")
-    return _named_as(batch, _placed(_with_first_axis(batch, first_axis), request, local))
+    return named_as_given(batch, _placed(with_first_axis(batch, first_axis), request, local))
+
+
+@contextlib.contextmanager
+def suggesting_first_axis(batch: Any, on_unnamed: OnUnnamed) -> Iterator[None]:
+    """Names the option for plain arrays where a batch that has some cannot be placed.
+
+    >>> with suggesting_first_axis({}, "error"):
+    ...     pass
+    """
+    try:
+        yield
+    except PlanError as error:
+        plain = filter(_is_plain, _leaves(without_bare_arrays(batch, "shard_batch")))
+        if on_unnamed != "error" or not any(True for _ in plain):
+            raise
+        raise PlanError(
+            "no valid layout for some arrays of this batch; say what the first dimension of plain "
+            'ones is, first_axis="batch", or:',
+            error.problems,
+        ) from error
 
 
 def _placed(batch: Any, request: PlacingRequest, local: bool) -> Any:
@@ -118,8 +131,12 @@ def _leaves(batch: Any) -> list[Any]:
     return jax.tree_util.tree_leaves(batch, is_leaf=is_named_unit)
 
 
-def _with_first_axis(batch: Any, name: LogicalAxis) -> Any:
-    """A batch whose plain arrays have a name for their first dimension."""
+def with_first_axis(batch: Any, name: LogicalAxis) -> Any:
+    """A batch whose plain arrays have a name for their first dimension.
+
+    >>> with_first_axis({"x": np.ones((4, 2)), "n": 3}, "batch")["x"].named_shape
+    {'batch': 4}
+    """
 
     def named(leaf: Any) -> Any:
         if not _is_plain(leaf):
@@ -129,8 +146,13 @@ def _with_first_axis(batch: Any, name: LogicalAxis) -> Any:
     return jax.tree_util.tree_map(named, batch, is_leaf=is_named_unit)
 
 
-def _named_as(batch: Any, placed: Any) -> Any:
-    """A placed batch without the names that were given to what was plain before."""
+def named_as_given(batch: Any, placed: Any) -> Any:
+    """A placed batch without the names that ``with_first_axis`` gave to what was plain before.
+
+    Args:
+        batch: The batch before it was given names.
+        placed: The batch with them.
+    """
 
     def restored(given: Any, leaf: Any) -> Any:
         return leaf if is_named_unit(given) else unnamed_data(leaf)

@@ -11,8 +11,14 @@ from penzai_shard.model_variables import TrainablePredicate
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.placement import place, put
 from penzai_shard.planning import PlacingRequest, PlanRequest
-from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
+from penzai_shard.readers import without_bare_arrays
+from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed
 from penzai_shard.text_tables import NotebookView
+from penzai_shard.training.batches import (
+    named_as_given,
+    suggesting_first_axis,
+    with_first_axis,
+)
 from penzai_shard.training.loss_scaling import DynamicLossScaling
 from penzai_shard.training.state_table import StateTable
 from penzai_shard.training.step_failures import refuse_inputs, refuse_positional
@@ -39,6 +45,7 @@ class StatefulTrainer(NotebookView):
         optimizer_rules: Other rules for the optimizer's state.
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``, of batches too.
+        first_axis: As for ``shard_batch``: what the first dimension of plain inputs is.
         jit: Whether to compile.
         donate_states: Whether a step may reuse the memory of the state before it.
         accumulate_steps: As for ``build_train_step_fn``.
@@ -81,6 +88,7 @@ class StatefulTrainer(NotebookView):
         optimizer_rules: Any = None,
         on_indivisible: OnIndivisible = "error",
         on_unnamed: OnUnnamed = "error",
+        first_axis: LogicalAxis | None = None,
         jit: bool = True,
         donate_states: bool = True,
         accumulate_steps: int = 1,
@@ -102,8 +110,9 @@ class StatefulTrainer(NotebookView):
             )
             plan = self._request.plan_state(_checked(train_state), optimizer_rules)
             self.shardings = plan.sharding_tree()
-        elif any(rule is not None for rule in given):
+        elif any(rule is not None for rule in (*given, first_axis)):
             raise RuleTypeError("rules need a mesh: pass mesh=make_mesh({...}) too.")
+        self._first_axis = first_axis
         self.loss_fn = loss_fn
         self.step_fn: TrainStep = build_train_step_fn(
             loss_fn,
@@ -193,7 +202,8 @@ class StatefulTrainer(NotebookView):
 
         Args:
             *positional: Refused: inputs go by keyword.
-            **inputs: Inputs of the loss function. On a mesh, named arrays are placed by the rules.
+            **inputs: Inputs of the loss function. On a mesh, named arrays are placed by the rules,
+                and plain ones by ``first_axis``.
 
         Returns:
             The loss function's auxiliary output.
@@ -218,7 +228,12 @@ class StatefulTrainer(NotebookView):
             self._looked_at_rules = True
             leaves = leaves_of((self._state, inputs))
             warn_caller(request.doubts({name for leaf in leaves for name in leaf.names or ()}))
-        return dict(place(inputs, request.planner.plan(inputs)))
+        if self._first_axis is None:
+            with suggesting_first_axis(inputs, request.planner.on_unnamed):
+                return dict(place(inputs, request.planner.plan(inputs)))
+        inputs = without_bare_arrays(inputs, "trainer.step")
+        named = with_first_axis(inputs, self._first_axis)
+        return dict(named_as_given(inputs, place(named, request.planner.plan(named))))
 
     @property
     def state(self) -> TrainState:

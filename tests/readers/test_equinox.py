@@ -12,9 +12,11 @@ from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 from penzai_shard import (
+    Jitted,
     Layout,
     ShardingError,
     ShardingWarning,
+    StatefulTrainer,
     TrainState,
     abstract_model,
     build_eval_step_fn,
@@ -415,3 +417,36 @@ def test_a_module_written_for_named_arrays_gets_these_if_asked_for():
     assert issubclass(weight_in_loss(named), pz.nx.NamedArray)
     assert issubclass(weight_in_loss(plain), jax.Array)
     assert named.variables != plain.variables
+
+
+def test_a_trainer_places_plain_inputs_by_their_first_dimension(own_steps):
+    options = {"mesh": MESH, "rules": RULES | {"batch": "data"}}
+    trainer = StatefulTrainer.build(
+        jax.random.key(2),
+        build(jax.random.key(0)),
+        OPTIMIZER,
+        loss_fn,
+        first_axis="batch",
+        **options,
+    )
+    aux = trainer.step(x=INPUTS, y=TARGETS)
+    np.testing.assert_allclose(aux["loss"], own_steps[0][0], rtol=1e-5)
+    weight = trainer.model.mlp.layers[0].weight
+    assert weight.data_array.sharding.spec == P("model", "data")
+    refusing = StatefulTrainer(trainer.state, loss_fn, **options)
+    with pytest.raises(PlanError, match='what the first dimension of plain ones is, first_axis="b'):
+        refusing.step(x=INPUTS, y=TARGETS)
+    with pytest.raises(RuleTypeError, match="rules need a mesh"):
+        StatefulTrainer(trainer.state, loss_fn, first_axis="batch")
+
+
+def test_a_wrapped_module_is_saved_without_what_is_around_it(tmp_path):
+    with pytest.raises(RuleTypeError, match=r"this Jitted has no parameters. Give the Model in it"):
+        save_params(tmp_path / "parameters", Jitted(Model(jax.random.key(0))))
+
+
+def test_modules_without_names_are_copied_with_a_word_of_both_ways_out():
+    with pytest.warns(
+        ShardingWarning, match=r"name_axes\(module.*or split what is large, .*unnamed=\"largest\""
+    ):
+        make_plan(Model(jax.random.key(0)), MESH, RULES)
