@@ -29,7 +29,7 @@ from penzai_shard.named_arrays import (
     shape_without_data,
     with_data,
 )
-from penzai_shard.readers import ReadArray, reader_of, reader_of_type
+from penzai_shard.readers import ReadArray, initializer_of, reader_of, reader_of_type
 from penzai_shard.readers.parameter_sizes import ParameterSizes, PositionalDimension
 from penzai_shard.reduced_statistics import align_names
 from penzai_shard.rule_kinds import LogicalAxis
@@ -133,6 +133,7 @@ the class dict. ...
     reader = reader_of(tree)
     if reader is not None and reader.bare and (problem := reader.read(tree).problem):
         raise RuleTypeError(f"{called} takes a model or another tree of arrays; this {problem}.")
+    refuse_module_without_arrays(f"{called} takes a model or another tree of arrays", tree)
     if tree is not None and not (callable(tree) and jax.tree_util.all_leaves([tree])):
         return
     name = getattr(tree, "__name__", "")
@@ -143,6 +144,30 @@ the class dict. ...
         f"{called} takes a model or another tree of arrays, not {given}. Give what it builds: "
         f"abstract_model({example}, ...), without memory, to plan or to restore; "
         f"sharded_init({example}, ..., mesh=mesh, rules=rules) to have it on a mesh."
+    )
+
+
+def refuse_module_without_arrays(takes: str, given: Any) -> None:
+    """Refuses a module whose arrays are made by a method of it, and are kept apart from it.
+
+    Args:
+        takes: What takes what instead, for messages.
+        given: What was given.
+
+    Raises:
+        RuleTypeError: It is such a module, or a class of them.
+
+    >>> refuse_module_without_arrays("make_plan takes a tree", {})
+    """
+    init = initializer_of(given)
+    if not init:
+        return
+    is_class = isinstance(given, type)
+    name = f"the class {given.__name__}" if is_class else f"a {type(given).__name__}"
+    raise RuleTypeError(
+        f"{takes}, not {name}, which holds no arrays: its init makes them. Give that and its "
+        f"arguments: abstract_model({init}, key, x), without memory, to plan or to restore; "
+        f"sharded_init({init}, key, x, mesh=mesh, rules=rules) to have them on a mesh."
     )
 
 
@@ -194,7 +219,10 @@ class _ArrayMapper:
     def unit(self, node: Any, path: str, place: str) -> Any:
         match _unit_kind(node.__class__):
             case None:
-                return self.visit(_plain_leaf(node, path, self.in_nameless_module))
+                leaf = _plain_leaf(node, path, self.in_nameless_module)
+                if self.parameters.plain_naming:
+                    leaf = dataclasses.replace(leaf, naming=self.parameters.plain_naming)
+                return self.visit(leaf)
             case "nameless_module":
                 return _ArrayMapper(self.visit, self.parameters, True).tree(node, path, place)
             case "named_array":

@@ -179,6 +179,8 @@ def compare(
     """
     extra = [name for name in stored if name not in wanted]
     missing = [name for name in wanted if name not in stored]
+    nested = _nested_otherwise(extra, missing, wording)
+    raise_all(CheckpointMismatchError, headline, [nested] if nested else [])
     orders: dict[str, tuple[int, ...]] = {}
     problems: list[str] = []
     for name, target in wanted.items():
@@ -206,6 +208,32 @@ def compare(
         ]
     raise_all(CheckpointMismatchError, headline, problems)
     return orders
+
+
+def _nested_otherwise(extra: list[str], missing: list[str], wording: Wording) -> str:
+    """Says that one side has all names of the other under one more key; empty if it is not so.
+
+    >>> _nested_otherwise(["params/w"], ["w"], RESTORING)
+    "params/w: the checkpoint has all names of the model under 'params'. Give the model under ...
+    """
+    for longer, shorter in ((extra, missing), (missing, extra)):
+        end = f"/{shorter[0]}" if shorter else ""
+        prefix = next((n.removesuffix(end) for n in longer if end and n.endswith(end)), None)
+        if prefix is None or not {f"{prefix}/{name}" for name in shorter} <= set(longer):
+            continue
+        keys = prefix.split("/")
+        place = "".join(f"[{key!r}]" for key in keys)
+        if longer is extra:
+            around = "".join(f"{{{key!r}: " for key in keys) + "model" + "}" * len(keys)
+            return (
+                f"{prefix}{end}: {wording.source} all names of {wording.target} under {prefix!r}. "
+                f"Give {wording.target} under the same keys: {around}."
+            )
+        return (
+            f"{prefix}{end}: {wording.target} has all names under {prefix!r}, and "
+            f"{wording.source} them without. Give what is in it: model{place}."
+        )
+    return ""
 
 
 def _rename_fix(old: str, names: Mapping[str, str], present: Collection[str]) -> str:

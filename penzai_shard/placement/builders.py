@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from penzai.core.variables import AbstractVariable
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all, warn_caller
+from penzai_shard.named_leaves import refuse_module_without_arrays
 from penzai_shard.planning import ShardingPlan
 from penzai_shard.rule_kinds import nearest_name
 
@@ -40,6 +41,7 @@ def check_builder(
 
     >>> check_builder(dict, (), {"a": 1}, ["rules"])
     """
+    refuse_module_without_arrays("sharded_init takes the function that builds a model", initializer)
     if not callable(initializer) or is_model(initializer):
         raise RuleTypeError(
             f"sharded_init builds a model and needs the function that does, not a "

@@ -14,6 +14,7 @@ from penzai.core.variables import AbstractVariableValue
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.model_variables import first_api, thawed, with_own_label
+from penzai_shard.named_leaves import refuse_module_without_arrays
 from penzai_shard.placement.builders import (
     OWN_ARGUMENTS,
     check_builder,
@@ -227,6 +228,9 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     >>> model.sublayers[0].sublayers[0].weights.value.data_array
     ShapeDtypeStruct(shape=(8, 16), dtype=float32)
     """
+    refuse_module_without_arrays(
+        "abstract_model takes the function that builds a model", initializer
+    )
     if not callable(initializer) or is_model(initializer):
         raise RuleTypeError(
             "abstract_model calls the function that builds a model, and this is a "

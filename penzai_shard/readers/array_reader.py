@@ -135,6 +135,20 @@ class ArrayReader(abc.ABC):
         """Equal for two nodes whose data is one and the same; None if that cannot be said."""
         return None
 
+    def initializer_of(self, node: Any) -> str:
+        """How a user writes the method that makes the arrays of an object that holds none.
+
+        Empty for anything else than such an object, or a class of them, of this library.
+        """
+        return ""
+
+    def naming_in(self, tree: Any) -> str:
+        """What a user writes to name the arrays of a tree that nothing is put around.
+
+        Empty if the tree is not of this library.
+        """
+        return ""
+
     def collections(self, model: Any) -> Mapping[str, str] | None:
         """Of a dictionary of collections of variables by name, what each of them holds.
 

@@ -60,6 +60,23 @@ class _LinenReader(ArrayReader):
     def with_data(self, node: Any, data: Any) -> Any:
         return node.replace_boxed(data)
 
+    def initializer_of(self, node: Any) -> str:
+        linen = sys.modules.get("flax.linen")
+        if linen is None:
+            return ""
+        if isinstance(node, type):
+            return f"{node.__name__}(...).init" if issubclass(node, linen.Module) else ""
+        return "module.init" if isinstance(node, linen.Module) else ""
+
+    def naming_in(self, tree: Any) -> str:
+        state = sys.modules.get("flax.training.train_state")
+        if not self.collections(tree) and (state is None or not isinstance(tree, state.TrainState)):
+            return ""
+        return (
+            f"Annotate its initialiser, {_EXAMPLE}, and keep what module.init returns in its "
+            "boxes, which nn.unbox takes off; or name it by its path: name_axes(tree, {...})"
+        )
+
     def collections(self, model: Any) -> Mapping[str, str] | None:
         """Parameters are in ``params``; what else modules keep, as ``batch_stats``, is state."""
         if "flax.linen" not in sys.modules or not _are_collections(model):

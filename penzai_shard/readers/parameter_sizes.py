@@ -15,7 +15,7 @@ import numpy as np
 
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.readers.array_reader import ReadArray
-from penzai_shard.readers.registry import reader_of
+from penzai_shard.readers.registry import naming_in, reader_of
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.tree_paths import path_text
 
@@ -35,13 +35,20 @@ class PositionalDimension:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ParameterSizes:
-    """The parameters of a tree that has them in a field of its own, as train states do.
+    """What is known of an array by the tree that it is in.
+
+    Above all the parameters, in a tree that has them in a field of its own, as train states do.
 
     Attributes:
         tree: The tree.
     """
 
     tree: Any
+
+    @functools.cached_property
+    def plain_naming(self) -> str:
+        """What a user writes to name arrays without anything around them; empty if unknown."""
+        return naming_in(self.tree)
 
     @functools.cached_property
     def _parameters(self) -> dict[str, ReadArray]:

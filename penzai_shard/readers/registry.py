@@ -67,6 +67,23 @@ def loaded_readers() -> list[ArrayReader]:
     return [reader for reader in loaded if reader is not None]
 
 
+def initializer_of(node: Any) -> str:
+    """How a user writes the method that makes the arrays of an object that holds none.
+
+    Empty for anything else than such an object of a library that is known.
+
+    >>> initializer_of({})
+    ''
+    """
+    found = (reader.initializer_of(node) for reader in loaded_readers())
+    return next(filter(None, found), "")
+
+
+def naming_in(tree: Any) -> str:
+    """What a user writes to name the plain arrays of a tree, if it is a library's; else empty."""
+    return next(filter(None, (reader.naming_in(tree) for reader in loaded_readers())), "")
+
+
 def sharing_readers() -> list[ArrayReader]:
     """Those of them whose objects may occur several times in a tree."""
     return [reader for reader in loaded_readers() if reader.shares]

@@ -147,7 +147,10 @@ def _is_explicit(leaf: Any) -> bool:
 def flat_of(train_state: Any) -> FlatState:
     """The flat form of what a step was called with, which must be a train state."""
     if not isinstance(train_state, TrainState):
-        given = "nothing" if train_state is None else f"a {type(train_state).__name__}"
+        kind = type(train_state)
+        given = "nothing" if train_state is None else f"a {kind.__name__}"
+        if kind.__name__ == TrainState.__name__:
+            given = f"one of another library, {kind.__module__}"
         raise ShardingError(
             f"a train step takes a TrainState first, step(state, **batch), and got {given}. "
             "Make one: TrainState.initial_state(model, optimizer, jax.random.key(0))."

@@ -61,8 +61,12 @@ def train_state_sharding(
     (P(None, 'model'), P('data',))
     """
     if not isinstance(train_state, TrainState):
+        kind = type(train_state)
+        # Other libraries have a type of this name too.
+        is_namesake = kind.__name__ == TrainState.__name__
         raise RuleTypeError(
-            f"train_state_sharding takes a TrainState, not a {type(train_state).__name__}. "
+            "train_state_sharding takes a TrainState, not a "
+            f"{f'{kind.__module__}.' if is_namesake else ''}{kind.__name__}. "
             "For another tree: make_plan(tree, mesh, rules).sharding_tree()."
         )
     request = PlanRequest.read(

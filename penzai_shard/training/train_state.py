@@ -150,6 +150,7 @@ class TrainState(NotebookView):
         """
         check_optimizer(optimizer_def, model)
         refuse_builder("TrainState.initial_state", model)
+        _refuse_train_state(model)
         _check_key(root_rng)
         check_option("on_unnamed", on_unnamed)
         raise_all(
@@ -340,6 +341,17 @@ def _refuse_deleted(parts: dict[str, Any]) -> None:
             for path, leaf in paths_and_leaves(parts)
             if is_deleted(leaf)
         ],
+    )
+
+
+def _refuse_train_state(model: Any) -> None:
+    if not (hasattr(model, "params") and hasattr(model, "opt_state")):
+        return
+    kind = f"{type(model).__module__}.{type(model).__name__}"
+    raise RuleTypeError(
+        "TrainState.initial_state takes a model, and makes an optimizer's state for it; this "
+        f"{kind} has one already. Give the model in it: "
+        + ("state.model." if isinstance(model, TrainState) else "{'params': state.params}.")
     )
 
 
