@@ -6,13 +6,14 @@ name of an axis, a function. As for Equinox itself (``eqx.is_array``), arrays al
 there, and everything else stays as it is.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from penzai_shard.tree_paths import path_text
+from penzai_shard.tree_paths import join_paths, path_text
 
 _LIBRARY = "equinox"
 
@@ -61,6 +62,32 @@ def is_module_value(leaf: Any) -> bool:
     (True, False)
     """
     return not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+
+
+def declared_axis_names(module: Any, path: str = "") -> dict[str, tuple[str, ...]]:
+    """The axis names that the fields of a module declare for plain arrays, as ``hax.field`` does.
+
+    Args:
+        module: A module of Equinox, with other modules anywhere in it.
+        path: Prepended to all paths.
+
+    Returns:
+        The names by the path of the array.
+
+    >>> declared_axis_names({})
+    {}
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    if is_equinox_module(module):
+        for field in dataclasses.fields(module):
+            if names := field.metadata.get("axis_names"):
+                found[join_paths(path, field.name)] = tuple(names)
+    for key_path, node in jax.tree_util.tree_leaves_with_path(
+        module, is_leaf=lambda node: node is not module and is_equinox_module(node)
+    ):
+        if is_equinox_module(node):
+            found |= declared_axis_names(node, join_paths(path, path_text(key_path)))
+    return found
 
 
 def module_values(tree: Any) -> list[bool]:

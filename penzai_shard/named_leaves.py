@@ -20,7 +20,11 @@ from penzai import pz
 from penzai.core.variables import AutoStateVarLabel, LabeledVariable, LabeledVariableValue
 
 from penzai_shard.array_kinds import is_array_like
-from penzai_shard.equinox_modules import is_equinox_module_type, is_module_value
+from penzai_shard.equinox_modules import (
+    declared_axis_names,
+    is_equinox_module_type,
+    is_module_value,
+)
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.model_variables import first_api
 from penzai_shard.named_arrays import (
@@ -206,12 +210,15 @@ class _ArrayMapper:
 
     def tree(self, tree: Any, path: str, place: str) -> Any:
         is_leaf = is_named_unit if self.in_nameless_module else _is_known
+        declared = declared_axis_names(tree) if self.in_nameless_module else {}
 
         def at_unit(key_path: Any, node: Any) -> Any:
             text = path_text(key_path)
             own_path, own_place = join_paths(path, text), join_paths(place, text)
             if _is_coefficients(key_path) and is_array_like(node):
                 return self.visit(_coefficients_leaf(node, own_path))
+            if text in declared and is_array_like(node):
+                return self.visit(_declared_leaf(node, own_path, declared[text]))
             return self.unit(node, own_path, own_place)
 
         return jax.tree_util.tree_map_with_path(at_unit, tree, is_leaf=is_leaf)
@@ -348,6 +355,18 @@ def _coefficients_leaf(value: Any, path: str) -> NamedLeaf:
     """An array that has nothing to name: all its dimensions are positional."""
     leaf = _plain_leaf(value, path)
     return dataclasses.replace(leaf, names=(None,) * len(leaf.shape), note="coefficients")
+
+
+def _declared_leaf(value: Any, path: str, names: tuple[str, ...]) -> NamedLeaf:
+    """A plain array in a module of Equinox whose class gives its dimensions names.
+
+    What computes with it gets them from nowhere else, so they cannot be kept with the array.
+    """
+    problem = (
+        f"the axis names {names} that its field declares are not read. Give them to the array: "
+        f"name_axes(module, {{{path!r}: {names}}})"
+    )
+    return dataclasses.replace(_plain_leaf(value, path, True), problem=problem)
 
 
 def _statistic_leaf(

@@ -335,3 +335,24 @@ def test_constraints_by_name_pin_haliax_arrays(batch, mesh):
     assert pinned.array.sharding.shard_shape((8, 8)) == (8, 2)
     with pytest.raises(PlanError, match=r"'embed' \(6\) does not divide over mesh axis 'model'"):
         constrain(batch["x"]["embed", hax.dslice(0, 6)])
+
+
+def test_names_that_a_field_declares_are_not_dropped(mesh):
+    class Scaled(eqx.Module):
+        inner: hax.nn.LayerNorm
+        scale: jax.Array = hax.field(axis_names=("embed",))
+
+    class Outer(eqx.Module):
+        parts: list
+
+    made = Outer([Scaled(hax.nn.LayerNorm.init(EMBED), jnp.ones(8))])
+    for options in ({}, {"on_unnamed": "replicate"}):
+        with pytest.raises(
+            PlanError,
+            match=r"parts/0/scale: the axis names \('embed',\) that its field declares are not "
+            r"read. .* name_axes\(module, {'parts/0/scale': \('embed',\)}\)",
+        ):
+            pzs.make_plan(made, mesh, {"embed": "model"}, **options)
+    named = pzs.name_axes(made, {"parts/0/scale": ("embed",)})
+    specs = {leaf.spec for leaf in pzs.make_plan(named, mesh, {"embed": "model"}).leaves}
+    assert specs == {jax.sharding.PartitionSpec("model")}
