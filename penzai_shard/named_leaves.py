@@ -33,7 +33,14 @@ from penzai_shard.named_arrays import (
     shape_without_data,
     with_data,
 )
-from penzai_shard.readers import ReadArray, initializer_of, reader_of, reader_of_type
+from penzai_shard.readers import (
+    ReadArray,
+    initializer_of,
+    not_a_tree,
+    reader_of,
+    reader_of_type,
+    refusal,
+)
 from penzai_shard.readers.parameter_sizes import ParameterSizes, PositionalDimension
 from penzai_shard.reduced_statistics import align_names
 from penzai_shard.rule_kinds import LogicalAxis
@@ -111,12 +118,13 @@ def _is_known(node: Any) -> bool:
     return _unit_kind(node.__class__) is not None
 
 
-def refuse_builder(called: str, tree: Any) -> None:
+def refuse_builder(called: str, tree: Any, as_model: bool = False) -> None:
     """Refuses a function or a class, a path, or nothing at all, where a tree of arrays belongs.
 
     Args:
         called: The function that was called, for messages.
         tree: What was given to it. Models are pytrees, whether they can be called or not.
+        as_model: Whether its arrays are to be parameters by name.
 
     Raises:
         RuleTypeError: It is None, or can be called and is not a pytree; or it is the path of a
@@ -138,6 +146,10 @@ the class dict. ...
     if reader is not None and reader.bare and (problem := reader.read(tree).problem):
         raise RuleTypeError(f"{called} takes a model or another tree of arrays; this {problem}.")
     refuse_module_without_arrays(f"{called} takes a model or another tree of arrays", tree)
+    if problem := not_a_tree(tree):
+        raise RuleTypeError(f"{called} takes a model or another tree of arrays; {problem}.")
+    if problem := refusal(tree, as_model):
+        raise RuleTypeError(f"{called} takes a model or another tree of arrays, {problem}.")
     if tree is not None and not (callable(tree) and jax.tree_util.all_leaves([tree])):
         return
     name = getattr(tree, "__name__", "")
@@ -342,6 +354,8 @@ def _plain_leaf(value: Any, path: str, in_nameless_module: bool = False) -> Name
     shape, dtype = (), None
     if is_array_like(value) and not (in_nameless_module and is_module_value(value)):
         shape, dtype = tuple(np.shape(value)), jax.dtypes.result_type(value)
+    elif problem := not_a_tree(value):
+        return NamedLeaf(path, None, shape, dtype, value, problem=problem)
     return NamedLeaf(path, None, shape, dtype, value, in_nameless_module=in_nameless_module)
 
 

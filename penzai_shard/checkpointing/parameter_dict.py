@@ -31,7 +31,7 @@ from penzai_shard.model_variables import (
 )
 from penzai_shard.named_arrays import unnamed_data
 from penzai_shard.named_leaves import is_named_unit
-from penzai_shard.readers import with_repeats, without_repeats
+from penzai_shard.readers import not_a_tree, refusal, with_repeats, without_repeats
 from penzai_shard.tree_paths import join_paths, path_text
 
 
@@ -73,6 +73,8 @@ def param_dict(model: Any) -> dict[str, Any]:
         _mapped(model, add)
         raise_all(CheckpointMismatchError, "cannot tell entries apart by name:", clashes)
         return found
+    if problem := refusal(model, as_model=True) or not_a_tree(model):
+        raise RuleTypeError(f"parameters are read from a model, {problem}.")
     if isinstance(model, pz.nx.NamedArrayBase) or is_array_like(model):
         raise RuleTypeError(
             "parameters are read from a model or from a dictionary by name, not from a single "

@@ -39,6 +39,7 @@ from penzai_shard.model_variables.variables import (
     with_value,
 )
 from penzai_shard.readers import (
+    not_a_tree,
     reader_of,
     with_repeats,
     without_bare_arrays,
@@ -318,6 +319,8 @@ class _Splitting:
                 problem = f"it holds a {type(others[0]).__name__}. Keep it in an attribute"
             if problem:
                 self.problems.append(f"{path}: {problem}.")
+        if problem := not_a_tree(leaf):
+            self.problems.append(f"{path}: {problem}.")
         if not pz.nx.is_namedarray(leaf) and not is_array_like(leaf) and template is None:
             return StaticLeaf(leaf)
         if path in self.entries:

@@ -111,7 +111,7 @@ class _Builder:
     @classmethod
     def of(cls, initializer: Any, args: tuple[Any, ...]) -> "_Builder | None":
         try:
-            signature = inspect.signature(initializer)
+            signature = _signature(initializer)
             values = signature.bind_partial(*args).arguments
         except (TypeError, ValueError):
             return None  # No signature to look at, or arguments that the call itself will refuse.
@@ -121,6 +121,38 @@ class _Builder:
         name = getattr(initializer, "__qualname__", type(initializer).__name__)
         kinds = {parameter.name: parameter.kind for parameter in signature.parameters.values()}
         return cls(name, kinds, values)
+
+
+def _unfit_argument(name: str, value: Any) -> str:
+    """What an argument probably should have been; empty if it may be as it is.
+
+    >>> _unfit_argument("rngs", 3)
+    'rngs=3: Flax NNX takes random streams. Write rngs=nnx.Rngs(3).'
+    """
+    is_number = isinstance(value, int | np.integer)
+    if name in _KEY_NAMES and is_number:
+        return (
+            f"{name}={value}: a number is not a random key. Write {name}=jax.random.key({value})."
+        )
+    if name == "rngs" and (is_number or isinstance(value, jax.Array)):
+        seed = value if is_number else "key"
+        return f"{name}={seed}: Flax NNX takes random streams. Write {name}=nnx.Rngs({seed})."
+    if isinstance(value, str) and value.isdecimal():
+        return f"{name}={value!r}: is a text. Write {name}={value}."
+    return ""
+
+
+def _signature(initializer: Any) -> inspect.Signature:
+    """The signature of an initialiser; of a class that is called in a way of its own, its init."""
+    signature = inspect.signature(initializer)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if isinstance(initializer, type) and all(
+        parameter.kind in variadic for parameter in signature.parameters.values()
+    ):
+        init: Any = getattr(initializer, "__init__")  # noqa: B009 (an instance's may differ)
+        _, *parameters = inspect.signature(init).parameters.values()
+        return inspect.Signature(parameters)
+    return signature
 
 
 @contextlib.contextmanager
@@ -138,19 +170,13 @@ def naming_numbers_as_keys(
     """
     try:
         yield
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         builder = _Builder.of(initializer, args)
         if builder is None or isinstance(error, ShardingError):
             raise
         given = builder.values | kwargs
         problems = [
-            f"{name}={value}: a number is not a random key. Write {name}=jax.random.key({value})."
-            for name, value in given.items()
-            if name in _KEY_NAMES and isinstance(value, int | np.integer)
-        ] + [
-            f"{name}={value!r}: is a text. Write {name}={value}."
-            for name, value in given.items()
-            if isinstance(value, str) and value.isdecimal()
+            problem for name, value in given.items() if (problem := _unfit_argument(name, value))
         ]
         if not problems:
             raise

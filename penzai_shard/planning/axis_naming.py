@@ -12,7 +12,7 @@ from penzai_shard.equinox_modules import is_module_value, leaves_in_modules
 from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
 from penzai_shard.named_arrays import named_array, unnamed_data
 from penzai_shard.named_leaves import is_named_unit, refuse_builder
-from penzai_shard.readers import reader_of, warn_of_tied_arrays
+from penzai_shard.readers import reader_of, warn_of_tied_arrays, with_repeats, without_repeats
 from penzai_shard.rule_kinds import LogicalAxis, nearest_name
 from penzai_shard.tree_paths import path_matches, path_text
 
@@ -26,7 +26,8 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
     names. Values, shapes and the containers stay; every array becomes a ``NamedArray``, or a
     ``NamedArrayView`` where a nameless dimension follows a named one. Arrays that are named
     already, scalars that no pattern matches, and leaves that are not arrays, stay as they are. In a
-    module of Equinox only arrays are: numbers and texts in its fields stay too.
+    module of Equinox only arrays are: numbers and texts in its fields stay too. Variables of Flax
+    NNX keep their kind and get the names as metadata.
 
     ``without_names`` gives the arrays back. Code that computes with plain arrays needs them so. In
     training, a loss function gets modules of Equinox with plain arrays, and anything else too with
@@ -66,6 +67,7 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
     """
     refuse_builder("name_axes", tree)
     _check_names(patterns)
+    tree = without_repeats(tree)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named_unit)
     problems: list[str] = []
     used: set[str] = set()
@@ -77,13 +79,18 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
         if in_modules[index] and is_module_value(leaf):
             continue
         path = path_text(key_path)
-        reader = reader_of(leaf)
+        reader, node = reader_of(leaf), leaf
         if reader is not None and reader.bare:
             held = reader.read(leaf)
             if held.problem:
                 problems.append(f"{path or 'the array'}: {held.problem}.")
                 continue
             tensors[path] = leaf
+            leaf = held.data
+        elif reader is not None and reader.takes_names:
+            held = reader.read(node)
+            if held.names is not None or not is_array_like(held.data):
+                continue
             leaf = held.data
         elif is_named_unit(leaf) or not is_array_like(leaf):
             continue
@@ -95,9 +102,14 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
         if problem := _mismatch(path, tuple(np.shape(leaf)), matching):
             problems.append(f"{path or 'the array'}: {problem}")
             continue
-        named[index] = leaf
+        takes_names = reader is not None and reader.takes_names
+        named[index] = node if takes_names else leaf
         for names in matching.values():
-            named[index] = _named(leaf, (None,) * np.ndim(leaf) if names is None else names)
+            given = (None,) * np.ndim(leaf) if names is None else names
+            if reader is not None and takes_names:
+                named[index] = reader.named(node, given)
+            else:
+                named[index] = _named(leaf, given)
     for pattern in patterns:
         if pattern not in used:
             near = nearest_name(pattern, paths)
@@ -105,7 +117,7 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
             problems.append(f"pattern {pattern!r} matches no array. {hint}")
     raise_all(SelectionError, "cannot name the arrays of this tree:", problems)
     warn_of_tied_arrays("name_axes", tensors)
-    return jax.tree_util.tree_unflatten(treedef, named)
+    return with_repeats(jax.tree_util.tree_unflatten(treedef, named))
 
 
 def _check_names(patterns: Any) -> None:

@@ -201,7 +201,9 @@ class Planner:
         if not held.rules or leaf.names is None:
             return ()
         try:
-            own = dataclasses.replace(self, rules=held.rules).decide(leaf.names, leaf.shape)
+            rules = AxisRules.of(held.rules)
+            rules = rules | self.rules if held.rules_for_some else rules
+            own = dataclasses.replace(self, rules=rules).decide(leaf.names, leaf.shape)
             if own.spec == spec and not own.problems:
                 return ()
             gives = f"give {own.spec}" if not own.problems else " ".join(own.problems)
@@ -209,7 +211,7 @@ class Planner:
             gives = f"cannot be read ({'; '.join(error.problems) or error})"
         return (
             f"it has rules of its own, by which it is laid out when it is used: they {gives}, and "
-            f"these rules give {spec}. Leave rules= out where it is annotated, or give the same "
+            f"these rules give {spec}. Leave them out where it is annotated, or give the same "
             f"rules here: rules={held.rules!r}.",
         )
 

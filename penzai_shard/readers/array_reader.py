@@ -33,6 +33,8 @@ class ReadArray:
             says so; a layout on another one is refused.
         rules: The rules by which it does, if the node has rules of its own; a layout that they do
             not give is refused.
+        rules_for_some: Whether these rules are only for the names that they have, so that other
+            names may go anywhere.
     """
 
     data: Any
@@ -42,6 +44,7 @@ class ReadArray:
     note: str = ""
     mesh: Any = None
     rules: Any = None
+    rules_for_some: bool = False
 
     def fitted(self) -> "ReadArray":
         """The same with one name, or None, for each dimension of the array.
@@ -87,12 +90,14 @@ class ArrayReader(abc.ABC):
         naming: What a user writes to give the array of a node names; for messages.
         bare: Whether nodes are arrays themselves, with nothing around them that would be kept, so
             that their data stands in their place once something is done with them.
+        takes_names: Whether a node may have no names, and can be given some.
     """
 
     library: str
     shares: bool = False
     naming: str = "Name it with pz.nx.wrap(array).tag(...)"
     bare: bool = False
+    takes_names: bool = False
 
     @abc.abstractmethod
     def reads(self, node_type: type) -> bool:
@@ -123,6 +128,23 @@ class ArrayReader(abc.ABC):
         Modules of some libraries are. Asked once for each type.
         """
         return False
+
+    def refusal(self, tree: Any, as_model: bool = False) -> str:
+        """Why something of the library cannot be used as a tree of arrays; empty if it can.
+
+        Args:
+            tree: What was given. It ends the sentence "takes a model or another tree of arrays".
+            as_model: Whether its arrays are to be parameters by name.
+        """
+        return ""
+
+    def not_a_tree(self, node: Any) -> str:
+        """Why a shared object that JAX takes for a leaf is none of the arrays of a tree."""
+        return f"this {type(node).__name__} is not a tree of arrays for JAX"
+
+    def named(self, node: Any, names: Sequence[LogicalAxis | None]) -> Any:
+        """A node like one that has no names, with these; asked only if ``takes_names``."""
+        raise NotImplementedError
 
     def initializing(self) -> contextlib.AbstractContextManager[Any]:
         """What is in force while an initialiser is traced to be run part by part.

@@ -6,17 +6,20 @@ Source: Flax, "Scale up on multiple devices" (NNX), ``flax.nnx.spmd`` and ``flax
 import contextlib
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from penzai_shard.errors import RuleTypeError
 from penzai_shard.readers.array_reader import ArrayReader, ReadArray, Role
+from penzai_shard.rule_kinds import LogicalAxis
 
 # Under which keys releases keep the names of the dimensions: the newest, and older ones.
 _NAMES = ("out_sharding", "sharding", "sharding_names")
-# What else they say of sharding, and is no name: where and when a variable was laid out by NNX
-# itself, and what nnx.Optimizer gives its own variables as their names.
-_OTHERS = frozenset({"mesh", "eager_sharding", "optimizer_sharding"})
+# What else they say of sharding, and is no name: rules, where and when a variable was laid out by
+# NNX itself, and what nnx.Optimizer gives its own variables as their names.
+_OTHERS = frozenset({"sharding_rules", "mesh", "eager_sharding", "optimizer_sharding"})
 _OF_SHARDING = re.compile("shard|mesh|partition|spec")
 
 
@@ -25,9 +28,10 @@ class _NnxReader(ArrayReader):
 
     library = "flax.nnx"
     shares = True
+    takes_names = True
     naming = (
         "Name it where its layer is made, with kernel_metadata={'out_sharding': (...)} or the like "
-        "of it, or nnx.Param(array, out_sharding=(...))"
+        "of it, or with name_axes(model, {...})"
     )
 
     def reads(self, node_type: type) -> bool:
@@ -38,7 +42,7 @@ class _NnxReader(ArrayReader):
         return issubclass(node_type, _nnx().Pytree)
 
     def read(self, node: Any) -> ReadArray:
-        if not isinstance(node, _nnx().Variable):
+        if not issubclass(type(node), _nnx().Variable):
             return ReadArray(
                 None,
                 (),
@@ -54,19 +58,57 @@ class _NnxReader(ArrayReader):
         if names is None and isinstance(node, _nnx().RngState):
             # Keys of random streams have nothing to name, as the one of a train state has not.
             return ReadArray(data, (), note="random state")
-        return ReadArray(data, names, problem)
+        # As in NNX, rules in force and those of the variable itself must agree.
+        rules = metadata.get("sharding_rules")
+        return ReadArray(data, names, problem, rules=rules, rules_for_some=True)
 
     def with_data(self, node: Any, data: Any) -> Any:
+        if not issubclass(type(node), _nnx().Variable):
+            return node
         return node.from_metadata(data, node.get_metadata())
 
     def role(self, node: Any) -> Role | None:
         return "parameter" if isinstance(node, _nnx().Param) else "state"
 
-    def initializing(self) -> contextlib.AbstractContextManager[Any]:
+    def named(self, node: Any, names: Sequence[LogicalAxis | None]) -> Any:
+        return node.from_metadata(
+            node.get_raw_value(), node.get_metadata() | {_NAMES[0]: tuple(names)}
+        )
+
+    def refusal(self, tree: Any, as_model: bool = False) -> str:
+        if isinstance(tree, _nnx().GraphDef):
+            return (
+                "not an nnx.GraphDef, which has no arrays. Give the module, nnx.merge(graphdef, "
+                "state), or the state"
+            )
+        if as_model and isinstance(tree, tuple) and any(map(self.refusal, tree)):
+            return (
+                "not the tuple that nnx.split gives, in which its arrays have other paths and are "
+                "in no module. Give the module, nnx.merge(*split)"
+            )
+        return ""
+
+    def not_a_tree(self, node: Any) -> str:
+        name = type(node).__name__
+        return (
+            f"the {name} was defined so that JAX takes it for a leaf. Define it as a pytree, class "
+            f"{name}(nnx.Module) without pytree=False, or give its state, nnx.state(...)"
+        )
+
+    @contextlib.contextmanager
+    def initializing(self) -> Iterator[None]:
         # Every array is laid out by its plan; NNX would need a mesh in the context, and take
         # logical axes for those of the mesh.
-        context: contextlib.AbstractContextManager[Any] = _nnx().use_eager_sharding(False)
-        return context
+        try:
+            with _nnx().use_eager_sharding(False):
+                yield
+        except sys.modules["flax.errors"].TraceContextError as error:
+            raise RuleTypeError(
+                "the function that builds the model changes variables of Flax NNX that were there "
+                "before, such as random streams. Make them inside of it, or pass them as "
+                "arguments, which are copied: sharded_init(Model, nnx.Rngs(0), mesh=mesh, "
+                "rules=rules)."
+            ) from error
 
 
 def _nnx() -> Any:
@@ -75,10 +117,7 @@ def _nnx() -> Any:
 
 def _names_in(metadata: dict[str, Any]) -> tuple[tuple[Any, ...] | None, str]:
     """The names of the dimensions, or None, and why they cannot be used."""
-    if metadata.get("sharding_rules"):
-        rules = dict(metadata["sharding_rules"])
-        return (), f"it has sharding_rules of its own. Leave them out, and give them as {rules=}"
-    known = {*_NAMES, *_OTHERS, "sharding_rules"}
+    known = {*_NAMES, *_OTHERS}
     unknown = [
         key for key in metadata if key not in known and _OF_SHARDING.search(str(key).lower())
     ]

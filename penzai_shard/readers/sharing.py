@@ -11,7 +11,12 @@ from typing import Any
 import jax
 
 from penzai_shard.errors import RuleTypeError
-from penzai_shard.readers.registry import is_shared_object, sharing_readers
+from penzai_shard.readers.registry import (
+    is_shared_object,
+    loaded_readers,
+    reader_of,
+    sharing_readers,
+)
 
 
 @jax.tree_util.register_static
@@ -56,6 +61,9 @@ def without_repeats(tree: Any) -> Any:
         if isinstance(node, Repeat):
             repeated = True
             return dataclasses.replace(node, depth=node.depth + 1)
+        if jax.tree_util.all_leaves([node]):
+            # It cannot be taken apart, and whoever reads the tree says so.
+            return node
         if id(node) in open_objects:
             raise RuleTypeError(
                 f"this {type(node).__name__} contains itself, and JAX cannot take it for a tree. "
@@ -91,12 +99,42 @@ def with_repeats(tree: Any) -> Any:
             if node.depth:
                 return dataclasses.replace(node, depth=node.depth - 1)
             return objects[node.number]
+        if jax.tree_util.all_leaves([node]):
+            return node
         number = len(objects)
         objects.append(None)
         objects[number] = _with_children(node, lambda child: _map_shared(child, restored))
         return objects[number]
 
     return _map_shared(tree, restored)
+
+
+def not_a_tree(node: Any) -> str:
+    """Why a leaf of a tree, a module that JAX does not take apart, cannot be used; empty if it can.
+
+    >>> not_a_tree("text")
+    ''
+    """
+    if not is_shared_object(node) or reader_of(node) is not None:
+        return ""
+    if not jax.tree_util.all_leaves([node]):
+        return ""
+    readers = [reader for reader in sharing_readers() if reader.shares_type(type(node))]
+    return readers[0].not_a_tree(node)
+
+
+def refusal(tree: Any, as_model: bool = False) -> str:
+    """Why something of another library cannot be used as a tree of arrays; empty if it can.
+
+    Args:
+        tree: What was given.
+        as_model: Whether its arrays are to be parameters by name.
+
+    >>> refusal({"w": 1.0})
+    ''
+    """
+    found = (reader.refusal(tree, as_model) for reader in loaded_readers())
+    return next(filter(None, found), "")
 
 
 def copied(tree: Any) -> Any:

@@ -149,7 +149,7 @@ class TrainState(NotebookView):
             RuleTypeError: The optimizer or the key is something else.
         """
         check_optimizer(optimizer_def, model)
-        refuse_builder("TrainState.initial_state", model)
+        refuse_builder("TrainState.initial_state", model, as_model=True)
         _refuse_train_state(model)
         _check_key(root_rng)
         check_option("on_unnamed", on_unnamed)

@@ -247,7 +247,7 @@ def test_a_box_with_rules_of_its_own_is_laid_out_as_they_say():
     assert spec_of(box, {"embed": "model"}) == P("model")
     message = (
         r"w: it has rules of its own, .* they give P\('model',\), and these rules give "
-        r"P\('data', 'model'\). Leave rules= out where it is annotated, or give the same rules "
+        r"P\('data', 'model'\). Leave them out where it is annotated, or give the same rules "
         r"here: rules=\(\('embed', 'model'\), \('hidden', None\)\)"
     )
     with pytest.raises(PlanError, match=message):

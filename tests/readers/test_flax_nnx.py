@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from penzai_shard import abstract_model, make_mesh, make_plan, place, sharded_init
-from penzai_shard.errors import PlanError, ShardingError
+from penzai_shard import (
+    TrainState,
+    abstract_model,
+    fully_sharded,
+    make_mesh,
+    make_plan,
+    name_axes,
+    param_dict,
+    place,
+    sharded_init,
+)
+from penzai_shard.errors import PlanError, SelectionError, ShardingError
 
 RULES = {"embed": "data", "mlp": "model"}
 MESH = AbstractMesh((4, 2), ("data", "model"))
@@ -287,6 +297,127 @@ def test_abstract_models_have_structs_for_parameters_alone():
     assert {path for path, is_struct in kinds.items() if is_struct} == {
         path for path in kinds if path.endswith("kernel")
     }
+
+
+def test_rules_of_a_variable_must_agree_with_those_given():
+    with nnx.use_eager_sharding(False):
+        variable = nnx.Param(
+            jnp.ones((8, 4)), out_sharding=("embed", "mlp"), sharding_rules=(("embed", "data"),)
+        )
+    assert make_plan(variable, MESH, RULES).leaves[0].spec == P("data", "model")
+    with logical_axis_rules((("embed", "data"), ("mlp", "model"))):
+        assert nnx.get_partition_spec(variable).get_raw_value() == P("data", "model")
+    text = r"rules of its own, .* they give P\('data',\), and these rules give P\('model',\)"
+    with pytest.raises(PlanError, match=text):
+        make_plan(variable, MESH, {"embed": "model"})
+    with (
+        logical_axis_rules((("embed", "model"),)),
+        pytest.raises(ValueError, match="Inconsistent logical axis"),
+    ):
+        nnx.get_partition_spec(variable)
+
+
+def test_variables_without_names_get_them_by_path(mesh):
+    model = nnx.Dict(a=nnx.Linear(8, 4, rngs=nnx.Rngs(0)), stream=nnx.Rngs(0))
+    model.same = model.a
+    named = name_axes(model, {"a/kernel": ("embed", "mlp"), "a/bias": ("mlp",)})
+    assert named.same is named.a
+    assert type(named.a.kernel) is nnx.Param
+    assert named.a.kernel.get_metadata("out_sharding") == ("embed", "mlp")
+    assert not model.a.kernel.has_metadata("out_sharding")
+    specs = {leaf.path: leaf.spec for leaf in make_plan(named, mesh, RULES).leaves}
+    assert specs["a/kernel"] == P("data", "model")
+    # What has names is left alone, and the rest must be matched.
+    with pytest.raises(SelectionError, match="'a/bias' matches no array"):
+        name_axes(named, {"a/bias": ("mlp",)})
+    with pytest.raises(SelectionError, match="a/kernel: no pattern matches this array"):
+        name_axes(model, {"a/bias": ("mlp",)})
+    largest = make_plan(model.a, mesh, fully_sharded("data", unnamed="largest", min_size=1))
+    assert {leaf.path: leaf.spec for leaf in largest.leaves}["kernel"] == P("data")
+
+
+class NoTree(nnx.Module, pytree=False):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(2, 2, rngs=rngs)
+
+
+def with_defaults(**defaults):
+    with nnx.var_defaults(**defaults), nnx.use_eager_sharding(False):
+        return nnx.Param(jnp.ones((8, 4)), out_sharding=("embed", "mlp"))
+
+
+MISTAKES = {
+    "the class": (lambda mesh: make_plan(Block, mesh, RULES), "not the class Block. Give what it"),
+    "an instance": (
+        lambda mesh: sharded_init(nnx.Rngs(0), mesh=mesh, rules=RULES),
+        "sharded_init builds a model and needs the function that does, not a Rngs.",
+    ),
+    "a seed": (
+        lambda mesh: sharded_init(Block, 3, mesh=mesh, rules=RULES),
+        "rngs=3: Flax NNX takes random streams. Write rngs=nnx.Rngs(3).",
+    ),
+    "a key": (
+        lambda mesh: sharded_init(Block, rngs=jax.random.key(3), mesh=mesh, rules=RULES),
+        "rngs=key: Flax NNX takes random streams. Write rngs=nnx.Rngs(key).",
+    ),
+    "streams from outside": (
+        lambda mesh: sharded_init(
+            lambda rngs=nnx.Rngs(0): Block(rngs),  # noqa: B008
+            mesh=mesh,
+            rules=RULES,
+        ),
+        "changes variables of Flax NNX that were there before, such as random streams. Make them",
+    ),
+    "a graph": (
+        lambda mesh: place(nnx.split(unsharded())[0], mesh, RULES),
+        "not an nnx.GraphDef, which has no arrays. Give the module, nnx.merge(graphdef, state)",
+    ),
+    "what split gives": (
+        lambda mesh: TrainState.initial_state(
+            nnx.split(unsharded()), optax.sgd(0.1), jax.random.key(0)
+        ),
+        "not the tuple that nnx.split gives, in which its arrays have other paths",
+    ),
+    "what split gives, as parameters": (
+        lambda mesh: param_dict(nnx.split(unsharded())),
+        "not the tuple that nnx.split gives, in which its arrays have other paths",
+    ),
+    "no pytree": (
+        lambda mesh: make_plan({"m": NoTree(nnx.Rngs(0))}, mesh, RULES),
+        "m: the NoTree was defined so that JAX takes it for a leaf. Define it as a pytree, class "
+        "NoTree(nnx.Module) without pytree=False",
+    ),
+    "no pytree, to train": (
+        lambda mesh: TrainState.initial_state(
+            {"m": NoTree(nnx.Rngs(0)), "w": jnp.ones(2)}, optax.sgd(0.1), jax.random.key(0)
+        ),
+        "m: the NoTree was defined so that JAX takes it for a leaf.",
+    ),
+    "hijax": (
+        lambda mesh: place({"w": with_defaults(hijax=True)}, mesh, RULES, on_unnamed="replicate"),
+        "w: it is a variable in the form that nnx.var_defaults(hijax=True) makes, which is not",
+    ),
+    "references": (
+        lambda mesh: place({"w": with_defaults(ref=True)}, mesh, RULES, on_unnamed="replicate"),
+        "w: it holds a reference, as nnx.var_defaults(ref=True) makes them, which is not read.",
+    ),
+    "optimizer of Flax": (
+        lambda mesh: TrainState.initial_state(
+            unsharded(),
+            nnx.Optimizer(unsharded(), optax.sgd(0.1), wrt=nnx.Param),
+            jax.random.key(0),
+        ),
+        "the optimizer is a Optimizer, without init and update. Pass one of optax",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_of_new_users_are_named_with_a_fix(name, mesh):
+    mistake, text = MISTAKES[name]
+    with pytest.raises(ShardingError) as caught:
+        mistake(mesh)
+    assert text in str(caught.value)
 
 
 def test_modules_that_contain_themselves_are_refused(mesh):
