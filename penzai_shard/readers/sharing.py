@@ -85,12 +85,15 @@ def without_repeats(tree: Any) -> Any:
 def with_repeats(tree: Any) -> Any:
     """The inverse of ``without_repeats``, for a tree of the same structure.
 
-    Its shared objects are new ones, whether any is repeated or not.
+    Its shared objects are new ones, whether any is repeated or not. A tree without any is given
+    back itself.
 
     >>> with_repeats({"a": 1})
     {'a': 1}
     """
     if not sharing_readers():
+        return tree
+    if not any(map(_is_unit, jax.tree_util.tree_leaves(tree, is_leaf=_is_unit))):
         return tree
     objects: list[Any] = []
 
