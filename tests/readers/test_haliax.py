@@ -1,5 +1,8 @@
 """Models of Haliax as their users wrote them: planned, placed, trained and batched by name."""
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -356,3 +359,15 @@ def test_names_that_a_field_declares_are_not_dropped(mesh):
     named = pzs.name_axes(made, {"parts/0/scale": ("embed",)})
     specs = {leaf.spec for leaf in pzs.make_plan(named, mesh, {"embed": "model"}).leaves}
     assert specs == {jax.sharding.PartitionSpec("model")}
+
+
+def test_the_text_of_the_documentation_runs(capsys, monkeypatch):
+    skip_without_dot_products()
+    monkeypatch.setenv("XLA_FLAGS", "")  # Put back afterwards.
+    page = (Path(__file__).parents[2] / "docs" / "models_from_elsewhere.md").read_text("utf-8")
+    [script] = re.findall(r"```python\n(.*?)```", page.split("## Haliax")[1], re.DOTALL)
+    exec(compile(script, "models_from_elsewhere.md", "exec"), {"__name__": "page"})
+    shown = capsys.readouterr().out
+    assert "layers=4, mlp=64/model, embed=16" in shown
+    losses = [float(line.split()[1]) for line in shown.splitlines() if line.startswith("loss")]
+    assert losses[2] < losses[1] < losses[0]
