@@ -12,10 +12,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.errors import RuleTypeError
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.readers.array_reader import ArrayReader, ReadArray
-from penzai_shard.readers.rules_in_force import in_mesh, rules_as_pairs
+from penzai_shard.readers.flax_rules import flax_rules_in_force
 from penzai_shard.rule_kinds import LogicalAxis
 
 # Collections that a train step would have to treat in a way of their own.
@@ -100,18 +99,8 @@ class _LinenReader(ArrayReader):
         compiler gathers them where they are used: a constraint of each of them where it leaves its
         box, which Flax then makes too, would gather all layers of a scanned model at once.
         """
-        linen = sys.modules["flax.linen"]
-        pairs = rules_as_pairs(rules, mesh, "Flax", "Flax's logical axis rules")
-        given = linen.get_logical_axis_rules()
-        if given and tuple(given) != pairs:
-            raise RuleTypeError(
-                f"nn.logical_axis_rules is in force with other rules, {tuple(given)}, than those "
-                f"by which this layout computes, {pairs}. Leave it out around the step, or give "
-                "the layout these rules: compute=rules."
-            )
         with (
-            linen.logical_axis_rules(pairs),
-            in_mesh(mesh),
+            flax_rules_in_force(rules, mesh),
             _without_constraints(model, self.is_box) as loose,
         ):
             yield loose

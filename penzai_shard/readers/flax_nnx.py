@@ -9,10 +9,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import RuleTypeError
+from penzai_shard.meshes import AnyMesh
 from penzai_shard.readers.array_reader import ArrayReader, ReadArray, Role
+from penzai_shard.readers.flax_rules import flax_rules_in_force
 from penzai_shard.rule_kinds import LogicalAxis
 
 # Under which keys releases keep the names of the dimensions: the newest, and older ones.
@@ -87,6 +91,22 @@ class _NnxReader(ArrayReader):
                 "in no module. Give the module, nnx.merge(*split)"
             )
         return ""
+
+    def constrains(self, model: Any) -> bool:
+        nodes = jax.tree_util.tree_leaves(model, is_leaf=self._is_variable)
+        return any(map(self._is_variable, nodes))
+
+    @contextlib.contextmanager
+    def computing(self, model: Any, mesh: AnyMesh, rules: AxisRules) -> Iterator[Any]:
+        """Rules and mesh for ``nn.with_logical_constraint``, and for JAX' own constraints.
+
+        NNX has none of its own; modules written for it use those.
+        """
+        with flax_rules_in_force(rules, mesh):
+            yield model
+
+    def _is_variable(self, node: Any) -> bool:
+        return self.reads(type(node))
 
     def not_a_tree(self, node: Any) -> str:
         name = type(node).__name__

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,6 +20,7 @@ from penzai_shard import (
     sharded_init,
 )
 from penzai_shard.errors import ShardingError
+from penzai_shard.traced_programs import equations
 
 RULES = {"embed": "data", "mlp": "model"}
 
@@ -139,6 +141,44 @@ def test_steps_are_those_of_flax(axis_type, batch, steps_of_flax):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6, err_msg=path)
     assert model.tied.get_raw_value().sharding == NamedSharding(mesh_of(), P("data", "model"))
+
+
+class Constraining(nnx.Module):
+    def __call__(self, x):
+        x = nn.with_logical_constraint(x, ("batch", "mlp"))
+        return jax.lax.with_sharding_constraint(x, P("model"))
+
+    def __init__(self, rngs):
+        self.calls = nnx.Variable(0)
+
+
+def constraints_of(loss_fn, model, x):
+    """The spec of each constraint in a loss function's program."""
+    program = jax.make_jaxpr(
+        lambda x: loss_fn(model=model, rng=None, state=None, x=x)[0], return_shape=False
+    )(x)
+    return [
+        equation.params["sharding"].spec
+        for equation in equations(program)
+        if equation.primitive.name == "sharding_constraint"
+    ]
+
+
+def test_constraints_in_a_module_are_in_force_in_a_layout():
+    def summed(model, rng, state, x):
+        return model(x).sum(), state, {}
+
+    layout = Layout(parameters={}, compute={"batch": "data", "mlp": "model"}, blocks=())
+    model = Constraining(nnx.Rngs(0))
+    specs = constraints_of(layout.computing(summed, mesh_of()), model, jnp.ones((8, 16)))
+    assert specs == [P("data", "model"), P("model")]
+    with (
+        nn.logical_axis_rules((("batch", None),)),
+        pytest.raises(
+            ShardingError, match=r"in force with other rules, \(\('batch', None\),\), than"
+        ),
+    ):
+        constraints_of(layout.computing(summed, mesh_of()), model, jnp.ones((8, 16)))
 
 
 class Counting(nnx.Module):
