@@ -11,7 +11,7 @@ something else (an index, a sharding) in its place; the result has the structure
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -142,9 +142,11 @@ the class dict. ...
             f"what is there: torch.load({str(tree)!r}, map_location='cpu', weights_only=True), or "
             f"safetensors.numpy.load_file({str(tree)!r})."
         )
-    reader = reader_of(tree)
-    if reader is not None and reader.bare and (problem := reader.read(tree).problem):
-        raise RuleTypeError(f"{called} takes a model or another tree of arrays; this {problem}.")
+    if isinstance(tree, Iterator):
+        raise RuleTypeError(
+            f"{called} takes a model or another tree of arrays, not a {type(tree).__name__}, which "
+            "can be read only once. Give a dictionary or a list of what it yields: dict(...)."
+        )
     refuse_module_without_arrays(f"{called} takes a model or another tree of arrays", tree)
     if problem := not_a_tree(tree):
         raise RuleTypeError(f"{called} takes a model or another tree of arrays; {problem}.")

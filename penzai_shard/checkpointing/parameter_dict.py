@@ -31,7 +31,7 @@ from penzai_shard.model_variables import (
 )
 from penzai_shard.named_arrays import unnamed_data
 from penzai_shard.named_leaves import is_named_unit
-from penzai_shard.readers import not_a_tree, refusal, with_repeats, without_repeats
+from penzai_shard.readers import is_bare_array, not_a_tree, refusal, with_repeats, without_repeats
 from penzai_shard.tree_paths import join_paths, path_text
 
 
@@ -52,7 +52,7 @@ def param_dict(model: Any) -> dict[str, Any]:
     Raises:
         CheckpointMismatchError: Two different parameters have one name, or the axis names of one
             cannot be used.
-        RuleTypeError: What was given is an array and not a model.
+        RuleTypeError: What was given is an array and not a model, or a module of torch.
 
     >>> model = pz.nn.Affine.from_config(
     ...     "mlp", jax.random.key(0), {"embedding": 4}, {"neurons": 8})
@@ -75,7 +75,8 @@ def param_dict(model: Any) -> dict[str, Any]:
         return found
     if problem := refusal(model, as_model=True) or not_a_tree(model):
         raise RuleTypeError(f"parameters are read from a model, {problem}.")
-    if isinstance(model, pz.nx.NamedArrayBase) or is_array_like(model):
+    is_array = isinstance(model, pz.nx.NamedArrayBase) or is_array_like(model)
+    if is_array or is_bare_array(model):
         raise RuleTypeError(
             "parameters are read from a model or from a dictionary by name, not from a single "
             "array. Pass {'name': array}."

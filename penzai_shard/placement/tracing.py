@@ -59,7 +59,7 @@ def initialized(
     def arrays_only() -> list[Any]:
         with naming_extras():
             built = initializer(*args, **kwargs)
-        tree = without_bare_arrays(built, "sharded_init")
+        tree = without_bare_arrays(built, "the initializer")
         leaves, treedef = jax.tree_util.tree_flatten(tree)
         arrays = [
             is_array_like(leaf) and not stays

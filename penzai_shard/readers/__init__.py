@@ -8,6 +8,7 @@ library's objects only then. Others add theirs by an entry point.
 from penzai_shard.readers.array_reader import ArrayReader as ArrayReader
 from penzai_shard.readers.array_reader import ReadArray as ReadArray
 from penzai_shard.readers.array_reader import Role as Role
+from penzai_shard.readers.bare_arrays import is_bare_array as is_bare_array
 from penzai_shard.readers.bare_arrays import warn_of_tied_arrays as warn_of_tied_arrays
 from penzai_shard.readers.bare_arrays import without_bare_arrays as without_bare_arrays
 from penzai_shard.readers.registry import initializer_of as initializer_of

@@ -31,7 +31,7 @@ def without_bare_arrays(tree: Any, called: str) -> Any:
     >>> without_bare_arrays(tree, "place") is tree
     True
     """
-    if not any(map(_is_bare, jax.tree_util.tree_leaves(tree))):
+    if not any(map(is_bare_array, jax.tree_util.tree_leaves(tree))):
         return tree
     problems: list[str] = []
     nodes: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def without_bare_arrays(tree: Any, called: str) -> Any:
         return held.data
 
     made = jax.tree_util.tree_map_with_path(read, tree)
-    raise_all(ShardingError, f"{called} cannot read some arrays:", problems)
+    raise_all(ShardingError, f"{called}: some arrays cannot be read:", problems)
     warn_of_tied_arrays(called, nodes)
     return made
 
@@ -79,6 +79,11 @@ def warn_of_tied_arrays(called: str, nodes: Mapping[str, Any]) -> None:
     )
 
 
-def _is_bare(node: Any) -> bool:
+def is_bare_array(node: Any) -> bool:
+    """Whether a leaf is an array of another library with nothing around it.
+
+    >>> is_bare_array(1.0)
+    False
+    """
     reader = reader_of(node)
     return reader is not None and reader.bare

@@ -68,6 +68,10 @@ class _TorchReader(ArrayReader):
     def with_data(self, node: Any, data: Any) -> Any:
         return data
 
+    def refusal(self, tree: Any, as_model: bool = False) -> str:
+        problem = _unreadable(tree) if self.reads(type(tree)) else ""
+        return f"and this {problem}" if problem else ""
+
     def memory(self, node: Any) -> Hashable | None:
         if _unreadable(node) or _has_no_values(node) or not node.numel():
             return None

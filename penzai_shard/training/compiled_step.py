@@ -12,9 +12,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from penzai_shard.array_kinds import is_abstract, is_array_like, is_traced
+from penzai_shard.array_kinds import is_abstract, is_array_like, is_traced, own_copy_of_numpy
 from penzai_shard.errors import RuleTypeError, ShardingError
 from penzai_shard.meshes import auto_context, has_explicit_axes, onto_auto_twin
+from penzai_shard.readers import without_bare_arrays
 from penzai_shard.training.declared_layout import DeclaredAux, DeclaredInputs, DeclaredState
 from penzai_shard.training.flat_state import FlatState
 from penzai_shard.training.loss_contract import RESERVED
@@ -70,10 +71,16 @@ class CompiledStep:
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)
 
     def checked_inputs(self, inputs: dict[str, Any]) -> list[Any]:
-        """The leaves of the inputs, which are brought onto the Auto twin of their mesh in place."""
+        """The leaves of the inputs, which are brought onto the Auto twin of their mesh in place.
+
+        So are tensors of other libraries turned into arrays.
+        """
         leaves = jax.tree.leaves(inputs)
         if not all(map(is_array_like, leaves)):
-            refuse_inputs(inputs)
+            read = without_bare_arrays(inputs, "a step")
+            refuse_inputs(read)
+            inputs.update(jax.tree.map(own_copy_of_numpy, read))
+            leaves = jax.tree.leaves(inputs)
         if not inputs.keys().isdisjoint(RESERVED):
             taken = sorted(inputs.keys() & set(RESERVED))
             raise ShardingError(

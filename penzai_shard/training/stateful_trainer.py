@@ -223,7 +223,7 @@ class StatefulTrainer(NotebookView):
 
     def _placed(self, request: PlanRequest, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs on the mesh. Rules are looked at once, for the state and them together."""
-        refuse_inputs(inputs)
+        refuse_inputs(without_bare_arrays(inputs, "a step"))
         if not self._looked_at_rules:
             self._looked_at_rules = True
             leaves = leaves_of((self._state, inputs))

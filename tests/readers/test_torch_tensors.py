@@ -11,6 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from penzai_shard import (
     TrainState,
+    build_eval_step_fn,
+    build_train_step_fn,
+    fully_sharded,
     make_mesh,
     make_plan,
     name_axes,
@@ -244,6 +247,7 @@ def test_parts_of_tensors_over_processes_are_refused():
 @pytest.mark.parametrize(
     "call",
     [
+        lambda tree: restore_params("nowhere", tree, MESH),
         lambda tree: name_axes(tree, NAMES),
         lambda tree: make_plan(tree, MESH),
         lambda tree: place(tree, MESH),
@@ -335,3 +339,43 @@ def test_batches_of_tensors_are_placed_by_name():
     batch = name_axes({"x": torch.ones(8, 3)}, {"x": ("batch", None)})
     placed = shard_batch(batch, MESH, {"batch": "data"})["x"].data_array
     assert placed.sharding.shard_shape(placed.shape) == (2, 3)
+
+
+def test_weights_are_split_without_names_where_that_is_asked_for():
+    weights = layers().state_dict()
+    placed = place(weights, MESH, fully_sharded(min_size=16, unnamed="largest"))
+    assert placed["2.weight"].sharding.spec == P(None, "data")
+    assert placed["2.bias"].sharding.spec == P()
+    np.testing.assert_array_equal(placed["2.weight"], weights["2.weight"])
+
+
+def test_parameters_are_not_read_from_a_module_or_from_one_tensor(tmp_path):
+    with pytest.raises(RuleTypeError, match=r"from a model, and this is a module of torch, Seq"):
+        save_params(tmp_path / "weights", layers())
+    with pytest.raises(RuleTypeError, match="not from a single array"):
+        save_params(tmp_path / "weights", torch.ones(2))
+
+
+def test_parameters_of_a_module_are_no_tree_before_they_are_collected():
+    with pytest.raises(RuleTypeError, match=r"not a generator, .* dict\(\.\.\.\)\."):
+        name_axes(layers().named_parameters(), NAMES)
+    named = name_axes(dict(layers().named_parameters()), NAMES)
+    assert dict(named["2.weight"].named_shape) == {"out": 8, "in": 16}
+
+
+def test_steps_take_batches_of_tensors():
+    def loss_fn(model, rng, state, x):
+        loss = (x @ model["w"]).mean()
+        return loss, state, {"loss": loss}
+
+    state = TrainState.initial_state({"w": torch.ones(3, 2)}, optax.sgd(0.1), jax.random.key(0))
+    step, evaluate = build_train_step_fn(loss_fn), build_eval_step_fn(loss_fn)
+    batch = torch.full((4, 3), 2.0, dtype=torch.bfloat16)
+    assert float(evaluate(state, x=batch)[0]) == 6
+    state, aux = step(state, x=batch)
+    assert float(aux["loss"]) == 6
+    np.testing.assert_allclose(state.params["w"], 1 - 0.1 * np.ones((3, 2)))
+    with pytest.raises(ShardingError, match=r"a step: .* read:\n  x: .* layout sparse_coo"):
+        step(state, x=batch.to_sparse())
+    plain = shard_batch({"x": torch.ones(8, 3)}, MESH, {"batch": "data"}, first_axis="batch")
+    assert plain["x"].sharding.spec == P("data")

@@ -185,6 +185,28 @@ def test_live_weights_of_torch_take_the_same_steps(layout, optimizer):
     assert all(bool((before[name] == x).all()) for name, x in module.state_dict().items())
 
 
+def test_trained_weights_go_back_into_the_module():
+    torch = pytest.importorskip(
+        "torch", reason="torch is not installed: pip install 'penzai-shard[torch]'"
+    )
+    _, after, state = run_from_reference(two_dimensional, "adam")
+    module = make_reference.classifier(seed=7)
+    module.load_state_dict(
+        {name: torch.tensor(np.asarray(x.data_array)) for name, x in state.model.items()}
+    )
+    inputs = torch.from_numpy(reference()["inputs"])
+    loss = torch.nn.functional.cross_entropy(
+        module(inputs), torch.from_numpy(reference()["targets"]).long()
+    )
+    expected, *_ = loss_by_position(
+        name_axes(after[-1], NAMES),
+        *(None, None),
+        pz.nx.wrap(reference()["inputs"], "batch", "embedding"),
+        pz.nx.wrap(reference()["targets"], "batch"),
+    )
+    np.testing.assert_allclose(loss.item(), float(expected), rtol=1e-6)
+
+
 def test_the_stored_reference_is_what_torch_computes():
     pytest.importorskip("torch", reason="torch is not installed: pip install 'penzai-shard[torch]'")
     stored, made = reference(), make_reference.results(seed=1)
