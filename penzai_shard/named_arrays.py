@@ -7,25 +7,27 @@ from typing import Any
 import numpy as np
 from penzai import pz
 
-from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.rule_kinds import LogicalAxis, PositionalDimension
 
 
-def named_array(data: Any, names: Sequence[LogicalAxis | None]) -> Any:
+def named_array(data: Any, names: Sequence[LogicalAxis | None], keeps_shape: bool = False) -> Any:
     """An array with a name for each dimension, None for a positional one.
 
     Args:
         data: An array, or a struct that describes one.
         names: One for each of its dimensions.
+        keeps_shape: Whether it must say the length of all dimensions when other data is put in, as
+            optimizers do; a ``NamedArray`` says that of named ones alone.
 
     Returns:
-        A ``NamedArray``, or a ``NamedArrayView`` where a positional dimension follows a named one.
+        A ``NamedArray``, or a ``NamedArrayView`` where that cannot say it.
 
     >>> named_array(np.ones((2, 3)), ("a", None)).named_shape
     {'a': 2}
     """
     shape = tuple(np.shape(data))
     positional = [i for i, name in enumerate(names) if name is None]
-    if positional == list(range(len(positional))):
+    if positional == list(range(len(positional))) and not (keeps_shape and positional):
         sizes = zip(names, shape, strict=True)
         return pz.nx.NamedArray(
             named_axes=collections.OrderedDict(
@@ -109,15 +111,23 @@ def dimension_names(
     return (None,) * positional + tuple(node.named_axes)
 
 
-def named_sizes(node: Any) -> dict[LogicalAxis, int]:
-    """Sizes of the named dimensions in the order of the data, whatever the data array is.
+def dimension_sizes(node: Any) -> dict[LogicalAxis, int]:
+    """Sizes of the dimensions in the order of the data, whatever the data array is.
 
-    >>> named_sizes(pz.nx.ones({"a": 2, "b": 3}))
+    Positional dimensions are there as ``PositionalDimension``, if their length is known without the
+    data: a view knows it.
+
+    >>> dimension_sizes(pz.nx.ones({"a": 2, "b": 3}))
     {'a': 2, 'b': 3}
+    >>> dimension_sizes(pz.nx.ones({"a": 2, "b": 3}).untag("b"))
+    {'a': 2, PositionalDimension(number=1): 3}
     """
     shape = shape_without_data(node)
     names = dimension_names(node, shape) or ()
-    return {name: size for name, size in zip(names, shape, strict=True) if name is not None}
+    return {
+        PositionalDimension(i) if name is None else name: size
+        for i, (name, size) in enumerate(zip(names, shape, strict=True))
+    }
 
 
 def shape_without_data(node: Any) -> tuple[int, ...]:

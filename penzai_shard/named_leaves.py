@@ -29,7 +29,7 @@ from penzai_shard.errors import RuleTypeError
 from penzai_shard.model_variables import first_api
 from penzai_shard.named_arrays import (
     dimension_names,
-    named_sizes,
+    dimension_sizes,
     shape_without_data,
     with_data,
 )
@@ -41,9 +41,9 @@ from penzai_shard.readers import (
     reader_of_type,
     refusal,
 )
-from penzai_shard.readers.parameter_sizes import ParameterSizes, PositionalDimension
+from penzai_shard.readers.parameter_sizes import ParameterSizes
 from penzai_shard.reduced_statistics import align_names
-from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.rule_kinds import LogicalAxis, PositionalDimension
 from penzai_shard.tree_paths import join_paths, path_text
 
 
@@ -276,7 +276,7 @@ class _ArrayMapper:
         if names is not None:
             leaf = dataclasses.replace(_plain_leaf(data, path), names=names)
             return with_data(node, self.visit(leaf))
-        return with_data(node, self.statistics(data, named_sizes(node), path, place))
+        return with_data(node, self.statistics(data, dimension_sizes(node), path, place))
 
     def foreign_array(self, node: Any, path: str, place: str) -> Any:
         """What another library puts around one of its arrays."""

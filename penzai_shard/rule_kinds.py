@@ -24,6 +24,16 @@ _ACTIVATION_AXES = frozenset(
 _NEAR = 0.8
 
 
+@dataclasses.dataclass(frozen=True)
+class PositionalDimension:
+    """Stands for the name of a dimension that has none, where every dimension needs one."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"dimension {self.number}"
+
+
 def check_option(option: str, value: Any) -> None:
     """Checks the value of the option ``on_indivisible`` or ``on_unnamed``.
 

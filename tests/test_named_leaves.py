@@ -10,9 +10,10 @@ import pytest
 from penzai import pz
 from penzai.deprecated.v1 import pz as pz_v1
 
-from penzai_shard.named_arrays import dimension_names, named_sizes
+from penzai_shard.named_arrays import dimension_names, dimension_sizes
 from penzai_shard.named_leaves import leaves_of, map_arrays
 from penzai_shard.reduced_statistics import align_names
+from penzai_shard.rule_kinds import PositionalDimension
 
 
 def named(**sizes):
@@ -48,7 +49,7 @@ def test_a_view_with_permuted_dimensions_is_read_by_its_data():
         data_array=jnp.ones((2, 3, 5)),
     )
     assert facts(view) == [("", ("x", None, "z"), (2, 3, 5))]
-    assert named_sizes(view) == {"x": 2, "z": 5}
+    assert dimension_sizes(view) == {"x": 2, PositionalDimension(1): 3, "z": 5}
 
 
 @pytest.mark.parametrize("kind", [pz.Parameter, pz.StateVariable])

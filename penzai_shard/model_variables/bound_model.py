@@ -32,7 +32,7 @@ def value_in_node(reader: ArrayReader, node: Any) -> tuple[Any, str]:
     if held.problem:
         return held.data, held.problem
     assert held.names is not None
-    return named_array(held.data, held.names), ""
+    return named_array(held.data, held.names, keeps_shape=True), ""
 
 
 @dataclasses.dataclass(frozen=True)

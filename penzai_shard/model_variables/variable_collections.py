@@ -102,4 +102,4 @@ def _named_as(new: Any, old: Any) -> Any:
     if not pz.nx.is_namedarray(old) or pz.nx.is_namedarray(data) or not is_array_like(data):
         return data
     fits = jax.numpy.shape(data) == jax.numpy.shape(unnamed_data(old))
-    return named_array(data, dimension_names(old) or ()) if fits else data
+    return named_array(data, dimension_names(old) or (), keeps_shape=True) if fits else data

@@ -16,21 +16,11 @@ import numpy as np
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.readers.array_reader import ReadArray
 from penzai_shard.readers.registry import naming_in, reader_of
-from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.rule_kinds import LogicalAxis, PositionalDimension
 from penzai_shard.tree_paths import path_text
 
 # The field of a train state that holds the parameters.
 _PARAMETERS = "params"
-
-
-@dataclasses.dataclass(frozen=True)
-class PositionalDimension:
-    """Stands for the name of a dimension that has none, where every dimension needs one."""
-
-    number: int
-
-    def __str__(self) -> str:
-        return f"dimension {self.number}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

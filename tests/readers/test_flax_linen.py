@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
+from penzai_shard import TrainState as OwnTrainState
 from penzai_shard.errors import PlanError, ShardingWarning
 from penzai_shard.named_leaves import leaves_of, map_arrays
 from penzai_shard.placement import place
@@ -337,6 +338,37 @@ def test_a_statistic_that_is_not_made_of_its_parameters_dimensions_is_refused_or
     with pytest.raises(PlanError, match=message):
         make_plan(odd, MESH, RULES)
     assert specs_by_path(odd, on_unnamed="replicate")["opt_state/kernel"] == P()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "found"),
+    [
+        (
+            optax.adafactor(1e-3, min_dim_size_to_factor=2),
+            {
+                "0/v_row/heads": P(None, "data"),
+                "0/v_col/heads": P("model"),
+                "0/v_row/last": P(),
+                "0/v_col/last": P("data"),
+            },
+        ),
+        (
+            optax.sm3(1e-3),
+            {"0/mu/heads/0": P("model"), "0/mu/heads/1": P(), "0/mu/heads/2": P("data")},
+        ),
+    ],
+)
+def test_statistics_of_positional_dimensions_in_this_librarys_train_state(optimizer, found):
+    def init():
+        model = {
+            "heads": nn.LogicallyPartitioned(jnp.ones((256, 3, 64)), ("hidden", None, "embed")),
+            "last": nn.LogicallyPartitioned(jnp.ones((128, 256)), (None, "embed")),
+        }
+        return OwnTrainState.initial_state(model, optimizer, jax.random.key(0))
+
+    plan = make_plan(jax.eval_shape(init), MESH, RULES)
+    specs = {leaf.path: leaf.spec for leaf in plan.leaves}
+    assert {path: specs[f"opt_state/{path}"] for path in found} == found
 
 
 @pytest.mark.parametrize(
