@@ -44,6 +44,9 @@ def leaves_in_modules(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -
     [False]
     """
 
+    if sys.modules.get(_LIBRARY) is None:
+        return [False] * len(jax.tree_util.tree_leaves(tree, is_leaf=is_leaf))
+
     def ends(node: Any) -> bool:
         return is_equinox_module(node) or (is_leaf is not None and is_leaf(node))
 
@@ -96,11 +99,8 @@ def module_values(tree: Any) -> list[bool]:
     >>> module_values({"rate": 0.5})
     [False]
     """
-    leaves = jax.tree_util.tree_leaves(tree)
-    if sys.modules.get(_LIBRARY) is None:
-        return [False] * len(leaves)
-    flags = leaves_in_modules(tree)
-    return [inside and is_module_value(leaf) for inside, leaf in zip(flags, leaves, strict=True)]
+    leaves = zip(leaves_in_modules(tree), jax.tree_util.tree_leaves(tree), strict=True)
+    return [is_inside and is_module_value(leaf) for is_inside, leaf in leaves]
 
 
 def initial_states(module: Any) -> list[str]:

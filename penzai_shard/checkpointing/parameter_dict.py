@@ -5,7 +5,7 @@ constraints that are inserted or taken out never change the dictionary.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 from jax.sharding import Sharding
@@ -59,8 +59,6 @@ def param_dict(model: Any) -> dict[str, Any]:
     >>> {name: dict(value.named_shape) for name, value in param_dict(model).items()}
     {'mlp/Linear.weights': {'embedding': 4, 'neurons': 8}, 'mlp/AddBias.bias': {'neurons': 8}}
     """
-    if _is_module_of_arrays(model):
-        return {path: leaf for path, leaf in _leaves_of_module(model) if _is_weight(leaf)}
     if is_parameter_mapping(model):
         found: dict[str, Any] = {}
         clashes = []
@@ -155,11 +153,6 @@ def rebuilt(model: Any, values: Mapping[str, Any], shardings: Any = None) -> Any
     >>> rebuilt({"a": {"b": 1.0}}, {"a/b": 2.0})
     {'a': {'b': 2.0}}
     """
-    if _is_module_of_arrays(model):
-        leaves = [
-            values[path] if _is_weight(leaf) else leaf for path, leaf in _leaves_of_module(model)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(model, is_leaf=is_named_unit), leaves)
     if is_parameter_mapping(model):
         return _mapped(model, lambda name, _: values[name])
     fresh: dict[Any, Any] = {}
@@ -247,23 +240,16 @@ def _lack_of(state_variable: Any) -> str:
     return ""
 
 
-def is_parameter_mapping(model: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether something is a mapping of values by name, and not a model.
+def is_parameter_mapping(model: Any) -> bool:
+    """Whether something is a mapping of values by name, and not a model with variables.
+
+    So is a module of Equinox, whose arrays are named by their paths.
 
     >>> is_parameter_mapping({"w": pz.nx.ones({"a": 2})})
     True
     """
-    return isinstance(model, Mapping) and not any(True for _ in _variables(model))
-
-
-def _is_module_of_arrays(model: Any) -> bool:
-    """Whether something is a module of Equinox, and not one that holds variables of Penzai."""
-    return is_equinox_module(model) and not any(True for _ in _variables(model))
-
-
-def _leaves_of_module(module: Any) -> list[tuple[str, Any]]:
-    leaves = leaves_with_paths(module, is_named_unit)
-    return [(path_text(key_path), leaf) for key_path, leaf in leaves]
+    is_mapping = isinstance(model, Mapping) or is_equinox_module(model)
+    return is_mapping and not any(True for _ in _variables(model))
 
 
 def _is_weight(leaf: Any) -> bool:
@@ -293,16 +279,24 @@ def _same_parameter(first: Any, second: Any) -> bool:
     return can_tell and is_copy(first, second)
 
 
-def _mapped(mapping: Mapping[Any, Any], visit: Callable[[str, Any], Any], prefix: str = "") -> Any:
+def _mapped(mapping: Any, visit: Callable[[str, Any], Any], prefix: str = "") -> Any:
     """A mapping, possibly nested, with ``visit(name, value)`` in place of each value.
 
-    Mappings that are pytrees of another type, such as those of Flax, keep their type.
+    Mappings that are pytrees of another type, such as those of Flax, keep their type. Of a module
+    of Equinox the arrays are the values.
     """
 
     def mapped(key: str, value: Any) -> Any:
         name = join_paths(prefix, key)
-        return _mapped(value, visit, name) if isinstance(value, Mapping) else visit(name, value)
+        is_mapping = isinstance(value, Mapping) or is_equinox_module(value)
+        return _mapped(value, visit, name) if is_mapping else visit(name, value)
 
+    if is_equinox_module(mapping):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: mapped(path_text(path), leaf) if _is_weight(leaf) else leaf,
+            mapping,
+            is_leaf=is_named_unit,
+        )
     if type(mapping) is dict or jax.tree_util.all_leaves([mapping]):
         return {key: mapped(str(key), value) for key, value in mapping.items()}
     # Its values as JAX sees them, since such a mapping may give them out in another form.

@@ -450,3 +450,19 @@ def test_modules_without_names_are_copied_with_a_word_of_both_ways_out():
         ShardingWarning, match=r"name_axes\(module.*or split what is large, .*unnamed=\"largest\""
     ):
         make_plan(Model(jax.random.key(0)), MESH, RULES)
+
+
+def test_modules_in_a_dictionary_are_named_by_their_paths_too(tmp_path):
+    def build_both(key):
+        return {"net": build(key), "scale": pz.nx.ones({"out": 8})}
+
+    both = build_both(jax.random.key(0))
+    assert len(param_dict(both)) == 5
+    assert param_dict(both)["net/mlp/layers/0/weight"] is both["net"].mlp.layers[0].weight
+    path = save_params(tmp_path / "parameters", both)
+    abstract = abstract_model(build_both, jax.random.key(1))
+    restored = restore_params(path, abstract, MESH, RULES)
+    assert_same_weights(restored, both, rtol=0)
+    assert restored["net"].gain == 1.5
+    state = TrainState.initial_state(both, OPTIMIZER, jax.random.key(0))
+    assert sorted(state.params) == sorted(param_dict(both))
