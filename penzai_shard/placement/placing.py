@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from penzai.core.variables import AbstractVariable, AbstractVariableValue
 
@@ -176,19 +177,28 @@ def put(tree: Any, shardings: Any, called: str) -> Any:
     return treedef.unflatten([placed[first[index]] for index in range(len(nodes))])
 
 
-def _device_put(values: Any, layouts: Any, tree: Any, called: str) -> Any:
+def _device_put(values: dict[int, Any], layouts: dict[int, Any], tree: Any, called: str) -> Any:
     treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten(values)
     are_traced = any(map(is_traced, leaves))
     if not are_traced and jax.process_count() == 1:
-        if _are_on_cpu(layouts):
-            values = jax.tree.map(own_copy_of_numpy, values)
-        return jax.device_put(values, layouts)
+        if not _are_on_cpu(layouts):
+            return jax.device_put(values, layouts)
+        # One after the other, so that one copy is there at a time.
+        copied = {
+            place: jax.device_put(own_copy_of_numpy(value), layouts[place])
+            for place, value in values.items()
+            if isinstance(value, np.ndarray)
+        }
+        others = {place: value for place, value in values.items() if place not in copied}
+        layouts = {place: layouts[place] for place in others}
+        return copied | jax.device_put(jax.tree.map(own_copy_of_numpy, others), layouts)
     targets = treedef.flatten_up_to(
         jax.tree.broadcast(layouts, values, is_leaf=lambda node: node is None)
     )
     if not are_traced:
-        placed = put_all(leaves, targets, functools.partial(_paths, tree, leaves), called)
+        own = list(map(own_copy_of_numpy, leaves))
+        placed = put_all(own, targets, functools.partial(_paths, tree, leaves), called)
         return jax.tree_util.tree_unflatten(treedef, placed)
     # Inside a traced function JAX takes a placement for a mere hint.
     pinned = [

@@ -13,6 +13,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from penzai import pz
 
+from benchmarks.contenders import losses as losses_of
+from benchmarks.parallel_training.compiled_figures import CompiledFigures
+from benchmarks.torch_mlp import by_hand as hand
+from benchmarks.torch_mlp import by_penzai_shard as named
+from benchmarks.torch_mlp.work import LAYOUTS, Shape
 from penzai_shard import (
     ConstrainShardingByName,
     Layout,
@@ -213,6 +218,19 @@ def test_the_stored_reference_is_what_torch_computes():
     assert list(stored) == list(made)
     for name, array in made.items():
         np.testing.assert_allclose(array, stored[name], rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_a_step_by_name_does_the_work_of_one_written_by_hand():
+    """In the program of the benchmark, compiled for 4x2: no operation, byte or collective more."""
+    shape, layout = Shape(pixels=16, hidden=32, width=16, batch=32), LAYOUTS["4x2"]
+    by_hand, by_name = (module.build(shape, layout) for module in (hand, named))
+    assert by_name.parameters == by_hand.parameters == shape.parameters
+    np.testing.assert_allclose(losses_of(by_name), losses_of(by_hand), rtol=1e-6)
+    expected, found = (CompiledFigures.of(c.compiled, layout.mesh) for c in (by_hand, by_name))
+    assert found.collectives_text() == expected.collectives_text()
+    assert found.flops <= 1.001 * expected.flops
+    assert found.bytes_accessed <= 1.001 * expected.bytes_accessed
+    assert found.temporaries <= 1.01 * expected.temporaries
 
 
 def test_trained_weights_go_on_where_another_mesh_restores_them(tmp_path):
