@@ -17,8 +17,11 @@ from penzai.core.variables import (
     VariableConflictError,
 )
 
+from penzai_shard.errors import RuleTypeError
 from penzai_shard.library_apis.penzai_api import store_value
 from penzai_shard.model_variables.first_api_effects import variables_as_effects
+from penzai_shard.readers import reader_of
+from penzai_shard.tree_paths import path_text
 
 PLAIN_VARIABLES = (pz.Parameter, pz.StateVariable)
 
@@ -68,11 +71,37 @@ def call_with(
 
     Raises:
         ValueError: The layer returned a mutable variable.
+        RuleTypeError: The layer changed variables of another library, which nobody carries out.
     """
     before = contents(variables)
-    output = variables_as_effects(layer)(argument, **side_inputs)
+    layer = variables_as_effects(layer)
+    others = held_by_others(layer)
+    output = layer(argument, **side_inputs)
     check_no_variable(output, wrapper)
+    changed = [
+        path
+        for path, held in held_by_others(layer).items()
+        if path not in others or any(a is not b for a, b in zip(held, others[path], strict=False))
+    ]
+    if changed:
+        raise RuleTypeError(
+            f"{wrapper} carries what a layer changes out of it for variables of Penzai, and this "
+            f"{type(layer).__name__} changed others: {', '.join(changed)}. Use the transformation "
+            "of its own library, such as nnx.jit or nnx.remat, in place of the wrapper."
+        )
     return output, reassigned(variables, before)
+
+
+def held_by_others(layer: Any) -> dict[str, list[Any]]:
+    """What the state variables of other libraries in a layer hold, by path."""
+    found = {}
+    for key_path, node in jax.tree_util.tree_leaves_with_path(
+        layer, is_leaf=lambda node: reader_of(node) is not None
+    ):
+        reader = reader_of(node)
+        if reader is not None and reader.shares and reader.role(node) == "state":
+            found[path_text(key_path)] = jax.tree_util.tree_leaves(reader.read(node).data)
+    return found
 
 
 def content_of(variable: Any) -> Any:

@@ -12,6 +12,9 @@ from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 from penzai_shard import (
+    AxesInPlace,
+    Checkpointed,
+    Jitted,
     Layout,
     TrainState,
     build_eval_step_fn,
@@ -275,3 +278,13 @@ def test_only_floating_parameters_are_trained_and_tables_of_equal_models_are_equ
             jax.random.key(0),
             trainable=lambda parameter: True,
         )
+
+
+@pytest.mark.parametrize("wrapper", [Jitted, Checkpointed, AxesInPlace])
+def test_wrapper_layers_refuse_modules_that_change(wrapper):
+    module = unsharded(Counting)
+    x = jnp.ones((2, 8))
+    with pytest.raises(ShardingError, match=r"this Counting changed others: calls. Use the trans"):
+        wrapper(module)(x)
+    linear = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(wrapper(linear)(x), linear(x), rtol=1e-6)
