@@ -63,7 +63,7 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def variables():
-    return MODEL.init(KEY, X)
+    return jax.jit(MODEL.init)(KEY, X)
 
 
 @pytest.mark.parametrize("module", [MODEL, WithoutCall()], ids=["called", "not_called"])
