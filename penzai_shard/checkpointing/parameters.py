@@ -193,6 +193,12 @@ def restore_params(
     own = ArraysByName(param_dict(model), "restoring")
     refuse_states_without_values(model, "restoring parameters leaves these without values:")
     model_plan = request.plan(model)
+    if not own.leaves and not isinstance(model, Mapping):
+        raise RuleTypeError(
+            f"cannot restore parameters into this {type(model).__name__}: it has none. Give a "
+            "model, or a dictionary of arrays by name; restore any other tree with "
+            "restore_train_state."
+        )
     shardings = shardings_by_name(param_dict(model_plan.starting_shardings()))
     arrays = restore_arrays(path, "params", own.leaves, shardings, tolerance)
     return rebuilt(model, own.filled(arrays), model_plan.sharding_tree())

@@ -71,6 +71,12 @@ class _LinenReader(ArrayReader):
         state = sys.modules.get("flax.training.train_state")
         if not self.collections(tree) and (state is None or not isinstance(tree, state.TrainState)):
             return ""
+        if isinstance(tree, Mapping) and "params_axes" in tree:
+            # Of flax.linen.partitioning.param_with_axes, which came before boxes.
+            return (
+                "Its names are in the collection params_axes, which is not read. Annotate its "
+                f"initialiser instead, {_EXAMPLE}; or name it by its path: name_axes(tree, {{...}})"
+            )
         return (
             f"Annotate its initialiser, {_EXAMPLE}, and keep what module.init returns in its "
             "boxes, which nn.unbox takes off; or name it by its path: name_axes(tree, {...})"

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.core import freeze
+from flax.linen import partitioning
 from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import AbstractMesh
 
@@ -112,6 +113,19 @@ def test_arrays_without_their_boxes_have_no_names(variables):
             make_plan(tree, MESH, RULES)
 
 
+def test_names_beside_the_parameters_are_not_read():
+    class Older(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            ones = nn.initializers.ones
+            return x @ partitioning.param_with_axes("w", ones, (8, 8), axes=("embed", "hidden"))
+
+    variables = jax.eval_shape(Older().init, KEY, X)
+    message = r"params/w: .* Its names are in the collection params_axes, which is not read. Annot"
+    with pytest.raises(PlanError, match=message):
+        make_plan(variables, MESH, RULES)
+
+
 def test_frozen_dictionaries_are_planned_placed_and_restored(variables, mesh, tmp_path):
     frozen = freeze(variables)
     plan = make_plan(frozen, mesh, RULES)
@@ -144,7 +158,7 @@ def test_parameters_and_variables_that_are_taken_for_each_other(variables, mesh,
         with_params(variables["params"], variables)
 
 
-def test_a_train_state_of_flax_is_not_a_model(variables):
+def test_a_train_state_of_flax_is_not_a_model(variables, mesh):
     state = FlaxState.create(apply_fn=len, params=variables["params"], tx=optax.sgd(1.0))
     message = r"flax.training.train_state.TrainState has one already. Give .* \{'params': state.par"
     with pytest.raises(RuleTypeError, match=message):
@@ -155,6 +169,8 @@ def test_a_train_state_of_flax_is_not_a_model(variables):
     step = build_train_step_fn(lambda model, rng, state, x: (0.0, state, {}))
     with pytest.raises(ShardingError, match=r"got one of another library, flax.training.train_st"):
         step(state, x=X)
+    with pytest.raises(RuleTypeError, match=r"cannot restore parameters into this TrainState: it"):
+        restore_params("nowhere", state, mesh, RULES)
     with pytest.raises(RuleTypeError, match=r"not a flax.training.train_state.TrainState. For"):
         train_state_sharding(state, MESH, RULES)
 
