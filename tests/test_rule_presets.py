@@ -1,9 +1,12 @@
 """The presets, alone and combined."""
 
 import json
+import math
 
+import hypothesis
 import jax
 import pytest
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from penzai_shard import (
@@ -282,3 +285,22 @@ def test_a_mistaken_value_of_unnamed_is_refused_with_the_options(unnamed):
 def test_a_value_of_another_option_is_refused_with_that_option():
     with pytest.raises(RuleTypeError, match=r"is asked for by on_unnamed='replicate'\."):
         Layout.fully_sharded(unnamed="replicate")
+
+
+@hypothesis.given(
+    sizes=st.lists(st.integers(0, 24), min_size=1, max_size=4),
+    min_size=st.integers(0, 64),
+    mesh_axes=st.sampled_from([("data",), ("model",), ("data", "model")]),
+)
+def test_of_an_array_without_names_at_most_one_dimension_is_split_and_never_a_smaller_one(
+    sizes, min_size, mesh_axes
+):
+    parts = math.prod(MESH[name] for name in mesh_axes)
+    spec = fully_sharded(mesh_axes, min_size, "largest").spec(None, sizes, MESH)
+    fitting = [size for size in sizes if size % parts == 0]
+    if not fitting or math.prod(sizes) < max(min_size, 1):
+        assert spec == P()
+        return
+    position = sizes.index(max(fitting))
+    entry = mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes
+    assert spec == P(*(None,) * position, entry)

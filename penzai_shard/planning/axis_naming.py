@@ -199,5 +199,10 @@ def without_names(tree: Any) -> Any:
     >>> named = name_axes(weights, {"weight": ("out", "in")})
     >>> {name: np.shape(array) for name, array in without_names(named).items()}
     {'scale': (), 'weight': (4, 3)}
+    >>> import equinox as eqx
+    >>> linear = eqx.nn.Linear(3, 4, key=jax.random.key(0))
+    >>> named = name_axes(linear, {"weight": ("out", "in"), "bias": ("out",)})
+    >>> without_names(named)(np.ones(3)).shape
+    (4,)
     """
     return jax.tree_util.tree_map(unnamed_data, tree, is_leaf=pz.nx.is_namedarray)
