@@ -28,7 +28,7 @@ from penzai_shard.meshes import AnyMesh, refuse_other_than_mesh
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.placement import abstract_model
 from penzai_shard.planning import PlanRequest, ShardingPlan
-from penzai_shard.rule_kinds import NameRule
+from penzai_shard.rule_kinds import NameRule, OnIndivisible, OnUnnamed
 from penzai_shard.surgery import Recipe
 from penzai_shard.text_tables import NotebookView, PreparedTable
 from penzai_shard.training import LossFunction, TrainState, TrainStep, shard_batch
@@ -152,12 +152,21 @@ class Layout(LayoutPresets, NotebookView):
             notes.append(f"The model calls them: {dict(self.names)}.")
         return LayoutTable(tuple(rows), "Layout", tuple(notes))
 
-    def plan(self, tree: Any, mesh: AnyMesh) -> ShardingPlan:
+    def plan(
+        self,
+        tree: Any,
+        mesh: AnyMesh,
+        *,
+        on_indivisible: OnIndivisible = "error",
+        on_unnamed: OnUnnamed = "error",
+    ) -> ShardingPlan:
         """How a model or a train state is stored under this layout, to look at before it is made.
 
         Args:
             tree: A model or a ``TrainState``, concrete or abstract.
             mesh: The mesh.
+            on_indivisible: As for ``make_plan``.
+            on_unnamed: As for ``make_plan``.
 
         Returns:
             The plan.
@@ -169,7 +178,13 @@ class Layout(LayoutPresets, NotebookView):
             ShardingWarning: As ``make_plan`` does.
         """
         layout = self.for_model(tree, mesh)
-        request = PlanRequest.read("Layout.plan", mesh, layout.parameters)
+        request = PlanRequest.read(
+            "Layout.plan",
+            mesh,
+            layout.parameters,
+            on_indivisible=on_indivisible,
+            on_unnamed=on_unnamed,
+        )
         if isinstance(tree, TrainState):
             return request.plan_state(tree, layout.optimizer)
         return request.plan(tree)

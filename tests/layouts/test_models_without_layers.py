@@ -20,7 +20,7 @@ from penzai_shard import (
     save_train_state,
     without_names,
 )
-from penzai_shard.errors import RuleTypeError
+from penzai_shard.errors import PlanError, RuleTypeError
 from penzai_shard.surgery import Recipe, axes_in_place
 
 MESH = make_mesh({"data": 4, "model": 2})
@@ -161,6 +161,18 @@ def test_a_dictionary_of_plain_arrays_is_fully_sharded_when_that_is_asked_for(
     again = restore_train_state(path, state, other, layout.parameters)
     assert again.params["up"].addressable_shards[0].data.shape == (8, 8)
     np.testing.assert_array_equal(again.params["up"], state.params["up"])
+
+
+def test_a_plan_of_plain_arrays_that_are_copied_is_asked_for_as_the_state_is():
+    layout, tree = Layout.data_parallel(), plain_weights(jax.random.key(0))
+    with pytest.raises(PlanError, match=r"up: .* or pass on_unnamed=\"replicate\""):
+        layout.plan(tree, MESH)
+    assert (
+        layout.plan(tree, MESH, on_unnamed="replicate").leaves[0].reason == "no names: replicated"
+    )
+    odd = {"w": pz.nx.ones({"mlp": 7})}
+    layout = Layout(parameters={"mlp": "model"}, compute={"batch": "data"})
+    assert layout.plan(odd, MESH, on_indivisible="replicate").leaves[0].spec == PartitionSpec()
 
 
 def test_named_weights_are_given_plain_to_code_that_computes_so(on_one_device):
