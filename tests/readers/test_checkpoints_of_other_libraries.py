@@ -1,5 +1,7 @@
 """Checkpoints keep what other libraries put around arrays, and compare its axis names."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,6 +99,16 @@ def test_parameters_come_back_on_another_mesh_as_their_library_holds_them(librar
         assert all(map(np.array_equal, values(restored), values(tree)))
         # In the order of the leaves: norm/bias, square, up.
         assert shard_shapes(restored) == [(4,), (4, 8), (4, 4)]
+
+
+def test_mappings_keep_their_type(tmp_path):
+    tree = tree_of("linen")
+    for made in (flax.core.freeze(tree), collections.OrderedDict(tree)):
+        path = pzs.save_params(tmp_path / type(made).__name__, made)
+        restored = pzs.restore_params(path, made, pzs.make_mesh(MESH), RULES)
+        assert jax.tree.structure(restored) == jax.tree.structure(made)
+        assert type(restored) is type(made)
+        assert all(map(np.array_equal, values(restored), values(made)))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
