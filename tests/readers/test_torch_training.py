@@ -73,9 +73,8 @@ def loss_by_name(model, rng, state, x, y, pin=lambda hidden: hidden):
 
 
 def loss_by_position(model, rng, state, x, y):
-    """The same as users of JAX write it, with arrays by position."""
-    w = {name: model[name].unwrap(*names) for name, names in NAMES.items()}
-    x, y = x.unwrap("batch", "embedding"), y.unwrap("batch")
+    """The same as users of JAX write it, with plain arrays."""
+    w = model
     hidden = jnp.tanh(x @ w["0.weight"].T + w["0.bias"])
     hidden = jax.nn.sigmoid(hidden @ w["2.weight"].T + w["2.bias"])
     logits = hidden @ w["4.weight"].T + w["4.bias"]
@@ -101,7 +100,7 @@ def data_parallel(optimizer, weights):
 def fully_sharded(optimizer, weights):
     """By the functions that a layout calls."""
     placed = place(weights, DATA, FULLY_SHARDED)
-    state = TrainState.initial_state(placed, optimizer, jax.random.key(0))
+    state = TrainState.initial_state(placed, optimizer, jax.random.key(0), plain_arrays=True)
     shardings = train_state_sharding(state, DATA, FULLY_SHARDED)
     return state, build_train_step_fn(loss_by_position, train_state_shardings=shardings), DATA
 
@@ -122,8 +121,12 @@ SPECS = {
 def run(layout, optimizer, weights, inputs, targets):
     """Losses, and the state after each step."""
     state, step, mesh = layout(optimizer, name_axes(weights, NAMES))
-    batch = name_axes({"x": inputs, "y": targets}, {"x": ("batch", "embedding"), "y": ("batch",)})
-    batch = shard_batch(batch, mesh, {"batch": "data"})
+    batch = {"x": inputs, "y": targets}
+    if layout is fully_sharded:
+        batch = shard_batch(batch, mesh, {"batch": "data"}, first_axis="batch")
+    else:
+        batch = name_axes(batch, {"x": ("batch", "embedding"), "y": ("batch",)})
+        batch = shard_batch(batch, mesh, {"batch": "data"})
     losses, after = [], []
     for _ in range(STEPS):
         state, aux = step(state, **batch)
@@ -204,10 +207,7 @@ def test_trained_weights_go_back_into_the_module():
         module(inputs), torch.from_numpy(reference()["targets"]).long()
     )
     expected, *_ = loss_by_position(
-        name_axes(after[-1], NAMES),
-        *(None, None),
-        pz.nx.wrap(reference()["inputs"], "batch", "embedding"),
-        pz.nx.wrap(reference()["targets"], "batch"),
+        after[-1], None, None, reference()["inputs"], reference()["targets"]
     )
     np.testing.assert_allclose(loss.item(), float(expected), rtol=1e-6)
 
