@@ -53,6 +53,7 @@ class SpecExplanation(TextTable):
         dimensions: One decision per dimension.
         problems: Why the rules do not fit this array; empty when they do.
         notes: What else was decided for the array as a whole.
+        is_unnamed: Whether the array has no names, in place of positional dimensions.
     """
 
     headings = ("logical axis", "size", "mesh axes", "reason")
@@ -62,12 +63,14 @@ class SpecExplanation(TextTable):
     dimensions: tuple[DimensionDecision, ...]
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    is_unnamed: bool = False
 
     @property
     def reason(self) -> str:
         """The reasons of all sharded or relaxed dimensions, in one line."""
         reasons = [d.reason for d in self.dimensions if d.rule is not None]
-        return "; ".join([*reasons, *self.notes]) or "no rule names its logical axes"
+        nothing = "is for arrays without names" if self.is_unnamed else "names its logical axes"
+        return "; ".join([*reasons, *self.notes]) or f"no rule {nothing}"
 
     def text_verdict(self) -> str:
         """The spec."""
@@ -75,9 +78,10 @@ class SpecExplanation(TextTable):
 
     def text_rows(self) -> list[tuple[str, ...]]:
         """One row per dimension."""
+        nameless = "no name" if self.is_unnamed else "positional"
         return [
             (
-                "positional" if d.logical_axis is None else repr(d.logical_axis),
+                nameless if d.logical_axis is None else repr(d.logical_axis),
                 str(d.size),
                 ", ".join(d.mesh_axes),
                 d.reason,
@@ -153,7 +157,8 @@ class _Decider:
             self.decided.get(i) or self._undecided(i) for i in range(len(self.names))
         )
         spec = canonical_spec(d.mesh_axes for d in dimensions)
-        return SpecExplanation(spec, dimensions, tuple(self.problems), tuple(self.notes))
+        problems, notes = tuple(self.problems), tuple(self.notes)
+        return SpecExplanation(spec, dimensions, problems, notes, self.is_unnamed)
 
     def _undecided(self, i: int) -> DimensionDecision:
         reason = "positional, stays unsharded" if self.names[i] is None else "no rule"

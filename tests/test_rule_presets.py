@@ -212,6 +212,9 @@ def test_the_reason_says_what_was_split_of_an_array_without_names_and_what_was_n
         return UNNAMED.explain(None, sizes, MESH).reason
 
     assert reason((8, 16)) == "dimension 1 (16) -> 'data' (largest free)"
+    assert "no name    " in str(UNNAMED.explain(None, (8, 16), MESH))
+    named = tensor_parallel().explain(None, (8, 16), MESH)
+    assert named.reason == "no rule is for arrays without names"
     assert reason((4,)) == "under 8 elements, not split over 'data'"
     assert reason((6, 18)) == "no free dimension divides over mesh axis 'data' (4)"
 
