@@ -19,8 +19,10 @@ from penzai_shard.readers.registry import naming_in, reader_of
 from penzai_shard.rule_kinds import LogicalAxis, PositionalDimension
 from penzai_shard.tree_paths import path_text
 
-# The field of a train state that holds the parameters.
+# The field of a train state that holds the parameters, and that of an optimizer of Flax NNX, which
+# is in one tree with its model, that holds what it keeps.
 _PARAMETERS = "params"
+_OPTIMIZER = "opt_state"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,16 +45,38 @@ class ParameterSizes:
     @functools.cached_property
     def _parameters(self) -> dict[str, ReadArray]:
         """Those that another library has put something around, by their path in the field."""
+        return {
+            path_text(key_path[1:]): held
+            for key_path, _, held in self._held
+            if len(key_path) > 1 and path_text(key_path[:1]) == _PARAMETERS
+        }
+
+    @functools.cached_property
+    def _variables(self) -> dict[str, ReadArray]:
+        """Those that are parameters wherever they are, by each end of their path that only one has.
+
+        Where in a tree its model is, an optimizer of Flax NNX does not know.
+        """
+        found: dict[str, list[ReadArray]] = {}
+        for key_path, is_parameter, held in self._held:
+            for start in range(len(key_path) if is_parameter else 0):
+                found.setdefault(path_text(key_path[start:]), []).append(held)
+        return {path: held[0] for path, held in found.items() if len(held) == 1}
+
+    @functools.cached_property
+    def _held(self) -> list[tuple[Any, bool, ReadArray]]:
+        """What other libraries have put something around and named, and where."""
         flat, _ = jax.tree_util.tree_flatten_with_path(
             self.tree, is_leaf=lambda node: reader_of(node) is not None
         )
-        found = {}
+        found = []
         for key_path, node in flat:
             reader = reader_of(node)
-            if reader is not None and len(key_path) > 1 and path_text(key_path[:1]) == _PARAMETERS:
+            if reader is not None:
                 held = reader.read(node)
                 if is_array_like(held.data) and held.names is not None:
-                    found[path_text(key_path[1:])] = held.fitted()
+                    is_parameter = reader.role(node) == "parameter"
+                    found.append((key_path, is_parameter, held.fitted()))
         return found
 
     def of(self, path: str, names: tuple[LogicalAxis | None, ...]) -> dict[LogicalAxis, int] | None:
@@ -67,8 +91,12 @@ class ParameterSizes:
             tree has no such parameter.
         """
         parts = path.split("/")
+        in_optimizer = parts.index(_OPTIMIZER) if _OPTIMIZER in parts else len(parts)
         for start in range(len(parts)):
-            held = self._parameters.get("/".join(parts[start:]))
+            end = "/".join(parts[start:])
+            held = self._parameters.get(end)
+            if held is None and start > in_optimizer:
+                held = self._variables.get(end)
             if held is None or held.names is None or held.problem:
                 continue
             if held.names[: len(names)] == names and not any(held.names[len(names) :]):

@@ -263,6 +263,20 @@ def test_optimizers_are_laid_out_as_their_parameters(mesh):
     assert placed.step.get_raw_value().sharding.is_fully_replicated
 
 
+def test_statistics_of_some_dimensions_are_laid_out_beside_their_model(mesh):
+    with nnx.use_eager_sharding(False):
+        named = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        linear = nnx.Linear(128, 256, rngs=nnx.Rngs(0), kernel_init=named, use_bias=False)
+    optimizer = nnx.Optimizer(linear, optax.adafactor(1e-3), wrt=nnx.Param)
+    plan = make_plan({"model": {"part": linear}, "optimizer": optimizer}, mesh, RULES)
+    specs = {leaf.path.removeprefix("optimizer/opt_state/0/"): leaf.spec for leaf in plan.leaves}
+    assert specs["v_row/kernel"] == P("data")
+    assert specs["v_col/kernel"] == P("model")
+    assert specs["v/kernel"] == P()
+    with pytest.raises(PlanError, match=r"v_row/kernel: it has 2 axis names, .* and rank 1"):
+        make_plan(optimizer, mesh, RULES)
+
+
 @pytest.mark.parametrize("eager", [True, False])
 def test_sharded_init_gives_the_values_of_the_init(mesh, eager):
     rngs = nnx.Rngs(0)
