@@ -38,26 +38,52 @@ def losses(contender: Contender, steps: int = 3) -> list[float]:
 
 def median_times(contenders: Mapping[str, Contender], rounds: int) -> dict[str, float]:
     """Median seconds of a step, measured in turns."""
-    states = {name: contender.start() for name, contender in contenders.items()}
-
-    def one_step(name: str) -> Any:
-        states[name], loss = contenders[name].step(states[name])
-        return loss, jax.tree.leaves(states[name])
-
-    return in_turns({name: lambda name=name: one_step(name) for name in contenders}, rounds)
+    times = times_in_turns(contenders, rounds).elapsed
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def in_turns(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of calls that are made in turns, waiting for the arrays that they return.
+def median_ratios(times: Mapping[str, list[float]], base: str) -> dict[str, float]:
+    """Median ratios of times in turns to those of one of them.
+
+    They are taken round by round, so that other load on the machine hits all ways alike.
+
+    >>> median_ratios({"a": [1.0, 2.0], "b": [2.0, 4.0]}, "a")
+    {'a': 1.0, 'b': 2.0}
+    """
+    return {
+        name: statistics.median(a / b for a, b in zip(seconds, times[base], strict=True))
+        for name, seconds in times.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class TimesInTurns:
+    """Seconds of a step in every round, by contender.
+
+    Attributes:
+        elapsed: By the clock.
+        processor: Of the process on all cores, which other load on the machine touches little.
+    """
+
+    elapsed: dict[str, list[float]]
+    processor: dict[str, list[float]]
+
+
+def times_in_turns(contenders: Mapping[str, Contender], rounds: int) -> TimesInTurns:
+    """Measures steps in turns, whose order is reversed in every other round.
 
     Two rounds before those that count warm up.
     """
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    states = {name: contender.start() for name, contender in contenders.items()}
+
+    times = TimesInTurns({name: [] for name in contenders}, {name: [] for name in contenders})
     for turn in range(rounds + 2):
-        for name, call in calls.items():
+        for name in list(contenders)[:: 1 if turn % 2 else -1]:
             gc.collect()
-            start = time.perf_counter()
-            jax.block_until_ready(call())
+            processor, start = time.process_time(), time.perf_counter()
+            states[name], loss = contenders[name].step(states[name])
+            jax.block_until_ready((loss, jax.tree.leaves(states[name])))
             if turn >= 2:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+                times.elapsed[name].append(time.perf_counter() - start)
+                times.processor[name].append(time.process_time() - processor)
+    return times

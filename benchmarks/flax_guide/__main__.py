@@ -9,10 +9,11 @@ new one; ``penzai-shard`` takes the same module as it is.
 First it is made sure that all do the same: equal numbers of parameters, initial values, planned
 and actual specs, boxes, and losses of three steps, and of a fourth, before which penzai_shard's
 state was saved and restored. Then figures of the compiled steps, which no noise touches, and
-median times of steps taken in turns in one process, and of making the state. Figures are ratios to
-``flax``; lower is better.
+times of steps taken in turns in one process, and of making the state. Figures are ratios to
+``flax``, of times their median over rounds of five steps; lower is better. ``cpu`` is the time that
+the process had on all cores, which other load on the machine touches little.
 
-    python -m benchmarks.flax_guide [--rounds 30] [--depth 1024] [--show]
+    python -m benchmarks.flax_guide [--rounds 20] [--depth 1024] [--show]
 """
 
 import argparse
@@ -27,7 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.contenders import Contender, median_times
+from benchmarks.contenders import Contender, median_ratios, times_in_turns
 from benchmarks.flax_guide import by_flax, by_penzai_shard
 from benchmarks.flax_guide.agreement import (
     lines_of,
@@ -108,26 +109,32 @@ def measure(work: Work, rounds: int) -> list[dict[str, Any]]:
     contenders = {name: build(work) for name, build in CONTENDERS.items()}
     figures = {n: CompiledFigures.of(c.compiled, work.mesh) for n, c in contenders.items()}
     loops = {name: in_loops(contender) for name, contender in contenders.items()}
-    times = median_times(loops, rounds) if rounds else {}
+    times = times_in_turns(loops, rounds)
+    ratios = median_ratios(times.elapsed, "flax") if rounds else {}
+    processor = median_ratios(times.processor, "flax") if rounds else {}
     base = figures["flax"]
-    print(f"{'':>14} {'time':>7} {'flops':>7} {'bytes':>7} {'sent':>7} {'held':>7}  collectives")
+    print(
+        f"{'':>14} {'time':>7} {'cpu':>7} {'flops':>7} {'bytes':>7} {'sent':>7} {'held':>7}  collectives"
+    )
     rows = []
     for name, own in figures.items():
         row = {
             "model": work.name,
             "contender": name,
-            "time": times[name] / times["flax"] if times else float("nan"),
+            "time": ratios.get(name, float("nan")),
+            "processor time": processor.get(name, float("nan")),
             "flops": own.flops / base.flops,
             "bytes accessed": own.bytes_accessed / base.bytes_accessed,
             "bytes sent": own.bytes_sent / base.bytes_sent,
             "held": held(contenders[name].compiled) / held(contenders["flax"].compiled),
         }
-        ratios = " ".join(f"{ratio:>7.3f}" for ratio in list(row.values())[2:])
-        print(f"{name:>14} {ratios}  {own.collectives_text()}")
+        shown = " ".join(f"{ratio:>7.3f}" for ratio in list(row.values())[2:])
+        print(f"{name:>14} {shown}  {own.collectives_text()}")
         rows.append(row)
-    if times:
+    if rounds:
+        milliseconds = median(times.elapsed["flax"]) / STEPS_PER_ROUND * 1e3
         print(
-            f"flax: {times['flax'] / STEPS_PER_ROUND * 1e3:.0f} ms per step; to the first state "
+            f"flax: {milliseconds:.0f} ms per step; to the first state "
             f"{starts['flax']:.2f} s, by penzai_shard {starts['penzai-shard']:.2f} s"
         )
     return rows
@@ -145,7 +152,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=30, help="timed loops each; 0 for no times")
+    parser.add_argument("--rounds", type=int, default=20, help="timed loops each; 0 for no times")
     parser.add_argument("--depth", type=int, default=1024, help="how wide the layers are")
     parser.add_argument("--show", action="store_true", help="print both programs")
     options = parser.parse_args(argv)
