@@ -113,9 +113,8 @@ def measure(work: Work, rounds: int) -> list[dict[str, Any]]:
     ratios = median_ratios(times.elapsed, "flax") if rounds else {}
     processor = median_ratios(times.processor, "flax") if rounds else {}
     base = figures["flax"]
-    print(
-        f"{'':>14} {'time':>7} {'cpu':>7} {'flops':>7} {'bytes':>7} {'sent':>7} {'held':>7}  collectives"
-    )
+    columns = ("time", "cpu", "flops", "bytes", "sent", "held")
+    print(" " * 14, *(f"{column:>7}" for column in columns), " collectives")
     rows = []
     for name, own in figures.items():
         row = {
