@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 from penzai_shard import (
+    ConstrainShardingByName,
     Jitted,
     Layout,
     ShardingError,
@@ -466,3 +467,10 @@ def test_modules_in_a_dictionary_are_named_by_their_paths_too(tmp_path):
     assert restored["net"].gain == 1.5
     state = TrainState.initial_state(both, OPTIMIZER, jax.random.key(0))
     assert sorted(state.params) == sorted(param_dict(both))
+
+
+def test_a_constraint_by_name_pins_the_arrays_of_a_named_module_and_nothing_else():
+    constrain = ConstrainShardingByName(MESH, {"out": "model"})
+    pinned = constrain(build(jax.random.key(0)))
+    assert pinned.mlp.layers[0].weight.data_array.sharding.spec == P("model")
+    assert (pinned.gain, pinned.mode, pinned.dropout.inference) == (1.5, "scaled", False)
