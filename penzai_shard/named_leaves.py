@@ -37,6 +37,7 @@ from penzai_shard.readers import (
     ReadArray,
     initializer_of,
     not_a_tree,
+    read_node,
     reader_of,
     reader_of_type,
     refusal,
@@ -284,7 +285,7 @@ class _ArrayMapper:
         assert reader is not None
         identity = id(node) if reader.shares else object()
         if identity not in self.seen:
-            data = self.foreign_data(reader.read(node), reader.naming, path, place)
+            data = self.foreign_data(read_node(reader, node), reader.naming, path, place)
             self.seen[identity] = reader.with_data(node, data)
         return self.seen[identity]
 

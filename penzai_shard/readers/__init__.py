@@ -15,6 +15,7 @@ from penzai_shard.readers.registry import initializer_of as initializer_of
 from penzai_shard.readers.registry import is_shared_object as is_shared_object
 from penzai_shard.readers.registry import loaded_readers as loaded_readers
 from penzai_shard.readers.registry import naming_in as naming_in
+from penzai_shard.readers.registry import read_node as read_node
 from penzai_shard.readers.registry import reader_of as reader_of
 from penzai_shard.readers.registry import reader_of_type as reader_of_type
 from penzai_shard.readers.sharing import Repeat as Repeat

@@ -79,8 +79,8 @@ class ReadArray:
 class ArrayReader(abc.ABC):
     """Reads the nodes that another library puts around its arrays, and makes others like them.
 
-    A node is anything that holds one array: a box, a variable, an array type of its own. For JAX it
-    may be a pytree or a leaf.
+    A node is anything that holds one array: a box, a variable, an array type of its own. It is a
+    pytree of JAX's, unless it is bare.
 
     Attributes:
         library: The module that defines the types of the nodes. The reader is loaded, and asked,

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from penzai_shard.errors import ShardingError, raise_all, warn_caller
-from penzai_shard.readers.registry import reader_of
+from penzai_shard.readers.registry import read_node, reader_of
 from penzai_shard.tree_paths import path_text
 
 
@@ -31,17 +31,18 @@ def without_bare_arrays(tree: Any, called: str) -> Any:
     >>> without_bare_arrays(tree, "place") is tree
     True
     """
-    if not any(map(is_bare_array, jax.tree_util.tree_leaves(tree))):
+    if not any(map(reader_of, jax.tree_util.tree_leaves(tree))):
         return tree
     problems: list[str] = []
     nodes: dict[str, Any] = {}
 
     def read(key_path: Any, leaf: Any) -> Any:
         reader = reader_of(leaf)
-        if reader is None or not reader.bare:
+        if reader is None:
             return leaf
-        held = reader.read(leaf)
-        nodes[path_text(key_path)] = leaf
+        held = read_node(reader, leaf)
+        if reader.bare:
+            nodes[path_text(key_path)] = leaf
         if held.problem:
             problems.append(f"{path_text(key_path) or 'the array'}: {held.problem}.")
         return held.data

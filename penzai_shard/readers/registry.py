@@ -1,12 +1,15 @@
 """Which reader reads what: our own readers, and those that other packages announce."""
 
+import dataclasses
 import functools
 from collections.abc import Hashable
 from typing import Any
 
+import jax
+
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.readers.announcements import Announcement, active_announcements
-from penzai_shard.readers.array_reader import ArrayReader
+from penzai_shard.readers.array_reader import ArrayReader, ReadArray
 
 
 def reader_of(node: Any) -> ArrayReader | None:
@@ -16,6 +19,35 @@ def reader_of(node: Any) -> ArrayReader | None:
     True
     """
     return reader_of_type(node.__class__)
+
+
+def read_node(reader: ArrayReader, node: Any) -> ReadArray:
+    """What a node holds, or why nobody could do anything with it.
+
+    Args:
+        reader: Its reader.
+        node: The node.
+
+    Raises:
+        RuleTypeError: The reader does not keep to its protocol.
+    """
+    held = reader.read(node)
+    if not isinstance(held, ReadArray) or not isinstance(held.names, tuple | None):
+        given = f"a {type(held).__name__}"
+        if isinstance(held, ReadArray):
+            given = f"a ReadArray with {held.names!r} as names"
+        raise RuleTypeError(
+            f"{type(reader).__module__}.{type(reader).__qualname__}.read gave {given}. It must "
+            "give a ReadArray(data, names), with a tuple of names or None."
+        )
+    if not held.problem and not reader.bare and jax.tree_util.all_leaves([node]):
+        return dataclasses.replace(
+            held,
+            problem=f"it is a {type(node).__name__}, into which JAX cannot look. Register the "
+            "type as a pytree, jax.tree_util.register_pytree_node(...), or let its reader say "
+            "bare = True if its data may stand in its place",
+        )
+    return held
 
 
 @functools.lru_cache(maxsize=4096)

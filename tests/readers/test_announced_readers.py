@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import penzai_shard as pzs
-from penzai_shard.errors import PlanError, RuleTypeError, ShardingWarning
+from penzai_shard.errors import PlanError, RuleTypeError, ShardingError, ShardingWarning
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.readers import announcements
 
@@ -116,6 +116,45 @@ def test_arrays_of_the_example_are_planned_placed_trained_and_saved(labelled, tm
     assert (restored["w"].values == state.model["w"].values).all()
     with pytest.raises(PlanError, match=r"w: logical axis 'mlp' \(4\) does not divide"):
         pzs.make_plan(abstract, pzs.make_mesh({"model": 8}), {"mlp": "model"})
+
+
+def test_a_type_that_jax_cannot_look_into_is_refused_with_its_path(labelled, tmp_path):
+    class Leaf(labelled.Array):  # Registered types do not pass this on.
+        pass
+
+    tree = {"parts": [Leaf(jnp.ones((8, 4)), ("embed", "mlp"))]}
+    mesh = pzs.make_mesh({"data": 8})
+    uses = [
+        lambda: pzs.make_plan(tree, mesh, {"embed": "data"}),
+        lambda: pzs.place(tree, mesh, {"embed": "data"}),
+        lambda: pzs.sharded_init(lambda: tree, mesh=mesh, rules={}),
+        lambda: pzs.abstract_model(lambda: tree),
+        lambda: pzs.TrainState.initial_state(tree, optax.sgd(0.1), jax.random.key(0)),
+        lambda: pzs.save_train_state(tmp_path / "state", tree),
+        lambda: pzs.shard_batch(tree, mesh, {"embed": "data"}),
+    ]
+    for use in uses:
+        with pytest.raises(
+            ShardingError, match=r"parts/0: it is a Leaf, into which JAX cannot look. Register the"
+        ):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("(node.values, node.labels)", "a tuple"),
+        ("ReadArray(node.values, 'ab')", "a ReadArray with 'ab' as names"),
+        ("ReadArray(node.values, ['a', 'b'])", r"a ReadArray with \['a', 'b'\] as names"),
+    ],
+)
+def test_a_reader_that_gives_something_else_is_named(install, given, text):
+    source = EXAMPLE.replace("ReadArray(node.values, node.labels)", given)
+    entries = {"labelled": "labelled_reader:READER"}
+    install("their-package", entries, labelled=LIBRARY, labelled_reader=source)
+    labelled = importlib.import_module("labelled")
+    with pytest.raises(RuleTypeError, match=rf"labelled_reader.LabelledReader.read gave {text}\. "):
+        leaves_of([labelled.Array(jnp.ones((2, 3)), "ab")])
 
 
 BROKEN = {
