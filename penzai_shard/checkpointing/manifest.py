@@ -58,7 +58,8 @@ class Manifest:
         records: Every array by name.
         stored_tree: What Orbax says of the arrays that it keeps, in the structure in which it
             keeps them.
-        prefix: What stands before each name in the checkpoint, if this is a part of one.
+        prefixes: What stands before each name in the checkpoint, if this is a part of one: one of
+            these.
     """
 
     path: str
@@ -66,7 +67,7 @@ class Manifest:
     kind: str | None
     records: Mapping[str, ArrayRecord]
     stored_tree: Any
-    prefix: str = ""
+    prefixes: tuple[str, ...] = ("",)
 
     @property
     def caveat(self) -> str:
@@ -79,17 +80,19 @@ class Manifest:
         if self.kind is None:
             # A NamedArray that plain Orbax saved is a dictionary with its data array.
             name = name.removesuffix("/data_array")
-        return name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
+        prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), None)
+        return None if prefix is None else name.removeprefix(prefix)
 
-    def part(self, name: str) -> "Manifest":
-        """The part of a checkpoint whose arrays' names begin with ``name/``, without that."""
-        start = f"{name}/"
+    def part(self, *fields: str) -> "Manifest":
+        """The part of a checkpoint whose arrays' names begin with one of ``field/``, without it."""
+        starts = tuple(f"{field}/" for field in fields)
         records = {
             full.removeprefix(start): record
+            for start in reversed(starts)
             for full, record in self.records.items()
             if full.startswith(start)
         }
-        return dataclasses.replace(self, records=records, prefix=self.prefix + start)
+        return dataclasses.replace(self, records=records, prefixes=starts)
 
 
 def section_of(records: Mapping[str, ArrayRecord], kind: str) -> dict[str, Any]:

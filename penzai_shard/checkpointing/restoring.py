@@ -120,7 +120,7 @@ def _compared(
 ) -> tuple[Manifest, Any]:
     """What of a checkpoint is to be read, and the order of dimensions where it differs."""
     if kind == "params" and manifest.kind == "train_state":
-        manifest = manifest.part("params")
+        manifest = _part_of_model(manifest, leaves)
     if kind == "train_state" and manifest.kind == "params":
         raise CheckpointMismatchError(
             f"the checkpoint at {manifest.path} holds parameters alone, as save_params writes "
@@ -141,6 +141,20 @@ def _compared(
             _name_another_optimizer(manifest, leaves, error)
         raise
     return manifest, orders
+
+
+def _part_of_model(manifest: Manifest, leaves: Mapping[str, NamedLeaf]) -> Manifest:
+    """The parameters in the checkpoint of a train state.
+
+    State variables are among them where they are wanted by their names, as a dictionary of
+    collections of Flax linen has both.
+    """
+    part = manifest.part("params")
+    if any(
+        name not in part.records and f"state_vars/{name}" in manifest.records for name in leaves
+    ):
+        part = manifest.part("params", "state_vars")
+    return part
 
 
 def _name_another_optimizer(

@@ -157,9 +157,14 @@ def test_statistics_are_saved_and_restored_with_the_state(trained, tmp_path):
     restored = restore_train_state(tmp_path / "state", state, other, RULES, on_unnamed="replicate")
     np.testing.assert_array_equal(restored.state_vars[MEAN], state.state_vars[MEAN])
     assert restored.model["counts"]["seen"].value.sharding.mesh.shape["model"] == 2
+    # Variables have both, so they are read from the state's checkpoint with its statistics.
+    abstract = abstract_model(MODEL.init, KEY, X)
+    variables = restore_params(tmp_path / "state", abstract, other, RULES, on_unnamed="replicate")
+    assert jax.tree.structure(variables) == jax.tree.structure(state.model)
+    for got, wanted in zip(jax.tree.leaves(variables), jax.tree.leaves(state.model), strict=True):
+        np.testing.assert_array_equal(got, wanted)
     # Checkpoints of variables hold all collections, as a model needs all of them.
     save_params(tmp_path / "variables", state.model)
-    abstract = abstract_model(MODEL.init, KEY, X)
     variables = restore_params(
         tmp_path / "variables", abstract, other, RULES, on_unnamed="replicate"
     )
