@@ -91,6 +91,20 @@ class ArrayReader(abc.ABC):
         bare: Whether nodes are arrays themselves, with nothing around them that would be kept, so
             that their data stands in their place once something is done with them.
         takes_names: Whether a node may have no names, and can be given some.
+
+    >>> class LabelledReader(ArrayReader):
+    ...     library = "labelled"
+    ...
+    ...     def reads(self, node_type):
+    ...         return node_type.__name__ == "Array"
+    ...
+    ...     def read(self, node):
+    ...         return ReadArray(node.values, node.labels)
+    ...
+    ...     def with_data(self, node, data):
+    ...         return type(node)(data, node.labels)
+    >>> LabelledReader().role(None) is None
+    True
     """
 
     library: str
