@@ -368,7 +368,8 @@ def test_the_text_of_the_documentation_runs(capsys, monkeypatch):
     skip_without_dot_products()
     monkeypatch.setenv("XLA_FLAGS", "")  # Put back afterwards.
     page = (Path(__file__).parents[2] / "docs" / "models_from_elsewhere.md").read_text("utf-8")
-    [script] = re.findall(r"```python\n(.*?)```", page.split("## Haliax")[1], re.DOTALL)
+    section = page.split("## Haliax")[1].partition("\n## ")[0]
+    [script] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     exec(compile(script, "models_from_elsewhere.md", "exec"), {"__name__": "page"})
     shown = capsys.readouterr().out
     assert "layers=4, mlp=64/model, embed=16" in shown

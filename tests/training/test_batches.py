@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -98,3 +101,12 @@ def test_a_layout_places_plain_batches_by_its_own_rules(mesh):
     assert placed["x"].sharding == NamedSharding(mesh, PartitionSpec(("data", "model")))
     with pytest.raises(RuleTypeError, match="no array of this batch has logical axis 'batch'"):
         layout.shard_batch({"x": np.ones((8, 2))}, mesh, first_axis="examples")
+
+
+def test_the_documented_example_of_plain_batches_runs_as_pasted(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", "")  # Put back afterwards.
+    page = (Path(__file__).parents[2] / "docs" / "models_from_elsewhere.md").read_text("utf-8")
+    section = page.partition("## Batches\n")[2].partition("\n## ")[0]
+    [code] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    exec(code, {"__name__": "pasted"})
+    assert capsys.readouterr().out == "P('data',)\n"
