@@ -20,7 +20,7 @@ from penzai.core.variables import (
     AbstractVariableValue,
 )
 
-from penzai_shard.array_kinds import is_abstract, is_array_like, own_copy_of_numpy
+from penzai_shard.array_kinds import is_abstract, is_array_like
 from penzai_shard.equinox_modules import initial_states, is_module_value, leaves_in_modules
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.model_variables import first_api
@@ -345,7 +345,7 @@ class _Splitting:
 
     def _add(self, entry: VariableEntry, value: Any) -> VariableEntry:
         self.entries[entry.name] = entry
-        self.values[entry.kind][entry.name] = jax.tree.map(own_copy_of_numpy, value)
+        self.values[entry.kind][entry.name] = value
         return entry
 
 
