@@ -42,7 +42,8 @@ class ManualAxes:
         """Reads what ``build_train_step_fn`` got as ``manual_axes``.
 
         Raises:
-            RuleTypeError: It is something else than a mesh axis or several.
+            RuleTypeError: It is something else than a mesh axis or several, or the batch axis is
+                the number of a dimension.
 
         >>> ManualAxes.of("data", "batch", 1, AuxReductions({})).names
         ('data',)
@@ -54,6 +55,13 @@ class ManualAxes:
             raise RuleTypeError(
                 f"manual_axes must name one mesh axis or several different ones, not {given!r}. "
                 "Write for instance manual_axes=('data',), or leave it out."
+            )
+        if isinstance(batch_axis, int):
+            raise RuleTypeError(
+                "manual_axes splits inputs over devices by a logical axis, and "
+                f"batch_axis={batch_axis!r} is the number of a dimension. Name the inputs, "
+                'name_axes(batch, {"x": ("batch", None)}), leave batch_axis out, and take the '
+                "names off where the loss computes with plain arrays: without_names(x)."
             )
         return cls(names, batch_axis, parts, aux_reductions)
 

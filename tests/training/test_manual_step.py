@@ -15,7 +15,7 @@ from penzai import pz
 from penzai.models.simple_mlp import MLP
 
 from benchmarks.compiled_collectives import read_collectives
-from penzai_shard import fully_sharded
+from penzai_shard import fully_sharded, name_axes, place, without_names
 from penzai_shard.errors import MeshError, RuleTypeError, ShardingError
 from penzai_shard.meshes import make_mesh
 from penzai_shard.training import (
@@ -671,3 +671,20 @@ def test_the_text_of_the_documentation_runs(capsys):
     assert len(losses) == 3
     assert losses[-1, 0] < losses[0, 0]
     np.testing.assert_allclose(losses[:, 0], losses[:, 1], rtol=1e-5)
+
+
+def test_a_numbered_batch_axis_is_refused_with_what_to_write_and_that_works():
+    mesh = make_mesh({"data": 8})
+
+    def loss_fn(model, rng, state, x):
+        x = without_names(x)
+        return jnp.mean((x @ model["w"].data_array) ** 2), state, {"rows": x.shape[0]}
+
+    with pytest.raises(RuleTypeError, match=r"number of a dimension\. Name the inputs, name_axes"):
+        build_train_step_fn(loss_fn, manual_axes=("data",), batch_axis=0)
+    step = build_train_step_fn(loss_fn, manual_axes=("data",), aux_reduction="sum")
+    weights = place({"w": pz.nx.wrap(np.ones((4, 2), np.float32), "in", "out")}, mesh, {})
+    state = TrainState.initial_state(weights, optax.sgd(0.1), jax.random.key(0))
+    batch = name_axes({"x": np.ones((16, 4), np.float32)}, {"x": ("batch", None)})
+    state, aux = step(state, **shard_batch(batch, mesh, {"batch": "data"}))
+    assert int(aux["rows"]) == 16
