@@ -16,13 +16,14 @@ from penzai_shard import (
     Checkpointed,
     Jitted,
     Layout,
+    Recipe,
     TrainState,
     build_eval_step_fn,
     build_train_step_fn,
     shard_batch,
     sharded_init,
 )
-from penzai_shard.errors import ShardingError
+from penzai_shard.errors import ShardingError, ShardingWarning
 from penzai_shard.traced_programs import equations
 
 RULES = {"embed": "data", "mlp": "model"}
@@ -288,3 +289,36 @@ def test_wrapper_layers_refuse_modules_that_change(wrapper):
         wrapper(module)(x)
     linear = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(wrapper(linear)(x), linear(x), rtol=1e-6)
+
+
+def test_layouts_edit_no_layers_of_a_module():
+    layout = Layout(parameters=RULES, compute={"batch": "data"})
+    with pytest.warns(ShardingWarning, match="the Model has no layers that a layout could edit"):
+        recipe = layout.recipe(unsharded(), mesh_of())
+    assert recipe == Recipe()
+
+
+def test_evaluation_with_another_mode_and_captured_values_changes_nothing(counting):
+    class Noisy(Counting):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            y = self.dropout(super().__call__(x))
+            self.sow(nnx.Intermediate, "hidden", y)
+            return y
+
+    def evaluated(model, rng, state, x, y):
+        model.eval()
+        captured = nnx.capture(lambda model, x: model(x), nnx.Intermediate)
+        out, hidden = captured(model, x.unwrap("batch", "features"))
+        return out.sum(), state, {"hidden": jax.tree.leaves(hidden)[0].sum()}
+
+    state = TrainState.initial_state(unsharded(Noisy), optax.sgd(1.0), jax.random.key(0))
+    batch = jax.tree.map(np.asarray, counting[2])
+    loss, aux = build_eval_step_fn(evaluated)(state, **batch)
+    weight = state.model.weight[...]
+    np.testing.assert_allclose(loss, (batch["x"].unwrap("batch", "features") @ weight).sum(), 1e-4)
+    np.testing.assert_allclose(aux["hidden"], loss, 1e-4)
+    assert int(state.model.calls[...]) == 0
