@@ -23,7 +23,7 @@ from penzai_shard import (
     place,
     sharded_init,
 )
-from penzai_shard.errors import PlanError, SelectionError, ShardingError
+from penzai_shard.errors import PlanError, SelectionError, ShardingError, ShardingWarning
 
 RULES = {"embed": "data", "mlp": "model"}
 MESH = AbstractMesh((4, 2), ("data", "model"))
@@ -192,6 +192,47 @@ def test_plans_are_those_of_flax_wherever_flax_gives_a_layout(rules, names, shap
         assert theirs is not None
         ours = plan.sharding_tree()["w"].get_raw_value()
         assert ours.is_equivalent_to(theirs, rank)
+
+
+# Names, rules, the spec of NNX, and that of a plan where it is another on purpose.
+DIFFERENCES = {
+    "a name without a rule is unsharded": (("data", "mlp"), {"mlp": "model"}, P(None, "model")),
+    "the first rule that fits": (("mlp",), [("mlp", "data"), ("mlp", "model")], P("data")),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_differences_from_flax_are_those_of_the_documented_table(case):
+    names, rules, spec = DIFFERENCES[case]
+    with nnx.use_eager_sharding(False):
+        variable = nnx.Param(jnp.ones((8, 4)), out_sharding=names)
+    pairs = tuple(rules.items()) if isinstance(rules, dict) else tuple(rules)
+    with logical_axis_rules(pairs):
+        theirs = nnx.get_partition_spec(variable).get_raw_value()
+    ours = make_plan(variable, MESH, rules).leaves[0].spec
+    assert ours == spec
+    assert not NamedSharding(MESH, theirs).is_equivalent_to(NamedSharding(MESH, ours), 2)
+
+
+def test_names_are_mesh_axes_without_rules_as_for_flax():
+    with nnx.use_eager_sharding(False):
+        variable = nnx.Param(jnp.ones((8, 4, 3)), out_sharding=(("data", "model"), None))
+    theirs = nnx.get_partition_spec(variable).get_raw_value()
+    ours = make_plan(variable, MESH).leaves[0].spec
+    assert NamedSharding(MESH, theirs).is_equivalent_to(NamedSharding(MESH, ours), 3)
+    with pytest.warns(ShardingWarning, match=r"a tuple of mesh axes, which therefore stays whole"):
+        assert make_plan(variable, MESH, RULES).leaves[0].spec == P()
+
+
+def test_an_optimizer_may_have_names_of_its_own():
+    with nnx.use_eager_sharding(False):
+        names = {"out_sharding": ("embed", "mlp"), "optimizer_sharding": ("mlp", None)}
+        model = nnx.Dict(w=nnx.Param(jnp.ones((8, 4)), **names))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+    plan = make_plan({"model": model, "optimizer": optimizer}, MESH, RULES)
+    specs = {leaf.path: leaf.spec for leaf in plan.leaves}
+    assert specs["model/w"] == P("data", "model")
+    assert specs["optimizer/opt_state/0/trace/w"] == P("model")
 
 
 def test_a_scanned_module_has_the_name_of_its_layers():
