@@ -383,7 +383,8 @@ def a_seed_that_is_a_text(directory):
 
 @answered(
     errors.PlanError,
-    "no valid layout for some arrays:",
+    "no valid layout for some arrays of this batch; say what the first dimension of plain ones is, "
+    'first_axis="batch", or:',
     "  the array: this array of shape (8, 3) has no logical axis names. Name it with "
     'pz.nx.wrap(array).tag(...), or pass on_unnamed="replicate".',
 )

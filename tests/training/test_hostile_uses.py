@@ -191,7 +191,8 @@ REFUSED = {
     ),
     "a list as batch axis": (
         lambda: step(build={"accumulate_steps": 2, "batch_axis": ["batch"]}),
-        "batch_axis must be a logical axis, not ['batch'].",
+        "batch_axis must be a logical axis, or for plain arrays the number of a dimension such as "
+        "0, not ['batch'].",
     ),
     "an unknown batch axis": (
         lambda: step(build={"accumulate_steps": 2, "batch_axis": "example"}),
