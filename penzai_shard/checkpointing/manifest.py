@@ -9,7 +9,7 @@ metadata file. What does not match is refused; only what has neither counts as p
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -47,6 +47,10 @@ _PLAIN = (
 )
 
 
+# Under what key JAX's paths have the data of boxes and variables of Flax, and of Haliax's arrays.
+_DATA_OF_BOXES = ("value", "0")
+
+
 @dataclasses.dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds, known without reading any array.
@@ -60,6 +64,8 @@ class Manifest:
             keeps them.
         prefixes: What stands before each name in the checkpoint, if this is a part of one: one of
             these.
+        holders: The names of arrays that plain Orbax stored under an attribute of what held
+            them, by the stored name.
     """
 
     path: str
@@ -68,6 +74,7 @@ class Manifest:
     records: Mapping[str, ArrayRecord]
     stored_tree: Any
     prefixes: tuple[str, ...] = ("",)
+    holders: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def caveat(self) -> str:
@@ -81,7 +88,30 @@ class Manifest:
             # A NamedArray that plain Orbax saved is a dictionary with its data array.
             name = name.removesuffix("/data_array")
         prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), None)
-        return None if prefix is None else name.removeprefix(prefix)
+        if prefix is None:
+            return None
+        name = name.removeprefix(prefix)
+        return self.holders.get(name, name)
+
+    def called_as(self, names: Collection[str]) -> "Manifest":
+        """The same, with arrays in boxes called by where the boxes are.
+
+        Plain Orbax calls them by the attribute or the number of a box's data.
+
+        Args:
+            names: The names of the arrays to be filled.
+        """
+        if self.kind is not None:
+            return self
+        missing = [name for name in names if name not in self.records]
+        holders = {
+            stored: name
+            for name in missing
+            for stored in (f"{name}/{attribute}" for attribute in _DATA_OF_BOXES)
+            if stored in self.records and stored not in names
+        }
+        records = {holders.get(name, name): record for name, record in self.records.items()}
+        return dataclasses.replace(self, records=records, holders=holders)
 
     def part(self, *fields: str) -> "Manifest":
         """The part of a checkpoint whose arrays' names begin with one of ``field/``, without it."""

@@ -127,6 +127,7 @@ def _compared(
             "them, and not a train state. Restore them and begin a new state with them: "
             "restore_params(path, model, mesh, rules)."
         )
+    manifest = manifest.called_as(leaves)
     wording = _WORDINGS[kind]
     try:
         orders = compare(

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.checkpointing.manifest import read_manifest
-from penzai_shard.errors import CheckpointMismatchError, PlanError, ShardingError
+from penzai_shard.errors import CheckpointMismatchError, PlanError, ShardingError, ShardingWarning
 
 flax = pytest.importorskip("flax")
 nn = pytest.importorskip("flax.linen")
@@ -275,3 +276,17 @@ def test_parameters_by_name_are_what_the_tree_holds_and_can_be_replaced(library)
     assert values(replaced["up"])[0].sum() == 128
     with pytest.raises(CheckpointMismatchError, match=r"up: .*have other names.*rename"):
         pzs.with_params(tree, {**params, "up": pz.nx.ones({"embed": 8, "x": 16})})
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_boxes_that_plain_orbax_saved_are_filled_with_a_warning(library, tmp_path):
+    tree = tree_of(library)
+    ocp.save(tmp_path / "plain", tree)
+    with pytest.warns(ShardingWarning, match="was renamed or swapped .* goes unnoticed"):
+        restored = pzs.restore_params(tmp_path / "plain", tree, pzs.make_mesh(OTHER_MESH), RULES)
+    assert jax.tree.structure(restored) == jax.tree.structure(tree)
+    assert all(map(np.array_equal, values(restored), values(tree)))
+    assert shard_shapes(restored) == [(4,), (4, 8), (4, 4)]
+    wrong = tree_of(library, up=((16, 16), ("embed", "mlp")))
+    with pytest.raises(CheckpointMismatchError, match=r"up: .*the sizes differ"):
+        pzs.restore_params(tmp_path / "plain", wrong, pzs.make_mesh(OTHER_MESH), RULES)
