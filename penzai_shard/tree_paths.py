@@ -5,13 +5,16 @@ parts when a pattern is matched, so that ``layers.*.weight`` finds both a nested
 flat one whose keys are ``layers.0.weight``.
 """
 
+import contextlib
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+
+from penzai_shard.errors import RuleTypeError
 
 KeyPath = Sequence[Any]
 
@@ -68,6 +71,29 @@ def paths_and_leaves(
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [(array_path_text(key_path), leaf) for key_path, leaf in flat]
+
+
+@contextlib.contextmanager
+def sortable_keys() -> Iterator[None]:
+    """A block in which JAX takes trees apart, with an error that one can act on.
+
+    Raises:
+        RuleTypeError: The keys of some dictionary cannot be sorted.
+
+    >>> with sortable_keys():
+    ...     jax.tree.leaves({"a": 1, 0: 2})
+    Traceback (most recent call last):
+    penzai_shard.errors.RuleTypeError: a dictionary has keys of different types, which JAX cannot...
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "keys" not in str(error):
+            raise
+        raise RuleTypeError(
+            "a dictionary has keys of different types, which JAX cannot sort, such as numbers "
+            "beside texts. Make them all text: {str(key): value for key, value in d.items()}."
+        ) from error
 
 
 def join_paths(*parts: str) -> str:

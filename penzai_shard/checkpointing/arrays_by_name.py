@@ -14,7 +14,7 @@ from penzai_shard.model_variables import thawed, with_own_label
 from penzai_shard.named_leaves import NamedLeaf, is_named_unit, map_arrays
 from penzai_shard.readers import reader_of, with_repeats, without_repeats
 from penzai_shard.surgery import strip
-from penzai_shard.tree_paths import array_path_text, join_paths, path_text
+from penzai_shard.tree_paths import array_path_text, join_paths, path_text, sortable_keys
 
 
 class ArraysByName:
@@ -171,15 +171,8 @@ def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[A
     Traceback (most recent call last):
     penzai_shard.errors.RuleTypeError: a dictionary has keys of different types, which JAX cannot...
     """
-    try:
+    with sortable_keys():
         return list(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf))
-    except ValueError as error:
-        if "keys" not in str(error):
-            raise
-        raise RuleTypeError(
-            "a dictionary has keys of different types, which JAX cannot sort, such as numbers "
-            "beside texts. Make them all text: {str(key): value for key, value in d.items()}."
-        ) from error
 
 
 def _refuse_permuted_positions(tree: Any, doing: str) -> None:

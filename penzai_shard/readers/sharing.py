@@ -17,6 +17,7 @@ from penzai_shard.readers.registry import (
     reader_of,
     sharing_readers,
 )
+from penzai_shard.tree_paths import sortable_keys
 
 
 @jax.tree_util.register_static
@@ -149,9 +150,10 @@ def copied(tree: Any) -> Any:
 
 
 def _map_shared(tree: Any, make: Callable[[Any], Any]) -> Any:
-    return jax.tree_util.tree_map(
-        lambda node: make(node) if _is_unit(node) else node, tree, is_leaf=_is_unit
-    )
+    with sortable_keys():
+        nodes, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_is_unit)
+    made = [make(node) if _is_unit(node) else node for node in nodes]
+    return jax.tree_util.tree_unflatten(treedef, made)
 
 
 def _is_unit(node: Any) -> bool:
