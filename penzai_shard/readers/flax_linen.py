@@ -176,20 +176,28 @@ def _are_collections(model: Any) -> bool:
 
 @contextlib.contextmanager
 def _without_constraints(model: Any, is_box: Callable[[Any], bool]) -> Iterator[Any]:
-    """The model with boxes that constrain nothing; a dictionary is the same one, for a while."""
-    loose = jax.tree_util.tree_map(_without_constraint, model, is_leaf=is_box)
-    if not isinstance(model, dict):
-        yield loose
-        return
-    given = dict(model)
-    # What the loss assigns to the dictionary must be seen by whoever gave it.
-    model.update(loose)
+    """The model with boxes that constrain nothing.
+
+    Dictionaries in it are the same ones, and have their own boxes back afterwards: what the loss
+    assigns to them, however deep, must be seen by whoever gave them.
+    """
+    replaced: list[tuple[dict[Any, Any], Any, Any, Any]] = []
+
+    def loosen(node: Any) -> Any:
+        if type(node) is not dict:
+            return jax.tree_util.tree_map(_without_constraint, node, is_leaf=is_box)
+        for key, given in node.items():
+            node[key] = loosen(given)
+            replaced.append((node, key, given, node[key]))
+        return node
+
     try:
-        yield model
+        yield loosen(model)
     finally:
-        for name in given:
-            if model.get(name) is loose[name]:
-                model[name] = given[name]
+        # Backwards, as one dictionary may be in several places.
+        for mapping, key, given, loose in reversed(replaced):
+            if key in mapping and mapping[key] is loose:
+                mapping[key] = given
 
 
 def _without_constraint(node: Any) -> Any:

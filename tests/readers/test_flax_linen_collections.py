@@ -188,6 +188,31 @@ def test_updates_without_boxes_are_as_good():
     assert dict(new.state_vars["counts/seen"].named_shape) == {"hidden": 16}
 
 
+def deep_loss(model, rng, state, x):
+    y, updates = MODEL.apply(model, x, mutable=["batch_stats", "counts"])
+    model["counts"]["seen"] = updates["counts"]["seen"]
+    model["batch_stats"]["BatchNorm_0"].update(updates["batch_stats"]["BatchNorm_0"])
+    return jnp.mean((y - 1) ** 2), state, {}
+
+
+def test_assignments_deep_in_a_collection_are_carried_on_under_a_layout_too(mesh):
+    step = build_train_step_fn(LAYOUT.computing(deep_loss, mesh))
+    state, _ = step(initial(), x=X)
+    wanted, _ = build_train_step_fn(loss_fn)(initial(), x=X)
+    assert wanted.state_vars["batch_stats/BatchNorm_0/var"][0] != 1
+    for name, value in wanted.state_vars.items():
+        np.testing.assert_allclose(*map(jax.tree.leaves, (state.state_vars[name], value)))
+
+
+def test_assignments_deep_in_the_parameters_are_refused_under_a_layout_too(mesh):
+    def assigning(model, rng, state, x):
+        model["params"]["BatchNorm_0"]["scale"] = jnp.zeros(16)
+        return loss_fn(model, rng, state, x)
+
+    with pytest.raises(ShardingError, match="params/BatchNorm_0/scale: was assigned"):
+        traced(LAYOUT.computing(assigning, mesh))
+
+
 def test_frozen_dictionaries_are_trained_too():
     state = initial(freeze(INIT(KEY, X)))
     new, _ = jax.eval_shape(build_train_step_fn(loss_fn), state, x=X)
