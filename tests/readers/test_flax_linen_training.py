@@ -181,6 +181,9 @@ def test_constraints_in_the_model_follow_the_layout(mesh):
     # Two in the loop over layers, and none of parameters.
     assert found == [P("data", "model"), P("data", None)]
     assert specs_in(loss_fn, model=variables, rng=None, state=None, x=X) == []
+    # What a preset calls neurons is called otherwise in the model.
+    preset = Layout.tensor_parallel(names=NAMES, blocks=()).computing(loss_fn, mesh)
+    assert specs_in(preset, model=variables, rng=None, state=None, x=X) == found
 
 
 def test_constraints_in_the_model_split_the_computation(mesh):
