@@ -107,6 +107,7 @@ class _LinenReader(ArrayReader):
         """
         with (
             flax_rules_in_force(rules, mesh),
+            sys.modules["flax.linen"].intercept_methods(_call_with_loose_initializers),
             _without_constraints(model, self.is_box) as loose,
         ):
             yield loose
@@ -205,6 +206,33 @@ def _without_constraint(node: Any) -> Any:
     if type(node) is sys.modules["flax.core.meta"].Partitioned or type(node) is _logical_box():
         return _logical_box()(node.value, node.names, rules=())
     return node
+
+
+def _call_with_loose_initializers(
+    call: Callable[..., Any], args: Any, kwargs: Any, context: Any
+) -> Any:
+    """Calls a method of a module, as ``nn.intercept_methods`` asks for it.
+
+    ``nn.DenseGeneral`` takes a flat kernel out of its box in every call, to compare the shape that
+    its initialiser gives with the one that is there. Names for all dimensions of the kernel are
+    too many for the flat one, so that the box must not constrain it. Source: google/flax, issue
+    3676.
+    """
+    module = context.module
+    if not isinstance(module, sys.modules["flax.linen"].DenseGeneral):
+        return call(*args, **kwargs)
+    given = {name: getattr(module, name) for name in ("kernel_init", "bias_init")}
+    try:
+        for name, init in given.items():
+            object.__setattr__(module, name, _loose(init))
+        return call(*args, **kwargs)
+    finally:
+        for name, init in given.items():
+            object.__setattr__(module, name, init)
+
+
+def _loose(init: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: _without_constraint(init(*args))
 
 
 def _logical_box() -> Any:

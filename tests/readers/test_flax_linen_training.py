@@ -245,6 +245,37 @@ def test_boxes_of_mesh_axes_that_do_not_exist_are_used_in_a_layout(mesh):
     assert specs_in(in_layout, model=variables, rng=None, state=None, x=X) == []
 
 
+@pytest.mark.parametrize("annotated", [nn.with_logical_partitioning, nn.with_partitioning])
+def test_a_kernel_of_more_than_two_dimensions_has_a_name_for_each(mesh, annotated):
+    """Flax takes the kernel of ``DenseGeneral`` out of its box while it is flat."""
+    ones = nn.initializers.ones
+    heads = nn.DenseGeneral(
+        (4, 2),
+        kernel_init=annotated(ones, ("embed", "hidden", "kv")),
+        bias_init=annotated(ones, ("hidden", "kv")),
+    )
+
+    class Model(nn.Module):
+        heads: nn.Module  # Two calls of one module: its initialisers are as they were.
+
+        @nn.compact
+        def __call__(self, x):
+            y = nn.with_logical_constraint(self.heads(x), ("batch", "hidden", None))
+            return (y + self.heads(2 * x)).sum()
+
+    def loss(model, rng, state, x):
+        return Model(heads).apply(model, x), state, {}
+
+    variables = Model(heads).init(KEY, X)
+    assert specs_in(LAYOUT.computing(loss, mesh), model=variables, rng=None, state=None, x=X) == [
+        P("data", "model", None)
+    ]
+    found, _, _ = jax.jit(
+        lambda v: LAYOUT.computing(loss, mesh)(model=v, rng=None, state=None, x=X)
+    )(variables)
+    np.testing.assert_allclose(found, Model(heads).apply(variables, X), rtol=1e-6)
+
+
 def test_rules_that_flax_does_not_have_are_refused(mesh):
     rules = fully_sharded() | {"batch": "data"}
     in_layout = Layout(parameters=rules, compute=rules).computing(loss_fn, mesh)
