@@ -193,6 +193,7 @@ def split_model(
             splitting.problems.append(
                 "plain_arrays=True: layers of Penzai compute with named arrays. Leave it out."
             )
+        splitting.problems += _of_other_libraries(model, is_unit)
         leaves = [splitting.without_variable(path_text(path), leaf) for path, leaf in flat]
     else:
         what = "these weights"
@@ -371,6 +372,21 @@ def _refuse_untrained(table: VariableTable) -> None:
         f"are frozen or not floating, such as {table.parameters[0].name!r}. Say which to train: "
         "TrainState.initial_state(..., trainable=lambda parameter: True)."
     )
+
+
+def _of_other_libraries(model: Any, is_unit: Callable[[Any], bool]) -> list[str]:
+    """Says what other libraries hold beside Penzai's variables, which alone are trained."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        model, is_leaf=lambda node: is_unit(node) or reader_of(node) is not None
+    )
+    return [
+        f"{path_text(path)}: this {type(node).__name__} is beside variables of Penzai, which alone "
+        "are trained and carried on. Put its array into one, "
+        "pz.Parameter(value=pz.nx.wrap(array, ...), label=...) or a pz.StateVariable, or take it "
+        "out of the model."
+        for path, node in flat
+        if not is_unit(node) and reader_of(node) is not None
+    ]
 
 
 def _has_initial_state(path: str) -> str:

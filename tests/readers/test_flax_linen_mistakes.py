@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from flax.core import freeze
 from flax.linen import partitioning
 from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import AbstractMesh
+from penzai import pz
 
 from penzai_shard import (
     TrainState,
@@ -179,3 +181,20 @@ def test_a_layout_is_built_with_init_and_not_with_the_module(mesh):
     layout = Layout(parameters=RULES, compute=RULES)
     with pytest.raises(RuleTypeError, match=r"not a Model, which holds no arrays: its init makes"):
         layout.build(MODEL, KEY, X, mesh=mesh, loss_fn=len, optimizer=optax.sgd(1.0), rng=KEY)
+
+
+def test_what_would_not_be_trained_beside_variables_of_penzai_is_refused():
+    model = {
+        "own": pz.Parameter(value=pz.nx.ones({"embed": 8}), label="own"),
+        "box": nn.Partitioned(jnp.ones(8), ("embed",)),
+        "variable": nnx.Param(jnp.ones(8)),
+    }
+    with pytest.raises(
+        ShardingError,
+        match=r"(?s)box: this Partitioned is beside variables of Penzai, which alone are trained"
+        r".*pz.Parameter\(value=pz.nx.wrap\(array, ...\).*variable: this Param is",
+    ):
+        TrainState.initial_state(model, optax.sgd(0.1), KEY)
+    model["box"] = pz.Parameter(value=pz.nx.wrap(model["box"].value, "embed"), label="box")
+    del model["variable"]
+    assert set(TrainState.initial_state(model, optax.sgd(0.1), KEY).params) == {"own", "box"}
