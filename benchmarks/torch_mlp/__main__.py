@@ -7,9 +7,10 @@ shardings and constraints; ``penzai-shard`` names the state dict's arrays; ``tor
 own module, if torch and torchax are installed.
 
 All start from the same weights and see the same batch: the numbers of parameters and the losses of
-three steps must be equal, or the run fails. Times are medians of steps taken in turns in one
-process; everything else is read from the compiled program, and no noise touches it. Figures are
-ratios to ``hand``; lower is better.
+three steps must be equal, or the run fails. Times are of steps taken in turns in one process, the
+median of their ratios round by round; ``cpu`` is the time that the process used on all cores, which
+other load on the machine touches little. Everything else is read from the compiled program, and no
+noise touches it. Figures are ratios to ``hand``; lower is better.
 
     python -m benchmarks.torch_mlp [--layouts 4x2] [--rounds 5] [--batch 8192]
 """
@@ -17,10 +18,11 @@ ratios to ``hand``; lower is better.
 import argparse
 import importlib
 import importlib.util
+import statistics
 import sys
 from typing import Any
 
-from benchmarks.contenders import Contender, losses, median_times
+from benchmarks.contenders import Contender, losses, median_ratios, times_in_turns
 from benchmarks.parallel_training.compiled_figures import CompiledFigures
 from benchmarks.parallel_training.work import Layout
 from benchmarks.torch_mlp.work import LAYOUTS, Shape
@@ -53,24 +55,30 @@ def measure(layout: Layout, shape: Shape, names: list[str], rounds: int) -> list
     print(f"\n{layout.name}: ", end="")
     check_equal_work(contenders)
     figures = {n: CompiledFigures.of(c.compiled, layout.mesh) for n, c in contenders.items()}
-    times = median_times(contenders, rounds) if rounds else dict.fromkeys(names, float("nan"))
-    base, base_time = figures[names[0]], times[names[0]]
-    print(f"{'':>14} {'time':>7} {'flops':>7} {'bytes':>7} {'temps':>7} {'sent':>7}  collectives")
+    first, base = names[0], figures[names[0]]
+    times = times_in_turns(contenders, rounds)
+    unknown = dict.fromkeys(names, float("nan"))
+    ratios = median_ratios(times.elapsed, first) if rounds else unknown
+    processor = median_ratios(times.processor, first) if rounds else unknown
+    headings = ("time", "cpu", "flops", "bytes", "temps", "sent")
+    print(f"{'':>14} {' '.join(f'{heading:>7}' for heading in headings)}  collectives")
     rows = []
     for name, own in figures.items():
         row = {
             "layout": layout.name,
             "contender": name,
-            "time": times[name] / base_time,
+            "time": ratios[name],
+            "cpu": processor[name],
             "flops": own.flops / base.flops,
             "bytes accessed": own.bytes_accessed / base.bytes_accessed,
             "temporaries": own.temporaries / base.temporaries,
             "bytes sent": own.bytes_sent / base.bytes_sent,
         }
-        ratios = " ".join(f"{ratio:>7.3f}" for ratio in list(row.values())[2:])
-        print(f"{name:>14} {ratios}  {own.collectives_text()}")
+        shown = " ".join(f"{ratio:>7.3f}" for ratio in list(row.values())[2:])
+        print(f"{name:>14} {shown}  {own.collectives_text()}")
         rows.append(row)
-    print(f"{names[0]}: {base_time * 1e3:.0f} ms per step, {base.flops / 1e9:.2f} Gflop per device")
+    milliseconds = statistics.median(times.elapsed[first]) * 1e3 if rounds else float("nan")
+    print(f"{first}: {milliseconds:.0f} ms per step, {base.flops / 1e9:.2f} Gflop per device")
     return rows
 
 
