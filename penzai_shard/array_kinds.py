@@ -36,7 +36,7 @@ def _is_dtype_of_jax(dtype: Any) -> bool:
 
 
 def own_copy_of_numpy(value: Any) -> Any:
-    """A copy of a NumPy array that can be written to; anything else as it is.
+    """A copy of a NumPy array whose memory can be written to; anything else as it is.
 
     On a CPU, JAX uses the memory of a NumPy array instead of copying it. Its values would change
     under JAX once somebody writes to it, as the optimizer of another library does.
@@ -45,7 +45,16 @@ def own_copy_of_numpy(value: Any) -> Any:
     >>> own_copy_of_numpy(array) is array, own_copy_of_numpy(1.5)
     (False, 1.5)
     """
-    return np.array(value) if isinstance(value, np.ndarray) and value.flags.writeable else value
+    return np.array(value) if _is_writable(value) else value
+
+
+def _is_writable(value: Any) -> bool:
+    """Whether somebody can write to the memory of a NumPy array, be it by what it is a view of."""
+    while isinstance(value, np.ndarray):
+        if value.flags.writeable:
+            return True
+        value = value.base
+    return False
 
 
 def loses_integers(value: Any) -> bool:

@@ -245,14 +245,18 @@ def test_inside_a_traced_function_the_layout_is_kept_too(mesh, function):
     np.testing.assert_array_equal(gradient(tree["x"]).data_array, 2 * np.ones((8, 4)))
 
 
+@pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize("rules", [{"a": "data"}, {}])
-def test_writing_to_a_numpy_array_later_changes_nothing_that_was_placed(mesh, rules):
-    array = np.ones(2**12, np.float32)
+def test_writing_to_a_numpy_array_later_changes_nothing_that_was_placed(mesh, rules, is_view):
+    buffer = np.ones(2**12 + 16, np.float32)
+    start = -buffer.ctypes.data % 64 // buffer.itemsize  # JAX shares memory that is aligned so.
+    array = buffer[start:][: 2**12]
+    array.flags.writeable = not is_view
     placed = place(name_axes({"w": array}, {"w": ("a",)}), mesh, rules)["w"].data_array
     state = TrainState.initial_state({"w": array}, optax.sgd(0.1), jax.random.key(0))
     held = jax.device_put(state.params["w"], mesh.devices.flat[0])
     jax.block_until_ready((placed, held))
-    array[:] = 3
+    buffer[:] = 3
     assert {float(placed.min()), float(placed.max()), float(held.min()), float(held.max())} == {1}
 
 
