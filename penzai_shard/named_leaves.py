@@ -306,7 +306,8 @@ class _ArrayMapper:
     def sizes_of(self, held: ReadArray, path: str) -> dict[LogicalAxis, int] | None:
         """Names and sizes of the parameter that another library's array belongs to, or is."""
         if held.names and held.sizes is None:
-            return self.parameters.of(path, held.names)
+            shape = np.shape(held.data) if is_array_like(held.data) else None
+            return self.parameters.of(path, held.names, shape)
         return None if held.sizes is None else dict(zip(held.names or (), held.sizes, strict=True))
 
     def statistics(

@@ -79,16 +79,22 @@ class ParameterSizes:
                     found.append((key_path, is_parameter, held.fitted()))
         return found
 
-    def of(self, path: str, names: tuple[LogicalAxis | None, ...]) -> dict[LogicalAxis, int] | None:
+    def of(
+        self,
+        path: str,
+        names: tuple[LogicalAxis | None, ...],
+        shape: tuple[int, ...] | None = None,
+    ) -> dict[LogicalAxis, int] | None:
         """The names and sizes of the parameter that an array of an optimizer belongs to.
 
         Args:
             path: Where the array is; the path ends like that of its parameter.
             names: The names of the array, which are those of its parameter.
+            shape: Its shape, if it is one array.
 
         Returns:
             Names and sizes in order, positional dimensions as ``PositionalDimension``; None if the
-            tree has no such parameter.
+            tree has no such parameter, or the array cannot belong to it.
         """
         parts = path.split("/")
         in_optimizer = parts.index(_OPTIMIZER) if _OPTIMIZER in parts else len(parts)
@@ -99,11 +105,22 @@ class ParameterSizes:
                 held = self._variables.get(end)
             if held is None or held.names is None or held.problem:
                 continue
+            whole = np.shape(held.data)
+            if in_optimizer == len(parts) and shape is not None and _is_of_another(shape, whole):
+                continue
             if held.names[: len(names)] == names and not any(held.names[len(names) :]):
                 return {
                     PositionalDimension(i) if name is None else name: size
-                    for i, (name, size) in enumerate(
-                        zip(held.names, np.shape(held.data), strict=True)
-                    )
+                    for i, (name, size) in enumerate(zip(held.names, whole, strict=True))
                 }
         return None
+
+
+def _is_of_another(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether an array is of another model with the same names, such as a wider one's.
+
+    >>> _is_of_another((8, 32), (8, 16)), _is_of_another((8, 1), (8, 16))
+    (True, False)
+    """
+    pairs = zip(shape, whole, strict=False)
+    return len(shape) == len(whole) and any(size not in (1, length) for size, length in pairs)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import struct
 from flax.training.train_state import TrainState
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, PartitionSpec
@@ -309,3 +310,20 @@ def test_every_row_of_the_documented_table_has_a_test():
     page = (Path(__file__).parents[2] / "docs" / "models_from_elsewhere.md").read_text("utf-8")
     table = page.partition("| case | Flax | here |\n|---|---|---|\n")[2].partition("\n\n")[0]
     assert len(table.splitlines()) == sum(name.startswith("test_row_") for name in globals())
+
+
+def test_a_second_model_of_other_widths_has_names_of_its_own():
+    @struct.dataclass
+    class Distillation:
+        params: dict
+        teacher_params: dict
+
+    def dense(*shape):
+        return {"kernel": nn.LogicallyPartitioned(jnp.ones(shape), ("embed", "hidden"))}
+
+    state = Distillation({"dense": dense(8, 8)}, {"dense": dense(16, 32)})
+    plan = make_plan(state, MESH, {"embed": "data", "hidden": "model"})
+    assert {leaf.path: leaf.spec for leaf in plan.leaves} == {
+        "params/dense/kernel": P("data", "model"),
+        "teacher_params/dense/kernel": P("data", "model"),
+    }
