@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 from penzai import pz
 
 from penzai_shard.array_kinds import is_array_like
-from penzai_shard.named_arrays import dimension_names, with_shape
-from penzai_shard.readers import reader_of
+from penzai_shard.named_arrays import dimension_names, named_array, with_shape
+from penzai_shard.readers import ArrayReader, is_foreign, reader_of
 from penzai_shard.rule_kinds import LogicalAxis
 
 
@@ -17,7 +18,7 @@ def is_named_node(node: Any) -> bool:
     >>> is_named_node(pz.nx.ones({"a": 2})), is_named_node(np.ones(2))
     (True, False)
     """
-    return pz.nx.is_namedarray(node) or reader_of(node) is not None
+    return pz.nx.is_namedarray(node) or is_foreign(node)
 
 
 def node_data(node: Any) -> Any:
@@ -60,3 +61,24 @@ def named_like(node: Any, data: Any) -> Any:
         return with_shape(node, shape, data)
     reader = reader_of(node)
     return data if reader is None else reader.resized(node, shape, data)
+
+
+def value_in_node(reader: ArrayReader, node: Any) -> tuple[Any, str]:
+    """What a train state keeps of a node of another library: inside, names are kept in one way.
+
+    Returns:
+        The value, a named array if the node gives names; and why its names cannot be used, if so.
+    """
+    held = reader.read(node)
+    if held.problem:
+        return held.data, held.problem
+    if held.names is not None and not jax.tree_util.all_leaves([held.data]):
+        kind = type(held.data).__name__
+        return held.data, f"it has axis names, {held.names}, and holds a {kind}, not an array"
+    if held.names is None or not is_array_like(held.data):
+        return held.data, ""
+    held = held.fitted()
+    if held.problem:
+        return held.data, held.problem
+    assert held.names is not None
+    return named_array(held.data, held.names, keeps_shape=True), ""

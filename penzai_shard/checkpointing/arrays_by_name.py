@@ -12,7 +12,7 @@ from penzai.core.variables import LabeledVariable
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 from penzai_shard.model_variables import thawed, with_own_label
 from penzai_shard.named_leaves import NamedLeaf, is_named_unit, map_arrays
-from penzai_shard.readers import reader_of, with_repeats, without_repeats
+from penzai_shard.readers import is_foreign, reader_of, with_repeats, without_repeats
 from penzai_shard.surgery import strip
 from penzai_shard.tree_paths import array_path_text, join_paths, path_text, sortable_keys
 
@@ -122,7 +122,7 @@ def _data_with_paths(tree: Any) -> list[tuple[str, Any]]:
     A named array has one path, whoever's it is, and whatever it calls the attribute of its data.
     """
     found: list[tuple[str, Any]] = []
-    for key_path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_foreign):
+    for key_path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_foreign):
         reader = reader_of(node)
         if reader is None:
             found.append((array_path_text(key_path), node))
@@ -131,10 +131,6 @@ def _data_with_paths(tree: Any) -> list[tuple[str, Any]]:
         parts = jax.tree_util.tree_leaves_with_path(reader.read(node).data)
         found += [(join_paths(path_text(key_path), path_text(key)), part) for key, part in parts]
     return found
-
-
-def _is_foreign(node: Any) -> bool:
-    return reader_of(node) is not None
 
 
 def _without_inserted(tree: Any) -> Any:

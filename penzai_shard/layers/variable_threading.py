@@ -20,7 +20,7 @@ from penzai.core.variables import (
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.library_apis.penzai_api import store_value
 from penzai_shard.model_variables.first_api_effects import variables_as_effects
-from penzai_shard.readers import reader_of
+from penzai_shard.readers import foreign_nodes
 from penzai_shard.tree_paths import path_text
 
 PLAIN_VARIABLES = (pz.Parameter, pz.StateVariable)
@@ -94,14 +94,11 @@ def call_with(
 
 def held_by_others(layer: Any) -> dict[str, list[Any]]:
     """What the state variables of other libraries in a layer hold, by path."""
-    found = {}
-    for key_path, node in jax.tree_util.tree_leaves_with_path(
-        layer, is_leaf=lambda node: reader_of(node) is not None
-    ):
-        reader = reader_of(node)
-        if reader is not None and reader.shares and reader.role(node) == "state":
-            found[path_text(key_path)] = jax.tree_util.tree_leaves(reader.read(node).data)
-    return found
+    return {
+        path_text(key_path): jax.tree_util.tree_leaves(reader.read(node).data)
+        for key_path, reader, node in foreign_nodes(layer)
+        if reader.shares and reader.role(node) == "state"
+    }
 
 
 def content_of(variable: Any) -> Any:

@@ -4,35 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
-from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.model_variables.variable_collections import BoundCollections
-from penzai_shard.named_arrays import named_array, unnamed_data
-from penzai_shard.readers import ArrayReader, reader_of, without_repeats
+from penzai_shard.named_arrays import unnamed_data
+from penzai_shard.named_nodes import value_in_node
+from penzai_shard.readers import ArrayReader, foreign_nodes, without_repeats
 from penzai_shard.tree_paths import path_text
-
-
-def value_in_node(reader: ArrayReader, node: Any) -> tuple[Any, str]:
-    """What a train state keeps of a node of another library: inside, names are kept in one way.
-
-    Returns:
-        The value, a named array if the node gives names; and why its names cannot be used, if so.
-    """
-    held = reader.read(node)
-    if held.problem:
-        return held.data, held.problem
-    if held.names is not None and not jax.tree_util.all_leaves([held.data]):
-        kind = type(held.data).__name__
-        return held.data, f"it has axis names, {held.names}, and holds a {kind}, not an array"
-    if held.names is None or not is_array_like(held.data):
-        return held.data, ""
-    held = held.fitted()
-    if held.problem:
-        return held.data, held.problem
-    assert held.names is not None
-    return named_array(held.data, held.names, keeps_shape=True), ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,13 +81,11 @@ class BoundModel:
         """The variables of other libraries that are in the model now."""
         if not self.others:
             return {}
-        found = {}
-        for key_path, node in jax.tree_util.tree_leaves_with_path(
-            without_repeats(self.model), is_leaf=lambda node: reader_of(node) is not None
-        ):
-            reader = reader_of(node)
-            if reader is not None and reader.shares:
-                found[path_text(key_path)] = reader, node
+        found = {
+            path_text(key_path): (reader, node)
+            for key_path, reader, node in foreign_nodes(without_repeats(self.model))
+            if reader.shares
+        }
         problems = [
             f"{name}: this {type(node).__name__} was not there before. Take it out again, for "
             f"instance with nnx.pop, or make it when the model is made."

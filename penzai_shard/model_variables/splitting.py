@@ -24,11 +24,10 @@ from penzai_shard.array_kinds import is_abstract, is_array_like
 from penzai_shard.equinox_modules import initial_states, is_module_value, leaves_in_modules
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.model_variables import first_api
-from penzai_shard.model_variables.bound_model import BoundModel, value_in_node
+from penzai_shard.model_variables.bound_model import BoundModel
 from penzai_shard.model_variables.slots import StaticLeaf, fill_slots
 from penzai_shard.model_variables.variable_collections import (
     BoundCollections,
-    is_weight,
     roles_of_collections,
 )
 from penzai_shard.model_variables.variable_entries import VariableEntry
@@ -38,7 +37,9 @@ from penzai_shard.model_variables.variables import (
     variable_name,
     with_value,
 )
+from penzai_shard.named_nodes import is_named_node, value_in_node
 from penzai_shard.readers import (
+    is_foreign,
     not_a_tree,
     reader_of,
     with_repeats,
@@ -132,7 +133,7 @@ class VariableTable:
             # One that the loss can assign to, whatever kind of mapping it is.
             model = dict(model)
             return BoundModel(model, {}, {}, BoundCollections(model, {**params, **state_vars}))
-        own = {e.name: variables[e.name] for e in self.states if reader_of(e.template) is None}
+        own = {e.name: variables[e.name] for e in self.states if not is_foreign(e.template)}
         others = {
             e.name: params[e.name] if e.kind == "parameter" else state_vars[e.name]
             for e in self.entries
@@ -199,13 +200,13 @@ def split_model(
         what = "these weights"
         roles = roles_of_collections(model)
         splitting.problems += map(_has_initial_state, initial_states(model))
-        flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_weight)
+        flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_named_node)
         leaves = [
             splitting.without_weight(
                 path_text(path), leaf, in_module, roles.get(path_text(path[:1]), "")
             )
             for (path, leaf), in_module in zip(
-                flat, leaves_in_modules(model, is_weight), strict=True
+                flat, leaves_in_modules(model, is_named_node), strict=True
             )
         ]
     raise_all(ShardingError, f"cannot make a train state of {what}:", splitting.problems)
@@ -307,7 +308,7 @@ class _Splitting:
 
         ``of_collection`` is what the collection of variables holds that it is in, if in any.
         """
-        if in_module and not is_weight(leaf) and is_module_value(leaf):
+        if in_module and not is_named_node(leaf) and is_module_value(leaf):
             return StaticLeaf(leaf)
         template, role = None, "parameter"
         reader = reader_of(leaf)
@@ -377,7 +378,7 @@ def _refuse_untrained(table: VariableTable) -> None:
 def _of_other_libraries(model: Any, is_unit: Callable[[Any], bool]) -> list[str]:
     """Says what other libraries hold beside Penzai's variables, which alone are trained."""
     flat, _ = jax.tree_util.tree_flatten_with_path(
-        model, is_leaf=lambda node: is_unit(node) or reader_of(node) is not None
+        model, is_leaf=lambda node: is_unit(node) or is_foreign(node)
     )
     return [
         f"{path_text(path)}: this {type(node).__name__} is beside variables of Penzai, which alone "
@@ -385,7 +386,7 @@ def _of_other_libraries(model: Any, is_unit: Callable[[Any], bool]) -> list[str]
         "pz.Parameter(value=pz.nx.wrap(array, ...), label=...) or a pz.StateVariable, or take it "
         "out of the model."
         for path, node in flat
-        if not is_unit(node) and reader_of(node) is not None
+        if not is_unit(node) and is_foreign(node)
     ]
 
 

@@ -14,6 +14,7 @@ from penzai import pz
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.named_arrays import dimension_names, named_array, unnamed_data
+from penzai_shard.named_nodes import is_named_node
 from penzai_shard.readers import loaded_readers, reader_of
 from penzai_shard.tree_paths import path_text
 
@@ -61,11 +62,11 @@ class BoundCollections:
         Raises:
             ShardingError: There are others than there were.
         """
-        flat, _ = jax.tree_util.tree_flatten_with_path(
-            dict(self.model), is_leaf=lambda node: is_weight(node)
-        )
+        flat, _ = jax.tree_util.tree_flatten_with_path(dict(self.model), is_leaf=is_named_node)
         now = {
-            path_text(path): leaf for path, leaf in flat if is_weight(leaf) or is_array_like(leaf)
+            path_text(path): leaf
+            for path, leaf in flat
+            if is_named_node(leaf) or is_array_like(leaf)
         }
         new: dict[str, list[str]] = {}
         for path in now.keys() - self.before.keys():
@@ -84,15 +85,6 @@ class BoundCollections:
         ]
         raise_all(ShardingError, "the loss changed which variables the model has:", problems)
         return {path: _named_as(now[path], old) for path, old in self.before.items()}
-
-
-def is_weight(node: Any) -> bool:
-    """Whether a node of a tree of weights is one of them, with what is around it.
-
-    >>> is_weight(pz.nx.ones({"a": 2})), is_weight({})
-    (True, False)
-    """
-    return bool(pz.nx.is_namedarray(node)) or reader_of(node) is not None
 
 
 def _named_as(new: Any, old: Any) -> Any:

@@ -16,8 +16,8 @@ from penzai.core.variables import (
 
 from penzai_shard.array_kinds import is_abstract, is_traced
 from penzai_shard.model_variables import first_api
-from penzai_shard.model_variables.bound_model import value_in_node
 from penzai_shard.named_arrays import unnamed_data
+from penzai_shard.named_nodes import value_in_node
 from penzai_shard.readers import Role, reader_of
 
 

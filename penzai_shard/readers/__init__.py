@@ -11,7 +11,9 @@ from penzai_shard.readers.array_reader import Role as Role
 from penzai_shard.readers.bare_arrays import is_bare_array as is_bare_array
 from penzai_shard.readers.bare_arrays import warn_of_tied_arrays as warn_of_tied_arrays
 from penzai_shard.readers.bare_arrays import without_bare_arrays as without_bare_arrays
+from penzai_shard.readers.registry import foreign_nodes as foreign_nodes
 from penzai_shard.readers.registry import initializer_of as initializer_of
+from penzai_shard.readers.registry import is_foreign as is_foreign
 from penzai_shard.readers.registry import is_shared_object as is_shared_object
 from penzai_shard.readers.registry import loaded_readers as loaded_readers
 from penzai_shard.readers.registry import naming_in as naming_in

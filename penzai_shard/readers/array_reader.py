@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from penzai_shard.axis_rules import AxisRules
@@ -124,6 +125,11 @@ class ArrayReader(abc.ABC):
     @abc.abstractmethod
     def with_data(self, node: Any, data: Any) -> Any:
         """A node like another, with other data, which may be of any type; nothing is checked."""
+
+    def occurs_in(self, tree: Any) -> bool:
+        """Whether a tree has nodes of this reader's."""
+        nodes = jax.tree_util.tree_leaves(tree, is_leaf=lambda node: self.reads(type(node)))
+        return any(self.reads(type(node)) for node in nodes)
 
     def resized(self, node: Any, shape: Sequence[int], data: Any) -> Any:
         """A node like another, with data of the same rank and other lengths.

@@ -94,8 +94,7 @@ class _LinenReader(ArrayReader):
     def constrains(self, model: Any) -> bool:
         if "flax.linen" not in sys.modules:
             return False
-        nodes = jax.tree_util.tree_leaves(model, is_leaf=self.is_box)
-        return any(map(self.is_box, nodes)) or _are_collections(model)
+        return self.occurs_in(model) or _are_collections(model)
 
     @contextlib.contextmanager
     def computing(self, model: Any, mesh: AnyMesh, rules: AxisRules) -> Iterator[Any]:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.axis_rules import AxisRules
@@ -93,8 +92,7 @@ class _NnxReader(ArrayReader):
         return ""
 
     def constrains(self, model: Any) -> bool:
-        nodes = jax.tree_util.tree_leaves(model, is_leaf=self._is_variable)
-        return any(map(self._is_variable, nodes))
+        return self.occurs_in(model)
 
     @contextlib.contextmanager
     def computing(self, model: Any, mesh: AnyMesh, rules: AxisRules) -> Iterator[Any]:
@@ -104,9 +102,6 @@ class _NnxReader(ArrayReader):
         """
         with flax_rules_in_force(rules, mesh):
             yield model
-
-    def _is_variable(self, node: Any) -> bool:
-        return self.reads(type(node))
 
     def not_a_tree(self, node: Any) -> str:
         name = type(node).__name__

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import RuleTypeError, raise_all
 from penzai_shard.meshes import AnyMesh
@@ -37,11 +35,7 @@ class _HaliaxReader(ArrayReader):
         return _made(node, data, tuple(axis.resize(size) for axis, size in pairs))
 
     def constrains(self, model: Any) -> bool:
-        if "haliax.partitioning" not in sys.modules:
-            return False
-        array = sys.modules["haliax.core"].NamedArray
-        nodes = jax.tree_util.tree_leaves(model, is_leaf=lambda node: isinstance(node, array))
-        return any(isinstance(node, array) for node in nodes)
+        return "haliax.partitioning" in sys.modules and self.occurs_in(model)
 
     @contextlib.contextmanager
     def computing(self, model: Any, mesh: AnyMesh, rules: AxisRules) -> Iterator[Any]:

@@ -10,12 +10,11 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import numpy as np
 
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.readers.array_reader import ReadArray
-from penzai_shard.readers.registry import naming_in, reader_of
+from penzai_shard.readers.registry import foreign_nodes, naming_in
 from penzai_shard.rule_kinds import LogicalAxis, PositionalDimension
 from penzai_shard.tree_paths import path_text
 
@@ -66,17 +65,12 @@ class ParameterSizes:
     @functools.cached_property
     def _held(self) -> list[tuple[Any, bool, ReadArray]]:
         """What other libraries have put something around and named, and where."""
-        flat, _ = jax.tree_util.tree_flatten_with_path(
-            self.tree, is_leaf=lambda node: reader_of(node) is not None
-        )
         found = []
-        for key_path, node in flat:
-            reader = reader_of(node)
-            if reader is not None:
-                held = reader.read(node)
-                if is_array_like(held.data) and held.names is not None:
-                    is_parameter = reader.role(node) == "parameter"
-                    found.append((key_path, is_parameter, held.fitted()))
+        for key_path, reader, node in foreign_nodes(self.tree):
+            held = reader.read(node)
+            if is_array_like(held.data) and held.names is not None:
+                is_parameter = reader.role(node) == "parameter"
+                found.append((key_path, is_parameter, held.fitted()))
         return found
 
     def of(

@@ -10,6 +10,7 @@ import jax
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.readers.announcements import Announcement, active_announcements
 from penzai_shard.readers.array_reader import ArrayReader, ReadArray
+from penzai_shard.tree_paths import KeyPath
 
 
 def reader_of(node: Any) -> ArrayReader | None:
@@ -19,6 +20,26 @@ def reader_of(node: Any) -> ArrayReader | None:
     True
     """
     return reader_of_type(node.__class__)
+
+
+def is_foreign(node: Any) -> bool:
+    """Whether a node is what a known library puts around one of its arrays, or such an array.
+
+    >>> is_foreign({})
+    False
+    """
+    return reader_of(node) is not None
+
+
+def foreign_nodes(tree: Any) -> list[tuple[KeyPath, ArrayReader, Any]]:
+    """Where a tree has such nodes, the reader of each, and the node.
+
+    >>> foreign_nodes({"w": 1.0})
+    []
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_foreign)
+    found = [(key_path, reader_of(node), node) for key_path, node in flat]
+    return [(key_path, reader, node) for key_path, reader, node in found if reader is not None]
 
 
 def read_node(reader: ArrayReader, node: Any) -> ReadArray:
