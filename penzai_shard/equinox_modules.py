@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from penzai_shard.array_kinds import is_array_like
 from penzai_shard.tree_paths import join_paths, path_text
 
 _LIBRARY = "equinox"
@@ -93,14 +94,17 @@ def declared_axis_names(module: Any, path: str = "") -> dict[str, tuple[str, ...
     return found
 
 
-def module_values(tree: Any) -> list[bool]:
-    """For each leaf of a tree whether it is a value of a module that stays as it is.
+def are_arrays(tree: Any) -> list[bool]:
+    """For each leaf of a tree whether it is an array, and not a value of a module.
 
-    >>> module_values({"rate": 0.5})
-    [False]
+    >>> are_arrays({"rate": 0.5, "text": "a"})
+    [True, False]
     """
     leaves = zip(leaves_in_modules(tree), jax.tree_util.tree_leaves(tree), strict=True)
-    return [is_inside and is_module_value(leaf) for is_inside, leaf in leaves]
+    return [
+        is_array_like(leaf) and not (is_inside and is_module_value(leaf))
+        for is_inside, leaf in leaves
+    ]
 
 
 def initial_states(module: Any) -> list[str]:

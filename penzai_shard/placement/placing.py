@@ -11,13 +11,12 @@ from penzai.core.variables import AbstractVariable, AbstractVariableValue
 
 from penzai_shard.array_kinds import (
     is_abstract,
-    is_array_like,
     is_deleted,
     is_traced,
     loses_integers,
     own_copy_of_numpy,
 )
-from penzai_shard.equinox_modules import module_values
+from penzai_shard.equinox_modules import are_arrays
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.meshes import onto_auto_twin
 from penzai_shard.model_variables import thawed
@@ -160,11 +159,9 @@ def put(tree: Any, shardings: Any, called: str) -> Any:
     others: dict[int, Any] = {}
     # Numbered as they occur, so that all processes place them in one order.
     first = _first_occurrences(nodes)
-    stays = module_values(tree)
-    for index, (node, target) in enumerate(zip(nodes, targets, strict=True)):
-        place = first[index]
+    for place, node, target, is_array in zip(first, nodes, targets, are_arrays(tree), strict=True):
         is_variable = isinstance(node, AbstractVariable)
-        if is_variable or (is_array_like(node) and not stays[index]):
+        if is_variable or is_array:
             values.setdefault(place, node.freeze() if is_variable else node)
             layouts.setdefault(place, target)
         else:
@@ -174,7 +171,7 @@ def put(tree: Any, shardings: Any, called: str) -> Any:
         place: thawed(value) if isinstance(value, AbstractVariableValue) else value
         for place, value in _device_put(values, layouts, tree, called).items()
     }
-    return treedef.unflatten([placed[first[index]] for index in range(len(nodes))])
+    return treedef.unflatten([placed[place] for place in first])
 
 
 def _device_put(values: dict[int, Any], layouts: dict[int, Any], tree: Any, called: str) -> Any:

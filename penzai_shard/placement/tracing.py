@@ -8,8 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, Sharding
 
-from penzai_shard.array_kinds import is_array_like
-from penzai_shard.equinox_modules import module_values
+from penzai_shard.equinox_modules import are_arrays
 from penzai_shard.errors import ShardingError, naming_extras
 from penzai_shard.meshes import AnyMesh, auto_twin, onto_auto_twin
 from penzai_shard.placement.initializer_splitting import (
@@ -61,10 +60,7 @@ def initialized(
             built = initializer(*args, **kwargs)
         tree = without_bare_arrays(built, "the initializer")
         leaves, treedef = jax.tree_util.tree_flatten(tree)
-        arrays = [
-            is_array_like(leaf) and not stays
-            for leaf, stays in zip(leaves, module_values(tree), strict=True)
-        ]
+        arrays = are_arrays(tree)
         # A traced array must not outlive the trace.
         others = [None if is_array else leaf for leaf, is_array in zip(leaves, arrays, strict=True)]
         returned[:] = others, treedef
