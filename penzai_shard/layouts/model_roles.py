@@ -142,15 +142,20 @@ def roles_of_model(
     axes = logical_axes_of(tree)
     _check_found(axes, names, wanted)
     problems: list[str] = []
-    split, whole = {}, {}
+    split: dict[str, list[LogicalAxis]] = {}
+    whole: dict[str, list[LogicalAxis]] = {}
+    as_said = {role for role in DEFAULT_NAMES if _is_said_by_name(role, names, wanted, axes)}
     for role in DEFAULT_NAMES:
         over = mesh_axes_of(role, tables.values())
+        if role in as_said:
+            split[role], whole[role] = [role] if role in axes else [], []
+            continue
         split[role], whole[role] = _chosen(role, groups_of(role, names), axes, over, mesh, problems)
     raise_all(PlanError, "this layout does not fit the model:", problems)
 
     def resolved(rule: Rule) -> Iterable[Rule]:
         role = rule.logical_axis if isinstance(rule, NameRule) else None
-        if not isinstance(role, str) or role not in DEFAULT_NAMES:
+        if not isinstance(role, str) or role not in DEFAULT_NAMES or role in as_said:
             return (rule,)
         assert isinstance(rule, NameRule)
         chosen = [dataclasses.replace(rule, logical_axis=name) for name in split[role]]
@@ -190,6 +195,20 @@ def mesh_axes_of(role: str, tables: Iterable[AxisRules]) -> tuple[str, ...]:
             if isinstance(rule, NameRule) and rule.logical_axis == role and rule.mesh_axes:
                 return rule.mesh_axes
     return ()
+
+
+def _is_said_by_name(
+    role: str, names: Names, wanted: Sequence[str], axes: Mapping[LogicalAxis, FoundAxis]
+) -> bool:
+    """Whether rules of a user's own mean the axis of that very name, as any other rules do.
+
+    Then they stay as they are: it may be an axis of activations alone, and where its length does
+    not divide, a further rule for it or what the plan's options say counts.
+    """
+    if role in names or role in wanted or role in OF_ACTIVATIONS:
+        return False
+    present = {name for group in groups_of(role, names) for name in group if name in axes}
+    return present <= {role}
 
 
 def _chosen(

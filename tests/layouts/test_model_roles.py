@@ -375,6 +375,23 @@ def test_a_role_that_some_models_lack_is_warned_of_and_can_be_said():
         Layout.tensor_parallel(names=OWN_NAMES).for_model(perceptrons(), MESH)
 
 
+def test_rules_of_ones_own_for_an_axis_that_the_model_names_so_are_kept_as_they_are():
+    """A role is a name too: fallbacks, options of plans and activations count as elsewhere."""
+    weights = {"w": pz.nx.ones({"embed": 8, "heads": 3})}
+    fallback = Layout(parameters=[("heads", "model"), ("heads", None)], compute={"batch": "data"})
+    plan = fallback.plan(weights, MESH)
+    assert plan.sharding_tree()["w"].data_array.spec == PartitionSpec()
+    smaller = [("heads", ("data", "model")), ("heads", "model")]
+    plan = Layout(parameters=smaller, compute={}).plan({"w": pz.nx.ones({"heads": 2})}, MESH)
+    assert plan.sharding_tree()["w"].data_array.spec == PartitionSpec("model")
+    layout = Layout(parameters={"heads": "model"}, compute={"heads": "model", "neurons": "model"})
+    plan = layout.plan(weights, MESH, on_indivisible="replicate")
+    assert plan.sharding_tree()["w"].data_array.spec == PartitionSpec()
+    with pytest.raises(PlanError, match=r"w: logical axis 'heads' \(3\) does not divide"):
+        layout.plan(weights, MESH)
+    assert layout.for_model(weights, MESH).compute == layout.compute  # Of activations alone too.
+
+
 def test_a_layout_of_an_abstract_model_is_that_of_the_model():
     abstract = abstract_model(lambda: transformer("llama", jax.random.key(0), name="t"))
     layout = PRESETS["two"]
