@@ -132,11 +132,11 @@ def grouped_problems(problems: Sequence[str]) -> list[tuple[str, int]]:
     few = [len(members) for members in groups.values() if len(members) < FEWEST_ALIKE]
     are_many = len(groups) - len(few) + sum(few) > MANY_LINES
     lines: list[tuple[str, int]] = []
-    for (_, rest), members in groups.items():
+    for members in groups.values():
         if len(members) < FEWEST_ALIKE and not (are_many and _differ_in_one_number(members)):
             lines += [(member, 1) for member in members]
         else:
-            lines.append((_group_line(rest, members), len(members)))
+            lines.append((_group_line(members), len(members)))
     return lines
 
 
@@ -162,7 +162,7 @@ def _numbered_paths(message: str) -> tuple[str, ...]:
     )
 
 
-def _group_line(rest: str, members: Sequence[str]) -> str:
+def _group_line(members: Sequence[str]) -> str:
     if ": " not in members[0]:
         return f"{members[0]} ({len(members)} times)"
     paths = [member.partition(": ")[0] for member in members]
@@ -172,7 +172,29 @@ def _group_line(rest: str, members: Sequence[str]) -> str:
         count += (
             f", * = {_ranges(sorted({number for column in varying for number in column or ()}))}"
         )
-    return f"{folded_path(paths)} ({count}): {rest}"
+    return f"{folded_path(paths)} ({count}): {_message_of_all(members[0], paths)}"
+
+
+def _message_of_all(member: str, paths: Sequence[str]) -> str:
+    """The message of one problem with the paths in it as those of all members of its group.
+
+    A number in which the members do not differ stays, so that what a fix says of these paths
+    matches no others.
+    """
+    path, _, rest = member.partition(": ")
+    varies = [column is not None for column in varying_numbers(paths)]
+    numbers = NUMBER.findall(path)
+    differing = {number for number, is_one in zip(numbers, varies, strict=True) if is_one}
+    for said in _numbered_paths(rest):
+        said_numbers = NUMBER.findall(said)
+        folds = [number in differing for number in said_numbers]
+        if path.endswith(said):
+            folds = varies[len(numbers) - len(said_numbers) :]
+        written = ["*" if fold else n for n, fold in zip(said_numbers, folds, strict=True)]
+        between = NUMBER.split(said)
+        parts = itertools.zip_longest(between, written, fillvalue="")
+        rest = rest.replace(said, "".join(itertools.chain.from_iterable(parts)))
+    return rest
 
 
 def _varying(members: Sequence[str]) -> set[tuple[int, ...] | None]:

@@ -146,6 +146,21 @@ def test_a_path_repeated_in_the_message_is_folded_with_it():
     ]
 
 
+def test_a_number_in_which_a_group_does_not_differ_stays_in_the_fix_too():
+    problems = [
+        f"layers.{i}.linear{part}.w: no pattern matches. "
+        f"Add 'layers.{i}.linear{part}.w': ({name},)."
+        for i in range(3)
+        for part, name in ((1, "'up'"), (2, "'down'"))
+    ]
+    assert str(errors.PlanError("no:", problems)).splitlines()[1:] == [
+        "  layers.*.linear1.w (3 times, * = 0-2): no pattern matches. "
+        "Add 'layers.*.linear1.w': ('up',).",
+        "  layers.*.linear2.w (3 times, * = 0-2): no pattern matches. "
+        "Add 'layers.*.linear2.w': ('down',).",
+    ]
+
+
 def test_a_long_message_ends_after_about_40_lines_and_says_where_the_rest_is():
     problems = [f"name{'x' * i}: wrong." for i in range(1000)]
     error = errors.PlanError("no:", problems)
