@@ -15,6 +15,7 @@ from penzai_shard.training.loss_contract import (
     Loss,
     check_signature,
     fit_state,
+    note_named_arrays,
     read_result,
 )
 from penzai_shard.training.manual_axes import ManualAxes
@@ -277,7 +278,11 @@ class Batch:
                 self.state.unbound_model, params, carried.state_vars
             )
             arguments = {"model": bound.model, "rng": rng, "state": carried.loss_fn_state}
-            return self.loss_fn(**arguments, **inputs), bound
+            try:
+                return self.loss_fn(**arguments, **inputs), bound
+            except Exception as error:
+                note_named_arrays(error, self.state.variables, params)
+                raise
 
         result, bound = evaluated(params)
         loss, new_state, aux = read_result(result)

@@ -12,6 +12,7 @@ from penzai import pz
 
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.model_variables import VariableTable
 from penzai_shard.named_nodes import is_named_node, node_data, node_names
 from penzai_shard.rule_kinds import dimension_texts
 from penzai_shard.training.state_layout import with_strong_type
@@ -85,6 +86,40 @@ def check_signature(loss_fn: Callable[..., Any], inputs: Mapping[str, Any]) -> N
             f"Its signature is {signature}; it must be {_CONTRACT}, with one keyword per input "
             "of step(train_state, **inputs)."
         ) from error
+
+
+def note_named_arrays(
+    error: Exception, variables: VariableTable, params: Mapping[str, Any]
+) -> None:
+    """Adds to an error of a loss function that its model has named arrays, if it was given such.
+
+    What is written for plain arrays, as for the state dictionary of another library, fails on
+    arrays that ``name_axes`` named, with messages that do not say so.
+
+    Args:
+        error: What the loss function raised.
+        variables: What the model's variables were.
+        params: Their values by name.
+    """
+    bare = {
+        entry.name: params[entry.name]
+        for entry in variables.parameters
+        if entry.template is None and not entry.computes_plain
+    }
+    named = {
+        name: dict(array.named_shape)
+        for name, array in bare.items()
+        if pz.nx.is_namedarray(array) and array.named_shape
+    }
+    if not named or isinstance(error, ShardingError):
+        return
+    name, sizes = next(iter(named.items()))
+    error.add_note(
+        f"The loss function was given arrays with logical axis names, such as {name!r} "
+        f"{sizes}. If it computes with plain arrays, say so where the state is "
+        "made: plain_arrays=True, in Layout.build, TrainState.initial_state or "
+        "StatefulTrainer.build."
+    )
 
 
 def read_result(result: Any) -> tuple[Loss, Any, Any]:

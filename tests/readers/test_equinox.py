@@ -1,5 +1,7 @@
 """Modules of Equinox as they were written: named, planned, placed, trained and saved."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -474,3 +476,39 @@ def test_a_constraint_by_name_pins_the_arrays_of_a_named_module_and_nothing_else
     pinned = constrain(build(jax.random.key(0)))
     assert pinned.mlp.layers[0].weight.data_array.sharding.spec == P("model")
     assert (pinned.gain, pinned.mode, pinned.dropout.inference) == (1.5, "scaled", False)
+
+
+def test_a_loss_for_plain_arrays_that_gets_named_ones_is_told_how_to_get_plain_ones():
+    weights = name_axes({"w": jnp.ones((8, 4)), "b": jnp.ones(4)}, {"w": ("in", "out"), "b": None})
+
+    def loss(model, rng, state, x):
+        return jnp.mean((x @ model["w"] + model["b"]) ** 2), state, {}
+
+    def evaluate(**options):
+        state = TrainState.initial_state(weights, OPTIMIZER, jax.random.key(0), **options)
+        return build_eval_step_fn(loss)(state, x=INPUTS)[0]
+
+    with pytest.raises(TypeError) as raised:
+        evaluate()
+    said = "\n".join(raised.value.__notes__)
+    assert "such as 'w' {'in': 8, 'out': 4}. If it computes with plain arrays" in said
+    assert "plain_arrays=True, in Layout.build, TrainState.initial_state" in said
+    assert evaluate(plain_arrays=True).shape == ()
+
+
+def test_the_text_of_the_documentation_runs(capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")  # Put back afterwards.
+    page = (Path(__file__).parents[2] / "docs" / "models_from_elsewhere.md").read_text("utf-8")
+    section = page.split("## Equinox, dictionaries")[1].partition("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names = {"__name__": "page"}
+    exec(compile("\n".join(blocks), "models_from_elsewhere.md", "exec"), names)
+    shown = capsys.readouterr().out
+    assert "mlp=64/model, embed=16" in shown
+    assert "16, 64/data" in shown
+    losses = [float(line.split()[1]) for line in shown.splitlines() if line.startswith("loss")]
+    assert losses[2] < losses[1] < losses[0]
+    assert type(names["module"]) is eqx.nn.MLP
+    assert isinstance(names["module"].layers[0].weight, jax.Array)
+    assert all(isinstance(array, jax.Array) for array in names["trained"].values())
+    assert names["state"].model["0.weight"].sharding.spec == P("data")
