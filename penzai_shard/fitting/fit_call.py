@@ -44,6 +44,7 @@ def fit(
     shard_batch: Place | None = None,
     mesh: AnyMesh | None = None,
     rules: Any = None,
+    first_axis: LogicalAxis | None = None,
     prefetch: int = 2,
     log_every: int = 10,
     on_log: Callable[[LogRecord], Any] | None = None,
@@ -95,6 +96,7 @@ def fit(
             several processes draws its own rows.
         mesh: Or else the mesh to place batches on.
         rules: With ``mesh``, which logical axis goes to which mesh axis.
+        first_axis: With ``mesh``, what the first dimension of plain arrays is, such as ``"batch"``.
         prefetch: How many batches to place ahead of their use. 0 draws and places each when it is
             needed, without a thread.
         log_every: After how many steps to make a record; there is one of the last step too.
@@ -173,7 +175,7 @@ def fit(
             "may end before those of another. Pass steps=1000."
         )
     source = BatchSource(batches)
-    place = _placing(shard_batch, mesh, rules)
+    place = _placing(shard_batch, mesh, rules, first_axis)
     evaluation = Evaluation.of(evaluate_every, eval_step, eval_batches, place, prefetch)
     display = progress_display(progress)
     folder = None if checkpoint is None else RunFolder.at(checkpoint, keep)
@@ -270,7 +272,9 @@ def _uncommitted(leaf: jax.Array) -> jax.Array:
     return jax.numpy.asarray(np.asarray(leaf))
 
 
-def _placing(shard_batch: Place | None, mesh: AnyMesh | None, rules: Any) -> Place:
+def _placing(
+    shard_batch: Place | None, mesh: AnyMesh | None, rules: Any, first_axis: LogicalAxis | None
+) -> Place:
     """The function that places a batch."""
     if shard_batch is not None:
         if not callable(shard_batch):
@@ -281,11 +285,18 @@ def _placing(shard_batch: Place | None, mesh: AnyMesh | None, rules: Any) -> Pla
             )
         if mesh is not None or rules is not None:
             raise RuleTypeError("give either shard_batch, or mesh and rules, but not both.")
+        if first_axis is not None:
+            raise RuleTypeError(
+                "shard_batch places batches, so it must know what first_axis says. Write "
+                "shard_batch=functools.partial(layout.shard_batch, mesh=mesh, "
+                f"first_axis={first_axis!r})."
+            )
         return shard_batch
     if mesh is not None:
-        return functools.partial(place_batch, mesh=mesh, rules=rules)
-    if rules is not None:
-        raise RuleTypeError("rules need a mesh: pass mesh=make_mesh({...}) too.")
+        return functools.partial(place_batch, mesh=mesh, rules=rules, first_axis=first_axis)
+    for name, value in (("rules need", rules), ("first_axis needs", first_axis)):
+        if value is not None:
+            raise RuleTypeError(f"{name} a mesh: pass mesh=make_mesh({{...}}) too.")
     return lambda batch: batch
 
 

@@ -336,7 +336,7 @@ class TrainingLoop:
                     f"the train state is on {devices} devices, and the batches are on none, so "
                     "that every device computes the whole batch. Place them: "
                     "shard_batch=functools.partial(layout.shard_batch, mesh=mesh), or mesh=mesh, "
-                    "rules=rules."
+                    'rules=rules; with first_axis="batch" for plain arrays.'
                 ]
             )
 

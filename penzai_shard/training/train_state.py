@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from penzai_shard.array_kinds import is_abstract, is_concrete, is_deleted
+from penzai_shard.array_kinds import is_abstract, is_array_like, is_concrete, is_deleted
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.model_variables import (
     TrainablePredicate,
@@ -356,12 +356,17 @@ def _refuse_train_state(model: Any) -> None:
 
 
 def _check_key(root_rng: Any) -> None:
-    dtype = getattr(root_rng, "dtype", None)
+    dtype = getattr(root_rng, "dtype", None) if is_array_like(root_rng) else None
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and root_rng.shape == ():
         return
     if dtype == jnp.uint32 and root_rng.ndim == 1:
         return  # A key of jax.random.PRNGKey.
-    got = f"{root_rng!r}" if dtype is None else f"an array of {dtype}{list(root_rng.shape)}"
+    if dtype is not None:
+        got = f"an array of {dtype}{list(root_rng.shape)}"
+    elif isinstance(root_rng, int | str | None):
+        got = f"{root_rng!r}"
+    else:  # Such as nnx.Rngs, which has every attribute.
+        got = f"the {type(root_rng).__name__}"
     seed = root_rng if isinstance(root_rng, int) and not isinstance(root_rng, bool) else 0
     raise RuleTypeError(f"root_rng must be a random key, not {got}. Write jax.random.key({seed}).")
 

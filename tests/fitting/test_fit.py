@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 from penzai import pz
 
 from penzai_shard import (
@@ -25,7 +26,12 @@ from penzai_shard import (
     fit,
     restore_train_state,
 )
-from penzai_shard.errors import NonFiniteLossError, RuleTypeError, TrainingStoppedError
+from penzai_shard.errors import (
+    NonFiniteLossError,
+    PlanError,
+    RuleTypeError,
+    TrainingStoppedError,
+)
 from penzai_shard.fitting import fit_call
 from tests.fitting import killed_run
 from tests.fitting.conftest import RULES, CountingIterator, numbers
@@ -496,6 +502,23 @@ def test_mesh_and_rules_place_batches_by_name(setting, by_hand):
     assert losses_of(records) == by_hand[0][:2]
 
 
+def test_plain_batches_are_placed_by_what_their_first_dimension_is(setting, by_hand):
+    records, placed = [], []
+
+    def step(state, x):
+        placed.append(x.sharding.spec)
+        return setting.step(state, x=pz.nx.wrap(x, "batch", "seq", "features"))
+
+    plain = [{"x": batch["x"].unwrap("batch", "seq", "features")} for batch in numbers(2)]
+    options = {"mesh": setting.mesh, "rules": RULES, "log_every": 1, "progress": False}
+    options |= {"steps": 2, "on_log": records.append}
+    with pytest.raises(PlanError, match=r'say what the first dimension .*, first_axis="batch"'):
+        fit(setting.make_state(), step, plain, **options)
+    fit(setting.make_state(), step, plain, first_axis="batch", **options)
+    assert placed == [PartitionSpec("data")] * 2
+    assert losses_of(records) == by_hand[0][:2]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -505,6 +528,11 @@ def test_mesh_and_rules_place_batches_by_name(setting, by_hand):
         ({"prefetch": -1}, "prefetch must be a number of batches, 0 or more, not -1"),
         ({"on_stop": "ignore"}, "on_stop must be 'raise' or 'return', not 'ignore'"),
         ({"rules": RULES, "shard_batch": None}, r"rules need a mesh: pass mesh=make_mesh"),
+        ({"first_axis": "b", "shard_batch": None}, r"first_axis needs a mesh: pass mesh=make_mesh"),
+        (
+            {"first_axis": "b"},
+            r"functools\.partial\(layout\.shard_batch, mesh=mesh, first_axis='b'",
+        ),
         ({"rules": RULES}, "give either shard_batch, or mesh and rules, but not both"),
         ({"shard_batch": "data"}, "shard_batch must be a function that places a batch"),
         ({"progress": "yes"}, "progress must be True, False or a rich.console.Console"),

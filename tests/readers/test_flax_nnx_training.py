@@ -23,7 +23,7 @@ from penzai_shard import (
     shard_batch,
     sharded_init,
 )
-from penzai_shard.errors import ShardingError, ShardingWarning
+from penzai_shard.errors import RuleTypeError, ShardingError, ShardingWarning
 from penzai_shard.traced_programs import equations
 
 RULES = {"embed": "data", "mlp": "model"}
@@ -296,6 +296,14 @@ def test_layouts_edit_no_layers_of_a_module():
     with pytest.warns(ShardingWarning, match="the Model has no layers that a layout could edit"):
         recipe = layout.recipe(unsharded(), mesh_of())
     assert recipe == Recipe()
+
+
+def test_random_streams_are_not_the_key_of_a_run():
+    """An ``nnx.Rngs`` has every attribute that it is asked for."""
+    with pytest.raises(
+        RuleTypeError, match=r"must be a random key, not the Rngs\. Write jax\.rand"
+    ):
+        TrainState.initial_state(unsharded(), optax.sgd(0.1), nnx.Rngs(0))
 
 
 def test_evaluation_with_another_mode_and_captured_values_changes_nothing(counting):
