@@ -36,14 +36,14 @@ from penzai_shard.named_arrays import (
 from penzai_shard.readers import (
     ReadArray,
     initializer_of,
+    naming_in,
     not_a_tree,
     read_node,
     reader_of,
     reader_of_type,
     refusal,
 )
-from penzai_shard.readers.parameter_sizes import ParameterSizes
-from penzai_shard.reduced_statistics import align_names
+from penzai_shard.reduced_statistics import DimensionsOf, ParameterSizes, align_names
 from penzai_shard.rule_kinds import LogicalAxis, PositionalDimension
 from penzai_shard.tree_paths import join_paths, path_text
 
@@ -59,8 +59,8 @@ class NamedLeaf:
         shape: Its shape.
         dtype: Its dtype, or None if the tree does not say.
         array: What stands in the tree as the data: an array, a struct, a tracer.
-        whole: For a statistic that keeps only some of a parameter's dimensions, the names and
-            sizes of all of them: its layout is that of the parameter in the dimensions that it has.
+        whole: For a statistic that keeps only some of a parameter's dimensions, which these are:
+            its layout is that of the parameter in them.
         note: How the names were found, where that is not plain; empty otherwise.
         problem: Why the names cannot be right; empty when they can.
         in_nameless_module: Whether it has no names because it is in a module of Equinox, whose
@@ -74,7 +74,7 @@ class NamedLeaf:
     shape: tuple[int, ...]
     dtype: Any
     array: Any
-    whole: tuple[tuple[LogicalAxis | None, ...], tuple[int, ...]] | None = None
+    whole: DimensionsOf | None = None
     note: str = ""
     problem: str = ""
     in_nameless_module: bool = False
@@ -209,17 +209,23 @@ def map_arrays(tree: Any, visit: Visit, path: str = "") -> Any:
     >>> map_arrays({"w": pz.nx.ones({"a": 2, "b": 3})}, lambda leaf: leaf.names)["w"].data_array
     ('a', 'b')
     """
-    return _ArrayMapper(visit, ParameterSizes(tree)).tree(tree, path, path)
+    plain_naming = functools.cache(lambda: naming_in(tree))
+    return _ArrayMapper(visit, ParameterSizes(tree), plain_naming).tree(tree, path, path)
 
 
 class _ArrayMapper:
     """``map_arrays``, with the place in the whole tree where labels stand for the path."""
 
     def __init__(
-        self, visit: Visit, parameters: ParameterSizes, in_nameless_module: bool = False
+        self,
+        visit: Visit,
+        parameters: ParameterSizes,
+        plain_naming: Callable[[], str],
+        in_nameless_module: bool = False,
     ) -> None:
         self.visit = visit
         self.parameters = parameters
+        self.plain_naming = plain_naming
         self.in_nameless_module = in_nameless_module
         self.seen: dict[Hashable, Any] = {}
 
@@ -242,11 +248,12 @@ class _ArrayMapper:
         match _unit_kind(node.__class__):
             case None:
                 leaf = _plain_leaf(node, path, self.in_nameless_module)
-                if self.parameters.plain_naming:
-                    leaf = dataclasses.replace(leaf, naming=self.parameters.plain_naming)
+                if naming := self.plain_naming():
+                    leaf = dataclasses.replace(leaf, naming=naming)
                 return self.visit(leaf)
             case "nameless_module":
-                return _ArrayMapper(self.visit, self.parameters, True).tree(node, path, place)
+                inside = _ArrayMapper(self.visit, self.parameters, self.plain_naming, True)
+                return inside.tree(node, path, place)
             case "named_array":
                 return self.named_array(node, path, place)
             case "foreign_array":
@@ -402,11 +409,13 @@ def _statistic_leaf(
         )
         return dataclasses.replace(leaf, names=(), problem=problem)
     aligned = align_names(sizes, leaf.shape, place, part)
-    whole = (tuple(map(_positional, sizes)), tuple(sizes.values()))
+    names = tuple(map(_positional, sizes))
+    own = tuple(map(_positional, aligned.names))
+    kept = tuple(None if name is None else names.index(name) for name in own)
     return dataclasses.replace(
         leaf,
-        names=tuple(map(_positional, aligned.names)),
-        whole=whole,
+        names=own,
+        whole=DimensionsOf(names, tuple(sizes.values()), kept),
         note=aligned.note,
         problem=aligned.problem,
     )

@@ -21,12 +21,12 @@ from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan, itemsize, shared_named_sharding
 from penzai_shard.planning.transient_arrays import gradient_plans
-from penzai_shard.planning.unnamed_statistics import (
+from penzai_shard.readers import ReadArray
+from penzai_shard.reduced_statistics import (
     DimensionsOf,
     dimensions_of_statistics,
     parameters_of,
 )
-from penzai_shard.readers import ReadArray
 from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed, check_option
 from penzai_shard.tree_paths import path_text
 
@@ -228,13 +228,11 @@ class Planner:
         which = "names do not fit" if leaf.names is not None else "no names"
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return PartitionSpec(), "random keys: replicated"
-        explained = self.decide(None, leaf.shape if made_of is None else made_of.sizes)
         if made_of is None:
+            explained = self.decide(None, leaf.shape)
             return explained.spec, f"{which}: {explained.reason}"
-        dimensions = explained.dimensions
-        spec = canonical_spec(None if i is None else dimensions[i].mesh_axes for i in made_of.kept)
-        reason = f"{which}: statistic, laid out as its parameter: {explained.reason}"
-        return spec, reason
+        spec, explained = self._as_parameter(made_of)
+        return spec, f"{which}: statistic, laid out as its parameter: {explained.reason}"
 
     def _by_names(self, leaf: NamedLeaf) -> tuple[PartitionSpec, str, tuple[str, ...]]:
         """Spec, reason and problems; statistics follow the parameter that they belong to."""
@@ -243,14 +241,15 @@ class Planner:
             explained = self.decide(leaf.names, leaf.shape)
             reason = f"{leaf.note}: replicated" if leaf.note else explained.reason
             return explained.spec, reason, explained.problems
-        whole_names, whole_sizes = leaf.whole
-        explained = self.decide(whole_names, whole_sizes)
-        by_name = dict(zip(whole_names, explained.dimensions, strict=True))
-        spec = canonical_spec(
-            None if name is None else by_name[name].mesh_axes for name in leaf.names
-        )
+        spec, explained = self._as_parameter(leaf.whole)
         reason = f"{leaf.note}, laid out as its parameter: {explained.reason}"
         return spec, reason, explained.problems
+
+    def _as_parameter(self, made_of: DimensionsOf) -> tuple[PartitionSpec, SpecExplanation]:
+        """The spec of a statistic, and the decision for the parameter that it belongs to."""
+        explained = self.decide(made_of.names, made_of.sizes)
+        kept = made_of.of_kept([dimension.mesh_axes for dimension in explained.dimensions])
+        return canonical_spec(kept), explained
 
 
 def _is_same_mesh(own: AnyMesh, mesh: AnyMesh) -> bool:

@@ -8,12 +8,38 @@ arrays whose data has lost dimensions: the names say ``(embedding, neurons)`` an
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from penzai_shard.rule_kinds import LogicalAxis, dimension_texts
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class DimensionsOf:
+    """The dimensions of a parameter that a statistic of it has.
+
+    Attributes:
+        names: The parameter's logical axes, None for a positional dimension; None altogether for a
+            parameter without names.
+        sizes: The parameter's shape.
+        kept: For each dimension of the statistic its number in the parameter, or None.
+    """
+
+    names: tuple[LogicalAxis | None, ...] | None
+    sizes: tuple[int, ...]
+    kept: tuple[int | None, ...]
+
+    def of_kept(self, of_whole: Sequence[_T]) -> tuple[_T | None, ...]:
+        """Of what each dimension of the parameter has, that for each of the statistic.
+
+        >>> DimensionsOf(None, (8, 4), (1, None)).of_kept(["rows", "columns"])
+        ('columns', None)
+        """
+        return tuple(None if number is None else of_whole[number] for number in self.kept)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,22 +13,21 @@ from typing import Any
 import numpy as np
 
 from penzai_shard.array_kinds import is_array_like
-from penzai_shard.readers.array_reader import ReadArray
-from penzai_shard.readers.registry import foreign_nodes, naming_in
+from penzai_shard.readers import ReadArray, foreign_nodes
 from penzai_shard.rule_kinds import LogicalAxis, PositionalDimension
 from penzai_shard.tree_paths import path_text
 
-# The field of a train state that holds the parameters, and that of an optimizer of Flax NNX, which
-# is in one tree with its model, that holds what it keeps.
-_PARAMETERS = "params"
-_OPTIMIZER = "opt_state"
+# The fields of a train state, ours or of other libraries, that hold the parameters, and what the
+# optimizer keeps. The latter is also one of an optimizer of Flax NNX, in one tree with its model.
+PARAMETERS = "params"
+OPTIMIZER = "opt_state"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ParameterSizes:
-    """What is known of an array by the tree that it is in.
+    """The parameters in a tree that other libraries have put something around.
 
-    Above all the parameters, in a tree that has them in a field of its own, as train states do.
+    Those in a field of their own, as train states have it, and those that are parameters anywhere.
 
     Attributes:
         tree: The tree.
@@ -37,17 +36,12 @@ class ParameterSizes:
     tree: Any
 
     @functools.cached_property
-    def plain_naming(self) -> str:
-        """What a user writes to name arrays without anything around them; empty if unknown."""
-        return naming_in(self.tree)
-
-    @functools.cached_property
     def _parameters(self) -> dict[str, ReadArray]:
         """Those that another library has put something around, by their path in the field."""
         return {
             path_text(key_path[1:]): held
             for key_path, _, held in self._held
-            if len(key_path) > 1 and path_text(key_path[:1]) == _PARAMETERS
+            if len(key_path) > 1 and path_text(key_path[:1]) == PARAMETERS
         }
 
     @functools.cached_property
@@ -91,7 +85,7 @@ class ParameterSizes:
             tree has no such parameter, or the array cannot belong to it.
         """
         parts = path.split("/")
-        in_optimizer = parts.index(_OPTIMIZER) if _OPTIMIZER in parts else len(parts)
+        in_optimizer = parts.index(OPTIMIZER) if OPTIMIZER in parts else len(parts)
         for start in range(len(parts)):
             end = "/".join(parts[start:])
             held = self._parameters.get(end)

@@ -4,31 +4,15 @@ Statistics of named parameters carry their names. Those of parameters without na
 where they are: an optimizer keeps them in trees like that of the parameters.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from penzai_shard.reduced_statistics import align_names
+from penzai_shard.reduced_statistics.aligned_names import DimensionsOf, align_names
+from penzai_shard.reduced_statistics.parameter_sizes import OPTIMIZER, PARAMETERS
 from penzai_shard.tree_paths import path_text
-
-# Fields of a train state, ours or of other libraries.
-_PARAMETERS, _OPTIMIZER = "params", "opt_state"
-
-
-@dataclasses.dataclass(frozen=True)
-class DimensionsOf:
-    """The dimensions of a parameter that a statistic of it has.
-
-    Attributes:
-        sizes: The parameter's shape.
-        kept: For each dimension of the statistic its number in the parameter, or None.
-    """
-
-    sizes: tuple[int, ...]
-    kept: tuple[int | None, ...]
 
 
 def parameters_of(tree: Any) -> Any:
@@ -39,7 +23,7 @@ def parameters_of(tree: Any) -> Any:
     """
     fields, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     by_name = {path_text(key_path): field for key_path, field in fields}
-    return by_name.get(_PARAMETERS) if _OPTIMIZER in by_name else None
+    return by_name.get(PARAMETERS) if OPTIMIZER in by_name else None
 
 
 def dimensions_of_statistics(tree: Any, parameters: Any) -> dict[str, DimensionsOf]:
@@ -55,7 +39,7 @@ def dimensions_of_statistics(tree: Any, parameters: Any) -> dict[str, Dimensions
 
     >>> parameters = {"w": np.ones((8, 4))}
     >>> dimensions_of_statistics({"v_row": {"w": np.ones(8)}}, parameters)
-    {'v_row/w': DimensionsOf(sizes=(8, 4), kept=(0,))}
+    {'v_row/w': DimensionsOf(names=None, sizes=(8, 4), kept=(0,))}
     """
     known = {
         tuple(map(str, key_path)): tuple(np.shape(leaf))
@@ -94,8 +78,8 @@ def _dimensions(
         return None
     if shape[-len(sizes) :] == sizes:
         # A history of the parameter, with its length in front.
-        return DimensionsOf(sizes, (*(None,) * (len(shape) - len(sizes)), *range(len(sizes))))
+        return DimensionsOf(None, sizes, (*(None,) * (len(shape) - len(sizes)), *range(len(sizes))))
     numbered: dict[Any, int] = dict(enumerate(sizes))
     aligned = align_names(numbered, shape, path, key_path[end:])
     kept: tuple[Any, ...] = aligned.names
-    return None if aligned.problem else DimensionsOf(sizes, kept)
+    return None if aligned.problem else DimensionsOf(None, sizes, kept)
