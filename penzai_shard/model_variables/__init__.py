@@ -4,6 +4,7 @@ from penzai_shard.model_variables.bound_model import BoundModel
 from penzai_shard.model_variables.splitting import (
     TrainablePredicate,
     VariableTable,
+    held_by_templates,
     split_model,
 )
 from penzai_shard.model_variables.variable_entries import VariableEntry
@@ -24,6 +25,7 @@ __all__ = [
     "TrainablePredicate",
     "VariableEntry",
     "VariableTable",
+    "held_by_templates",
     "is_copy",
     "is_parameter",
     "is_variable",

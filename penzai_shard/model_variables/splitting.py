@@ -39,6 +39,7 @@ from penzai_shard.model_variables.variables import (
 )
 from penzai_shard.named_nodes import is_named_node, value_in_node
 from penzai_shard.readers import (
+    ReadArray,
     is_foreign,
     not_a_tree,
     reader_of,
@@ -46,7 +47,7 @@ from penzai_shard.readers import (
     without_bare_arrays,
     without_repeats,
 )
-from penzai_shard.tree_paths import path_text
+from penzai_shard.tree_paths import join_paths, path_text
 
 TrainablePredicate = Callable[[Any], bool]
 
@@ -140,6 +141,27 @@ class VariableTable:
             if (reader := reader_of(e.template)) is not None and reader.shares
         }
         return BoundModel(model, own, others)
+
+
+def held_by_templates(variables: Any) -> dict[str, ReadArray]:
+    """What other libraries say of the arrays of a train state, which holds them by name.
+
+    Args:
+        variables: The table of the state's variables; of anything else nothing is known.
+
+    Returns:
+        What their readers say, without the data, by the path in the state.
+
+    >>> held_by_templates(None)
+    {}
+    """
+    fields = {"parameter": "params", "state": "state_vars"}
+    entries = variables.entries if isinstance(variables, VariableTable) else ()
+    return {
+        join_paths(fields[entry.kind], entry.name): reader.read(entry.template)
+        for entry in entries
+        if (reader := reader_of(entry.template)) is not None
+    }
 
 
 def split_model(

@@ -17,6 +17,7 @@ from penzai_shard.axis_decisions import SpecExplanation, decide
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import PlanError, ShardingError, raise_all
 from penzai_shard.meshes import AnyMesh, auto_twin, mesh_shape_of, mesh_text, refuse_other_than_mesh
+from penzai_shard.model_variables import held_by_templates
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan, itemsize, shared_named_sharding
@@ -100,7 +101,11 @@ class Planner:
             parameters = parameters_of(tree) if parameters is None else parameters
             statistics = dimensions_of_statistics(tree, parameters)
 
+        taken_apart = held_by_templates(getattr(tree, "variables", None))
+
         def number(planner: Planner, leaf: NamedLeaf) -> int:
+            if leaf.path in taken_apart:
+                leaf = dataclasses.replace(leaf, held=taken_apart[leaf.path])
             leaf_plan, found = planner.plan_leaf(leaf, statistics.get(leaf.path))
             problems.extend(f"{leaf.path or 'the array'}: {problem}" for problem in found)
             leaves.append(leaf_plan)
@@ -206,7 +211,7 @@ class Planner:
             own = dataclasses.replace(self, rules=rules).decide(leaf.names, leaf.shape)
             if own.spec == spec and not own.problems:
                 return ()
-            gives = f"give {own.spec}" if not own.problems else " ".join(own.problems)
+            gives = f"give {own.spec}" if not own.problems else f"fail ({' '.join(own.problems)})"
         except ShardingError as error:
             gives = f"cannot be read ({'; '.join(error.problems) or error})"
         return (

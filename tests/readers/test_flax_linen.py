@@ -241,6 +241,26 @@ def test_a_box_with_a_mesh_of_its_own_is_laid_out_on_that_mesh_alone():
         make_plan({"w": box}, MESH, RULES)
 
 
+def test_in_a_train_state_boxes_have_meshes_and_rules_of_their_own_too():
+    own, key = AbstractMesh((8, 1), ("data", "model")), jax.random.key(0)
+    rules = (("embed", "model"), ("hidden", "data"))
+    tree = {
+        "a": nn.Partitioned(struct_of(8, 8), ("embed",), mesh=own),
+        "b": nn.LogicallyPartitioned(struct_of(8, 8), ("embed", "hidden"), rules=rules),
+        "c": nn.LogicallyPartitioned(struct_of(8, 8), ("embed", "hidden")),
+    }
+    state = OwnTrainState.initial_state(tree, optax.sgd(0.1), key, trainable=lambda _: True)
+    with pytest.raises(PlanError) as caught:
+        make_plan(state, MESH, {"embed": "data"})
+    of_mesh, of_rules = caught.value.problems
+    assert of_mesh.startswith("params/a: it has a mesh of its own (data=8, model=1)")
+    assert of_rules.startswith("params/b: it has rules of its own")
+    del tree["a"]
+    state = OwnTrainState.initial_state(tree, optax.sgd(0.1), key, trainable=lambda _: True)
+    specs = {leaf.path: leaf.spec for leaf in make_plan(state, MESH, rules).leaves}
+    assert specs["params/b"] == specs["params/c"] == P("model", "data")
+
+
 def test_a_box_with_rules_of_its_own_is_laid_out_as_they_say():
     own = (("embed", "model"), ("hidden", None))
     box = nn.LogicallyPartitioned(struct_of(8, 8), ("embed", "hidden"), rules=own)
