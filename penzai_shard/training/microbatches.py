@@ -63,11 +63,21 @@ class Microbatches:
         if self.count == 1:
             carry, output = evaluate(carry, None, self.part(self.stacked))
             return carry, jax.tree.map(lambda x: x[None], output)
-        return jax.lax.scan(
-            lambda carry, xs: evaluate(carry, xs[0], self.part(xs[1])),
-            carry,
-            (jnp.arange(self.count), self.stacked),
-        )
+
+        def evaluate_part(carry: Any, indexed: tuple[Any, list[Any]]) -> tuple[Any, Any]:
+            carry, output = evaluate(carry, indexed[0], self.part(indexed[1]))
+            return carry, _stackable(output)
+
+        return jax.lax.scan(evaluate_part, carry, (jnp.arange(self.count), self.stacked))
+
+
+def _stackable(output: Any) -> Any:
+    """An output without views, which know all dimensions of their data by number."""
+    return jax.tree_util.tree_map(
+        lambda node: node.with_positional_prefix() if pz.nx.is_namedarray(node) else node,
+        output,
+        is_leaf=pz.nx.is_namedarray,
+    )
 
 
 def check_split(parts: Any, batch_axis: Any, argument: str = "accumulate_steps") -> None:

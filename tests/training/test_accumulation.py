@@ -167,3 +167,19 @@ def test_plain_inputs_need_the_number_of_the_dimension():
         plain_step(2, 2)
     with pytest.raises(RuleTypeError, match=r"the number of a dimension such as 0, not -1"):
         plain_step(2, -1)
+
+
+@pytest.mark.parametrize("order", [("a", "c"), ("c", "a"), ("c",), ("a",)])
+@pytest.mark.parametrize("untagged", ["before", "in the loss"])
+def test_views_keep_the_order_of_their_positional_dimensions(order, untagged):
+    x = pz.nx.wrap(jnp.arange(24.0).reshape(2, 4, 3), "a", "batch", "c")
+
+    def loss(model, rng, state, x):
+        x = x.untag(*order) if untagged == "in the loss" else x
+        return jnp.sum(model["w"]), state, {"x": x}
+
+    state = TrainState.initial_state({"w": jnp.ones(3)}, optax.sgd(0.1), jax.random.key(0))
+    step = build_train_step_fn(loss, accumulate_steps=2)
+    _, aux = step(state, x=x.untag(*order) if untagged == "before" else x)
+    assert aux["x"].positional_shape == x.untag(*order).positional_shape
+    np.testing.assert_array_equal(aux["x"].tag(*order).unwrap("a", "batch", "c"), x.data_array)
