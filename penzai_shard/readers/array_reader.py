@@ -83,15 +83,32 @@ class ArrayReader(abc.ABC):
     A node is anything that holds one array: a box, a variable, an array type of its own. It is a
     pytree of JAX's, unless it is bare.
 
+    Every reader has ``library``, ``reads``, ``read`` and ``with_data``; with these four, arrays are
+    planned, placed, trained and stored by their names. Whatever else there is, a reader gives only
+    if its library has
+
+    - nodes that know the sizes of their data: ``resized``;
+    - nodes that say whether they are parameters: ``role``;
+    - a way of its own to name a node: ``naming``, and ``takes_names`` and ``named`` if a node may
+      have no names at first;
+    - arrays that nothing is put around: ``bare``, and ``memory`` to find those that are tied;
+    - objects that are one wherever they occur: ``shares``, and ``shares_type`` and ``not_a_tree``
+      for modules;
+    - modules that hold no arrays, which are in dictionaries beside them: ``initializer_of``,
+      ``collections`` and ``naming_in``;
+    - something that is likely to be given in place of a tree of arrays: ``refusal``;
+    - a way of its own to lay arrays out, where they are made: ``initializing``; and where they are
+      used: ``constrains`` and ``computing``.
+
     Attributes:
         library: The module that defines the types of the nodes. The reader is loaded, and asked,
             only if this module was imported already.
-        shares: Whether a node that occurs twice in a tree is one array, as a mutable variable is.
-            Otherwise nodes are plain values.
         naming: What a user writes to give the array of a node names; for messages.
+        takes_names: Whether a node may have no names, and can be given some.
         bare: Whether nodes are arrays themselves, with nothing around them that would be kept, so
             that their data stands in their place once something is done with them.
-        takes_names: Whether a node may have no names, and can be given some.
+        shares: Whether a node that occurs twice in a tree is one array, as a mutable variable is.
+            Otherwise nodes are plain values.
 
     >>> class LabelledReader(ArrayReader):
     ...     library = "labelled"
@@ -109,10 +126,10 @@ class ArrayReader(abc.ABC):
     """
 
     library: str
-    shares: bool = False
     naming: str = "Name it with pz.nx.wrap(array).tag(...)"
-    bare: bool = False
     takes_names: bool = False
+    bare: bool = False
+    shares: bool = False
 
     @abc.abstractmethod
     def reads(self, node_type: type) -> bool:
@@ -127,7 +144,7 @@ class ArrayReader(abc.ABC):
         """A node like another, with other data, which may be of any type; nothing is checked."""
 
     def occurs_in(self, tree: Any) -> bool:
-        """Whether a tree has nodes of this reader's."""
+        """Whether a tree has nodes of this reader's. It is the same for all readers."""
         nodes = jax.tree_util.tree_leaves(tree, is_leaf=lambda node: self.reads(type(node)))
         return any(self.reads(type(node)) for node in nodes)
 
@@ -142,6 +159,14 @@ class ArrayReader(abc.ABC):
         """Whether a node is a parameter or a state variable, if the library says so."""
         return None
 
+    def named(self, node: Any, names: Sequence[LogicalAxis | None]) -> Any:
+        """A node like one that has no names, with these; asked only if ``takes_names``."""
+        raise NotImplementedError
+
+    def memory(self, node: Any) -> Hashable | None:
+        """Equal for two nodes whose data is one and the same; None if that cannot be said."""
+        return None
+
     def shares_type(self, node_type: type) -> bool:
         """Whether objects of a type, which hold nodes, are one object wherever they occur.
 
@@ -149,32 +174,17 @@ class ArrayReader(abc.ABC):
         """
         return False
 
-    def refusal(self, tree: Any, as_model: bool = False) -> str:
-        """Why something of the library cannot be used as a tree of arrays; empty if it can.
-
-        Args:
-            tree: What was given. It ends the sentence "takes a model or another tree of arrays".
-            as_model: Whether its arrays are to be parameters by name.
-        """
-        return ""
-
     def not_a_tree(self, node: Any) -> str:
         """Why a shared object that JAX takes for a leaf is none of the arrays of a tree."""
         return f"this {type(node).__name__} is not a tree of arrays for JAX"
 
-    def named(self, node: Any, names: Sequence[LogicalAxis | None]) -> Any:
-        """A node like one that has no names, with these; asked only if ``takes_names``."""
-        raise NotImplementedError
+    def collections(self, model: Any) -> Mapping[str, str] | None:
+        """Of a dictionary of collections of variables by name, what each of them holds.
 
-    def initializing(self) -> contextlib.AbstractContextManager[Any]:
-        """What is in force while an initialiser is traced to be run part by part.
-
-        For libraries that put arrays on devices when they are made.
+        Returns:
+            ``"parameter"`` or ``"state"`` for each collection, or why it can be neither; None for
+            anything else than such a dictionary.
         """
-        return contextlib.nullcontext()
-
-    def memory(self, node: Any) -> Hashable | None:
-        """Equal for two nodes whose data is one and the same; None if that cannot be said."""
         return None
 
     def initializer_of(self, node: Any) -> str:
@@ -191,14 +201,21 @@ class ArrayReader(abc.ABC):
         """
         return ""
 
-    def collections(self, model: Any) -> Mapping[str, str] | None:
-        """Of a dictionary of collections of variables by name, what each of them holds.
+    def refusal(self, tree: Any, as_model: bool = False) -> str:
+        """Why something of the library cannot be used as a tree of arrays; empty if it can.
 
-        Returns:
-            ``"parameter"`` or ``"state"`` for each collection, or why it can be neither; None for
-            anything else than such a dictionary.
+        Args:
+            tree: What was given. It ends the sentence "takes a model or another tree of arrays".
+            as_model: Whether its arrays are to be parameters by name.
         """
-        return None
+        return ""
+
+    def initializing(self) -> contextlib.AbstractContextManager[Any]:
+        """What is in force while an initialiser is traced to be run part by part.
+
+        For libraries that put arrays on devices when they are made.
+        """
+        return contextlib.nullcontext()
 
     def constrains(self, model: Any) -> bool:
         """Whether a model may constrain its activations itself, by logical axes."""
