@@ -72,6 +72,20 @@ def build_state_and_step(
     return state, build_train_step_fn(loss_fn, train_state_shardings=shardings, **of_step)
 
 
+def refuse_made_already(initializer: Any) -> None:
+    """Raises for a model, or for arrays, in the place of the function that makes them.
+
+    >>> refuse_made_already(dict)
+    """
+    if not callable(initializer):
+        raise RuleTypeError(
+            "Layout.build makes the model in its place, and needs the function that does: "
+            "layout.build(build_model, 0, mesh=mesh, ...). This is a "
+            f"{type(initializer).__name__}. Arrays that exist already: "
+            "layout.build(lambda: weights, mesh=mesh, ...)."
+        )
+
+
 def _refuse_unknown(options: dict[str, Any]) -> None:
     known = {*_OF_STATE, *_OF_PLANS, *_OF_STEP}
     problems = []

@@ -10,7 +10,7 @@ import jax
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import resolve_policy
-from penzai_shard.layouts.building import build_state_and_step
+from penzai_shard.layouts.building import build_state_and_step, refuse_made_already
 from penzai_shard.layouts.computing import computing_by
 from penzai_shard.layouts.layout_edits import EditRequest, layout_edits
 from penzai_shard.layouts.model_roles import (
@@ -367,6 +367,7 @@ class Layout(LayoutPresets, NotebookView):
         Warns:
             ShardingWarning: As ``make_plan`` does.
         """
+        refuse_made_already(initializer)
         layout = self
         if speaks_of_parameters([self.parameters, self.compute]):
             layout = self.for_model(abstract_model(initializer, *args), mesh)

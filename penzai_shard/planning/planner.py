@@ -28,7 +28,13 @@ from penzai_shard.reduced_statistics import (
     dimensions_of_statistics,
     parameters_of,
 )
-from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed, check_option
+from penzai_shard.rule_kinds import (
+    LargestDimensionRule,
+    LogicalAxis,
+    OnIndivisible,
+    OnUnnamed,
+    check_option,
+)
 from penzai_shard.tree_paths import path_text
 
 # Why every device gets a whole copy of an array without being asked to.
@@ -173,8 +179,10 @@ class Planner:
         else:
             by_path = " or name_axes(tree, {...})" if leaf.path else ""
             naming = leaf.naming or f"Name it with pz.nx.wrap(array).tag(...){by_path}"
+            splits = any(isinstance(rule, LargestDimensionRule) for rule in self.rules.rules)
+            split = 'split it too, fully_sharded(unnamed="largest"), ' if splits else ""
             problems = (
-                f"this array of shape {leaf.shape} has no logical axis names. {naming}, "
+                f"this array of shape {leaf.shape} has no logical axis names. {naming}, {split}"
                 'or pass on_unnamed="replicate".',
             )
         if spec and math.prod(leaf.shape) < self.min_size:

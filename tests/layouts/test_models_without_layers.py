@@ -201,3 +201,16 @@ def test_only_models_with_layers_of_penzai_are_edited_to_leave_arrays_in_place()
     assert layout.recipe(build_mlp(), MESH) == axes_in_place()
     assert layout.recipe(module, MESH) == Recipe()
     assert layout.recipe(module, MESH).apply(module) is module
+
+
+def test_weights_in_the_place_of_the_function_that_makes_them_are_refused_with_what_to_write():
+    with pytest.raises(
+        RuleTypeError, match=r"This is a dict. Arrays that exist .*layout.build\(lambda: weights, "
+    ):
+        Layout.fully_sharded(blocks=()).build(
+            weights(jax.random.key(0)),
+            mesh=MESH,
+            loss_fn=loss_fn,
+            optimizer=optax.adam(1e-2),
+            rng=jax.random.key(0),
+        )

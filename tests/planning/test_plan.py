@@ -705,3 +705,13 @@ def test_rich_prints_names_in_brackets_as_they_are(mesh):
     text = console.export_text()
     assert "[bold]w" in text
     assert "embedding=8/data, neurons=16/model" in text
+
+
+def test_arrays_without_names_under_a_rule_for_the_largest_dimension_are_told_of_its_option():
+    tree, mesh = {"w": jnp.ones((8, 8))}, make_mesh({"data": 8})
+    with pytest.raises(PlanError, match=r'split it too, fully_sharded\(unnamed="largest"\), or '):
+        make_plan(tree, mesh, fully_sharded(min_size=1))
+    with pytest.raises(PlanError, match=r"no logical axis names. Name it .*, or pass on_unnamed="):
+        make_plan(tree, mesh, {"batch": "data"})
+    plan = make_plan(tree, mesh, fully_sharded(min_size=1, unnamed="largest"))
+    assert plan.leaves[0].spec == P("data")
