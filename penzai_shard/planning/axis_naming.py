@@ -12,7 +12,13 @@ from penzai_shard.equinox_modules import is_module_value, leaves_in_modules
 from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
 from penzai_shard.named_arrays import named_array, unnamed_data
 from penzai_shard.named_leaves import is_named_unit, refuse_builder
-from penzai_shard.readers import reader_of, warn_of_tied_arrays, with_repeats, without_repeats
+from penzai_shard.readers import (
+    is_bare_array,
+    reader_of,
+    warn_of_tied_arrays,
+    with_repeats,
+    without_repeats,
+)
 from penzai_shard.rule_kinds import LogicalAxis, nearest_name
 from penzai_shard.tree_paths import path_matches, path_text
 
@@ -75,41 +81,30 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
     tensors: dict[str, Any] = {}
     named = [leaf for _, leaf in leaves]
     in_modules = leaves_in_modules(tree, is_named_unit)
-    for index, (key_path, leaf) in enumerate(leaves):
-        if in_modules[index] and is_module_value(leaf):
+    for index, (key_path, node) in enumerate(leaves):
+        if in_modules[index] and is_module_value(node):
             continue
         path = path_text(key_path)
-        reader, node = reader_of(leaf), leaf
-        if reader is not None and reader.bare:
-            held = reader.read(leaf)
-            if held.problem:
-                problems.append(f"{path or 'the array'}: {held.problem}.")
-                continue
-            tensors[path] = leaf
-            leaf = held.data
-        elif reader is not None and reader.takes_names:
-            held = reader.read(node)
-            if held.names is not None or not is_array_like(held.data):
-                continue
-            leaf = held.data
-        elif is_named_unit(leaf) or not is_array_like(leaf):
+        array, problem = _unnamed_array(node)
+        if problem:
+            problems.append(f"{path or 'the array'}: {problem}.")
+        if array is None:
             continue
+        if is_bare_array(node):
+            tensors[path] = node
         paths.append(path)
         matching = {
             pattern: patterns[pattern] for pattern in patterns if path_matches(pattern, path)
         }
         used.update(matching)
-        if problem := _mismatch(path, tuple(np.shape(leaf)), matching):
+        if problem := _mismatch(path, tuple(np.shape(array)), matching):
             problems.append(f"{path or 'the array'}: {problem}")
             continue
-        takes_names = reader is not None and reader.takes_names
-        named[index] = node if takes_names else leaf
         for names in matching.values():
-            given = (None,) * np.ndim(leaf) if names is None else names
-            if reader is not None and takes_names:
-                named[index] = reader.named(node, given)
-            else:
-                named[index] = _named(leaf, given)
+            given = (None,) * np.ndim(array) if names is None else names
+            named[index] = _with_names(node, array, given)
+        if not matching and is_bare_array(node):
+            named[index] = array
     for pattern in patterns:
         if pattern not in used:
             near = nearest_name(pattern, paths)
@@ -174,7 +169,24 @@ def _some(paths: Sequence[str]) -> str:
     return (shown + (", ..." if len(paths) > 3 else "")) or "no arrays without names"
 
 
-def _named(array: Any, names: Sequence[LogicalAxis | None]) -> Any:
+def _unnamed_array(node: Any) -> tuple[Any, str]:
+    """The array without names that a node is or holds, or None; and why it cannot be read."""
+    reader = reader_of(node)
+    if reader is None:
+        return (node if not is_named_unit(node) and is_array_like(node) else None), ""
+    if not reader.bare and not reader.takes_names:
+        return None, ""
+    held = reader.read(node)
+    if reader.bare:
+        return (None if held.problem else held.data), held.problem
+    return (held.data if held.names is None and is_array_like(held.data) else None), ""
+
+
+def _with_names(node: Any, array: Any, names: Sequence[LogicalAxis | None]) -> Any:
+    """What stands in place of a node once its array has names."""
+    reader = reader_of(node)
+    if reader is not None and reader.takes_names:
+        return reader.named(node, names)
     if isinstance(array, bool | int | float | complex):
         array = np.asarray(array)
     return named_array(array, tuple(names))
