@@ -46,10 +46,25 @@ def dimensions_of_statistics(tree: Any, parameters: Any) -> dict[str, Dimensions
         for key_path, leaf in jax.tree_util.tree_leaves_with_path(parameters)
     }
 
+    structure: Any = jax.tree_util.tree_structure(parameters)
+
     def is_like_parameters(node: Any) -> bool:
-        if not isinstance(node, Mapping) or not isinstance(parameters, Mapping):
-            return type(node) is type(parameters)
-        return bool(node) and node.keys() <= parameters.keys()
+        if isinstance(node, Mapping) and isinstance(parameters, Mapping):
+            return bool(node) and node.keys() <= parameters.keys()
+        if type(node) is not type(parameters):
+            return False
+        if not isinstance(node, tuple | list):
+            return True
+        # Chained optimizers are in a tuple too, which may be as long, around those that are meant.
+        try:
+            parts = structure.flatten_up_to(node)
+        except ValueError:
+            return False
+        return not any(
+            is_like_parameters(inner)
+            for part in parts
+            for inner in jax.tree_util.tree_leaves(part, is_leaf=is_like_parameters)
+        )
 
     found = {}
     parts, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_like_parameters)

@@ -191,6 +191,17 @@ def test_train_states_of_other_libraries_are_read_by_their_fields():
     assert found["opt_state/0/v_row/weight"] == P()
 
 
+@pytest.mark.parametrize("layers", [tuple, list])
+@pytest.mark.parametrize("count", [2, 3])
+def test_statistics_of_parameters_in_sequences_belong_to_the_one_at_their_place(layers, count):
+    parameters = layers([jnp.ones((32, 64)), jnp.ones(32), jnp.ones((64, 8))][:count])
+    state = StateOfOthers(parameters, optax.adam(0.1).init(parameters))
+    found = {path: leaf.spec for path, leaf in plans(state).items()}
+    for place in range(count):
+        assert found[f"params/{place}"] != P()
+        assert found[f"opt_state/0/mu/{place}"] == found[f"params/{place}"]
+
+
 def test_keys_of_a_train_state_are_whole_whatever_their_form():
     (leaf,) = [
         leaf
