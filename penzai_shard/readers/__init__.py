@@ -20,9 +20,9 @@ from penzai_shard.readers.registry import naming_in as naming_in
 from penzai_shard.readers.registry import read_node as read_node
 from penzai_shard.readers.registry import reader_of as reader_of
 from penzai_shard.readers.registry import reader_of_type as reader_of_type
+from penzai_shard.readers.registry import refusal as refusal
 from penzai_shard.readers.sharing import Repeat as Repeat
 from penzai_shard.readers.sharing import copied as copied
 from penzai_shard.readers.sharing import not_a_tree as not_a_tree
-from penzai_shard.readers.sharing import refusal as refusal
 from penzai_shard.readers.sharing import with_repeats as with_repeats
 from penzai_shard.readers.sharing import without_repeats as without_repeats

@@ -137,8 +137,22 @@ def naming_in(tree: Any) -> str:
     return next(filter(None, (reader.naming_in(tree) for reader in loaded_readers())), "")
 
 
+def refusal(tree: Any, as_model: bool = False) -> str:
+    """Why something of another library cannot be used as a tree of arrays; empty if it can.
+
+    Args:
+        tree: What was given.
+        as_model: Whether its arrays are to be parameters by name.
+
+    >>> refusal({"w": 1.0})
+    ''
+    """
+    found = (reader.refusal(tree, as_model) for reader in loaded_readers())
+    return next(filter(None, found), "")
+
+
 def sharing_readers() -> list[ArrayReader]:
-    """Those of them whose objects may occur several times in a tree."""
+    """The readers whose objects may occur several times in a tree."""
     return [reader for reader in loaded_readers() if reader.shares]
 
 

@@ -13,7 +13,6 @@ import jax
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.readers.registry import (
     is_shared_object,
-    loaded_readers,
     reader_of,
     sharing_readers,
 )
@@ -125,20 +124,6 @@ def not_a_tree(node: Any) -> str:
         return ""
     readers = [reader for reader in sharing_readers() if reader.shares_type(type(node))]
     return readers[0].not_a_tree(node)
-
-
-def refusal(tree: Any, as_model: bool = False) -> str:
-    """Why something of another library cannot be used as a tree of arrays; empty if it can.
-
-    Args:
-        tree: What was given.
-        as_model: Whether its arrays are to be parameters by name.
-
-    >>> refusal({"w": 1.0})
-    ''
-    """
-    found = (reader.refusal(tree, as_model) for reader in loaded_readers())
-    return next(filter(None, found), "")
 
 
 def copied(tree: Any) -> Any:
