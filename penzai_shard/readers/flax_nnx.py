@@ -89,6 +89,11 @@ class _NnxReader(ArrayReader):
                 "not the tuple that nnx.split gives, in which its arrays have other paths and are "
                 "in no module. Give the module, nnx.merge(*split)"
             )
+        if as_model and isinstance(tree, _nnx().FlatState):
+            return (
+                "not an nnx.FlatState, in which JAX numbers the arrays, so that other names would "
+                "be other numbers. Give the state, nnx.from_flat_state(...)"
+            )
         return ""
 
     def constrains(self, model: Any) -> bool:

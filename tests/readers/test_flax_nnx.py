@@ -433,6 +433,10 @@ MISTAKES = {
         ),
         "not the tuple that nnx.split gives, in which its arrays have other paths",
     ),
+    "a flat state": (
+        lambda mesh: param_dict(nnx.to_flat_state(nnx.state(unsharded()))),
+        "not an nnx.FlatState, in which JAX numbers the arrays, so that other names would be other",
+    ),
     "what split gives, as parameters": (
         lambda mesh: param_dict(nnx.split(unsharded())),
         "not the tuple that nnx.split gives, in which its arrays have other paths",
