@@ -41,7 +41,7 @@ class _LinenReader(ArrayReader):
 
     def read(self, node: Any) -> ReadArray:
         data, kind = _content(node), type(node).__name__
-        if self.is_box(data):
+        if _is_box(data):
             return ReadArray(
                 data,
                 (),
@@ -107,13 +107,13 @@ class _LinenReader(ArrayReader):
         with (
             flax_rules_in_force(rules, mesh),
             sys.modules["flax.linen"].intercept_methods(_call_with_loose_initializers),
-            _without_constraints(model, self.is_box) as loose,
+            _without_constraints(model) as loose,
         ):
             yield loose
 
-    def is_box(self, node: Any) -> bool:
-        """Whether a node is a box."""
-        return isinstance(node, sys.modules["flax.core.meta"].AxisMetadata)
+
+def _is_box(node: Any) -> bool:
+    return isinstance(node, sys.modules["flax.core.meta"].AxisMetadata)
 
 
 def _content(box: Any) -> Any:
@@ -175,7 +175,7 @@ def _are_collections(model: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _without_constraints(model: Any, is_box: Callable[[Any], bool]) -> Iterator[Any]:
+def _without_constraints(model: Any) -> Iterator[Any]:
     """The model with boxes that constrain nothing.
 
     Dictionaries in it are the same ones, and have their own boxes back afterwards: what the loss
@@ -185,7 +185,7 @@ def _without_constraints(model: Any, is_box: Callable[[Any], bool]) -> Iterator[
 
     def loosen(node: Any) -> Any:
         if type(node) is not dict:
-            return jax.tree_util.tree_map(_without_constraint, node, is_leaf=is_box)
+            return jax.tree_util.tree_map(_without_constraint, node, is_leaf=_is_box)
         for key, given in node.items():
             node[key] = loosen(given)
             replaced.append((node, key, given, node[key]))
