@@ -41,6 +41,7 @@ from penzai_shard.named_nodes import is_named_node, value_in_node
 from penzai_shard.readers import (
     ReadArray,
     is_foreign,
+    leaves_in_shared_objects,
     not_a_tree,
     reader_of,
     with_repeats,
@@ -225,10 +226,13 @@ def split_model(
         flat, treedef = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_named_node)
         leaves = [
             splitting.without_weight(
-                path_text(path), leaf, in_module, roles.get(path_text(path[:1]), "")
+                path_text(path), leaf, in_module, roles.get(path_text(path[:1]), ""), in_object
             )
-            for (path, leaf), in_module in zip(
-                flat, leaves_in_modules(model, is_named_node), strict=True
+            for (path, leaf), in_module, in_object in zip(
+                flat,
+                leaves_in_modules(model, is_named_node),
+                leaves_in_shared_objects(model, is_named_node),
+                strict=True,
             )
         ]
     raise_all(ShardingError, f"cannot make a train state of {what}:", splitting.problems)
@@ -324,11 +328,18 @@ class _Splitting:
         return VariableEntry(name, "parameter", with_value(variable, None), mutable, trained)
 
     def without_weight(
-        self, path: str, leaf: Any, in_module: bool = False, of_collection: str = ""
+        self,
+        path: str,
+        leaf: Any,
+        in_module: bool = False,
+        of_collection: str = "",
+        in_object: bool = False,
     ) -> Any:
         """What stands in a tree of bare weights in place of one of its leaves.
 
         ``of_collection`` is what the collection of variables holds that it is in, if in any.
+        ``in_object`` is for modules whose variables say which of them are parameters: an array
+        beside them, such as a table of positions, is none.
         """
         if in_module and not is_named_node(leaf) and is_module_value(leaf):
             return StaticLeaf(leaf)
@@ -355,7 +366,8 @@ class _Splitting:
         role = of_collection or role
         trained = False
         if role == "parameter":
-            trained = floating = _is_floating(leaf)
+            floating = _is_floating(leaf)
+            trained = floating and not (in_object and reader is None)
             if self._trainable is not None:
                 trained = _asked(self._trainable, pz.ParameterValue(label=path, value=leaf), path)
             if trained and not floating:

@@ -23,6 +23,7 @@ from penzai_shard.readers.registry import reader_of_type as reader_of_type
 from penzai_shard.readers.registry import refusal as refusal
 from penzai_shard.readers.sharing import Repeat as Repeat
 from penzai_shard.readers.sharing import copied as copied
+from penzai_shard.readers.sharing import leaves_in_shared_objects as leaves_in_shared_objects
 from penzai_shard.readers.sharing import not_a_tree as not_a_tree
 from penzai_shard.readers.sharing import with_repeats as with_repeats
 from penzai_shard.readers.sharing import without_repeats as without_repeats

@@ -126,6 +126,28 @@ def not_a_tree(node: Any) -> str:
     return readers[0].not_a_tree(node)
 
 
+def leaves_in_shared_objects(tree: Any, is_leaf: Callable[[Any], bool]) -> list[bool]:
+    """For each leaf of a tree whether it is in an object that is shared, such as a module of NNX.
+
+    Args:
+        tree: Any pytree.
+        is_leaf: Which nodes count as leaves, as in ``jax.tree.leaves``.
+
+    >>> leaves_in_shared_objects({"w": 1.0}, lambda node: False)
+    [False]
+    """
+
+    def ends(node: Any) -> bool:
+        return is_leaf(node) or is_shared_object(node)
+
+    found: list[bool] = []
+    for node in jax.tree_util.tree_leaves(tree, is_leaf=ends):
+        is_object = is_shared_object(node) and not is_leaf(node)
+        count = len(jax.tree_util.tree_leaves(node, is_leaf=is_leaf)) if is_object else 1
+        found += [is_object] * count
+    return found
+
+
 def copied(tree: Any) -> Any:
     """A tree whose shared objects are new ones, shared as in the given one.
 

@@ -27,6 +27,7 @@ from penzai_shard.errors import RuleTypeError, ShardingError, ShardingWarning
 from penzai_shard.traced_programs import equations
 
 RULES = {"embed": "data", "mlp": "model"}
+KEY = jax.random.key(0)
 
 
 def mesh_of(axis_type=AxisType.Auto):
@@ -296,6 +297,25 @@ def test_layouts_edit_no_layers_of_a_module():
     with pytest.warns(ShardingWarning, match="the Model has no layers that a layout could edit"):
         recipe = layout.recipe(unsharded(), mesh_of())
     assert recipe == Recipe()
+
+
+def test_arrays_beside_the_variables_of_a_module_are_not_trained():
+    class Shifted(nnx.Module):
+        def __init__(self, rngs):
+            self.kernel = nnx.Param(rngs.params.normal((8, 8)))
+            self.positions = np.ones(8, np.float32)
+
+    with nnx.use_eager_sharding(False):
+        module = Shifted(nnx.Rngs(0))
+    state = TrainState.initial_state({"module": module, "w": jnp.ones(2)}, optax.sgd(0.1), KEY)
+    assert state.variables.trainable_names == {"module/kernel", "w"}
+    np.testing.assert_array_equal(state.model["module"].positions, np.ones(8))
+
+    def asked(parameter):
+        return True
+
+    state = TrainState.initial_state(module, optax.sgd(0.1), KEY, trainable=asked)
+    assert state.variables.trainable_names == {"kernel", "positions"}
 
 
 def test_random_streams_are_not_the_key_of_a_run():
