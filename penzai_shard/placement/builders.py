@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, Mesh
 from penzai.core.variables import AbstractVariable
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all, warn_caller
-from penzai_shard.named_leaves import refuse_module_without_arrays
 from penzai_shard.planning import ShardingPlan
 from penzai_shard.rule_kinds import nearest_name
+from penzai_shard.tree_arguments import refuse_module_without_arrays
 
 # How the arguments of initialisers are called that are random keys.
 _KEY_NAMES = frozenset(

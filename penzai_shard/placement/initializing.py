@@ -14,7 +14,6 @@ from penzai.core.variables import AbstractVariableValue
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.model_variables import first_api, thawed, with_own_label
-from penzai_shard.named_leaves import refuse_module_without_arrays
 from penzai_shard.placement.builders import (
     OWN_ARGUMENTS,
     check_builder,
@@ -31,6 +30,7 @@ from penzai_shard.readers import (
     without_repeats,
 )
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
+from penzai_shard.tree_arguments import refuse_module_without_arrays
 
 
 def sharded_init(

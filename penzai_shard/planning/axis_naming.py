@@ -11,7 +11,7 @@ from penzai_shard.array_kinds import is_array_like
 from penzai_shard.equinox_modules import is_module_value, leaves_in_modules
 from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
 from penzai_shard.named_arrays import named_array, unnamed_data
-from penzai_shard.named_leaves import is_named_unit, refuse_builder
+from penzai_shard.named_leaves import is_named_unit
 from penzai_shard.readers import (
     is_bare_array,
     reader_of,
@@ -20,6 +20,7 @@ from penzai_shard.readers import (
     without_repeats,
 )
 from penzai_shard.rule_kinds import LogicalAxis, nearest_name
+from penzai_shard.tree_arguments import refuse_builder
 from penzai_shard.tree_paths import path_matches, path_text
 
 AxisNames = Sequence[LogicalAxis | None] | None

@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, Mesh
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import MeshError, RuleTypeError, warn_caller
 from penzai_shard.meshes import AnyMesh, auto_twin, mesh_text
-from penzai_shard.named_leaves import refuse_builder
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.plan_fitting import fitted_plan
 from penzai_shard.planning.planner import Planner
@@ -26,6 +25,7 @@ from penzai_shard.rule_kinds import (
     OnIndivisible,
     OnUnnamed,
 )
+from penzai_shard.tree_arguments import refuse_builder
 
 # Fields of a train state: data of a random generator, and what the optimizer keeps.
 _KEYS = "root_rng"

@@ -18,7 +18,6 @@ from penzai_shard.model_variables import (
     VariableTable,
     split_model,
 )
-from penzai_shard.named_leaves import refuse_builder
 from penzai_shard.planning import parts_with_gradients
 from penzai_shard.rule_kinds import OnUnnamed, check_option
 from penzai_shard.text_tables import NotebookView
@@ -37,6 +36,7 @@ from penzai_shard.training.state_layout import deleted, own_copy
 from penzai_shard.training.state_placement import place_initial_fields
 from penzai_shard.training.state_table import PARTS, StateTable
 from penzai_shard.training.update_guards import initial_guards
+from penzai_shard.tree_arguments import refuse_builder
 from penzai_shard.tree_paths import paths_and_leaves
 
 if TYPE_CHECKING:
