@@ -118,7 +118,8 @@ def split_inputs(inputs: Any, parts: int, batch_axis: str | int) -> Microbatches
         The split inputs.
 
     Raises:
-        ShardingError: A length does not divide, or no input has the axis.
+        ShardingError: A length does not divide, no input has the axis, or arrays without names
+            that are split differ in length.
 
     >>> split = split_inputs({"x": pz.nx.wrap(jnp.arange(4), "batch")}, 2, "batch")
     >>> split.part([data[0] for data in split.stacked])["x"].data_array.tolist()
@@ -148,9 +149,31 @@ def split_inputs(inputs: Any, parts: int, batch_axis: str | int) -> Microbatches
         else:
             stacked[-1] = _stacked(node_data(node), parts, dimension)
     raise_all(ShardingError, "the inputs cannot be split into microbatches:", problems)
+    if isinstance(batch_axis, int):
+        _refuse_other_lengths(inputs, parts, batch_axis)
     if len(unsplit) == len(flat):
         raise ShardingError(_nothing_split(parts, batch_axis), unsplit)
     return Microbatches(parts, stacked, nodes, treedef)
+
+
+def _refuse_other_lengths(inputs: Any, parts: int, dimension: int) -> None:
+    """Raises for plain arrays of several lengths, of which some can hardly be of examples.
+
+    A part of the weights of classes, for instance, would be taken for all of them.
+    """
+    lengths = {
+        path_text(key_path): np.shape(node)[dimension]
+        for key_path, node in jax.tree_util.tree_leaves_with_path(inputs, is_leaf=is_named_node)
+        if _dimension_of(node, dimension) is not None
+    }
+    if len(set(lengths.values())) > 1:
+        raise ShardingError(
+            f"accumulate_steps={parts} with batch_axis={dimension} splits this dimension of every "
+            "plain input, and they differ in its length. Give what is not of examples to the loss "
+            "function itself, functools.partial(loss_fn, weights=weights), or split by name: "
+            'name_axes(inputs, {...}) and batch_axis="batch".',
+            [f"input {path}: dimension {dimension} is {n} long." for path, n in lengths.items()],
+        )
 
 
 def _dimension_of(node: Any, batch_axis: str | int) -> int | None:

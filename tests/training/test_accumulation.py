@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,6 +169,27 @@ def test_plain_inputs_need_the_number_of_the_dimension():
         plain_step(2, 2)
     with pytest.raises(RuleTypeError, match=r"the number of a dimension such as 0, not -1"):
         plain_step(2, -1)
+
+
+def test_plain_inputs_of_other_lengths_than_the_batch_are_refused():
+    def loss(model, rng, state, x, classes, weights):
+        return jnp.mean(weights[classes] * (x @ model["w"]) ** 2), state, {}
+
+    state = TrainState.initial_state({"w": jnp.ones(3)}, optax.sgd(0.1), jax.random.key(0))
+    inputs = {"x": jnp.ones((8, 3)), "classes": jnp.arange(8) % 4}
+    weights = jnp.arange(4.0)
+    step = build_train_step_fn(loss, accumulate_steps=2, batch_axis=0)
+    with pytest.raises(ShardingError, match=r"functools.partial\(loss_fn, weights=") as caught:
+        step(state, weights=weights, **inputs)
+    assert caught.value.problems == (
+        "input classes: dimension 0 is 8 long.",
+        "input weights: dimension 0 is 4 long.",
+        "input x: dimension 0 is 8 long.",
+    )
+    bound = functools.partial(loss, weights=weights)
+    parts, _ = build_train_step_fn(bound, accumulate_steps=2, batch_axis=0)(state, **inputs)
+    whole, _ = build_train_step_fn(loss)(state, weights=weights, **inputs)
+    np.testing.assert_allclose(parts.params["w"], whole.params["w"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("order", [("a", "c"), ("c", "a"), ("c",), ("a",)])
