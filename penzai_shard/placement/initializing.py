@@ -272,7 +272,13 @@ def _unbound(initializer: Callable[..., Any]) -> Callable[..., Any]:
                 stack.enter_context(reader.initializing())
             stack.enter_context(naming_numbers_as_keys(initializer, args, kwargs))
             built = initializer(*args, **kwargs)
-        model, variables = pz.unbind_variables(without_repeats(built), freeze=True)
+        built = without_repeats(built)
+        raise_all(
+            RuleTypeError,
+            "the initialiser makes arrays that would be lost:",
+            [problem for reader in loaded_readers() for problem in reader.lost_arrays(built)],
+        )
+        model, variables = pz.unbind_variables(built, freeze=True)
         # The names are what paths in error messages begin with.
         return {"model": model, "variables": variables}
 

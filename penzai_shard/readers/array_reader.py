@@ -217,6 +217,14 @@ class ArrayReader(abc.ABC):
         """
         return contextlib.nullcontext()
 
+    def lost_arrays(self, built: Any) -> list[str]:
+        """What an initialiser has built, while it was traced, beside the arrays of its tree.
+
+        Returns:
+            For each array that JAX does not see in it, where it is and what to write instead.
+        """
+        return []
+
     def constrains(self, model: Any) -> bool:
         """Whether a model may constrain its activations itself, by logical axes."""
         return False

@@ -9,8 +9,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from penzai_shard.array_kinds import is_traced
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.meshes import AnyMesh
@@ -129,6 +131,33 @@ class _NnxReader(ArrayReader):
                 "arguments, which are copied: sharded_init(Model, nnx.Rngs(0), mesh=mesh, "
                 "rules=rules)."
             ) from error
+
+    def lost_arrays(self, built: Any) -> list[str]:
+        """NNX takes an array that is being traced for static data where it is an attribute."""
+        found: dict[int, Any] = {}
+        _collect_modules(built, found)
+        return [
+            f"{type(module).__name__}.{name}: this array is made while the model is traced, and "
+            f"NNX takes it for static data. Write self.{name} = nnx.data(...), or "
+            "nnx.Variable(...), or make it with NumPy."
+            for module in found.values()
+            for name, value in vars(module).items()
+            if is_traced(value)
+            and not any(leaf is value for leaf in jax.tree_util.tree_leaves(module))
+        ]
+
+
+def _collect_modules(tree: Any, found: dict[int, Any]) -> None:
+    """Collects the modules of a tree, and those in them, each once."""
+
+    def is_module(node: Any) -> bool:
+        return isinstance(node, _nnx().Pytree)
+
+    for node in jax.tree_util.tree_leaves(tree, is_leaf=is_module):
+        # One that JAX takes for a leaf is refused by whoever reads the tree.
+        if is_module(node) and id(node) not in found and not jax.tree_util.all_leaves([node]):
+            found[id(node)] = node
+            _collect_modules(list(vars(node).values()), found)
 
 
 def _nnx() -> Any:

@@ -18,6 +18,7 @@ from penzai_shard import (
     Layout,
     Recipe,
     TrainState,
+    abstract_model,
     build_eval_step_fn,
     build_train_step_fn,
     shard_batch,
@@ -316,6 +317,25 @@ def test_arrays_beside_the_variables_of_a_module_are_not_trained():
 
     state = TrainState.initial_state(module, optax.sgd(0.1), KEY, trainable=asked)
     assert state.variables.trainable_names == {"kernel", "positions"}
+
+
+def test_arrays_that_nnx_takes_for_static_data_while_they_are_traced_are_refused():
+    class Shifted(nnx.Module):
+        def __init__(self, rngs, kept):
+            self.kernel = nnx.Param(rngs.params.normal((8, 8)))
+            self.positions = kept(jnp.arange(8.0))
+
+    def build(kept):
+        return {"module": Shifted(nnx.Rngs(0), kept)}
+
+    with pytest.raises(
+        RuleTypeError,
+        match=r"arrays that would be lost:\n  Shifted\.positions: .* self\.positions = nnx\.data\(",
+    ):
+        abstract_model(build, lambda array: array)
+    for kept in (nnx.data, nnx.Variable):
+        positions = sharded_init(build, kept, mesh=mesh_of(), rules={}, on_unnamed="replicate")
+        np.testing.assert_array_equal(positions["module"].positions[...], np.arange(8.0))
 
 
 def test_random_streams_are_not_the_key_of_a_run():
