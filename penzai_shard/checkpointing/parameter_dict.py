@@ -31,7 +31,14 @@ from penzai_shard.model_variables import (
 )
 from penzai_shard.named_arrays import unnamed_data
 from penzai_shard.named_leaves import is_named_unit
-from penzai_shard.readers import is_bare_array, not_a_tree, refusal, with_repeats, without_repeats
+from penzai_shard.readers import (
+    is_bare_array,
+    is_foreign,
+    not_a_tree,
+    refusal,
+    with_repeats,
+    without_repeats,
+)
 from penzai_shard.tree_paths import join_paths, path_text
 
 
@@ -238,6 +245,30 @@ def _lack_of(state_variable: Any) -> str:
     if any(map(is_deleted, leaves)):
         return "no value any more, since it was donated or deleted"
     return ""
+
+
+def statistics_of(model: Any) -> list[str]:
+    """The paths of a model's state variables of other libraries that hold floating numbers.
+
+    These are what training has found out beside the parameters, such as the means of a batch norm.
+    Integers count something, or belong to a random stream.
+
+    >>> statistics_of({"w": 1.0})
+    []
+    """
+    return [
+        path
+        for path, node in _variables(model)
+        if is_foreign(node)
+        and not is_parameter(node)
+        and any(map(_is_floating, jax.tree_util.tree_leaves(unnamed_data(value_of(node)))))
+    ]
+
+
+def _is_floating(leaf: Any) -> bool:
+    return is_array_like(leaf) and bool(
+        jax.numpy.issubdtype(jax.dtypes.result_type(leaf), jax.numpy.inexact)
+    )
 
 
 def is_parameter_mapping(model: Any) -> bool:

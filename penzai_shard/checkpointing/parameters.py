@@ -13,9 +13,10 @@ from penzai_shard.checkpointing.parameter_dict import (
     param_dict,
     rebuilt,
     refuse_states_without_values,
+    statistics_of,
 )
 from penzai_shard.checkpointing.restoring import restore_arrays
-from penzai_shard.errors import RuleTypeError
+from penzai_shard.errors import RuleTypeError, warn_caller
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import PlacingRequest, PlanRequest, ShardingPlan
 from penzai_shard.readers import without_repeats
@@ -92,6 +93,9 @@ def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
         CheckpointWriteError: It cannot be written: no permission, a full disk.
         MissingExtraError: Orbax is not installed.
 
+    Warns:
+        ShardingWarning: The model is of a library that says what is a statistic, and has some.
+
     >>> import tempfile
     >>> import jax
     >>> from penzai import pz
@@ -113,7 +117,17 @@ def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
             f"{fix} save_train_state."
         )
     leaves = ArraysByName(values, "saving").leaves
-    return save_arrays(path, leaves, kind="params", overwrite=overwrite)
+    saved = save_arrays(path, leaves, kind="params", overwrite=overwrite)
+    if left_out := statistics_of(model):
+        listed = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
+        warn_caller(
+            [
+                "save_params stores parameters alone, and this model has statistics beside them "
+                f"({listed}), which are left out. Save all of it with save_train_state(path, "
+                "model), and read it with restore_train_state."
+            ]
+        )
+    return saved
 
 
 def restore_params(

@@ -23,10 +23,15 @@ from penzai_shard import (
     train_state_sharding,
     with_params,
 )
-from penzai_shard.errors import CheckpointMismatchError
+from penzai_shard.errors import CheckpointMismatchError, ShardingWarning
 
 RULES = {"embed": "data", "mlp": "model"}
 KERNEL = "block/up/kernel"
+LEFT_OUT = (
+    r"^save_params stores parameters alone, and this model has statistics beside them "
+    r"\(block/scale\), which are left out\. Save all of it with save_train_state\(path, model\), "
+    r"and read it with restore_train_state\.$"
+)
 
 
 class Block(nnx.Module):
@@ -70,7 +75,14 @@ def model(mesh):
 
 @pytest.fixture(scope="module")
 def saved(model, tmp_path_factory):
-    return save_params(tmp_path_factory.mktemp("nnx") / "params", model)
+    with pytest.warns(ShardingWarning, match=LEFT_OUT):
+        return save_params(tmp_path_factory.mktemp("nnx") / "params", model)
+
+
+def test_random_streams_and_counters_are_no_statistics(tmp_path):
+    module = nnx.Dict(dropout=nnx.Dropout(0.5, rngs=nnx.Rngs(0)), steps=nnx.BatchStat(jnp.array(3)))
+    module.w = nnx.Param(jnp.ones(2))
+    save_params(tmp_path / "params", module)
 
 
 def test_parameters_by_name_are_those_alone(model):
