@@ -37,9 +37,19 @@ class _LinenReader(ArrayReader):
     library = "flax.core.meta"
 
     def reads(self, node_type: type) -> bool:
-        return issubclass(node_type, sys.modules["flax.core.meta"].AxisMetadata)
+        boxes = sys.modules["flax.core.meta"].AxisMetadata
+        return issubclass(node_type, boxes) or _is_beside_its_array(node_type)
 
     def read(self, node: Any) -> ReadArray:
+        if _is_beside_its_array(type(node)):
+            return ReadArray(
+                None,
+                (),
+                f"the axis names {node.names}, which nn.partitioning.param_with_axes keeps beside "
+                f"its array, are not read. Annotate the initialiser, {_EXAMPLE}; or take the "
+                "collection params_axes out, and name the arrays by their paths: "
+                'name_axes({"params": variables["params"]}, {...})',
+            )
         data, kind = _content(node), type(node).__name__
         if _is_box(data):
             return ReadArray(
@@ -57,7 +67,7 @@ class _LinenReader(ArrayReader):
         return ReadArray(data, names, mesh=mesh, rules=rules)
 
     def with_data(self, node: Any, data: Any) -> Any:
-        return node.replace_boxed(data)
+        return node if _is_beside_its_array(type(node)) else node.replace_boxed(data)
 
     def initializer_of(self, node: Any) -> str:
         linen = sys.modules.get("flax.linen")
@@ -71,12 +81,6 @@ class _LinenReader(ArrayReader):
         state = sys.modules.get("flax.training.train_state")
         if not self.collections(tree) and (state is None or not isinstance(tree, state.TrainState)):
             return ""
-        if isinstance(tree, Mapping) and "params_axes" in tree:
-            # Of flax.linen.partitioning.param_with_axes, which came before boxes.
-            return (
-                "Its names are in the collection params_axes, which is not read. Annotate its "
-                f"initialiser instead, {_EXAMPLE}; or name it by its path: name_axes(tree, {{...}})"
-            )
         return (
             f"Annotate its initialiser, {_EXAMPLE}, and keep what module.init returns in its "
             "boxes, which nn.unbox takes off; or name it by its path: name_axes(tree, {...})"
@@ -110,6 +114,12 @@ class _LinenReader(ArrayReader):
             _without_constraints(model) as loose,
         ):
             yield loose
+
+
+def _is_beside_its_array(node_type: type) -> bool:
+    """Whether a type holds names of ``param_with_axes``, which came before boxes."""
+    partitioning = sys.modules.get("flax.linen.partitioning")
+    return partitioning is not None and issubclass(node_type, partitioning.AxisMetadata)
 
 
 def _is_box(node: Any) -> bool:

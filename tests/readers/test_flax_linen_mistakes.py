@@ -12,6 +12,7 @@ from flax.core import freeze
 from flax.linen import partitioning
 from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 from penzai_shard import (
@@ -19,6 +20,7 @@ from penzai_shard import (
     abstract_model,
     build_train_step_fn,
     make_plan,
+    name_axes,
     place,
     restore_params,
     save_params,
@@ -115,7 +117,7 @@ def test_arrays_without_their_boxes_have_no_names(variables):
             make_plan(tree, MESH, RULES)
 
 
-def test_names_beside_the_parameters_are_not_read():
+def test_names_beside_the_parameters_are_refused_whatever_the_options(mesh, tmp_path):
     class Older(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -123,9 +125,24 @@ def test_names_beside_the_parameters_are_not_read():
             return x @ partitioning.param_with_axes("w", ones, (8, 8), axes=("embed", "hidden"))
 
     variables = jax.eval_shape(Older().init, KEY, X)
-    message = r"params/w: .* Its names are in the collection params_axes, which is not read. Annot"
-    with pytest.raises(PlanError, match=message):
-        make_plan(variables, MESH, RULES)
+    message = (
+        r"params_axes/w_axes: the axis names \('embed', 'hidden'\), which "
+        r"nn\.partitioning\.param_with_axes keeps beside its array, are not read\. Annotate the "
+        r"initialiser, nn\.with_logical_partitioning\(.*\); or take the collection params_axes "
+        r'out, and name the arrays by their paths: name_axes\(\{"params": variables\["params"\]\}'
+    )
+    for call in (
+        lambda: make_plan(variables, MESH, RULES),
+        lambda: make_plan(variables, MESH, RULES, on_unnamed="replicate"),
+        lambda: make_plan([variables], MESH, RULES, on_unnamed="infer"),
+        lambda: sharded_init(Older().init, KEY, X, mesh=mesh, rules=RULES, on_unnamed="replicate"),
+        lambda: TrainState.initial_state(variables, optax.sgd(1.0), KEY),
+        lambda: save_params(tmp_path / "older", variables),
+    ):
+        with pytest.raises(ShardingError, match=message):
+            call()
+    named = name_axes({"params": variables["params"]}, {"params/w": ("embed", "hidden")})
+    assert make_plan(named, MESH, {"hidden": "model"}).leaves[0].spec == P(None, "model")
 
 
 def test_frozen_dictionaries_are_planned_placed_and_restored(variables, mesh, tmp_path):
