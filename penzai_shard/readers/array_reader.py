@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from penzai_shard.axis_rules import AxisRules
+from penzai_shard.errors import RuleTypeError
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.rule_kinds import LogicalAxis, dimension_texts
 
@@ -160,8 +161,15 @@ class ArrayReader(abc.ABC):
         return None
 
     def named(self, node: Any, names: Sequence[LogicalAxis | None]) -> Any:
-        """A node like one that has no names, with these; asked only if ``takes_names``."""
-        raise NotImplementedError
+        """A node like one that has no names, with these; asked only if ``takes_names``.
+
+        Raises:
+            RuleTypeError: The reader says ``takes_names`` and has no such method.
+        """
+        raise RuleTypeError(
+            f"{type(self).__module__}.{type(self).__qualname__} says takes_names = True and has no "
+            "method named(node, names). Give it one, or leave takes_names out."
+        )
 
     def memory(self, node: Any) -> Hashable | None:
         """Equal for two nodes whose data is one and the same; None if that cannot be said."""

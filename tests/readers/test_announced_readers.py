@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core.meta import Partitioned
 
 import penzai_shard as pzs
 from penzai_shard.errors import PlanError, RuleTypeError, ShardingError, ShardingWarning
@@ -231,12 +232,40 @@ def test_two_readers_of_one_type_are_refused_by_name(labelled, install):
 
 
 def test_a_reader_of_types_that_we_read_ourselves_is_refused_by_name(install):
-    flax = pytest.importorskip("flax.core.meta")
     source = """
         from penzai_shard.readers import flax_linen
         READER = type("Theirs", (type(flax_linen.READER),), {})()
     """
     install("their-package", {"flax.core.meta": "their_reader:READER"}, their_reader=source)
-    box = type("Box", (flax.Partitioned,), {})
+    box = type("Box", (Partitioned,), {})
     with pytest.raises(RuleTypeError, match=r"penzai_shard's own reader .* and by .*their-package"):
         leaves_of([box(jnp.ones(2), ("a",))])
+
+
+def test_a_reader_that_takes_names_and_has_no_method_for_it_is_told_so(install):
+    source = """
+        from penzai_shard.readers import ArrayReader, ReadArray
+
+        class Reader(ArrayReader):
+            library = "labelled"
+            takes_names = True
+
+            def reads(self, node_type):
+                return node_type.__name__ == "Array"
+
+            def read(self, node):
+                return ReadArray(node.values, None)
+
+            def with_data(self, node, data):
+                return type(node)(data, node.labels)
+
+        READER = Reader()
+    """
+    install("half", {"labelled": "half_reader:READER"}, labelled=LIBRARY, half_reader=source)
+    labelled = importlib.import_module("labelled")
+    with pytest.raises(
+        RuleTypeError,
+        match=r"^half_reader\.Reader says takes_names = True and has no method "
+        r"named\(node, names\)\. Give it one, or leave takes_names out\.$",
+    ):
+        pzs.name_axes({"w": labelled.Array(jnp.ones(2), "a")}, {"w": ("a",)})

@@ -2,22 +2,21 @@
 
 import collections
 
+import flax
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
+from flax import nnx
+from flax.training import train_state as flax_train_state
 from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.checkpointing.manifest import read_manifest
 from penzai_shard.errors import CheckpointMismatchError, PlanError, ShardingError, ShardingWarning
-
-flax = pytest.importorskip("flax")
-nn = pytest.importorskip("flax.linen")
-nnx = pytest.importorskip("flax.nnx")
-flax_train_state = pytest.importorskip("flax.training.train_state")
 
 
 def linen(data, names):
