@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -87,3 +88,12 @@ def times_in_turns(contenders: Mapping[str, Contender], rounds: int) -> TimesInT
                 times.elapsed[name].append(time.perf_counter() - start)
                 times.processor[name].append(time.process_time() - processor)
     return times
+
+
+def chosen(text: str, known: Any, what: str) -> list[str]:
+    """Names that were given, separated by commas."""
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        sys.exit(f"no such {what}: {', '.join(unknown)}. There are {', '.join(known)}.")
+    return names

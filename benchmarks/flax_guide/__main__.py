@@ -117,14 +117,13 @@ def measure(work: Work, rounds: int) -> list[dict[str, Any]]:
     print(" " * 14, *(f"{column:>7}" for column in columns), " collectives")
     rows = []
     for name, own in figures.items():
+        compared = own.ratios_to(base)
         row = {
             "model": work.name,
             "contender": name,
             "time": ratios.get(name, float("nan")),
             "processor time": processor.get(name, float("nan")),
-            "flops": own.flops / base.flops,
-            "bytes accessed": own.bytes_accessed / base.bytes_accessed,
-            "bytes sent": own.bytes_sent / base.bytes_sent,
+            **{figure: compared[figure] for figure in ("flops", "bytes accessed", "bytes sent")},
             "held": held(contenders[name].compiled) / held(contenders["flax"].compiled),
         }
         shown = " ".join(f"{ratio:>7.3f}" for ratio in list(row.values())[2:])

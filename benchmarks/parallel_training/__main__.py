@@ -23,7 +23,7 @@ import importlib.util
 import sys
 from typing import Any
 
-from benchmarks.contenders import Contender, losses, median_times
+from benchmarks.contenders import Contender, chosen, losses, median_times
 from benchmarks.parallel_training.compiled_figures import CompiledFigures
 from benchmarks.parallel_training.work import LAYOUTS, Layout, Shape
 
@@ -110,10 +110,7 @@ def measure(layout: Layout, names: list[str], rounds: int) -> list[dict[str, Any
             "layout": layout.name,
             "contender": name,
             "time": times[name] / times[first],
-            "flops": own.flops / base.flops,
-            "bytes accessed": own.bytes_accessed / base.bytes_accessed,
-            "temporaries": own.temporaries / base.temporaries,
-            "bytes sent": own.bytes_sent / base.bytes_sent,
+            **own.ratios_to(base),
         }
         ratios = " ".join(f"{ratio:>7.3f}" for ratio in list(row.values())[2:])
         print(f"{name:>14} {ratios} {own.transposes:>10} {own.copies:>7}  {own.collectives_text()}")
@@ -125,15 +122,6 @@ def measure(layout: Layout, names: list[str], rounds: int) -> list[dict[str, Any
         f"temporaries, {base.bytes_sent / 1e6:.2f} MB sent"
     )
     return rows
-
-
-def chosen(text: str, known: Any, what: str) -> list[str]:
-    """Names that were given, separated by commas."""
-    names = [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        sys.exit(f"no such {what}: {', '.join(unknown)}. There are {', '.join(known)}.")
-    return names
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:

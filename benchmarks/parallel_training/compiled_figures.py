@@ -32,6 +32,15 @@ class CompiledFigures:
         """What a device sends in one step."""
         return bytes_moved(self.collectives)
 
+    def ratios_to(self, base: "CompiledFigures") -> dict[str, float]:
+        """Each figure as a ratio to another program's, by its name in tables."""
+        return {
+            "flops": self.flops / base.flops,
+            "bytes accessed": self.bytes_accessed / base.bytes_accessed,
+            "temporaries": self.temporaries / base.temporaries,
+            "bytes sent": self.bytes_sent / base.bytes_sent,
+        }
+
     def collectives_text(self) -> str:
         """The collectives by kind: how many, and the sizes of their arrays in MB."""
         kinds: dict[str, list[int]] = {}

@@ -22,7 +22,7 @@ import statistics
 import sys
 from typing import Any
 
-from benchmarks.contenders import Contender, losses, median_ratios, times_in_turns
+from benchmarks.contenders import Contender, chosen, losses, median_ratios, times_in_turns
 from benchmarks.parallel_training.compiled_figures import CompiledFigures
 from benchmarks.parallel_training.work import Layout
 from benchmarks.torch_mlp.work import LAYOUTS, Shape
@@ -69,10 +69,7 @@ def measure(layout: Layout, shape: Shape, names: list[str], rounds: int) -> list
             "contender": name,
             "time": ratios[name],
             "cpu": processor[name],
-            "flops": own.flops / base.flops,
-            "bytes accessed": own.bytes_accessed / base.bytes_accessed,
-            "temporaries": own.temporaries / base.temporaries,
-            "bytes sent": own.bytes_sent / base.bytes_sent,
+            **own.ratios_to(base),
         }
         shown = " ".join(f"{ratio:>7.3f}" for ratio in list(row.values())[2:])
         print(f"{name:>14} {shown}  {own.collectives_text()}")
@@ -98,20 +95,14 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--rounds", type=int, default=5, help="timed steps each; 0 for no times")
     parser.add_argument("--batch", type=int, default=Shape.batch)
     options = parser.parse_args(argv)
-    unknown = [name for name in options.layouts.split(",") if name not in LAYOUTS]
-    if unknown:
-        sys.exit(f"no such layout: {', '.join(unknown)}. There are {', '.join(LAYOUTS)}.")
+    layouts = chosen(options.layouts, LAYOUTS, "layout")
     names = ["hand", "penzai-shard"]
     if all(map(importlib.util.find_spec, ("torch", "torchax"))):
         names.append("torchax")
     else:
         print("torchax is left out: torch and torchax are not both installed")
     shape = Shape(batch=options.batch)
-    return [
-        row
-        for name in options.layouts.split(",")
-        for row in measure(LAYOUTS[name], shape, names, options.rounds)
-    ]
+    return [row for name in layouts for row in measure(LAYOUTS[name], shape, names, options.rounds)]
 
 
 if __name__ == "__main__":
