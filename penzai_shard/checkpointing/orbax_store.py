@@ -5,6 +5,7 @@ Everything that is particular to Orbax' arrays is in this module: those that it 
 """
 
 import contextlib
+import dataclasses
 import errno
 import math
 import os
@@ -55,10 +56,46 @@ _READ_BYTES = 256 * 2**20
 _SECONDS_TO_STOP = 5.0
 
 
-def save_arrays(
+@dataclasses.dataclass(frozen=True)
+class PreparedSave:
+    """A save that nothing can be wrong with any more but the disk.
+
+    Attributes:
+        where: The absolute path.
+        names: The names of all arrays.
+        stored: What Orbax is to write, by name: all arrays but those without elements.
+        metadata: The custom metadata, which says what the arrays are.
+        overwrite: Whether a checkpoint at the path is replaced.
+    """
+
+    where: str
+    names: tuple[str, ...]
+    stored: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    overwrite: bool
+
+    def write(self) -> str:
+        """Writes it, so that the path has a whole checkpoint at every moment.
+
+        Returns:
+            The absolute path.
+
+        Raises:
+            CheckpointExistsError: Something is at the path that may not be replaced.
+            CheckpointWriteError: It cannot be written: no permission, a full disk.
+        """
+        size = sum(array.size * array.dtype.itemsize for array in self.stored.values())
+        written_beside = _written_beside(self.where, size, overwrite=self.overwrite)
+        with orbax_api.without_noise(), written_beside as beside:
+            orbax_api.save(beside, self.stored, self.metadata)
+            on_first_process("sealing a checkpoint", lambda: seal(path_object(beside), self.names))
+        return self.where
+
+
+def prepare_save(
     path: PathLike, leaves: Mapping[str, NamedLeaf], *, kind: str, overwrite: bool
-) -> str:
-    """Writes arrays under their names, so that the path has a whole checkpoint at every moment.
+) -> PreparedSave:
+    """Finds everything that can be wrong with a save before anything is written.
 
     Args:
         path: Directory to make. Relative paths start at the working directory.
@@ -67,12 +104,12 @@ def save_arrays(
         overwrite: Replace a checkpoint at the path, once the new one is complete.
 
     Returns:
-        The absolute path.
+        What remains to be written. It refers to the arrays given, which must not be donated or
+        deleted before.
 
     Raises:
         CheckpointExistsError: The path exists and may not be replaced.
         CheckpointMismatchError: Some arrays cannot be saved.
-        CheckpointWriteError: It cannot be written: no permission, a full disk.
     """
     orbax_api.orbax()  # Refused first where it is not installed.
     where = absolute_path(path)
@@ -93,11 +130,7 @@ def save_arrays(
         raise CheckpointMismatchError(
             f"cannot save to {where}: there is no array with elements to save."
         )
-    size = sum(array.size * array.dtype.itemsize for array in stored.values())
-    with orbax_api.without_noise(), _written_beside(where, size, overwrite=overwrite) as beside:
-        orbax_api.save(beside, stored, section_of(records, kind))
-        on_first_process("sealing a checkpoint", lambda: seal(path_object(beside), leaves))
-    return where
+    return PreparedSave(where, tuple(leaves), stored, section_of(records, kind), overwrite)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from penzai_shard.checkpointing.arrays_by_name import ArraysByName, shardings_by_name
 from penzai_shard.checkpointing.comparison import AxisMismatch, DtypeMismatch, Extra, Tolerance
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
-from penzai_shard.checkpointing.orbax_store import save_arrays
+from penzai_shard.checkpointing.orbax_store import prepare_save
 from penzai_shard.checkpointing.parameter_dict import (
     param_dict,
     rebuilt,
@@ -117,7 +117,7 @@ def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
             f"{fix} save_train_state."
         )
     leaves = ArraysByName(values, "saving").leaves
-    saved = save_arrays(path, leaves, kind="params", overwrite=overwrite)
+    saved = prepare_save(path, leaves, kind="params", overwrite=overwrite).write()
     if left_out := statistics_of(model):
         listed = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
         warn_caller(

@@ -13,7 +13,7 @@ from penzai_shard.checkpointing.array_records import record_of
 from penzai_shard.checkpointing.arrays_by_name import ArraysByName, shardings_by_name
 from penzai_shard.checkpointing.comparison import AxisMismatch, DtypeMismatch, Extra, Tolerance
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
-from penzai_shard.checkpointing.orbax_store import save_arrays
+from penzai_shard.checkpointing.orbax_store import prepare_save
 from penzai_shard.checkpointing.parameter_dict import param_dict
 from penzai_shard.checkpointing.restoring import refuse_other_arrays, restore_arrays
 from penzai_shard.errors import RuleTypeError, raise_all
@@ -57,7 +57,7 @@ def save_train_state(path: PathLike, train_state: Any, *, overwrite: bool = Fals
     absolute_path(path)
     _refuse_other_kinds("save_train_state", train_state)
     leaves = ArraysByName(train_state, "saving", without_inserted=True).leaves
-    return save_arrays(path, leaves, kind="train_state", overwrite=overwrite)
+    return prepare_save(path, leaves, kind="train_state", overwrite=overwrite).write()
 
 
 def refuse_other_state(path: PathLike, train_state: Any) -> None:
