@@ -9,9 +9,11 @@ import importlib
 import json
 import pathlib
 import re
+import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.layout import Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -249,7 +251,7 @@ def saved(tmp_path_factory):
     """A checkpoint of ours, as far as Orbax knows: some arrays and other metadata."""
     directory = tmp_path_factory.mktemp("orbax") / "saved"
     arrays = {"a": jnp.arange(8.0), "b": jnp.ones((2, 3))}
-    orbax_api.save(str(directory), arrays, {"mine": {"kind": "test"}})
+    orbax_api.begin_save(str(directory), arrays, {"mine": {"kind": "test"}})()
     return directory
 
 
@@ -271,6 +273,23 @@ def test_orbax_reads_arrays_straight_into_shardings_and_leaves_out_what_is_none(
     loaded = orbax_api.load(str(saved.parent / "nested"), wanted, 2**20)
     assert loaded["list"][1].tolist() == [0, 0, 0]
     assert jax.tree.leaves(loaded) == [loaded["list"][1]]
+
+
+def test_orbax_has_copies_of_arrays_once_it_has_begun_to_write(tmp_path):
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    shardings = [NamedSharding(MESH, PartitionSpec(*axes)) for axes in (("data",), ())]
+    arrays = {f"{n}": jax.device_put(jnp.zeros((8, 2)), s) for n, s in enumerate(shardings)}
+    numbers = np.zeros(3)
+    wait = orbax_api.begin_save(str(tmp_path / "saved"), {**arrays, "numbers": numbers}, {})
+    arrays = {name: add(add(array)) for name, array in arrays.items()}
+    numbers += 2
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    wanted = {name: struct((8, 2)) for name in arrays} | {"numbers": struct((3,))}
+    loaded = orbax_api.load(str(tmp_path / "saved"), wanted, 2**20)
+    assert all(not array.any() for array in loaded.values())
+    assert all(bool(array.all()) for array in arrays.values())
 
 
 def test_orbax_casts_while_it_reads(saved):
@@ -316,7 +335,7 @@ def test_orbax_writes_files_of_known_names_and_the_callers_metadata_into_one(sav
 
 def test_orbax_stores_no_empty_arrays(tmp_path):
     with pytest.raises(ValueError, match="zero size"), orbax_api.without_noise():
-        orbax_api.save(str(tmp_path / "saved"), {"a": jnp.ones(0)}, {})
+        orbax_api.begin_save(str(tmp_path / "saved"), {"a": jnp.ones(0)}, {})
 
 
 def test_orbax_has_paths_of_object_stores():

@@ -13,7 +13,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -84,11 +84,64 @@ class PreparedSave:
             CheckpointExistsError: Something is at the path that may not be replaced.
             CheckpointWriteError: It cannot be written: no permission, a full disk.
         """
+        return self.begin().finish()
+
+    def begin(self) -> "BegunSave":
+        """Copies what this process writes to host memory, and begins to write it.
+
+        Returns:
+            What remains to be done, by this thread or another. The arrays may be donated meanwhile.
+
+        Raises:
+            CheckpointExistsError: Something is at the path that may not be replaced.
+            CheckpointWriteError: It cannot be written.
+        """
         size = sum(array.size * array.dtype.itemsize for array in self.stored.values())
-        written_beside = _written_beside(self.where, size, overwrite=self.overwrite)
-        with orbax_api.without_noise(), written_beside as beside:
-            orbax_api.save(beside, self.stored, self.metadata)
-            on_first_process("sealing a checkpoint", lambda: seal(path_object(beside), self.names))
+        before = set(threading.enumerate())
+        with orbax_api.without_noise(before), contextlib.ExitStack() as ending:
+            beside = ending.enter_context(
+                _written_beside(self.where, size, before, overwrite=self.overwrite)
+            )
+            written = orbax_api.begin_save(beside, self.stored, self.metadata)
+            return BegunSave(self.where, self.names, beside, written, before, ending.pop_all())
+
+
+@dataclasses.dataclass(frozen=True)
+class BegunSave:
+    """A save that is being written, and does not need the arrays any more.
+
+    Attributes:
+        where: The absolute path.
+        names: The names of all arrays.
+        beside: Where it is written.
+        written: Waits until all arrays are written.
+        before: The threads that ran before it began.
+        ending: Puts what is written at its path, or removes it after an error.
+    """
+
+    where: str
+    names: tuple[str, ...]
+    beside: str
+    written: Callable[[], None]
+    before: Collection[threading.Thread]
+    ending: contextlib.ExitStack
+
+    def finish(self) -> str:
+        """Waits until all is written, and puts it at its path.
+
+        In a job of several processes all must call it, in threads of the same name. It has to be
+        called, once.
+
+        Returns:
+            The absolute path.
+
+        Raises:
+            CheckpointWriteError: It cannot be written; what is at the path stays as it was.
+        """
+        with orbax_api.without_noise(self.before), self.ending:
+            self.written()
+            directory = path_object(self.beside)
+            on_first_process("sealing a checkpoint", lambda: seal(directory, self.names))
         return self.where
 
 
@@ -134,12 +187,15 @@ def prepare_save(
 
 
 @contextlib.contextmanager
-def _written_beside(where: str, size: int, *, overwrite: bool) -> Iterator[str]:
+def _written_beside(
+    where: str, size: int, before: Collection[threading.Thread], *, overwrite: bool
+) -> Iterator[str]:
     """Where to write what is then put at a path in one step, or not at all.
 
     Args:
         where: The path.
         size: Number of bytes to be written, for messages.
+        before: The threads that do not write it.
         overwrite: Whether what is at the path may be replaced.
     """
     if is_remote(where):
@@ -147,7 +203,6 @@ def _written_beside(where: str, size: int, *, overwrite: bool) -> Iterator[str]:
         yield where
         return
     replacement = Replacement(where)
-    before = set(threading.enumerate())
     try:
         on_first_process("beginning a save", replacement.begin)
         # Once more, now that nobody else can save to the path.
@@ -168,10 +223,10 @@ def _written_beside(where: str, size: int, *, overwrite: bool) -> Iterator[str]:
         replacement.discard()
 
 
-def _wait_for_new_threads(before: set[threading.Thread]) -> None:
+def _wait_for_new_threads(before: Collection[threading.Thread]) -> None:
     """Waits for the threads of a save that failed, which end once their directory is gone."""
     deadline = time.monotonic() + _SECONDS_TO_STOP
-    for thread in set(threading.enumerate()) - before:
+    for thread in {*threading.enumerate()} - {*before, threading.current_thread()}:
         # Idle workers and loops of asyncio stay for as long as they are referred to.
         if not thread.daemon and not thread.name.startswith("asyncio_"):
             # Orbax' own threads override this to raise what they failed with.

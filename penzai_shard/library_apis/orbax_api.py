@@ -10,7 +10,7 @@ import gc
 import logging
 import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -64,8 +64,16 @@ def holds_numbers(directory_name: str) -> bool:
     return directory_name == "d" or directory_name.startswith("ocdbt.")
 
 
-def save(directory: str, arrays: Mapping[str, Any], custom_metadata: Mapping[str, Any]) -> None:
-    """Writes a dictionary of arrays, none of them without elements, to a new directory."""
+def begin_save(
+    directory: str, arrays: Mapping[str, Any], custom_metadata: Mapping[str, Any]
+) -> Callable[[], None]:
+    """Begins to write a dictionary of arrays, none of them without elements, to a new directory.
+
+    Returns:
+        A function that waits until all is written, and raises what went wrong; it may be called
+        from another thread. What this process writes is in host memory, so that the arrays may be
+        donated, and arrays of NumPy be written to.
+    """
     ocp = orbax()
     context = ocp.Context()
     # To share the writing of replicated arrays, every device cuts its slice out. That compiles a
@@ -77,7 +85,8 @@ def save(directory: str, arrays: Mapping[str, Any], custom_metadata: Mapping[str
     # five minutes, and the interpreter for them.
     context.asynchronous.create_directories_asynchronously = False
     with context:
-        ocp.save(directory, arrays, custom_metadata=custom_metadata)
+        response = ocp.save_async(directory, arrays, custom_metadata=custom_metadata)
+    return response.result
 
 
 def described_arrays(directory: str) -> Any:
@@ -136,14 +145,17 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def without_noise() -> Iterator[None]:
+def without_noise(before: Collection[threading.Thread] | None = None) -> Iterator[None]:
     """Keeps Orbax from logging, hundreds of lines long, what is raised as one error anyway.
 
     Its threads and event loops report the same failure one after the other. What is logged is
     passed on once all went well, and what other threads log at once.
+
+    Args:
+        before: The threads that ran before Orbax began, if it began before this.
     """
     held: list[logging.LogRecord] = []
-    others = {*threading.enumerate()} - {threading.current_thread()}
+    others = {*(threading.enumerate() if before is None else before)} - {threading.current_thread()}
 
     def hold(record: logging.LogRecord) -> bool:
         # Called by the thread that logs. Numbers of threads are used again, so they do not count.

@@ -159,13 +159,13 @@ def test_saving_gives_orbax_the_parts_that_devices_hold(tmp_path, monkeypatch):
     )
     save_params(tmp_path / "first", model)  # Orbax is loaded.
     given = {}
-    saved = orbax_api.save
+    begin_save = orbax_api.begin_save
 
     def spy(directory, arrays, metadata):
         given.update(arrays)
-        saved(directory, arrays, metadata)
+        return begin_save(directory, arrays, metadata)
 
-    monkeypatch.setattr(orbax_api, "save", spy)
+    monkeypatch.setattr(orbax_api, "begin_save", spy)
     tracemalloc.start()
     save_params(tmp_path / "second", model)
     peak = tracemalloc.get_traced_memory()[1]
