@@ -19,6 +19,7 @@ from penzai_shard.errors import RuleTypeError
 KeyPath = Sequence[Any]
 
 _SEPARATORS = re.compile(r"[./\[\]]+")
+_WILDCARDS = re.compile(r"(\*+|\?)")
 
 
 def key_text(key: Any) -> str:
@@ -151,3 +152,86 @@ def _parts_match(pattern: tuple[str, ...], parts: tuple[str, ...]) -> bool:
                 reachable[i] and fnmatch.fnmatchcase(part, piece) for i, part in enumerate(parts)
             ]
     return reachable[-1]
+
+
+def wildcards(pattern: str) -> tuple[str, ...]:
+    """The wildcards of a pattern, in their order.
+
+    >>> wildcards("**/block_*/w?"), wildcards("model.w")
+    (('**', '*', '?'), ())
+    """
+    return tuple(
+        wildcard
+        for part in _pattern_parts(pattern)
+        for wildcard in ([part] if part == "**" else _wildcards_of_part(part))
+    )
+
+
+def _wildcards_of_part(part: str) -> list[str]:
+    return ["*" if piece[0] == "*" else piece for piece in _WILDCARDS.split(part)[1::2]]
+
+
+def wildcard_texts(pattern: str, path: str) -> Iterator[tuple[str, ...]]:
+    """What each wildcard of a pattern stands for in a path, in every way to read it.
+
+    Args:
+        pattern: As for ``path_matches``.
+        path: A readable path.
+
+    Returns:
+        For each way, one text per wildcard, in the order of ``wildcards``. ``**`` stands for whole
+        parts with slashes between them. Where the pattern does not match there is no way.
+
+    >>> list(wildcard_texts("layers.*.w?", "layers/3/w1"))
+    [('3', '1')]
+    >>> list(wildcard_texts("*_*", "a_b_c"))
+    [('a', 'b_c'), ('a_b', 'c')]
+    """
+    if path_matches(pattern, path):
+        yield from _texts_in_parts(_pattern_parts(pattern), split_path(path))
+
+
+def _texts_in_parts(pattern: tuple[str, ...], parts: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    if not pattern:
+        if not parts:
+            yield ()
+    elif pattern[0] == "**":
+        for i in range(len(parts) + 1):
+            if not _parts_match(pattern[1:], parts[i:]):
+                continue
+            for rest in _texts_in_parts(pattern[1:], parts[i:]):
+                yield ("/".join(parts[:i]), *rest)
+    elif parts:
+        for first in _texts_in_text(tuple(_WILDCARDS.split(pattern[0])), parts[0]):
+            for rest in _texts_in_parts(pattern[1:], parts[1:]):
+                yield (*first, *rest)
+
+
+def _texts_in_text(pieces: tuple[str, ...], text: str) -> Iterator[tuple[str, ...]]:
+    """The same for one part; ``pieces`` are literal texts with a wildcard between each two."""
+    literal, *others = pieces
+    if not text.startswith(literal):
+        return
+    text = text.removeprefix(literal)
+    if not others:
+        if not text:
+            yield ()
+        return
+    shortest, longest = (1, 1) if others[0] == "?" else (0, len(text))
+    for length in range(shortest, min(longest, len(text)) + 1):
+        for rest in _texts_in_text(tuple(others[1:]), text[length:]):
+            yield (text[:length], *rest)
+
+
+def with_wildcards_filled(pattern: str, texts: Sequence[str]) -> tuple[str, ...]:
+    """The parts of the path that a pattern becomes with a text in place of each wildcard.
+
+    >>> with_wildcards_filled("blocks/block_*/**", ["3", "mlp/w"])
+    ('blocks', 'block_3', 'mlp', 'w')
+    """
+    remaining = iter(texts)
+    parts = [
+        next(remaining) if part == "**" else _WILDCARDS.sub(lambda _: next(remaining), part)
+        for part in _pattern_parts(pattern)
+    ]
+    return split_path("/".join(parts))
