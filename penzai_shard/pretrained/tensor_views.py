@@ -41,6 +41,7 @@ class WholeTensor(TensorView):
         self.shape, self.dtype, self.tensors = tensor.shape, tensor.dtype, (tensor.name,)
 
     def read(self, reader: TensorReader, index: Index) -> np.ndarray[Any, Any]:
+        """As for every view."""
         return reader.read(self.tensors[0], index)
 
 
@@ -52,6 +53,7 @@ class Converted(TensorView):
         self.shape, self.dtype, self.tensors = source.shape, dtype, source.tensors
 
     def read(self, reader: TensorReader, index: Index) -> np.ndarray[Any, Any]:
+        """As for every view."""
         return self.source.read(reader, index).astype(np.dtype(self.dtype), copy=False)
 
 
@@ -63,6 +65,7 @@ class Increased(TensorView):
         self.shape, self.dtype, self.tensors = source.shape, source.dtype, source.tensors
 
     def read(self, reader: TensorReader, index: Index) -> np.ndarray[Any, Any]:
+        """As for every view."""
         part = self.source.read(reader, index)
         return part + np.asarray(self.by, part.dtype)
 
@@ -76,6 +79,7 @@ class Transposed(TensorView):
         self.dtype, self.tensors = source.dtype, source.tensors
 
     def read(self, reader: TensorReader, index: Index) -> np.ndarray[Any, Any]:
+        """As for every view."""
         of_source = tuple(index[self.permutation.index(place)] for place in range(len(index)))
         return self.source.read(reader, of_source).transpose(self.permutation)
 
@@ -89,6 +93,7 @@ class Sliced(TensorView):
         self.dtype, self.tensors = source.dtype, source.tensors
 
     def read(self, reader: TensorReader, index: Index) -> np.ndarray[Any, Any]:
+        """As for every view."""
         moved = (slice(i.start + s, i.stop + s) for i, s in zip(index, self.starts, strict=True))
         return self.source.read(reader, tuple(moved))
 
@@ -101,6 +106,7 @@ class Reshaped(TensorView):
         self.dtype, self.tensors = source.dtype, source.tensors
 
     def read(self, reader: TensorReader, index: Index) -> np.ndarray[Any, Any]:
+        """As for every view."""
         shape = _shape_at(index)
         if not math.prod(shape):
             return np.empty(shape, np.dtype(self.dtype))
@@ -132,11 +138,9 @@ class Concatenated(TensorView):
         self.tensors = tuple(dict.fromkeys(names))
 
     def read(self, reader: TensorReader, index: Index) -> np.ndarray[Any, Any]:
-        before, wanted, after = (
-            index[: self.dimension],
-            index[self.dimension],
-            index[self.dimension + 1 :],
-        )
+        """As for every view."""
+        before, after = index[: self.dimension], index[self.dimension + 1 :]
+        wanted = index[self.dimension]
         result = np.empty(_shape_at(index), np.dtype(self.dtype))
         around = (slice(None),) * self.dimension
         for source, start in zip(self.sources, self.starts[:-1], strict=True):

@@ -94,9 +94,7 @@ def put_together(draw, drawn, tensor):
     if drawn.array.ndim and draw(st.booleans()):
         along = draw(st.integers(0, drawn.array.ndim - 1))
         view = Concatenated([drawn.view, other.view, drawn.view], along)
-        return Drawn(
-            view, np.concatenate([drawn.array, other.array, drawn.array], along)
-        ), True
+        return Drawn(view, np.concatenate([drawn.array, other.array, drawn.array], along)), True
     along = draw(st.integers(0, drawn.array.ndim))
     view = stacked([other.view, drawn.view], along)
     return Drawn(view, np.stack([other.array, drawn.array], along)), False
