@@ -5,6 +5,13 @@ initialising, constraining, training and restoring carry the plan out.
 """
 
 from penzai_shard.axis_rules import AxisRules
+from penzai_shard.checkpoint_reports import (
+    CheckpointComparison,
+    CheckpointDescription,
+    ModelComparison,
+    compare_checkpoints,
+    describe_checkpoint,
+)
 from penzai_shard.checkpointing import (
     param_dict,
     restore_params,
@@ -96,7 +103,9 @@ __all__ = [
     "ROOT",
     "AxesInPlace",
     "AxisRules",
+    "CheckpointComparison",
     "CheckpointDamagedError",
+    "CheckpointDescription",
     "CheckpointExistsError",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
@@ -115,6 +124,7 @@ __all__ = [
     "Layout",
     "LeafPlan",
     "LogRecord",
+    "ModelComparison",
     "Recipe",
     "Ref",
     "RolledLayerStack",
@@ -132,9 +142,11 @@ __all__ = [
     "build_eval_step_fn",
     "build_train_step_fn",
     "check_equivalent",
+    "compare_checkpoints",
     "constrain_blocks",
     "cross_entropy",
     "data_parallel",
+    "describe_checkpoint",
     "fit",
     "fold_rng_over_axis",
     "fully_sharded",

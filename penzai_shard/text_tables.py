@@ -82,6 +82,7 @@ class TextTable(NotebookView):
         below: The heading of a last column that a narrow table shows below each row, if any.
         wide: The width, in columns, from which on the table is not narrow; 0 for whatever its
             words need.
+        has_headings_alone: Whether headings are shown without any row below them.
     """
 
     headings: ClassVar[tuple[str, ...]]
@@ -90,6 +91,7 @@ class TextTable(NotebookView):
     paths: ClassVar[frozenset[str]] = frozenset()
     below: ClassVar[str | None] = None
     wide: ClassVar[int] = 0
+    has_headings_alone: ClassVar[bool] = True
 
     @abc.abstractmethod
     def text_rows(self) -> Sequence[tuple[str, ...]]:
@@ -153,27 +155,38 @@ class TextTable(NotebookView):
             # A code host that drops styles shows it in bold all the same.
             shown = _element("strong", verdict, style=self.verdict_style())
             parts.append(f"<div>{shown}</div>")
-        parts.append('<table class="pzs-table"><thead><tr>')
-        parts += [_element("th", h, kind) for h, kind in zip(self.headings, classes, strict=True)]
-        parts.append("</tr></thead><tbody>")
-        for number, row in enumerate(rows[:NOTEBOOK_ROWS]):
-            parts.append("<tr>")
-            for heading, kind, cell in zip(self.headings, classes, row, strict=True):
-                style = self.style_of(number, heading)
-                parts.append(_element("td", cell, kind, style, heading in self.paths))
-            parts.append("</tr>")
-        parts.append("</tbody></table>")
+        if rows or self.has_headings_alone:
+            parts += self._html_table(rows, classes)
         notes = list(self.text_summary())
         if len(rows) > NOTEBOOK_ROWS:
             notes.append(f"and {len(rows) - NOTEBOOK_ROWS:,} more rows; print shows them all")
         parts += [_element("div", line) for line in notes]
         return "".join(parts)
 
+    def _html_table(self, rows: Sequence[tuple[str, ...]], classes: Sequence[str]) -> Iterator[str]:
+        yield '<table class="pzs-table"><thead><tr>'
+        for heading, kind in zip(self.headings, classes, strict=True):
+            yield _element("th", heading, kind)
+        yield "</tr></thead><tbody>"
+        for number, row in enumerate(rows[:NOTEBOOK_ROWS]):
+            yield "<tr>"
+            for heading, kind, cell in zip(self.headings, classes, row, strict=True):
+                style = self.style_of(number, heading)
+                yield _element("td", cell, kind, style, heading in self.paths)
+            yield "</tr>"
+        yield "</tbody></table>"
+
     def lines(self, width: int) -> Iterator[Segments]:
         """The verdict, the table and the lines below it, none of them wider than it must be."""
         if verdict := self.text_verdict():
             yield from _paragraph(verdict, width, self.verdict_style())
         rows = [tuple(map(printable, row)) for row in self.text_rows()]
+        if rows or self.has_headings_alone:
+            yield from self._table_lines(rows, width)
+        for line in self.text_summary():
+            yield from _paragraph(line, width, "")
+
+    def _table_lines(self, rows: Sequence[tuple[str, ...]], width: int) -> Iterator[Segments]:
         columns = list(range(len(self.headings)))
         widths = self._widths(columns, rows, width)
         narrow = widths is None
@@ -198,8 +211,6 @@ class TextTable(NotebookView):
         yield [((_INDENT.replace(" ", "-") if narrow else "") + rule, "bold")]
         for number, row in enumerate(rows):
             yield from lines_of(row, [self.style_of(number, heading) for heading in self.headings])
-        for line in self.text_summary():
-            yield from _paragraph(line, width, "")
 
     def _row_lines(
         self, columns: list[int], widths: list[int], row: Sequence[str], style: Sequence[str]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import penzai_shard
+from penzai_shard.cli.checkpoint_commands import add_checkpoint_commands, run_checkpoint
 from penzai_shard.cli.demo_failure import DemoFailure
 from penzai_shard.cli.processes import is_started, joined, start_processes
 from penzai_shard.errors import MeshError, MissingExtraError, ShardingError
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
     _add_run(commands)
+    add_checkpoint_commands(commands)
     return parser
 
 
@@ -125,13 +127,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments, those of the process by default.
 
     Returns:
-        The exit status: 0, 1 after a failure reported in one line, 130 after Ctrl-C.
+        The exit status: 0, 1 after a failure reported in one line, 130 after Ctrl-C. Of the
+        commands for checkpoints 1 is an answer, and 2 a failure.
     """
     options = _parser().parse_args(arguments)
     try:
         if options.command == "run":
             command = [options.program, *options.arguments]
             return start_processes(command, options.processes, options.simulate_devices)
+        if options.command == "checkpoint":
+            return run_checkpoint(options)
         return _demo(options, sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
         print("\npenzai-shard: stopped.", file=sys.stderr)
@@ -142,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         kind = "" if isinstance(error, ShardingError | DemoFailure) else f"{type(error).__name__}: "
         print(f"penzai-shard: {kind}{_one_line(error)}", file=sys.stderr)
-        return 1
+        return 2 if options.command == "checkpoint" else 1
 
 
 def _demo(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ library depends on, and what it logs of a failure that is raised anyway is held 
 """
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import logging
@@ -14,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from penzai_shard.errors import require_extra
 
@@ -104,6 +106,51 @@ def described_arrays(directory: str) -> Any:
         if found is None:
             raise ValueError("it gives nothing.")
         return found
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedSharding:
+    """How an array was laid out when it was saved; the devices themselves do not count.
+
+    Attributes:
+        mesh: The sizes of the mesh axes by name; none for an array on a single device.
+        spec: The spec, of an array that may have more dimensions than are saved of it.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    spec: PartitionSpec
+
+
+def saved_sharding(description: Any) -> SavedSharding | None:
+    """The sharding at save of an array.
+
+    Args:
+        description: A leaf of ``described_arrays``.
+
+    Returns:
+        The sharding; None where Orbax has not kept it, as of arrays of NumPy, or where it was of
+        a kind that names no mesh axes.
+    """
+    found: Any = getattr(description, "sharding_metadata", None)
+    if hasattr(found, "device_str"):
+        return SavedSharding((), PartitionSpec())
+    if not hasattr(found, "partition_spec"):
+        return None
+    mesh = tuple(zip(map(str, found.axis_names), map(int, found.shape), strict=True))
+    # Read from JSON, several mesh axes of one dimension are a list.
+    entries = [tuple(e) if isinstance(e, list) else e for e in found.partition_spec]
+    return SavedSharding(mesh, PartitionSpec(*entries))
+
+
+def saved_metadata(directory: str) -> tuple[int | None, dict[str, Any]]:
+    """When a checkpoint was saved, in nanoseconds since 1970, and the metadata of who saved it.
+
+    Older layouts of Orbax have neither.
+    """
+    with without_noise():
+        found = orbax().metadata(directory)
+    time = found.commit_timestamp_nsecs or found.init_timestamp_nsecs
+    return time, dict(found.custom_metadata or {})
 
 
 def is_unknown_layout(error: Exception) -> bool:

@@ -1,0 +1,20 @@
+"""What a checkpoint holds, in what two differ, and whether one is whole: values that print."""
+
+from penzai_shard.checkpoint_reports.comparing import (
+    ArrayDifference,
+    CheckpointComparison,
+    ModelComparison,
+    compare_checkpoints,
+)
+from penzai_shard.checkpoint_reports.description import CheckpointDescription, describe_checkpoint
+from penzai_shard.checkpoint_reports.stored_arrays import StoredArray
+
+__all__ = [
+    "ArrayDifference",
+    "CheckpointComparison",
+    "CheckpointDescription",
+    "ModelComparison",
+    "StoredArray",
+    "compare_checkpoints",
+    "describe_checkpoint",
+]

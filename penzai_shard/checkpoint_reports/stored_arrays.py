@@ -1,0 +1,128 @@
+"""The arrays of a checkpoint, of whatever kind it is, as far as they are known without reading."""
+
+import dataclasses
+import datetime
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from penzai_shard.checkpointing.array_records import ArrayRecord, key_data_shape
+from penzai_shard.checkpointing.locations import PathLike
+from penzai_shard.checkpointing.manifest import _SECTION as SECTION
+from penzai_shard.checkpointing.manifest import Manifest, read_manifest
+from penzai_shard.library_apis.orbax_api import SavedSharding, saved_metadata, saved_sharding
+from penzai_shard.partition_specs import canonical_spec
+
+KINDS = {"params": "parameters", "train_state": "train state", "orbax": "plain Orbax checkpoint"}
+
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
+
+def arrays_text(count: int) -> str:
+    """A number of arrays for people.
+
+    >>> arrays_text(1), arrays_text(1200)
+    ('1 array', '1,200 arrays')
+    """
+    return f"{count:,} array{'s' * (count != 1)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """One array of a checkpoint.
+
+    Attributes:
+        name: Its name: of a parameter that of the variable, in a train state its path.
+        record: Its shape, dtype and logical axis names.
+        bytes: The size of its numbers, in bytes.
+        mesh: The sizes of the mesh axes that it was laid out over when it was saved, none for a
+            single device; None where that was not kept.
+        spec: Its spec on this mesh; None where that was not kept.
+    """
+
+    name: str
+    record: ArrayRecord
+    bytes: int
+    mesh: Mapping[str, int] | None = None
+    spec: PartitionSpec | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointContents:
+    """What a checkpoint holds.
+
+    Attributes:
+        path: Where it is.
+        kind: ``"params"``, ``"train_state"`` or ``"orbax"``.
+        arrays: Its arrays, in the order of the checkpoint.
+        saved: When it was saved; None where that was not kept.
+        metadata: What its writer has noted beside the arrays.
+        caveat: What cannot be known of it, in words; empty if all can.
+    """
+
+    path: str
+    kind: str
+    arrays: tuple[StoredArray, ...]
+    saved: datetime.datetime | None = None
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    caveat: str = ""
+
+    def parameters(self) -> "CheckpointContents":
+        """The parameters in the checkpoint of a train state, by their names there."""
+        arrays = [
+            dataclasses.replace(array, name=array.name.removeprefix("params/"))
+            for array in self.arrays
+            if array.name.startswith("params/")
+        ]
+        return dataclasses.replace(self, kind="params", arrays=tuple(arrays))
+
+
+def contents_of(path: PathLike) -> CheckpointContents:
+    """Reads what a checkpoint holds, but no array.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at the path.
+        CheckpointDamagedError: It is not as it was saved.
+        CheckpointMismatchError: It has a format that this version does not read.
+        MissingExtraError: Orbax is not installed.
+    """
+    manifest = read_manifest(path)
+    time, metadata = saved_metadata(manifest.directory)
+    descriptions = {
+        manifest.name_of(key_path): description
+        for key_path, description in jax.tree_util.tree_leaves_with_path(manifest.stored_tree)
+    }
+    return CheckpointContents(
+        path=manifest.path,
+        kind=manifest.kind or "orbax",
+        arrays=tuple(
+            _stored_array(name, record, saved_sharding(descriptions.get(name)))
+            for name, record in manifest.records.items()
+        ),
+        saved=None
+        if time is None
+        else datetime.datetime.fromtimestamp(time // 10**9, datetime.UTC),
+        metadata=_of_others(manifest, metadata),
+        caveat="" if manifest.kind else "it has no logical axis names, as plain Orbax stores none",
+    )
+
+
+def _of_others(manifest: Manifest, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata without our own entries, of which the format alone is news."""
+    if manifest.kind is None:
+        return dict(metadata)
+    others = {key: value for key, value in metadata.items() if key != SECTION}
+    return {"format of penzai_shard": metadata[SECTION]["version"], **others}
+
+
+def _stored_array(name: str, record: ArrayRecord, saved: SavedSharding | None) -> StoredArray:
+    key_shape = key_data_shape(record.key_impl) if record.key_impl else ()
+    itemsize = 4 if record.key_impl else jnp.dtype(record.dtype).itemsize
+    size = math.prod((*record.shape, *key_shape)) * itemsize
+    if saved is None or len(spec := canonical_spec(saved.spec)) > len(record.shape):
+        return StoredArray(name, record, size)
+    return StoredArray(name, record, size, dict(saved.mesh), spec)

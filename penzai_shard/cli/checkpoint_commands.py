@@ -1,0 +1,125 @@
+"""``penzai-shard checkpoint``: what one holds, in what two differ, whether one is whole."""
+
+import argparse
+import importlib.util
+import os
+import sys
+from typing import Any
+
+import jax
+
+from penzai_shard.checkpoint_reports import (
+    ModelComparison,
+    compare_checkpoints,
+    describe_checkpoint,
+)
+from penzai_shard.checkpoint_reports.report import Report
+from penzai_shard.cli.model_references import ModelReference
+from penzai_shard.errors import RuleTypeError
+
+# As a shell has it for a program that is ended since nobody reads its output.
+_NOBODY_READS = 141
+
+
+def add_checkpoint_commands(commands: Any) -> None:
+    """Adds the command with its own commands to the parser's."""
+    checkpoint = commands.add_parser(
+        "checkpoint",
+        help="show a checkpoint, compare it with another one or with a model, verify it",
+        description="Looks at checkpoints. The accelerators of this machine are left alone.",
+    )
+    actions = checkpoint.add_subparsers(dest="action", required=True)
+    show = _action(
+        actions,
+        "show",
+        "names, logical axes, shapes, dtypes, sizes and shardings at save; reads no array",
+        "penzai-shard checkpoint show run/step_00000100",
+    )
+    show.add_argument("path", metavar="PATH", help="the checkpoint's directory")
+    show.set_defaults(run=_show)
+    diff = _action(
+        actions,
+        "diff",
+        "in what two checkpoints differ, or what keeps one from being restored into a model; "
+        "reads no array. Exit status 0 if nothing differs, 1 if something does, 2 after an "
+        "error and where values could not be compared",
+        "penzai-shard checkpoint diff run/step_00000100 run/step_00000200",
+        "penzai-shard checkpoint diff params 'train.py:build_model(seed=0)'",
+    )
+    diff.add_argument("path", metavar="PATH", help="a checkpoint's directory")
+    diff.add_argument(
+        "other",
+        metavar="PATH_OR_MODEL",
+        help="another one; or file.py:function or module:function, which builds a model, an "
+        "abstract one or a train state, with arguments in brackets if it takes some. Nothing is "
+        "initialised",
+    )
+    diff.set_defaults(run=_diff)
+
+
+def _action(actions: Any, name: str, text: str, *examples: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name,
+        help=text.partition(". ")[0],
+        description=text[0].upper() + text[1:] + ".",
+        epilog="For example: " + "; ".join(examples),
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.add_argument(
+        "--all", action="store_true", help="a row for each array, also of equal blocks"
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+    return parser
+
+
+def run_checkpoint(options: argparse.Namespace) -> int:
+    """Runs one of the commands.
+
+    Args:
+        options: What was parsed.
+
+    Returns:
+        The exit status.
+    """
+    # Another process may be training on the accelerators, and hold their memory.
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would report it once more when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NOBODY_READS
+    return status
+
+
+def _show(options: argparse.Namespace) -> int:
+    _print(describe_checkpoint(options.path), options)
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    if ModelReference.read(options.path) is not None:
+        raise RuleTypeError(
+            f"the checkpoint comes first: penzai-shard checkpoint diff PATH {options.path}"
+        )
+    reference = ModelReference.read(options.other)
+    other = options.other if reference is None else reference.model()
+    found = compare_checkpoints(options.path, other)
+    _print(found, options)
+    if isinstance(found, ModelComparison):
+        return 0 if found.fits else 1
+    return 1 if found.are_different else 0 if found.are_equal else 2
+
+
+def _print(report: Report, options: argparse.Namespace) -> None:
+    if options.json:
+        print(report.to_json())
+        return
+    table = report.table(collapse=not options.all)
+    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+        from rich.console import Console
+
+        Console().print(table)
+    else:
+        print(table)

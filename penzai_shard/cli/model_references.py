@@ -1,0 +1,148 @@
+"""A model by what the shell can say of it: ``file.py:function`` or ``module:function(seed=0)``."""
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from penzai_shard.errors import RuleTypeError, ShardingError, extra_for
+from penzai_shard.placement import abstract_model
+from penzai_shard.placement.builders import is_model
+from penzai_shard.rule_kinds import nearest_name
+from penzai_shard.training import TrainState
+
+_FORM = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_][\w.]*)\s*(?P<call>\(.*\))?", re.DOTALL)
+_EXAMPLE = "Write for instance model.py:build_model, or my_package.models:build(seed=0)."
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelReference:
+    """A function that builds a model, by name, with the arguments to call it with.
+
+    Attributes:
+        text: As it was written.
+        place: A Python file, or a module.
+        name: The function's qualified name in there.
+        arguments: Positional arguments.
+        keywords: Arguments by name.
+    """
+
+    text: str
+    place: str
+    name: str
+    arguments: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def read(cls, text: str) -> "ModelReference | None":
+        """Reads a reference; None if the text is not one, and so the path of a checkpoint.
+
+        Raises:
+            RuleTypeError: The arguments are not literals.
+
+        >>> ModelReference.read("model.py:build(2, width=8)").keywords
+        {'width': 8}
+        >>> ModelReference.read("gs://bucket/run"), ModelReference.read("run/params")
+        (None, None)
+        """
+        match = _FORM.fullmatch(text)
+        if match is None or os.path.exists(text):
+            return None
+        arguments, keywords = _literals(text, match["call"] or "()")
+        return cls(text, match["place"], match["name"], arguments, keywords)
+
+    def model(self) -> Any:
+        """What the function builds, with structs in place of arrays.
+
+        Only the function's program is looked at, unless it calls ``abstract_model`` itself: then
+        it is called. What is no function, such as a model, is taken as it is.
+
+        Raises:
+            RuleTypeError: There is no such file, module or function, or it fails.
+        """
+        built = self._named()
+        if not callable(built) or is_model(built):
+            return built
+        returned: list[Any] = []
+
+        def building() -> Any:
+            made = built(*self.arguments, **self.keywords)
+            returned.append(type(made))
+            return made
+
+        try:
+            return abstract_model(building)
+        except ShardingError:
+            if returned and issubclass(returned[0], TrainState):
+                return jax.eval_shape(building)
+            if returned:
+                raise
+            # It may have called abstract_model itself, which works outside of a trace alone.
+            return building()
+        except Exception as error:
+            raise RuleTypeError(
+                f"{self.text}: it fails with {type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]} {self._fix(error)}".rstrip()
+            ) from error
+
+    def _fix(self, error: Exception) -> str:
+        if isinstance(error, TypeError) and "argument" in str(error):
+            return f"Give its arguments too: {self.place}:{self.name}(seed=0)."
+        return extra_for(error)
+
+    def _named(self) -> Any:
+        found = self._module()
+        for name in self.name.split("."):
+            if not hasattr(found, name):
+                near = nearest_name(name, [each for each in vars(found) if each[0] != "_"])
+                meant = f"Did you mean {self.place}:{near}?" if near else _EXAMPLE
+                raise RuleTypeError(f"{self.text}: {self.place} has no {name!r}. {meant}")
+            found = getattr(found, name)
+        return found
+
+    def _module(self) -> Any:
+        is_file = self.place.endswith(".py")
+        # What the file or the module imports is looked for as if it were run from here.
+        folder = os.path.dirname(os.path.abspath(self.place)) if is_file else os.getcwd()
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        if is_file and not os.path.isfile(self.place):
+            raise RuleTypeError(f"{self.text}: there is no file {self.place}. {_EXAMPLE}")
+        try:
+            if not is_file:
+                return importlib.import_module(self.place)
+            name = os.path.basename(self.place).removesuffix(".py")
+            spec = importlib.util.spec_from_file_location(name, self.place)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            # Dataclasses and pickles look their module up.
+            sys.modules.setdefault(name, module)
+            spec.loader.exec_module(module)
+            return module
+        except Exception as error:
+            raise RuleTypeError(
+                f"{self.text}: cannot import {self.place}: {type(error).__name__}: {error} "
+                f"{extra_for(error)}".rstrip()
+            ) from error
+
+
+def _literals(text: str, call: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, which are literals of Python."""
+    try:
+        parsed = ast.parse(f"f{call}", mode="eval").body
+        assert isinstance(parsed, ast.Call)
+        arguments = tuple(ast.literal_eval(each) for each in parsed.args)
+        keywords = {str(each.arg): ast.literal_eval(each.value) for each in parsed.keywords}
+    except (SyntaxError, ValueError, AssertionError) as error:
+        raise RuleTypeError(
+            f"{text}: arguments are literals, such as numbers and texts. {_EXAMPLE}"
+        ) from error
+    return arguments, keywords
