@@ -10,6 +10,7 @@ import importlib
 import json
 import pathlib
 import re
+import sys
 import threading
 
 import jax
@@ -23,7 +24,7 @@ from penzai.deprecated.v1 import pz as pz_v1
 
 import penzai_shard
 from penzai_shard.errors import ShardingError
-from penzai_shard.library_apis import jax_api, orbax_api, penzai_api
+from penzai_shard.library_apis import jax_api, orbax_api, penzai_api, penzai_converters
 from penzai_shard.traced_programs import inner_programs
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -222,6 +223,39 @@ def test_effects_of_the_first_api_hold_what_they_hold_in_one_field():
         effects = importlib.import_module(f"penzai.deprecated.v1.data_effects.{module}")
         kind = getattr(effects, name)
         assert field in {one.name for one in dataclasses.fields(kind)}
+
+
+LLAMALIKE = {
+    "hidden_size": 4,
+    "intermediate_size": 6,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 0,
+    "vocab_size": 5,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 100.0,
+    "hidden_act": "silu",
+}
+
+
+@pytest.fixture
+def without_torch(monkeypatch):
+    """A process in which importing torch or transformers fails."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_penzais_converter_of_llamas_takes_arrays_of_jax_and_a_configuration(dtype):
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    arrays = {name: jnp.ones((5, 4), dtype) for name in names}
+    arrays["model.norm.weight"] = jnp.ones(4, dtype)
+    model = penzai_converters.convert_llamalike(LLAMALIKE, arrays, dtype)
+    _, parameters = pz.unbind_params(model)
+    held = {id(p.value.data_array) for p in parameters}
+    assert held == {id(array) for array in arrays.values()}
+    assert model.metadata.activation_dtype == jnp.dtype(dtype)
 
 
 def test_side_outputs_of_the_first_api_go_to_a_list_that_can_be_shared():

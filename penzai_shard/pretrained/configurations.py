@@ -1,0 +1,210 @@
+"""Reading the configuration of a Hugging Face model: ``config.json``.
+
+A configuration says what a model computes. Every attribute is either used, or known to change no
+value, or has to have the value that Penzai's model assumes; all others are refused by name. Both
+forms are read: transformers 5 keeps what it says of rotary positions in ``rope_parameters``, and
+the versions before in ``rope_theta`` and ``rope_scaling``.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from penzai_shard.errors import CheckpointMismatchError, raise_all
+
+_CHANGE_NO_VALUE = """
+    _attn_implementation_autoset _name_or_path architectures bos_token_id cache_implementation
+    classifier_dropout dtype eos_token_id id2label initializer_range label2id
+    max_position_embeddings model_type output_attentions output_hidden_states pad_token_id
+    pretraining_tp return_dict torch_dtype transformers_version use_cache
+"""
+CHANGE_NO_VALUE = frozenset(_CHANGE_NO_VALUE.split())
+"""Attributes of any model that change none of the values that it computes from its parameters.
+
+Rotary positions of the default kind have no greatest position, and ``pretraining_tp`` is about
+sums in another order. ``classifier_dropout`` is for another head than that of a language model."""
+
+ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Rotary position embeddings of a layer.
+
+    Attributes:
+        theta: The base of the wavelengths.
+        partial: The part of a head's dimension that is rotated.
+        factor: By how much positions are divided.
+    """
+
+    theta: float
+    partial: float = 1.0
+    factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Attributes:
+    """What a family says of the attributes in its configurations.
+
+    Attributes:
+        sizes: Those that have to be there, each a positive whole number.
+        values: Those of which only some values are right; where one is absent, the first is meant.
+        used: Those that the family reads by itself.
+    """
+
+    sizes: tuple[str, ...]
+    values: Mapping[str, tuple[Any, ...]]
+    used: tuple[str, ...] = ()
+
+
+class Configuration:
+    """Attributes of a configuration, checked, with the values of those that are absent.
+
+    Args:
+        given: The attributes in the file.
+        attributes: What the family says of them.
+        source: What messages call the configuration.
+        family: The name of the family.
+        rotary: Gives what is said of rotary positions, and what is wrong with it.
+        check: Gives what else is wrong.
+
+    Raises:
+        CheckpointMismatchError: With one line per attribute that is missing, or that asks for what
+            Penzai's model does not do.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        attributes: Attributes,
+        source: str,
+        family: str,
+        check: Callable[["Configuration"], Sequence[str]] = lambda configuration: (),
+    ) -> None:
+        self.given, self.source, self.family = given, source, family
+        self._values = attributes.values
+        problems = [*self._sizes(attributes.sizes), *self._others(attributes)]
+        if not problems:
+            problems += check(self)
+        raise_all(
+            CheckpointMismatchError,
+            f"{source} is not of a {family} that Penzai's model computes:",
+            problems,
+        )
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of an attribute, or what its absence means."""
+        value = self.given.get(name)
+        if value is None and name in self._values:
+            return self._values[name][0]
+        return value
+
+    def _sizes(self, names: Sequence[str]) -> list[str]:
+        return [
+            f"{name}: is {self.given.get(name)!r}, and has to be a whole number above 0."
+            if name in self.given
+            else f"{name}: is missing. Give the whole configuration with config=."
+            for name in names
+            if not is_size(self.given.get(name))
+        ]
+
+    def _others(self, attributes: Attributes) -> list[str]:
+        problems = []
+        known = {*attributes.sizes, *attributes.used, *CHANGE_NO_VALUE}
+        for name, value in self.given.items():
+            allowed = attributes.values.get(name)
+            if name in known or (allowed is not None and any(_same(value, a) for a in allowed)):
+                continue
+            if allowed is None:
+                problems.append(
+                    f"{name}: is {value!r}, of which it is not known what it changes. If it "
+                    "changes no value that the model computes, leave it out: give the others with "
+                    "config=."
+                )
+            else:
+                listed = " or ".join(map(repr, allowed))
+                problems.append(
+                    f"{name}: is {value!r}, and Penzai's {self.family} is the one with {listed}. "
+                    "Build a model of your own, and load it with into=."
+                )
+        return problems
+
+
+def rotary(
+    configuration: Configuration,
+    theta: float,
+    *,
+    partial: float = 1.0,
+    theta_name: str = "rope_theta",
+    partial_name: str = "partial_rotary_factor",
+    layer_type: str | None = None,
+    scaling: bool = False,
+) -> tuple[Rotary, list[str]]:
+    """What a configuration says of rotary positions, and what is wrong with it.
+
+    Args:
+        configuration: The configuration.
+        theta: What ``rope_theta`` is where it is absent.
+        partial: What the part that is rotated is where it is absent.
+        theta_name: The name of the base before transformers 5.
+        partial_name: The name of the part that is rotated before transformers 5.
+        layer_type: The layers of which it is asked, in families whose layers differ.
+        scaling: Whether positions may be divided.
+
+    Returns:
+        What is said, and one line per problem.
+    """
+    given = configuration.given
+    newer, older = given.get("rope_parameters"), given.get("rope_scaling")
+    where = "rope_parameters"
+    if layer_type is not None and isinstance(newer, Mapping):
+        newer, where = newer.get(layer_type), f"rope_parameters[{layer_type!r}]"
+    if newer is None:
+        newer, where = (older if scaling or layer_type is None else None), "rope_scaling"
+    if newer is None:
+        newer = {}
+    if not isinstance(newer, Mapping):
+        return Rotary(theta), [f"{where}: is {newer!r}, and has to be a table of attributes."]
+    problems = []
+    kind = newer.get("rope_type", newer.get("type", "default"))
+    factor = newer.get("factor", 1.0) if kind == "linear" and scaling else 1.0
+    if kind != "default" and not (kind == "linear" and scaling):
+        problems.append(
+            f"{where}: has {kind!r} positions, {dict(newer)!r}, and Penzai's "
+            f"{configuration.family} has 'default' ones alone. Build a model of your own, and load "
+            "it with into=."
+        )
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    known |= {"factor"} if kind == "linear" and scaling else set()
+    problems += [
+        f"{where}: says {name} = {value!r}, of which it is not known what it changes."
+        for name, value in newer.items()
+        if name not in known and not problems
+    ]
+    said = [
+        (newer.get("rope_theta"), given.get(theta_name), theta, theta_name),
+        (newer.get("partial_rotary_factor"), given.get(partial_name), partial, partial_name),
+    ]
+    found = []
+    for new, old, default, name in said:
+        if new is not None and old is not None and new != old:
+            problems.append(f"{name}: is {old!r}, and {where} says {new!r}. Give one of them.")
+        found.append(next((value for value in (new, old) if value is not None), default))
+    problems += [
+        f"{where}: {found}, and has to be numbers above 0."
+        for value in (*found, factor)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0
+    ]
+    return Rotary(found[0], found[1], factor), problems
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value is a whole number above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    """Whether two values are the same, of which ``1`` and ``True`` are not."""
+    if isinstance(value, bool) or isinstance(allowed, bool):
+        return value is allowed
+    return bool(value == allowed)

@@ -1,0 +1,202 @@
+"""From a configuration and what is stored to a model without values and views of its parameters.
+
+Nothing here touches a device or a file's data: all that can be wrong is found before.
+"""
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from penzai_shard.errors import CheckpointMismatchError, raise_all
+from penzai_shard.pretrained.configurations import Configuration
+from penzai_shard.pretrained.families import Family, Options
+from penzai_shard.pretrained.llamalike_families import LLAMA, MISTRAL
+from penzai_shard.pretrained.stored_tensors import StoredTensor
+from penzai_shard.pretrained.tensor_views import Converted, TensorView, WholeTensor
+from penzai_shard.pretrained.traced_converters import converted_views
+
+FAMILIES = (LLAMA, MISTRAL)
+"""The families of models that can be loaded without a model to load into."""
+
+OF_MODELS = ("float32", "bfloat16")
+"""The dtypes of which Penzai's converters make models."""
+
+_READ = (*OF_MODELS, "float16", "float64")
+
+
+def family_of(config: Mapping[str, Any], source: str = "config.json") -> Family:
+    """The family of a configuration.
+
+    Args:
+        config: The configuration's attributes.
+        source: What messages call it.
+
+    Raises:
+        CheckpointMismatchError: It is of no family that Penzai converts.
+
+    >>> family_of({"architectures": ["LlamaForCausalLM"], "hidden_size": 64}).name
+    'Llama'
+    """
+    said = config.get("architectures") or ()
+    for family in FAMILIES:
+        if family.architecture in said or (
+            not said and family.model_type == config.get("model_type")
+        ):
+            return family
+    given = ", ".join(said) if said else config.get("model_type")
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise CheckpointMismatchError(
+        f"{source}: the architecture is {given or 'missing'}, and the ones that Penzai converts "
+        f"are {known}. For any other, build the model and give it with into=, and the names of its "
+        "tensors with names=."
+    )
+
+
+def converted_model(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, StoredTensor],
+    *,
+    dtype: Any = None,
+    use_layer_stack: bool = False,
+    upcast_activations_to_float32: bool = False,
+    source: str = "config.json",
+) -> tuple[Any, dict[str, TensorView]]:
+    """Penzai's model of a Hugging Face checkpoint, and where the values of its parameters are.
+
+    Args:
+        config: The attributes of its configuration.
+        tensors: What is stored, by name.
+        dtype: The dtype of the parameters; None keeps that of the tensors. The tensors are
+            converted before anything else, as if they were stored so.
+        use_layer_stack: Whether the blocks are one ``pz.nn.LayerStack``.
+        upcast_activations_to_float32: Whether the model computes in float32, whatever its
+            parameters are.
+        source: What messages call the configuration.
+
+    Returns:
+        The model, its parameters frozen and with ``jax.ShapeDtypeStruct`` objects in place of
+        arrays; and a view of each parameter by its label.
+
+    Raises:
+        CheckpointMismatchError: The family is not known, the configuration asks for what Penzai's
+            model does not do, or tensors are missing, superfluous or of another shape than the
+            configuration says; with all that is wrong.
+    """
+    family = family_of(config, source)
+    configuration = Configuration(config, family.attributes, source, family.name, family.check)
+    if use_layer_stack and not family.stacks:
+        raise CheckpointMismatchError(
+            f"use_layer_stack: the layers of {family.name} differ in their attention, and Penzai "
+            "stacks equal layers alone. Leave it out."
+        )
+    shapes, tied = family.shapes(configuration), family.tied(configuration)
+    options = Options(
+        _dtype_of_model(dtype, shapes, tensors, source),
+        use_layer_stack,
+        upcast_activations_to_float32,
+    )
+    model, views = _converted(family, configuration, options, shapes, tied, tensors)
+    problems = _problems(family, shapes, tied, tensors, views, source)
+    raise_all(
+        CheckpointMismatchError,
+        f"the tensors are not those of the {family.name} in {source}:",
+        problems,
+    )
+    return model, views
+
+
+def _converted(
+    family: Family,
+    configuration: Configuration,
+    options: Options,
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+    tensors: Mapping[str, StoredTensor],
+) -> tuple[Any, dict[str, TensorView]]:
+    """The model and its views, of tensors as the configuration says that they are."""
+    wanted: dict[str, TensorView] = {}
+    for name, shape in shapes.items():
+        stored = tied.get(name, name) if name not in tensors else name
+        dtype = tensors[stored].dtype if stored in tensors else options.dtype
+        file = tensors[stored].file if stored in tensors else ""
+        tensor: TensorView = WholeTensor(StoredTensor(stored, shape, dtype, file))
+        wanted[name] = tensor if dtype == options.dtype else Converted(tensor, options.dtype)
+    return converted_views(
+        family.converter(configuration, options), family.arranged(configuration, wanted)
+    )
+
+
+def _dtype_of_model(
+    dtype: Any,
+    shapes: Mapping[str, Any],
+    tensors: Mapping[str, StoredTensor],
+    source: str,
+) -> str:
+    """The dtype of all parameters."""
+    stored: dict[str, str] = {}
+    for name in shapes:
+        if name in tensors:
+            stored.setdefault(tensors[name].dtype, name)
+    unread = [
+        f"{name}: is of {kind}, which is no dtype of weights that Penzai's converters know."
+        for kind, name in stored.items()
+        if kind not in _READ
+    ]
+    raise_all(CheckpointMismatchError, "the tensors cannot be read as weights:", unread)
+    listed = ", ".join(f"{kind} ({name})" for kind, name in stored.items()) or "no tensor"
+    fix = "Say which with dtype='bfloat16' or dtype='float32'."
+    if dtype is None:
+        if len(stored) != 1:
+            raise CheckpointMismatchError(
+                f"the tensors of {source} are of several dtypes, {listed}, and Penzai's models of "
+                f"one. {fix}"
+            )
+        (wanted,) = stored
+    else:
+        wanted = str(jnp.dtype(dtype))
+    if wanted not in OF_MODELS:
+        raise CheckpointMismatchError(
+            f"the parameters would be of {wanted}, and Penzai's converters make models of "
+            f"{' or '.join(OF_MODELS)}. {fix}"
+        )
+    return wanted
+
+
+def _problems(
+    family: Family,
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+    tensors: Mapping[str, StoredTensor],
+    views: Mapping[str, TensorView],
+    source: str,
+) -> list[str]:
+    """All in which what is stored differs from what the configuration says."""
+    parameters = {tensor: label for label, view in views.items() for tensor in view.tensors}
+    superfluous = [
+        name
+        for name in tensors
+        if name not in shapes
+        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.harmless)
+    ]
+    problems = []
+    for name, shape in shapes.items():
+        stored = tensors.get(name)
+        if stored is None and name not in tied:
+            near = difflib.get_close_matches(name, superfluous, 1, 0.8)
+            hint = f" There is {near[0]!r}, which no parameter is made of." if near else ""
+            parameter = parameters.get(name, name)
+            problems.append(f"{parameter}: its tensor {name!r} is missing.{hint}")
+        elif stored is not None and stored.shape != shape:
+            problems.append(
+                f"{parameters.get(name, name)}: its tensor {name!r} has the shape {stored.shape} "
+                f"in {stored.file}, and {source} makes it {shape}."
+            )
+    problems += [
+        f"{name}: in {tensors[name].file}, and no parameter of the {family.name} in {source} is "
+        "made of it."
+        for name in superfluous
+    ]
+    return problems

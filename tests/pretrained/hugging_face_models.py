@@ -1,0 +1,66 @@
+"""Small models of transformers, whose every weight matters, and their logits.
+
+transformers and torch are imported when a model is made. Both versions 4 and 5 of transformers can
+make them.
+"""
+
+import numpy as np
+
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "attn_implementation": "eager",
+}
+
+# The class of the model, that of its configuration, and what differs from the sizes above.
+MODELS = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {"num_key_value_heads": 2, "rms_norm_eps": 1e-5}),
+    "llama_one_key_head": ("LlamaForCausalLM", "LlamaConfig", {"num_key_value_heads": 1}),
+    "llama_tied": (
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "mistral": (
+        "MistralForCausalLM",
+        "MistralConfig",
+        {"num_key_value_heads": 2, "sliding_window": 3},
+    ),
+    "mistral_all_positions": (
+        "MistralForCausalLM",
+        "MistralConfig",
+        {"num_key_value_heads": 4, "sliding_window": None},
+    ),
+}
+
+TOKENS = np.random.default_rng(0).integers(0, 40, (2, 9))
+
+
+def model_of_torch(name, dtype="float32", **changes):
+    """A model with weights at random: of size one where it computes, norms and biases too."""
+    import torch
+    import transformers
+
+    architecture, configuration, own = MODELS[name]
+    config = getattr(transformers, configuration)(**(_SIZES | own | changes))
+    model = getattr(transformers, architecture)(config)
+    generator = torch.Generator().manual_seed(len(name))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter += 0.3 * noise
+            else:
+                parameter.copy_(noise / parameter.shape[1] ** 0.5)
+    return model.to(getattr(torch, dtype)).eval()
+
+
+def logits_of_torch(model):
+    import torch
+
+    with torch.no_grad():
+        return model(torch.from_numpy(TOKENS)).logits.float().numpy()

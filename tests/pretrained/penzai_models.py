@@ -1,0 +1,59 @@
+"""What comes out of models of Penzai, to compare."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from penzai import pz
+
+from penzai_shard.pretrained.tensor_views import whole_index
+
+
+def filled(model, views, reader):
+    """A converted model with all values read at once, as one device would have it."""
+    parameters = {}
+
+    def value(node):
+        if not isinstance(node, pz.ParameterValue):
+            return node
+        if node.label not in parameters:
+            parameters[node.label] = _filled(node, views[node.label], reader)
+        return parameters[node.label]
+
+    return jax.tree_util.tree_map(
+        value, model, is_leaf=lambda node: isinstance(node, pz.ParameterValue)
+    )
+
+
+def _filled(parameter, view, reader):
+    array = jnp.asarray(view.read(reader, whole_index(view.shape)))
+    structs, tree = jax.tree_util.tree_flatten(parameter.value)
+    assert [(s.shape, s.dtype) for s in structs] == [(array.shape, array.dtype)]
+    return pz.Parameter(value=jax.tree_util.tree_unflatten(tree, [array]), label=parameter.label)
+
+
+def logits(model, tokens):
+    """The logits of a batch of tokens, by position."""
+    named = pz.nx.wrap(jnp.asarray(tokens)).tag("batch", "seq")
+    positions = pz.nx.arange("seq", tokens.shape[1])
+    model = pz.unbind_params(model, freeze=True)
+
+    @jax.jit
+    def run(unbound, parameters):
+        return pz.bind_variables(unbound, parameters)(named, token_positions=positions)
+
+    return np.asarray(run(*model).unwrap("batch", "seq", "vocabulary").astype(jnp.float32))
+
+
+def assert_same_models(model, expected):
+    """Every parameter and every constant to the bit, in the same layers, under the same names."""
+    ours, theirs = (pz.unbind_params(m, freeze=True) for m in (model, expected))
+    assert [p.label for p in ours[1]] == [p.label for p in theirs[1]]
+    assert jax.tree_util.tree_structure(ours) == jax.tree_util.tree_structure(theirs)
+    for (path, one), (_, other) in zip(
+        *map(jax.tree_util.tree_leaves_with_path, (ours, theirs)), strict=True
+    ):
+        where = jax.tree_util.keystr(path)
+        assert type(one) is type(other) or isinstance(one, jax.Array), where
+        one, other = np.asarray(one), np.asarray(other)
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), where
+        assert one.tobytes() == other.tobytes(), where
