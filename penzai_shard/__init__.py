@@ -13,6 +13,7 @@ from penzai_shard.checkpoint_reports import (
     describe_checkpoint,
 )
 from penzai_shard.checkpointing import (
+    CheckpointManager,
     param_dict,
     restore_params,
     restore_structs,
@@ -107,6 +108,7 @@ __all__ = [
     "CheckpointDamagedError",
     "CheckpointDescription",
     "CheckpointExistsError",
+    "CheckpointManager",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "CheckpointWriteError",

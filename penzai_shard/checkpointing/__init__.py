@@ -4,6 +4,7 @@ Orbax, which writes and reads them, is loaded when it is first used.
 """
 
 from penzai_shard.checkpointing.array_records import ArrayRecord
+from penzai_shard.checkpointing.manager import CheckpointManager
 from penzai_shard.checkpointing.manifest import Manifest, read_manifest
 from penzai_shard.checkpointing.parameter_dict import param_dict, with_params
 from penzai_shard.checkpointing.parameters import restore_params, restore_structs, save_params
@@ -11,6 +12,7 @@ from penzai_shard.checkpointing.train_states import restore_train_state, save_tr
 
 __all__ = [
     "ArrayRecord",
+    "CheckpointManager",
     "Manifest",
     "param_dict",
     "read_manifest",

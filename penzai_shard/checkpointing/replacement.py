@@ -45,6 +45,15 @@ def staging_of(final: pathlib.Path) -> pathlib.Path:
     return final.with_name(f".{final.name}{SUFFIX}")
 
 
+def final_of(staging: pathlib.Path) -> pathlib.Path:
+    """The path whose next content is written in a staging directory.
+
+    >>> str(final_of(pathlib.Path("/runs/.params.penzai-shard-saving")))
+    '/runs/params'
+    """
+    return staging.with_name(staging.name.removesuffix(SUFFIX)[1:])
+
+
 def where_content_is(final: pathlib.Path) -> pathlib.Path:
     """The path itself, or where its content was set aside by a save that was killed."""
     aside = staging_of(final) / "old"
@@ -146,7 +155,7 @@ def _clear(leftover: pathlib.Path, *, is_own: bool) -> None:
     if lock is None or (lock == _NO_LOCKS and not is_own):
         return
     try:
-        final = leftover.with_name(leftover.name.removesuffix(SUFFIX)[1:])
+        final = final_of(leftover)
         aside = leftover / "old"
         if aside.is_dir() and not final.exists():
             os.rename(aside, final)

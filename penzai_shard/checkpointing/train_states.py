@@ -13,7 +13,7 @@ from penzai_shard.checkpointing.array_records import record_of
 from penzai_shard.checkpointing.arrays_by_name import ArraysByName, shardings_by_name
 from penzai_shard.checkpointing.comparison import AxisMismatch, DtypeMismatch, Extra, Tolerance
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
-from penzai_shard.checkpointing.orbax_store import prepare_save
+from penzai_shard.checkpointing.orbax_store import PreparedSave, prepare_save
 from penzai_shard.checkpointing.parameter_dict import param_dict
 from penzai_shard.checkpointing.restoring import refuse_other_arrays, restore_arrays
 from penzai_shard.errors import RuleTypeError, raise_all
@@ -55,9 +55,27 @@ def save_train_state(path: PathLike, train_state: Any, *, overwrite: bool = Fals
     (3, key<fry>)
     """
     absolute_path(path)
-    _refuse_other_kinds("save_train_state", train_state)
+    refuse_other_kinds("save_train_state", train_state)
+    return prepare_train_state(path, train_state, overwrite).write()
+
+
+def prepare_train_state(
+    path: PathLike,
+    train_state: Any,
+    overwrite: bool,
+    metadata: Mapping[str, Any] | None = None,
+) -> PreparedSave:
+    """What remains to be written of ``save_train_state``.
+
+    Args:
+        path: As there.
+        train_state: As there.
+        overwrite: As there.
+        metadata: Further entries of Orbax' custom metadata, as JSON can hold them.
+    """
     leaves = ArraysByName(train_state, "saving", without_inserted=True).leaves
-    return prepare_save(path, leaves, kind="train_state", overwrite=overwrite).write()
+    prepared = prepare_save(path, leaves, kind="train_state", overwrite=overwrite)
+    return dataclasses.replace(prepared, metadata={**prepared.metadata, **(metadata or {})})
 
 
 def refuse_other_state(path: PathLike, train_state: Any) -> None:
@@ -135,7 +153,7 @@ def restore_train_state(
     """
     absolute_path(path)
     tolerance = Tolerance(on_axis_mismatch, on_dtype_mismatch, on_extra, rename_axes)
-    _refuse_other_kinds("restore_train_state", train_state)
+    refuse_other_kinds("restore_train_state", train_state)
     state = ArraysByName(train_state, "restoring", without_inserted=True)
     if mesh is None and plan is None:
         if not (rules is axis_name_to_mesh_name is optimizer_rules is None):
@@ -160,17 +178,26 @@ def restore_train_state(
     return state.filled(restore_arrays(path, "train_state", state.leaves, layouts, tolerance))
 
 
-def _refuse_other_kinds(called: str, train_state: Any) -> None:
-    """Refuses a function, a trainer, and a model, which has a checkpoint of its own kind."""
+def refuse_other_kinds(called: str, train_state: Any) -> None:
+    """Refuses a function, a trainer, and a model, which has a checkpoint of its own kind.
+
+    Args:
+        called: The function that was called.
+        train_state: What it was given for a train state.
+
+    Raises:
+        RuleTypeError: It is one of these.
+    """
     is_model = isinstance(train_state, pz.nn.Layer) and param_dict(train_state)
     if is_array_like(train_state) or not (is_model or jax.tree_util.all_leaves([train_state])):
         return
     if is_model:
-        fix = {
-            "save_train_state": "Save a model with save_params(path, model).",
-            "restore_train_state": "Restore the model alone, of this checkpoint too, with "
-            "restore_params(path, model, mesh, rules).",
-        }[called]
+        fix = (
+            "Restore the model alone, of this checkpoint too, with "
+            "restore_params(path, model, mesh, rules)."
+            if "restore" in called
+            else "Save a model with save_params(path, model)."
+        )
     elif hasattr(train_state, "state") and not isinstance(train_state, type):
         fix = "Give its state: trainer.state."
     else:
