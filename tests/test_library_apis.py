@@ -10,6 +10,7 @@ import importlib
 import json
 import pathlib
 import re
+import subprocess
 import sys
 import threading
 
@@ -24,7 +25,7 @@ from penzai.deprecated.v1 import pz as pz_v1
 
 import penzai_shard
 from penzai_shard.errors import ShardingError
-from penzai_shard.library_apis import jax_api, orbax_api, penzai_api, penzai_converters
+from penzai_shard.library_apis import jax_api, orbax_api, penzai_api, penzai_converters, python_api
 from penzai_shard.traced_programs import inner_programs
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -413,6 +414,20 @@ def test_a_region_says_which_mesh_axes_it_takes_over_and_which_not():
     ).lower(1.0)
     assert seen == [({"data"}, {"model"})]
     assert not jax_api.automatic_mesh_axes()
+
+
+# Python
+
+
+def test_what_is_called_before_threads_end_may_still_give_them_work():
+    program = (
+        "import concurrent.futures, runpy, sys; api = runpy.run_path(sys.argv[1]); "
+        "pool = concurrent.futures.ThreadPoolExecutor(); "
+        "api['before_threads_end'](lambda: print(pool.submit(int, 7).result()))"
+    )
+    command = [sys.executable, "-c", program, python_api.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("7\n", "")
 
 
 # Nothing else uses them
