@@ -7,7 +7,8 @@ the versions before in ``rope_theta`` and ``rope_scaling``.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from penzai_shard.errors import CheckpointMismatchError, raise_all
@@ -48,11 +49,13 @@ class Attributes:
 
     Attributes:
         sizes: Those that have to be there, each a positive whole number.
+        numbers: Numbers above 0, with what is meant where one is absent.
         values: Those of which only some values are right; where one is absent, the first is meant.
         used: Those that the family reads by itself.
     """
 
     sizes: tuple[str, ...]
+    numbers: Mapping[str, float]
     values: Mapping[str, tuple[Any, ...]]
     used: tuple[str, ...] = ()
 
@@ -82,8 +85,13 @@ class Configuration:
         check: Callable[["Configuration"], Sequence[str]] = lambda configuration: (),
     ) -> None:
         self.given, self.source, self.family = given, source, family
-        self._values = attributes.values
-        problems = [*self._sizes(attributes.sizes), *self._others(attributes)]
+        firsts = {name: allowed[0] for name, allowed in attributes.values.items()}
+        self._absent = {**attributes.numbers, **firsts}
+        problems = [
+            *self._sizes(attributes.sizes),
+            *self._numbers(attributes.numbers),
+            *self._others(attributes),
+        ]
         if not problems:
             problems += check(self)
         raise_all(
@@ -95,9 +103,7 @@ class Configuration:
     def __getitem__(self, name: str) -> Any:
         """The value of an attribute, or what its absence means."""
         value = self.given.get(name)
-        if value is None and name in self._values:
-            return self._values[name][0]
-        return value
+        return self._absent.get(name) if value is None else value
 
     def _sizes(self, names: Sequence[str]) -> list[str]:
         return [
@@ -108,9 +114,16 @@ class Configuration:
             if not is_size(self.given.get(name))
         ]
 
+    def _numbers(self, names: Iterable[str]) -> list[str]:
+        return [
+            f"{name}: is {self[name]!r}, and has to be a number above 0."
+            for name in names
+            if not is_positive(self[name])
+        ]
+
     def _others(self, attributes: Attributes) -> list[str]:
         problems = []
-        known = {*attributes.sizes, *attributes.used, *CHANGE_NO_VALUE}
+        known = {*attributes.sizes, *attributes.numbers, *attributes.used, *CHANGE_NO_VALUE}
         for name, value in self.given.items():
             allowed = attributes.values.get(name)
             if name in known or (allowed is not None and any(_same(value, a) for a in allowed)):
@@ -135,8 +148,8 @@ def rotary(
     theta: float,
     *,
     partial: float = 1.0,
-    theta_name: str = "rope_theta",
-    partial_name: str = "partial_rotary_factor",
+    theta_names: tuple[str, ...] = ("rope_theta",),
+    partial_names: tuple[str, ...] = ("partial_rotary_factor",),
     layer_type: str | None = None,
     scaling: bool = False,
 ) -> tuple[Rotary, list[str]]:
@@ -146,8 +159,8 @@ def rotary(
         configuration: The configuration.
         theta: What ``rope_theta`` is where it is absent.
         partial: What the part that is rotated is where it is absent.
-        theta_name: The name of the base before transformers 5.
-        partial_name: The name of the part that is rotated before transformers 5.
+        theta_names: The names of the base before transformers 5.
+        partial_names: The names of the part that is rotated before transformers 5.
         layer_type: The layers of which it is asked, in families whose layers differ.
         scaling: Whether positions may be divided.
 
@@ -181,19 +194,22 @@ def rotary(
         for name, value in newer.items()
         if name not in known and not problems
     ]
-    said = [
-        (newer.get("rope_theta"), given.get(theta_name), theta, theta_name),
-        (newer.get("partial_rotary_factor"), given.get(partial_name), partial, partial_name),
-    ]
     found = []
-    for new, old, default, name in said:
-        if new is not None and old is not None and new != old:
-            problems.append(f"{name}: is {old!r}, and {where} says {new!r}. Give one of them.")
-        found.append(next((value for value in (new, old) if value is not None), default))
+    for name, olds, default in (
+        ("rope_theta", theta_names, theta),
+        ("partial_rotary_factor", partial_names, partial),
+    ):
+        said = {old: given[old] for old in olds if given.get(old) is not None}
+        if newer.get(name) is not None:
+            said[f"{where}[{name!r}]"] = newer[name]
+        if len(set(said.values())) > 1:
+            listed = ", ".join(f"{old} is {value!r}" for old, value in said.items())
+            problems.append(f"{name}: is said several times, {listed}. Leave the wrong ones out.")
+        found.append(next(iter(said.values()), default))
     problems += [
-        f"{where}: {found}, and has to be numbers above 0."
+        f"{where}: says {value!r}, which has to be a number above 0."
         for value in (*found, factor)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0
+        if not is_positive(value)
     ]
     return Rotary(found[0], found[1], factor), problems
 
@@ -201,6 +217,12 @@ def rotary(
 def is_size(value: Any) -> bool:
     """Whether a value is a whole number above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value is a finite number above 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf
 
 
 def _same(value: Any, allowed: Any) -> bool:

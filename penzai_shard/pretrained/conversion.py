@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from penzai_shard.errors import CheckpointMismatchError, raise_all
 from penzai_shard.pretrained.configurations import Configuration
 from penzai_shard.pretrained.families import Family, Options
+from penzai_shard.pretrained.gpt_neox_family import GPT_NEOX
 from penzai_shard.pretrained.llamalike_families import LLAMA, MISTRAL
 from penzai_shard.pretrained.stored_tensors import StoredTensor
 from penzai_shard.pretrained.tensor_views import Converted, TensorView, WholeTensor
 from penzai_shard.pretrained.traced_converters import converted_views
 
-FAMILIES = (LLAMA, MISTRAL)
+FAMILIES = (LLAMA, MISTRAL, GPT_NEOX)
 """The families of models that can be loaded without a model to load into."""
 
 OF_MODELS = ("float32", "bfloat16")

@@ -19,6 +19,7 @@ _SIZES = (
     "num_hidden_layers",
     "vocab_size",
 )
+_NUMBERS = {"rms_norm_eps": 1e-6}
 _VALUES: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "attention_dropout": (0.0,),
@@ -26,7 +27,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "tie_word_embeddings": (False, True),
 }
-_USED = ("head_dim", "num_key_value_heads", "rms_norm_eps", *ROTARY)
+_USED = ("head_dim", "num_key_value_heads", *ROTARY)
 
 
 def _heads(configuration: Configuration) -> tuple[int, int, int]:
@@ -98,7 +99,7 @@ def _converter(configuration: Configuration, options: Options) -> Converter:
     config = {
         **{name: configuration[name] for name in (*_SIZES, "hidden_act")},
         "num_key_value_heads": _heads(configuration)[1],
-        "rms_norm_eps": configuration["rms_norm_eps"] or 1e-6,
+        "rms_norm_eps": configuration["rms_norm_eps"],
         "rope_theta": rotary(configuration, 10000.0)[0].theta,
         "sliding_window": configuration["sliding_window"],
     }
@@ -113,7 +114,7 @@ LLAMA = Family(
     name="Llama",
     architecture="LlamaForCausalLM",
     model_type="llama",
-    attributes=Attributes(_SIZES, {**_VALUES, "sliding_window": (None,)}, _USED),
+    attributes=Attributes(_SIZES, _NUMBERS, {**_VALUES, "sliding_window": (None,)}, _USED),
     check=_check,
     shapes=_shapes,
     tied=_tied,
@@ -127,6 +128,7 @@ MISTRAL = Family(
     model_type="mistral",
     attributes=Attributes(
         (*_SIZES, "num_key_value_heads"),
+        _NUMBERS,
         {name: values for name, values in _VALUES.items() if name != "mlp_bias"},
         (*_USED, "sliding_window"),
     ),

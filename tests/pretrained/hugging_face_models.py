@@ -35,6 +35,12 @@ MODELS = {
         "MistralConfig",
         {"num_key_value_heads": 4, "sliding_window": None},
     ),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {"layer_norm_eps": 1e-3}),
+    "gpt_neox_tied": (
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        {"tie_word_embeddings": True, "hidden_act": "relu", "rotary_pct": 1.0},
+    ),
 }
 
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 9))

@@ -48,7 +48,8 @@ def assert_same_models(model, expected):
     """Every parameter and every constant to the bit, in the same layers, under the same names."""
     ours, theirs = (pz.unbind_params(m, freeze=True) for m in (model, expected))
     assert [p.label for p in ours[1]] == [p.label for p in theirs[1]]
-    assert jax.tree_util.tree_structure(ours) == jax.tree_util.tree_structure(theirs)
+    # As text, for activations that are partial functions are not equal to others like them.
+    assert str(jax.tree_util.tree_structure(ours)) == str(jax.tree_util.tree_structure(theirs))
     for (path, one), (_, other) in zip(
         *map(jax.tree_util.tree_leaves_with_path, (ours, theirs)), strict=True
     ):

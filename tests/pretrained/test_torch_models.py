@@ -1,10 +1,12 @@
 """Models of transformers come out as by way of torch and Penzai's converters, to the bit."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
-from penzai.models.transformer.variants import llamalike_common
+from penzai import pz
+from penzai.models.transformer.variants import gpt_neox, llamalike_common
 
 from penzai_shard.pretrained.conversion import converted_model
 from tests.pretrained.hugging_face_models import MODELS, TOKENS, logits_of_torch, model_of_torch
@@ -20,15 +22,27 @@ safetensors_numpy = pytest.importorskip("safetensors.numpy", reason=_ABSENT.form
 ROUNDINGS = 12
 
 
-def penzai_route(name, model, **options):
+def penzai_route(name, model, monkeypatch, **options):
     """Penzai's model of torch's, by the converter that Penzai has for it.
 
-    transformers 5 has what its configurations say of rotary positions elsewhere.
+    transformers 5 says elsewhere what the converters look for, and more; so they are shown the
+    configuration of before.
     """
     config = model.config
     rotary = config.rope_parameters
-    config.rope_theta = rotary.get("rope_theta")
-    return llamalike_common.llamalike_from_huggingface_model(model, **options)
+    if not name.startswith("gpt_neox"):
+        config.rope_theta = rotary["rope_theta"]
+        return llamalike_common.llamalike_from_huggingface_model(model, **options)
+    config.rotary_emb_base = rotary["rope_theta"]
+    config.rotary_pct = rotary["partial_rotary_factor"]
+    monkeypatch.setattr(type(config), "to_dict", lambda self: {})
+    state = model.state_dict()
+    state["embed_out.weight"] = state.pop("lm_head.weight")
+    monkeypatch.setattr(model, "state_dict", lambda: state)
+    converted = gpt_neox.gpt_neox_from_huggingface_model(model, **options)
+    # Penzai leaves the last norm its default, whatever the configuration says.
+    norms = pz.select(converted).at_instances_of(pz.nn.Standardize)
+    return norms.apply(lambda norm: dataclasses.replace(norm, epsilon=config.layer_norm_eps))
 
 
 def stored(folder):
@@ -48,11 +62,11 @@ def saved(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("use_layer_stack", [False, True])
-def test_a_model_is_that_of_penzais_converter_to_the_bit(saved, use_layer_stack):
+def test_a_model_is_that_of_penzais_converter_to_the_bit(saved, use_layer_stack, monkeypatch):
     name, model, config, reader = saved
     options = {"use_layer_stack": use_layer_stack}
     ours = filled(*converted_model(config, reader.tensors, **options), reader)
-    assert_same_models(ours, penzai_route(name, model, **options))
+    assert_same_models(ours, penzai_route(name, model, monkeypatch, **options))
 
 
 def test_logits_are_those_of_torch_up_to_rounding(saved):
