@@ -9,8 +9,10 @@ from penzai_shard.checkpoint_reports import (
     CheckpointComparison,
     CheckpointDescription,
     ModelComparison,
+    RunDescription,
     compare_checkpoints,
     describe_checkpoint,
+    describe_run,
 )
 from penzai_shard.checkpointing import (
     CheckpointManager,
@@ -130,6 +132,7 @@ __all__ = [
     "Recipe",
     "Ref",
     "RolledLayerStack",
+    "RunDescription",
     "Scoped",
     "ShardMapped",
     "ShardingError",
@@ -149,6 +152,7 @@ __all__ = [
     "cross_entropy",
     "data_parallel",
     "describe_checkpoint",
+    "describe_run",
     "fit",
     "fold_rng_over_axis",
     "fully_sharded",

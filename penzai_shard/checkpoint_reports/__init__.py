@@ -7,6 +7,12 @@ from penzai_shard.checkpoint_reports.comparing import (
     compare_checkpoints,
 )
 from penzai_shard.checkpoint_reports.description import CheckpointDescription, describe_checkpoint
+from penzai_shard.checkpoint_reports.run_description import (
+    NumberedCheckpoint,
+    RunDescription,
+    describe_run,
+    is_run,
+)
 from penzai_shard.checkpoint_reports.stored_arrays import StoredArray
 
 __all__ = [
@@ -14,7 +20,11 @@ __all__ = [
     "CheckpointComparison",
     "CheckpointDescription",
     "ModelComparison",
+    "NumberedCheckpoint",
+    "RunDescription",
     "StoredArray",
     "compare_checkpoints",
     "describe_checkpoint",
+    "describe_run",
+    "is_run",
 ]

@@ -17,7 +17,7 @@ from penzai_shard.checkpointing import param_dict
 from penzai_shard.checkpointing.array_records import ArrayRecord
 from penzai_shard.checkpointing.arrays_by_name import ArraysByName
 from penzai_shard.checkpointing.comparison import Tolerance
-from penzai_shard.checkpointing.locations import PathLike
+from penzai_shard.checkpointing.locations import PathLike, shown_path
 from penzai_shard.checkpointing.manifest import read_manifest
 from penzai_shard.checkpointing.restoring import refuse_other_arrays
 from penzai_shard.errors import CheckpointMismatchError, grouped_problems
@@ -114,7 +114,7 @@ class CheckpointComparison(Report):
 
     def _remarks(self) -> Iterator[str]:
         for which, path, kind in zip(("first", "second"), self.paths, self.kinds, strict=True):
-            yield f"{which}: {KINDS[kind]}, {path}"
+            yield f"{which}: {KINDS[kind]}, {shown_path(path)}"
         if self.differences and self.same:
             yield f"the same in both: {arrays_text(len(self.same))}"
         if self.not_compared:
@@ -168,13 +168,15 @@ class ModelComparison(Report):
         """
         if self.fits:
             verdict = f"fits: {arrays_text(self.count)} of the {self.what} can be restored"
-            return ProblemsTable((), verdict, (f"checkpoint: {self.path}",))
+            return ProblemsTable((), verdict, (f"checkpoint: {shown_path(self.path)}",))
         lines = self.problems
         if collapse:
             lines = tuple(line for line, _ in grouped_problems(self.problems))
         split = (line.partition(": ") for line in lines)
         rows = tuple((array, what) for array, _, what in split)
-        return ProblemsTable(rows, self.headline, (), ok=False)
+        return ProblemsTable(
+            rows, self.headline.replace(self.path, shown_path(self.path)), ok=False
+        )
 
     def to_json(self) -> str:
         """All of it as JSON text."""

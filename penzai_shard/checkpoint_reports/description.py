@@ -16,7 +16,7 @@ from penzai_shard.checkpoint_reports.stored_arrays import (
     arrays_text,
     contents_of,
 )
-from penzai_shard.checkpointing.locations import PathLike
+from penzai_shard.checkpointing.locations import PathLike, shown_path
 from penzai_shard.meshes import mesh_text
 from penzai_shard.path_folding import folding_key
 from penzai_shard.planning.plan_table import axes_text, bytes_text, grouped_rows
@@ -96,7 +96,8 @@ class CheckpointDescription(Report):
         if 1 < len(set(parts.values())) <= min(_PARTS_SHOWN, len(self.arrays) // 2):
             yield f"by part: {_totals(self.arrays, lambda array: parts[array.name])}"
         if self.contents.saved is not None:
-            yield f"saved at {self.contents.saved:%Y-%m-%d %H:%M:%S} UTC, in {self.contents.path}"
+            where = shown_path(self.contents.path)
+            yield f"saved at {self.contents.saved:%Y-%m-%d %H:%M:%S} UTC, in {where}"
         for key, value in self.contents.metadata.items():
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             cut = len(text) > _METADATA_SHOWN

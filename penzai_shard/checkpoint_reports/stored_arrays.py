@@ -115,7 +115,7 @@ def _of_others(manifest: Manifest, metadata: Mapping[str, Any]) -> dict[str, Any
     """The metadata without our own entries, of which the format alone is news."""
     if manifest.kind is None:
         return dict(metadata)
-    others = {key: value for key, value in metadata.items() if key != SECTION}
+    others = {k.removeprefix(f"{SECTION}_"): v for k, v in metadata.items() if k != SECTION}
     return {"format of penzai_shard": metadata[SECTION]["version"], **others}
 
 

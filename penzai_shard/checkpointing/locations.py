@@ -52,6 +52,18 @@ def is_remote(where: str) -> bool:
     return "://" in where
 
 
+def shown_path(where: str) -> str:
+    """A path for people: from the working directory, if it is in there.
+
+    >>> shown_path(os.path.abspath("run/params")), shown_path("gs://bucket/run")
+    ('run/params', 'gs://bucket/run')
+    """
+    if is_remote(where):
+        return where
+    from_here = os.path.relpath(where)
+    return where if from_here.startswith(os.pardir) else from_here
+
+
 def path_object(where: str) -> Any:
     """A path with the interface of ``pathlib.Path``, wherever it is."""
     return orbax_api.path_object(where) if is_remote(where) else pathlib.Path(where)

@@ -12,6 +12,8 @@ from penzai_shard.checkpoint_reports import (
     ModelComparison,
     compare_checkpoints,
     describe_checkpoint,
+    describe_run,
+    is_run,
 )
 from penzai_shard.checkpoint_reports.report import Report
 from penzai_shard.cli.model_references import ModelReference
@@ -35,7 +37,9 @@ def add_checkpoint_commands(commands: Any) -> None:
         "names, logical axes, shapes, dtypes, sizes and shardings at save; reads no array",
         "penzai-shard checkpoint show run/step_00000100",
     )
-    show.add_argument("path", metavar="PATH", help="the checkpoint's directory")
+    show.add_argument(
+        "path", metavar="PATH", help="the checkpoint's directory, or the folder of a run"
+    )
     show.set_defaults(run=_show)
     diff = _action(
         actions,
@@ -94,7 +98,8 @@ def run_checkpoint(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    _print(describe_checkpoint(options.path), options)
+    describe = describe_run if is_run(options.path) else describe_checkpoint
+    _print(describe(options.path), options)
     return 0
 
 

@@ -152,3 +152,23 @@ def test_what_is_no_checkpoint_is_refused_with_what_is_near(saved, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="does not recognise"):
         pzs.describe_checkpoint(tmp_path)
     assert read_manifest(saved).kind == "params"
+
+
+def test_a_run_lists_its_checkpoints_with_their_metrics_and_names_damaged_ones(tmp_path):
+    state = {"w": pz.nx.ones({"in": 8}), "step": jnp.int32(1)}
+    with pzs.CheckpointManager(tmp_path / "run", keep_last=None) as manager:
+        for step in (1, 20, 300):
+            path = manager.save(step, state, {"loss": 1 / step})
+    found = pzs.describe_run(tmp_path / "run")
+    assert [each.step for each in found.checkpoints] == [1, 20, 300]
+    assert {each.bytes for each in found.checkpoints} == {36}
+    assert found.checkpoints[1].metrics == {"loss": 0.05}
+    assert 'metrics: {"loss": 0.05}' in str(pzs.describe_checkpoint(found.checkpoints[1].path))
+    assert str(found).endswith(f"the newest: {path}")
+    assert len(json.loads(found.to_json())["checkpoints"]) == 3
+    (tmp_path / "run" / "step_00000300" / "penzai_shard.json").write_text("{")
+    damaged = pzs.describe_run(tmp_path / "run")
+    assert "DAMAGED" in damaged.table().rows[2][-1]
+    assert str(damaged).endswith(found.checkpoints[1].path)
+    with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint"):
+        pzs.describe_run(tmp_path)

@@ -74,6 +74,15 @@ def test_show_prints_a_table_or_json(shell):
     assert [array["name"] for array in json.loads(printed)["arrays"]] == ["l.weights"]
 
 
+def test_show_lists_the_checkpoints_of_a_run(shell, tmp_path):
+    with pzs.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(7, {"w": jnp.ones(2)}, {"loss": 0.5})
+    status, printed, _ = shell("show", str(tmp_path / "run"))
+    assert status == 0
+    assert printed.startswith("run: 1 checkpoint, in ")
+    assert "loss 0.5" in printed
+
+
 def test_diff_says_by_its_exit_status_whether_anything_differs(shell):
     status, printed, errors = shell("diff", "first", "turned")
     assert (status, errors) == (1, "")
