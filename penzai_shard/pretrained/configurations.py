@@ -25,6 +25,15 @@ CHANGE_NO_VALUE = frozenset(_CHANGE_NO_VALUE.split())
 Rotary positions of the default kind have no greatest position, and ``pretraining_tp`` is about
 sums in another order. ``classifier_dropout`` is for another head than that of a language model."""
 
+TRANSFORMER_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+"""The sizes that every family has."""
+
 ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
@@ -48,13 +57,14 @@ class Attributes:
     """What a family says of the attributes in its configurations.
 
     Attributes:
-        sizes: Those that have to be there, each a positive whole number.
+        sizes: Whole numbers above 0, with what is meant where one is absent; None where it has to
+            be there.
         numbers: Numbers above 0, with what is meant where one is absent.
         values: Those of which only some values are right; where one is absent, the first is meant.
         used: Those that the family reads by itself.
     """
 
-    sizes: tuple[str, ...]
+    sizes: Mapping[str, int | None]
     numbers: Mapping[str, float]
     values: Mapping[str, tuple[Any, ...]]
     used: tuple[str, ...] = ()
@@ -86,7 +96,7 @@ class Configuration:
     ) -> None:
         self.given, self.source, self.family = given, source, family
         firsts = {name: allowed[0] for name, allowed in attributes.values.items()}
-        self._absent = {**attributes.numbers, **firsts}
+        self._absent = {**attributes.sizes, **attributes.numbers, **firsts}
         problems = [
             *self._sizes(attributes.sizes),
             *self._numbers(attributes.numbers),
@@ -105,13 +115,13 @@ class Configuration:
         value = self.given.get(name)
         return self._absent.get(name) if value is None else value
 
-    def _sizes(self, names: Sequence[str]) -> list[str]:
+    def _sizes(self, names: Iterable[str]) -> list[str]:
         return [
-            f"{name}: is {self.given.get(name)!r}, and has to be a whole number above 0."
-            if name in self.given
+            f"{name}: is {self[name]!r}, and has to be a whole number above 0."
+            if self.given.get(name) is not None
             else f"{name}: is missing. Give the whole configuration with config=."
             for name in names
-            if not is_size(self.given.get(name))
+            if not is_size(self[name])
         ]
 
     def _numbers(self, names: Iterable[str]) -> list[str]:
@@ -126,7 +136,8 @@ class Configuration:
         known = {*attributes.sizes, *attributes.numbers, *attributes.used, *CHANGE_NO_VALUE}
         for name, value in self.given.items():
             allowed = attributes.values.get(name)
-            if name in known or (allowed is not None and any(_same(value, a) for a in allowed)):
+            # A value of None is none, as if the attribute were absent.
+            if name in known or (allowed and (value is None or _is_one_of(value, allowed))):
                 continue
             if allowed is None:
                 problems.append(
@@ -225,8 +236,6 @@ def is_positive(value: Any) -> bool:
     return is_number and 0 < value < math.inf
 
 
-def _same(value: Any, allowed: Any) -> bool:
-    """Whether two values are the same, of which ``1`` and ``True`` are not."""
-    if isinstance(value, bool) or isinstance(allowed, bool):
-        return value is allowed
-    return bool(value == allowed)
+def _is_one_of(value: Any, allowed: Iterable[Any]) -> bool:
+    """Whether a value is among others, where ``1`` and ``True`` are not the same."""
+    return any(value == other and type(value) is type(other) for other in allowed)

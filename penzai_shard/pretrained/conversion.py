@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from penzai_shard.errors import CheckpointMismatchError, raise_all
 from penzai_shard.pretrained.configurations import Configuration
 from penzai_shard.pretrained.families import Family, Options
+from penzai_shard.pretrained.gemma_families import GEMMA, GEMMA_2, GEMMA_3
 from penzai_shard.pretrained.gpt_neox_family import GPT_NEOX
 from penzai_shard.pretrained.llamalike_families import LLAMA, MISTRAL
 from penzai_shard.pretrained.stored_tensors import StoredTensor
 from penzai_shard.pretrained.tensor_views import Converted, TensorView, WholeTensor
 from penzai_shard.pretrained.traced_converters import converted_views
 
-FAMILIES = (LLAMA, MISTRAL, GPT_NEOX)
+FAMILIES = (LLAMA, MISTRAL, GEMMA, GEMMA_2, GEMMA_3, GPT_NEOX)
 """The families of models that can be loaded without a model to load into."""
 
 OF_MODELS = ("float32", "bfloat16")
@@ -88,10 +89,10 @@ def converted_model(
     """
     family = family_of(config, source)
     configuration = Configuration(config, family.attributes, source, family.name, family.check)
-    if use_layer_stack and not family.stacks:
+    if use_layer_stack and not family.stacks(configuration):
         raise CheckpointMismatchError(
-            f"use_layer_stack: the layers of {family.name} differ in their attention, and Penzai "
-            "stacks equal layers alone. Leave it out."
+            f"use_layer_stack: the layers of this {family.name} differ in their attention, and "
+            "Penzai stacks layers alike alone. Leave it out."
         )
     shapes, tied = family.shapes(configuration), family.tied(configuration)
     options = Options(

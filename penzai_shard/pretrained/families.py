@@ -54,7 +54,7 @@ class Family:
         harmless: Patterns of the names of tensors that no parameter is made of, such as buffers.
         arranged: What the converter takes, as views of the tensors.
         converter: The converter.
-        stacks: Whether its blocks can be one ``pz.nn.LayerStack``.
+        stacks: Whether the blocks of a configuration's model can be one ``pz.nn.LayerStack``.
     """
 
     name: str
@@ -69,4 +69,4 @@ class Family:
     arranged: Callable[[Configuration, Mapping[str, TensorView]], dict[str, TensorView]] = (
         as_they_are
     )
-    stacks: bool = True
+    stacks: Callable[[Configuration], bool] = lambda configuration: True

@@ -8,6 +8,7 @@ from penzai import pz
 from penzai_shard.library_apis.penzai_converters import convert_gpt_neox
 from penzai_shard.pretrained.configurations import (
     ROTARY,
+    TRANSFORMER_SIZES,
     Attributes,
     Configuration,
     Rotary,
@@ -15,13 +16,7 @@ from penzai_shard.pretrained.configurations import (
 )
 from penzai_shard.pretrained.families import Converter, Family, Options, Shape
 
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "vocab_size",
-)
+_SIZES = dict.fromkeys(TRANSFORMER_SIZES)
 _BASES = ("rotary_emb_base", "rope_theta")
 _PARTS = ("rotary_pct", "partial_rotary_factor")
 

@@ -5,6 +5,7 @@ from typing import Any
 from penzai_shard.library_apis.penzai_converters import convert_llamalike
 from penzai_shard.pretrained.configurations import (
     ROTARY,
+    TRANSFORMER_SIZES,
     Attributes,
     Configuration,
     is_size,
@@ -12,13 +13,7 @@ from penzai_shard.pretrained.configurations import (
 )
 from penzai_shard.pretrained.families import Converter, Family, Options, Shape
 
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "vocab_size",
-)
+_SIZES = dict.fromkeys(TRANSFORMER_SIZES)
 _NUMBERS = {"rms_norm_eps": 1e-6}
 _VALUES: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
@@ -127,7 +122,7 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
     attributes=Attributes(
-        (*_SIZES, "num_key_value_heads"),
+        {**_SIZES, "num_key_value_heads": None},
         _NUMBERS,
         {name: values for name, values in _VALUES.items() if name != "mlp_bias"},
         (*_USED, "sliding_window"),

@@ -160,6 +160,22 @@ def stacked(sources: Sequence[TensorView], dimension: int) -> TensorView:
     return Concatenated([Reshaped(source, lengthened) for source in sources], dimension)
 
 
+def part_of(source: TensorView, starts: Sequence[int], shape: Sequence[int]) -> TensorView:
+    """A box of an array, as a view of no other tensors than those that it is made of."""
+    if isinstance(source, Transposed):
+        order = source.permutation
+        places = [order.index(dimension) for dimension in range(len(order))]
+        inner = part_of(source.source, [starts[p] for p in places], [shape[p] for p in places])
+        return Transposed(inner, order)
+    if isinstance(source, Concatenated):
+        along = source.dimension
+        for one, first in zip(source.sources, source.starts[:-1], strict=True):
+            start = starts[along] - first
+            if start >= 0 and start + shape[along] <= one.shape[along]:
+                return part_of(one, [*starts[:along], start, *starts[along + 1 :]], shape)
+    return Sliced(source, starts, shape)
+
+
 def whole_index(shape: Sequence[int]) -> Index:
     """The index of all elements of an array.
 

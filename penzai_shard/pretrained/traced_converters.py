@@ -21,9 +21,9 @@ from penzai_shard.pretrained.tensor_views import (
     Converted,
     Increased,
     Reshaped,
-    Sliced,
     TensorView,
     Transposed,
+    part_of,
     stacked,
 )
 from penzai_shard.traced_programs import called_program, evaluate, walk
@@ -145,7 +145,7 @@ def _converted(parameters: Any, _: Any, source: Any) -> TensorView | None:
 def _sliced(parameters: Any, shape: tuple[int, ...], source: Any) -> TensorView | None:
     if set(parameters["strides"] or [1]) != {1}:
         return None
-    return Sliced(source, parameters["start_indices"], shape)
+    return part_of(source, parameters["start_indices"], shape)
 
 
 def _gathered(
@@ -163,7 +163,7 @@ def _gathered(
         if not 0 <= start <= source.shape[dimension] - lengths[dimension]:
             return None
         starts[dimension] = int(start)
-    return Reshaped(Sliced(source, starts, lengths), shape)
+    return Reshaped(part_of(source, starts, lengths), shape)
 
 
 def _concatenated(parameters: Any, _: Any, *sources: Any) -> TensorView | None:

@@ -43,6 +43,53 @@ MODELS = {
     ),
 }
 
+_GEMMA = {"head_dim": 16, "num_key_value_heads": 2}
+_FOUR_LAYERS = {"num_hidden_layers": 4, "sliding_window": 3}
+
+MODELS |= {
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", _GEMMA | {"rms_norm_eps": 1e-5}),
+    "gemma_one_key_head": (
+        "GemmaForCausalLM",
+        "GemmaConfig",
+        {"head_dim": 16, "num_key_value_heads": 1},
+    ),
+    "gemma_all_key_heads": (
+        "GemmaForCausalLM",
+        "GemmaConfig",
+        {"head_dim": 16, "num_key_value_heads": 4},
+    ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        _GEMMA | {"sliding_window": 3, "query_pre_attn_scalar": 24},
+    ),
+    "gemma2_all_positions": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        _GEMMA
+        | {
+            "layer_types": ["full_attention"] * 2,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        _GEMMA | _FOUR_LAYERS | {"sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
+    ),
+    "gemma3_longer_texts": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        _GEMMA
+        | _FOUR_LAYERS
+        | {
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+}
+
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 9))
 
 

@@ -16,6 +16,7 @@ from penzai_shard.pretrained.tensor_views import (
     Sliced,
     Transposed,
     WholeTensor,
+    part_of,
     stacked,
     whole_index,
 )
@@ -85,7 +86,8 @@ def transposed(draw, drawn, tensor):
 
 def sliced(draw, drawn, tensor):
     index = draw(indices(drawn.array.shape))
-    view = Sliced(drawn.view, [s.start for s in index], [s.stop - s.start for s in index])
+    make = draw(st.sampled_from([Sliced, part_of]))
+    view = make(drawn.view, [s.start for s in index], [s.stop - s.start for s in index])
     return Drawn(view, drawn.array[index]), False
 
 
@@ -139,6 +141,14 @@ def test_any_composition_reads_what_numpy_does_and_no_element_more(composition, 
     if not repeated:
         whole = drawn.view.read(TensorsInMemory(arrays), whole_index(drawn.view.shape))
         assert whole.tobytes() == drawn.array.tobytes()
+
+
+def test_a_part_of_stacked_tensors_is_made_of_those_that_it_is_in():
+    tensors = [WholeTensor(StoredTensor(name, (4, 3), "float32", "f")) for name in "qkv"]
+    view = Transposed(stacked(tensors, 0), (0, 2, 1))
+    assert view.tensors == ("q", "k", "v")
+    assert part_of(view, (1, 0, 2), (1, 3, 2)).tensors == ("k",)
+    assert part_of(view, (1, 0, 2), (2, 3, 2)).tensors == ("q", "k", "v")
 
 
 @pytest.mark.parametrize(
