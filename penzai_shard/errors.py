@@ -13,12 +13,16 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar, ParamSpec, TypeVar
 
 from penzai_shard.path_folding import NUMBER, folded_path, folding_key, varying_numbers
 
 # A message has at most so many lines of problems.
 SHOWN_PROBLEMS = 38
+SHOWN_DAMAGES = 2
+# A line names so many that have the same problem.
+NAMED_TOGETHER = 6
 
 # Fewer lines alike than this are easier to read one by one, but not in a message of many lines.
 FEWEST_ALIKE = 3
@@ -26,6 +30,9 @@ MANY_LINES = 8
 
 # A path in the middle of a message: words with slashes or dots between them.
 _PATH = re.compile(r"(?<![\w\]])[\w\[\]]+(?:[./][\w\[\]-]+)+")
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 # Packages whose frames are not those of the caller.
 _PASSED_THROUGH = frozenset({__name__.partition(".")[0], "penzai", "jax", "equinox", "contextlib"})
@@ -41,15 +48,21 @@ class ShardingError(ValueError):
     """
 
     problems: tuple[str, ...]
+    shown_problems: ClassVar[int] = SHOWN_PROBLEMS
 
     def __init__(self, headline: str, problems: Sequence[str] = ()) -> None:
         self.problems = tuple(problems)
-        lines = grouped_problems(self.problems)
-        if len(lines) > SHOWN_PROBLEMS:
-            hidden = sum(count for _, count in lines[SHOWN_PROBLEMS:])
+        lines = self._lines()
+        shown = self.shown_problems
+        if len(lines) > shown:
+            hidden = sum(count for _, count in lines[shown:])
             last = f"and {hidden:,} more; all are in error.problems"
-            lines = [*lines[:SHOWN_PROBLEMS], (last, hidden)]
+            lines = [*lines[:shown], (last, hidden)]
         super().__init__("\n".join([headline, *(f"  {line}" for line, _ in lines)]))
+
+    def _lines(self) -> list[tuple[str, int]]:
+        """The lines of the message, each with how many problems it stands for."""
+        return grouped_problems(self.problems)
 
 
 class RuleTypeError(ShardingError, TypeError):
@@ -73,7 +86,20 @@ class CheckpointMismatchError(ShardingError):
 
 
 class CheckpointDamagedError(ShardingError):
-    """A checkpoint is not as it was saved: bytes changed, or parts are missing."""
+    """A checkpoint is not as it was saved: bytes changed, or parts are missing.
+
+    One broken file may concern every array, and none of them tells more than the others: the
+    message names those with the same problem in one line.
+    """
+
+    shown_problems = SHOWN_DAMAGES
+
+    def _lines(self) -> list[tuple[str, int]]:
+        alike: dict[str, list[tuple[str, int]]] = {}
+        for line, count in grouped_problems(self.problems):
+            name, _, problem = line.partition(": ")
+            alike.setdefault(problem, []).append((name, count))
+        return [_named_together(problem, members) for problem, members in alike.items()]
 
 
 class CheckpointExistsError(ShardingError, FileExistsError):
@@ -138,6 +164,14 @@ def grouped_problems(problems: Sequence[str]) -> list[tuple[str, int]]:
         else:
             lines.append((_group_line(members), len(members)))
     return lines
+
+
+def _named_together(problem: str, members: list[tuple[str, int]]) -> tuple[str, int]:
+    names = [name for name, _ in members[:NAMED_TOGETHER]]
+    if len(members) > NAMED_TOGETHER:
+        names.append(f"and {sum(count for _, count in members[NAMED_TOGETHER:]):,} more")
+    text = ", ".join(names) + (f": {problem}" if problem else "")
+    return text, sum(count for _, count in members)
 
 
 def _alike(problem: str) -> tuple[str, str]:
@@ -237,6 +271,30 @@ def raise_all(error: type[ShardingError], headline: str, problems: Sequence[str]
     """
     if problems:
         raise error(headline, problems)
+
+
+def raised_by_the_call(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function whose errors of this library show the caller's line and the message alone.
+
+    What is wrong with a file is in the message. The lines of this library that read the file, and
+    the errors of other libraries that it met there, which fill pages, are in ``__context__``.
+
+    >>> @raised_by_the_call
+    ... def read(file):
+    ...     raise CheckpointDamagedError(f"{file}: is not as it was saved.")
+    >>> read("params")
+    Traceback (most recent call last):
+    penzai_shard.errors.CheckpointDamagedError: params: is not as it was saved.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except ShardingError as error:
+            raise error.with_traceback(None) from None
+
+    return call
 
 
 def warn_caller(messages: Iterable[str]) -> None:

@@ -139,7 +139,34 @@ def record_from_json(name: str, stored: Any) -> ArrayRecord | None:
     (ArrayRecord(shape=(2,), dtype='float32', axes=('a',), key_impl=None), None)
     """
     entry = dict(stored) if isinstance(stored, Mapping) else {}
-    if entry.pop("checksum", None) != checksum_of([name, entry]):
+    if entry.pop("checksum", None) != checksum_of([name, entry]) or not _is_record(entry):
         return None
     axes = entry["axes"] and tuple(entry["axes"])
     return ArrayRecord(**{**entry, "shape": tuple(entry["shape"]), "axes": axes})
+
+
+def _is_record(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry has the fields of a record, each with what it can hold."""
+    shape, axes, impl = (entry.get(field) for field in ("shape", "axes", "key_impl"))
+    return (
+        entry.keys() == {field.name for field in dataclasses.fields(ArrayRecord)}
+        and isinstance(shape, list | tuple)
+        and all(type(length) is int and 0 <= length < 2**63 for length in shape)
+        and isinstance(entry["dtype"], str)
+        and (
+            axes is None
+            or (
+                isinstance(axes, list | tuple)
+                and len(axes) == len(shape)
+                and all(axis is None or isinstance(axis, str) for axis in axes)
+            )
+        )
+        and (impl is None or _is_key_impl(impl))
+    )
+
+
+def _is_key_impl(name: Any) -> bool:
+    try:
+        return isinstance(name, str) and bool(key_data_shape(name))
+    except ValueError:
+        return False

@@ -9,6 +9,7 @@ metadata file. What does not match is refused; only what has neither counts as p
 import dataclasses
 import hashlib
 import json
+import pathlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from penzai_shard.checkpointing.array_records import (
     record_from_json,
     record_to_json,
 )
+from penzai_shard.checkpointing.file_kinds import problems_of_files
 from penzai_shard.checkpointing.locations import (
     SEAL,
     PathLike,
@@ -171,16 +173,17 @@ def read_manifest(path: PathLike) -> Manifest:
     where = absolute_path(path)
     directory = found_directory(where)
     headline = f"the checkpoint at {where} is not as it was saved. Restore another copy of it:"
+    # First of all: nothing may be opened that never ends.
+    raise_all(CheckpointDamagedError, headline, problems_of_files(directory))
     kind, records, problems = _own_records(where, directory)
     raise_all(CheckpointDamagedError, headline, problems)
     try:
         tree = orbax_api.described_arrays(str(directory))
     except Exception as error:
-        # Orbax raises whatever its readers of files raise where these are damaged.
         if kind is None and orbax_api.is_unknown_layout(error):
             raise no_checkpoint(where, directory) from None
-        problem = f"Orbax cannot read what it says of the arrays: {orbax_api.first_line(error)}"
-        raise CheckpointDamagedError(headline, [problem]) from error
+        problems = _unreadable(directory, records, orbax_api.first_line(error))
+        raise CheckpointDamagedError(headline, problems) from error
     manifest = Manifest(where, str(directory), kind, records, tree)
     stored = _stored_by_name(manifest)
     if kind is not None:
@@ -190,13 +193,25 @@ def read_manifest(path: PathLike) -> Manifest:
     return dataclasses.replace(manifest, records=records)
 
 
+def _unreadable(directory: Any, records: Mapping[str, ArrayRecord], reason: str) -> list[str]:
+    """Which arrays Orbax cannot describe; where none tells, the files that it reads for that."""
+    if isinstance(directory, pathlib.Path):
+        stored = [name for name, record in records.items() if 0 not in record.shape]
+        reasons = orbax_api.unreadable_arrays(str(directory), stored)
+        if reasons:
+            return [f"{name}: cannot be read: {text}" for name, text in reasons.items()]
+    return [f"Orbax cannot read what it says of the arrays: {reason}"]
+
+
 def identity_of(path: PathLike) -> str:
     """A text that changes when another save replaces a checkpoint; empty if there is none.
 
     Orbax' metadata has the time of the save in it, in nanoseconds.
     """
     try:
-        content = (found_directory(absolute_path(path)) / _METADATA).read_bytes()
+        file = found_directory(absolute_path(path)) / _METADATA
+        # Anything but a file may never end.
+        content = file.read_bytes() if file.is_file() else b""
     except OSError:
         return ""
     return hashlib.sha256(content).hexdigest()
@@ -276,18 +291,33 @@ def _sealed_records(
 def _read_seal(directory: Any) -> tuple[list[str], list[str]]:
     """The names of the arrays, and which metadata files are not as they were when sealed."""
     content = _mapping_in(directory / SEAL) or {}
-    is_ours = content.pop("checksum", None) == checksum_of(content)
+    is_ours = content.pop("checksum", None) == checksum_of(content) and _is_seal(content)
     # The checksum is of what the seal says, not of how that is written.
     if not is_ours or (directory / SEAL).read_bytes() != _seal_content(
         content["arrays"], content["files"]
     ):
         return [], [f"{SEAL}: is not as it was written."]
-    present = dict(_metadata_checksums(directory))
+    # Files of anybody else's beside these do not concern it.
+    present = {
+        name: _checksum_of_file(directory / name)
+        for name in content["files"]
+        if (directory / name).is_file()
+    }
     return content["arrays"], [
         f"{name}: {'is not as it was written' if name in present else 'is missing'}."
         for name, written in content["files"].items()
         if present.get(name) != written
     ]
+
+
+def _is_seal(content: Mapping[str, Any]) -> bool:
+    """Whether a seal says which arrays and files there are, in the form that is written."""
+    names, files = content.get("arrays"), content.get("files")
+    return (
+        isinstance(names, list)
+        and isinstance(files, dict)
+        and all(isinstance(text, str) for text in [*names, *files, *files.values()])
+    )
 
 
 def _stored_by_name(manifest: Manifest) -> dict[str, Any]:
@@ -336,6 +366,10 @@ def _metadata_checksums(directory: Any, prefix: str = "") -> Iterator[tuple[str,
     for entry in sorted(directory.iterdir(), key=lambda entry: entry.name):
         if not entry.is_dir():
             if entry.name != SEAL:
-                yield prefix + entry.name, hashlib.sha256(entry.read_bytes()).hexdigest()
+                yield prefix + entry.name, _checksum_of_file(entry)
         elif not orbax_api.holds_numbers(entry.name):
             yield from _metadata_checksums(entry, f"{prefix}{entry.name}/")
+
+
+def _checksum_of_file(file: Any) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -16,7 +16,7 @@ from penzai_shard.checkpointing.parameter_dict import (
     statistics_of,
 )
 from penzai_shard.checkpointing.restoring import restore_arrays
-from penzai_shard.errors import RuleTypeError, warn_caller
+from penzai_shard.errors import RuleTypeError, raised_by_the_call, warn_caller
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import PlacingRequest, PlanRequest, ShardingPlan
 from penzai_shard.readers import without_repeats
@@ -130,6 +130,7 @@ def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
     return saved
 
 
+@raised_by_the_call
 def restore_params(
     path: PathLike,
     model: Any,

@@ -16,7 +16,7 @@ from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.orbax_store import PreparedSave, prepare_save
 from penzai_shard.checkpointing.parameter_dict import param_dict
 from penzai_shard.checkpointing.restoring import refuse_other_arrays, restore_arrays
-from penzai_shard.errors import RuleTypeError, raise_all
+from penzai_shard.errors import RuleTypeError, raise_all, raised_by_the_call
 from penzai_shard.planning import PlacingRequest, ShardingPlan
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
@@ -92,6 +92,7 @@ def refuse_other_state(path: PathLike, train_state: Any) -> None:
     refuse_other_arrays(path, "train_state", leaves, Tolerance())
 
 
+@raised_by_the_call
 def restore_train_state(
     path: PathLike,
     train_state: Any,

@@ -4,20 +4,19 @@ Orbax is imported when it is first needed. Its functions are called here with th
 library depends on, and what it logs of a failure that is raised anyway is held back.
 """
 
-import contextlib
 import dataclasses
 import functools
-import gc
-import logging
-import threading
+import pathlib
+import re
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from penzai_shard.errors import require_extra
+from penzai_shard.library_apis.orbax_noise import without_noise
 
 METADATA_FILE = "_CHECKPOINT_METADATA"
 """JSON about the whole checkpoint; the caller's own metadata is under ``custom_metadata``."""
@@ -39,7 +38,15 @@ TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
 
 # Several processes share the writing of a replicated array where its parts are at least this large.
 _SHARED_SLICE_BYTES = 2**20
-_LOGGERS = ("absl", "asyncio")
+# What TensorStore appends to its messages.
+_DETAILS = (" [source locations=", " [tensorstore_spec=")
+_DATABASE = re.compile(r' in OCDBT database at [^"]*"[^"]*"')
+# The last file or entry that a message names, and what it says of it.
+_QUOTED = re.compile(r'.*"([^"]+)":? (.*)')
+# The directory with the arrays' storage, and the files that describe it to Orbax.
+_ARRAYS = "state"
+_IN_ARRAYS = ("_METADATA", "_sharding", "array_metadatas/process_0")
+_DESCRIPTIONS = (METADATA_FILE, *(f"{_ARRAYS}/{f}" for f in _IN_ARRAYS))
 
 
 @functools.cache
@@ -98,14 +105,52 @@ def described_arrays(directory: str) -> Any:
     pieces that can be read one by one.
 
     Raises:
-        Exception: Whatever Orbax meets in a damaged checkpoint; see ``is_unknown_layout``.
+        UnreadableError: The checkpoint is damaged.
+        Exception: The directory is not a checkpoint; see ``is_unknown_layout``.
     """
     ocp = orbax()
-    with without_noise():
+
+    def read() -> Any:
         found = ocp.metadata(directory).metadata
         if found is None:
             raise ValueError("it gives nothing.")
         return found
+
+    return _read_quietly(directory, read)
+
+
+def unreadable_arrays(directory: str, names: Iterable[str]) -> dict[str, str]:
+    """Looks up what the storage of a checkpoint says of each array.
+
+    Orbax says only that it cannot read what all of them are.
+
+    Args:
+        directory: A checkpoint that ``save`` wrote, on a file system.
+        names: The names of its arrays.
+
+    Returns:
+        For each array that cannot be looked up the file or the entry, and the reason.
+    """
+    import tensorstore  # Orbax itself needs it.
+
+    where = {"driver": "file", "path": f"{directory}/{_ARRAYS}/"}
+    opened = {
+        name: tensorstore.open(
+            {
+                "driver": "zarr3",
+                "kvstore": {"driver": "ocdbt", "base": where, "path": f"{name}/"},
+            }
+        )
+        for name in names
+    }
+    reasons = {}
+    for name, array in opened.items():
+        try:
+            array.result()
+        except Exception as error:
+            # TensorStore raises what its drivers raise.
+            reasons[name] = _without_details(str(error), directory)
+    return reasons
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,14 +216,68 @@ def load(directory: str, structs: Any, read_bytes: int) -> Any:
         The tree with arrays in place of the structs.
 
     Raises:
-        Exception: Whatever Orbax meets in a damaged checkpoint.
+        UnreadableError: The checkpoint is damaged.
     """
     ocp = orbax()
     context = ocp.Context()
     context.memory.read_concurrent_bytes = read_bytes
     context.pytree.loading.partial_load = True
-    with context, without_noise():
-        return ocp.load(directory, structs)
+    with context:
+        return _read_quietly(directory, lambda: ocp.load(directory, structs))
+
+
+class UnreadableError(ValueError):
+    """Orbax cannot read a checkpoint. What it met there is the message, and no more is kept."""
+
+
+def _read_quietly(directory: str, read: Callable[[], Any]) -> Any:
+    """What is read; what Orbax raises is one error that holds on to nothing.
+
+    Through its traceback an error of Orbax holds its tasks and what they read.
+
+    Raises:
+        UnreadableError: Something is damaged.
+    """
+    with without_noise():
+        try:
+            return read()
+        except (jax.errors.JaxRuntimeError, MemoryError, orbax().errors.InvalidLayoutError):
+            # Not for the checkpoint's sake: a device has no room for it, or there is none.
+            raise
+        except Exception as error:
+            # Orbax raises whatever its readers of files raise where these are damaged.
+            reason = _reason_of(error, directory)
+        raise UnreadableError(reason)
+
+
+def _reason_of(error: BaseException, directory: str) -> str:
+    """What is wrong in one line: the storage says it best, and Orbax around it where."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    text = str(error) or type(error).__name__
+    if _DATABASE.search(text) is None:
+        # It does not say where. Orbax describes arrays in these files, and no other library does.
+        top = pathlib.Path(directory)
+        files = [str(f.relative_to(top)) for glob in _DESCRIPTIONS for f in top.glob(glob)]
+        text = f"{text.splitlines()[0][:150]} (in one of {', '.join(files)})"
+    return _without_details(text, directory)
+
+
+def _without_details(text: str, directory: str) -> str:
+    """Which file or entry TensorStore cannot read, and the reason, in one line.
+
+    >>> said = 'LOST: Error reading "w/c/0" in OCDBT database at local file "/run/state/": '
+    >>> said += 'Error reading local file "/run/state/d/1f": cut short [tensorstore_spec={}]'
+    >>> _without_details(said, "/run")
+    'state/d/1f: cut short'
+    """
+    for details in _DETAILS:
+        text = text.partition(details)[0]
+    text = _DATABASE.sub("", text)
+    found = _QUOTED.fullmatch(text.splitlines()[0])
+    if found:
+        text = f"{found[1].removeprefix(directory).strip('/')}: {found[2]}"
+    return text.splitlines()[0][:300]
 
 
 def first_line(error: BaseException) -> str:
@@ -189,41 +288,3 @@ def first_line(error: BaseException) -> str:
     """
     text = str(error) or type(error).__name__
     return text.splitlines()[0][:300]
-
-
-@contextlib.contextmanager
-def without_noise(before: Collection[threading.Thread] | None = None) -> Iterator[None]:
-    """Keeps Orbax from logging, hundreds of lines long, what is raised as one error anyway.
-
-    Its threads and event loops report the same failure one after the other. What is logged is
-    passed on once all went well, and what other threads log at once.
-
-    Args:
-        before: The threads that ran before Orbax began, if it began before this.
-    """
-    held: list[logging.LogRecord] = []
-    others = {*(threading.enumerate() if before is None else before)} - {threading.current_thread()}
-
-    def hold(record: logging.LogRecord) -> bool:
-        # Called by the thread that logs. Numbers of threads are used again, so they do not count.
-        if threading.current_thread() in others:
-            return True
-        held.append(record)
-        return False
-
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    for logger in loggers:
-        logger.addFilter(hold)
-    try:
-        yield
-    except BaseException:
-        # Tasks of a failed read or write, of which only the first error was raised, report theirs
-        # to the log of asyncio when they are collected: now, instead of at any later time.
-        gc.collect()
-        held.clear()
-        raise
-    finally:
-        for logger in loggers:
-            logger.removeFilter(hold)
-        for record in held:
-            logging.getLogger(record.name).handle(record)
