@@ -37,7 +37,8 @@ def with_positions(model: Any, by_block: Sequence[Rotary]) -> Any:
 
     def changed(block: Any, said: Rotary) -> Any:
         def rotated(rope: pz.nn.ApplyRoPE) -> Any:
-            rope = dataclasses.replace(rope, max_wavelength=said.theta)
+            if rope.max_wavelength != said.theta:
+                rope = dataclasses.replace(rope, max_wavelength=said.theta)
             return rope if said.factor == 1.0 else ApplyScaledRoPE(rope, said.factor)
 
         return pz.select(block).at_instances_of(pz.nn.ApplyRoPE).apply(rotated)

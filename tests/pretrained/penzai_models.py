@@ -44,6 +44,12 @@ def logits(model, tokens):
     return np.asarray(run(*model).unwrap("batch", "seq", "vocabulary").astype(jnp.float32))
 
 
+def parameters(model):
+    """The values of a model's parameters, by label."""
+    _, found = pz.unbind_params(model)
+    return {p.label: np.asarray(p.value.data_array) for p in found}
+
+
 def assert_same_models(model, expected):
     """Every parameter and every constant to the bit, in the same layers, under the same names."""
     ours, theirs = (pz.unbind_params(m, freeze=True) for m in (model, expected))
