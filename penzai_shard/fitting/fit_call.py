@@ -9,6 +9,7 @@ import numpy as np
 
 from penzai_shard.array_kinds import is_abstract
 from penzai_shard.checkpointing.locations import PathLike
+from penzai_shard.checkpointing.retention import Best
 from penzai_shard.errors import RuleTypeError, TrainingStoppedError
 from penzai_shard.fitting.batch_sources import (
     BatchSource,
@@ -17,7 +18,7 @@ from penzai_shard.fitting.batch_sources import (
     token_count,
 )
 from penzai_shard.fitting.evaluation import Evaluation
-from penzai_shard.fitting.log_records import LogRecord, LossOf
+from penzai_shard.fitting.log_records import EVALUATION, LogRecord, LossOf
 from penzai_shard.fitting.loop import LoopOptions, TrainingLoop
 from penzai_shard.fitting.progress_display import ProgressDisplay, progress_display
 from penzai_shard.fitting.run_folder import RunFolder
@@ -55,6 +56,8 @@ def fit(
     checkpoint: PathLike | None = None,
     save_every: int | None = None,
     keep: int | None = 2,
+    keep_every: int | None = None,
+    best: Any = None,
     resume: bool = True,
     evaluate_every: int | None = None,
     eval_step: Callable[..., Any] | None = None,
@@ -111,9 +114,15 @@ def fit(
         tokens_axes: The logical axes whose lengths, multiplied, count the tokens of a batch, in
             the array that has most. ``("batch",)`` counts examples.
         checkpoint: A folder for checkpoints, ``step_00000100`` and so on, each as
-            ``save_train_state`` writes it. Several processes share the folder.
-        save_every: After how many steps to save. The last step is saved anyway.
+            ``save_train_state`` writes it, which ``CheckpointManager`` reads too. Several processes
+            share the folder.
+        save_every: After how many steps to save. The last step is saved anyway. The next steps are
+            done while a checkpoint is written; all are complete when this returns or raises.
         keep: How many of the newest checkpoints to keep; None keeps all.
+        keep_every: Checkpoints whose step is a multiple of this are kept too.
+        best: The best checkpoints are kept too: the name of a metric, ``"min"`` or ``"max"``, and
+            how many, one by default, such as ``("evaluation/loss", "min")``. The metrics are
+            ``"loss"``, that of the step, and the numbers that the evaluation after it gave.
         resume: Whether to go on from the newest checkpoint. If not, there must not be any.
         evaluate_every: After how many steps, and after the last one, to evaluate.
         eval_step: ``eval_step(state, **batch) -> (loss, aux)``, as ``build_eval_step_fn`` gives
@@ -161,14 +170,16 @@ def fit(
         log_every=log_every,
         save_every=save_every,
         keep=keep,
+        keep_every=keep_every,
         evaluate_every=evaluate_every,
     )
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise RuleTypeError(f"prefetch must be a number of batches, 0 or more, not {prefetch!r}.")
     if on_stop not in ("raise", "return"):
         raise RuleTypeError(f"on_stop must be 'raise' or 'return', not {on_stop!r}.")
-    if checkpoint is None and save_every is not None:
-        raise RuleTypeError("save_every needs a folder: pass checkpoint='run' too.")
+    for name, value in (("save_every", save_every), ("keep_every", keep_every), ("best", best)):
+        if checkpoint is None and value is not None:
+            raise RuleTypeError(f"{name} needs a folder: pass checkpoint='run' too.")
     if steps is None and jax.process_count() > 1:
         raise RuleTypeError(
             "over several processes fit needs to know the last step, because the batches of one "
@@ -178,7 +189,10 @@ def fit(
     place = _placing(shard_batch, mesh, rules, first_axis)
     evaluation = Evaluation.of(evaluate_every, eval_step, eval_batches, place, prefetch)
     display = progress_display(progress)
-    folder = None if checkpoint is None else RunFolder.at(checkpoint, keep)
+    folder = None
+    if checkpoint is not None:
+        _refuse_metrics_that_are_missing(best, loss, save_every, evaluate_every)
+        folder = RunFolder(checkpoint, keep=keep, keep_every=keep_every, best=best)
     options = LoopOptions(
         last=steps,
         place=place,
@@ -323,6 +337,25 @@ def _refuse_other_states(state: Any, step: Any) -> None:
         raise RuleTypeError(
             f"fit takes the step second, fit(state, step, batches, steps=...), and got a "
             f"{type(step).__name__}. Make one: build_train_step_fn(loss_fn)."
+        )
+
+
+def _refuse_metrics_that_are_missing(
+    best: Any, loss: LossOf, save_every: int | None, evaluate_every: int | None
+) -> None:
+    """Refuses a metric by which no checkpoint could ever be the best."""
+    chosen = Best.of(best)
+    if chosen is None or (chosen.metric == "loss" and loss is not None):
+        return
+    if chosen.metric.partition("/")[0] != EVALUATION:
+        raise RuleTypeError(
+            f"best={best!r}: the metrics of a checkpoint are 'loss', that of its step, and those "
+            f"of its evaluation, such as '{EVALUATION}/loss'."
+        )
+    if evaluate_every is None or (save_every is not None and save_every % evaluate_every):
+        raise RuleTypeError(
+            f"best={best!r} compares evaluations, so that each step that is saved must be "
+            f"evaluated. Pass evaluate_every={save_every or 100}, eval_step and eval_batches."
         )
 
 

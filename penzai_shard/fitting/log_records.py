@@ -14,9 +14,13 @@ from penzai_shard.array_kinds import is_array_like
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.planning import bytes_text
 from penzai_shard.training.train_state import TrainState, peek
+from penzai_shard.tree_paths import path_text
 
 # How many steps a figure of speed is the mean of, at least.
 FEWEST_STEPS = 10
+
+# What the metrics of an evaluation begin with.
+EVALUATION = "evaluation"
 
 LossOf = str | Callable[[Any], Any] | None
 
@@ -202,6 +206,23 @@ def learning_rate_of(state: TrainState) -> Any:
     found = optax.tree_utils.tree_get_all_with_path(peek(state, "opt_state"), "learning_rate")
     rates = [value for _, value in found if is_array_like(value) and np.size(value) == 1]
     return rates[0] if rates else None
+
+
+def metrics_of_step(loss: Any, evaluation: Any) -> dict[str, float]:
+    """The numbers by which checkpoints are compared: the loss, and those of an evaluation.
+
+    Args:
+        loss: The loss of a step, or None.
+        evaluation: What its evaluation gave, or None.
+
+    >>> metrics_of_step(np.float32(0.5), {"loss": 0.25, "of": {"tokens": 3.0}})
+    {'loss': 0.5, 'evaluation/loss': 0.25, 'evaluation/of/tokens': 3.0}
+    """
+    metrics = {} if loss is None else {"loss": float(np.asarray(loss).reshape(()))}
+    for path, leaf in jax.tree_util.tree_leaves_with_path({EVALUATION: evaluation}):
+        if np.size(leaf) == 1:
+            metrics[path_text(path)] = float(np.asarray(leaf).reshape(()))
+    return metrics
 
 
 def on_host(tree: Any) -> Any:

@@ -36,6 +36,7 @@ from penzai_shard.fitting.log_records import (
     Pace,
     learning_rate_of,
     loss_in,
+    metrics_of_step,
     on_host,
 )
 from penzai_shard.fitting.progress_display import ProgressDisplay
@@ -133,6 +134,7 @@ class TrainingLoop:
         self._unread: list[_Dispatched] = []
         self._nonfinite = 0
         self._last_read: _Dispatched | None = None
+        self._evaluation: Any = None
         self._pace = Pace()
         self._waited_before = 0.0
         self._has_rate = learning_rate_of(state) is not None
@@ -149,7 +151,7 @@ class TrainingLoop:
         iterator = self._source.iterator(self.position)
         self._display.begin(self.done, self._options.last)
         try:
-            with self._stops:
+            with self._stops, self._folder or contextlib.nullcontext():
                 with BackgroundFeed(
                     self._batches(iterator),
                     self._options.ahead,
@@ -242,7 +244,7 @@ class TrainingLoop:
         evaluation = None
         if self._evaluates(dispatched.number) and self._options.evaluation is not None:
             # All that was given to the devices has been read, so this is the state of that step.
-            evaluation = self._options.evaluation.run(self.state)
+            evaluation = self._evaluation = self._options.evaluation.run(self.state)
             self._pace.go_on()
         if evaluation is not None or self._is_logged(dispatched.number):
             self._log(dispatched, evaluation)
@@ -280,7 +282,10 @@ class TrainingLoop:
 
     def _save(self) -> None:
         if self._folder is not None and self.done not in (self._saved_at, self._started_at):
-            self._folder.save(self.state, self.done, self.position)
+            loss = None if self._last_read is None else self._last_read.loss
+            evaluation = self._evaluation if self._evaluates(self.done) else None
+            metrics = metrics_of_step(loss, evaluation)
+            self._folder.save(self.state, self.done, self.position, metrics)
             self._saved_at = self.done
             self._pace.go_on()
 

@@ -28,6 +28,7 @@ from penzai_shard.errors import (
     RuleTypeError,
 )
 from penzai_shard.library_apis import orbax_api
+from tests.checkpointing.disk import Disk
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -48,33 +49,6 @@ def replicated(mesh):
 @pytest.fixture
 def where(wide):
     return {"shardings": replicated(wide)}
-
-
-class Disk:
-    """Decides when what Orbax has begun to write is written, and whether it is."""
-
-    def __init__(self, monkeypatch):
-        self.may_write = threading.Event()
-        self.may_write.set()
-        self.error = None
-        begin = orbax_api.begin_save
-
-        def begin_save(*arguments):
-            written = begin(*arguments)
-
-            def wait():
-                self.may_write.wait(20)
-                written()
-                if self.error is not None:
-                    error, self.error = self.error, None
-                    raise error
-
-            return wait
-
-        monkeypatch.setattr(orbax_api, "begin_save", begin_save)
-
-    def fails_once(self):
-        self.error = OSError(errno.ENOSPC, "full")
 
 
 @pytest.fixture
@@ -193,7 +167,7 @@ def test_a_failure_in_the_background_is_raised_by_whatever_comes_next(tmp_path, 
     run = CheckpointManager(tmp_path)
 
     def fail():
-        disk.fails_once()
+        disk.fails_once("step_00000001")
         return run.save(1, state())
 
     message = rf"cannot save to {tmp_path}/step_00000001: the disk is full\. The arrays take 12 "
@@ -226,6 +200,7 @@ import sys
 import numpy as np
 from penzai_shard import CheckpointManager
 from penzai_shard.library_apis import orbax_api
+from tests.checkpointing.disk import Disk
 begin = orbax_api.begin_save
 def begin_save(*arguments):
     written = begin(*arguments)

