@@ -292,6 +292,51 @@ class PreparedTable(TextTable):
         return self.summary
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class FindingsTable(PreparedTable):
+    """What was found, below a verdict that is green or red; headings only if there are rows.
+
+    Attributes:
+        ok: Whether the verdict is good.
+    """
+
+    has_headings_alone = False
+
+    ok: bool = True
+
+    def verdict_style(self) -> str:
+        """Green or red."""
+        return "bold green" if self.ok else "bold red"
+
+
+class Report(NotebookView):
+    """A value with more to it than a table, which its ``str`` and ``repr`` show."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def table(self, *, collapse: bool = True) -> TextTable:
+        """The table.
+
+        Args:
+            collapse: Show what differs only in the numbers of its names as one row with a count.
+        """
+
+    @abc.abstractmethod
+    def to_json(self) -> str:
+        """All of it as JSON text, for programs."""
+
+    def notebook_table(self) -> TextTable:
+        """The table, equal blocks in one row."""
+        return self.table()
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        return self.table().__rich_console__(console, options)
+
+    def __repr__(self) -> str:
+        return str(self.table())
+
+
 def printable(text: str) -> str:
     r"""Text with control characters written out, so that it cannot steer a terminal.
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penzai_shard.checkpoint_reports.report import FindingsTable, Report
 from penzai_shard.checkpoint_reports.stored_arrays import (
     KINDS,
     CheckpointContents,
@@ -23,7 +22,7 @@ from penzai_shard.checkpointing.restoring import refuse_other_arrays
 from penzai_shard.errors import CheckpointMismatchError, grouped_problems
 from penzai_shard.path_folding import folded_path, folding_key
 from penzai_shard.readers import without_repeats
-from penzai_shard.text_tables import TextTable
+from penzai_shard.text_tables import FindingsTable, Report, TextTable
 from penzai_shard.training import TrainState
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from penzai_shard.checkpoint_reports.report import Report
 from penzai_shard.checkpoint_reports.stored_arrays import (
     KINDS,
     CheckpointContents,
@@ -20,7 +19,7 @@ from penzai_shard.checkpointing.locations import PathLike, shown_path
 from penzai_shard.meshes import mesh_text
 from penzai_shard.path_folding import folding_key
 from penzai_shard.planning.plan_table import axes_text, bytes_text, grouped_rows
-from penzai_shard.text_tables import PreparedTable
+from penzai_shard.text_tables import PreparedTable, Report
 
 # More parts than this, or parts of one array each, are as long to read as the table.
 _PARTS_SHOWN = 6

@@ -5,7 +5,6 @@ import datetime
 import json
 from collections.abc import Mapping
 
-from penzai_shard.checkpoint_reports.report import Report
 from penzai_shard.checkpoint_reports.stored_arrays import contents_of
 from penzai_shard.checkpointing import CheckpointManager
 from penzai_shard.checkpointing.locations import (
@@ -17,7 +16,7 @@ from penzai_shard.checkpointing.locations import (
 )
 from penzai_shard.errors import CheckpointDamagedError, CheckpointNotFoundError, ShardingError
 from penzai_shard.planning.plan_table import bytes_text
-from penzai_shard.text_tables import PreparedTable
+from penzai_shard.text_tables import PreparedTable, Report
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,9 @@ from penzai_shard.checkpoint_reports import (
     describe_run,
     is_run,
 )
-from penzai_shard.checkpoint_reports.report import Report
 from penzai_shard.cli.model_references import ModelReference
 from penzai_shard.errors import RuleTypeError
+from penzai_shard.text_tables import Report
 
 # As a shell has it for a program that is ended since nobody reads its output.
 _NOBODY_READS = 141

@@ -18,7 +18,9 @@ from penzai_shard.placement.builders import is_model
 from penzai_shard.rule_kinds import nearest_name
 from penzai_shard.training import TrainState
 
-_FORM = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_][\w.]*)\s*(?P<call>\(.*\))?", re.DOTALL)
+_FORM = re.compile(
+    r"(?P<place>[^:]+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)\s*(?P<call>\(.*\))?", re.DOTALL
+)
 _EXAMPLE = "Write for instance model.py:build_model, or my_package.models:build(seed=0)."
 
 
@@ -127,6 +129,11 @@ class ModelReference:
             sys.modules.setdefault(name, module)
             spec.loader.exec_module(module)
             return module
+        except SystemExit as error:
+            raise RuleTypeError(
+                f"{self.text}: {self.place} ends the program when it is imported. Put what it does "
+                "as a script under: if __name__ == '__main__':"
+            ) from error
         except Exception as error:
             raise RuleTypeError(
                 f"{self.text}: cannot import {self.place}: {type(error).__name__}: {error} "

@@ -49,6 +49,7 @@ def folder(tmp_path_factory):
     pzs.save_params(made / "turned", {"l.weights": pz.nx.ones({"out": 4, "in": 8})})
     (made / "my model.py").write_text(PROGRAM)
     (made / "models_here.py").write_text(PROGRAM)
+    (made / "script.py").write_text("import sys\nsys.exit(3)\n")
     return made
 
 
@@ -125,6 +126,8 @@ MISTAKES = {
     ("diff", "first", "my model.py:broken"): "it fails with KeyError: 'no such thing'",
     ("diff", "first", "your_model.py:build"): "there is no file your_model.py",
     ("diff", "first", "no_such_module:build"): "cannot import no_such_module: ModuleNotFoundError",
+    ("diff", "first", "script.py:build"): "script.py ends the program when it is imported",
+    ("diff", "first", "no/such:place"): "the path does not exist",
     ("diff", "my model.py:build(0)", "first"): "the checkpoint comes first",
 }
 
