@@ -222,7 +222,9 @@ def rotary(
         for value in (*found, factor)
         if not is_positive(value)
     ]
-    return Rotary(found[0], found[1], factor), problems
+    if problems:
+        return Rotary(theta), problems
+    return Rotary(float(found[0]), float(found[1]), float(factor)), []
 
 
 def is_size(value: Any) -> bool:

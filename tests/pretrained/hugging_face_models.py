@@ -35,7 +35,11 @@ MODELS = {
         "MistralConfig",
         {"num_key_value_heads": 4, "sliding_window": None},
     ),
-    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {"layer_norm_eps": 1e-3}),
+    "gpt_neox": (
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        {"layer_norm_eps": 1e-3, "rotary_pct": 0.5},
+    ),
     "gpt_neox_tied": (
         "GPTNeoXForCausalLM",
         "GPTNeoXConfig",
@@ -82,9 +86,9 @@ MODELS |= {
         "Gemma3ForCausalLM",
         "Gemma3TextConfig",
         _GEMMA
-        | _FOUR_LAYERS
         | {
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention"],
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
     ),

@@ -1,10 +1,13 @@
 """What comes out of models of Penzai, to compare."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from penzai import pz
 
+from penzai_shard.library_apis.jax_api import UNOPTIMISED_COMPILATION
 from penzai_shard.pretrained.tensor_views import whole_index
 
 
@@ -37,7 +40,7 @@ def logits(model, tokens):
     positions = pz.nx.arange("seq", tokens.shape[1])
     model = pz.unbind_params(model, freeze=True)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=UNOPTIMISED_COMPILATION)
     def run(unbound, parameters):
         return pz.bind_variables(unbound, parameters)(named, token_positions=positions)
 
