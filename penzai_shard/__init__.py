@@ -16,12 +16,15 @@ from penzai_shard.checkpoint_reports import (
 )
 from penzai_shard.checkpointing import (
     CheckpointManager,
+    CheckpointVerification,
+    VerifiedArray,
     param_dict,
     restore_params,
     restore_structs,
     restore_train_state,
     save_params,
     save_train_state,
+    verify_checkpoint,
     with_params,
 )
 from penzai_shard.errors import (
@@ -113,6 +116,7 @@ __all__ = [
     "CheckpointManager",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
+    "CheckpointVerification",
     "CheckpointWriteError",
     "Checkpointed",
     "ConstrainActivations",
@@ -140,6 +144,7 @@ __all__ = [
     "ShardingWarning",
     "StatefulTrainer",
     "TrainState",
+    "VerifiedArray",
     "__version__",
     "abstract_model",
     "any_process",
@@ -184,6 +189,7 @@ __all__ = [
     "strip",
     "tensor_parallel",
     "train_state_sharding",
+    "verify_checkpoint",
     "with_params",
     "without_names",
     "wrap",

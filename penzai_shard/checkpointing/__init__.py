@@ -9,11 +9,18 @@ from penzai_shard.checkpointing.manifest import Manifest, read_manifest
 from penzai_shard.checkpointing.parameter_dict import param_dict, with_params
 from penzai_shard.checkpointing.parameters import restore_params, restore_structs, save_params
 from penzai_shard.checkpointing.train_states import restore_train_state, save_train_state
+from penzai_shard.checkpointing.verifying import (
+    CheckpointVerification,
+    VerifiedArray,
+    verify_checkpoint,
+)
 
 __all__ = [
     "ArrayRecord",
     "CheckpointManager",
+    "CheckpointVerification",
     "Manifest",
+    "VerifiedArray",
     "param_dict",
     "read_manifest",
     "restore_params",
@@ -21,5 +28,6 @@ __all__ = [
     "restore_train_state",
     "save_params",
     "save_train_state",
+    "verify_checkpoint",
     "with_params",
 ]

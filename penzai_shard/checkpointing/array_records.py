@@ -30,12 +30,15 @@ class ArrayRecord:
         axes: The logical axis of each dimension, None for a positional one; None altogether where
             the names are not known.
         key_impl: Name of the PRNG implementation, for typed PRNG keys.
+        values: The checksum of its numbers, if it was saved with one. It is not compared with
+            that of another array.
     """
 
     shape: tuple[int, ...]
     dtype: str
     axes: AxisTexts | None = None
     key_impl: str | None = None
+    values: str | None = None
 
     def __str__(self) -> str:
         """Names and sizes, as they stand in error messages.
@@ -69,7 +72,7 @@ def record_of(leaf: NamedLeaf) -> ArrayRecord:
     >>> from penzai import pz
     >>> from penzai_shard.named_leaves import leaves_of
     >>> record_of(leaves_of({"w": pz.nx.ones({"a": 2})})[0])
-    ArrayRecord(shape=(2,), dtype='float32', axes=('a',), key_impl=None)
+    ArrayRecord(shape=(2,), dtype='float32', axes=('a',), key_impl=None, values=None)
     """
     axes: AxisTexts | None
     if leaf.problem:
@@ -121,35 +124,54 @@ def checksum_of(content: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def record_to_json(name: str, record: ArrayRecord) -> dict[str, Any]:
-    """The stored form of a record, with a checksum of the array's name and of all it says.
+def record_to_json(name: str, record: ArrayRecord, save: str) -> dict[str, Any]:
+    """The stored form of a record, with a checksum of all it says.
 
-    >>> record_to_json("w", ArrayRecord((2, 3), "float32", ("a", None)))["axes"]
+    Args:
+        name: The array's name, which is in the checksum.
+        record: The record.
+        save: The id of the save that it belongs to, which is in the checksum too.
+
+    >>> record_to_json("w", ArrayRecord((2, 3), "float32", ("a", None)), "5e1f")["axes"]
     ('a', None)
     """
     entry = dataclasses.asdict(record)
-    return {**entry, "checksum": checksum_of([name, entry])}
+    return {**entry, "checksum": checksum_of([name, entry, save])}
 
 
-def record_from_json(name: str, stored: Any) -> ArrayRecord | None:
+def record_from_json(name: str, stored: Any, save: str | None) -> ArrayRecord | None:
     """Reads what ``record_to_json`` gave; None if it is not as it was written.
 
-    >>> stored = record_to_json("w", ArrayRecord((2,), "float32", ("a",)))
-    >>> record_from_json("w", stored), record_from_json("v", stored)
-    (ArrayRecord(shape=(2,), dtype='float32', axes=('a',), key_impl=None), None)
+    Args:
+        name: The array's name.
+        stored: The stored form.
+        save: The id of the save; None for a record of the format before, which has neither that
+            nor a checksum of the numbers.
+
+    >>> record = ArrayRecord((2,), "float32", ("a",), None, "0123456789abcdef")
+    >>> stored = record_to_json("w", record, "5e1f")
+    >>> record_from_json("w", stored, "5e1f") == record
+    True
+    >>> record_from_json("v", stored, "5e1f"), record_from_json("w", stored, "another")
+    (None, None)
     """
     entry = dict(stored) if isinstance(stored, Mapping) else {}
-    if entry.pop("checksum", None) != checksum_of([name, entry]) or not _is_record(entry):
+    signed = [name, entry] if save is None else [name, entry, save]
+    is_signed = entry.pop("checksum", None) == checksum_of(signed)
+    if not is_signed or ("values" in entry) == (save is None) or not _is_record(entry):
         return None
-    axes = entry["axes"] and tuple(entry["axes"])
+    axes = None if entry["axes"] is None else tuple(entry["axes"])
     return ArrayRecord(**{**entry, "shape": tuple(entry["shape"]), "axes": axes})
 
 
 def _is_record(entry: Mapping[str, Any]) -> bool:
     """Whether an entry has the fields of a record, each with what it can hold."""
     shape, axes, impl = (entry.get(field) for field in ("shape", "axes", "key_impl"))
+    fields = {field.name for field in dataclasses.fields(ArrayRecord)}
     return (
-        entry.keys() == {field.name for field in dataclasses.fields(ArrayRecord)}
+        # The second format has no checksum of the numbers.
+        entry.keys() in (fields, fields - {"values"})
+        and isinstance(entry.get("values", ""), str)
         and isinstance(shape, list | tuple)
         and all(type(length) is int and 0 <= length < 2**63 for length in shape)
         and isinstance(entry["dtype"], str)

@@ -1,16 +1,17 @@
 """What a checkpoint says that it holds, and whether it may be believed.
 
-Orbax keeps neither the names of dimensions nor checksums of its own metadata. So a checkpoint
-says in two places that it is ours: in Orbax' metadata, where each array has an entry with its
-logical axes and a checksum, and in a file of its own, the seal, which has a checksum of every
-metadata file. What does not match is refused; only what has neither counts as plain Orbax.
+Orbax keeps neither the names of dimensions nor checksums of its own metadata or of the numbers. So
+a checkpoint says in two places that it is ours: in Orbax' metadata, where each array has an entry
+with its logical axes and a checksum of its numbers, and in a file of its own, the seal, which has
+a checksum of every metadata file. Both have the random id of the save, which is in the checksum
+of each entry. What does not match is refused; only what has neither counts as plain Orbax.
 """
 
 import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,12 +41,18 @@ from penzai_shard.library_apis import orbax_api
 from penzai_shard.tree_paths import path_text
 
 _SECTION = "penzai_shard"
-_VERSION = 2
+_VERSION = 3
+# Without checksums of the numbers.
+_OLDEST = 2
 _METADATA = orbax_api.METADATA_FILE
 _PLAIN = (
     "was written without logical axis names, so that only names, shapes and dtypes could be "
     "compared: an axis that was renamed or swapped with another of its length goes unnoticed. "
     "Save it with save_params to keep the axes."
+)
+_WITHOUT_CHECKSUMS = (
+    f"has format {_OLDEST}, which keeps no checksums of the numbers: damaged ones go unnoticed. "
+    "Save it anew to have them checked from then on."
 )
 
 
@@ -68,6 +75,7 @@ class Manifest:
             these.
         holders: The names of arrays that plain Orbax stored under an attribute of what held
             them, by the stored name.
+        save: The random id of the save; None if it has none, and no checksums of the numbers.
     """
 
     path: str
@@ -77,11 +85,14 @@ class Manifest:
     stored_tree: Any
     prefixes: tuple[str, ...] = ("",)
     holders: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    save: str | None = None
 
     @property
     def caveat(self) -> str:
         """What could not be checked, in words; empty if all could."""
-        return _PLAIN if self.kind is None else ""
+        if self.kind is None:
+            return _PLAIN
+        return _WITHOUT_CHECKSUMS if self.save is None else ""
 
     def name_of(self, key_path: Any) -> str | None:
         """The name of an array at a place of the stored tree; None if it is in another part."""
@@ -127,30 +138,36 @@ class Manifest:
         return dataclasses.replace(self, records=records, prefixes=starts)
 
 
-def section_of(records: Mapping[str, ArrayRecord], kind: str) -> dict[str, Any]:
+def section_of(records: Mapping[str, ArrayRecord], kind: str, save: str) -> dict[str, Any]:
     """The part of Orbax' custom metadata that says what the arrays are.
 
-    >>> section_of({"w": ArrayRecord((2,), "int32", ("a",))}, "params")["penzai_shard"]["kind"]
+    >>> records = {"w": ArrayRecord((2,), "int32", ("a",))}
+    >>> section_of(records, "params", "5e1f")["penzai_shard"]["kind"]
     'params'
     """
-    arrays = {name: record_to_json(name, record) for name, record in records.items()}
-    return {_SECTION: {"version": _VERSION, "kind": kind, "arrays": arrays}}
+    arrays = {name: record_to_json(name, record, save) for name, record in records.items()}
+    return {_SECTION: {"version": _VERSION, "kind": kind, "save": save, "arrays": arrays}}
 
 
-def seal(directory: Any, names: Iterable[str]) -> None:
+def seal(directory: Any, names: Iterable[str], save: str) -> None:
     """Writes the seal of a checkpoint, after all its other files.
 
     Args:
         directory: A path object with the interface of ``pathlib.Path``.
         names: The names of its arrays.
+        save: The random id of the save.
     """
-    (directory / SEAL).write_bytes(_seal_content(names, dict(_metadata_checksums(directory))))
+    content = _seal_content(names, dict(_metadata_checksums(directory)), save)
+    (directory / SEAL).write_bytes(content)
 
 
-def _seal_content(names: Iterable[str], files: Mapping[str, str]) -> bytes:
+def _seal_content(names: Iterable[str], files: Mapping[str, str], save: str | None) -> bytes:
     """The one way in which a seal is written, so that any other byte in it is damage."""
-    in_order = dict(sorted(files.items(), key=lambda file: file[0].split("/")))
-    content: dict[str, Any] = {"version": _VERSION, "arrays": sorted(names), "files": in_order}
+    content: dict[str, Any] = {"version": _OLDEST if save is None else _VERSION}
+    if save is not None:
+        content["save"] = save
+    content["arrays"] = sorted(names)
+    content["files"] = dict(sorted(files.items(), key=lambda file: file[0].split("/")))
     content["checksum"] = checksum_of(content)
     return json.dumps(content, indent=1).encode()
 
@@ -175,19 +192,19 @@ def read_manifest(path: PathLike) -> Manifest:
     headline = f"the checkpoint at {where} is not as it was saved. Restore another copy of it:"
     # First of all: nothing may be opened that never ends.
     raise_all(CheckpointDamagedError, headline, problems_of_files(directory))
-    kind, records, problems = _own_records(where, directory)
-    raise_all(CheckpointDamagedError, headline, problems)
+    own = _own_records(where, directory)
+    raise_all(CheckpointDamagedError, headline, own.problems)
     try:
         tree = orbax_api.described_arrays(str(directory))
     except Exception as error:
-        if kind is None and orbax_api.is_unknown_layout(error):
+        if own.kind is None and orbax_api.is_unknown_layout(error):
             raise no_checkpoint(where, directory) from None
-        problems = _unreadable(directory, records, orbax_api.first_line(error))
+        problems = _unreadable(directory, own.records, orbax_api.first_line(error))
         raise CheckpointDamagedError(headline, problems) from error
-    manifest = Manifest(where, str(directory), kind, records, tree)
+    manifest = Manifest(where, str(directory), own.kind, own.records, tree, save=own.save)
     stored = _stored_by_name(manifest)
-    if kind is not None:
-        raise_all(CheckpointDamagedError, headline, _contradictions(records, stored))
+    if own.kind is not None:
+        raise_all(CheckpointDamagedError, headline, _contradictions(own.records, stored))
         return manifest
     records = {name: ArrayRecord(*_shape_and_dtype(array)) for name, array in stored.items()}
     return dataclasses.replace(manifest, records=records)
@@ -217,11 +234,25 @@ def identity_of(path: PathLike) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _own_records(
-    where: str, directory: Any
-) -> tuple[str | None, dict[str, ArrayRecord], list[str]]:
-    """What the checkpoint says of itself: its kind, None if it is plain Orbax', its arrays, and
-    what is wrong with that."""
+@dataclasses.dataclass(frozen=True)
+class _OwnRecords:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        kind: As in ``Manifest``.
+        records: The arrays by name.
+        save: As in ``Manifest``.
+        problems: What is wrong with that.
+    """
+
+    kind: str | None = None
+    records: Mapping[str, ArrayRecord] = dataclasses.field(default_factory=dict)
+    save: str | None = None
+    problems: Sequence[str] = ()
+
+
+def _own_records(where: str, directory: Any) -> _OwnRecords:
+    """What the checkpoint says of itself."""
     metadata_file = directory / _METADATA
     metadata = _mapping_in(metadata_file)
     custom = {} if metadata is None else metadata.get("custom_metadata") or {}
@@ -231,7 +262,7 @@ def _own_records(
     version = section.get("version") if isinstance(section, Mapping) else None
     is_sealed = (directory / SEAL).exists()
     # Sealed, a checkpoint of an older version is one of this version that was damaged.
-    if isinstance(version, int) and (version > _VERSION or (version < _VERSION and not is_sealed)):
+    if isinstance(version, int) and (version > _VERSION or (version < _OLDEST and not is_sealed)):
         raise _other_format(where, version)
     if is_sealed:
         return _sealed_records(directory, section)
@@ -243,7 +274,7 @@ def _own_records(
         problems.append(f"{_METADATA}: is missing.")
     elif section is not None:
         problems.append(f"{SEAL}: is missing. It stands beside {_METADATA}.")
-    return None, {}, problems
+    return _OwnRecords(problems=problems)
 
 
 def _other_format(where: str, version: int) -> CheckpointMismatchError:
@@ -254,8 +285,9 @@ def _other_format(where: str, version: int) -> CheckpointMismatchError:
         )
     return CheckpointMismatchError(
         f"the checkpoint at {where} has format {version}, which was written before the first "
-        f"release of penzai_shard and has no checksums. This version reads format {_VERSION}. "
-        "Orbax still reads the numbers, so name their logical axes and save them anew: arrays = "
+        "release of penzai_shard and has no checksums. This version reads formats "
+        f"{_OLDEST} to {_VERSION}. Orbax still reads the numbers, so name their logical axes and "
+        "save them anew: arrays = "
         f"orbax.checkpoint.experimental.v1.load({where!r}); save_params(new_path, "
         "{'w': pz.nx.wrap(arrays['w']).tag('in', 'out'), ...})."
     )
@@ -270,44 +302,49 @@ def _mapping_in(file: Any) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _sealed_records(
-    directory: Any, section: Any
-) -> tuple[str | None, dict[str, ArrayRecord], list[str]]:
-    """Kind and arrays of a checkpoint with a seal, and what is wrong with it."""
-    names, broken = _read_seal(directory)
+def _sealed_records(directory: Any, section: Any) -> _OwnRecords:
+    """What a checkpoint with a seal says of itself."""
+    names, save, broken = _read_seal(directory)
     if section is None:
-        return None, {}, broken or [f"{_METADATA}: says nothing of the arrays."]
+        return _OwnRecords(problems=broken or [f"{_METADATA}: says nothing of the arrays."])
     kind = section.get("kind") if isinstance(section, Mapping) else None
     entries = section.get("arrays") if kind in ("params", "train_state") else None
     if not isinstance(entries, Mapping):
-        return None, {}, [f"{_METADATA}: the list of arrays is not as it was written."]
-    found = {name: record_from_json(name, entry) for name, entry in entries.items()}
+        problem = f"{_METADATA}: the list of arrays is not as it was written."
+        return _OwnRecords(problems=[problem])
+    if names and section.get("save") != save:
+        return _OwnRecords(problems=[f"{_METADATA}: is of another save than {SEAL}."])
+    found = {
+        name: record_from_json(name, entry, section.get("save")) for name, entry in entries.items()
+    }
     records = {name: record for name, record in found.items() if record is not None}
     problems = [f"{n}: its entry is not as it was written." for n in entries if n not in records]
     problems += [f"{name}: its entry is missing." for name in names if name not in entries]
-    return kind, records, problems or broken
+    return _OwnRecords(kind, records, save, problems or broken)
 
 
-def _read_seal(directory: Any) -> tuple[list[str], list[str]]:
-    """The names of the arrays, and which metadata files are not as they were when sealed."""
+def _read_seal(directory: Any) -> tuple[list[str], str | None, list[str]]:
+    """The names of the arrays, the id of the save, and which metadata files are not as they were
+    when sealed."""
     content = _mapping_in(directory / SEAL) or {}
-    is_ours = content.pop("checksum", None) == checksum_of(content) and _is_seal(content)
-    # The checksum is of what the seal says, not of how that is written.
-    if not is_ours or (directory / SEAL).read_bytes() != _seal_content(
-        content["arrays"], content["files"]
-    ):
-        return [], [f"{SEAL}: is not as it was written."]
+    save = content.get("save")
+    is_ours = _is_seal(content) and (directory / SEAL).read_bytes() == _seal_content(
+        content["arrays"], content["files"], save
+    )
+    if not is_ours:
+        return [], None, [f"{SEAL}: is not as it was written."]
     # Files of anybody else's beside these do not concern it.
     present = {
         name: _checksum_of_file(directory / name)
         for name in content["files"]
         if (directory / name).is_file()
     }
-    return content["arrays"], [
+    changed = [
         f"{name}: {'is not as it was written' if name in present else 'is missing'}."
         for name, written in content["files"].items()
         if present.get(name) != written
     ]
+    return content["arrays"], save, changed
 
 
 def _is_seal(content: Mapping[str, Any]) -> bool:

@@ -1,15 +1,15 @@
-"""Writing and reading a flat dictionary of arrays with Orbax.
+"""Writing a flat dictionary of arrays with Orbax.
 
-Everything that is particular to Orbax' arrays is in this module: those that it cannot store
-(empty ones, typed keys), limits on concurrent reading, threads that outlive a failure.
+Everything that is particular to what Orbax writes is in this module: arrays that it cannot store
+(empty ones, typed keys), threads that outlive a failure.
 """
 
 import contextlib
 import dataclasses
 import errno
-import math
 import os
 import re
+import secrets
 import shutil
 import threading
 import time
@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from penzai_shard.array_kinds import is_abstract, is_deleted, is_traced
-from penzai_shard.checkpointing.array_records import ArrayRecord, key_data_shape, record_of
+from penzai_shard.checkpointing.array_records import ArrayRecord, record_of
 from penzai_shard.checkpointing.locations import (
     PathLike,
     absolute_path,
@@ -30,10 +30,10 @@ from penzai_shard.checkpointing.locations import (
     path_object,
     refuse_existing,
 )
-from penzai_shard.checkpointing.manifest import Manifest, seal, section_of
+from penzai_shard.checkpointing.manifest import seal, section_of
 from penzai_shard.checkpointing.replacement import Replacement
+from penzai_shard.checkpointing.value_checksums import checksums_of, sums_of
 from penzai_shard.errors import (
-    CheckpointDamagedError,
     CheckpointMismatchError,
     CheckpointWriteError,
     ShardingError,
@@ -50,9 +50,6 @@ from penzai_shard.processes import (
     refuse_differences,
 )
 
-# Reading as much as possible at once holds every array twice in host memory for a while. With
-# this bound a restore of 2 GiB peaked at 2.6 instead of 3.3 GiB, and was as fast.
-_READ_BYTES = 256 * 2**20
 _SECONDS_TO_STOP = 5.0
 
 
@@ -65,6 +62,7 @@ class PreparedSave:
         names: The names of all arrays.
         stored: What Orbax is to write, by name: all arrays but those without elements.
         metadata: The custom metadata, which says what the arrays are.
+        save: The random id of the save, which is in the metadata too.
         overwrite: Whether a checkpoint at the path is replaced.
     """
 
@@ -72,6 +70,7 @@ class PreparedSave:
     names: tuple[str, ...]
     stored: Mapping[str, Any]
     metadata: Mapping[str, Any]
+    save: str
     overwrite: bool
 
     def write(self) -> str:
@@ -103,7 +102,7 @@ class PreparedSave:
                 _written_beside(self.where, size, before, overwrite=self.overwrite)
             )
             written = orbax_api.begin_save(beside, self.stored, self.metadata)
-            return BegunSave(self.where, self.names, beside, written, before, ending.pop_all())
+            return BegunSave(self, beside, written, before, ending.pop_all())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,16 +110,14 @@ class BegunSave:
     """A save that is being written, and does not need the arrays any more.
 
     Attributes:
-        where: The absolute path.
-        names: The names of all arrays.
+        prepared: What is saved, and where.
         beside: Where it is written.
         written: Waits until all arrays are written.
         before: The threads that ran before it began.
         ending: Puts what is written at its path, or removes it after an error.
     """
 
-    where: str
-    names: tuple[str, ...]
+    prepared: PreparedSave
     beside: str
     written: Callable[[], None]
     before: Collection[threading.Thread]
@@ -141,8 +138,9 @@ class BegunSave:
         with orbax_api.without_noise(self.before), self.ending:
             self.written()
             directory = path_object(self.beside)
-            on_first_process("sealing a checkpoint", lambda: seal(directory, self.names))
-        return self.where
+            names, save = self.prepared.names, self.prepared.save
+            on_first_process("sealing a checkpoint", lambda: seal(directory, names, save))
+        return self.prepared.where
 
 
 def prepare_save(
@@ -183,7 +181,37 @@ def prepare_save(
         raise CheckpointMismatchError(
             f"cannot save to {where}: there is no array with elements to save."
         )
-    return PreparedSave(where, tuple(leaves), stored, section_of(records, kind), overwrite)
+    values = _checksums(leaves, stored)
+    records = {
+        name: dataclasses.replace(record, values=values[name]) for name, record in records.items()
+    }
+    # Only what the first process says is written.
+    save = secrets.token_hex(8)
+    section = section_of(records, kind, save)
+    return PreparedSave(where, tuple(leaves), stored, section, save, overwrite)
+
+
+def _checksums(leaves: Mapping[str, NamedLeaf], stored: Mapping[str, Any]) -> dict[str, str]:
+    """The checksum of each array's numbers, computed where they are.
+
+    Raises:
+        CheckpointMismatchError: Copies of an array on several devices differ.
+    """
+    # A single process writes one copy of each array, and several write parts of any.
+    all_copies = jax.process_count() > 1
+    sums = {name: sums_of(stored.get(name, np.zeros(0)), all_copies=all_copies) for name in leaves}
+    found = checksums_of(sums)
+    raise_all(
+        CheckpointMismatchError,
+        "cannot save arrays whose copies differ between devices:",
+        [
+            f"{name}: its copies on several devices are not the same, so that nobody can say which "
+            "one to save. Make them the same in the step, or place one of them anew."
+            for name, copies in found.items()
+            if len(set(copies)) > 1
+        ],
+    )
+    return {name: copies[0] for name, copies in found.items()}
 
 
 @contextlib.contextmanager
@@ -264,88 +292,6 @@ def _first_existing(where: str) -> str:
     return where
 
 
-def load_arrays(
-    manifest: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.Array]:
-    """Reads arrays straight into their shardings: each device reads its own part.
-
-    Args:
-        manifest: What the checkpoint holds.
-        wanted: By name, the shape as stored, the dtype wanted and the sharding. All names must be
-            in the manifest, and shapes and PRNG implementations must agree with it.
-
-    Returns:
-        The arrays by name, in the shardings asked for.
-
-    Raises:
-        CheckpointDamagedError: The numbers cannot be read.
-    """
-    structs = {
-        name: _data_struct(struct, manifest.records[name]) for name, struct in wanted.items()
-    }
-    loaded = _loaded(manifest, structs)
-    arrays: dict[str, jax.Array] = {}
-    for name, struct in structs.items():
-        if 0 in struct.shape:
-            # Not stored.
-            array = jax.device_put(np.zeros(struct.shape, struct.dtype), struct.sharding)
-        else:
-            array = loaded[name]
-        impl = manifest.records[name].key_impl
-        if impl is not None:
-            with mesh_context(struct.sharding):
-                keys = jax.random.wrap_key_data(array, impl=impl)
-            array = jax.device_put(keys, struct.sharding)
-        arrays[name] = array
-    return arrays
-
-
-def _loaded(manifest: Manifest, structs: Mapping[Any, jax.ShapeDtypeStruct]) -> dict[Any, Any]:
-    """Those arrays of some structs that are stored, by name."""
-    flat: list[tuple[Any, Any]]
-    flat, structure = jax.tree_util.tree_flatten_with_path(manifest.stored_tree)
-    wanted = [structs.get(manifest.name_of(key_path)) for key_path, _ in flat]
-    pieces = [
-        _largest_piece(description, struct)
-        for (_, description), struct in zip(flat, wanted, strict=True)
-        if struct is not None
-    ]
-    if not pieces:
-        return {}
-    # Orbax fails where one single piece exceeds the bound on bytes read at once.
-    read_bytes = max(_READ_BYTES, 1 + max(pieces))
-    tree = jax.tree_util.tree_unflatten(structure, wanted)
-    try:
-        loaded = orbax_api.load(manifest.directory, tree, read_bytes)
-    except (jax.errors.JaxRuntimeError, MemoryError):
-        # Not for the checkpoint's sake: a device has no room for it.
-        raise
-    except Exception as error:
-        # Orbax raises whatever its readers of files raise where these are damaged.
-        raise CheckpointDamagedError(
-            f"the numbers in the checkpoint at {manifest.path} cannot be read: "
-            f"{orbax_api.first_line(error)} Restore another copy of it."
-        ) from error
-    return {
-        manifest.name_of(key_path): array
-        for key_path, array in jax.tree_util.tree_leaves_with_path(loaded)
-    }
-
-
-def _largest_piece(description: Any, struct: jax.ShapeDtypeStruct) -> int:
-    """How many bytes of an array are read at once, for one device's part of it."""
-    part = struct.sharding.shard_shape(struct.shape)
-    chunk = getattr(description.storage_metadata, "chunk_shape", None) or struct.shape
-    if len(chunk) != len(part):
-        chunk = struct.shape
-    # A part that starts inside a chunk may touch one chunk more than its length tells.
-    touched = math.prod(
-        min(-(-whole // piece), -(-length // piece) + 1) * piece
-        for whole, length, piece in zip(struct.shape, part, chunk, strict=True)
-    )
-    return touched * max(jnp.dtype(description.dtype).itemsize, struct.dtype.itemsize)
-
-
 def mesh_context(sharding: Sharding) -> contextlib.AbstractContextManager[Any]:
     """The context in which operations on arrays of this sharding work.
 
@@ -407,12 +353,3 @@ def _refuse_other_arrays_elsewhere(
         "Put the model on a mesh of all processes, or save to a path for each process from a "
         "process of its own.",
     )
-
-
-def _data_struct(struct: jax.ShapeDtypeStruct, record: ArrayRecord) -> jax.ShapeDtypeStruct:
-    """The struct of what is stored for an array: for keys, of the numbers that make them up."""
-    if record.key_impl is None:
-        return struct
-    # The key's own dimensions are whole on each device: a spec says nothing of further dimensions.
-    shape = (*struct.shape, *key_data_shape(record.key_impl))
-    return jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=struct.sharding)

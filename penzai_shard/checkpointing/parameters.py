@@ -145,6 +145,7 @@ def restore_params(
     rename_axes: Mapping[str, str] | None = None,
     on_indivisible: OnIndivisible = "error",
     on_unnamed: OnUnnamed = "error",
+    verify: bool = True,
 ) -> Any:
     """Restores parameters straight onto a mesh, whatever mesh they were saved from.
 
@@ -168,6 +169,8 @@ def restore_params(
             ``{"old": "new"}``.
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``, also of constants and state variables.
+        verify: Whether to compare the numbers, as they are on the devices, with the checksums that
+            were saved with them. Without it damaged numbers go unnoticed.
 
     Returns:
         The same kind of thing, filled, everything in it in the layout that ``make_plan`` gives.
@@ -177,15 +180,17 @@ def restore_params(
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at the path.
-        CheckpointDamagedError: The checkpoint is not as it was saved.
+        CheckpointDamagedError: The checkpoint is not as it was saved; with one line per parameter
+            whose numbers are not.
         CheckpointMismatchError: With one line per parameter that is missing, superfluous, or of
             other logical axes, order, sizes or dtype.
         PlanError: Some array has no valid layout, or the plan is of another model.
         MissingExtraError: Orbax is not installed.
 
     Warns:
-        ShardingWarning: The checkpoint was written by plain Orbax, without logical axis names; or
-            a rule is nearly the name of a logical axis, as ``make_plan`` says.
+        ShardingWarning: The checkpoint was written by plain Orbax, without logical axis names, or
+            in format 2, without checksums of its numbers; ``verify=False`` was passed; or a rule
+            is nearly the name of a logical axis, as ``make_plan`` says.
 
     >>> import tempfile
     >>> import jax
@@ -215,5 +220,5 @@ def restore_params(
             "restore_train_state."
         )
     shardings = shardings_by_name(param_dict(model_plan.starting_shardings()))
-    arrays = restore_arrays(path, "params", own.leaves, shardings, tolerance)
+    arrays = restore_arrays(path, "params", own.leaves, shardings, tolerance, verify=verify)
     return rebuilt(model, own.filled(arrays), model_plan.sharding_tree())

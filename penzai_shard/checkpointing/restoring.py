@@ -5,13 +5,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from penzai_shard.checkpointing.array_records import record_of
+from penzai_shard.checkpointing.array_reading import load_arrays
+from penzai_shard.checkpointing.array_records import ArrayRecord, record_of
 from penzai_shard.checkpointing.comparison import RESTORING, RESTORING_STATE, Tolerance, compare
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.manifest import Manifest, identity_of, read_manifest
-from penzai_shard.checkpointing.orbax_store import load_arrays, mesh_context
+from penzai_shard.checkpointing.orbax_store import mesh_context
 from penzai_shard.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
@@ -32,6 +35,8 @@ def restore_arrays(
     leaves: Mapping[str, NamedLeaf],
     shardings: Mapping[str, Any],
     tolerance: Tolerance,
+    *,
+    verify: bool,
 ) -> dict[str, jax.Array]:
     """Restores arrays by name, each device reading its own part.
 
@@ -43,6 +48,7 @@ def restore_arrays(
         leaves: The arrays to be filled, by name.
         shardings: By name, how each is to be laid out.
         tolerance: What may differ.
+        verify: Whether to refuse numbers that are not those saved.
 
     Returns:
         The arrays by name, exactly in the shardings asked for.
@@ -53,7 +59,8 @@ def restore_arrays(
         CheckpointMismatchError: Something differs that may not; nothing has been read then.
 
     Warns:
-        ShardingWarning: The checkpoint was written without axis names.
+        ShardingWarning: The checkpoint was written without axis names or without checksums of
+            its numbers, or they were not to be verified.
     """
     for _ in range(_ATTEMPTS):
         before = identity_of(path)
@@ -62,7 +69,7 @@ def restore_arrays(
             with failing_together("restoring a checkpoint"):
                 compared = _compared(read_manifest(path), kind, leaves, tolerance)
             with failing_together("reading a checkpoint"):
-                arrays = _restored_once(*compared, leaves, shardings)
+                arrays = _restored_once(*compared, leaves, shardings, verify=verify)
         except ShardingError:
             if not _was_replaced(path, before):
                 raise
@@ -102,17 +109,27 @@ def _restored_once(
     orders: Mapping[str, tuple[int, ...]],
     leaves: Mapping[str, NamedLeaf],
     shardings: Mapping[str, Any],
+    *,
+    verify: bool,
 ) -> dict[str, jax.Array]:
     if manifest.caveat:
         warn_caller([f"the checkpoint at {manifest.path} {manifest.caveat}"])
+    elif not verify:
+        warn_caller(
+            [
+                f"the numbers of the checkpoint at {manifest.path} were not compared with their "
+                "checksums, as verify=False says: damaged ones go unnoticed."
+            ]
+        )
     structs = {
-        name: _struct_as_stored(leaf, shardings[name], orders.get(name))
+        name: _struct_as_stored(leaf, manifest.records[name], shardings[name], orders.get(name))
         for name, leaf in leaves.items()
     }
-    arrays = load_arrays(manifest, structs)
-    for name, order in orders.items():
-        arrays[name] = _transposed(arrays[name], order, shardings[name])
-    return arrays
+
+    def finish(name: str, array: jax.Array) -> jax.Array:
+        return _as_wanted(array, orders.get(name), leaves[name].dtype, shardings[name])
+
+    return load_arrays(manifest, structs, verify=verify, finish=finish)
 
 
 def _compared(
@@ -187,9 +204,10 @@ def _name_another_optimizer(
 
 
 def _struct_as_stored(
-    leaf: NamedLeaf, sharding: Sharding, order: tuple[int, ...] | None
+    leaf: NamedLeaf, record: ArrayRecord, sharding: Sharding, order: tuple[int, ...] | None
 ) -> jax.ShapeDtypeStruct:
-    """What to read: the stored order of the axes, laid out so that transposing moves no data."""
+    """What to read: dtype and order of the axes as stored, laid out so that putting them into the
+    order that is wanted moves no data."""
     shape = leaf.shape
     if order is not None:
         inverse = [order.index(i) for i in range(len(shape))]
@@ -197,14 +215,26 @@ def _struct_as_stored(
         if isinstance(sharding, NamedSharding):
             spec = permuted_spec(sharding.spec, inverse)
             sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+    dtype = leaf.dtype if record.key_impl else jnp.dtype(record.dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _transposed(array: jax.Array, order: tuple[int, ...], sharding: Sharding) -> jax.Array:
+def _as_wanted(
+    array: Any, order: tuple[int, ...] | None, dtype: Any, sharding: Sharding
+) -> jax.Array:
+    """An array as it was read, in the order of axes, the dtype and the sharding that are wanted."""
+    if isinstance(array, np.ndarray):
+        host = np.transpose(array, order).astype(dtype)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    if order is None and array.dtype == dtype:
+        return array
     with mesh_context(sharding):
-        return _transposer(sharding)(array, order)
+        return _converter(sharding)(array, order, dtype)
 
 
 @functools.lru_cache(maxsize=256)
-def _transposer(sharding: Sharding) -> Any:
-    return jax.jit(jax.numpy.transpose, static_argnums=1, out_shardings=sharding)
+def _converter(sharding: Sharding) -> Any:
+    def converted(array: jax.Array, order: tuple[int, ...] | None, dtype: Any) -> jax.Array:
+        return jnp.transpose(array, order or range(array.ndim)).astype(dtype)
+
+    return jax.jit(converted, static_argnums=(1, 2), out_shardings=sharding)

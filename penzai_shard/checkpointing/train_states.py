@@ -109,6 +109,7 @@ def restore_train_state(
     rename_axes: Mapping[str, str] | None = None,
     on_indivisible: OnIndivisible = "error",
     on_unnamed: OnUnnamed = "error",
+    verify: bool = True,
 ) -> Any:
     """Restores a train state straight onto a mesh, whatever mesh it was saved from.
 
@@ -137,6 +138,8 @@ def restore_train_state(
             ``{"old": "new"}``.
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``, in all fields but ``root_rng``, which is replicated.
+        verify: Whether to compare the numbers, as they are on the devices, with the checksums that
+            were saved with them. Without it damaged numbers go unnoticed.
 
     Returns:
         A state of the same structure with the arrays from the checkpoint. Leaves that are not
@@ -144,13 +147,18 @@ def restore_train_state(
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at the path.
-        CheckpointDamagedError: The checkpoint is not as it was saved.
+        CheckpointDamagedError: The checkpoint is not as it was saved; with one line per array
+            whose numbers are not.
         CheckpointMismatchError: With one line per array that is missing, superfluous, or of other
             logical axes, order, sizes or dtype.
         PlanError: Some array has no valid layout, or the plan is of another state.
         RuleTypeError: Mesh and shardings are both given, or neither and the state's arrays have no
             shardings.
         MissingExtraError: Orbax is not installed.
+
+    Warns:
+        ShardingWarning: The checkpoint was written by plain Orbax, without logical axis names, or
+            in format 2, without checksums of its numbers; or ``verify=False`` was passed.
     """
     absolute_path(path)
     tolerance = Tolerance(on_axis_mismatch, on_dtype_mismatch, on_extra, rename_axes)
@@ -176,7 +184,8 @@ def restore_train_state(
         request = dataclasses.replace(request, keep_others=True)
         state_plan = request.plan_state(train_state, optimizer_rules)
         layouts = _by_name(state, state_plan.starting_shardings())
-    return state.filled(restore_arrays(path, "train_state", state.leaves, layouts, tolerance))
+    arrays = restore_arrays(path, "train_state", state.leaves, layouts, tolerance, verify=verify)
+    return state.filled(arrays)
 
 
 def refuse_other_kinds(called: str, train_state: Any) -> None:

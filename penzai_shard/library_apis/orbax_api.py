@@ -222,6 +222,11 @@ def load(directory: str, structs: Any, read_bytes: int) -> Any:
     context = ocp.Context()
     context.memory.read_concurrent_bytes = read_bytes
     context.pytree.loading.partial_load = True
+    if jax.process_count() > 1:
+        # Each process reads by itself: one that meets damage would keep the others waiting.
+        context.multiprocessing.active_processes = {jax.process_index()}
+        context.multiprocessing.primary_host = jax.process_index()
+        context.multiprocessing.barrier_sync_key_prefix = f"process_{jax.process_index()}"
     with context:
         return _read_quietly(directory, lambda: ocp.load(directory, structs))
 

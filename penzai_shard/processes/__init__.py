@@ -11,6 +11,7 @@ from penzai_shard.processes.agreement import (
     failing_together,
     on_first_process,
     refuse_differences,
+    totals_of_processes,
 )
 from penzai_shard.processes.job import several_processes
 from penzai_shard.processes.own_parts import Parts, array_of_parts, parts_along
@@ -36,4 +37,5 @@ __all__ = [
     "put_all",
     "refuse_differences",
     "several_processes",
+    "totals_of_processes",
 ]

@@ -61,10 +61,12 @@ def write_seal(directory: pathlib.Path, content: dict[str, Any]) -> None:
 
 def sign_entries(content: dict[str, Any]) -> None:
     """Gives the entries of all arrays in Orbax' metadata the checksum of what they say now."""
-    for name, entry in content["custom_metadata"]["penzai_shard"]["arrays"].items():
+    section = content["custom_metadata"]["penzai_shard"]
+    for name, entry in section["arrays"].items():
         if isinstance(entry, dict):
             entry.pop("checksum", None)
-            entry["checksum"] = _checksum([name, entry])
+            signed = [name, entry, section["save"]] if "save" in section else [name, entry]
+            entry["checksum"] = _checksum(signed)
 
 
 def _checksum(content: Any) -> str:

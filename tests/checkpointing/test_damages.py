@@ -94,4 +94,7 @@ def test_a_script_that_meets_damage_ends_with_ten_lines(tmp_path, wide):
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert len(lines) <= 10, done.stderr
-    assert lines[-1].startswith("penzai_shard.errors.CheckpointDamagedError: the numbers in the")
+    *_, headline, first, second = lines
+    assert headline.startswith("penzai_shard.errors.CheckpointDamagedError: the checkpoint at ")
+    assert first.startswith("  v: its numbers cannot be read: ")
+    assert second.startswith("  w: its numbers cannot be read: ")

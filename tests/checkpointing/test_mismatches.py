@@ -9,9 +9,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard.checkpointing import (
+    array_reading,
     locations,
     manifest,
-    orbax_store,
     param_dict,
     restore_params,
     restore_train_state,
@@ -255,15 +255,15 @@ def test_a_list_in_a_checkpoint_of_plain_orbax_is_read_by_index(tmp_path, wide):
 
 
 def test_a_later_format_is_refused(tmp_path, wide, monkeypatch):
-    monkeypatch.setattr(manifest, "_VERSION", 3)
+    monkeypatch.setattr(manifest, "_VERSION", 9)
     path = save_params(tmp_path / "params", SQUARE)
     monkeypatch.undo()
-    with pytest.raises(CheckpointMismatchError, match="has format 3, and this version of"):
+    with pytest.raises(CheckpointMismatchError, match="has format 9, and this version of"):
         restore_params(path, SQUARE, wide, {})
 
 
 def test_large_pieces_raise_the_bound_on_reading(tmp_path, wide, monkeypatch):
-    monkeypatch.setattr(orbax_store, "_READ_BYTES", 16)
+    monkeypatch.setattr(array_reading, "_READ_BYTES", 16)
     path = save_params(tmp_path / "params", SQUARE)
     restored = restore_params(path, SQUARE, wide, {"a": "data"})
     np.testing.assert_array_equal(restored["w"].data_array, SQUARE["w"].data_array)

@@ -1,0 +1,109 @@
+"""Checking the numbers of a checkpoint without a model or a mesh."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from penzai_shard.checkpointing.array_reading import data_struct, read_in_groups
+from penzai_shard.checkpointing.array_records import ArrayRecord
+from penzai_shard.checkpointing.locations import PathLike
+from penzai_shard.checkpointing.manifest import read_manifest
+from penzai_shard.checkpointing.value_checksums import checksums_of
+
+Finding = Literal["ok", "damaged", "unreadable", "unchecked"]
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifiedArray:
+    """What was found of one array of a checkpoint.
+
+    Attributes:
+        name: Its name.
+        record: What the checkpoint says of it.
+        finding: ``"ok"`` if its numbers are those saved, ``"damaged"`` if they are others,
+            ``"unreadable"`` if they cannot be read, and ``"unchecked"`` if they can, but the
+            checkpoint has no checksum of them.
+        reason: Why it cannot be read; empty for all others.
+    """
+
+    name: str
+    record: ArrayRecord
+    finding: Finding
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointVerification:
+    """What was found of a checkpoint.
+
+    Attributes:
+        path: Where it is.
+        kind: ``"params"`` or ``"train_state"``; None if plain Orbax wrote it.
+        arrays: All its arrays.
+        caveat: What could not be checked, in words; empty if all could.
+    """
+
+    path: str
+    kind: str | None
+    arrays: tuple[VerifiedArray, ...]
+    caveat: str
+
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        """The names of the arrays whose numbers are others or cannot be read."""
+        return tuple(a.name for a in self.arrays if a.finding in ("damaged", "unreadable"))
+
+
+def verify_checkpoint(
+    path: PathLike, *, on_array: Callable[[VerifiedArray], None] | None = None
+) -> CheckpointVerification:
+    """Reads all of a checkpoint, and compares its numbers with the checksums kept at the save.
+
+    No model and no mesh is needed: the arrays are read into host memory, a few at a time.
+
+    Args:
+        path: The checkpoint's directory.
+        on_array: Called for each array once it was checked, such as to show progress.
+
+    Returns:
+        What was found of each array.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at the path.
+        CheckpointDamagedError: What it says of its arrays is not as it was saved.
+        CheckpointMismatchError: It is in a format that this version does not read.
+        MissingExtraError: Orbax is not installed.
+
+    >>> import tempfile
+    >>> from penzai import pz
+    >>> from penzai_shard import save_params
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = save_params(f"{directory}/params", {"w": pz.nx.ones({"a": 2})})
+    ...     found = verify_checkpoint(path)
+    >>> found.damaged, [(array.name, array.finding) for array in found.arrays]
+    ((), [('w', 'ok')])
+    """
+    manifest = read_manifest(path)
+    structs = {name: _struct(record) for name, record in manifest.records.items()}
+    arrays: list[VerifiedArray] = []
+    for group in read_in_groups(manifest, structs, add_up=True, most_unreadable=None):
+        found = checksums_of(group.sums)
+        for name in found:
+            record = manifest.records[name]
+            finding: Finding = "ok" if found[name] == (record.values,) else "damaged"
+            if name in group.unreadable:
+                finding = "unreadable"
+            elif record.values is None:
+                finding = "unchecked"
+            arrays.append(VerifiedArray(name, record, finding, group.unreadable.get(name, "")))
+            if on_array is not None:
+                on_array(arrays[-1])
+    return CheckpointVerification(manifest.path, manifest.kind, tuple(arrays), manifest.caveat)
+
+
+def _struct(record: ArrayRecord) -> jax.ShapeDtypeStruct:
+    dtype = jnp.uint32 if record.key_impl else jnp.dtype(record.dtype)
+    return data_struct(jax.ShapeDtypeStruct(record.shape, dtype), record)
