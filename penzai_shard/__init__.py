@@ -69,6 +69,7 @@ from penzai_shard.planning import (
     name_to_name_sharding,
     without_names,
 )
+from penzai_shard.pretrained.loading import load_safetensors
 from penzai_shard.processes import any_process, several_processes
 from penzai_shard.rule_presets import data_parallel, fully_sharded, tensor_parallel
 from penzai_shard.surgery import (
@@ -165,6 +166,7 @@ __all__ = [
     "insert_after",
     "insert_before",
     "jit_root",
+    "load_safetensors",
     "make_mesh",
     "make_plan",
     "manual_fsdp",

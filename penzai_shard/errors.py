@@ -318,6 +318,7 @@ _EXTRAS = {
     "optax": "train",
     "orbax": "checkpoint",
     "rich": "train",
+    "safetensors": "safetensors",
     "torch": "torch",
 }
 

@@ -932,10 +932,8 @@ def a_save_below_a_file(directory):
 
 @answered(
     errors.CheckpointNotFoundError,
-    "there is no checkpoint at TMP/llama: it looks like a model of Hugging Face. Load it "
-    "there, convert it with Penzai, for instance with "
-    "penzai.models.transformer.variants.llama.llama_from_huggingface_model, and save that "
-    "with save_params.",
+    "there is no checkpoint at TMP/llama: it has weights as safetensors. Load them with "
+    "load_safetensors(path, mesh, rules).",
 )
 def a_directory_of_hugging_face(directory):
     theirs = directory / "llama"

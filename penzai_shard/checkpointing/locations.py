@@ -131,7 +131,7 @@ def refuse_existing(where: str, overwrite: bool) -> None:
             "it is a file, and a checkpoint is a directory. Choose another path, for instance "
             f"{where}_checkpoint."
         )
-    elif not (_is_checkpoint(directory) or _belongs(directory)):
+    elif not (is_checkpoint(directory) or _belongs(directory)):
         # Replacing removes the whole directory, so it must be one that Orbax made.
         reason = (
             "it exists and is not a checkpoint, so overwrite=True does not remove it. Choose a "
@@ -149,7 +149,7 @@ def _nearby(where: str) -> str:
     path = pathlib.Path(where)
     parent = path if path.is_dir() else path.parent
     try:
-        found = [str(entry) for entry in sorted(parent.iterdir())[:100] if _is_checkpoint(entry)]
+        found = [str(entry) for entry in sorted(parent.iterdir())[:100] if is_checkpoint(entry)]
     except OSError:
         return ""
     return f" Did you mean {' or '.join(found[:3])}?" if found else ""
@@ -159,16 +159,17 @@ def _what_it_is(directory: Any) -> str:
     """What is at a path that is not a checkpoint, as far as names say, and what to do."""
     is_file = not directory.is_dir()
     names = {directory.name} if is_file else {entry.name for entry in directory.iterdir()}
-    if "config.json" in names or any(name.endswith((".safetensors", ".bin")) for name in names):
+    if any(name.endswith(".safetensors") for name in names):
+        return "it has weights as safetensors. Load them with load_safetensors(path, mesh, rules)."
+    if "config.json" in names or any(name.endswith(".bin") for name in names):
         return (
-            "it looks like a model of Hugging Face. Load it there, convert it with Penzai, for "
-            "instance with penzai.models.transformer.variants.llama."
-            "llama_from_huggingface_model, and save that with save_params."
+            "it looks like a model of Hugging Face, without weights as safetensors. Save it with "
+            "them, model.save_pretrained(path), and load that: load_safetensors(path, mesh, rules)."
         )
     return "it is a file." if is_file else "Orbax does not recognise the directory."
 
 
-def _is_checkpoint(directory: Any) -> bool:
+def is_checkpoint(directory: Any) -> bool:
     """Whether a directory has the files that every Orbax checkpoint has.
 
     Orbax' own test also takes directories of anything else for old checkpoints.

@@ -354,17 +354,17 @@ def test_a_model_of_hugging_face_is_known_as_such(tmp_path, wide):
     directory = tmp_path / "llama"
     directory.mkdir()
     (directory / "config.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    text = (
-        "it looks like a model of Hugging Face. Load it there, convert it with Penzai, for "
-        "instance with penzai.models.transformer.variants.llama.llama_from_huggingface_model, and "
-        "save that with save_params."
-    )
-    for path in (directory, directory / "model.safetensors"):
+    file = directory / "model.safetensors"
+    file.write_bytes((2).to_bytes(8, "little") + b"{}")
+    text = "it has weights as safetensors. Load them with load_safetensors(path, mesh, rules)."
+    for path in (directory, file):
         for restore in (restore_params, restore_train_state):
             with pytest.raises(CheckpointNotFoundError) as caught:
                 restore(path, SQUARE, wide, {})
             assert str(caught.value) == f"there is no checkpoint at {path}: {text}"
+    file.rename(directory / "pytorch_model.bin")
+    with pytest.raises(CheckpointNotFoundError, match="without weights as safetensors"):
+        restore_params(directory, SQUARE, wide, {})
 
 
 def test_names_to_rename_must_be_names(square, wide):

@@ -1,0 +1,89 @@
+"""A model that is filled with weights, and where its arrays are to be."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from penzai_shard.array_kinds import is_abstract, own_copy_of_numpy
+from penzai_shard.checkpointing.arrays_by_name import ArraysByName, shardings_by_name
+from penzai_shard.checkpointing.parameter_dict import (
+    param_dict,
+    rebuilt,
+    refuse_states_without_values,
+)
+from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
+from penzai_shard.named_leaves import NamedLeaf
+from penzai_shard.planning import PlacingRequest
+from penzai_shard.processes import put_all
+from penzai_shard.readers import without_repeats
+
+
+class ModelToFill:
+    """A model that is filled, and where its arrays are to be.
+
+    Attributes:
+        leaves: The parameters to fill, by name.
+    """
+
+    def __init__(self, model: Any, request: PlacingRequest) -> None:
+        self._model = without_repeats(model)
+        self._arrays = ArraysByName(param_dict(self._model), "restoring")
+        self.leaves: Mapping[str, NamedLeaf] = self._arrays.leaves
+        self._kept: Mapping[str, NamedLeaf] = {}
+        if not self.leaves:
+            raise RuleTypeError(
+                f"cannot load weights into this {type(model).__name__}: it has no parameters. "
+                "Give a model, or a dictionary of arrays by name."
+            )
+        refuse_states_without_values(self._model, "loading parameters leaves these without values:")
+        self._plan = request.plan(self._model)
+        self._shardings = shardings_by_name(param_dict(self._plan.starting_shardings()))
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Says which parameters keep their values; these are in ``leaves`` no more.
+
+        Raises:
+            CheckpointMismatchError: Some have no value that could be kept.
+        """
+        kept = {name: self.leaves[name] for name in names}
+        raise_all(
+            CheckpointMismatchError,
+            "cannot keep parameters that the files do not have:",
+            [
+                f"{name}: has a shape and no value in the model. Initialise the model, or give its "
+                "tensor with names={stored: name}."
+                for name, leaf in kept.items()
+                if is_abstract(leaf.array)
+            ],
+        )
+        self._kept = kept
+        self.leaves = {name: leaf for name, leaf in self.leaves.items() if name not in kept}
+
+    def structs(self, names: Iterable[str], dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of every array that is read.
+
+        Args:
+            names: Their names.
+            dtype: The dtype of floating numbers; None for those of the model.
+        """
+        structs = {}
+        for name in names:
+            leaf = self.leaves[name]
+            is_cast = dtype is not None and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+            structs[name] = jax.ShapeDtypeStruct(
+                leaf.shape, dtype if is_cast else leaf.dtype, sharding=self._shardings[name]
+            )
+        return structs
+
+    def filled(self, arrays: Mapping[str, jax.Array]) -> Any:
+        """The model with these arrays, and with those that it keeps, all in their layouts."""
+        kept = self._kept
+        own = put_all(
+            [own_copy_of_numpy(leaf.array) for leaf in kept.values()],
+            [self._shardings[name] for name in kept],
+            lambda: list(kept),
+            "load_safetensors",
+        )
+        values = self._arrays.filled({**arrays, **dict(zip(kept, own, strict=True))})
+        return rebuilt(self._model, values, self._plan.sharding_tree())
