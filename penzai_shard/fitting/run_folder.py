@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from penzai_shard.checkpointing import CheckpointManager, restore_train_state
-from penzai_shard.checkpointing.locations import PathLike, is_remote, path_object
+from penzai_shard.checkpointing.locations import PathLike, is_remote, path_object, shown_path
 from penzai_shard.checkpointing.retention import Best
 from penzai_shard.checkpointing.train_states import refuse_other_state
 from penzai_shard.errors import CheckpointExistsError, TrainingStoppedError
@@ -67,11 +67,7 @@ class RunFolder:
 
     def shown(self, step: int) -> str:
         """The path of the checkpoint of a step: from the working directory, if it is in there."""
-        path = self._manager.checkpoint(step)
-        if is_remote(path):
-            return path
-        from_here = os.path.relpath(path)
-        return path if from_here.startswith(os.pardir) else from_here
+        return shown_path(self._manager.checkpoint(step))
 
     def refuse_other_run(self) -> None:
         """Raises if there are checkpoints already."""
