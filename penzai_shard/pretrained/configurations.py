@@ -7,7 +7,6 @@ the versions before in ``rope_theta`` and ``rope_scaling``.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +33,11 @@ TRANSFORMER_SIZES = (
 )
 """The sizes that every family has."""
 
-ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
+ROTARY = ("partial_rotary_factor", "rope_parameters", "rope_scaling", "rope_theta")
+"""Attributes about rotary positions that any family may have."""
+
+_LONGEST = 2**31
+_GREATEST = 1e300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,11 +128,7 @@ class Configuration:
         ]
 
     def _numbers(self, names: Iterable[str]) -> list[str]:
-        return [
-            f"{name}: is {self[name]!r}, and has to be a number above 0."
-            for name in names
-            if not is_positive(self[name])
-        ]
+        return _not_positive({name: self[name] for name in names})
 
     def _others(self, attributes: Attributes) -> list[str]:
         problems = []
@@ -213,29 +212,35 @@ def rotary(
         said = {old: given[old] for old in olds if given.get(old) is not None}
         if newer.get(name) is not None:
             said[f"{where}[{name!r}]"] = newer[name]
-        if len(set(said.values())) > 1:
+        values = list(said.values())
+        if any(value != values[0] for value in values):
             listed = ", ".join(f"{old} is {value!r}" for old, value in said.items())
             problems.append(f"{name}: is said several times, {listed}. Leave the wrong ones out.")
-        found.append(next(iter(said.values()), default))
-    problems += [
-        f"{where}: says {value!r}, which has to be a number above 0."
-        for value in (*found, factor)
-        if not is_positive(value)
-    ]
+        problems += _not_positive(said)
+        found.append(values[0] if values else default)
+    problems += _not_positive({f"{where}['factor']": factor})
     if problems:
         return Rotary(theta), problems
     return Rotary(float(found[0]), float(found[1]), float(factor)), []
 
 
 def is_size(value: Any) -> bool:
-    """Whether a value is a whole number above 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    """Whether a value is a whole number above 0, as arrays have them."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < _LONGEST
 
 
 def is_positive(value: Any) -> bool:
-    """Whether a value is a finite number above 0."""
+    """Whether a value is a number above 0, and no greater than floating numbers are."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 < value < math.inf
+    return is_number and 0 < value < _GREATEST
+
+
+def _not_positive(values: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}: is {value!r}, and has to be a number above 0."
+        for name, value in values.items()
+        if not is_positive(value)
+    ]
 
 
 def _is_one_of(value: Any, allowed: Iterable[Any]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from penzai_shard.checkpointing.comparison import Extra
 from penzai_shard.errors import CheckpointMismatchError, raise_all
 from penzai_shard.pretrained.configurations import Configuration
 from penzai_shard.pretrained.families import Family, Options
@@ -42,19 +43,28 @@ def family_of(config: Mapping[str, Any], source: str = "config.json") -> Family:
     >>> family_of({"architectures": ["LlamaForCausalLM"], "hidden_size": 64}).name
     'Llama'
     """
-    said = config.get("architectures") or ()
+    if not isinstance(config, Mapping):
+        raise CheckpointMismatchError(
+            f"{source}: is a {type(config).__name__}, and a configuration is a table of attributes."
+        )
+    architectures, model_type = config.get("architectures"), config.get("model_type")
     for family in FAMILIES:
-        if family.architecture in said or (
-            not said and family.model_type == config.get("model_type")
-        ):
+        if architectures == [family.architecture] and model_type in (None, family.model_type):
             return family
-    given = ", ".join(said) if said else config.get("model_type")
-    known = ", ".join(family.architecture for family in FAMILIES)
+        if not architectures and model_type == family.model_type:
+            return family
+    known = ", ".join(f"{family.architecture} ({family.model_type})" for family in FAMILIES)
     raise CheckpointMismatchError(
-        f"{source}: the architecture is {given or 'missing'}, and the ones that Penzai converts "
-        f"are {known}. For any other, build the model and give it with into=, and the names of its "
-        "tensors with names=."
+        f"{source}: architectures is {architectures!r} and model_type {model_type!r}, and the ones "
+        f"that Penzai converts are {known}. For any other, build the model and give it with into=, "
+        "and the names of its tensors with names=."
     )
+
+
+def configuration_of(config: Mapping[str, Any], source: str = "config.json") -> Configuration:
+    """A configuration, checked; arguments and errors as for ``converted_model``."""
+    family = family_of(config, source)
+    return Configuration(config, family.attributes, source, family.name, family.check)
 
 
 def converted_model(
@@ -64,6 +74,7 @@ def converted_model(
     dtype: Any = None,
     use_layer_stack: bool = False,
     upcast_activations_to_float32: bool = False,
+    on_extra: Extra = "error",
     source: str = "config.json",
 ) -> tuple[Any, dict[str, TensorView]]:
     """Penzai's model of a Hugging Face checkpoint, and where the values of its parameters are.
@@ -76,6 +87,8 @@ def converted_model(
         use_layer_stack: Whether the blocks are one ``pz.nn.LayerStack``.
         upcast_activations_to_float32: Whether the model computes in float32, whatever its
             parameters are.
+        on_extra: ``"ignore"`` leaves tensors that no parameter is made of. Buffers that older
+            versions of transformers stored are left in any case.
         source: What messages call the configuration.
 
     Returns:
@@ -88,7 +101,12 @@ def converted_model(
             configuration says; with all that is wrong.
     """
     family = family_of(config, source)
-    configuration = Configuration(config, family.attributes, source, family.name, family.check)
+    configuration = configuration_of(config, source)
+    if configuration["num_hidden_layers"] > len(tensors):
+        raise CheckpointMismatchError(
+            f"{source} has num_hidden_layers = {configuration['num_hidden_layers']}, and there are "
+            f"{len(tensors)} tensors, less than one for each layer."
+        )
     if use_layer_stack and not family.stacks(configuration):
         raise CheckpointMismatchError(
             f"use_layer_stack: the layers of this {family.name} differ in their attention, and "
@@ -102,6 +120,8 @@ def converted_model(
     )
     model, views = _converted(family, configuration, options, shapes, tied, tensors)
     problems = _problems(family, shapes, tied, tensors, views, source)
+    if on_extra == "error":
+        problems += _superfluous(family, shapes, tensors, source)
     raise_all(
         CheckpointMismatchError,
         f"the tensors are not those of the {family.name} in {source}:",
@@ -177,17 +197,11 @@ def _problems(
 ) -> list[str]:
     """All in which what is stored differs from what the configuration says."""
     parameters = {tensor: label for label, view in views.items() for tensor in view.tensors}
-    superfluous = [
-        name
-        for name in tensors
-        if name not in shapes
-        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.harmless)
-    ]
     problems = []
     for name, shape in shapes.items():
         stored = tensors.get(name)
         if stored is None and name not in tied:
-            near = difflib.get_close_matches(name, superfluous, 1, 0.8)
+            near = difflib.get_close_matches(name, tensors.keys() - shapes.keys(), 1, 0.8)
             hint = f" There is {near[0]!r}, which no parameter is made of." if near else ""
             parameter = parameters.get(name, name)
             problems.append(f"{parameter}: its tensor {name!r} is missing.{hint}")
@@ -196,9 +210,19 @@ def _problems(
                 f"{parameters.get(name, name)}: its tensor {name!r} has the shape {stored.shape} "
                 f"in {stored.file}, and {source} makes it {shape}."
             )
-    problems += [
-        f"{name}: in {tensors[name].file}, and no parameter of the {family.name} in {source} is "
-        "made of it."
-        for name in superfluous
-    ]
     return problems
+
+
+def _superfluous(
+    family: Family,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, StoredTensor],
+    source: str,
+) -> list[str]:
+    return [
+        f"{name}: in {tensor.file}, and no parameter of the {family.name} in {source} is made of "
+        "it. Pass on_extra='ignore' to leave it there."
+        for name, tensor in tensors.items()
+        if name not in shapes
+        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.harmless)
+    ]

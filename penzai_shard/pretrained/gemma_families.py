@@ -96,7 +96,7 @@ def _check_layers(configuration: Configuration, types: Any) -> list[str]:
     if of_layers is not None and (
         not isinstance(of_layers, list | tuple)
         or len(of_layers) != layers
-        or not set(of_layers) <= {_SLIDING, _FULL}
+        or not all(kind in (_SLIDING, _FULL) for kind in of_layers)
     ):
         problems.append(
             f"layer_types: is {of_layers!r}, and has to be a list of {_SLIDING!r} and {_FULL!r}, "

@@ -109,7 +109,7 @@ GPT_NEOX = Family(
             "tie_word_embeddings": (False, True),
             "use_parallel_residual": (True,),
         },
-        (*_BASES, *_PARTS, *ROTARY),
+        ("rotary_emb_base", "rotary_pct", *ROTARY),
     ),
     check=_check,
     shapes=_shapes,

@@ -28,8 +28,8 @@ _USED = ("head_dim", "num_key_value_heads", *ROTARY)
 def _heads(configuration: Configuration) -> tuple[int, int, int]:
     """How many query heads there are, how many of keys and values, and the size of one."""
     queries = configuration["num_attention_heads"]
-    keys = configuration["num_key_value_heads"] or queries
-    return queries, keys, configuration["hidden_size"] // queries
+    keys = configuration["num_key_value_heads"]
+    return queries, queries if keys is None else keys, configuration["hidden_size"] // queries
 
 
 def _check(configuration: Configuration) -> list[str]:
