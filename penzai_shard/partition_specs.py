@@ -88,6 +88,25 @@ def permuted_spec(spec: PartitionSpec, order: Sequence[int]) -> PartitionSpec:
     return canonical_spec(entries[i] for i in order)
 
 
+def spec_without(spec: PartitionSpec, dimension: int) -> PartitionSpec:
+    """The canonical spec of an array that has one dimension less.
+
+    >>> spec_without(PartitionSpec("x", "y"), 0)
+    P('y',)
+    """
+    return canonical_spec((*spec[:dimension], *spec[dimension + 1 :]))
+
+
+def spec_with_whole(spec: PartitionSpec, dimension: int) -> PartitionSpec:
+    """The canonical spec of an array that has one dimension more, which is not split.
+
+    >>> spec_with_whole(PartitionSpec("x", "y"), 1)
+    P('x', None, 'y')
+    """
+    entries = _padded(spec, max(len(spec), dimension))
+    return canonical_spec((*entries[:dimension], None, *entries[dimension:]))
+
+
 def part_count(mesh_axes: Iterable[str], mesh_shape: Mapping[str, int]) -> int:
     """How many parts a dimension has that is split over some mesh axes.
 

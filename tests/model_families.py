@@ -9,7 +9,7 @@ from penzai import pz
 from penzai.models.transformer.variants import gpt_neox, llamalike_common
 
 _SLIDING = llamalike_common.AttentionTypeSlidingWindowCausal(2)
-_GLOBAL = llamalike_common.AttentionTypeGlobalCausal()
+GLOBAL = llamalike_common.AttentionTypeGlobalCausal()
 _GEMMA = {"mlp_variant": "geglu_approx", "tie_embedder_and_logits": True}
 _GEMMA_2 = {
     **_GEMMA,
@@ -17,7 +17,7 @@ _GEMMA_2 = {
     "use_post_ffw_norm": True,
     "attn_logits_soft_cap": 50.0,
     "final_logit_softcap": 30.0,
-    "attention_type": (_SLIDING, _GLOBAL),
+    "attention_type": (_SLIDING, GLOBAL),
 }
 
 LLAMALIKE = {

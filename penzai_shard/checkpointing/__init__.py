@@ -8,6 +8,7 @@ from penzai_shard.checkpointing.manager import CheckpointManager
 from penzai_shard.checkpointing.manifest import Manifest, read_manifest
 from penzai_shard.checkpointing.parameter_dict import param_dict, with_params
 from penzai_shard.checkpointing.parameters import restore_params, restore_structs, save_params
+from penzai_shard.checkpointing.stacked_blocks import stack_blocks, unstack_blocks
 from penzai_shard.checkpointing.train_states import restore_train_state, save_train_state
 from penzai_shard.checkpointing.verifying import (
     CheckpointVerification,
@@ -28,6 +29,8 @@ __all__ = [
     "restore_train_state",
     "save_params",
     "save_train_state",
+    "stack_blocks",
+    "unstack_blocks",
     "verify_checkpoint",
     "with_params",
 ]

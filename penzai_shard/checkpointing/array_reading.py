@@ -35,9 +35,9 @@ def load_arrays(
     manifest: Manifest,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     *,
-    verify: bool = True,
-    finish: Callable[[str, jax.Array], jax.Array] = lambda name, array: array,
-) -> dict[str, jax.Array]:
+    verify: bool,
+    take: Callable[[str, Any], None],
+) -> None:
     """Reads arrays straight into their shardings: each device reads its own part.
 
     Args:
@@ -46,11 +46,8 @@ def load_arrays(
             manifest, and shapes and PRNG implementations must agree with it.
         verify: Whether to refuse numbers that are not those saved, where the checkpoint has their
             checksums. All copies on devices are checked.
-        finish: What to make of an array once it has been read, such as to convert it. Only a few
-            are kept as they were read at any time.
-
-    Returns:
-        The arrays by name, in the shardings asked for.
+        take: Called with the name of each array and with the array once it has been read, in the
+            sharding asked for. What it does not keep is not kept.
 
     Raises:
         CheckpointDamagedError: Numbers cannot be read, or are not those saved. With several
@@ -58,7 +55,6 @@ def load_arrays(
             ``failing_together``.
     """
     structs = {name: data_struct(struct, manifest.records[name]) for name, struct in wanted.items()}
-    arrays: dict[str, jax.Array] = {}
     sums: dict[str, ValueSums] = {}
     unreadable: dict[str, str] = {}
     has_checksums = manifest.save is not None
@@ -68,13 +64,13 @@ def load_arrays(
         for name in list(group.arrays):
             impl = manifest.records[name].key_impl
             array = group.arrays.pop(name)
-            arrays[name] = finish(name, array if impl is None else _keys(array, impl))
+            take(name, array if impl is None else _keys(array, impl))
+            del array
     raise_all(
         CheckpointDamagedError,
         f"the checkpoint at {manifest.path} is not as it was saved. Restore another copy of it:",
         _problems(manifest.records, checksums_of(sums), unreadable),
     )
-    return arrays
 
 
 @dataclasses.dataclass(frozen=True)

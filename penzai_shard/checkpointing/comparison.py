@@ -1,16 +1,18 @@
 """Finding every difference between the arrays given and the arrays wanted, before reading."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from penzai_shard.checkpointing.array_records import ArrayRecord
+from penzai_shard.checkpointing.name_matching import NameRules
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 from penzai_shard.rule_kinds import nearest_name
 
 AxisMismatch = Literal["error", "transpose"]
 DtypeMismatch = Literal["error", "cast"]
 Extra = Literal["error", "ignore"]
+BlockMismatch = Literal["error", "convert"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,18 +24,23 @@ class Tolerance:
         on_dtype_mismatch: ``"cast"`` converts to the wanted dtype.
         on_extra: ``"ignore"`` leaves arrays alone that nothing wants.
         rename_axes: Logical axis names in the checkpoint that have other names in what it fills.
+        names: For patterns of names in the checkpoint, the names in what it fills.
+        on_block_mismatch: ``"convert"`` stacks the parameters of blocks, or unstacks them.
     """
 
     on_axis_mismatch: AxisMismatch = "error"
     on_dtype_mismatch: DtypeMismatch = "error"
     on_extra: Extra = "error"
     rename_axes: Mapping[str, str] | None = None
+    names: NameRules | None = None
+    on_block_mismatch: BlockMismatch = "error"
 
     def __post_init__(self) -> None:
         choices = {
             "on_axis_mismatch": ("error", "transpose"),
             "on_dtype_mismatch": ("error", "cast"),
             "on_extra": ("error", "ignore"),
+            "on_block_mismatch": ("error", "convert"),
         }
         problems = [
             f"{name}={getattr(self, name)!r}: choose one of {', '.join(map(repr, allowed))}."
@@ -93,6 +100,7 @@ class Wording:
         dtype_fix: Fix for another dtype; ``{dtype}`` is the wanted one.
         extra_fix: Fix for an array that nothing wants; ``{name}`` is its name.
         missing_fix: Fix for an array that is missing; ``{name}`` is its name.
+        renamed_fix: Fix for one that may be there under a name nearly the same, ``{near}``.
         unnamed_source_fix: Fix for an array given without names for one that has some; ``{names}``
             are those, by the array's name.
         unnamed_target_fix: The same the other way round.
@@ -107,6 +115,7 @@ class Wording:
     missing_fix: str
     unnamed_source_fix: str
     unnamed_target_fix: str
+    renamed_fix: str = "Did you mean {near!r}?"
 
 
 RESTORING = Wording(
@@ -116,11 +125,11 @@ RESTORING = Wording(
     rename_fix="If they mean the same, pass rename_axes={renames}.",
     dtype_fix="Pass on_dtype_mismatch='cast', or give the model this dtype.",
     extra_fix="Pass on_extra='ignore' to leave it there.",
-    missing_fix="To give it a value of your own, restore a dictionary without {name!r} and use "
-    "with_params.",
+    missing_fix="To leave the model's own value there, pass others='keep'.",
     unnamed_source_fix="If it has these, restore it as an array without names, "
     "on_unnamed='replicate', and name it then: name_axes(restored, {names}).",
     unnamed_target_fix="Name it in the model too: name_axes(model, {names}).",
+    renamed_fix="If it is {near!r} there, pass names={{{near!r}: {name!r}}}.",
 )
 
 RESTORING_STATE = dataclasses.replace(
@@ -143,6 +152,17 @@ REPLACING = Wording(
     unnamed_target_fix="Give its data alone.",
 )
 
+INITIALISING = dataclasses.replace(
+    REPLACING,
+    source="the model that others= builds has",
+    reorder_fix="Build the same model.",
+    rename_fix="Build the same model.",
+    dtype_fix="Build the same model.",
+    missing_fix="Build the same model.",
+    unnamed_source_fix="Build the same model.",
+    unnamed_target_fix="Build the same model.",
+)
+
 
 def compare(
     stored: Mapping[str, ArrayRecord],
@@ -152,6 +172,8 @@ def compare(
     wording: Wording,
     tolerance: Tolerance,
     compare_dtypes: bool = True,
+    called: Mapping[str, str] | None = None,
+    also: Sequence[str] = (),
 ) -> dict[str, tuple[int, ...]]:
     """Compares all arrays by name and refuses every difference at once.
 
@@ -162,6 +184,8 @@ def compare(
         wording: How the two sides and the fixes are called.
         tolerance: What may differ.
         compare_dtypes: Whether the dtypes must agree.
+        called: What the arrays given are called there, if they were renamed.
+        also: What else is wrong, to be said with the rest.
 
     Returns:
         For each array whose axes have another order and may be reordered: which stored dimension
@@ -181,14 +205,17 @@ def compare(
     missing = [name for name in wanted if name not in stored]
     nested = _nested_otherwise(extra, missing, wording)
     raise_all(CheckpointMismatchError, headline, [nested] if nested else [])
+    called = called or {}
     orders: dict[str, tuple[int, ...]] = {}
-    problems: list[str] = []
+    problems = list(also)
     for name, target in wanted.items():
         source = stored.get(name)
         if source is None:
+            near = nearest_name(name, extra)
+            renamed = f" {wording.renamed_fix.format(name=name, near=near)}" if near else ""
             problems.append(
                 f"{name}: {wording.target} wants {target} {target.dtype}, and {wording.source} no "
-                f"such array.{_did_you_mean(name, extra)} {wording.missing_fix.format(name=name)}"
+                f"such array.{renamed} {wording.missing_fix.format(name=name)}"
             )
             continue
         order = _order(source, target)
@@ -196,7 +223,9 @@ def compare(
             _dtype_problem(source, target, wording, tolerance) if compare_dtypes else ""
         )
         if problem:
-            problems.append(f"{name}: {wording.source} {problem}")
+            other = called.get(name, name)
+            there = f" It is {other!r} there." if other != name else ""
+            problems.append(f"{name}: {wording.source} {problem}{there}")
         elif order is not None and order != tuple(sorted(order)):
             orders[name] = order
     if tolerance.on_extra == "error":

@@ -73,8 +73,9 @@ class Manifest:
             keeps them.
         prefixes: What stands before each name in the checkpoint, if this is a part of one: one of
             these.
-        holders: The names of arrays that plain Orbax stored under an attribute of what held
-            them, by the stored name.
+        holders: The names of arrays that have other names than those stored: these are what held
+            them where plain Orbax stored an attribute, or what a model calls them. None where
+            nothing is to be read.
         save: The random id of the save; None if it has none, and no checksums of the numbers.
     """
 
@@ -84,7 +85,7 @@ class Manifest:
     records: Mapping[str, ArrayRecord]
     stored_tree: Any
     prefixes: tuple[str, ...] = ("",)
-    holders: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    holders: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     save: str | None = None
 
     @property
@@ -124,6 +125,18 @@ class Manifest:
             if stored in self.records and stored not in names
         }
         records = {holders.get(name, name): record for name, record in self.records.items()}
+        return dataclasses.replace(self, records=records, holders=holders)
+
+    def renamed(self, stored_names: Mapping[str, str]) -> "Manifest":
+        """The same with other names, and only the arrays that have one.
+
+        Args:
+            stored_names: What each array is called here, by its new name.
+        """
+        new = {stored: name for name, stored in stored_names.items()}
+        full = {name: stored for stored, name in self.holders.items()}
+        holders = {full.get(name, name): new.get(name) for name in self.records}
+        records = {name: self.records[stored] for name, stored in stored_names.items()}
         return dataclasses.replace(self, records=records, holders=holders)
 
     def part(self, *fields: str) -> "Manifest":

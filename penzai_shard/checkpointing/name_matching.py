@@ -6,6 +6,7 @@ can be read in two ways is refused.
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -27,6 +28,9 @@ _SHOWN_READINGS = 3
 
 # A pattern that can be read in more ways than this counts as unclear, whatever it gives.
 _MOST_READINGS = 1000
+
+
+_PARAMETERS = "params/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +153,63 @@ def matched_names(
     return {name: next(iter(claims)) for name, claims in taken.items()}
 
 
+def matched_state_names(
+    stored: Collection[str],
+    wanted: Collection[str],
+    names: NameRules | None,
+    *,
+    leave_unknown: bool = False,
+    source: str = "the checkpoint",
+    target: str = "the train state",
+) -> dict[str, str]:
+    """``matched_names`` for the arrays of train states.
+
+    The rules are of the parameters' names. What an optimizer keeps for a parameter, under a path
+    that ends with its name, follows it.
+
+    >>> stored = ["step", "params/old", "opt_state/0/mu/old"]
+    >>> wanted = ["step", "params/new", "opt_state/0/mu/new"]
+    >>> matched_state_names(stored, wanted, {"old": "new"})
+    {'step': 'step', 'params/new': 'params/old', 'opt_state/0/mu/new': 'opt_state/0/mu/old'}
+    """
+    if not names:
+        return matched_names(stored, wanted, names)
+    of_params = [n.removeprefix(_PARAMETERS) for n in stored if n.startswith(_PARAMETERS)]
+    taken = matched_names(
+        of_params,
+        [n.removeprefix(_PARAMETERS) for n in wanted if n.startswith(_PARAMETERS)],
+        names,
+        leave_unknown=leave_unknown,
+        source=source,
+        target=target,
+    )
+    renamed: dict[str, str | None] = dict.fromkeys(of_params)
+    renamed.update({stored_name: name for name, stored_name in taken.items()})
+    claims: dict[str, dict[str, str]] = {}
+    for full in stored:
+        name = _name_in_state(full, renamed, wanted)
+        if name is not None:
+            claims.setdefault(name, {})[full] = "by the parameter that it is for"
+    raise_all(CheckpointMismatchError, f"cannot match the names of {source}:", _two_arrays(claims))
+    return {name: next(iter(claim)) for name, claim in claims.items()}
+
+
+def _name_in_state(
+    full: str, renamed: Mapping[str, str | None], wanted: Collection[str]
+) -> str | None:
+    """The name in the state of a stored array, None if its parameter stays in the checkpoint."""
+    for slash in re.finditer("/", full):
+        start, parameter = full[: slash.end()], full[slash.end() :]
+        if parameter in renamed:
+            name = renamed[parameter]
+            if name is None:
+                return None
+            # Something else may be called like a parameter, such as a hyperparameter.
+            is_other = start + name not in wanted and full in wanted
+            return full if is_other else start + name
+    return full
+
+
 def _resolved_names(
     matching: Mapping[_Rule, Sequence[str]],
     wanted: Collection[str],
@@ -238,7 +299,7 @@ def _matches_nothing(
     turned = _Rule(rule.name, rule.pattern) if rule.name is not None else None
     if turned and turned.matching(stored) and any(path_matches(rule.pattern, n) for n in wanted):
         return f"{problem} Names are given as stored: wanted; write names={{{turned}}}."
-    return problem + _nearest(rule.pattern, stored)
+    return problem + _other_pattern(rule.pattern, stored)
 
 
 def _two_names(becomes: Mapping[str, Mapping[str, _Rule]]) -> list[str]:
@@ -308,7 +369,7 @@ class Selection:
         """
         problems = [
             f"{option}={pattern!r}: the pattern matches no array of {target}."
-            f"{_nearest(pattern, names)}"
+            f"{_other_pattern(pattern, names)}"
             for option, patterns in (("only", self.only or ()), ("except_", self.except_))
             for pattern in patterns
             if not _any_matches((pattern,), *names)
@@ -322,6 +383,9 @@ class Selection:
     def __str__(self) -> str:
         said = [] if self.only is None else [f"only={list(self.only)!r}"]
         return ", ".join(said + ([f"except_={list(self.except_)!r}"] if self.except_ else []))
+
+
+EVERYTHING = Selection()
 
 
 def _patterns(option: str, given: Any) -> tuple[str, ...]:
@@ -341,6 +405,18 @@ def _any_matches(patterns: Iterable[str], *names: str) -> bool:
     return any(
         pattern == name or path_matches(pattern, name) for pattern in patterns for name in names
     )
+
+
+def _other_pattern(pattern: str, names: Collection[str]) -> str:
+    """What to say of a pattern that matches nothing: one that does, as it may be meant.
+
+    Often a part is left out, or ``**`` stands within one, where it is no more than ``*``.
+    """
+    within = re.sub(r"(?<=[^./*])\*\*", "*/**", pattern)
+    for other in (within, f"{pattern}/**", f"**/{pattern}", f"**/{within}/**"):
+        if count := sum(path_matches(other, name) for name in names):
+            return f" Did you mean {other!r}, which matches {count:,} of {len(names):,}?"
+    return _nearest(pattern, names)
 
 
 def _nearest(name: str, names: Collection[str]) -> str:

@@ -6,8 +6,15 @@ from typing import Any
 from jax.sharding import Mesh
 
 from penzai_shard.checkpointing.arrays_by_name import ArraysByName, shardings_by_name
-from penzai_shard.checkpointing.comparison import AxisMismatch, DtypeMismatch, Extra, Tolerance
+from penzai_shard.checkpointing.comparison import (
+    AxisMismatch,
+    BlockMismatch,
+    DtypeMismatch,
+    Extra,
+    Tolerance,
+)
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
+from penzai_shard.checkpointing.name_matching import NameRules, Patterns, Selection
 from penzai_shard.checkpointing.orbax_store import prepare_save
 from penzai_shard.checkpointing.parameter_dict import (
     param_dict,
@@ -15,6 +22,7 @@ from penzai_shard.checkpointing.parameter_dict import (
     refuse_states_without_values,
     statistics_of,
 )
+from penzai_shard.checkpointing.remaining_arrays import Others, supply_of
 from penzai_shard.checkpointing.restoring import restore_arrays
 from penzai_shard.errors import RuleTypeError, raised_by_the_call, warn_caller
 from penzai_shard.meshes import AnyMesh
@@ -67,7 +75,14 @@ def restore_structs(
     return request.plan(param_dict(model)).restore_structs()
 
 
-def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
+def save_params(
+    path: PathLike,
+    model: Any,
+    *,
+    only: Patterns | None = None,
+    except_: Patterns | None = None,
+    overwrite: bool = False,
+) -> str:
     """Saves the parameters of a model with Orbax, by name.
 
     The arrays are stored as a flat dictionary, so that layers which are inserted later never
@@ -79,6 +94,9 @@ def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
             shared path.
         model: What ``param_dict`` takes: a model, or a dictionary of arrays by name. A value that
             is a tree of arrays is stored under ``name/path``.
+        only: A pattern of names, or several: only what one of them matches is saved, such as the
+            adapters of a model, ``"**/LoRA_?/**"``.
+        except_: A pattern of names, or several: what none of them matches is saved.
         overwrite: Whether to replace a checkpoint at the path. The new one is written beside it
             and put in its place in one step, so that the path has a whole checkpoint at every
             moment, also if the process is killed or the disk fills.
@@ -89,7 +107,7 @@ def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
     Raises:
         CheckpointExistsError: The path exists and may not be replaced.
         CheckpointMismatchError: Some parameters cannot be saved: they have no values, for
-            instance.
+            instance; or a pattern matches nothing.
         CheckpointWriteError: It cannot be written: no permission, a full disk.
         MissingExtraError: Orbax is not installed.
 
@@ -117,6 +135,7 @@ def save_params(path: PathLike, model: Any, *, overwrite: bool = False) -> str:
             f"{fix} save_train_state."
         )
     leaves = ArraysByName(values, "saving").leaves
+    leaves = {name: leaves[name] for name in Selection.read(only, except_).of(leaves)}
     saved = prepare_save(path, leaves, kind="params", overwrite=overwrite).write()
     if left_out := statistics_of(model):
         listed = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
@@ -143,6 +162,11 @@ def restore_params(
     on_dtype_mismatch: DtypeMismatch = "error",
     on_extra: Extra = "error",
     rename_axes: Mapping[str, str] | None = None,
+    names: NameRules | None = None,
+    only: Patterns | None = None,
+    except_: Patterns | None = None,
+    others: Others = "error",
+    on_block_mismatch: BlockMismatch = "error",
     on_indivisible: OnIndivisible = "error",
     on_unnamed: OnUnnamed = "error",
     verify: bool = True,
@@ -167,6 +191,19 @@ def restore_params(
         on_extra: ``"ignore"`` leaves parameters in the checkpoint that the model does not have.
         rename_axes: Logical axis names in the checkpoint that have other names in the model, as
             ``{"old": "new"}``.
+        names: For patterns of the checkpoint's names, the names in the model:
+            ``{"model.layers.*.mlp.w": "blocks/block_*/mlp.w"}``. Each wildcard (``*``, ``?``, and
+            ``**`` for any number of parts) is carried over, in order. With None in place of a name
+            the parameters stay in the checkpoint; what no pattern matches keeps its name.
+        only: A pattern of the model's names, or several: only what one of them matches is restored.
+        except_: A pattern of the model's names, or several: what none of them matches is restored.
+        others: What the parameters get that are not restored, because of ``only`` or ``except_``,
+            or, without these, because the checkpoint does not have them. ``"keep"``: the model's
+            own values. A function without arguments that builds the model: what ``sharded_init``
+            would give them; no other parameter is computed.
+        on_block_mismatch: ``"convert"`` stacks the parameters of blocks, ``block_0/...`` and so on,
+            where the model has them stacked, ``blocks/...`` as in ``pz.nn.LayerStack``, and the
+            reverse; see ``stack_blocks``.
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``, also of constants and state variables.
         verify: Whether to compare the numbers, as they are on the devices, with the checksums that
@@ -183,14 +220,17 @@ def restore_params(
         CheckpointDamagedError: The checkpoint is not as it was saved; with one line per parameter
             whose numbers are not.
         CheckpointMismatchError: With one line per parameter that is missing, superfluous, or of
-            other logical axes, order, sizes or dtype.
+            other logical axes, order, sizes or dtype; with all that is wrong with ``names``; with
+            the patterns that match nothing; with those that others have no value for.
         PlanError: Some array has no valid layout, or the plan is of another model.
         MissingExtraError: Orbax is not installed.
 
     Warns:
         ShardingWarning: The checkpoint was written by plain Orbax, without logical axis names, or
-            in format 2, without checksums of its numbers; ``verify=False`` was passed; or a rule
-            is nearly the name of a logical axis, as ``make_plan`` says.
+            in format 2, without checksums of its numbers; ``verify=False`` was passed; the
+            checkpoint lacks some parameters, which ``others`` supplies, and has some that
+            ``on_extra`` leaves; or a rule is nearly the name of a logical axis, as ``make_plan``
+            says.
 
     >>> import tempfile
     >>> import jax
@@ -205,7 +245,10 @@ def restore_params(
     P('data',)
     """
     absolute_path(path)
-    tolerance = Tolerance(on_axis_mismatch, on_dtype_mismatch, on_extra, rename_axes)
+    tolerance = Tolerance(
+        on_axis_mismatch, on_dtype_mismatch, on_extra, rename_axes, names, on_block_mismatch
+    )
+    selection = Selection.read(only, except_)
     request = PlacingRequest.read(
         "restore_params", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
     )
@@ -220,5 +263,14 @@ def restore_params(
             "restore_train_state."
         )
     shardings = shardings_by_name(param_dict(model_plan.starting_shardings()))
-    arrays = restore_arrays(path, "params", own.leaves, shardings, tolerance, verify=verify)
+    arrays = restore_arrays(
+        path,
+        "params",
+        own.leaves,
+        shardings,
+        tolerance,
+        verify=verify,
+        selection=selection,
+        supply=supply_of(others, own.leaves, shardings, request.mesh),
+    )
     return rebuilt(model, own.filled(arrays), model_plan.sharding_tree())

@@ -11,10 +11,14 @@ from jax.sharding import NamedSharding, Sharding
 
 from penzai_shard.checkpointing.array_reading import load_arrays
 from penzai_shard.checkpointing.array_records import ArrayRecord, record_of
-from penzai_shard.checkpointing.comparison import RESTORING, RESTORING_STATE, Tolerance, compare
+from penzai_shard.checkpointing.comparison import RESTORING, RESTORING_STATE, Tolerance
+from penzai_shard.checkpointing.correspondence import Correspondence, Part, correspond
+from penzai_shard.checkpointing.landing import landings_of
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.manifest import Manifest, identity_of, read_manifest
+from penzai_shard.checkpointing.name_matching import EVERYTHING, Selection
 from penzai_shard.checkpointing.orbax_store import mesh_context
+from penzai_shard.checkpointing.remaining_arrays import Supply
 from penzai_shard.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
@@ -37,6 +41,8 @@ def restore_arrays(
     tolerance: Tolerance,
     *,
     verify: bool,
+    selection: Selection = EVERYTHING,
+    supply: Supply | None = None,
 ) -> dict[str, jax.Array]:
     """Restores arrays by name, each device reading its own part.
 
@@ -49,6 +55,8 @@ def restore_arrays(
         shardings: By name, how each is to be laid out.
         tolerance: What may differ.
         verify: Whether to refuse numbers that are not those saved.
+        selection: Which of the arrays are restored.
+        supply: Gives the values of those that are not, or that the checkpoint does not have.
 
     Returns:
         The arrays by name, exactly in the shardings asked for.
@@ -60,16 +68,19 @@ def restore_arrays(
 
     Warns:
         ShardingWarning: The checkpoint was written without axis names or without checksums of
-            its numbers, or they were not to be verified.
+            its numbers, or they were not to be verified; or other values are taken for what it
+            does not have, while it has something that is left there.
     """
+    part = Part(selection, has_others=supply is not None)
     for _ in range(_ATTEMPTS):
         before = identity_of(path)
         try:
             # What can be wrong is found before any process waits for another.
             with failing_together("restoring a checkpoint"):
-                compared = _compared(read_manifest(path), kind, leaves, tolerance)
+                found = _compared(read_manifest(path), kind, leaves, tolerance, part)
+                others = supply(found[1].others) if supply and found[1].others else {}
             with failing_together("reading a checkpoint"):
-                arrays = _restored_once(*compared, leaves, shardings, verify=verify)
+                arrays = others | _restored_once(*found, leaves, shardings, verify=verify)
         except ShardingError:
             if not _was_replaced(path, before):
                 raise
@@ -101,12 +112,12 @@ def refuse_other_arrays(
     Raises:
         ShardingError: As ``restore_arrays`` does, but for what is found while reading arrays.
     """
-    _compared(read_manifest(path), kind, leaves, tolerance)
+    _compared(read_manifest(path), kind, leaves, tolerance, Part())
 
 
 def _restored_once(
     manifest: Manifest,
-    orders: Mapping[str, tuple[int, ...]],
+    found: Correspondence,
     leaves: Mapping[str, NamedLeaf],
     shardings: Mapping[str, Any],
     *,
@@ -121,21 +132,45 @@ def _restored_once(
                 "checksums, as verify=False says: damaged ones go unnoticed."
             ]
         )
+    if found.others and found.left:
+        warn_caller([_left_on_both_sides(manifest, found)])
+    landings = landings_of(found, leaves, shardings)
     structs = {
-        name: _struct_as_stored(leaf, manifest.records[name], shardings[name], orders.get(name))
-        for name, leaf in leaves.items()
+        name: _struct_as_stored(landing.struct, manifest.records[name], found.orders.get(name))
+        for name, landing in landings.items()
     }
+    restored: dict[str, jax.Array] = {}
 
-    def finish(name: str, array: jax.Array) -> jax.Array:
-        return _as_wanted(array, orders.get(name), leaves[name].dtype, shardings[name])
+    def take(name: str, array: Any) -> None:
+        wanted = landings[name].struct
+        array = _as_wanted(array, found.orders.get(name), wanted.dtype, wanted.sharding)
+        restored.update(landings[name].land(array))
 
-    return load_arrays(manifest, structs, verify=verify, finish=finish)
+    load_arrays(manifest, structs, verify=verify, take=take)
+    return restored
+
+
+def _left_on_both_sides(manifest: Manifest, found: Correspondence) -> str:
+    lacking, left = (
+        f"{len(names)} of {whose} ({', '.join(map(repr, names[:3]))}"
+        f"{', ...' if len(names) > 3 else ''})"
+        for names, whose in ((found.others, "the model's arrays"), (found.left, "its own"))
+    )
+    return (
+        f"the checkpoint at {manifest.path} lacks {lacking}, which got other values, and {left} "
+        "are left there. If some of them are the same, say so with names=; if not, say which get "
+        "other values with except_=."
+    )
 
 
 def _compared(
-    manifest: Manifest, kind: str, leaves: Mapping[str, NamedLeaf], tolerance: Tolerance
-) -> tuple[Manifest, Any]:
-    """What of a checkpoint is to be read, and the order of dimensions where it differs."""
+    manifest: Manifest,
+    kind: str,
+    leaves: Mapping[str, NamedLeaf],
+    tolerance: Tolerance,
+    part: Part,
+) -> tuple[Manifest, Correspondence]:
+    """What of a checkpoint is to be read, and what becomes of it."""
     if kind == "params" and manifest.kind == "train_state":
         manifest = _part_of_model(manifest, leaves)
     if kind == "train_state" and manifest.kind == "params":
@@ -147,9 +182,10 @@ def _compared(
     manifest = manifest.called_as(leaves)
     wording = _WORDINGS[kind]
     try:
-        orders = compare(
-            tolerance.renamed(manifest.records),
+        found = correspond(
+            manifest.records,
             {name: record_of(leaf) for name, leaf in leaves.items()},
+            part=part,
             headline=f"the checkpoint at {manifest.path} does not fit {wording.target}:",
             wording=wording,
             tolerance=tolerance,
@@ -158,7 +194,7 @@ def _compared(
         if kind == "train_state":
             _name_another_optimizer(manifest, leaves, error)
         raise
-    return manifest, orders
+    return manifest.renamed(found.stored_names), found
 
 
 def _part_of_model(manifest: Manifest, leaves: Mapping[str, NamedLeaf]) -> Manifest:
@@ -204,18 +240,18 @@ def _name_another_optimizer(
 
 
 def _struct_as_stored(
-    leaf: NamedLeaf, record: ArrayRecord, sharding: Sharding, order: tuple[int, ...] | None
+    struct: jax.ShapeDtypeStruct, record: ArrayRecord, order: tuple[int, ...] | None
 ) -> jax.ShapeDtypeStruct:
     """What to read: dtype and order of the axes as stored, laid out so that putting them into the
     order that is wanted moves no data."""
-    shape = leaf.shape
+    shape, sharding = struct.shape, struct.sharding
     if order is not None:
         inverse = [order.index(i) for i in range(len(shape))]
         shape = tuple(shape[i] for i in inverse)
         if isinstance(sharding, NamedSharding):
             spec = permuted_spec(sharding.spec, inverse)
             sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    dtype = leaf.dtype if record.key_impl else jnp.dtype(record.dtype)
+    dtype = struct.dtype if record.key_impl else jnp.dtype(record.dtype)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 

@@ -13,6 +13,7 @@ from penzai_shard.checkpointing.array_records import record_of
 from penzai_shard.checkpointing.arrays_by_name import ArraysByName, shardings_by_name
 from penzai_shard.checkpointing.comparison import AxisMismatch, DtypeMismatch, Extra, Tolerance
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
+from penzai_shard.checkpointing.name_matching import NameRules
 from penzai_shard.checkpointing.orbax_store import PreparedSave, prepare_save
 from penzai_shard.checkpointing.parameter_dict import param_dict
 from penzai_shard.checkpointing.restoring import refuse_other_arrays, restore_arrays
@@ -107,6 +108,7 @@ def restore_train_state(
     on_dtype_mismatch: DtypeMismatch = "error",
     on_extra: Extra = "error",
     rename_axes: Mapping[str, str] | None = None,
+    names: NameRules | None = None,
     on_indivisible: OnIndivisible = "error",
     on_unnamed: OnUnnamed = "error",
     verify: bool = True,
@@ -136,6 +138,8 @@ def restore_train_state(
         on_extra: ``"ignore"`` leaves arrays in the checkpoint that the state does not have.
         rename_axes: Logical axis names in the checkpoint that have other names in the state, as
             ``{"old": "new"}``.
+        names: For patterns of the parameters' names in the checkpoint, their names in the state, as
+            for ``restore_params``. What the optimizer keeps for a parameter follows it.
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``, in all fields but ``root_rng``, which is replicated.
         verify: Whether to compare the numbers, as they are on the devices, with the checksums that
@@ -161,7 +165,7 @@ def restore_train_state(
             in format 2, without checksums of its numbers; or ``verify=False`` was passed.
     """
     absolute_path(path)
-    tolerance = Tolerance(on_axis_mismatch, on_dtype_mismatch, on_extra, rename_axes)
+    tolerance = Tolerance(on_axis_mismatch, on_dtype_mismatch, on_extra, rename_axes, names)
     refuse_other_kinds("restore_train_state", train_state)
     state = ArraysByName(train_state, "restoring", without_inserted=True)
     if mesh is None and plan is None:

@@ -1,8 +1,10 @@
 """Putting models on a mesh by logical axis names, and building them on it from the start."""
 
+from penzai_shard.placement.builders import is_model
 from penzai_shard.placement.initializing import (
     abstract_model,
     initialize_parameters_sharded,
+    partly_initialized,
     sharded_init,
 )
 from penzai_shard.placement.placing import name_to_name_device_put, place, put
@@ -10,7 +12,9 @@ from penzai_shard.placement.placing import name_to_name_device_put, place, put
 __all__ = [
     "abstract_model",
     "initialize_parameters_sharded",
+    "is_model",
     "name_to_name_device_put",
+    "partly_initialized",
     "place",
     "put",
     "sharded_init",

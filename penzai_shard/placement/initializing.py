@@ -13,6 +13,7 @@ from penzai import pz
 from penzai.core.variables import AbstractVariableValue
 
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
+from penzai_shard.meshes import AnyMesh
 from penzai_shard.model_variables import first_api, thawed, with_own_label
 from penzai_shard.placement.builders import (
     OWN_ARGUMENTS,
@@ -116,6 +117,37 @@ def sharded_init(
 
     tree = initialized(_unbound(initializer), args, kwargs, layouts_of, request.mesh)
     return _bound(tree, frozen=())
+
+
+def partly_initialized(
+    initializer: Callable[[], Any], layouts_of: Callable[[Any], Layouts], mesh: AnyMesh
+) -> Any:
+    """Builds a model of which only some arrays are computed, with the values of ``sharded_init``.
+
+    Args:
+        initializer: Called without arguments; returns a model. It is traced.
+        layouts_of: Gives the layouts of the arrays to compute, for the model with a
+            ``jax.ShapeDtypeStruct`` in place of each.
+        mesh: The mesh that they are for.
+
+    Returns:
+        The model, its variables frozen, with structs in place of the other arrays.
+
+    >>> from penzai_shard.meshes import make_mesh
+    >>> model = partly_initialized(
+    ...     lambda: [pz.nx.ones({"a": 2}), pz.nx.zeros({"a": 3})],
+    ...     lambda model: {id(model[1].data_array): None},
+    ...     make_mesh({"data": 8}),
+    ... )
+    >>> model[0].data_array, model[1].data_array.tolist()
+    (ShapeDtypeStruct(shape=(2,), dtype=float32), [0.0, 0.0, 0.0])
+    """
+
+    def bound(tree: Any) -> Any:
+        return _bound(tree, frozen=AbstractVariableValue)
+
+    tree = initialized(_unbound(initializer), (), {}, lambda tree: layouts_of(bound(tree)), mesh)
+    return bound(tree)
 
 
 def initialize_parameters_sharded(

@@ -93,8 +93,8 @@ def test_every_difference_is_told_before_anything_is_read(tmp_path, wide):
         "  key: the checkpoint has 'threefry2x32' PRNG keys, and the model wants 'rbg' PRNG keys. "
         "Make the key with jax.random.key(seed, impl=...) of the same kind.",
         "  decoder.weight: the model wants (a=8) float32, and the checkpoint has no such array. "
-        "Did you mean 'decoder.weights'? To give it a value of your own, restore a dictionary "
-        "without 'decoder.weight' and use with_params.",
+        "If it is 'decoder.weights' there, pass names={'decoder.weights': 'decoder.weight'}. To "
+        "leave the model's own value there, pass others='keep'.",
         "  decoder.weights: the checkpoint has (a=8) float32, and the model has no such array. "
         "Did you mean 'decoder.weight'? Pass on_extra='ignore' to leave it there.",
     }

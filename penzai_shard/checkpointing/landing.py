@@ -1,0 +1,110 @@
+"""What becomes of an array once it is read: itself, one block of a stack, or all blocks of one."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+
+from penzai_shard.checkpointing.correspondence import Correspondence
+from penzai_shard.checkpointing.stacking import (
+    GrowingStack,
+    sharding_of_blocks,
+    sharding_of_stack,
+    unstacked,
+)
+from penzai_shard.named_leaves import NamedLeaf
+
+
+class Landing(Protocol):
+    """Where an array goes that is read."""
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and layout that it must have, with its axes in the order of the model's."""
+        ...
+
+    def land(self, array: jax.Array) -> dict[str, jax.Array]:
+        """The arrays of the model, by name, that are complete with it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Itself:
+    name: str
+    struct: jax.ShapeDtypeStruct
+
+    def land(self, array: jax.Array) -> dict[str, jax.Array]:
+        return {self.name: array}
+
+
+@dataclasses.dataclass(frozen=True)
+class _OneBlock:
+    name: str
+    number: int
+    stack: GrowingStack
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        whole, k = self.stack.struct, self.stack.dimension
+        shape = (*whole.shape[:k], *whole.shape[k + 1 :])
+        return jax.ShapeDtypeStruct(
+            shape, whole.dtype, sharding=sharding_of_blocks(whole.sharding, k)
+        )
+
+    def land(self, array: jax.Array) -> dict[str, jax.Array]:
+        self.stack.put(self.number, array)
+        return {} if self.stack.missing else {self.name: self.stack.whole()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _AllBlocks:
+    dimension: int
+    blocks: Mapping[str, jax.ShapeDtypeStruct]
+    is_wanted: Mapping[str, bool]
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        first, k = next(iter(self.blocks.values())), self.dimension
+        shape = (*first.shape[:k], len(self.blocks), *first.shape[k:])
+        return jax.ShapeDtypeStruct(
+            shape, first.dtype, sharding=sharding_of_stack(first.sharding, k)
+        )
+
+    def land(self, array: jax.Array) -> dict[str, jax.Array]:
+        shardings = [struct.sharding for struct in self.blocks.values()]
+        found = zip(self.blocks, unstacked(array, self.dimension, shardings), strict=True)
+        return {name: block for name, block in found if self.is_wanted[name]}
+
+
+def landings_of(
+    found: Correspondence, leaves: Mapping[str, NamedLeaf], shardings: Mapping[str, Any]
+) -> dict[str, Landing]:
+    """Where each array goes that is read.
+
+    Args:
+        found: What is to be read.
+        leaves: The arrays of the model by name.
+        shardings: How each of them is to be laid out.
+    """
+
+    def struct_of(name: str) -> jax.ShapeDtypeStruct:
+        leaf = leaves[name]
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
+
+    landings: dict[str, Landing] = {}
+    for conversion in found.conversions:
+        if conversion.stacks:
+            stack = GrowingStack(struct_of(conversion.stacked), conversion.dimension)
+            for number, name in enumerate(conversion.blocks):
+                landings[name] = _OneBlock(conversion.stacked, number, stack)
+        else:
+            landings[conversion.stacked] = _AllBlocks(
+                conversion.dimension,
+                {name: struct_of(name) for name in conversion.blocks},
+                {name: name not in found.others for name in conversion.blocks},
+            )
+    return {
+        name: landings[name] if name in landings else _Itself(name, struct_of(name))
+        for name in found.wanted
+    }
