@@ -9,7 +9,6 @@ from typing import Any
 from penzai_shard.checkpoint_reports.stored_arrays import (
     KINDS,
     CheckpointContents,
-    arrays_text,
     contents_of,
 )
 from penzai_shard.checkpointing import param_dict
@@ -21,6 +20,7 @@ from penzai_shard.checkpointing.manifest import read_manifest
 from penzai_shard.checkpointing.restoring import refuse_other_arrays
 from penzai_shard.errors import CheckpointMismatchError, grouped_problems
 from penzai_shard.path_folding import folded_path, folding_key
+from penzai_shard.planning.plan_table import arrays_text
 from penzai_shard.readers import without_repeats
 from penzai_shard.text_tables import FindingsTable, Report, TextTable
 from penzai_shard.training import TrainState
@@ -244,8 +244,10 @@ def _compared(first: CheckpointContents, second: CheckpointContents) -> Checkpoi
         a, b = ours.get(name), theirs.get(name)
         if what := _differing(a, b):
             differences.append(ArrayDifference(name, what, a, b))
+        elif a and b and (_checksums_are_kept(a, b) or not a.nbytes):
+            same.append(name)
         else:
-            (same if _have_equal_values(a, b) else not_compared).append(name)
+            not_compared.append(name)
     notes += _notes(ours, theirs)
     return CheckpointComparison(
         paths, kinds, tuple(differences), tuple(same), tuple(not_compared), tuple(notes)
@@ -267,7 +269,7 @@ def _notes(first: Mapping[str, ArrayRecord], second: Mapping[str, ArrayRecord]) 
 
 
 def _differing(first: ArrayRecord | None, second: ArrayRecord | None) -> tuple[str, ...]:
-    """In what two records differ; in nothing, if only their values may."""
+    """In what two records differ, as far as is known."""
     if second is None:
         return ("only in the first",)
     if first is None:
@@ -281,17 +283,18 @@ def _differing(first: ArrayRecord | None, second: ArrayRecord | None) -> tuple[s
         what.append("sizes")
     if (first.dtype, first.key_impl) != (second.dtype, second.key_impl):
         what.append("dtype")
+    if not what and _checksums_are_kept(first, second) and first.values != second.values:
+        what.append("values")
     return tuple(what)
+
+
+def _checksums_are_kept(first: ArrayRecord, second: ArrayRecord) -> bool:
+    return None not in (first.values, second.values)
 
 
 def _sizes(record: ArrayRecord, in_order: bool) -> list[Any]:
     pairs = zip(record.axes or (), record.shape, strict=False)
     return list(record.shape) if in_order else sorted(map(repr, pairs))
-
-
-def _have_equal_values(first: ArrayRecord | None, second: ArrayRecord | None) -> bool:
-    """Whether the values of two arrays that are alike are known to be equal."""
-    return first is not None and 0 in first.shape
 
 
 def _record_text(record: ArrayRecord | None) -> str:

@@ -12,13 +12,12 @@ from penzai_shard.checkpoint_reports.stored_arrays import (
     KINDS,
     CheckpointContents,
     StoredArray,
-    arrays_text,
     contents_of,
 )
 from penzai_shard.checkpointing.locations import PathLike, shown_path
 from penzai_shard.meshes import mesh_text
 from penzai_shard.path_folding import folding_key
-from penzai_shard.planning.plan_table import axes_text, bytes_text, grouped_rows
+from penzai_shard.planning.plan_table import arrays_text, axes_text, bytes_text, grouped_rows
 from penzai_shard.text_tables import PreparedTable, Report
 
 # More parts than this, or parts of one array each, are as long to read as the table.
@@ -53,7 +52,7 @@ class CheckpointDescription(Report):
     @property
     def total_bytes(self) -> int:
         """The size of all arrays, in bytes."""
-        return sum(array.bytes for array in self.arrays)
+        return sum(array.record.nbytes for array in self.arrays)
 
     @property
     def mesh(self) -> Mapping[str, int] | None:
@@ -64,7 +63,7 @@ class CheckpointDescription(Report):
         sizes: collections.Counter[tuple[tuple[str, int], ...]] = collections.Counter()
         for array in self.arrays:
             if array.mesh is not None:
-                sizes[tuple(array.mesh.items())] += array.bytes
+                sizes[tuple(array.mesh.items())] += array.record.nbytes
         return dict(sizes.most_common(1)[0][0]) if sizes else None
 
     def table(self, *, collapse: bool = True) -> StoredArraysTable:
@@ -77,7 +76,7 @@ class CheckpointDescription(Report):
         mesh = self.mesh
         rows = grouped_rows(
             [
-                (a.name, _axes_text(a, mesh), a.record.dtype, a.bytes, "")
+                (a.name, _axes_text(a, mesh), a.record.dtype, a.record.nbytes, "")
                 for a in self.contents.arrays
             ],
             collapse,
@@ -182,7 +181,7 @@ def _totals(arrays: Sequence[StoredArray], key: Callable[[StoredArray], str]) ->
     """Bytes and numbers of arrays, by what they have in common, the largest first."""
     sizes: dict[str, list[int]] = {}
     for array in arrays:
-        sizes.setdefault(key(array), []).append(array.bytes)
+        sizes.setdefault(key(array), []).append(array.record.nbytes)
     ordered = sorted(sizes.items(), key=lambda item: -sum(item[1]))
     return ", ".join(
         f"{name} {bytes_text(sum(each))} ({arrays_text(len(each))})" for name, each in ordered
@@ -196,7 +195,8 @@ def _data(array: StoredArray) -> dict[str, Any]:
         "shape": array.record.shape,
         "dtype": array.record.dtype,
         "key_impl": array.record.key_impl,
-        "bytes": array.bytes,
+        "bytes": array.record.nbytes,
+        "checksum": array.record.values,
         "mesh": array.mesh,
         "spec": None if array.spec is None else list(array.spec),
     }

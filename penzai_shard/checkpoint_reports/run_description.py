@@ -147,5 +147,5 @@ def _described(manager: CheckpointManager, step: int) -> NumberedCheckpoint:
     except ShardingError as error:
         # The others are worth knowing all the same.
         return NumberedCheckpoint(step, path, problem=str(error).partition("\n")[0])
-    size = sum(array.bytes for array in contents.arrays)
+    size = sum(array.record.nbytes for array in contents.arrays)
     return NumberedCheckpoint(step, path, len(contents.arrays), size, contents.saved, metrics)

@@ -2,33 +2,21 @@
 
 import dataclasses
 import datetime
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from penzai_shard.checkpointing.array_records import ArrayRecord, key_data_shape
+from penzai_shard.checkpointing.array_records import ArrayRecord
 from penzai_shard.checkpointing.locations import PathLike
-from penzai_shard.checkpointing.manifest import _SECTION as SECTION
-from penzai_shard.checkpointing.manifest import Manifest, read_manifest
+from penzai_shard.checkpointing.manifest import SECTION, Manifest, read_manifest
 from penzai_shard.library_apis.orbax_api import SavedSharding, saved_metadata, saved_sharding
 from penzai_shard.partition_specs import canonical_spec
 
 KINDS = {"params": "parameters", "train_state": "train state", "orbax": "plain Orbax checkpoint"}
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
-
-
-def arrays_text(count: int) -> str:
-    """A number of arrays for people.
-
-    >>> arrays_text(1), arrays_text(1200)
-    ('1 array', '1,200 arrays')
-    """
-    return f"{count:,} array{'s' * (count != 1)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +26,6 @@ class StoredArray:
     Attributes:
         name: Its name: of a parameter that of the variable, in a train state its path.
         record: Its shape, dtype and logical axis names.
-        bytes: The size of its numbers, in bytes.
         mesh: The sizes of the mesh axes that it was laid out over when it was saved, none for a
             single device; None where that was not kept.
         spec: Its spec on this mesh; None where that was not kept.
@@ -46,7 +33,6 @@ class StoredArray:
 
     name: str
     record: ArrayRecord
-    bytes: int
     mesh: Mapping[str, int] | None = None
     spec: PartitionSpec | None = None
 
@@ -107,8 +93,14 @@ def contents_of(path: PathLike) -> CheckpointContents:
         if time is None
         else datetime.datetime.fromtimestamp(time // 10**9, datetime.UTC),
         metadata=_of_others(manifest, metadata),
-        caveat="" if manifest.kind else "it has no logical axis names, as plain Orbax stores none",
+        caveat=_caveat(manifest),
     )
+
+
+def _caveat(manifest: Manifest) -> str:
+    if manifest.kind is None:
+        return "it has no logical axis names and no checksums, as plain Orbax keeps none"
+    return f"it {manifest.caveat}" if manifest.caveat else ""
 
 
 def _of_others(manifest: Manifest, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,9 +112,6 @@ def _of_others(manifest: Manifest, metadata: Mapping[str, Any]) -> dict[str, Any
 
 
 def _stored_array(name: str, record: ArrayRecord, saved: SavedSharding | None) -> StoredArray:
-    key_shape = key_data_shape(record.key_impl) if record.key_impl else ()
-    itemsize = 4 if record.key_impl else jnp.dtype(record.dtype).itemsize
-    size = math.prod((*record.shape, *key_shape)) * itemsize
     if saved is None or len(spec := canonical_spec(saved.spec)) > len(record.shape):
-        return StoredArray(name, record, size)
-    return StoredArray(name, record, size, dict(saved.mesh), spec)
+        return StoredArray(name, record)
+    return StoredArray(name, record, dict(saved.mesh), spec)

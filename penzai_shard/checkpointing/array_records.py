@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,13 @@ class ArrayRecord:
     axes: AxisTexts | None = None
     key_impl: str | None = None
     values: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its numbers, in bytes; of typed PRNG keys, that of what makes them up."""
+        if self.key_impl is not None:
+            return 4 * math.prod((*self.shape, *key_data_shape(self.key_impl)))
+        return math.prod(self.shape) * int(jnp.dtype(self.dtype).itemsize)
 
     def __str__(self) -> str:
         """Names and sizes, as they stand in error messages.

@@ -40,7 +40,9 @@ from penzai_shard.errors import (
 from penzai_shard.library_apis import orbax_api
 from penzai_shard.tree_paths import path_text
 
-_SECTION = "penzai_shard"
+SECTION = "penzai_shard"
+"""Under what key of Orbax' custom metadata ours is."""
+
 _VERSION = 3
 # Without checksums of the numbers.
 _OLDEST = 2
@@ -159,7 +161,7 @@ def section_of(records: Mapping[str, ArrayRecord], kind: str, save: str) -> dict
     'params'
     """
     arrays = {name: record_to_json(name, record, save) for name, record in records.items()}
-    return {_SECTION: {"version": _VERSION, "kind": kind, "save": save, "arrays": arrays}}
+    return {SECTION: {"version": _VERSION, "kind": kind, "save": save, "arrays": arrays}}
 
 
 def seal(directory: Any, names: Iterable[str], save: str) -> None:
@@ -271,7 +273,7 @@ def _own_records(where: str, directory: Any) -> _OwnRecords:
     custom = {} if metadata is None else metadata.get("custom_metadata") or {}
     if not isinstance(custom, Mapping):
         metadata, custom = None, {}
-    section = custom.get(_SECTION)
+    section = custom.get(SECTION)
     version = section.get("version") if isinstance(section, Mapping) else None
     is_sealed = (directory / SEAL).exists()
     # Sealed, a checkpoint of an older version is one of this version that was damaged.

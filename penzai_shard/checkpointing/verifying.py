@@ -1,6 +1,7 @@
 """Checking the numbers of a checkpoint without a model or a mesh."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Literal
 
@@ -9,9 +10,12 @@ import jax.numpy as jnp
 
 from penzai_shard.checkpointing.array_reading import data_struct, read_in_groups
 from penzai_shard.checkpointing.array_records import ArrayRecord
-from penzai_shard.checkpointing.locations import PathLike
+from penzai_shard.checkpointing.locations import PathLike, shown_path
 from penzai_shard.checkpointing.manifest import read_manifest
 from penzai_shard.checkpointing.value_checksums import checksums_of
+from penzai_shard.path_folding import folded_path, folding_key
+from penzai_shard.planning.plan_table import arrays_text, bytes_text
+from penzai_shard.text_tables import FindingsTable, Report
 
 Finding = Literal["ok", "damaged", "unreadable", "unchecked"]
 
@@ -35,9 +39,24 @@ class VerifiedArray:
     reason: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointVerification:
-    """What was found of a checkpoint.
+class VerificationTable(FindingsTable):
+    """The arrays of a checkpoint whose numbers are not those saved, or not known to be."""
+
+    headings = ("array", "count", "saved as", "numbers")
+    right_aligned = frozenset({"count"})
+    paths = frozenset({"array"})
+
+
+_MEANINGS = {
+    "damaged": "are not those that were saved",
+    "unreadable": "cannot be read",
+    "unchecked": "can be read; no checksum to compare them with",
+}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class CheckpointVerification(Report):
+    """What was found of a checkpoint; it prints as a table of what is damaged.
 
     Attributes:
         path: Where it is.
@@ -55,6 +74,54 @@ class CheckpointVerification:
     def damaged(self) -> tuple[str, ...]:
         """The names of the arrays whose numbers are others or cannot be read."""
         return tuple(a.name for a in self.arrays if a.finding in ("damaged", "unreadable"))
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """The names of the arrays that can be read, and of whose numbers no checksum was kept."""
+        return tuple(a.name for a in self.arrays if a.finding == "unchecked")
+
+    @property
+    def ok(self) -> bool:
+        """Whether all numbers are known to be those that were saved."""
+        return not self.damaged and not self.unchecked
+
+    def table(self, *, collapse: bool = True) -> VerificationTable:
+        """What is wrong as a table.
+
+        Args:
+            collapse: Show arrays that differ only in the numbers in their names as one row.
+        """
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for each in self.arrays:
+            if each.finding == "ok":
+                continue
+            found = _MEANINGS[each.finding] + (f": {each.reason}" if each.reason else "")
+            place = folding_key(each.name) if collapse else each.name
+            texts = (f"{each.record} {each.record.dtype}", found)
+            groups.setdefault((place, *texts), []).append(each.name)
+        rows = [
+            (folded_path(names), str(len(names)), *texts) for (_, *texts), names in groups.items()
+        ]
+        caveat = (f"the checkpoint {self.caveat}",) if self.caveat else ()
+        return VerificationTable(tuple(rows), self._verdict(), caveat, ok=self.ok)
+
+    def _verdict(self) -> str:
+        size = bytes_text(sum(each.record.nbytes for each in self.arrays))
+        total = f"{arrays_text(len(self.arrays))}, {size}, in {shown_path(self.path)}"
+        if self.damaged:
+            return f"DAMAGED: {len(self.damaged):,} of {total}"
+        if self.unchecked:
+            return f"readable, but not checked: {len(self.unchecked):,} of {total}"
+        return f"as it was saved: {total}"
+
+    def to_json(self) -> str:
+        """All of it as JSON text: one object per array."""
+        arrays = [
+            {"name": each.name, "finding": each.finding, "reason": each.reason}
+            for each in self.arrays
+        ]
+        content = {"path": self.path, "kind": self.kind, "ok": self.ok, "damaged": self.damaged}
+        return json.dumps({**content, "caveat": self.caveat, "arrays": arrays}, indent=2)
 
 
 def verify_checkpoint(

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import json
 import os
 import sys
 from typing import Any
@@ -15,8 +16,9 @@ from penzai_shard.checkpoint_reports import (
     describe_run,
     is_run,
 )
+from penzai_shard.checkpointing import verify_checkpoint
 from penzai_shard.cli.model_references import ModelReference
-from penzai_shard.errors import RuleTypeError
+from penzai_shard.errors import CheckpointDamagedError, RuleTypeError
 from penzai_shard.text_tables import Report
 
 # As a shell has it for a program that is ended since nobody reads its output.
@@ -59,6 +61,16 @@ def add_checkpoint_commands(commands: Any) -> None:
         "initialised",
     )
     diff.set_defaults(run=_diff)
+    verify = _action(
+        actions,
+        "verify",
+        "read all of a checkpoint, and compare its numbers with the checksums kept at the save. "
+        "Exit status 0 if all are as they were saved, 1 if something is damaged, 2 after an error "
+        "and where there are no checksums",
+        "penzai-shard checkpoint verify run/step_00000100",
+    )
+    verify.add_argument("path", metavar="PATH", help="the checkpoint's directory")
+    verify.set_defaults(run=_verify)
 
 
 def _action(actions: Any, name: str, text: str, *examples: str) -> argparse.ArgumentParser:
@@ -115,6 +127,17 @@ def _diff(options: argparse.Namespace) -> int:
     if isinstance(found, ModelComparison):
         return 0 if found.fits else 1
     return 1 if found.are_different else 0 if found.are_equal else 2
+
+
+def _verify(options: argparse.Namespace) -> int:
+    try:
+        found = verify_checkpoint(options.path)
+    except CheckpointDamagedError as error:
+        # What the checkpoint says of its arrays is damaged: an answer too.
+        print(json.dumps({"ok": False, "error": str(error)}, indent=2) if options.json else error)
+        return 1
+    _print(found, options)
+    return 1 if found.damaged else 0 if found.ok else 2
 
 
 def _print(report: Report, options: argparse.Namespace) -> None:

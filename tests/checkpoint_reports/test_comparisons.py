@@ -10,10 +10,14 @@ from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.errors import CheckpointMismatchError
+from penzai_shard.library_apis import orbax_api
 
 
 def build():
     weights = {f"block_{i}/w": pz.nx.ones({"in": 8, "out": 4}) for i in range(3)}
+    weights["zero"] = pz.nx.zeros({"a": 2})
+    weights["rows"] = pz.nx.arange("a", 3).astype(jnp.float32)
+    weights["empty"] = pz.nx.zeros({"a": 0})
     return {**weights, "square": pz.nx.ones({"a": 4, "b": 4}), "plain": jnp.ones((2, 3))}
 
 
@@ -28,6 +32,13 @@ CHANGES = {
     "another shape": ("plain", jnp.ones((3, 2)), ("sizes",)),
     "another dtype": (W, pz.nx.ones({"in": 8, "out": 4}).astype(jnp.bfloat16), ("dtype",)),
     "all of it": (W, pz.nx.ones({"x": 2}).astype(jnp.int32), ("axes", "sizes", "dtype")),
+    "a number changed": (
+        W,
+        pz.nx.ones({"in": 8, "out": 4}).at[{"in": 3, "out": 2}].set(2),
+        ("values",),
+    ),
+    "the sign of a zero": ("zero", pz.nx.wrap(-jnp.zeros(2), "a"), ("values",)),
+    "rows exchanged": ("rows", pz.nx.wrap(jnp.array([1.0, 0.0, 2.0]), "a"), ("values",)),
     "missing": (W, None, ("only in the first",)),
     "another name": ("block_1/v", pz.nx.ones({"in": 8, "out": 4}), ("only in the second",)),
 }
@@ -72,7 +83,23 @@ def test_another_mesh_is_no_difference(saved, tmp_path):
     mesh = pzs.make_mesh({"data": 8})
     placed = pzs.place(build(), mesh, {"in": "data"}, on_unnamed="replicate")
     path = pzs.save_params(tmp_path / "placed", placed)
-    assert not pzs.compare_checkpoints(saved, path).are_different
+    found = pzs.compare_checkpoints(saved, path)
+    assert found.are_equal
+    assert str(found).startswith("equal: 8 arrays, values compared by checksum")
+    assert json.loads(found.to_json())["equal"] is True
+
+
+def test_values_without_checksums_are_said_not_to_be_compared(saved, tmp_path):
+    ocp = orbax_api.orbax()
+    for name in ("first", "second"):
+        ocp.save(tmp_path / name, {"w": jnp.ones(3), "v": jnp.ones(2)})
+    found = pzs.compare_checkpoints(tmp_path / "first", tmp_path / "second")
+    assert sorted(found.not_compared) == ["v", "w"]
+    assert not found.are_different
+    assert not found.are_equal
+    assert "not all values compared" in str(found)
+    assert "logical axes not compared: neither has their names" in str(found)
+    assert pzs.compare_checkpoints(saved, tmp_path / "first").kinds == ("params", "orbax")
 
 
 def test_parameters_and_a_train_state_with_the_same_ones_differ_in_kind_alone(saved, tmp_path):
@@ -91,7 +118,10 @@ def test_parameters_and_a_train_state_with_the_same_ones_differ_in_kind_alone(sa
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_is_refused_in_the_words_of_restore_params(change, saved):
-    name, value, _ = CHANGES[change]
+    name, value, what = CHANGES[change]
+    if what == ("values",):
+        assert pzs.compare_checkpoints(saved, {**build(), name: value}).fits
+        return
     model = {**build(), name: value}
     if value is None:
         del model[name]
@@ -109,4 +139,4 @@ def test_a_model_is_refused_in_the_words_of_restore_params(change, saved):
 def test_a_model_that_fits_is_said_to(saved):
     found = pzs.compare_checkpoints(saved, build())
     assert found.fits
-    assert str(found).startswith("fits: 5 arrays of the model can be restored")
+    assert str(found).startswith("fits: 8 arrays of the model can be restored")

@@ -48,7 +48,7 @@ def test_names_axes_shapes_dtypes_sizes_and_shardings_are_those_of_the_arrays(sa
         assert own.record.shape == data.shape
         assert own.record.dtype == str(data.dtype)
         size = jax.random.key_data(data).nbytes if name == "keys" else data.nbytes
-        assert own.bytes == size
+        assert own.record.nbytes == size
         if hasattr(value, "data_array"):
             axes = dict(zip(own.record.axes, data.shape, strict=True))
             assert {axis: size for axis, size in axes.items() if axis} == dict(value.named_shape)
@@ -70,7 +70,7 @@ def test_a_description_prints_equal_blocks_as_one_row_and_the_layout_as_a_plan_d
     assert rows["block_10/w"] == ("1", "in=16/data+model, out=4", "bfloat16", "128 B")
     assert rows["single"][1] == "in=2 (on one device)"
     assert rows["host"][1] == "6"
-    total = sum(array.bytes for array in description.arrays)
+    total = sum(array.record.nbytes for array in description.arrays)
     assert description.table().verdict == (
         f"parameters: 10 arrays, {total} B; saved on mesh (data=4, model=2)"
     )
@@ -92,10 +92,14 @@ def test_json_says_all_of_it(saved):
         "dtype": "float32",
         "key_impl": None,
         "bytes": 128,
+        "checksum": by_name["block_1/w"]["checksum"],
         "mesh": {"data": 4, "model": 2},
         "spec": [["data", "model"]],
     }
     assert by_name["keys"]["key_impl"] == "rbg"
+    checksums = {array["checksum"] for array in by_name.values()}
+    assert len(checksums) == 9, "equal for the two equal blocks alone"
+    assert all(len(checksum) == 16 for checksum in checksums)
     assert found["total_bytes"] == sum(array["bytes"] for array in found["arrays"])
 
 

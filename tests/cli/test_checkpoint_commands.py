@@ -2,15 +2,19 @@
 
 import json
 import os
+import pathlib
+import shutil
 import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.cli.main import main
+from penzai_shard.library_apis import orbax_api
 
 PROGRAM = """
 import jax
@@ -42,11 +46,27 @@ def build():
     return pz.nn.Linear.from_config("l", jax.random.key(0), {"in": 8}, {"out": 4})
 
 
+def damage(path, numbers):
+    """Changes one byte of each of two arrays where it is stored."""
+    for array in numbers:
+        start = array.tobytes()[:64]
+        # Files that are stored twice are links to one.
+        holding = [file for file in pathlib.Path(path).rglob("d/*") if start in file.read_bytes()]
+        for file in {file.stat().st_ino: file for file in holding}.values():
+            content = bytearray(file.read_bytes())
+            content[content.index(start) + 100] ^= 255
+            file.write_bytes(content)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("shell")
     pzs.save_params(made / "first", build())
     pzs.save_params(made / "turned", {"l.weights": pz.nx.ones({"out": 4, "in": 8})})
+    shutil.copytree(made / "first", made / "copy")
+    numbers = np.random.default_rng(0).integers(2**31, size=(2, 16, 32)).astype(np.int32)
+    blocks = {f"block_{i}/w": pz.nx.wrap(numbers[i], "in", "out") for i in range(2)}
+    damage(pzs.save_params(made / "damaged", {**blocks, "whole": pz.nx.ones({"in": 4})}), numbers)
     (made / "my model.py").write_text(PROGRAM)
     (made / "models_here.py").write_text(PROGRAM)
     (made / "script.py").write_text("import sys\nsys.exit(3)\n")
@@ -91,6 +111,47 @@ def test_diff_says_by_its_exit_status_whether_anything_differs(shell):
     assert json.loads(shell("diff", "first", "turned", "--json")[1])["equal"] is False
 
 
+def test_equal_checkpoints_are_exit_status_0_and_unknown_values_are_2(shell, folder):
+    status, printed, _ = shell("diff", "first", "copy")
+    assert status == 0
+    assert printed.startswith("equal: 1 array, values compared by checksum")
+    for name in ("plain", "again"):
+        orbax_api.orbax().save(folder / name, {"w": jnp.ones(3)})
+    assert shell("diff", "plain", "again")[0] == 2
+
+
+def test_verify_says_what_is_damaged(shell):
+    status, printed, errors = shell("verify", "first")
+    assert (status, errors) == (0, "")
+    assert printed == "as it was saved: 1 array, 128 B, in first\n"
+    status, printed, errors = shell("verify", "damaged")
+    assert (status, errors) == (1, "")
+    assert printed.startswith("DAMAGED: 2 of 3 arrays, 4.0 KiB, in damaged\n")
+    assert "block_*/w      2  (in=16, out=32) int32  are not those that were saved" in printed
+    assert "block_1/w" in shell("verify", "damaged", "--all")[1]
+    found = json.loads(shell("verify", "damaged", "--json")[1])
+    assert found["damaged"] == ["block_0/w", "block_1/w"]
+    assert not found["ok"]
+
+
+def test_verify_takes_damaged_metadata_for_damage(shell, folder):
+    shutil.copytree(folder / "first", folder / "torn")
+    (folder / "torn" / "penzai_shard.json").write_text("{}")
+    status, printed, _ = shell("verify", "torn")
+    assert status == 1
+    assert "penzai_shard.json: is not as it was written" in printed
+    assert json.loads(shell("verify", "torn", "--json")[1])["ok"] is False
+    # To show it is an error, as nothing in it can be believed.
+    assert shell("show", "torn")[0] == 2
+
+
+def test_what_has_no_checksums_is_said_not_to_be_checked(shell, folder):
+    orbax_api.orbax().save(folder / "without", {"w": jnp.ones(3)})
+    status, printed, _ = shell("verify", "without")
+    assert status == 2
+    assert printed.startswith("readable, but not checked: 1 of 1 array")
+
+
 MODELS = {
     "my model.py:build(0)": 0,
     "my model.py:build(seed=3)": 0,
@@ -119,6 +180,7 @@ MISTAKES = {
     ("show", "frist"): "the path does not exist. Did you mean",
     ("show", "first/state"): "it is a part of one. Restore the whole",
     ("show", "my model.py"): "it is a file",
+    ("verify", "frist"): "the path does not exist. Did you mean",
     ("diff", "first", "second"): "the path does not exist",
     ("diff", "first", "my model.py:biuld"): "has no 'biuld'. Did you mean my model.py:build?",
     ("diff", "first", "my model.py:build"): "Give its arguments too: my model.py:build(seed=0).",
@@ -165,7 +227,7 @@ def test_a_reader_that_leaves_early_gets_no_complaint(folder, monkeypatch, capsy
 
 
 def test_help_has_an_example(capsys):
-    for action in ("show", "diff"):
+    for action in ("show", "diff", "verify"):
         with pytest.raises(SystemExit) as ended:
             main(["checkpoint", action, "--help"])
         assert ended.value.code == 0
