@@ -22,6 +22,7 @@ from jax.experimental.layout import Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from penzai import pz
 from penzai.deprecated.v1 import pz as pz_v1
+from penzai.models.transformer.variants import llamalike_common
 
 import penzai_shard
 from penzai_shard.errors import ShardingError
@@ -257,6 +258,56 @@ def test_penzais_converter_of_llamas_takes_arrays_of_jax_and_a_configuration(dty
     held = {id(p.value.data_array) for p in parameters}
     assert held == {id(array) for array in arrays.values()}
     assert model.metadata.activation_dtype == jnp.dtype(dtype)
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_penzais_converter_of_gpt_neox_compares_classes_and_configurations_of_transformers():
+    config = {**LLAMALIKE, "hidden_act": "gelu", "layer_norm_eps": 0.5}
+    config |= {"rotary_emb_base": 100.0, "rotary_pct": 1.0}
+    tables = ("gpt_neox.embed_in.weight", "embed_out.weight")
+    norms = ("gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias")
+    arrays = {name: jnp.ones((5, 4)) for name in tables} | {name: jnp.ones(4) for name in norms}
+    model = penzai_converters.convert_gpt_neox(config, arrays, "float32")
+    assert len(pz.unbind_params(model)[1]) == 4
+    # With it the last norm, to which Penzai does not give the configuration's epsilon.
+    (norm,) = pz.select(model).at_instances_of(pz.nn.Standardize).get_sequence()
+    assert norm.epsilon == 1e-6
+
+
+@pytest.mark.parametrize("gate_is_transposed", [False, True])
+def test_penzais_converter_of_gemma_reads_its_sizes_from_a_table(gate_is_transposed):
+    preset = {"num_decoder_blocks": 1, "vocab_size": 5, "num_kv_heads": 2}
+    preset |= {"query_head_multiplier": 1, "embedding_dim": 4, "projection_dim": 2}
+    preset |= {"mlp_hidden_dim": 6, "rms_norm_eps": 0.5}
+    gate = jnp.stack([jnp.zeros((6, 4)), jnp.ones((6, 4))])
+    arrays = {
+        "embedder": {"input_embedding": jnp.ones((5, 4))},
+        "final_norm": {"scale": jnp.zeros(4)},
+        "layer_0/pre_attention_norm": {"scale": jnp.zeros(4)},
+        "layer_0/pre_ffw_norm": {"scale": jnp.zeros(4)},
+        "layer_0/mlp/gating_einsum": {"w": gate if gate_is_transposed else gate.swapaxes(1, 2)},
+        "layer_0/mlp/linear": {"w": jnp.ones((6, 4))},
+        "layer_0/attn/qkv_einsum": {"w": jnp.ones((3, 2, 4, 2))},
+        "layer_0/attn/attn_vec_einsum": {"w": jnp.ones((2, 2, 4))},
+    }
+    model = penzai_converters.convert_gemma(preset, gate_is_transposed, arrays)
+    parameters = {p.label: p.value for p in pz.unbind_params(model)[1]}
+    gating = parameters["transformer/block_0/mlp/gating_linear.weights"]
+    assert dict(gating.named_axes) == {"embedding": 4, "neurons": 6}
+    assert not gating.unwrap("embedding", "neurons").any()
+    assert (parameters["transformer/final_norm/scale.weights"].unwrap("embedding") == 1).all()
+    norms = pz.select(model).at_instances_of(pz.nn.RMSLayerNorm)
+    assert {float(norm.sublayers[0].epsilon) for norm in norms.get_sequence()} == {0.5}
+    ropes = pz.select(model).at_instances_of(pz.nn.ApplyRoPE).get_sequence()
+    assert {rope.max_wavelength for rope in ropes} == {10_000}
+
+
+def test_a_copy_of_a_function_sees_other_globals_and_the_function_its_own():
+    convert = llamalike_common.llamalike_from_huggingface_model
+    copied = penzai_converters.with_globals(convert, jax=None)
+    assert copied.__globals__["jax"] is None
+    assert convert.__globals__["jax"] is jax
+    assert copied.__defaults__ == convert.__defaults__
 
 
 def test_side_outputs_of_the_first_api_go_to_a_list_that_can_be_shared():

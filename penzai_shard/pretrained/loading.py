@@ -35,6 +35,7 @@ def load_safetensors(
     dtype: Any = None,
     into: Any = None,
     use_layer_stack: bool = False,
+    upcast_activations_to_float32: bool = False,
     axis_name_to_mesh_name: Any = None,
     plan: ShardingPlan | None = None,
     names: NameRules | None = None,
@@ -70,6 +71,8 @@ def load_safetensors(
             structs; what ``param_dict`` takes. It is not changed.
         use_layer_stack: Whether the blocks of the model that is made are one
             ``pz.nn.LayerStack``, with the parameters of all blocks in one array.
+        upcast_activations_to_float32: Whether the model that is made computes in float32, whatever
+            its parameters are.
         axis_name_to_mesh_name: The same as rules under Penzai's name; give one of the two.
         plan: A plan of the model to carry out, instead of mesh, rules and options.
         names: Stored names by pattern, with the names in ``into``, as
@@ -82,7 +85,7 @@ def load_safetensors(
         rename_axes: Logical axis names in the files that have other names in ``into``, as
             ``{"old": "new"}``.
         on_missing: ``"keep"`` leaves parameters of ``into`` their values that no tensor goes to.
-        on_extra: ``"ignore"`` leaves tensors in the files that ``into`` does not have.
+        on_extra: ``"ignore"`` leaves tensors in the files that the model does not have.
         on_dtype_mismatch: ``"cast"`` converts to the dtypes of ``into`` while reading.
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``, also of constants and state variables.
@@ -127,7 +130,10 @@ def load_safetensors(
         into,
         config,
         _floating_dtype(dtype),
-        {"use_layer_stack": use_layer_stack},
+        {
+            "use_layer_stack": use_layer_stack,
+            "upcast_activations_to_float32": upcast_activations_to_float32,
+        },
         {
             "names": names,
             "axes": axes,
@@ -158,7 +164,6 @@ _DEFAULTS = {
     "axes": None,
     "rename_axes": None,
     "on_missing": "error",
-    "on_extra": "error",
     "on_dtype_mismatch": "error",
 }
 
@@ -207,7 +212,12 @@ class _Wanted:
         if self.into is None:
             config, source = read_config(self.config, reader.where)
             model, views = converted_model(
-                config, reader.tensors, dtype=self.dtype, source=source, **self.building
+                config,
+                reader.tensors,
+                dtype=self.dtype,
+                on_extra=self.matching["on_extra"],
+                source=source,
+                **self.building,
             )
             return ModelToFill(model, request), views
         target = ModelToFill(self.into, request)

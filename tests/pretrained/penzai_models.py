@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from penzai import pz
 
-from penzai_shard.library_apis.jax_api import UNOPTIMISED_COMPILATION
+from penzai_shard.library_apis.jax_api import UNOPTIMISED_COMPILATION, is_weakly_typed
 from penzai_shard.pretrained.tensor_views import whole_index
 
 
@@ -63,7 +63,8 @@ def assert_same_models(model, expected):
         *map(jax.tree_util.tree_leaves_with_path, (ours, theirs)), strict=True
     ):
         where = jax.tree_util.keystr(path)
-        assert type(one) is type(other) or isinstance(one, jax.Array), where
-        one, other = np.asarray(one), np.asarray(other)
-        assert (one.dtype, one.shape) == (other.dtype, other.shape), where
-        assert one.tobytes() == other.tobytes(), where
+        # A number of Python, and an array that gives way as it does, compute the same.
+        kinds = [(t.dtype, t.shape, is_weakly_typed(t)) for t in map(jax.typeof, (one, other))]
+        assert kinds[0] == kinds[1], (where, kinds)
+        values = [np.asarray(x, kinds[0][0]).tobytes() for x in (one, other)]
+        assert values[0] == values[1], where

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from penzai_shard.errors import CheckpointMismatchError
 from penzai_shard.pretrained.conversion import FAMILIES, configuration_of, converted_model
 from penzai_shard.pretrained.stored_tensors import StoredTensor
-from tests.pretrained.test_converted_models import config_of, reader_of
-
-GEMMA_3 = "gemma3_longer_texts"
+from tests.pretrained.test_converted_models import GEMMA_3, config_of, reader_of
 
 REFUSED = [
     (

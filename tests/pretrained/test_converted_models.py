@@ -1,21 +1,25 @@
 """Models of Hugging Face, from files that transformers 4 and 5 wrote, without torch."""
 
 import json
+import shutil
 import sys
 
 import jax
 import numpy as np
 import pytest
+from penzai import pz
 from safetensors.numpy import load_file
 
+from penzai_shard import load_safetensors, make_mesh, make_plan
 from penzai_shard.pretrained.conversion import converted_model
 from tests.pretrained.hugging_face_models import TOKENS
-from tests.pretrained.penzai_models import filled, logits
+from tests.pretrained.penzai_models import assert_same_models, filled, logits
 from tests.pretrained.reference.make_reference import CONFIG, FOLDER, KEPT
 from tests.pretrained.tensors_in_memory import TensorsInMemory
 
 # As for torch itself, in test_torch_models.
 ROUNDINGS = 12
+GEMMA_3 = "gemma3_longer_texts"
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +64,43 @@ def test_both_forms_of_a_configuration_make_the_same_model(name):
         and (isinstance(one, jax.ShapeDtypeStruct) or bool((one == other).all()))
         for one, other in zip(*(map(with_shape, tree) for tree in leaves), strict=True)
     )
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh({"data": 4, "model": 2})
+
+
+RULES = {"embedding": "data", "heads": "model", "neurons": "model", "vocabulary": "model"}
+
+
+@pytest.mark.parametrize("version", [4, 5])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gemma", {"use_layer_stack": True, "dtype": "float32"}),
+        ("gpt_neox", {}),
+        (GEMMA_3, {"upcast_activations_to_float32": True}),
+    ],
+)
+def test_a_directory_goes_straight_onto_a_mesh(name, version, options, mesh, tmp_path):
+    folder = tmp_path / name
+    shutil.copytree(FOLDER / name, folder)
+    (folder / CONFIG.format(version)).rename(folder / "config.json")
+    loaded = load_safetensors(folder, mesh, RULES, **options)
+    reader = reader_of(name)
+    model, views = converted_model(config_of(name, version), reader.tensors, **options)
+    assert_same_models(loaded, filled(model, views, reader))
+    plan = make_plan(model, mesh, RULES)
+    placed = {leaf.path: leaf.sharding for leaf in make_plan(loaded, mesh, RULES).leaves}
+    assert placed == {leaf.path: leaf.sharding for leaf in plan.leaves}
+    _, parameters = pz.unbind_params(loaded)
+    for parameter in parameters:
+        array = parameter.value.data_array
+        names = tuple(parameter.value.named_axes)
+        parts = {"data": 4, "model": 2}
+        wanted = [n // parts.get(RULES.get(a), 1) for a, n in zip(names, array.shape, strict=True)]
+        assert list(array.addressable_shards[0].data.shape) == wanted, parameter.label
 
 
 def with_shape(leaf):

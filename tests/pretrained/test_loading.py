@@ -274,7 +274,7 @@ def test_options_that_mean_nothing_are_refused(tmp_path, mesh):
     into = {"w": struct(SIZES)}
     for options, text in (
         ({"names": {"w": "v"}}, "names is an option of a model of your own"),
-        ({"on_extra": "ignore", "axes": {}}, "axes, on_extra are options of a model of your own"),
+        ({"names": {}, "axes": {}}, "names, axes are options of a model of your own"),
         ({"into": into, "use_layer_stack": True}, "use_layer_stack is an option of the model that"),
         ({"into": into, "config": {}}, "config is an option"),
         ({"into": into, "on_missing": "skip"}, "choose one of 'error', 'keep'"),
