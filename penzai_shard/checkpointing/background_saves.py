@@ -27,7 +27,7 @@ class BackgroundSave:
             name: Of the thread. In a job of several processes the threads of one name do the same
                 in the same order, so that there must be one at a time.
         """
-        self.where = begun.prepared.where
+        self.where = begun.where
         self._error: Exception | None = None
         # What was begun has copies of the arrays, so that nothing else refers to it.
         self._thread = threading.Thread(

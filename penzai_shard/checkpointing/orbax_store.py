@@ -102,22 +102,27 @@ class PreparedSave:
                 _written_beside(self.where, size, before, overwrite=self.overwrite)
             )
             written = orbax_api.begin_save(beside, self.stored, self.metadata)
-            return BegunSave(self, beside, written, before, ending.pop_all())
+            ending = ending.pop_all()
+            return BegunSave(self.where, self.names, self.save, beside, written, before, ending)
 
 
 @dataclasses.dataclass(frozen=True)
 class BegunSave:
-    """A save that is being written, and does not need the arrays any more.
+    """A save that is being written, and does not refer to the arrays any more.
 
     Attributes:
-        prepared: What is saved, and where.
+        where: The absolute path.
+        names: The names of all arrays.
+        save: The random id of the save.
         beside: Where it is written.
         written: Waits until all arrays are written.
         before: The threads that ran before it began.
         ending: Puts what is written at its path, or removes it after an error.
     """
 
-    prepared: PreparedSave
+    where: str
+    names: tuple[str, ...]
+    save: str
     beside: str
     written: Callable[[], None]
     before: Collection[threading.Thread]
@@ -138,9 +143,8 @@ class BegunSave:
         with orbax_api.without_noise(self.before), self.ending:
             self.written()
             directory = path_object(self.beside)
-            names, save = self.prepared.names, self.prepared.save
-            on_first_process("sealing a checkpoint", lambda: seal(directory, names, save))
-        return self.prepared.where
+            on_first_process("sealing a checkpoint", lambda: seal(directory, self.names, self.save))
+        return self.where
 
 
 def prepare_save(

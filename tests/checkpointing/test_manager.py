@@ -1,6 +1,7 @@
 """The manager of a run's checkpoints: what it keeps, what it offers, and that it loses nothing."""
 
 import errno
+import gc
 import logging
 import math
 import os
@@ -143,6 +144,24 @@ def test_a_state_may_be_donated_as_soon_as_save_returns(tmp_path, disk, wide, wh
         restored = run.restore({**changed, "host": given["host"]}, shardings=wanted)
         assert not any(np.asarray(leaf).any() for leaf in restored.values())
         assert np.asarray(changed["w"]).all()
+
+
+def test_a_state_is_not_kept_while_its_copy_is_written(tmp_path, disk, wide):
+    shape = (8, 1237)
+
+    def kept():
+        gc.collect()
+        return [array for array in jax.live_arrays() if array.shape == shape]
+
+    given = {"w": jax.device_put(jnp.ones(shape), NamedSharding(wide, PartitionSpec("data")))}
+    disk.may_write.clear()
+    with CheckpointManager(tmp_path) as run:
+        run.save(1, given)
+        assert len(kept()) == 1
+        del given
+        assert not kept()
+        assert run.latest is None
+        disk.may_write.set()
 
 
 def test_a_second_save_waits_for_the_first_and_both_are_there(tmp_path, disk, caplog, monkeypatch):
