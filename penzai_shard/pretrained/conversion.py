@@ -14,14 +14,19 @@ from penzai_shard.checkpointing.comparison import Extra
 from penzai_shard.errors import CheckpointMismatchError, raise_all
 from penzai_shard.pretrained.configurations import Configuration
 from penzai_shard.pretrained.families import Family, Options
-from penzai_shard.pretrained.gemma_families import GEMMA, GEMMA_2, GEMMA_3
+from penzai_shard.pretrained.gemma_families import (
+    GEMMA,
+    GEMMA_2,
+    GEMMA_3,
+    GEMMA_3_WITH_IMAGES,
+)
 from penzai_shard.pretrained.gpt_neox_family import GPT_NEOX
 from penzai_shard.pretrained.llamalike_families import LLAMA, MISTRAL
 from penzai_shard.pretrained.stored_tensors import StoredTensor
 from penzai_shard.pretrained.tensor_views import Converted, TensorView, WholeTensor
 from penzai_shard.pretrained.traced_converters import converted_views
 
-FAMILIES = (LLAMA, MISTRAL, GEMMA, GEMMA_2, GEMMA_3, GPT_NEOX)
+FAMILIES = (LLAMA, MISTRAL, GEMMA, GEMMA_2, GEMMA_3, GEMMA_3_WITH_IMAGES, GPT_NEOX)
 """The families of models that can be loaded without a model to load into."""
 
 OF_MODELS = ("float32", "bfloat16")
@@ -61,9 +66,17 @@ def family_of(config: Mapping[str, Any], source: str = "config.json") -> Family:
     )
 
 
-def configuration_of(config: Mapping[str, Any], source: str = "config.json") -> Configuration:
+def configuration_of(config: Any, source: str = "config.json") -> Configuration:
     """A configuration, checked; arguments and errors as for ``converted_model``."""
     family = family_of(config, source)
+    if family.part:
+        Configuration(config, family.part.around, source, family.name)
+        config = config.get(family.part.attribute)
+        source = f"{source}[{family.part.attribute!r}]"
+        if not isinstance(config, Mapping):
+            raise CheckpointMismatchError(
+                f"{source}: is {config!r}, and has to be the configuration of the {family.name}."
+            )
     return Configuration(config, family.attributes, source, family.name, family.check)
 
 
@@ -112,7 +125,11 @@ def converted_model(
             f"use_layer_stack: the layers of this {family.name} differ in their attention, and "
             "Penzai stacks layers alike alone. Leave it out."
         )
-    shapes, tied = family.shapes(configuration), family.tied(configuration)
+    shapes = {family.prefix + name: s for name, s in family.shapes(configuration).items()}
+    tied = {
+        family.prefix + name: family.prefix + other
+        for name, other in family.tied(configuration).items()
+    }
     options = Options(
         _dtype_of_model(dtype, shapes, tensors, source),
         use_layer_stack,
@@ -145,7 +162,8 @@ def _converted(
         dtype = tensors[stored].dtype if stored in tensors else options.dtype
         file = tensors[stored].file if stored in tensors else ""
         tensor: TensorView = WholeTensor(StoredTensor(stored, shape, dtype, file))
-        wanted[name] = tensor if dtype == options.dtype else Converted(tensor, options.dtype)
+        own = name.removeprefix(family.prefix)
+        wanted[own] = tensor if dtype == options.dtype else Converted(tensor, options.dtype)
     return converted_views(
         family.converter(configuration, options), family.arranged(configuration, wanted)
     )
@@ -224,5 +242,7 @@ def _superfluous(
         "it. Pass on_extra='ignore' to leave it there."
         for name, tensor in tensors.items()
         if name not in shapes
-        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.harmless)
+        and not any(
+            fnmatch.fnmatchcase(name, family.prefix + pattern) for pattern in family.harmless
+        )
     ]

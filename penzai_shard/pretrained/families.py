@@ -40,6 +40,21 @@ def as_they_are(_: Configuration, tensors: Mapping[str, TensorView]) -> dict[str
 
 
 @dataclasses.dataclass(frozen=True)
+class PartOfModel:
+    """Where a family's models stand in those that have more parts, such as one for images.
+
+    Attributes:
+        attribute: The attribute with the part's configuration.
+        around: What is known of the other attributes.
+        prefix: What the names of the part's tensors begin with.
+    """
+
+    attribute: str
+    around: Attributes
+    prefix: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """A family of models.
 
@@ -54,6 +69,7 @@ class Family:
         harmless: Patterns of the names of tensors that no parameter is made of, such as buffers.
         arranged: What the converter takes, as views of the tensors.
         converter: The converter.
+        part: Where its models stand in others; None where they stand alone.
         stacks: Whether the blocks of a configuration's model can be one ``pz.nn.LayerStack``.
     """
 
@@ -70,3 +86,9 @@ class Family:
         as_they_are
     )
     stacks: Callable[[Configuration], bool] = lambda configuration: True
+    part: PartOfModel | None = None
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its tensors begin with in files."""
+        return self.part.prefix if self.part else ""

@@ -1,5 +1,6 @@
 """Gemma 1, 2 and 3."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from penzai_shard.pretrained.configurations import (
     is_size,
     rotary,
 )
-from penzai_shard.pretrained.families import Converter, Family, Options
+from penzai_shard.pretrained.families import Converter, Family, Options, PartOfModel
 from penzai_shard.pretrained.gemma_attention import with_norms_of_heads, with_positions
 from penzai_shard.pretrained.tensor_views import TensorView
 
@@ -292,3 +293,30 @@ GEMMA_3 = Family(
     arranged=_arranged(gemma_tensors.NORMS_AROUND),
     stacks=lambda configuration: False,
 )
+
+_TOKENS = ("boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image")
+
+GEMMA_3_WITH_IMAGES = dataclasses.replace(
+    GEMMA_3,
+    architecture="Gemma3ForConditionalGeneration",
+    model_type="gemma3",
+    # Such configurations say of the text what is not as transformers has it by default.
+    attributes=dataclasses.replace(
+        GEMMA_3.attributes,
+        sizes={
+            **_SIZES,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 262_208,
+        },
+    ),
+    part=PartOfModel(
+        attribute="text_config",
+        around=Attributes(
+            {}, {}, {"tie_word_embeddings": (True,)}, ("text_config", "vision_config", *_TOKENS)
+        ),
+        prefix="language_model.",
+    ),
+)
+"""The part of Gemma 3 that reads and writes text, of models that look at images too."""

@@ -1,6 +1,7 @@
 """Models of Hugging Face, from files that transformers 4 and 5 wrote, without torch."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 from penzai import pz
 from safetensors.numpy import load_file
 
-from penzai_shard import load_safetensors, make_mesh, make_plan
+from penzai_shard import CheckpointMismatchError, load_safetensors, make_mesh, make_plan
 from penzai_shard.pretrained.conversion import converted_model
 from tests.pretrained.hugging_face_models import TOKENS
 from tests.pretrained.penzai_models import assert_same_models, filled, logits
@@ -101,6 +102,43 @@ def test_a_directory_goes_straight_onto_a_mesh(name, version, options, mesh, tmp
         parts = {"data": 4, "model": 2}
         wanted = [n // parts.get(RULES.get(a), 1) for a, n in zip(names, array.shape, strict=True)]
         assert list(array.addressable_shards[0].data.shape) == wanted, parameter.label
+
+
+def with_images(name):
+    """The configuration and the tensors of a model for images and text, of one for text."""
+    text = {key: value for key, value in config_of(name).items() if key != "architectures"}
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": {"hidden_size": 8},
+        "image_token_index": 39,
+        "mm_tokens_per_image": 4,
+    }
+    arrays = {f"language_model.{key}": array for key, array in reader_of(name).arrays.items()}
+    return config, arrays | {"vision_tower.head.probe": np.zeros((1, 8), np.float32)}
+
+
+def test_the_text_of_a_model_for_images_is_loaded_where_the_rest_may_be_left():
+    config, arrays = with_images(GEMMA_3)
+    reader, alone = TensorsInMemory(arrays), reader_of(GEMMA_3)
+    with pytest.raises(CheckpointMismatchError, match=r"vision_tower\.head\.probe: in model\.safe"):
+        converted_model(config, reader.tensors)
+    model, views = converted_model(config, reader.tensors, on_extra="ignore")
+    expected = filled(*converted_model(config_of(GEMMA_3), alone.tensors), alone)
+    assert_same_models(filled(model, views, reader), expected)
+
+
+def test_configurations_of_text_and_images_are_checked_both():
+    config, arrays = with_images(GEMMA_3)
+    tensors = TensorsInMemory(arrays).tensors
+    for changes, message in (
+        ({"fusion": "late"}, "fusion: is 'late', of which it is not known"),
+        ({"text_config": None}, r"config.json['text_config']: is None, and has to be"),
+        ({"text_config": {**config["text_config"], "head_dim": 7}}, "head_dim: is 7, and has"),
+    ):
+        with pytest.raises(CheckpointMismatchError, match=re.escape(message)):
+            converted_model({**config, **changes}, tensors, on_extra="ignore")
 
 
 def with_shape(leaf):
