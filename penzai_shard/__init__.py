@@ -72,6 +72,7 @@ from penzai_shard.planning import (
     without_names,
 )
 from penzai_shard.pretrained.loading import load_safetensors
+from penzai_shard.pretrained.saving import save_safetensors
 from penzai_shard.processes import any_process, several_processes
 from penzai_shard.rule_presets import data_parallel, fully_sharded, tensor_parallel
 from penzai_shard.surgery import (
@@ -185,6 +186,7 @@ __all__ = [
     "restore_train_state",
     "roll_layer_stacks",
     "save_params",
+    "save_safetensors",
     "save_train_state",
     "scope_layers",
     "several_processes",

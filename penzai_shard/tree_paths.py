@@ -235,3 +235,16 @@ def with_wildcards_filled(pattern: str, texts: Sequence[str]) -> tuple[str, ...]
         for part in _pattern_parts(pattern)
     ]
     return split_path("/".join(parts))
+
+
+def text_with_wildcards_filled(pattern: str, texts: Sequence[str]) -> str:
+    """The same as one text, whose parts are separated as the pattern's are.
+
+    >>> text_with_wildcards_filled("model.layers.*.w", ["3"])
+    'model.layers.3.w'
+    >>> text_with_wildcards_filled("model.**", ["mlp/w"])
+    'model.mlp.w'
+    """
+    slash = "." if "." in pattern and "/" not in pattern else "/"
+    remaining = iter(texts)
+    return _WILDCARDS.sub(lambda _: next(remaining).replace("/", slash), pattern)

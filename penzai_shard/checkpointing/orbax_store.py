@@ -173,10 +173,10 @@ def prepare_save(
         raise_all(
             CheckpointMismatchError,
             f"cannot save to {where}:",
-            [problem for name, leaf in leaves.items() if (problem := _unsavable(name, leaf))],
+            [problem for name, leaf in leaves.items() if (problem := unsavable(name, leaf))],
         )
     records = {name: record_of(leaf) for name, leaf in leaves.items()}
-    _refuse_other_arrays_elsewhere(where, leaves, records)
+    refuse_other_arrays_elsewhere(where, leaves, records)
     # Orbax refuses arrays without elements. Their records say everything about them.
     stored = {
         name: _storable(leaf) for name, leaf in leaves.items() if 0 not in records[name].shape
@@ -246,7 +246,7 @@ def _written_beside(
         _wait_for_new_threads(before)
         if isinstance(error, ShardingError) or not isinstance(error, Exception):
             raise
-        known = _known_reason(error, where, size)
+        known = known_reason(error, where, size)
         reason = (known or orbax_api.first_line(error)).removesuffix(".")
         old = " What is at the path stays as it was." if os.path.lexists(where) else ""
         text = f"cannot save to {where}: {reason}.{old}"
@@ -265,7 +265,7 @@ def _wait_for_new_threads(before: Collection[threading.Thread]) -> None:
             threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
 
 
-def _known_reason(error: Exception, where: str, size: int) -> str:
+def known_reason(error: Exception, where: str, size: int) -> str:
     """What the operating system refused, and what to do; empty if it was something else."""
     code = getattr(error, "errno", None)
     if code is None:
@@ -307,7 +307,7 @@ def mesh_context(sharding: Sharding) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def _unsavable(name: str, leaf: NamedLeaf) -> str:
+def unsavable(name: str, leaf: NamedLeaf) -> str:
     """Why an array cannot be saved; empty if it can."""
     array = leaf.array
     if is_abstract(array):
@@ -339,7 +339,7 @@ def _storable(leaf: NamedLeaf) -> Any:
         return jax.random.key_data(leaf.array)
 
 
-def _refuse_other_arrays_elsewhere(
+def refuse_other_arrays_elsewhere(
     where: str, leaves: Mapping[str, NamedLeaf], records: Mapping[str, ArrayRecord]
 ) -> None:
     """Refuses arrays of several processes that differ: all save one checkpoint together."""

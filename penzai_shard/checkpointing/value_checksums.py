@@ -66,12 +66,14 @@ def sums_of(array: Any, *, all_copies: bool = True) -> ValueSums:
     if not isinstance(array, jax.Array):
         host = np.asarray(array)
         blocks = _blocks(host, (0,) * host.ndim)
-        return ValueSums((tuple(_sums(block, at, host.shape) for block, at in blocks),), is_whole)
+        return ValueSums(
+            (tuple(sums_of_piece(block, at, host.shape) for block, at in blocks),), is_whole
+        )
     copies: list[list[Any]] = [[] for _ in range(_copies_of(array) if all_copies else 1)]
     for shard in array.addressable_shards:
         if shard.replica_id < len(copies):
             start = [part.start or 0 for part in shard.index]
-            copies[shard.replica_id].append(_sums(shard.data, start, array.shape))
+            copies[shard.replica_id].append(sums_of_piece(shard.data, start, array.shape))
     return ValueSums(tuple(map(tuple, copies)), is_whole)
 
 
@@ -133,8 +135,14 @@ def _blocks(array: np.ndarray, start: tuple[int, ...]) -> Iterator[tuple[Any, tu
         yield from _blocks(part, at)
 
 
-def _sums(piece: Any, start: Sequence[int], shape: Sequence[int]) -> Any:
-    """The two sums of a piece that begins at a place of an array of some shape."""
+def sums_of_piece(piece: Any, start: Sequence[int], shape: Sequence[int]) -> Any:
+    """The two sums of a piece that begins at a place of an array of some shape.
+
+    >>> whole = np.arange(4)
+    >>> parts = (sums_of_piece(whole[:3], (0,), (4,)), sums_of_piece(whole[3:], (3,), (4,)))
+    >>> checksums_of({"whole": sums_of(whole), "parts": ValueSums((parts,), True)})
+    {'whole': ('c0e363d3a4597b14',), 'parts': ('c0e363d3a4597b14',)}
+    """
     strides = _strides(shape)
     first = tuple(
         np.uint32(sum(at * stride[word] for at, stride in zip(start, strides, strict=True)) % _WORD)

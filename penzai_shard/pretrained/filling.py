@@ -40,11 +40,13 @@ class _Part:
         name: The array's name.
         index: Where in the array it is.
         devices: The devices.
+        is_first: Whether this process is the first of those that have the part.
     """
 
     name: str
     index: Index
     devices: tuple[jax.Device, ...]
+    is_first: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,6 +58,7 @@ def filled_arrays(
     views: Mapping[str, TensorView],
     structs: Mapping[str, jax.ShapeDtypeStruct],
     progress: ByteProgress,
+    verifying: TensorReader | None = None,
 ) -> dict[str, jax.Array]:
     """Reads arrays straight into their shardings; of each device's part nothing else is read.
 
@@ -65,6 +68,7 @@ def filled_arrays(
         structs: By name, shape, dtype and sharding of each. Another dtype than the view's is cast
             to, as NumPy does it.
         progress: Is told of the bytes that this process reads.
+        verifying: What reads in place of the reader, each element once over all processes.
 
     Returns:
         The arrays by name, exactly in the shardings asked for.
@@ -79,7 +83,8 @@ def filled_arrays(
 
     def placed(part: _Part, size: int) -> list[jax.Array]:
         with budget.taken(size):
-            data = _read(reader, views[part.name], structs[part.name], part, progress.advance)
+            using = verifying if verifying is not None and part.is_first else reader
+            data = _read(using, views[part.name], structs[part.name], part, progress.advance)
             arrays = [jax.device_put(data, device) for device in part.devices]
             return jax.block_until_ready(arrays)
 
@@ -104,16 +109,19 @@ def filled_arrays(
 def _parts(name: str, struct: jax.ShapeDtypeStruct) -> list[_Part]:
     """The parts of an array that devices of this process have, each once."""
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
-    places = struct.sharding.addressable_devices_indices_map(struct.shape)
-    for device, index in places.items():
+    for device, index in struct.sharding.devices_indices_map(struct.shape).items():
         bounds = tuple(
             piece.indices(length)[:2] for piece, length in zip(index, struct.shape, strict=True)
         )
         devices.setdefault(bounds, []).append(device)
-    return [
-        _Part(name, tuple(slice(*ends) for ends in bounds), tuple(those))
-        for bounds, those in devices.items()
-    ]
+    process = jax.process_index()
+    parts = []
+    for bounds, those in devices.items():
+        own = tuple(device for device in those if device.process_index == process)
+        if own:
+            is_first = min(device.process_index for device in those) == process
+            parts.append(_Part(name, tuple(slice(*ends) for ends in bounds), own, is_first))
+    return parts
 
 
 def _read(

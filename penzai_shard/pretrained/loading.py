@@ -4,22 +4,22 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from penzai_shard.checkpointing.comparison import DtypeMismatch, Extra
 from penzai_shard.checkpointing.locations import PathLike
 from penzai_shard.checkpointing.name_matching import NameRules, matched_names
-from penzai_shard.errors import RuleTypeError
+from penzai_shard.errors import RuleTypeError, warn_caller
 from penzai_shard.planning import PlacingRequest, ShardingPlan
 from penzai_shard.pretrained.byte_progress import byte_progress
 from penzai_shard.pretrained.conversion import converted_model
 from penzai_shard.pretrained.filled_models import ModelToFill
 from penzai_shard.pretrained.filling import filled_arrays
+from penzai_shard.pretrained.floating_dtypes import floating_dtype
 from penzai_shard.pretrained.tensor_files import SafetensorsReader, open_tensors, read_config
 from penzai_shard.pretrained.tensor_matching import AxesByPattern, Matching
 from penzai_shard.pretrained.tensor_views import TensorView
+from penzai_shard.pretrained.verified_reading import VerifyingReader
 from penzai_shard.processes import failing_together, refuse_differences
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
@@ -46,6 +46,7 @@ def load_safetensors(
     on_dtype_mismatch: DtypeMismatch = "error",
     on_indivisible: OnIndivisible = "error",
     on_unnamed: OnUnnamed = "error",
+    verify: bool = True,
     progress: Any = None,
 ) -> Any:
     """Loads weights from safetensors files, as Hugging Face has them, straight onto a mesh.
@@ -89,6 +90,8 @@ def load_safetensors(
         on_dtype_mismatch: ``"cast"`` converts to the dtypes of ``into`` while reading.
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``, also of constants and state variables.
+        verify: Whether to compare the numbers with the checksums that ``save_safetensors`` kept;
+            files of others have none.
         progress: Whether to show how many bytes are read. By default in a terminal and a notebook;
             True shows lines elsewhere too. Or the ``rich.console.Console`` to show it on.
 
@@ -98,7 +101,8 @@ def load_safetensors(
 
     Raises:
         CheckpointNotFoundError: There are no weights at the path.
-        CheckpointDamagedError: With one line per file that is not whole, or not as its index says.
+        CheckpointDamagedError: With one line per file that is not whole, or not as its index says,
+            or per tensor whose numbers are not those that were saved.
         CheckpointMismatchError: With one line per parameter or tensor that has no counterpart, or
             one of other axes, sizes or dtype; or whose axes are not clear. Or the configuration is
             of no family that Penzai converts, or asks for what Penzai's model does not do.
@@ -106,9 +110,11 @@ def load_safetensors(
         MissingExtraError: safetensors is not installed.
 
     Warns:
-        ShardingWarning: A rule is nearly the name of a logical axis, as ``make_plan`` says.
+        ShardingWarning: A rule is nearly the name of a logical axis, as ``make_plan`` says; or
+            ``verify=False`` was passed for files that have checksums.
 
     >>> import tempfile
+    >>> import jax
     >>> import numpy as np
     >>> from penzai import pz
     >>> from safetensors.numpy import save_file
@@ -129,7 +135,7 @@ def load_safetensors(
     wanted = _Wanted(
         into,
         config,
-        _floating_dtype(dtype),
+        floating_dtype(dtype),
         {
             "use_layer_stack": use_layer_stack,
             "upcast_activations_to_float32": upcast_activations_to_float32,
@@ -153,8 +159,19 @@ def load_safetensors(
         reader.description(),
         "Copy the same files to every host, or read them from a shared disk.",
     )
+    verifying = VerifyingReader(reader, reader.records if verify else {})
     with failing_together("reading weights"), byte_progress(progress, "loading") as shown:
-        arrays = filled_arrays(reader, views, structs, shown)
+        arrays = filled_arrays(reader, views, structs, shown, verifying)
+    if verify:
+        read = {name: view.tensors[0] for name, view in views.items()}
+        verifying.refuse_damaged(read, reader.where)
+    elif any(record.values is not None for record in reader.records.values()):
+        warn_caller(
+            [
+                f"the numbers in the weights at {reader.where} are not compared with their "
+                "checksums, as verify=False says: damaged ones go unnoticed."
+            ]
+        )
     return target.filled(arrays)
 
 
@@ -239,28 +256,3 @@ class _Wanted:
             f"the weights at {reader.where} do not fit the model:",
         )
         return target, views
-
-
-def _floating_dtype(dtype: Any) -> Any:
-    """A dtype for floating numbers, as the caller gave it.
-
-    Raises:
-        RuleTypeError: It is none.
-    """
-    if dtype is None:
-        return None
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
-        raise RuleTypeError(
-            f"dtype={dtype!r}: give a dtype of floating numbers, such as 'bfloat16'; integers keep "
-            "theirs."
-        )
-    if jax.dtypes.canonicalize_dtype(found) != found:
-        raise RuleTypeError(
-            f"dtype={dtype!r}: JAX makes {jax.dtypes.canonicalize_dtype(found)} of it. Give that, "
-            "or set jax.config.update('jax_enable_x64', True)."
-        )
-    return found

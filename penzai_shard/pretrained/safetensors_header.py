@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ from penzai_shard.errors import require_extra
 from penzai_shard.pretrained.stored_tensors import StoredTensor
 
 SUFFIX = ".safetensors"
+
+METADATA = "__metadata__"
+"""What has texts in place of a tensor in the header."""
 
 DTYPES = {
     "BOOL": "bool",
@@ -42,7 +46,6 @@ DTYPES = {
 }
 """NumPy's name of each dtype of the format that NumPy and JAX have, by the format's own."""
 
-_METADATA = "__metadata__"
 _LENGTH_BYTES = 8
 _LONGEST_EXPLAINED = 2**27
 _AGAIN = "Download or copy it again."
@@ -101,6 +104,9 @@ def read_header(path: str) -> FileHeader:
     """
     safetensors = require_extra("safetensors", "safetensors")
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            what = "a directory" if os.path.isdir(path) else "a pipe or a device"
+            raise UnreadableFileError(f"is {what} and not a file.")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             beginning = file.read(64)
@@ -117,7 +123,7 @@ def read_header(path: str) -> FileHeader:
             header = json.loads(file.read(length), object_pairs_hook=_without_repeats)
     except OSError as error:
         raise UnreadableFileError(_why_closed(path, error)) from error
-    metadata = header.pop(_METADATA, {})
+    metadata = header.pop(METADATA, {})
     unheld = [name for name, entry in header.items() if entry["dtype"] not in DTYPES]
     if unheld:
         code = header[unheld[0]]["dtype"]
@@ -148,8 +154,6 @@ def _other_file(beginning: bytes) -> str:
 def _why_closed(path: str, error: OSError) -> str:
     if os.path.islink(path) and not os.path.exists(path):
         return f"is a link to {os.readlink(path)}, which does not exist. {_AGAIN}"
-    if os.path.isdir(path):
-        return "is a directory and not a file."
     return f"cannot be opened: {error.strerror or error}."
 
 
@@ -176,7 +180,7 @@ def _why_invalid(file: Any, size: int, reason: str) -> str:
         return unknown
     try:
         header = json.loads(file.read(length))
-        entries = {name: entry for name, entry in header.items() if name != _METADATA}
+        entries = {name: entry for name, entry in header.items() if name != METADATA}
         found = _why_wrong(entries, size - _LENGTH_BYTES - length)
     except (ValueError, RecursionError):
         return f"has a header that is not JSON, so it is damaged. {_AGAIN}"

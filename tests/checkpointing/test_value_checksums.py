@@ -177,7 +177,7 @@ def test_any_cut_into_pieces_has_the_same_sum_and_any_change_another(shape, dtyp
             for start, piece in pieces
             for first, part in zip((0, cut), np.split(piece, [cut], dimension), strict=True)
         ]
-    sums = [value_checksums._sums(part, start, shape) for start, part in pieces]
+    sums = [value_checksums.sums_of_piece(part, start, shape) for start, part in pieces]
     assert value_checksums._text(value_checksums._added(sums)) == whole
     changed = array.copy().reshape(-1)
     at = data.draw(st.integers(0, changed.size - 1))
@@ -224,7 +224,7 @@ def test_places_of_large_arrays_differ():
     for shape in ((2**16, 2**16, 3), (5, 2**20, 2**20), (3, 2**31, 2), (2**32,)):
         starts = set(itertools.product(*({0, 1, min(size, 3) - 1, size - 1} for size in shape)))
         one = np.ones((1,) * len(shape), np.float32)
-        found = {tuple(value_checksums._sums(one, at, shape)) for at in starts}
+        found = {tuple(value_checksums.sums_of_piece(one, at, shape)) for at in starts}
         assert len(found) == len(starts), shape
 
 
