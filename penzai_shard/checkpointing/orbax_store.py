@@ -141,7 +141,8 @@ class BegunSave:
             CheckpointWriteError: It cannot be written; what is at the path stays as it was.
         """
         with orbax_api.without_noise(self.before), self.ending:
-            self.written()
+            with failing_together("writing a checkpoint"):
+                self.written()
             directory = path_object(self.beside)
             on_first_process("sealing a checkpoint", lambda: seal(directory, self.names, self.save))
         return self.where

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import json
 import logging
 import math
 import os
@@ -254,6 +255,22 @@ def test_a_program_that_ends_finishes_its_saves_and_reports_those_that_failed(tm
     run = CheckpointManager(tmp_path / "good")
     restored = run.restore({"w": np.zeros(1_000_000, np.int32)}, **where)
     assert np.array_equal(restored["w"], np.arange(1_000_000))
+
+
+def test_whenever_a_process_is_killed_only_whole_checkpoints_are_left(tmp_path):
+    program = pathlib.Path(__file__).with_name("killed_manager.py")
+    done = subprocess.run(
+        [sys.executable, program, tmp_path, "3"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert (found["killed"], found["problems"], found["left"]) == (3, [], [])
+    assert found["saves"] > 1
 
 
 # What is offered

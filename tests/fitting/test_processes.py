@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from penzai_shard import CheckpointManager
 from tests.processes import jobs, programs
 
 
@@ -40,6 +41,20 @@ def test_batches_that_fail_in_one_process_end_all_at_the_same_step_and_are_saved
     for run in (first, last):
         assert run["failing"]["losses"] == run["whole"]["losses"][:4]
     assert (folder / "other" / "step_00000004").exists()
+
+
+def test_a_checkpoint_that_one_process_cannot_write_ends_all_and_the_one_before_is_whole(runs):
+    (first, last), folder = runs
+    path = folder / "full" / "step_00000004"
+    for run in (first, last):
+        message = f"CheckpointWriteError: cannot save to {path}: the disk is full. The arrays take"
+        assert run["full"]["failed"].startswith(message)
+        # It was written while two more steps were done, after which it was waited for.
+        assert run["full"]["step"] == 6
+        assert run["full"]["losses"] + run["emptied"]["losses"][-3:] == run["whole"]["losses"]
+        assert run["emptied"]["losses"] == run["whole"]["losses"][2:]
+    assert "full/step_00000002, 2 batches used" in first["emptied"]["printed"]
+    assert CheckpointManager(folder / "full").steps() == [8, 9]
 
 
 def test_only_the_first_process_prints(runs):

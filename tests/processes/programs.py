@@ -1,6 +1,7 @@
 """What the processes of a job run: each function is one job of many checks."""
 
 import contextlib
+import errno
 import functools
 import io
 import signal
@@ -18,6 +19,7 @@ from penzai_shard.cli import demo
 from penzai_shard.cli import processes as cli_processes
 from penzai_shard.cli.main import main
 from penzai_shard.errors import ShardingError
+from penzai_shard.library_apis import orbax_api
 from penzai_shard.processes import any_process, failing_together, on_first_process
 
 
@@ -221,9 +223,35 @@ def training_loop(folder):
         "stopped": train(checkpoint=folder, act=interrupt_the_last_process),
         "resumed": train(checkpoint=folder),
         "failing": train(lambda: own_rows(fails_at=4), checkpoint=f"{folder}/other"),
+        "full": with_a_full_disk(lambda: train(checkpoint=f"{folder}/full", save_every=2)),
+        "emptied": train(checkpoint=f"{folder}/full", save_every=2),
     }
     signal.signal(signal.SIGINT, before)
     return runs
+
+
+def with_a_full_disk(act):
+    """Acts while the last process cannot write what it has of the second checkpoint."""
+    begin = orbax_api.begin_save
+    directories = []
+
+    def begin_save(directory, *arguments):
+        written = begin(directory, *arguments)
+        directories.append(directory)
+        fails = len(directories) == 2 and jax.process_index() == jax.process_count() - 1
+
+        def wait():
+            written()
+            if fails:
+                raise OSError(errno.ENOSPC, "full")
+
+        return wait
+
+    orbax_api.begin_save = begin_save
+    try:
+        return act()
+    finally:
+        orbax_api.begin_save = begin
 
 
 def surface(folder):
