@@ -4,6 +4,7 @@ Orbax, which writes and reads them, is loaded when it is first used.
 """
 
 from penzai_shard.checkpointing.array_records import ArrayRecord
+from penzai_shard.checkpointing.first_api_names import first_api_names
 from penzai_shard.checkpointing.manager import CheckpointManager
 from penzai_shard.checkpointing.manifest import Manifest, read_manifest
 from penzai_shard.checkpointing.parameter_dict import param_dict, with_params
@@ -22,6 +23,7 @@ __all__ = [
     "CheckpointVerification",
     "Manifest",
     "VerifiedArray",
+    "first_api_names",
     "param_dict",
     "read_manifest",
     "restore_params",

@@ -27,6 +27,22 @@ _SENSITIVE_LAYERS = {
 }
 
 
+# Parts of parameters' names that are others in the second API: Gemma's attention.
+_RENAMED_PARTS = {"attn": "attention"}
+
+
+def parts_in_second_api(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """The parts of the name that a parameter of the first API has in a model of the second.
+
+    Both name a parameter by the layers that it is in, the first with dots between them. The second
+    has the name of the model before that.
+
+    >>> parts_in_second_api(("block_0", "attn", "query", "weights"))
+    ('block_0', 'attention', 'query', 'weights')
+    """
+    return tuple(_RENAMED_PARTS.get(part, part) for part in parts)
+
+
 def looked_up(module: str) -> Any:
     """A module of the first API, such as ``nn.parameters``; None if nobody has imported it.
 
