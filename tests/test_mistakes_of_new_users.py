@@ -782,7 +782,7 @@ def an_integer_where_a_key_belongs(directory):
 
 @answered(
     errors.RuleTypeError,
-    "a train step takes its inputs by keyword, and got 1 by position. Write step(state, x=x, y=y).",
+    "a step takes its inputs by keyword, and got 1 by position. Write step(state, x=x, y=y).",
 )
 def a_batch_without_a_name(directory):
     step = pzs.build_train_step_fn(loss_fn)

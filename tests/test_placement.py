@@ -170,8 +170,14 @@ def test_a_plan_is_taken_by_name_and_by_position(mesh):
         name_to_name_device_put(tree, plan),
         place(tree, plan),
         place(tree, plan_or_mesh=plan),
+        place(tree, plan=plan),
+        place(tree, mesh, plan=plan),
     ):
         assert {s.data.shape for s in placed["w"].data_array.addressable_shards} == {(2, 4)}
+    with pytest.raises(RuleTypeError, match="place: two plans are given"):
+        place(tree, plan, plan=plan)
+    with pytest.raises(RuleTypeError, match=r"place needs a plan, place\(tree, plan\), or a mesh"):
+        place(tree)
 
 
 def test_an_array_that_was_donated_is_named(mesh):

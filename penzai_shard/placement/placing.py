@@ -17,7 +17,7 @@ from penzai_shard.array_kinds import (
     own_copy_of_numpy,
 )
 from penzai_shard.equinox_modules import are_arrays
-from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.meshes import onto_auto_twin
 from penzai_shard.model_variables import thawed
 from penzai_shard.named_leaves import leaves_of
@@ -29,12 +29,13 @@ from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 
 def place(
     tree: Any,
-    plan_or_mesh: ShardingPlan | Mesh,
+    plan_or_mesh: ShardingPlan | Mesh | None = None,
     rules: Any = None,
     *,
     axis_name_to_mesh_name: Any = None,
     on_indivisible: OnIndivisible = "error",
     on_unnamed: OnUnnamed = "error",
+    plan: ShardingPlan | None = None,
 ) -> Any:
     """Puts a tree of arrays, a model or a train state on a mesh, each array as planned.
 
@@ -49,6 +50,7 @@ def place(
         axis_name_to_mesh_name: The same under Penzai's name; give one of the two.
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``.
+        plan: The plan by name, as the ``restore_*`` functions take it.
 
     Returns:
         The tree with its arrays placed. Mutable variables in it are new ones with the same labels
@@ -74,8 +76,13 @@ def place(
     >>> place({"w": pz.nx.zeros({"a": 6, "b": 8})}, plan)["w"].data_array.sharding.spec
     P(None, 'model')
     """
+    if plan_or_mesh is None and plan is None:
+        raise RuleTypeError(
+            "place needs a plan, place(tree, plan), or a mesh, place(tree, mesh, rules). Make one: "
+            "make_mesh({'data': 4, 'model': 2})."
+        )
     request = PlacingRequest.read(
-        "place", plan_or_mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed
+        "place", plan_or_mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
     )
     tree = without_repeats(tree)
     return with_repeats(put(tree, request.sharding_tree(tree), "place"))

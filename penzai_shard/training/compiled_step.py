@@ -159,7 +159,7 @@ def flat_of(train_state: Any) -> FlatState:
         if kind.__name__ == TrainState.__name__:
             given = f"one of another library, {kind.__module__}"
         raise ShardingError(
-            f"a train step takes a TrainState first, step(state, **batch), and got {given}. "
+            f"a step takes a TrainState first, step(state, **batch), and got {given}. "
             "Make one: TrainState.initial_state(model, optimizer, jax.random.key(0))."
         )
     return to_flat(train_state)

@@ -39,7 +39,7 @@ def refuse_positional(positional: tuple[Any, ...], called: str = "step(state, ")
         return
     many = len(positional) > 1 or not isinstance(positional[0], Mapping)
     raise RuleTypeError(
-        f"a train step takes its inputs by keyword, and got {len(positional)} by position. "
+        f"a step takes its inputs by keyword, and got {len(positional)} by position. "
         f"Write {called}{'x=x, y=y' if many else '**batch'})."
     )
 

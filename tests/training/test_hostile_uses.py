@@ -204,7 +204,7 @@ REFUSED = {
     ),
     "a batch in place of the state": (
         lambda: build_train_step_fn(loss_fn)({"x": x()}),
-        "a train step takes a TrainState first, step(state, **batch), and got a dict.",
+        "a step takes a TrainState first, step(state, **batch), and got a dict.",
     ),
     "a model in place of the state": (
         lambda: build_train_step_fn(loss_fn)(pz.nn.Identity(), x=x()),
@@ -212,7 +212,7 @@ REFUSED = {
     ),
     "a batch by position": (
         lambda: build_train_step_fn(loss_fn)(initial(), {"x": x()}),
-        "a train step takes its inputs by keyword, and got 1 by position. "
+        "a step takes its inputs by keyword, and got 1 by position. "
         "Write step(state, **batch).",
     ),
     "arrays by position": (
@@ -301,7 +301,7 @@ REFUSED = {
     "no state": (lambda: build_train_step_fn(loss_fn)(), "and got nothing"),
     "the state by keyword": (
         lambda: build_train_step_fn(loss_fn)(train_state=initial(), x=x()),
-        "a train step takes a TrainState first, step(state, **batch), and got nothing.",
+        "a step takes a TrainState first, step(state, **batch), and got nothing.",
     ),
     "a dictionary to lower": (
         lambda: build_train_step_fn(loss_fn).lower({"x": 1}),
