@@ -212,8 +212,7 @@ REFUSED = {
     ),
     "a batch by position": (
         lambda: build_train_step_fn(loss_fn)(initial(), {"x": x()}),
-        "a step takes its inputs by keyword, and got 1 by position. "
-        "Write step(state, **batch).",
+        "a step takes its inputs by keyword, and got 1 by position. Write step(state, **batch).",
     ),
     "arrays by position": (
         lambda: build_train_step_fn(loss_fn)(initial(), x(), x()),
