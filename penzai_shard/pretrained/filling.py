@@ -59,6 +59,7 @@ def filled_arrays(
     structs: Mapping[str, jax.ShapeDtypeStruct],
     progress: ByteProgress,
     verifying: TensorReader | None = None,
+    finished: Callable[[TensorView], None] = lambda view: None,
 ) -> dict[str, jax.Array]:
     """Reads arrays straight into their shardings; of each device's part nothing else is read.
 
@@ -69,6 +70,7 @@ def filled_arrays(
             to, as NumPy does it.
         progress: Is told of the bytes that this process reads.
         verifying: What reads in place of the reader, each element once over all processes.
+        finished: Is told of every view that is not read any more.
 
     Returns:
         The arrays by name, exactly in the shardings asked for.
@@ -93,8 +95,10 @@ def filled_arrays(
     with concurrent.futures.ThreadPoolExecutor(workers, "penzai_shard_weights") as pool:
         pending = [pool.submit(placed, *work) for work in zip(parts, sizes, strict=True)]
         try:
-            for part, future in zip(parts, pending, strict=True):
+            for number, (part, future) in enumerate(zip(parts, pending, strict=True), 1):
                 shards[part.name] += future.result()
+                if number == len(parts) or parts[number].name != part.name:
+                    finished(views[part.name])
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -161,7 +161,9 @@ def load_safetensors(
     )
     verifying = VerifyingReader(reader, reader.records if verify else {})
     with failing_together("reading weights"), byte_progress(progress, "loading") as shown:
-        arrays = filled_arrays(reader, views, structs, shown, verifying)
+        arrays = filled_arrays(
+            reader, views, structs, shown, verifying, lambda view: reader.forget(view.tensors)
+        )
     if verify:
         read = {name: view.tensors[0] for name, view in views.items()}
         verifying.refuse_damaged(read, reader.where)

@@ -46,7 +46,7 @@ from penzai_shard.pretrained.weight_locations import INDEX, ONE_FILE
 from penzai_shard.pretrained.whole_arrays import whole_array
 from penzai_shard.processes import failing_together, on_first_process
 
-MAX_FILE_BYTES = 512 * 2**20
+MAX_FILE_BYTES = 384 * 2**20
 """How large a file becomes by default: so much is in host memory at once."""
 
 _OWN_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
@@ -79,7 +79,7 @@ def save_safetensors(
         dtype: What all floating numbers become, such as ``"bfloat16"``; by default they stay as
             they are.
         max_file_bytes: How large a file of a directory may become. So many bytes are in host
-            memory at once, beside the model; an array that is larger has a file of its own. 512
+            memory at once, beside the model; an array that is larger has a file of its own. 384
             MiB by default. One file, where the path is one, takes whatever it needs.
         overwrite: Whether to replace what ``save_safetensors`` wrote to the path before. The new
             files are written beside it, and put in its place in one step.
@@ -139,6 +139,11 @@ class _Array:
 
     leaf: NamedLeaf
     record: ArrayRecord
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it has another dtype in the file."""
+        return self.record.dtype != str(self.leaf.dtype)
 
     @property
     def size(self) -> int:
@@ -311,8 +316,10 @@ def _write(
         weight_map |= dict.fromkeys(arrays, name)
         path = beside if is_file else beside / name
         host = _in_host_memory(arrays)
+        records = _records(arrays, host)
         on_first_process(
-            "writing weights", functools.partial(_write_file, path, arrays, host, save)
+            "writing weights",
+            functools.partial(_write_file, path, host, SavedRecords(records, save)),
         )
         shown.advance(sum(array.size for array in arrays.values()))
     if len(files) > 1:
@@ -332,20 +339,27 @@ def _in_host_memory(arrays: Mapping[str, _Array]) -> dict[str, np.ndarray[Any, A
     return host
 
 
-def _write_file(
-    path: pathlib.Path,
-    arrays: Mapping[str, _Array],
-    host: Mapping[str, np.ndarray[Any, Any]],
-    save: str,
-) -> None:
-    values = checksums_of({name: sums_of(array) for name, array in host.items()})
-    records = {
+def _records(
+    arrays: Mapping[str, _Array], host: Mapping[str, np.ndarray[Any, Any]]
+) -> dict[str, ArrayRecord]:
+    """The records of arrays with their checksums, added up where each array is."""
+    values = {}
+    for name, array in arrays.items():
+        if array.is_cast or not isinstance(array.leaf.array, jax.Array):
+            values[name] = checksums_of({name: sums_of(host[name])})[name] if host else ("",)
+        else:
+            values |= checksums_of({name: sums_of(array.leaf.array, all_copies=False)})
+    return {
         name: dataclasses.replace(array.record, values=values[name][0])
         for name, array in arrays.items()
     }
-    metadata = metadata_of(SavedRecords(records, save))
+
+
+def _write_file(
+    path: pathlib.Path, host: Mapping[str, np.ndarray[Any, Any]], saved: SavedRecords
+) -> None:
     writing = require_extra("safetensors.numpy", "safetensors")
-    writing.save_file(dict(host), str(path), metadata=metadata)
+    writing.save_file(dict(host), str(path), metadata=metadata_of(saved))
 
 
 def _write_index(path: pathlib.Path, index: Mapping[str, Any]) -> None:

@@ -6,10 +6,12 @@ that can be wrong with them is found from their headers, before any tensor is re
 
 import dataclasses
 import json
+import math
+import mmap
 import os
 import pathlib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes  # noqa: F401 (NumPy knows bfloat16 and float8 by name once it is imported)
@@ -55,16 +57,28 @@ class SafetensorsReader:
     tensors: Mapping[str, StoredTensor]
     records: Mapping[str, ArrayRecord]
     _starts: Mapping[str, int]
-    _bytes: Mapping[str, np.ndarray[Any, Any]]
+    _mapped: Mapping[str, mmap.mmap]
 
     def read(self, name: str, index: Index) -> np.ndarray[Any, Any]:
         """The part of a tensor at an index, and nothing more of it; its own memory."""
         tensor = self.tensors[name]
-        dtype = np.dtype(tensor.dtype)
-        start = self._starts[name]
-        size = int(np.prod(tensor.shape, dtype=np.int64)) * dtype.itemsize
-        whole = self._bytes[tensor.file][start : start + size].view(dtype).reshape(tensor.shape)
-        return np.array(whole[index], order="C")
+        count = math.prod(tensor.shape)
+        # NumPy refuses to look at nothing behind the end of a file.
+        start = self._starts[name] if count else 0
+        mapped = self._mapped[tensor.file]
+        whole = np.frombuffer(mapped, np.dtype(tensor.dtype), count, start)
+        return np.array(whole.reshape(tensor.shape)[index], order="C")
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Lets go of the memory that maps tensors; they can still be read."""
+        for name in names:
+            tensor = self.tensors[name]
+            size = math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
+            first = -(-self._starts[name] // mmap.PAGESIZE) * mmap.PAGESIZE
+            # Not every system has it.
+            if hasattr(mmap, "MADV_DONTNEED") and self._starts[name] + size > first:
+                length = self._starts[name] + size - first
+                self._mapped[tensor.file].madvise(mmap.MADV_DONTNEED, first, length)
 
     def description(self) -> dict[str, str]:
         """What differs between two sets of files whose tensors are not the same, in short texts."""
@@ -127,11 +141,12 @@ def _headers(found: WeightFiles, problems: list[str]) -> list[FileHeader]:
     return headers
 
 
-def _mapped(paths: Sequence[str], problems: list[str]) -> dict[str, np.ndarray[Any, Any]]:
-    mapped: dict[str, np.ndarray[Any, Any]] = {}
+def _mapped(paths: Sequence[str], problems: list[str]) -> dict[str, mmap.mmap]:
+    mapped: dict[str, mmap.mmap] = {}
     for path in paths:
         try:
-            mapped[path] = np.memmap(path, np.uint8, "r")
+            with open(path, "rb") as file:
+                mapped[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             problems.append(f"{os.path.basename(path)}: cannot be mapped into memory: {error}.")
     return mapped
@@ -140,7 +155,7 @@ def _mapped(paths: Sequence[str], problems: list[str]) -> dict[str, np.ndarray[A
 def _reader(
     found: WeightFiles,
     headers: Sequence[FileHeader],
-    mapped: Mapping[str, np.ndarray[Any, Any]],
+    mapped: Mapping[str, mmap.mmap],
     problems: list[str],
 ) -> SafetensorsReader:
     homes: dict[str, list[str]] = {}

@@ -48,8 +48,10 @@ def test_every_dtype_of_the_format_comes_back_to_the_bit(tmp_path, mesh):
         bits = np.random.default_rng(0).integers(0, 256, (8, 4 * np.dtype(dtype).itemsize), "uint8")
         arrays[dtype] = jnp.asarray(bits % 2 == 0 if dtype == "bool" else bits.view(dtype))
     arrays |= {"scalar": jnp.float32(1.5), "none": jnp.ones((0, 3))}
+    numbers = {"number": 2.5, "numpy": np.arange(6, dtype=np.int32).reshape(2, 3)}
     placed = pzs.place(arrays, mesh, {}, on_unnamed="replicate")
-    path = save_safetensors(tmp_path / "weights", placed)
+    path = save_safetensors(tmp_path / "weights", placed | numbers)
+    arrays |= {name: jnp.asarray(value) for name, value in numbers.items()}
     loaded = load_safetensors(path, mesh, {}, into=arrays, on_unnamed="replicate")
     for name, array in arrays.items():
         assert loaded[name].dtype == array.dtype
@@ -102,7 +104,7 @@ def test_files_are_divided_by_size_with_an_index(tmp_path, mesh, monkeypatch):
     monkeypatch.setattr(
         saving,
         "_write_file",
-        lambda path, arrays, *rest: (held.append(list(arrays)), real(path, arrays, *rest)),
+        lambda path, host, saved: (held.append(list(host)), real(path, host, saved)),
     )
     path = save_safetensors(
         tmp_path / "weights", weights() | {"b": named(UP[0], "neurons")}, max_file_bytes=128
