@@ -4,6 +4,7 @@ A release that breaks one of them fails here, with the name of the assumption.
 """
 
 import ast
+import collections
 import dataclasses
 import datetime
 import importlib
@@ -18,15 +19,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import treescope
 from jax.experimental.layout import Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from penzai import pz
 from penzai.deprecated.v1 import pz as pz_v1
 from penzai.models.transformer.variants import llamalike_common
+from treescope.external import jax_support
 
 import penzai_shard
 from penzai_shard.errors import ShardingError
-from penzai_shard.library_apis import jax_api, orbax_api, penzai_api, penzai_converters, python_api
+from penzai_shard.library_apis import (
+    jax_api,
+    orbax_api,
+    penzai_api,
+    penzai_converters,
+    python_api,
+    treescope_api,
+)
 from penzai_shard.traced_programs import inner_programs
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -123,6 +133,28 @@ def test_messages_between_processes_need_the_coordination_service():
         jax_api.send_message("key", "text")
     with pytest.raises(ShardingError, match="no coordination service"):
         jax_api.receive_message("key", 1.0)
+
+
+def test_treescope_and_penzai_read_arrays_through_the_functions_that_are_replaced(monkeypatch):
+    """What they then give for arrays of several processes is tested in tests/processes."""
+    names = ("faster_array_repr", "summarize_array_data", "get_array_data_with_truncation")
+    owners = dict.fromkeys(names, jax_support) | {names[2]: jax_support.JAXArrayAdapter}
+    for name, owner in owners.items():
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    treescope_api.show_own_parts()
+    treescope_api.show_own_parts()
+    read = collections.Counter()
+
+    def counting(name, function):
+        assert not hasattr(function.__wrapped__, "__wrapped__")
+        return lambda *given, **named: read.update([name]) or function(*given, **named)
+
+    for name, owner in owners.items():
+        monkeypatch.setattr(owner, name, counting(name, getattr(owner, name)))
+    for array in (jnp.ones((3, 40)), pz.nx.ones({"a": 3, "b": 40})):
+        assert treescope.render_to_html(treescope.render_array(array))
+        assert treescope.render_to_text(array)
+    assert read == {names[0]: 2, names[1]: 3, names[2]: 2}
 
 
 @pytest.mark.parametrize("options", ["UNOPTIMISED_COMPILATION", "LITTLE_OPTIMISED_COMPILATION"])
@@ -479,6 +511,17 @@ def test_what_is_called_before_threads_end_may_still_give_them_work():
     command = [sys.executable, "-c", program, python_api.__file__]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert (done.stdout, done.stderr) == ("7\n", "")
+
+
+def test_a_program_that_is_being_aborted_has_time_to_say_why():
+    program = (
+        "import ctypes, os, runpy, sys, threading, time; api = runpy.run_path(sys.argv[1]); "
+        "api['delay_aborts'](); threading.Thread(target=ctypes.CDLL(None).abort).start(); "
+        "time.sleep(0.3); print('why', flush=True); os._exit(75)"
+    )
+    command = [sys.executable, "-c", program, python_api.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout, done.returncode) == ("why\n", 75)
 
 
 # Nothing else uses them

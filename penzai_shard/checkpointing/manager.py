@@ -31,6 +31,7 @@ from penzai_shard.checkpointing.locations import (
 )
 from penzai_shard.checkpointing.replacement import SUFFIX, final_of
 from penzai_shard.checkpointing.retention import Metrics, Retention, metrics_of
+from penzai_shard.checkpointing.taking_part import all_restore, all_save
 from penzai_shard.checkpointing.train_states import (
     prepare_train_state,
     refuse_other_kinds,
@@ -206,6 +207,7 @@ class CheckpointManager:
         path = self.checkpoint(number)
         refuse_other_kinds("CheckpointManager.save", train_state)
         self._wait_for_the_one_before(number)
+        all_save(path)
         self.prepare()
         on_first_process(
             "saving a checkpoint", lambda: self._refuse_later(number, overwrite=overwrite)
@@ -248,6 +250,7 @@ class CheckpointManager:
             ShardingError: As ``restore_train_state`` does, and what ``wait`` raises.
         """
         self.wait()
+        all_restore(self.path)
         if step is None:
             step = self.agreed_latest()
             if step is None:

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from penzai_shard.array_kinds import is_abstract, is_deleted, is_traced
-from penzai_shard.checkpointing.array_records import ArrayRecord, record_of
+from penzai_shard.checkpointing.array_records import record_of
 from penzai_shard.checkpointing.locations import (
     PathLike,
     absolute_path,
@@ -32,6 +32,11 @@ from penzai_shard.checkpointing.locations import (
 )
 from penzai_shard.checkpointing.manifest import seal, section_of
 from penzai_shard.checkpointing.replacement import Replacement
+from penzai_shard.checkpointing.taking_part import (
+    refuse_other_arrays_elsewhere,
+    refuse_unshared,
+    save_together,
+)
 from penzai_shard.checkpointing.value_checksums import checksums_of, sums_of
 from penzai_shard.errors import (
     CheckpointMismatchError,
@@ -42,12 +47,11 @@ from penzai_shard.errors import (
 from penzai_shard.library_apis import orbax_api
 from penzai_shard.named_leaves import NamedLeaf
 from penzai_shard.processes import (
-    checksum_of,
     failing_together,
     host_data,
     is_on_this_process,
     on_first_process,
-    refuse_differences,
+    under_way,
 )
 
 _SECONDS_TO_STOP = 5.0
@@ -98,6 +102,7 @@ class PreparedSave:
         size = sum(array.size * array.dtype.itemsize for array in self.stored.values())
         before = set(threading.enumerate())
         with orbax_api.without_noise(before), contextlib.ExitStack() as ending:
+            ending.enter_context(under_way(f"saving a checkpoint to {self.where}"))
             beside = ending.enter_context(
                 _written_beside(self.where, size, before, overwrite=self.overwrite)
             )
@@ -169,6 +174,7 @@ def prepare_save(
     """
     orbax_api.orbax()  # Refused first where it is not installed.
     where = absolute_path(path)
+    save_together(where, kind, leaves, overwrite)
     on_first_process("saving a checkpoint", lambda: refuse_existing(where, overwrite))
     with failing_together("saving a checkpoint"):
         raise_all(
@@ -238,6 +244,7 @@ def _written_beside(
     replacement = Replacement(where)
     try:
         on_first_process("beginning a save", replacement.begin)
+        refuse_unshared(str(replacement.new.parent), where)
         # Once more, now that nobody else can save to the path.
         on_first_process("saving a checkpoint", lambda: refuse_existing(where, overwrite))
         yield str(replacement.new)
@@ -338,23 +345,3 @@ def _storable(leaf: NamedLeaf) -> Any:
         return leaf.array
     with mesh_context(leaf.array.sharding):
         return jax.random.key_data(leaf.array)
-
-
-def refuse_other_arrays_elsewhere(
-    where: str, leaves: Mapping[str, NamedLeaf], records: Mapping[str, ArrayRecord]
-) -> None:
-    """Refuses arrays of several processes that differ: all save one checkpoint together."""
-    if jax.process_count() == 1:
-        return
-    entries = {"names": ", ".join(leaves)}
-    for name, leaf in leaves.items():
-        entries[name] = f"{records[name].dtype}{records[name]}"
-        if is_on_this_process(leaf.array):
-            entries[name] += f" with checksum {checksum_of(leaf.array)}"
-    refuse_differences(
-        "saving a checkpoint",
-        f"cannot save to {where}: these arrays differ between processes:",
-        entries,
-        "Put the model on a mesh of all processes, or save to a path for each process from a "
-        "process of its own.",
-    )

@@ -19,6 +19,7 @@ from penzai_shard.checkpointing.manifest import Manifest, identity_of, read_mani
 from penzai_shard.checkpointing.name_matching import EVERYTHING, Selection
 from penzai_shard.checkpointing.orbax_store import mesh_context
 from penzai_shard.checkpointing.remaining_arrays import Supply
+from penzai_shard.checkpointing.taking_part import restore_together
 from penzai_shard.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
@@ -27,7 +28,7 @@ from penzai_shard.errors import (
 )
 from penzai_shard.named_leaves import NamedLeaf
 from penzai_shard.partition_specs import permuted_spec
-from penzai_shard.processes import any_process, failing_together
+from penzai_shard.processes import any_process, failing_together, under_way
 
 _ATTEMPTS = 5
 _WORDINGS = {"params": RESTORING, "train_state": RESTORING_STATE}
@@ -72,6 +73,24 @@ def restore_arrays(
             does not have, while it has something that is left there.
     """
     part = Part(selection, has_others=supply is not None)
+    records = {name: record_of(leaf) for name, leaf in leaves.items()}
+    options = f"verify={verify}, {tolerance}, {part}"
+    restore_together(absolute_path(path), kind, records, shardings, options)
+    with under_way(f"restoring the checkpoint at {absolute_path(path)}"):
+        return _restored(path, kind, leaves, shardings, tolerance, part, supply, verify=verify)
+
+
+def _restored(
+    path: PathLike,
+    kind: str,
+    leaves: Mapping[str, NamedLeaf],
+    shardings: Mapping[str, Any],
+    tolerance: Tolerance,
+    part: Part,
+    supply: Supply | None,
+    *,
+    verify: bool,
+) -> dict[str, jax.Array]:
     for _ in range(_ATTEMPTS):
         before = identity_of(path)
         try:

@@ -40,10 +40,12 @@ __all__ = [
     "Var",
     "changes_form_alone",
     "children_of_node",
+    "coordinator_host",
     "forget_message",
     "is_weakly_typed",
     "jaxpr_as_fun",
     "keyed_children_of_node",
+    "look_for_message",
     "manual_mesh_axes",
     "memory_addresses",
     "receive_message",
@@ -186,15 +188,31 @@ def scan_counts(parameters: Mapping[str, Any]) -> tuple[int, int]:
     return len(constants), len(carried)
 
 
-def send_message(key: str, text: str) -> None:
-    """Leaves a text for the other processes of the job, under a key that is used once.
+def coordinator_host() -> str:
+    """The machine that has process 0 of this job, by the name or address that others know it by.
+
+    Raises:
+        ShardingError: There is no coordination service.
+    """
+    _coordination()
+    address = distributed.global_state.coordinator_address or ""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def send_message(key: str, text: str, *, replaces: bool = False) -> None:
+    """Leaves a text for the other processes of the job, under a key.
 
     It goes through the coordination service of ``jax.distributed``, not through devices.
+
+    Args:
+        key: The key, which is used once.
+        text: The text.
+        replaces: Whether there may be a text under this key, which this one replaces.
 
     Raises:
         ShardingError: There are several processes, and no coordination service.
     """
-    _coordination().key_value_set(key, text)
+    _coordination().key_value_set(key, text, replaces)
 
 
 def receive_message(key: str, seconds: float) -> str | None:
@@ -216,6 +234,16 @@ def receive_message(key: str, seconds: float) -> str | None:
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
+    return None
+
+
+def look_for_message(key: str) -> str | None:
+    """The text that some process has left under a key, or None."""
+    try:
+        return str(_coordination().key_value_try_get(key))
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
     return None
 
 

@@ -4,6 +4,8 @@ import atexit
 
 # Whose own callback is registered here, so that those registered later are called before it.
 import concurrent.futures.thread  # noqa: F401
+import ctypes
+import signal
 import threading
 from collections.abc import Callable
 
@@ -19,3 +21,16 @@ def before_threads_end(act: Callable[[], None]) -> None:
     """
     register = getattr(threading, "_register_atexit", atexit.register)
     register(act)
+
+
+def delay_aborts() -> None:
+    """Has ``abort()`` wait for some seconds before it ends the program.
+
+    A library that gives up in one of its own threads ends the program at once, and threads of
+    Python cannot say why. As the handler of the signal, ``sleep`` of the C library is called with
+    the signal's number, and so waits for six seconds; then the program is aborted after all.
+    """
+    library = ctypes.CDLL(None)
+    library.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+    library.signal.restype = ctypes.c_void_p
+    library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))

@@ -19,13 +19,10 @@ from penzai_shard.checkpointing.array_records import ArrayRecord, record_of
 from penzai_shard.checkpointing.arrays_by_name import ArraysByName
 from penzai_shard.checkpointing.locations import PathLike, absolute_path, is_remote
 from penzai_shard.checkpointing.name_matching import NameRules
-from penzai_shard.checkpointing.orbax_store import (
-    known_reason,
-    refuse_other_arrays_elsewhere,
-    unsavable,
-)
+from penzai_shard.checkpointing.orbax_store import known_reason, unsavable
 from penzai_shard.checkpointing.parameter_dict import param_dict
 from penzai_shard.checkpointing.replacement import Replacement, where_content_is
+from penzai_shard.checkpointing.taking_part import all_save, refuse_other_arrays_elsewhere
 from penzai_shard.checkpointing.value_checksums import checksums_of, sums_of
 from penzai_shard.errors import (
     CheckpointExistsError,
@@ -112,6 +109,7 @@ def save_safetensors(
     is_file = where.endswith(SUFFIX)
     size = _file_size(max_file_bytes, is_file)
     dtype = floating_dtype(dtype)
+    all_save(where, {"overwrite": str(overwrite), "max_file_bytes": str(max_file_bytes)})
     with failing_together("saving weights"):
         _refuse_existing(where, is_file, overwrite)
         arrays = _arrays_to_save(where, model, names, dtype)

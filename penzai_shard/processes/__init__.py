@@ -10,15 +10,17 @@ from penzai_shard.processes.agreement import (
     any_process,
     failing_together,
     on_first_process,
-    refuse_differences,
+    said_by_first,
     totals_of_processes,
 )
-from penzai_shard.processes.job import several_processes
+from penzai_shard.processes.differences import begin_together, refuse_differences
+from penzai_shard.processes.job import several_processes, under_way
 from penzai_shard.processes.own_parts import Parts, array_of_parts, parts_along
 from penzai_shard.processes.whole_values import (
     checksum_of,
     host_data,
     is_on_this_process,
+    layout_text,
     processes_of,
     put_all,
 )
@@ -27,15 +29,19 @@ __all__ = [
     "Parts",
     "any_process",
     "array_of_parts",
+    "begin_together",
     "checksum_of",
     "failing_together",
     "host_data",
     "is_on_this_process",
+    "layout_text",
     "on_first_process",
     "parts_along",
     "processes_of",
     "put_all",
     "refuse_differences",
+    "said_by_first",
     "several_processes",
     "totals_of_processes",
+    "under_way",
 ]

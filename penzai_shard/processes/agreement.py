@@ -8,22 +8,22 @@ that makes batches and the one that trains do not mix.
 import collections
 import contextlib
 import dataclasses
-import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 
 from penzai_shard import errors
-from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.errors import ShardingError
 from penzai_shard.library_apis.jax_api import forget_message, receive_message, send_message
+from penzai_shard.processes.job import joined, under_way
 
-# How long a process waits for the others, which may be reading data or compiling. That one of them
-# has died is noticed by jax.distributed, much earlier.
+# How long a process waits for the others, which may be reading data, compiling or writing. That one
+# of them has died or ended is noticed much earlier, and so is one that does not begin to save.
 PATIENCE_SECONDS = 600.0
-# Texts longer than this are compared by their checksums first.
-_LONGEST_AT_ONCE = 2000
+_TURN = 1.0
 
 _rounds: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
 _lock = threading.Lock()
@@ -52,6 +52,24 @@ class _OpenBlocks(threading.local):
 _open = _OpenBlocks()
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call in which processes agree.
+
+    Attributes:
+        name: What it is called, the same in all of them.
+        to: What this process gives it, for messages.
+        patience: For how many seconds one that does not come is waited for.
+    """
+
+    name: str
+    to: str = ""
+    patience: float = PATIENCE_SECONDS
+
+    def __str__(self) -> str:
+        return f"{self.name}{f' ({self.to})' if self.to else ''}"
+
+
 def any_process(flag: bool, asked: str = "any_process") -> bool:
     """Whether any process of the job says so; all must ask, and all get the same answer.
 
@@ -76,7 +94,7 @@ def any_process(flag: bool, asked: str = "any_process") -> bool:
     if jax.process_count() == 1:
         return bool(flag)
     text = "yes" if flag else ""
-    return bool(_decided(asked, text, lambda texts: "yes" if any(texts) else "", _everyone()))
+    return bool(decided(Call(asked), text, lambda texts: "yes" if any(texts) else "", everyone()))
 
 
 def totals_of_processes(asked: str, numbers: Sequence[int]) -> list[int]:
@@ -101,7 +119,9 @@ def totals_of_processes(asked: str, numbers: Sequence[int]) -> list[int]:
     def decide(texts: Sequence[str]) -> str:
         return json.dumps([sum(each) for each in zip(*map(json.loads, texts), strict=True)])
 
-    totals: list[int] = json.loads(_decided(asked, json.dumps(list(numbers)), decide, _everyone()))
+    totals: list[int] = json.loads(
+        decided(Call(asked), json.dumps(list(numbers)), decide, everyone())
+    )
     return totals
 
 
@@ -131,7 +151,8 @@ def failing_together(doing: str) -> Iterator[None]:
     _open.blocks.append(block)
     try:
         try:
-            yield
+            with under_way(doing):
+                yield
         except Exception as error:
             if block.failure is None:
                 _failures(doing, error)
@@ -160,60 +181,15 @@ def on_first_process(doing: str, act: Callable[[], None]) -> None:
             act()
 
 
-def refuse_differences(
-    called: str,
-    headline: str,
-    entries: Mapping[str, str],
-    fix: str,
-    processes: Sequence[int] | None = None,
-) -> None:
-    """Refuses values that differ between processes, in all of them.
+def said_by_first(doing: str, text: str) -> str:
+    """What the first process gives; all must ask.
 
-    Args:
-        called: The function that was called.
-        headline: What must be the same, and is not.
-        entries: Texts by name, such as an array's shape and checksum. Those are compared that at
-            least two processes have.
-        fix: What to do about it.
-        processes: The processes that take part, all by default.
-
-    Raises:
-        ShardingError: Some differ; all are reported.
-
-    >>> refuse_differences("place", "these differ:", {"w": "float32[2] 5e1f"}, "Use one seed.")
+    >>> said_by_first("choosing a name", "mine")
+    'mine'
     """
-    processes = _everyone() if processes is None else tuple(processes)
-    if len(processes) == 1:
-        return
-    full = json.dumps(dict(entries))
-    digest = hashlib.blake2b(full.encode(), digest_size=16).hexdigest()
-    short = full if len(full) <= _LONGEST_AT_ONCE else digest
-    answer = _decided(called, short, lambda texts: _compared(processes, texts), processes)
-    if answer == _MORE:
-        answer = _decided(called, full, lambda texts: _compared(processes, texts), processes)
-    if answer:
-        raise_all(ShardingError, headline, [f"{line} {fix}" for line in json.loads(answer)])
-
-
-_MORE = "more"
-
-
-def _compared(processes: Sequence[int], texts: Sequence[str]) -> str:
-    """The differences as a list in JSON; empty if there are none, ``_MORE`` if texts are cut."""
-    if len(set(texts)) == 1:
-        return ""
-    if not all(text.startswith("{") for text in texts):
-        return _MORE
-    said: dict[str, dict[str, list[int]]] = {}
-    for process, text in zip(processes, texts, strict=True):
-        for name, entry in json.loads(text).items():
-            said.setdefault(name, {}).setdefault(entry, []).append(process)
-    problems = []
-    for name, by_entry in said.items():
-        if len(by_entry) > 1:
-            each = "; ".join(f"{processes_text(p)}: {entry}" for entry, p in by_entry.items())
-            problems.append(f"{name}: {each}.")
-    return json.dumps(problems) if problems else ""
+    if jax.process_count() == 1:
+        return text
+    return decided(Call(doing), text, lambda texts: texts[0], everyone())
 
 
 def processes_text(processes: Sequence[int]) -> str:
@@ -229,7 +205,8 @@ def processes_text(processes: Sequence[int]) -> str:
     return f"processes {', '.join(map(str, processes[:-1]))} and {processes[-1]}"
 
 
-def _everyone() -> tuple[int, ...]:
+def everyone() -> tuple[int, ...]:
+    """The numbers of all processes of the job."""
     return tuple(range(jax.process_count()))
 
 
@@ -242,7 +219,7 @@ def _failures(doing: str, error: Exception | None) -> dict[str, str]:
     def decide(texts: Sequence[str]) -> str:
         return json.dumps({str(number): text for number, text in enumerate(texts) if text})
 
-    answer = _decided(doing, text, decide, _everyone(), failed=error is not None)
+    answer = decided(Call(doing), text, decide, everyone(), failed=error is not None)
     found: dict[str, str] = json.loads(answer)
     return found
 
@@ -260,8 +237,8 @@ def _failure_elsewhere(failures: Mapping[str, str]) -> Exception:
     return ShardingError(f"{message} ({kind})")
 
 
-def _decided(
-    said_in: str,
+def decided(
+    call: Call,
     text: str,
     decide: Callable[[Sequence[str]], str],
     processes: tuple[int, ...],
@@ -271,57 +248,91 @@ def _decided(
     """What the first of some processes decides from what each of them says.
 
     Args:
-        said_in: The call that this belongs to, the same in all of them.
+        call: The call that this belongs to.
         text: What this process says.
         decide: Gives the decision for the texts in the order of the processes.
         processes: Those that take part; this one is one of them.
         failed: Whether this process says that the innermost block that it is in has failed.
 
     Raises:
-        ShardingError: Some process is in another call, or in none for a long time.
+        ShardingError: Some process is in another call, has ended, or does not come.
         Exception: Some process has failed in a block that this one is in too.
     """
     for block in _open.blocks:
         if block.failure is not None:
             raise block.failure  # The others have left the block.
+    joined()
     thread = threading.current_thread().name
     with _lock:
         number = _rounds[thread, processes]
         _rounds[thread, processes] += 1
-    topic = f"penzai_shard/{thread}/{'-'.join(map(str, processes))}"
+    topic = f"penzai_shard/{thread}/{'-'.join(map(str, processes))}/{number}"
     first, me = processes[0], jax.process_index()
-    mine = json.dumps([said_in, text, [block.doing for block in _open.blocks], failed])
+    mine = json.dumps([call.name, str(call), text, [b.doing for b in _open.blocks], failed])
+    send_message(f"{topic}/{me}", mine)
     if me != first:
-        send_message(f"{topic}/{number}/{me}", mine)
-        # The first one waits as long for all others.
-        answer = receive_message(f"{topic}/{number}/decision", PATIENCE_SECONDS + 10)
-        if answer is None:
-            raise ShardingError(_absent(first, said_in))
-        return _read(answer, processes)
+        _heard(f"{topic}/{first}", first, call, call.patience)
+        # The first one may wait as long for all others, and then asks where they are.
+        return _read(_heard(f"{topic}/decision", first, call, call.patience + 10), processes)
     said = {me: mine}
     answer = None
+    ends = time.monotonic() + call.patience
     for other in processes[1:]:
-        message = receive_message(f"{topic}/{number}/{other}", PATIENCE_SECONDS)
-        if message is None:
-            answer = json.dumps(["error", _absent(other, said_in)])
+        try:
+            said[other] = _heard(f"{topic}/{other}", other, call, ends - time.monotonic())
+        except ShardingError as error:
+            answer = json.dumps(["error", str(error)])
             break
-        said[other] = message
-        forget_message(f"{topic}/{number}/{other}")
-    send_message(f"{topic}/{number}/decision", answer := answer or _decision(said, decide))
+        forget_message(f"{topic}/{other}")
+    send_message(f"{topic}/decision", answer := answer or _decision(said, decide))
     if number:
         # All have said something in this round, so that nobody waits for the round before.
-        forget_message(f"{topic}/{number - 1}/decision")
+        before = f"{topic.rpartition('/')[0]}/{number - 1}"
+        forget_message(f"{before}/decision")
+        forget_message(f"{before}/{me}")
     return _read(answer, processes)
+
+
+def _heard(key: str, other: int, call: Call, seconds: float) -> str:
+    """What another process leaves under a key.
+
+    Raises:
+        ShardingError: It does not come in time, or has ended.
+    """
+    ends = time.monotonic() + seconds
+    has_ended = False
+    while True:
+        left = ends - time.monotonic()
+        message = receive_message(key, max(min(left, _TURN), 0.001))
+        if message is not None:
+            return message
+        if has_ended or left <= _TURN:
+            break
+        # What it said before is there by then.
+        has_ended = joined().has_ended(other)
+    problem = f"process {other} of {jax.process_count()} has not come to {call}"
+    fix = "Every process must make the same calls in the same order."
+    if has_ended:
+        raise ShardingError(f"{problem}: it is at the end of its program. {fix}")
+    where = joined().where_is(other, threading.current_thread().name)
+    problem += f" within {call.patience:.0f} s" + (f": {where}. " if where else ". ")
+    if call.patience != PATIENCE_SECONDS:
+        fix += (
+            " One that comes late is waited for longer in several_processes(patience_seconds=300)."
+        )
+    raise ShardingError(problem + fix)
 
 
 def _decision(said: Mapping[int, str], decide: Callable[[Sequence[str]], str]) -> str:
     calls: dict[str, list[int]] = {}
+    called = {}
     texts = {}
     blocks = {}
     failed = []
     for process, message in said.items():
-        call, texts[process], blocks[process], has_failed = json.loads(message)
+        call, shown, texts[process], blocks[process], has_failed = json.loads(message)
         calls.setdefault(call, []).append(process)
+        called[call] = shown
         if has_failed:
             failed.append(process)
     if failed and (len(calls) > 1 or any(blocks[p] != blocks[failed[0]] for p in blocks)):
@@ -331,7 +342,9 @@ def _decision(said: Mapping[int, str], decide: Callable[[Sequence[str]], str]) -
             failures = {str(p): texts[p] for p in failed if blocks[p] == outermost}
             return json.dumps(["failed", json.dumps([len(outermost), failures])])
     if len(calls) > 1:
-        where = ", ".join(f"{processes_text(them)} in {call}" for call, them in calls.items())
+        where = ", ".join(
+            f"{processes_text(them)} in {called[call]}" for call, them in calls.items()
+        )
         return json.dumps(
             [
                 "error",
@@ -352,7 +365,7 @@ def _read(answer: str, processes: tuple[int, ...]) -> str:
     if kind:
         error = ShardingError(text)
         # What all processes know of ends the blocks that they are in, without another word.
-        raise _leaving(_open.blocks if processes == _everyone() else [], error)
+        raise _leaving(_open.blocks if processes == everyone() else [], error)
     return str(text)
 
 
@@ -360,10 +373,3 @@ def _leaving(blocks: Sequence[_Block], failure: Exception) -> Exception:
     for block in blocks:
         block.failure = failure
     return failure
-
-
-def _absent(process: int, said_in: str) -> str:
-    return (
-        f"process {process} of {jax.process_count()} has not come to {said_in} within "
-        f"{PATIENCE_SECONDS:.0f} s. Every process must make the same calls in the same order."
-    )

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from penzai_shard.array_kinds import is_traced
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.library_apis.jax_api import is_weakly_typed
-from penzai_shard.processes.agreement import refuse_differences
+from penzai_shard.processes.differences import refuse_differences
 
 _FIX = (
     "Give every process the same whole array, made from the same seed or file. To give each "
@@ -100,6 +100,33 @@ def processes_of(sharding: Sharding) -> tuple[int, ...]:
     """
     devices: Any = sharding.device_set
     return tuple(sorted({device.process_index for device in devices}))
+
+
+def layout_text(sharding: Any) -> str:
+    """How a sharding lays an array out, and on which devices, in words that tell any two apart.
+
+    >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    >>> mesh = Mesh(np.array(jax.devices()), ("data",))
+    >>> layout_text(NamedSharding(mesh, PartitionSpec("data")))
+    "P('data',) over data=8"
+    """
+    if not isinstance(sharding, NamedSharding):
+        return str(sharding)
+    lengths = ", ".join(f"{axis}={length}" for axis, length in sharding.mesh.shape.items())
+    text = f"{sharding.spec} over {lengths}"
+    order = [device.id for device in sharding.mesh.devices.flat]
+    # Said where it may differ between processes that name the same mesh axes.
+    return (
+        text
+        if order == sorted(order) and len(order) == jax.device_count()
+        else (f"{text}, devices {_digest(order)}")
+    )
+
+
+def _digest(numbers: Sequence[int]) -> str:
+    if len(numbers) <= 16:
+        return ", ".join(map(str, numbers))
+    return hashlib.blake2b(repr(list(numbers)).encode(), digest_size=6).hexdigest()
 
 
 def host_data(value: Any) -> np.ndarray:

@@ -1,9 +1,14 @@
-"""Runs a function in several processes of one job on loopback; as a program, one of them.
+"""Runs a function in several processes of one job on loopback; as a program, starts them.
 
 The function is one of those in ``programs.py``, or of another module here. It gets the arguments,
 and returns something that JSON can hold. Every process has its share of eight simulated devices.
+
+Importing JAX and the libraries on it takes longer than most jobs: one program imports them, and is
+forked for each process before JAX has any devices.
 """
 
+import atexit
+import functools
 import importlib
 import json
 import os
@@ -14,17 +19,46 @@ import sys
 import tempfile
 import time
 
-HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parent.parent
+ROOT = pathlib.Path(__file__).parent.parent.parent
 ATTEMPTS = 3
+
+
+class Starter:
+    """The program that has imported all, and is forked."""
+
+    def __init__(self):
+        environment = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
+        self._program = subprocess.Popen(
+            [sys.executable, "-m", "tests.processes.jobs"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            cwd=ROOT,
+            text=True,
+        )
+        atexit.register(self.stop)
+
+    def ask(self, *request):
+        self._program.stdin.write(json.dumps(request) + "\n")
+        self._program.stdin.flush()
+        return json.loads(self._program.stdout.readline())
+
+    def stop(self):
+        self._program.stdin.close()
+        self._program.wait()
+        self._program.stdout.close()
+
+
+@functools.cache
+def starter():
+    return Starter()
 
 
 class Job:
     """A job that was started. A context manager: at its end no process is left.
 
     Attributes:
-        processes: The processes, that of number 0 first.
-        folder: Where they write what they print and what they return.
+        folder: Where the processes write what they print and what they return.
     """
 
     def __init__(self, function, arguments, processes, devices, heartbeat, folder):
@@ -32,33 +66,32 @@ class Job:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        environment = dict(
-            os.environ,
-            XLA_FLAGS=f"--xla_force_host_platform_device_count={devices // processes}",
-            JAX_PLATFORMS="cpu",
-            PYTHONPATH=str(ROOT),
-            # Of several processes only the first one writes to the cache of compiled programs.
-            PYTHONUNBUFFERED="1",
-        )
-        self.processes = []
-        for number in range(processes):
-            command = [sys.executable, __file__, str(port), str(processes), str(number)]
-            command += [str(heartbeat), function, json.dumps(arguments), str(self.folder)]
-            with open(self.folder / f"printed.{number}", "w") as printed:
-                self.processes.append(
-                    subprocess.Popen(
-                        command, stdout=printed, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
-                    )
-                )
+        flags = f"--xla_force_host_platform_device_count={devices // processes}"
+        given = [port, processes, heartbeat, function, arguments, str(folder), flags]
+        self._pids = [starter().ask("start", number, *given) for number in range(processes)]
+        self._began = time.monotonic()
+        self._ended = {}
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        for number, pid in enumerate(self._pids):
+            if self.status(number) is None:
+                starter().ask("kill", pid)
+
+    def status(self, number):
+        """The exit status of a process; None while it runs."""
+        if number not in self._ended:
+            status = starter().ask("poll", self._pids[number])
+            if status is None:
+                return None
+            self._ended[number] = status, time.time()
+        return self._ended[number][0]
+
+    def ended_at(self, number):
+        """When a process had ended, by ``time.time``."""
+        return self._ended[number][1]
 
     def printed(self, number):
         return (self.folder / f"printed.{number}").read_text(errors="replace")
@@ -66,12 +99,13 @@ class Job:
     def wait(self, seconds):
         """The exit status of each process; None for one that did not end in time."""
         ends = time.monotonic() + seconds
-        while time.monotonic() < ends and any(p.poll() is None for p in self.processes):
-            time.sleep(0.05)
-        return [process.poll() for process in self.processes]
+        numbers = range(len(self._pids))
+        while time.monotonic() < ends and None in [self.status(n) for n in numbers]:
+            time.sleep(0.02)
+        return [self.status(number) for number in numbers]
 
     def results(self):
-        paths = [self.folder / f"result.{number}.json" for number in range(len(self.processes))]
+        paths = [self.folder / f"result.{number}.json" for number in range(len(self._pids))]
         return [json.loads(path.read_text()) for path in paths]
 
 
@@ -92,22 +126,64 @@ def run(function, arguments=(), processes=2, devices=8, seconds=240):
     return None
 
 
-def main(port, count, number, heartbeat, function, arguments, folder):
+def process(number, port, count, heartbeat, function, arguments, folder, flags):
+    """What a process of a job does."""
     import jax
 
-    if int(count) > 1:
+    os.environ["XLA_FLAGS"] = flags
+    if count > 1:
         jax.distributed.initialize(
             f"127.0.0.1:{port}",
-            int(count),
-            int(number),
+            count,
+            number,
             initialization_timeout=120,
-            heartbeat_timeout_seconds=int(heartbeat),
+            heartbeat_timeout_seconds=heartbeat,
         )
     module, _, name = function.rpartition(".")
     program = getattr(importlib.import_module(f"tests.processes.{module or 'programs'}"), name)
-    result = program(*json.loads(arguments))
+    result = program(*arguments)
     (pathlib.Path(folder) / f"result.{number}.json").write_text(json.dumps(result))
 
 
+def serve():
+    """Starts, polls and kills as it is asked to; in a process of a job, gives what it is to do."""
+    for module in ("programs", "training_programs"):
+        importlib.import_module(f"tests.processes.{module}")
+    importlib.import_module("orbax.checkpoint.experimental.v1")
+    statuses = {}
+    for line in sys.stdin:
+        asked, *given = json.loads(line)
+        answer = None
+        if asked == "start":
+            sys.stdout.flush()
+            answer = os.fork()
+            if not answer:
+                return given
+        elif asked == "poll":
+            pid, status = (given[0], None)
+            if pid not in statuses:
+                pid, status = os.waitpid(pid, os.WNOHANG)
+                if pid:
+                    statuses[pid] = os.waitstatus_to_exitcode(status)
+            answer = statuses.get(given[0])
+        else:
+            os.kill(given[0], 9)
+            os.waitpid(given[0], 0)
+        print(json.dumps(answer), flush=True)
+    return None
+
+
+def main():
+    given = serve()
+    if given is None:
+        return
+    number, *rest = given
+    with open(pathlib.Path(rest[5]) / f"printed.{number}", "w") as printed:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for own, kept in ((nothing, 0), (printed.fileno(), 1), (printed.fileno(), 2)):
+            os.dup2(own, kept)
+    process(number, *rest)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

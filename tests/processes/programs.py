@@ -20,6 +20,7 @@ from penzai_shard.cli import processes as cli_processes
 from penzai_shard.cli.main import main
 from penzai_shard.errors import ShardingError
 from penzai_shard.library_apis import orbax_api
+from penzai_shard.library_apis.treescope_api import shown_parts
 from penzai_shard.processes import any_process, failing_together, on_first_process
 
 
@@ -256,7 +257,7 @@ def with_a_full_disk(act):
 
 def surface(folder):
     """What else a job does: initialisers, placing, trainers, steps, checkpoints, and views."""
-    me = jax.process_index()
+    me, count = jax.process_index(), jax.process_count()
     mesh = pzs.make_mesh({"data": 4, "model": 2})
     numbers = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
     key = jax.random.key(0)
@@ -306,8 +307,13 @@ def surface(folder):
     views = [repr(placed), repr(state), state._repr_html_(), trainer._repr_html_()]
     with treescope.active_autovisualizer.set_scoped(treescope.ArrayAutovisualizer()):
         views.append(treescope.render_to_html(state))
-    views.append(treescope.render_to_text(state))
     assert all(view.strip() for view in views)
+    if me == count - 1:
+        # In one process alone: no other has to take part.
+        views += _views_of_one_process(placed["w"])
+    edited = pzs.Recipe(pzs.wrap(Doubling, pzs.Checkpointed)).apply(Doubling())
+    same = pzs.check_equivalent(Doubling(), edited, placed["w"], gradients=False)
+    other_function = pzs.check_equivalent(Doubling(), Halving(), placed["w"], gradients=False)
 
     path = f"{folder}/own"
     pzs.save_params(path, weights)
@@ -318,7 +324,8 @@ def surface(folder):
     assert doubled.sharding.spec == PartitionSpec("data")
     return {
         "losses": [own, float(aux["loss"])],
-        "view": views[-1],
+        "view": treescope.render_to_text(state),
+        "equivalent": [bool(same), bool(other_function)],
         "other seeds": refused(
             lambda: pzs.sharded_init(
                 lambda k: named(jax.random.normal(k, (8, 8))),
@@ -336,12 +343,43 @@ def surface(folder):
         ),
         "exists": refused(lambda: pzs.save_params(path, weights)),
         "nothing there": refused(
-            lambda: pzs.restore_params(path if me else f"{path}_not", weights, mesh, {})
+            lambda: pzs.restore_params(path if me else f"{path}_not", weights, local, {})
         ),
         "other input": refused(
             lambda: step(state, x=pz.nx.wrap(jax.device_put(numbers, jax.local_devices()[0])))
         ),
     }
+
+
+def _views_of_one_process(array):
+    """A plan and views of arrays, small and large, of which this process has one half."""
+    whole = pz.nx.NamedArray.wrap(np.arange(64.0).reshape(8, 8)).tag("a", "b")
+    shown, is_here = shown_parts(array.data_array, None, (None, 2))
+    # The third column stands for those in the middle.
+    assert is_here.tolist() == [[False] * 5] * 4 + [[True, True, False, True, True]] * 4
+    numbers = np.concatenate([s.data for s in array.data_array.addressable_shards[::2]])
+    np.testing.assert_array_equal(shown[4:], np.insert(numbers[:, [0, 1, 6, 7]], 2, 0, axis=1))
+    large = jax.ShapeDtypeStruct((800, 800), "float32", sharding=array.data_array.sharding)
+    large = jax.make_array_from_callback(
+        large.shape, large.sharding, lambda index: np.ones((200, 800), "float32")
+    )
+    model = {"small": array, "large": pz.nx.wrap(large, "a", "b"), "own": whole}
+    views = [
+        str(pzs.make_plan(model, array.data_array.sharding.mesh, {"a": "data"})),
+        treescope.render_to_html(treescope.render_array(array)),
+        treescope.render_to_html(treescope.render_array(large)),
+        treescope.render_to_text(model),
+    ]
+    with treescope.active_autovisualizer.set_scoped(treescope.ArrayAutovisualizer()):
+        views.append(treescope.render_to_html(model))
+    assert all(views)
+    return views
+
+
+@pz.pytree_dataclass
+class Halving(pz.nn.Layer):
+    def __call__(self, x, **side_inputs):
+        return x * 0.5
 
 
 @pz.pytree_dataclass

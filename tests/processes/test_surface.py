@@ -17,6 +17,10 @@ def test_trainers_and_steps_take_what_every_process_has_whole(found):
         assert each["losses"] == pytest.approx([np.mean((numbers @ numbers) ** 2)] * 2, rel=1e-5)
 
 
+def test_an_edit_is_checked_on_arrays_of_several_processes(found):
+    assert [each["equivalent"] for each in found] == [[True, False]] * 2
+
+
 def test_a_state_of_several_processes_is_shown_by_treescope(found):
     for each in found:
         assert each["view"].startswith("TrainState(")

@@ -1,10 +1,12 @@
 """Arrays in the one form in which those of two models are compared, whatever their layout is."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.named_leaves import NamedLeaf, leaves_of
 
@@ -25,10 +27,20 @@ def is_on_this_host(array: Any) -> bool:
 
 
 def to_numpy(array: Any) -> np.ndarray:
-    """An array on the host; a random key as its bits."""
+    """An array on the host; a random key as its bits.
+
+    One on devices of several processes is gathered on all of them, which all have to ask for.
+    """
     if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
+    if not is_on_this_host(array) and not array.is_fully_replicated:
+        array = _gathering(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)
     return np.asarray(array)
+
+
+@functools.lru_cache(maxsize=64)
+def _gathering(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def widest(array: np.ndarray) -> np.ndarray:

@@ -1,0 +1,144 @@
+"""Checkpoints of several processes: who takes part, who reads and writes what, and who dies."""
+
+import json
+import pathlib
+import re
+
+import jax
+import pytest
+
+import penzai_shard as pzs
+from tests.processes import checkpoint_programs, jobs
+
+DEATHS = (("saving", 1), ("restoring", 0), ("stepping", 1))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """What two processes of four devices saved, and how many bytes each of them wrote."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+    return folder, jobs.run("checkpoint_programs.save", [folder])
+
+
+def test_each_process_writes_its_part_and_replicated_arrays_are_written_once(saved):
+    _, written = saved
+    sizes = {name: array.nbytes for name, (array, _) in checkpoint_programs.numbers().items()}
+    by_process = [written[0][f"ocdbt.process_{number}"] for number in (0, 1)]
+    half = sizes["split"] / 2
+    # Random numbers are compressed by a few percent.
+    assert all(0.85 * half < size < half + sizes["whole"] + 20_000 for size in by_process)
+    assert sum(by_process) < sum(sizes.values()) + 20_000
+
+
+def test_what_two_processes_saved_is_restored_exactly_by_one(saved):
+    checkpoint_programs.restore(saved[0])
+
+
+def test_four_processes_restore_it_exactly_and_each_reads_its_part(saved):
+    read = jobs.run("checkpoint_programs.restore", [saved[0]], processes=4)
+    sizes = {name: array.nbytes for name, (array, _) in checkpoint_programs.numbers().items()}
+    replicated = sizes["whole"] + sizes["half"] + sizes["count"]
+    # A device of two reads the columns of rows that a device of the same process has too.
+    assert max(read) < sizes["split"] / 2 + replicated + 100_000
+
+
+@pytest.mark.parametrize(("when", "victim"), DEATHS)
+def test_a_process_that_dies_ends_the_others_with_one_message_and_loses_nothing(
+    saved, tmp_path, when, victim
+):
+    folder, _ = saved
+    survivor = 1 - victim
+    name = "checkpoint_programs.dying"
+    # Two processes of two devices, which first restore what two of four devices saved.
+    with jobs.Job(name, [folder, when, victim], 2, 4, 100, tmp_path) as job:
+        statuses = job.wait(120)
+        assert statuses[victim] == -9, job.printed(victim)
+        assert statuses[survivor] == 75, job.printed(survivor)
+        died_at = float(re.search(r"dies at ([\d.]+)", job.printed(victim))[1])
+        assert job.ended_at(survivor) - died_at < 30
+        lines = [line for line in job.printed(survivor).splitlines() if "[Gloo]" not in line]
+    doing = {"saving": "saving a checkpoint to", "restoring": "restoring the checkpoint at"}
+    doing = f", in the midst of {doing[when]} {folder}/{when}." if when in doing else ". "
+    assert lines[-1].startswith(
+        f"penzai-shard: process {victim} of 2 is gone: it was killed, or its machine cannot be "
+        f"reached. Process {survivor} of 2 ends too{doing}"
+    )
+    # Where process 0 dies, JAX has begun to say so itself, in many lines.
+    assert len(lines) == 1 or victim == 0
+    mesh = pzs.make_mesh({"data": 8})
+    path = f"{folder}/{when}"
+    wanted = checkpoint_programs.model_of()
+    checkpoint_programs.assert_equal(pzs.restore_params(path, wanted, mesh, {}), wanted)
+    pzs.save_params(path, wanted, overwrite=True)
+    assert [p.name for p in pathlib.Path(folder).iterdir() if when in p.name] == [when]
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory):
+    """What each process found, what it printed last, and its exit status."""
+    folder = tmp_path_factory.mktemp("shared")
+    with jobs.Job("checkpoint_programs.taking_part", [str(folder)], 2, 8, 100, folder) as job:
+        statuses = job.wait(200)
+        printed = [job.printed(0), job.printed(1)]
+        ended = [job.ended_at(0), job.ended_at(1)]
+    paths = [folder / f"found.{number}.json" for number in (0, 1)]
+    assert all(path.exists() for path in paths), printed
+    return [json.loads(path.read_text()) for path in paths], printed, statuses, ended
+
+
+def test_one_process_that_saves_or_restores_alone_says_who_is_missing_and_where_that_one_is(taken):
+    (first, last), *_ = taken
+    for here, name, doing, absent in (
+        (first, "first saves", "saving", 1),
+        (last, "last saves", "saving", 0),
+        (first, "first restores", "restoring", 1),
+    ):
+        text = here[name]
+        assert f"process {absent} of 2 has not come to {doing} a checkpoint (/" in text
+        assert "/params) within 1 s: it is at " in text
+        assert "in works_on: time.sleep(3)  # Something else." in text
+        assert "several_processes(patience_seconds=300)" in text
+        assert here[f"{name}: seconds"] < 15
+
+
+def test_processes_that_do_different_things_are_told_what_each_of_them_does(taken):
+    for each in taken[0]:
+        text = each["save and restore"]
+        assert "process 0 in saving a checkpoint (/" in text
+        assert "process 1 in restoring a checkpoint (/" in text
+        assert "process 1 in shall we stop" in each["save and any"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("saved paths", r"path: process 0: /\S+/a; process 1: /\S+/b\. All processes save one"),
+        ("saved overwrite", r"overwrite: process 0: True; process 1: False"),
+        ("saved kinds", r"what is saved: process 0: params; process 1: train_state"),
+        ("saved names", r"names: process 0: count, half, split, whole; process 1: split, whole\."),
+        ("saved dtypes", r"whole: process 0: float32\(.*; process 1: float16\("),
+        ("saved layouts", r"split: process 0: .*'data', 'model'.*; process 1: .*P\('model',\)"),
+        ("paths", r"path: process 0: /\S+/params; process 1: /\S+/other\. Give the same path"),
+        ("models", r"names: process 0: count, half, split, whole; process 1: split, whole\."),
+        ("dtypes", r"whole: process 0: float32\(.*; process 1: float16\("),
+        ("rules", r"split: process 0: .*'data', 'model'.*; process 1: .*P\('model',\)"),
+        ("meshes", r"over data=4, model=2; process 1: .*over model=2, data=4\."),
+        ("options", r"options: process 0: .*on_extra='error'.*; process 1: .*on_extra='ignore'"),
+        ("unshared", r"process 1 does not see what process 0 writes there.*that they share"),
+    ],
+)
+def test_what_differs_between_processes_is_refused_by_name_in_all_of_them(taken, name, said):
+    for each in taken[0]:
+        assert re.search(said, each[name]), each[name]
+
+
+def test_one_that_is_done_is_not_waited_for(taken):
+    _, (first, last), statuses, ended = taken
+    assert statuses == [1, 75]
+    text = "process 1 of 2 has not come to saving a checkpoint (/"
+    assert text in first
+    assert "it is at the end of its program" in first
+    assert f"process 0 failed: ShardingError: {text}" in last
+    said_at = float(re.search(r"said at ([\d.]+)", first)[1])
+    assert max(ended) - said_at < 20
+    assert not jax.distributed.is_initialized()
