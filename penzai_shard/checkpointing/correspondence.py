@@ -5,7 +5,7 @@ The steps: names (``name_matching``), the part that is asked for, blocks stacked
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from penzai_shard.checkpointing.array_records import ArrayRecord
 from penzai_shard.checkpointing.block_conversion import (
@@ -17,9 +17,16 @@ from penzai_shard.checkpointing.block_conversion import (
 from penzai_shard.checkpointing.comparison import RESTORING_STATE, Tolerance, Wording, compare
 from penzai_shard.checkpointing.name_matching import (
     EVERYTHING,
+    PARAMETERS,
     Selection,
     matched_names,
     matched_state_names,
+)
+from penzai_shard.checkpointing.name_suggestions import suggested_names
+
+_OTHERS_FIX = "If it is to have another value, name it in except_."
+_NOTHING_IN_COMMON = (
+    "Nothing in the checkpoint has a name of the model's. Pass names= if it calls them otherwise."
 )
 
 
@@ -95,7 +102,8 @@ def correspond(
     ({'new': 'old'}, ('more',))
     """
     stored = tolerance.renamed(stored)
-    match = matched_state_names if wording is RESTORING_STATE else matched_names
+    is_state = wording is RESTORING_STATE
+    match = matched_state_names if is_state else matched_names
     names = match(
         stored,
         {**wanted, **dict.fromkeys(other_forms(wanted))},
@@ -109,29 +117,29 @@ def correspond(
     also = _nothing_for(others, wording) if others and not part.has_others else []
     conversions, problems = find_conversions(records, wanted)
     also += problems
-    active = [c for c in conversions if not {*others}.issuperset(c.wanted)]
+    idle = [c for c in conversions if not any(name in part.selection for name in c.wanted)]
+    active = [c for c in conversions if c not in idle]
     if tolerance.on_block_mismatch == "error":
         also += conversion_problems(active)
-    converted = {name: c for c in active for name in c.wanted}
+    converted = {name for c in active for name in c.wanted}
+    if part.has_others:
+        wording = dataclasses.replace(wording, missing_fix=_OTHERS_FIX)
     if part.has_others and part.selection.is_everything:
         lacking = [name for name in chosen if name not in records and name not in converted]
         # Nothing at all is not a part.
-        others += lacking if len(lacking) < len(chosen) else []
-    to_read: dict[str, ArrayRecord] = {}
-    for name, record in wanted.items():
-        if name in others:
-            continue
-        if name in converted:
-            as_stored = converted[name].as_stored(record)
-            to_read.update(dict.fromkeys(converted[name].stored, as_stored))
+        if len(lacking) == len(chosen):
+            also.append(_NOTHING_IN_COMMON)
         else:
-            to_read[name] = record
-    not_chosen = {name for c in conversions if c not in active for name in c.stored}
+            others += lacking
+    to_read = _to_read(wanted, set(others), active)
+    not_asked_for = {name for conversion in idle for name in conversion.stored}
     records = {
         name: record
         for name, record in records.items()
-        if name in to_read or (name in part.selection and name not in not_chosen)
+        if name in to_read or (name in part.selection and name not in not_asked_for)
     }
+    if not tolerance.names:
+        also = _renamed(records, to_read, PARAMETERS if is_state else "") + also
     orders = compare(
         records,
         to_read,
@@ -149,6 +157,49 @@ def correspond(
         tuple(others),
         tuple(n for n in records if n not in to_read and part.selection.is_everything),
     )
+
+
+def _renamed(
+    records: Mapping[str, ArrayRecord], to_read: Mapping[str, ArrayRecord], start: str
+) -> list[str]:
+    """The rules for names with which what is stored would fit, if some have changed.
+
+    Args:
+        records: What is stored.
+        to_read: What is wanted.
+        start: What stands before the names that rules are for.
+    """
+    left, missing = (
+        {
+            name.removeprefix(start): record
+            for name, record in one.items()
+            if name not in other and name.startswith(start)
+        }
+        for one, other in ((records, to_read), (to_read, records))
+    )
+    rules = suggested_names(left, missing)
+    if not rules:
+        return []
+    return [f"Arrays of the same axes and sizes have other names: pass names={rules}."]
+
+
+def _to_read(
+    wanted: Mapping[str, ArrayRecord],
+    others: Collection[str],
+    conversions: Iterable[BlockConversion],
+) -> dict[str, ArrayRecord]:
+    """What is wanted of the checkpoint, in the form in which it is stored there."""
+    converted = {name: conversion for conversion in conversions for name in conversion.wanted}
+    found: dict[str, ArrayRecord] = {}
+    for name, record in wanted.items():
+        if name in others:
+            continue
+        if name in converted:
+            as_stored = converted[name].as_stored(record)
+            found.update(dict.fromkeys(converted[name].stored, as_stored))
+        else:
+            found[name] = record
+    return found
 
 
 def _nothing_for(others: Collection[str], wording: Wording) -> list[str]:

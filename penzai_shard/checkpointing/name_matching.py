@@ -30,7 +30,8 @@ _SHOWN_READINGS = 3
 _MOST_READINGS = 1000
 
 
-_PARAMETERS = "params/"
+# What the names of the parameters in a train state begin with.
+PARAMETERS = "params/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +175,10 @@ def matched_state_names(
     """
     if not names:
         return matched_names(stored, wanted, names)
-    of_params = [n.removeprefix(_PARAMETERS) for n in stored if n.startswith(_PARAMETERS)]
+    of_params = [n.removeprefix(PARAMETERS) for n in stored if n.startswith(PARAMETERS)]
     taken = matched_names(
         of_params,
-        [n.removeprefix(_PARAMETERS) for n in wanted if n.startswith(_PARAMETERS)],
+        [n.removeprefix(PARAMETERS) for n in wanted if n.startswith(PARAMETERS)],
         names,
         leave_unknown=leave_unknown,
         source=source,

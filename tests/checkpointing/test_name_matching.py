@@ -7,7 +7,9 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
+from penzai_shard.checkpointing.array_records import ArrayRecord
 from penzai_shard.checkpointing.name_matching import Selection, matched_names
+from penzai_shard.checkpointing.name_suggestions import suggested_names
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError
 from penzai_shard.tree_paths import path_matches, wildcard_texts
 
@@ -257,6 +259,43 @@ def test_renamed_arrays_are_all_found(drawn, others):
     names = dict(rule for rule, _ in drawn)
     assert matched_names(list(pairs.values()), list(pairs), names) == pairs
     assert expected(list(pairs.values()), list(pairs), names) == pairs
+
+
+def records(names, shape=(2,)):
+    return dict.fromkeys(names, ArrayRecord(shape, "float32", ("a",) * len(shape)))
+
+
+@pytest.mark.parametrize(
+    ("left", "missing", "rules"),
+    [
+        (LAYERS, BLOCKS, {}),
+        (
+            LAYERS,
+            [f"net/block_{i}/mlp/w" for i in range(3)],
+            {"model/layers/*/**": "net/block_*/**"},
+        ),
+        (["a/up/w", "a/down/w"], ["b/up/w", "b/down/w"], {"a/**": "b/**"}),
+        (["a/0/w", "q/v"], ["b/0/w", "r/v"], {"a/**": "b/**", "q/**": "r/**"}),
+        (
+            ["net/Linear.weight"],
+            ["net/Linear.weights"],
+            {"net/Linear/weight": "net/Linear/weights"},
+        ),
+        (["q"], ["w"], {}),
+        (["a/w", "c/w"], ["b/w"], {"a/**": "b/**"}),
+        ([], ["a"], {}),
+    ],
+)
+def test_the_fewest_rules_are_suggested_that_fit(left, missing, rules):
+    assert suggested_names(records(left), records(missing)) == rules
+    found = matched_names(left, missing, rules)
+    assert not rules or set(missing) <= found.keys()
+
+
+def test_no_rule_is_suggested_for_arrays_that_differ():
+    assert suggested_names(records(["a/w"]), records(["b/w"], (3,))) == {}
+    left = records(["a/w"]) | records(["a/v"], (3,))
+    assert suggested_names(left, records(["b/w", "b/v"])) == {}
 
 
 def test_a_selection_is_what_only_matches_and_except_does_not():

@@ -173,6 +173,20 @@ def test_other_names_of_blocks_and_only_some_of_them():
     assert list(unstack_blocks(made, within="x", **options)) == list(values)
 
 
+def test_blocks_are_in_the_order_of_their_numbers(tmp_path, wide):
+    values = {f"block_{i}/w": pz.nx.wrap(jnp.full(2, i), "a") for i in reversed(range(12))}
+    (stack,) = stack_blocks(values).values()
+    np.testing.assert_array_equal(stack.data_array[:, 0], range(12))
+    path = save_params(tmp_path / "params", values)
+    restored = restore_params(path, {"blocks/w": stack * 0}, wide, {}, on_block_mismatch="convert")
+    np.testing.assert_array_equal(restored["blocks/w"].data_array[:, 0], range(12))
+    path = save_params(tmp_path / "stack", {"blocks/w": stack})
+    restored = restore_params(path, values, wide, {}, on_block_mismatch="convert")
+    assert {name: int(value.data_array[0]) for name, value in restored.items()} == {
+        f"block_{i}/w": i for i in range(12)
+    }
+
+
 def test_sharded_arrays_stay_sharded(single, wide):
     placed = place(param_dict(single), wide, {"embedding": "data", "neurons": "model"})
     made = stack_blocks(placed)
