@@ -13,6 +13,7 @@ from penzai_shard.checkpoint_reports import (
     compare_checkpoints,
     describe_checkpoint,
     describe_run,
+    verify_checkpoint,
 )
 from penzai_shard.checkpointing import (
     CheckpointManager,
@@ -27,7 +28,6 @@ from penzai_shard.checkpointing import (
     save_train_state,
     stack_blocks,
     unstack_blocks,
-    verify_checkpoint,
     with_params,
 )
 from penzai_shard.errors import (

@@ -14,6 +14,7 @@ from penzai_shard.checkpoint_reports.run_description import (
     is_run,
 )
 from penzai_shard.checkpoint_reports.stored_arrays import StoredArray
+from penzai_shard.checkpoint_reports.verification import verify_checkpoint
 
 __all__ = [
     "ArrayDifference",
@@ -27,4 +28,5 @@ __all__ = [
     "describe_checkpoint",
     "describe_run",
     "is_run",
+    "verify_checkpoint",
 ]

@@ -60,7 +60,7 @@ class CheckpointComparison(Report):
 
     Attributes:
         paths: Where the two are.
-        kinds: What they are: ``"params"``, ``"train_state"`` or ``"orbax"``.
+        kinds: What they are: ``"params"``, ``"train_state"``, ``"orbax"`` or ``"safetensors"``.
         differences: The arrays in which they differ.
         same: The names of the arrays whose axes, sizes, dtypes and values are the same.
         not_compared: The names of the arrays that are alike, of whose values not both have
@@ -77,8 +77,8 @@ class CheckpointComparison(Report):
 
     @property
     def are_different(self) -> bool:
-        """Whether they are known to differ, in an array or in what they are."""
-        return bool(self.differences) or self.kinds[0] != self.kinds[1]
+        """Whether they differ in an array, or one is a train state and the other is not."""
+        return bool(self.differences) or _has_one_state(self.kinds)
 
     @property
     def are_equal(self) -> bool:
@@ -186,7 +186,7 @@ def compare_checkpoints(first: PathLike, second: Any) -> CheckpointComparison | 
     """Compares a checkpoint with another one or with a model, without reading an array.
 
     Args:
-        first: A checkpoint.
+        first: A checkpoint, or safetensors files.
         second: Another checkpoint; or what it shall be restored into, concrete or abstract: a
             model, a dictionary of named arrays, or a ``TrainState``.
 
@@ -233,7 +233,7 @@ def compare_checkpoints(first: PathLike, second: Any) -> CheckpointComparison | 
 def _compared(first: CheckpointContents, second: CheckpointContents) -> CheckpointComparison:
     paths, kinds = (first.path, second.path), (first.kind, second.kind)
     notes = []
-    if "train_state" in kinds and kinds[0] != kinds[1]:
+    if _has_one_state(kinds):
         first, second = (c.parameters() if c.kind == "train_state" else c for c in (first, second))
         notes.append("of the train state the parameters were compared")
     ours, theirs = ({a.name: a.record for a in each.arrays} for each in (first, second))
@@ -252,6 +252,14 @@ def _compared(first: CheckpointContents, second: CheckpointContents) -> Checkpoi
     return CheckpointComparison(
         paths, kinds, tuple(differences), tuple(same), tuple(not_compared), tuple(notes)
     )
+
+
+def _has_one_state(kinds: tuple[str, str]) -> bool:
+    """Whether one of two is a train state and the other has parameters alone.
+
+    What plain Orbax wrote may be either.
+    """
+    return "train_state" in kinds and ("params" in kinds or "safetensors" in kinds)
 
 
 def _notes(first: Mapping[str, ArrayRecord], second: Mapping[str, ArrayRecord]) -> Iterator[str]:

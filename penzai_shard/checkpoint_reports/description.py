@@ -125,7 +125,8 @@ def describe_checkpoint(path: PathLike) -> CheckpointDescription:
     """What a checkpoint holds; no array of it is read, and no device is used.
 
     Args:
-        path: A checkpoint of parameters or of a train state, or one that plain Orbax wrote.
+        path: A checkpoint of parameters or of a train state, or one that plain Orbax wrote; or a
+            safetensors file, its index, or a directory with either.
 
     Returns:
         Names, logical axes, shapes, dtypes, sizes and the shardings at save. It prints as a
@@ -135,7 +136,7 @@ def describe_checkpoint(path: PathLike) -> CheckpointDescription:
         CheckpointNotFoundError: There is no checkpoint at the path.
         CheckpointDamagedError: What the checkpoint says of its arrays is not as it was saved.
         CheckpointMismatchError: It has a format that this version does not read.
-        MissingExtraError: Orbax is not installed.
+        MissingExtraError: Orbax is not installed, or safetensors.
 
     >>> import tempfile
     >>> from penzai import pz

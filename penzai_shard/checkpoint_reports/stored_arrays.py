@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,20 @@ import jax
 from jax.sharding import PartitionSpec
 
 from penzai_shard.checkpointing.array_records import ArrayRecord
-from penzai_shard.checkpointing.locations import PathLike
+from penzai_shard.checkpointing.locations import PathLike, absolute_path, is_remote
 from penzai_shard.checkpointing.manifest import SECTION, Manifest, read_manifest
 from penzai_shard.library_apis.orbax_api import SavedSharding, saved_metadata, saved_sharding
 from penzai_shard.partition_specs import canonical_spec
+from penzai_shard.pretrained.safetensors_header import SUFFIX
+from penzai_shard.pretrained.tensor_files import SafetensorsReader, open_tensors
+from penzai_shard.pretrained.weight_locations import INDEX_SUFFIX
 
-KINDS = {"params": "parameters", "train_state": "train state", "orbax": "plain Orbax checkpoint"}
+KINDS = {
+    "params": "parameters",
+    "train_state": "train state",
+    "orbax": "plain Orbax checkpoint",
+    "safetensors": "safetensors files",
+}
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
@@ -43,7 +52,7 @@ class CheckpointContents:
 
     Attributes:
         path: Where it is.
-        kind: ``"params"``, ``"train_state"`` or ``"orbax"``.
+        kind: ``"params"``, ``"train_state"``, ``"orbax"`` or ``"safetensors"``.
         arrays: Its arrays, in the order of the checkpoint.
         saved: When it was saved; None where that was not kept.
         metadata: What its writer has noted beside the arrays.
@@ -74,8 +83,10 @@ def contents_of(path: PathLike) -> CheckpointContents:
         CheckpointNotFoundError: There is no checkpoint at the path.
         CheckpointDamagedError: It is not as it was saved.
         CheckpointMismatchError: It has a format that this version does not read.
-        MissingExtraError: Orbax is not installed.
+        MissingExtraError: Orbax is not installed, or safetensors.
     """
+    if are_weights(path):
+        return _contents_of_files(open_tensors(path))
     manifest = read_manifest(path)
     time, metadata = saved_metadata(manifest.directory)
     descriptions = {
@@ -94,6 +105,40 @@ def contents_of(path: PathLike) -> CheckpointContents:
         else datetime.datetime.fromtimestamp(time // 10**9, datetime.UTC),
         metadata=_of_others(manifest, metadata),
         caveat=_caveat(manifest),
+    )
+
+
+def are_weights(path: PathLike) -> bool:
+    """Whether a path has safetensors files, or is one, and not an Orbax checkpoint.
+
+    >>> are_weights("run/params")
+    False
+    """
+    where = absolute_path(path)
+    if is_remote(where) or not os.path.exists(where):
+        return False
+    names = os.listdir(where) if os.path.isdir(where) else [where]
+    return any(name.endswith((SUFFIX, SUFFIX + INDEX_SUFFIX)) for name in names)
+
+
+def record_of_tensor(reader: SafetensorsReader, name: str) -> ArrayRecord:
+    """What is known of a tensor: without names of its axes unless ``save_safetensors`` wrote it."""
+    tensor = reader.tensors[name]
+    return reader.records.get(name) or ArrayRecord(tensor.shape, tensor.dtype)
+
+
+def _contents_of_files(reader: SafetensorsReader) -> CheckpointContents:
+    newest = max(os.path.getmtime(file) for file in reader.files)
+    names = list(map(os.path.basename, reader.files))
+    files = names[0] if len(names) == 1 else f"{len(names)}, {names[0]} to {names[-1]}"
+    has_axes = all(name in reader.records for name in reader.tensors)
+    return CheckpointContents(
+        path=reader.where,
+        kind="safetensors",
+        arrays=tuple(StoredArray(name, record_of_tensor(reader, name)) for name in reader.tensors),
+        saved=_EPOCH + datetime.timedelta(seconds=int(newest)),
+        metadata={"files": files},
+        caveat="" if has_axes else "it has no logical axis names and no checksums",
     )
 
 

@@ -50,7 +50,7 @@ class VerificationTable(FindingsTable):
 _MEANINGS = {
     "damaged": "are not those that were saved",
     "unreadable": "cannot be read",
-    "unchecked": "can be read; no checksum to compare them with",
+    "unchecked": "are not checked: no checksum was kept",
 }
 
 
@@ -60,7 +60,7 @@ class CheckpointVerification(Report):
 
     Attributes:
         path: Where it is.
-        kind: ``"params"`` or ``"train_state"``; None if plain Orbax wrote it.
+        kind: ``"params"`` or ``"train_state"``, or ``"safetensors"``; None if plain Orbax wrote it.
         arrays: All its arrays.
         caveat: What could not be checked, in words; empty if all could.
     """
@@ -92,8 +92,12 @@ class CheckpointVerification(Report):
             collapse: Show arrays that differ only in the numbers in their names as one row.
         """
         groups: dict[tuple[str, ...], list[str]] = {}
+        # Where nothing can be checked, the verdict says it of all.
+        shown = {"damaged", "unreadable"}
+        if len(self.unchecked) < len(self.arrays):
+            shown.add("unchecked")
         for each in self.arrays:
-            if each.finding == "ok":
+            if each.finding not in shown:
                 continue
             found = _MEANINGS[each.finding] + (f": {each.reason}" if each.reason else "")
             place = folding_key(each.name) if collapse else each.name
@@ -111,7 +115,7 @@ class CheckpointVerification(Report):
         if self.damaged:
             return f"DAMAGED: {len(self.damaged):,} of {total}"
         if self.unchecked:
-            return f"readable, but not checked: {len(self.unchecked):,} of {total}"
+            return f"not checked, as no checksums were kept: {len(self.unchecked):,} of {total}"
         return f"as it was saved: {total}"
 
     def to_json(self) -> str:

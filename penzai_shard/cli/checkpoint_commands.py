@@ -15,8 +15,8 @@ from penzai_shard.checkpoint_reports import (
     describe_checkpoint,
     describe_run,
     is_run,
+    verify_checkpoint,
 )
-from penzai_shard.checkpointing import verify_checkpoint
 from penzai_shard.cli.model_references import ModelReference
 from penzai_shard.errors import CheckpointDamagedError, RuleTypeError
 from penzai_shard.text_tables import Report
@@ -40,7 +40,9 @@ def add_checkpoint_commands(commands: Any) -> None:
         "penzai-shard checkpoint show run/step_00000100",
     )
     show.add_argument(
-        "path", metavar="PATH", help="the checkpoint's directory, or the folder of a run"
+        "path",
+        metavar="PATH",
+        help="a checkpoint's directory, the folder of a run, or safetensors files",
     )
     show.set_defaults(run=_show)
     diff = _action(

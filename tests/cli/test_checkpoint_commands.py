@@ -149,7 +149,7 @@ def test_what_has_no_checksums_is_said_not_to_be_checked(shell, folder):
     orbax_api.orbax().save(folder / "without", {"w": jnp.ones(3)})
     status, printed, _ = shell("verify", "without")
     assert status == 2
-    assert printed.startswith("readable, but not checked: 1 of 1 array")
+    assert printed.startswith("not checked, as no checksums were kept: 1 of 1 array")
 
 
 MODELS = {
