@@ -177,7 +177,8 @@ def _renamed(
         }
         for one, other in ((records, to_read), (to_read, records))
     )
-    rules = suggested_names(left, missing)
+    # What is said of a single array has a rule of its own.
+    rules = suggested_names(left, missing) if len(missing) > 1 else {}
     if not rules:
         return []
     return [f"Arrays of the same axes and sizes have other names: pass names={rules}."]
