@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from penzai_shard.checkpointing.orbax_store import BegunSave
 from penzai_shard.library_apis.python_api import before_threads_end
+from penzai_shard.processes import before_job_ends
 
 # Those of which nobody has waited for the end yet.
 _unfinished: dict["BackgroundSave", None] = {}
@@ -61,6 +62,7 @@ def _report_at_exit() -> None:
     if not _is_registered:
         _is_registered = True
         before_threads_end(_wait_for_all)
+        before_job_ends(_wait_for_all)
 
 
 _is_registered = False

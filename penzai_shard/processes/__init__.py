@@ -14,7 +14,7 @@ from penzai_shard.processes.agreement import (
     totals_of_processes,
 )
 from penzai_shard.processes.differences import begin_together, refuse_differences
-from penzai_shard.processes.job import several_processes, under_way
+from penzai_shard.processes.job import before_job_ends, several_processes, under_way
 from penzai_shard.processes.own_parts import Parts, array_of_parts, parts_along
 from penzai_shard.processes.whole_values import (
     checksum_of,
@@ -29,6 +29,7 @@ __all__ = [
     "Parts",
     "any_process",
     "array_of_parts",
+    "before_job_ends",
     "begin_together",
     "checksum_of",
     "failing_together",

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -125,6 +125,7 @@ def several_processes(
 def _initialize(
     coordinator: str | None, processes: int | None, process_id: int | None, heartbeat: int
 ) -> None:
+    at = f"at {coordinator}" if coordinator else "where JAX has found it to be"
     # On loopback nobody else should reach the service.
     is_local = coordinator is not None and coordinator.startswith(("127.", "localhost:"))
     try:
@@ -148,12 +149,13 @@ def _initialize(
                 "anything that touches them, such as jax.devices(), jnp.ones() or make_mesh()."
             ) from error
         what = (
-            f"cannot serve at {coordinator}: the port may be in use. Choose another one"
+            f"cannot serve {at}: the port may be in use. Choose another one"
             if "RPC server" in str(error)
-            else f"cannot reach process 0 at {coordinator}. Start all {processes} processes, with "
-            "the same address"
+            else f"cannot reach process 0 {at}. Start all {processes or ''}".rstrip()
+            + " processes, with the same address"
         )
-        raise ShardingError(f"process {process_id} {what}. JAX says: {error}") from error
+        who = "this process" if process_id is None else f"process {process_id}"
+        raise ShardingError(f"{who} {what}. JAX says: {error}") from error
 
 
 class _Job:
@@ -182,7 +184,9 @@ class _Job:
         send_message(f"{_TOPIC}/joined/{self.me}", "", replaces=True)
 
     def end(self, shut_down: bool) -> None:
-        """Waits for all others, and leaves the job."""
+        """Ends what is still under way, waits for all others, and leaves the job."""
+        for act in _before_end:
+            act()
         if self.me == 0:
             send_message(_done(0), "", replaces=True)
             for other in range(1, self.count):
@@ -315,6 +319,7 @@ class _Job:
 
 
 _job: _Job | None = None
+_before_end: list[Callable[[], None]] = []
 _joining = threading.Lock()
 
 
@@ -339,6 +344,15 @@ def joined(patience: float | None = None) -> _Job:
         if patience is not None:
             _job.patience = patience
         return _job
+
+
+def before_job_ends(act: Callable[[], None]) -> None:
+    """Has a function called at the end of ``several_processes``, while processes can still agree.
+
+    Args:
+        act: The function; it should not raise.
+    """
+    _before_end.append(act)
 
 
 @contextlib.contextmanager

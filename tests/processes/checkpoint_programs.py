@@ -78,10 +78,16 @@ def assert_equal(restored, wanted):
 
 
 def save(folder):
-    """Saves parameters and a train state, and gives the bytes that each process wrote."""
+    """Saves parameters and train states, and gives the bytes that each process wrote."""
     model = pzs.place(model_of(), mesh(), RULES)
     pzs.save_params(f"{folder}/exact_params", model)
-    pzs.save_train_state(f"{folder}/exact_state", changed(state_of(model_of())))
+    state = changed(state_of(model_of()))
+    pzs.save_train_state(f"{folder}/exact_state", state)
+    pzs.save_safetensors(f"{folder}/exact_weights", model)
+    manager = pzs.CheckpointManager(f"{folder}/run")
+    manager.save(1, state)
+    # Waited for where the job ends.
+    manager.save(2, state)
     return {
         directory.name: sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
         for directory in pathlib.Path(f"{folder}/exact_params").rglob("ocdbt.process_*")
@@ -89,18 +95,29 @@ def save(folder):
 
 
 def restore(folder):
-    """Restores both, whoever saved them, compares every number, and gives the bytes it read."""
+    """Restores all, whoever saved it, compares every number, and gives the bytes read for one."""
     wanted = model_of(jnp.zeros_like)
     before = _bytes_read()
     restored = pzs.restore_params(f"{folder}/exact_params", wanted, mesh(), RULES)
     read = _bytes_read() - before
-    assert_equal(restored, model_of())
-    spec = restored["split"].data_array.sharding.spec
-    assert spec == jax.sharding.PartitionSpec("data", "model")
-    state = state_of(wanted)
-    restored = pzs.restore_train_state(f"{folder}/exact_state", state)
-    assert_equal(restored, changed(state_of(model_of())))
+    loaded = pzs.load_safetensors(f"{folder}/exact_weights", mesh(), RULES, into=wanted)
+    for model in (restored, loaded):
+        assert_equal(model, model_of())
+        spec = model["split"].data_array.sharding.spec
+        assert spec == jax.sharding.PartitionSpec("data", "model")
+    state, saved = state_of(wanted), changed(state_of(model_of()))
+    assert_equal(pzs.restore_train_state(f"{folder}/exact_state", state), saved)
+    manager = pzs.CheckpointManager(f"{folder}/run")
+    assert manager.steps() == [1, 2]
+    assert_equal(manager.restore(state), saved)
     return read
+
+
+def restore_damaged(folder):
+    """Restores what is whole, and then what is not in a part that one process alone reads."""
+    read = restore(folder)
+    model = model_of(jnp.zeros_like)
+    return read, refused(lambda: pzs.restore_params(f"{folder}/damaged", model, mesh(), RULES))
 
 
 def _bytes_read():

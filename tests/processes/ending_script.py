@@ -1,9 +1,8 @@
-"""One of the processes that ``penzai-shard run`` starts: it works, and ends in some way.
+"""One of the processes that ``penzai-shard run`` starts: it works, and one of them fails.
 
-Usage: ending_script.py HOW PROCESS: that process ends so, the others go on.
+Usage: ending_script.py PROCESS: that process fails, the others go on.
 """
 
-import os
 import sys
 
 import jax
@@ -13,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import penzai_shard as pzs
 
 
-def main(how, victim):
+def main(victim):
     mesh = pzs.make_mesh({"data": 4})
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.make_array_from_callback((4,), sharding, lambda index: np.ones(4, np.float32)[index])
@@ -22,8 +21,6 @@ def main(how, victim):
         jax.block_until_ready(total(x))
         if turn == 3 and jax.process_index() == int(victim):
             print("about to end", flush=True)
-            if how == "killed":
-                os.kill(os.getpid(), 9)
             raise ValueError("this cannot go on")
 
 

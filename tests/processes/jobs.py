@@ -8,6 +8,7 @@ forked for each process before JAX has any devices.
 """
 
 import atexit
+import contextlib
 import functools
 import importlib
 import json
@@ -61,13 +62,13 @@ class Job:
         folder: Where the processes write what they print and what they return.
     """
 
-    def __init__(self, function, arguments, processes, devices, heartbeat, folder):
+    def __init__(self, function, arguments, processes, devices, folder, begun_by="jax"):
         self.folder = pathlib.Path(folder)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         flags = f"--xla_force_host_platform_device_count={devices // processes}"
-        given = [port, processes, heartbeat, function, arguments, str(folder), flags]
+        given = [port, processes, begun_by, function, arguments, str(folder), flags]
         self._pids = [starter().ask("start", number, *given) for number in range(processes)]
         self._began = time.monotonic()
         self._ended = {}
@@ -109,12 +110,12 @@ class Job:
         return [json.loads(path.read_text()) for path in paths]
 
 
-def run(function, arguments=(), processes=2, devices=8, seconds=240):
+def run(function, arguments=(), processes=2, devices=8, seconds=240, begun_by="jax"):
     """What the function returned in each process."""
     for attempt in range(ATTEMPTS):
         with (
             tempfile.TemporaryDirectory() as folder,
-            Job(function, list(arguments), processes, devices, 100, folder) as job,
+            Job(function, list(arguments), processes, devices, folder, begun_by) as job,
         ):
             statuses = job.wait(seconds)
             if statuses == [0] * processes:
@@ -126,22 +127,57 @@ def run(function, arguments=(), processes=2, devices=8, seconds=240):
     return None
 
 
-def process(number, port, count, heartbeat, function, arguments, folder, flags):
-    """What a process of a job does."""
+CLUSTERS = {
+    "slurm": {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_NODELIST": "localhost,elsewhere[02-03]",
+        "SLURM_NTASKS": "{count}",
+        "SLURM_PROCID": "{number}",
+        "SLURM_LOCALID": "{number}",
+    },
+    "open mpi": {
+        "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1,10.148.0.1:34911",
+        "OMPI_COMM_WORLD_SIZE": "{count}",
+        "OMPI_COMM_WORLD_RANK": "{number}",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "{number}",
+    },
+}
+"""What these tell each process through its environment, as JAX reads it."""
+
+
+def begin(number, port, count, begun_by):
+    """Makes this process one of the job, as its script would do; gives what the script is within.
+
+    Args:
+        number: The number of the process.
+        port: Where the first one serves.
+        count: How many there are.
+        begun_by: ``"jax"``, for ``jax.distributed.initialize`` alone; or a cluster of which
+            ``several_processes`` is to find out everything.
+    """
     import jax
 
+    import penzai_shard as pzs
+
+    if begun_by == "jax":
+        if count > 1:
+            jax.distributed.initialize(
+                f"127.0.0.1:{port}", count, number, initialization_timeout=120
+            )
+        return contextlib.nullcontext()
+    os.environ["JAX_COORDINATOR_PORT"] = str(port)
+    for name, text in CLUSTERS[begun_by].items():
+        os.environ[name] = text.format(number=number, count=count)
+    return pzs.several_processes()
+
+
+def process(number, port, count, begun_by, function, arguments, folder, flags):
+    """What a process of a job does."""
     os.environ["XLA_FLAGS"] = flags
-    if count > 1:
-        jax.distributed.initialize(
-            f"127.0.0.1:{port}",
-            count,
-            number,
-            initialization_timeout=120,
-            heartbeat_timeout_seconds=heartbeat,
-        )
-    module, _, name = function.rpartition(".")
-    program = getattr(importlib.import_module(f"tests.processes.{module or 'programs'}"), name)
-    result = program(*arguments)
+    with begin(number, port, count, begun_by):
+        module, _, name = function.rpartition(".")
+        module = importlib.import_module(f"tests.processes.{module or 'programs'}")
+        result = getattr(module, name)(*arguments)
     (pathlib.Path(folder) / f"result.{number}.json").write_text(json.dumps(result))
 
 

@@ -8,7 +8,7 @@ from tests.processes import jobs
 @pytest.fixture(scope="module")
 def found():
     """What each process of a job found; that its own checks passed is part of it."""
-    return jobs.run("batches")
+    return jobs.run("batches", begun_by="open mpi")
 
 
 def test_processes_give_their_parts_or_the_same_whole_and_all_are_refused_together(found):

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shutil
 
 import jax
 import pytest
@@ -17,7 +18,8 @@ DEATHS = (("saving", 1), ("restoring", 0), ("stepping", 1))
 def saved(tmp_path_factory):
     """What two processes of four devices saved, and how many bytes each of them wrote."""
     folder = str(tmp_path_factory.mktemp("saved"))
-    return folder, jobs.run("checkpoint_programs.save", [folder])
+    # It finds out by itself that it is a job of SLURM.
+    return folder, jobs.run("checkpoint_programs.save", [folder], begun_by="slurm")
 
 
 def test_each_process_writes_its_part_and_replicated_arrays_are_written_once(saved):
@@ -34,12 +36,23 @@ def test_what_two_processes_saved_is_restored_exactly_by_one(saved):
     checkpoint_programs.restore(saved[0])
 
 
-def test_four_processes_restore_it_exactly_and_each_reads_its_part(saved):
-    read = jobs.run("checkpoint_programs.restore", [saved[0]], processes=4)
+def test_four_processes_restore_it_exactly_each_its_part_and_all_refuse_what_one_finds_damaged(
+    saved,
+):
+    folder, _ = saved
+    damaged = pathlib.Path(shutil.copytree(f"{folder}/exact_params", f"{folder}/damaged"))
+    # The largest file that process 1 wrote begins with the rows of "split" that it has.
+    file = max(damaged.rglob("ocdbt.process_1/d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    found = jobs.run("checkpoint_programs.restore_damaged", [folder], processes=4)
     sizes = {name: array.nbytes for name, (array, _) in checkpoint_programs.numbers().items()}
-    replicated = sizes["whole"] + sizes["half"] + sizes["count"]
-    # A device of two reads the columns of rows that a device of the same process has too.
-    assert max(read) < sizes["split"] / 2 + replicated + 100_000
+    rest = sum(sizes.values()) - sizes["split"]
+    for read, message in found:
+        assert read < sizes["split"] / 4 + rest + 100_000
+        assert message.startswith("CheckpointDamagedError: ")
+        assert "split: " in message
 
 
 @pytest.mark.parametrize(("when", "victim"), DEATHS)
@@ -50,7 +63,7 @@ def test_a_process_that_dies_ends_the_others_with_one_message_and_loses_nothing(
     survivor = 1 - victim
     name = "checkpoint_programs.dying"
     # Two processes of two devices, which first restore what two of four devices saved.
-    with jobs.Job(name, [folder, when, victim], 2, 4, 100, tmp_path) as job:
+    with jobs.Job(name, [folder, when, victim], 2, 4, tmp_path) as job:
         statuses = job.wait(120)
         assert statuses[victim] == -9, job.printed(victim)
         assert statuses[survivor] == 75, job.printed(survivor)
@@ -77,7 +90,7 @@ def test_a_process_that_dies_ends_the_others_with_one_message_and_loses_nothing(
 def taken(tmp_path_factory):
     """What each process found, what it printed last, and its exit status."""
     folder = tmp_path_factory.mktemp("shared")
-    with jobs.Job("checkpoint_programs.taking_part", [str(folder)], 2, 8, 100, folder) as job:
+    with jobs.Job("checkpoint_programs.taking_part", [str(folder)], 2, 8, folder) as job:
         statuses = job.wait(200)
         printed = [job.printed(0), job.printed(1)]
         ended = [job.ended_at(0), job.ended_at(1)]

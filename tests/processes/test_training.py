@@ -75,7 +75,7 @@ def test_a_job_that_was_killed_goes_on_from_its_last_checkpoint_with_the_same_lo
 
     killed = run("5")
     assert killed.returncode == 128 + signal.SIGKILL, killed.stderr
-    assert "process 1 of 2 was ended by SIGKILL. Ending the others." in killed.stderr
+    assert "process 0 of 2 was ended by SIGKILL. Ending the others." in killed.stderr
     assert (tmp_path / "run" / "step_00000002").exists()
     assert not results.exists()
     assert run().returncode == 0
