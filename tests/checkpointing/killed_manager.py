@@ -124,7 +124,7 @@ def main(directory, count, seed=0):
     done = begun = 0
     problems, newest = [], []
     for number in range(count + 1):
-        killed = (moments.randint(1, 12), moments.uniform(0, 0.2)) if number < count else None
+        killed = (moments.randint(1, 12), moments.uniform(0, 1)) if number < count else None
         for kind, _, text in in_a_process(folder, done, begun, killed):
             if kind == "begun":
                 begun = int(text)
