@@ -113,7 +113,9 @@ class PreparedSave:
 
 @dataclasses.dataclass(frozen=True)
 class BegunSave:
-    """A save that is being written, and does not refer to the arrays any more.
+    """A save that is being written, while the arrays may be donated.
+
+    It does not refer to them. Orbax does, until it has written what it copied.
 
     Attributes:
         where: The absolute path.
