@@ -31,7 +31,7 @@ def problems_of_files(directory: Any) -> list[str]:
     return [
         f"{file.relative_to(directory)}: {problem}."
         for file in _files(directory)
-        if (problem := _problem_of(file))
+        if (problem := problem_of_file(file))
     ]
 
 
@@ -44,8 +44,12 @@ def _files(directory: pathlib.Path) -> Iterator[pathlib.Path]:
         folders[:] = [name for name in folders if not re.fullmatch(orbax_api.FILE_NAMES, name)]
 
 
-def _problem_of(file: pathlib.Path) -> str:
-    """Why something cannot be read as a file; empty if it can."""
+def problem_of_file(file: pathlib.Path) -> str:
+    """Why something cannot be read as a file; empty if it can.
+
+    >>> problem_of_file(pathlib.Path("/"))
+    'is not a file, but a directory'
+    """
     try:
         kind = stat.S_IFMT(file.stat().st_mode)
     except OSError as error:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from penzai_shard.checkpointing.comparison import DtypeMismatch, Extra
 from penzai_shard.checkpointing.locations import PathLike
 from penzai_shard.checkpointing.name_matching import NameRules, matched_names
-from penzai_shard.errors import RuleTypeError, warn_caller
+from penzai_shard.errors import RuleTypeError, raised_by_the_call, warn_caller
 from penzai_shard.planning import PlacingRequest, ShardingPlan
 from penzai_shard.pretrained.byte_progress import byte_progress
 from penzai_shard.pretrained.conversion import converted_model
@@ -26,6 +26,7 @@ from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 Missing = Literal["error", "keep"]
 
 
+@raised_by_the_call
 def load_safetensors(
     path_or_dir: PathLike,
     mesh: Mesh | ShardingPlan | None = None,

@@ -18,6 +18,7 @@ import ml_dtypes  # noqa: F401 (NumPy knows bfloat16 and float8 by name once it 
 import numpy as np
 
 from penzai_shard.checkpointing.array_records import ArrayRecord
+from penzai_shard.checkpointing.file_kinds import problem_of_file
 from penzai_shard.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
@@ -237,6 +238,8 @@ def read_config(config: Any, where: str) -> tuple[Mapping[str, Any], str]:
         "Give one, config={...} or config='path/config.json'; or fill a model of your own, "
         "into=model."
     )
+    if path.exists() and (problem := problem_of_file(path)):
+        raise CheckpointNotFoundError(f"the configuration {path} {problem}. {advice}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
