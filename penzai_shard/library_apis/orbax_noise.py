@@ -12,7 +12,18 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 _LOGGERS = ("absl", "asyncio")
+_NOT_BEGUN = "coroutine '_read_array_index_and_device_put' was never awaited"
 _QUIET_SECONDS, _MOST_SECONDS = 0.05, 1.0
+
+
+class _Here(threading.local):
+    """Whether this thread is in a block without noise, and whether anything has failed there."""
+
+    is_held = False
+    has_failed = False
+
+
+_here = _Here()
 
 
 @contextlib.contextmanager
@@ -20,11 +31,21 @@ def without_noise(before: Collection[threading.Thread] | None = None) -> Iterato
     """Keeps Orbax from logging, hundreds of lines long, what is raised as one error anyway.
 
     Its threads and event loops report the same failure one after the other. What is logged is
-    passed on once all went well, and what other threads log at once.
+    passed on once all went well, and what other threads log at once. Within another such block of
+    the same thread it does nothing, so that a row of failures is cleared away once.
 
     Args:
         before: The threads that ran before Orbax began, if it began before this.
     """
+    if _here.is_held:
+        try:
+            yield
+        except BaseException:
+            _here.has_failed = True
+            # Reads that had not begun warn whenever they are collected, which may be soon.
+            warnings.filterwarnings("ignore", _NOT_BEGUN, RuntimeWarning)
+            raise
+        return
     held: list[logging.LogRecord] = []
     others = {*(threading.enumerate() if before is None else before)} - {threading.current_thread()}
 
@@ -38,19 +59,24 @@ def without_noise(before: Collection[threading.Thread] | None = None) -> Iterato
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     for logger in loggers:
         logger.addFilter(hold)
+    _here.is_held, _here.has_failed = True, False
     try:
         with _abandoned_reads() as count:
             try:
                 yield
             except BaseException:
-                # Tasks of a failed read or write, of which only the first error was raised, report
-                # theirs to the log of asyncio when they are collected: now, not at any later time.
-                _collect()
-                _wait_until_quiet(count)
-                _collect()
-                held.clear()
+                _here.has_failed = True
                 raise
+            finally:
+                if _here.has_failed:
+                    # Tasks of a failed read or write, of which only the first error was raised,
+                    # report theirs to asyncio's log when they are collected: now, not later.
+                    _collect()
+                    _wait_until_quiet(count)
+                    _collect()
+                    held.clear()
     finally:
+        _here.is_held = False
         for logger in loggers:
             logger.removeFilter(hold)
         for record in held:

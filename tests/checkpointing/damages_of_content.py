@@ -66,7 +66,8 @@ def _(rng: np.random.Generator, save: Save) -> Drawn:
             elif "values" in mine:
                 mine["values"], other["values"] = other["values"], mine["values"]
 
-        edit_entries(copy, exchange, checksums=True)
+        # Whoever makes the checksum of an entry anew with another's values forges a checkpoint.
+        edit_entries(copy, exchange, checksums="values" not in what)
         if what == "storage and values":
             store = StoredArrays(copy)
             pairs = ((first, second), (second, first))
@@ -77,7 +78,7 @@ def _(rng: np.random.Generator, save: Save) -> Drawn:
                     for key in store.chunks(other)
                 }
             )
-            editing.seal_anew(copy)
+        editing.seal_anew(copy)
 
     return (first, second), f"{what} of {first} and {second}", edit
 
@@ -221,7 +222,8 @@ def _json_changed(rng: np.random.Generator, save: Save, file: str, *, checksums:
     def edit(content: Any) -> None:
         FIELDS[what](editing.at(content, place[:-1]), place[-1], np.random.default_rng(seed))
 
-    names = (file, *(name for name in save.arrays if any(name in str(part) for part in place)))
+    names = (file, *map(str, place))
+    names += tuple(name for name in save.arrays if any(name in str(part) for part in place))
     if checksums or file == METADATA:
         names = (*names, *entries_of(save))
     where = f"{'/'.join(map(str, place))} {what}{', checksums anew' if checksums else ''}"

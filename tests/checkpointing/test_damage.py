@@ -6,8 +6,10 @@ or it is refused by this library.
 
 import gc
 import json
+import os
 import pathlib
 import shutil
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -277,37 +279,91 @@ def test_damage_of_a_train_state_is_refused(tmp_path, wide):
             restore(path, like, wide, {})
 
 
-def twenty_harmless_things(path, tmp_path):
+def in_place(path):
+    """Things done to a copy that do not harm it, by name."""
+
+    def foreign_files():
+        for name in ("notes.txt", ".DS_Store", "state/.nfs0001", "state/d/.snapshot"):
+            (path / name).write_text("text")
+        (path / "logs").mkdir()
+        (path / "logs" / "events.json").write_bytes(b"\xff{")
+
+    def foreign_things():
+        os.mkfifo(path / "pipe")
+        os.mkfifo(path / "state" / "d" / "pipe")
+        (path / "loop").symlink_to(".")
+        (path / "state" / "loop").symlink_to("..")
+        (path / "nowhere").symlink_to("missing")
+        (path / "lost+found").mkdir(mode=0)
+
+    def link_files_elsewhere():
+        store = path.parent / "blobs"
+        for number, file in enumerate(files_of(path)):
+            store.mkdir(exist_ok=True)
+            file.rename(store / f"{number}")
+            file.symlink_to(store / f"{number}")
+
+    def link_directory_elsewhere():
+        (path / "state").rename(path.parent / "state elsewhere")
+        (path / "state").symlink_to(path.parent / "state elsewhere")
+
+    def make_read_only():
+        for entry in (*path.rglob("*"), path):
+            entry.chmod(0o555 if entry.is_dir() else 0o444)
+
+    def touch():
+        for entry in path.rglob("*"):
+            os.utime(entry, (0, 0))
+
+    return [
+        foreign_files,
+        foreign_things,
+        link_files_elsewhere,
+        link_directory_elsewhere,
+        make_read_only,
+        touch,
+    ]
+
+
+def twenty_harmless_things(path, tmp_path, monkeypatch):
     """Places at which the checkpoint is after something was done that does not harm it."""
     yield path
     yield f"{path}/"
-    yield shutil.copytree(path, tmp_path / "copied")
-    yield shutil.copytree(path, tmp_path / "with.dots and spaces")
-    yield shutil.copytree(path, tmp_path / "deep" / "er" / "params")
+    yield f"{path.parent}/../{path.parent.name}/./{path.name}"
+    monkeypatch.chdir(path.parent)
+    yield path.name
+    monkeypatch.setenv("HOME", str(path.parent))
+    yield f"~/{path.name}"
+    for name in ("copied", "with.dots and spaces", "deep/er/params", "100%20#1?", "é\n'\"$(x)"):
+        yield shutil.copytree(path, tmp_path / name)
     moved = shutil.copytree(path, tmp_path / "to_move")
     yield moved.rename(tmp_path / "moved")
-    link = tmp_path / "link"
-    link.symlink_to(path)
-    yield link
-    extra = shutil.copytree(path, tmp_path / "extra_files")
-    for name in ("notes.txt", ".DS_Store", "state/.nfs0001", "state/d/.snapshot"):
-        (extra / name).write_text("text")
-    (extra / "logs").mkdir()
-    yield extra
+    for number in range(len(in_place(path))):
+        folder = tmp_path / f"done{number}"
+        copy = shutil.copytree(path, folder / "copy")
+        in_place(copy)[number]()
+        yield copy
+    (tmp_path / "link").symlink_to(path)
+    yield tmp_path / "link"
+    (tmp_path / "folder").symlink_to(path.parent)
+    yield tmp_path / "folder" / path.name
     archive = shutil.make_archive(tmp_path / "archive", "gztar", path)
     shutil.unpack_archive(archive, tmp_path / "unpacked", filter="data")
     yield tmp_path / "unpacked"
-    without_times = shutil.copytree(path, tmp_path / "times", copy_function=shutil.copyfile)
-    yield without_times
-    read_only = shutil.copytree(path, tmp_path / "read_only")
-    for file in files_of(read_only):
-        file.chmod(0o444)
-    yield read_only
+    yield shutil.copytree(path, tmp_path / "times", copy_function=shutil.copyfile)
+    yield shutil.copytree(path, tmp_path / "hard_links", copy_function=os.link)
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+    ) as other:
+        yield shutil.copytree(path, f"{other}/params")
 
 
-def test_what_does_no_harm_is_not_refused(whole, tmp_path, wide, tall):
-    for path in twenty_harmless_things(whole, tmp_path):
+def test_what_does_no_harm_is_not_refused(whole, tmp_path, wide, tall, monkeypatch):
+    places = 0
+    for path in twenty_harmless_things(whole, tmp_path, monkeypatch):
         assert not is_refused(path, wide), path
+        places += 1
+    assert places > 20
     assert not is_refused(whole, tall)
     assert not is_refused(whole, jax.make_mesh((8,), ("data",)))
     assert not is_refused(whole, jax.make_mesh((1,), ("data",)))

@@ -13,21 +13,10 @@ from penzai import pz
 
 import penzai_shard as pzs
 from tests.checkpointing import checkpoint_editing as editing
-from tests.checkpointing.damage_verdicts import WRONG, made_saves, named, verdicts
+from tests.checkpointing.damage_verdicts import GOOD, SLOW, made_saves, named, verdicts
 from tests.checkpointing.damages import KINDS, Damage
 
 SEED = 1
-# Until every array has a checksum of its values.
-OF_VALUES = {
-    "a byte flipped in an array's data",
-    "an array of another checkpoint",
-    "directories of another checkpoint",
-    "the storage of two arrays exchanged",
-    "storage and entries of two arrays exchanged",
-    "chunks of an array changed",
-    "values of an array changed",
-    "the storage's description of an array changed",
-}
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +29,7 @@ def saves(tmp_path_factory):
 
 def test_every_kind_of_damage_is_refused_by_name_or_harmless(saves, tmp_path):
     found = list(verdicts(saves, tmp_path, SEED, len(KINDS)))
-    bad = [v for v in found if not v.is_good]
-    assert not [v for v in bad if v.what != WRONG or v.damage.kind not in OF_VALUES], bad
+    assert not [verdict for verdict in found if verdict.what not in (*GOOD, SLOW)]
     assert len(found) == len(KINDS) > 20
     assert sum(v.what == "refused" for v in found) > len(found) // 3
 
@@ -61,11 +49,11 @@ def test_an_edit_of_nothing_with_all_checksums_anew_changes_no_byte(saves):
         assert (path / file).read_bytes() == before[file], file
 
 
-def test_a_refusal_must_name_what_is_concerned(saves, tmp_path):
+def test_a_refusal_must_name_what_is_concerned(saves):
     damage = Damage("", saves[0].save, ("mlp/bias", "state/d/1f"), "", lambda path: None)
     for text in ("at /p: mlp/bias: changed", "at /p: state/d/1f is", "/p/state/d/1f: is"):
-        assert named(damage, text, "/p") == ("/p" in text)
-    for text in ("at /p: mlp/biases", "at /p: state/d/1f2", "mlp/bias: changed", "at /p: bias"):
+        assert named(damage, text, "/p")
+    for text in ("at /p: mlp/biases", "at /p: state/d/1f2", "at /p: bias"):
         assert not named(damage, text, "/p")
 
 
