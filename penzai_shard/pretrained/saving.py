@@ -41,7 +41,7 @@ from penzai_shard.pretrained.new_names import new_names
 from penzai_shard.pretrained.safetensors_header import DTYPES, METADATA, SUFFIX
 from penzai_shard.pretrained.weight_locations import INDEX, ONE_FILE
 from penzai_shard.pretrained.whole_arrays import whole_array
-from penzai_shard.processes import failing_together, on_first_process, refuse_differences
+from penzai_shard.processes import failing_together, on_first_process
 
 MAX_FILE_BYTES = 384 * 2**20
 """How large a file becomes by default: so much is in host memory at once."""
@@ -113,12 +113,6 @@ def save_safetensors(
     with failing_together("saving weights"):
         _refuse_existing(where, is_file, overwrite)
         arrays = _arrays_to_save(where, model, names, dtype)
-    refuse_differences(
-        "saving weights",
-        "the processes save to different paths:",
-        {"path": where},
-        "Give every process the same path, on a disk that they share.",
-    )
     refuse_other_arrays_elsewhere(
         where,
         {name: array.leaf for name, array in arrays.items()},

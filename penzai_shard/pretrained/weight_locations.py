@@ -61,6 +61,7 @@ def found_files(path: Any) -> WeightFiles:
         if place.name.endswith(INDEX_SUFFIX):
             return _indexed(where, place)
         if place.name.endswith(SUFFIX):
+            _refuse_one_of_several(where, place)
             return WeightFiles(where, (str(place),))
     if not place.is_dir():
         raise _not_found(where, place)
@@ -82,6 +83,19 @@ def found_files(path: Any) -> WeightFiles:
             "belongs together. Give the path of one file, or download the index too."
         )
     raise _not_found(where, place)
+
+
+def _refuse_one_of_several(where: str, place: pathlib.Path) -> None:
+    """Refuses a file that is one of several which an index beside it names."""
+    index = place.with_name(INDEX)
+    if not index.exists() or place.name == ONE_FILE:
+        return
+    files = {os.path.basename(file) for file in _indexed(where, index).files}
+    if place.name in files and len(files) > 1:
+        raise CheckpointNotFoundError(
+            f"{where} is one of {len(files)} files of a model, which belong together. Give "
+            f"their directory: {place.parent}"
+        )
 
 
 def _indexed(where: str, index: pathlib.Path) -> WeightFiles:

@@ -196,6 +196,7 @@ def test_a_path_without_weights_says_what_it_is_and_what_is_near(tmp_path, two_f
     (empty / "pytorch_model.bin").rename(empty / "model.gguf")
     refused(empty, "it has model.gguf, a format that is not read")
     refused(two_files / INDEX.replace("index", "indices"), "the path does not exist")
+    refused(two_files / FIRST, "is one of 2 files of a model, which belong together. Give their")
     (two_files / INDEX).unlink()
     refused(two_files, f"cannot tell which weights in .* are meant: it has {FIRST}, {SECOND}")
     snapshot = tmp_path / "models--org--name" / "snapshots" / "0f"
