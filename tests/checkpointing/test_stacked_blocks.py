@@ -18,6 +18,8 @@ from penzai_shard.checkpointing import (
     unstack_blocks,
     with_params,
 )
+from penzai_shard.checkpointing.array_records import ArrayRecord
+from penzai_shard.checkpointing.block_conversion import find_conversions
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError
 from penzai_shard.placement import abstract_model, place
 from penzai_shard.planning import make_plan
@@ -358,6 +360,67 @@ def test_blocks_of_another_number_are_refused(single_path, stack_path, wide):
     fewer = abstract_model(build_net, stacked=False, blocks=3)
     with pytest.raises(CheckpointMismatchError, match=r"has \(blocks=4, .* wants \(blocks=3, "):
         restore_params(stack_path, fewer, wide, RULES, **options)
+
+
+def test_a_stack_with_the_blocks_last_is_taken_apart(tmp_path, wide):
+    numbers = np.arange(24).reshape(2, 4, 3)
+    path = save_params(tmp_path / "params", {"blocks/w": pz.nx.wrap(numbers, "a", "b", "blocks")})
+    wanted = {f"block_{i}/w": pz.nx.zeros({"b": 4, "a": 2}, int) for i in range(3)}
+    options = {"on_block_mismatch": "convert", "on_axis_mismatch": "transpose"}
+    restored = restore_params(path, wanted, wide, {"b": "data"}, **options)
+    for i in range(3):
+        np.testing.assert_array_equal(restored[f"block_{i}/w"].data_array, numbers[:, :, i].T)
+    with pytest.raises(CheckpointMismatchError, match="same logical axes in another order"):
+        restore_params(path, wanted, wide, {"b": "data"}, on_block_mismatch="convert")
+
+
+def record(**axes):
+    return ArrayRecord(tuple(axes.values()), "float32", tuple(axes))
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "said"),
+    [
+        (
+            {"blocks/w": record(blocks=3, a=2)},
+            {"block_1/w": record(a=2), "block_2/w": record(a=2)},
+            "and the model wants block_1/w, block_2/w of them alone",
+        ),
+        (
+            {"blocks/w": record(blocks=2, a=2)},
+            {"block_0/w": record(a=2), "block_1/w": record(a=3)},
+            "the model's blocks differ: block_0/w is (a=2) float32; block_1/w is (a=3) float32",
+        ),
+        (
+            {"blocks/x/block_0/w": record(a=2), "block_0/x/blocks/w": record(a=2)},
+            {"blocks/x/blocks/w": record(blocks=1, a=2)},
+            "its blocks may be 'block_0/x/blocks/w' or 'blocks/x/block_0/w' and so on",
+        ),
+        (
+            {"blocks/x/block_0/w": record(blocks=1), "block_0/x/blocks/w": record(blocks=1)},
+            {"block_0/x/block_0/w": record()},
+            "2 stacked arrays of the checkpoint may hold it",
+        ),
+    ],
+)
+def test_conversions_that_are_not_clear_are_refused(stored, wanted, said):
+    problems = find_conversions(stored, wanted)[1]
+    assert len(problems) == 1
+    assert said in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        ({"block_0/w": record(a=2)}, {"blocks/w": record(a=2)}),
+        ({"blocks/w": record(blocks=1, a=2)}, {"blocks/w": record(blocks=1, a=2)}),
+        ({"blocks/w": record(a=2), "block_0/w": record(a=2)}, {"block_0/w": record(a=2)}),
+        ({"block_0/w": record(a=2)}, {"blocks/v": record(blocks=1, a=2)}),
+        ({"block_x/w": record(a=2)}, {"blocks/w": record(blocks=1, a=2)}),
+    ],
+)
+def test_nothing_is_converted_that_is_there_or_no_stack(stored, wanted):
+    assert find_conversions(stored, wanted) == ([], [])
 
 
 def test_one_block_of_a_stack_and_the_model_s_others(single, stack_path, wide):
