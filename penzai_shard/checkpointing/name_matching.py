@@ -6,6 +6,7 @@ can be read in two ways is refused.
 
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -166,23 +167,21 @@ def matched_state_names(
     """``matched_names`` for the arrays of train states.
 
     The rules are of the parameters' names. What an optimizer keeps for a parameter, under a path
-    that ends with its name, follows it.
+    that ends with its name, follows it. In a tree without parameters they are of all paths.
 
     >>> stored = ["step", "params/old", "opt_state/0/mu/old"]
     >>> wanted = ["step", "params/new", "opt_state/0/mu/new"]
     >>> matched_state_names(stored, wanted, {"old": "new"})
     {'step': 'step', 'params/new': 'params/old', 'opt_state/0/mu/new': 'opt_state/0/mu/old'}
     """
-    if not names:
-        return matched_names(stored, wanted, names)
+    match = functools.partial(
+        matched_names, names=names, leave_unknown=leave_unknown, source=source, target=target
+    )
     of_params = [n.removeprefix(PARAMETERS) for n in stored if n.startswith(PARAMETERS)]
-    taken = matched_names(
-        of_params,
-        [n.removeprefix(PARAMETERS) for n in wanted if n.startswith(PARAMETERS)],
-        names,
-        leave_unknown=leave_unknown,
-        source=source,
-        target=target,
+    if not names or not of_params:
+        return match(stored, wanted)
+    taken = match(
+        of_params, [n.removeprefix(PARAMETERS) for n in wanted if n.startswith(PARAMETERS)]
     )
     renamed: dict[str, str | None] = dict.fromkeys(of_params)
     renamed.update({stored_name: name for name, stored_name in taken.items()})
@@ -414,7 +413,8 @@ def _other_pattern(pattern: str, names: Collection[str]) -> str:
     Often a part is left out, or ``**`` stands within one, where it is no more than ``*``.
     """
     within = re.sub(r"(?<=[^./*])\*\*", "*/**", pattern)
-    for other in (within, f"{pattern}/**", f"**/{pattern}", f"**/{within}/**"):
+    alone = pattern.removeprefix(PARAMETERS)
+    for other in (within, f"{pattern}/**", f"**/{pattern}", f"**/{within}/**", alone):
         if count := sum(path_matches(other, name) for name in names):
             return f" Did you mean {other!r}, which matches {count:,} of {len(names):,}?"
     return _nearest(pattern, names)

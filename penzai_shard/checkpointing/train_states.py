@@ -11,7 +11,13 @@ from penzai import pz
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.checkpointing.array_records import record_of
 from penzai_shard.checkpointing.arrays_by_name import ArraysByName, shardings_by_name
-from penzai_shard.checkpointing.comparison import AxisMismatch, DtypeMismatch, Extra, Tolerance
+from penzai_shard.checkpointing.comparison import (
+    AxisMismatch,
+    BlockMismatch,
+    DtypeMismatch,
+    Extra,
+    Tolerance,
+)
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.name_matching import NameRules
 from penzai_shard.checkpointing.orbax_store import PreparedSave, prepare_save
@@ -109,6 +115,7 @@ def restore_train_state(
     on_extra: Extra = "error",
     rename_axes: Mapping[str, str] | None = None,
     names: NameRules | None = None,
+    on_block_mismatch: BlockMismatch = "error",
     on_indivisible: OnIndivisible = "error",
     on_unnamed: OnUnnamed = "error",
     verify: bool = True,
@@ -140,6 +147,8 @@ def restore_train_state(
             ``{"old": "new"}``.
         names: For patterns of the parameters' names in the checkpoint, their names in the state, as
             for ``restore_params``. What the optimizer keeps for a parameter follows it.
+        on_block_mismatch: ``"convert"`` stacks or unstacks the parameters of blocks, and what the
+            optimizer keeps for them, as for ``restore_params``.
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``, in all fields but ``root_rng``, which is replicated.
         verify: Whether to compare the numbers, as they are on the devices, with the checksums that
@@ -165,7 +174,9 @@ def restore_train_state(
             in format 2, without checksums of its numbers; or ``verify=False`` was passed.
     """
     absolute_path(path)
-    tolerance = Tolerance(on_axis_mismatch, on_dtype_mismatch, on_extra, rename_axes, names)
+    tolerance = Tolerance(
+        on_axis_mismatch, on_dtype_mismatch, on_extra, rename_axes, names, on_block_mismatch
+    )
     refuse_other_kinds("restore_train_state", train_state)
     state = ArraysByName(train_state, "restoring", without_inserted=True)
     if mesh is None and plan is None:

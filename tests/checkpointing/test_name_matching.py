@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 
 from penzai_shard.checkpointing.array_records import ArrayRecord
-from penzai_shard.checkpointing.name_matching import Selection, matched_names
+from penzai_shard.checkpointing.name_matching import Selection, matched_names, matched_state_names
 from penzai_shard.checkpointing.name_suggestions import suggested_names
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError
 from penzai_shard.tree_paths import path_matches, wildcard_texts
@@ -112,6 +112,27 @@ def test_a_pattern_that_can_be_read_without_end_ends():
     name = "/".join("a" * 30)
     with pytest.raises(CheckpointMismatchError, match="in several ways"):
         matched_names([name], [name], {"/".join(["**", "a"] * 15): "/".join(["**", "a"] * 15)})
+
+
+def test_rules_of_a_state_are_of_parameters_and_what_is_kept_for_them_follows():
+    stored = ["step", "params/a/w", "opt/mu/a/w", "opt/hyper/rate", "params/rate", "opt/mu/rate"]
+    wanted = ["step", "params/b/w", "opt/mu/b/w", "opt/hyper/rate", "params/r", "opt/mu/r"]
+    assert matched_state_names(stored, wanted, {"a/**": "b/**", "rate": "r"}) == {
+        "step": "step",
+        "params/b/w": "params/a/w",
+        "opt/mu/b/w": "opt/mu/a/w",
+        # Not a parameter's, though it is called like one.
+        "opt/hyper/rate": "opt/hyper/rate",
+        "params/r": "params/rate",
+        "opt/mu/r": "opt/mu/rate",
+    }
+    left = matched_state_names(stored, wanted, {"a/**": None, "rate": "r"})
+    assert left.keys() == {"step", "opt/hyper/rate", "params/r", "opt/mu/r"}
+    with pytest.raises(
+        CheckpointMismatchError, match=r"Did you mean 'a/\*\*', which matches 1 of 2"
+    ):
+        matched_state_names(stored, wanted, {"params/a/**": "params/b/**"})
+    assert matched_state_names(["x/a"], ["y/a"], {"x/*": "y/*"}) == {"y/a": "x/a"}
 
 
 # The definition, by trial: a wildcard stands for whatever makes the pattern the name.

@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
@@ -13,7 +14,9 @@ from penzai import pz
 from penzai_shard.checkpointing import (
     param_dict,
     restore_params,
+    restore_train_state,
     save_params,
+    save_train_state,
     stack_blocks,
     unstack_blocks,
     with_params,
@@ -23,6 +26,7 @@ from penzai_shard.checkpointing.block_conversion import find_conversions
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError
 from penzai_shard.placement import abstract_model, place
 from penzai_shard.planning import make_plan
+from penzai_shard.training import TrainState
 from tests.model_families import GLOBAL, transformer
 
 P = PartitionSpec
@@ -362,16 +366,43 @@ def test_blocks_of_another_number_are_refused(single_path, stack_path, wide):
         restore_params(stack_path, fewer, wide, RULES, **options)
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_what_an_optimizer_keeps_of_blocks_follows_them(tmp_path, single, wide, tall, stacked):
+    def state_of(model, added):
+        def more(x):
+            return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x + added
+
+        state = TrainState.initial_state(model, optax.adam(1e-2), jax.random.key(added))
+        return jax.tree.map(more, state)
+
+    values = {True: stack_blocks(param_dict(single)), False: param_dict(single)}
+    models = {kind: with_params(build_net(stacked=kind), values[kind]) for kind in (False, True)}
+    state = place(state_of(models[stacked], 3), wide, RULES)
+    path = save_train_state(tmp_path / "state", state)
+    other = state_of(build_net(stacked=not stacked), 0)
+    with pytest.raises(CheckpointMismatchError, match="Pass on_block_mismatch='convert'"):
+        restore_train_state(path, other, tall, RULES)
+    restored = restore_train_state(path, other, tall, RULES, on_block_mismatch="convert")
+    expected = state_of(models[not stacked], 3)
+    assert jax.tree.structure(restored.opt_state) == jax.tree.structure(expected.opt_state)
+    jax.tree.map(np.testing.assert_array_equal, restored.opt_state, expected.opt_state)
+    assert_same(numpy_of(param_dict(restored.model)), numpy_of(param_dict(expected.model)))
+
+
 def test_a_stack_with_the_blocks_last_is_taken_apart(tmp_path, wide):
     numbers = np.arange(24).reshape(2, 4, 3)
     path = save_params(tmp_path / "params", {"blocks/w": pz.nx.wrap(numbers, "a", "b", "blocks")})
-    wanted = {f"block_{i}/w": pz.nx.zeros({"b": 4, "a": 2}, int) for i in range(3)}
-    options = {"on_block_mismatch": "convert", "on_axis_mismatch": "transpose"}
-    restored = restore_params(path, wanted, wide, {"b": "data"}, **options)
-    for i in range(3):
-        np.testing.assert_array_equal(restored[f"block_{i}/w"].data_array, numbers[:, :, i].T)
+    rules, options = {"b": "data"}, {"on_block_mismatch": "convert"}
+    wanted = {f"block_{i}/w": pz.nx.zeros({"a": 2, "b": 4}, int) for i in range(3)}
+    restored = restore_params(path, wanted, wide, rules, **options)
+    turned = {f"block_{i}/w": pz.nx.zeros({"b": 4, "a": 2}, int) for i in range(3)}
     with pytest.raises(CheckpointMismatchError, match="same logical axes in another order"):
-        restore_params(path, wanted, wide, {"b": "data"}, on_block_mismatch="convert")
+        restore_params(path, turned, wide, rules, **options)
+    transposed = restore_params(path, turned, wide, rules, **options, on_axis_mismatch="transpose")
+    for i in range(3):
+        name = f"block_{i}/w"
+        np.testing.assert_array_equal(restored[name].data_array, numbers[:, :, i])
+        np.testing.assert_array_equal(transposed[name].data_array, numbers[:, :, i].T)
 
 
 def record(**axes):
