@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from penzai import pz
 
-from penzai_shard.errors import ShardingError
+from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.library_apis.jax_api import JaxprEqn, Literal, Tracer
 from penzai_shard.placement.initializer_splitting import no_mesh_context
 from penzai_shard.pretrained.tensor_views import (
@@ -75,8 +75,17 @@ def converted_views(
     unbound, of_parameters = jax.tree_util.tree_unflatten(trees[0], leaves)
     if any(isinstance(leaf, TensorView) for leaf in jax.tree_util.tree_leaves(unbound)):
         raise ShardingError("Penzai's converter puts tensors beside the parameters of its model.")
-    views = {p.label: jax.tree_util.tree_leaves(p) for p in of_parameters}
-    return pz.bind_variables(model, parameters), {label: view for label, (view,) in views.items()}
+    found = {p.label: jax.tree_util.tree_leaves(p) for p in of_parameters}
+    raise_all(
+        ShardingError,
+        "Penzai's converter makes parameters that cannot be read from tensors:",
+        [
+            f"{label}: is not made of one tensor or more alone."
+            for label, leaves in found.items()
+            if [isinstance(leaf, TensorView) for leaf in leaves] != [True]
+        ],
+    )
+    return pz.bind_variables(model, parameters), {label: leaf for label, (leaf,) in found.items()}
 
 
 def _struct(view: TensorView) -> jax.ShapeDtypeStruct:

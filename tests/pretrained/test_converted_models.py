@@ -20,6 +20,7 @@ from tests.pretrained.tensors_in_memory import TensorsInMemory
 
 # As for torch itself, in test_torch_models.
 ROUNDINGS = 12
+MASKS = (pz.nn.ApplyCausalAttentionMask, pz.nn.ApplyCausalSlidingWindowAttentionMask)
 GEMMA_3 = "gemma3_longer_texts"
 
 
@@ -139,6 +140,26 @@ def test_configurations_of_text_and_images_are_checked_both():
     ):
         with pytest.raises(CheckpointMismatchError, match=re.escape(message)):
             converted_model({**config, **changes}, tensors, on_extra="ignore")
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [("gemma2", {}), (GEMMA_3, {"sliding_window_pattern": 2}), (GEMMA_3, {})],
+)
+def test_layers_that_a_configuration_does_not_list_have_the_attention_of_their_family(
+    name, pattern
+):
+    tensors, config = reader_of(name).tensors, config_of(name)
+    listed = config.pop("layer_types")
+    config = {key: value for key, value in config.items() if "pattern" not in key} | pattern
+    if name == GEMMA_3 and not pattern:
+        # Every sixth layer of a third Gemma attends to all, and so none of two.
+        listed = ["sliding_attention"] * 2
+    models = [converted_model(c, tensors)[0] for c in (config, {**config, "layer_types": listed})]
+    structures = [str(jax.tree_util.tree_structure(model)) for model in models]
+    assert structures[0] == structures[1]
+    kinds = [type(m).__name__ for m in pz.select(models[0]).at_instances_of(MASKS).get_sequence()]
+    assert ["Sliding" in kind for kind in kinds] == ["sliding" in kind for kind in listed]
 
 
 def with_shape(leaf):
