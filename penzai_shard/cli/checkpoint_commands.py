@@ -18,7 +18,7 @@ from penzai_shard.checkpoint_reports import (
     verify_checkpoint,
 )
 from penzai_shard.cli.model_references import ModelReference
-from penzai_shard.errors import CheckpointDamagedError, RuleTypeError
+from penzai_shard.errors import CheckpointDamagedError, CheckpointNotFoundError, RuleTypeError
 from penzai_shard.text_tables import Report
 
 # As a shell has it for a program that is ended since nobody reads its output.
@@ -112,8 +112,14 @@ def run_checkpoint(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    describe = describe_run if is_run(options.path) else describe_checkpoint
-    _print(describe(options.path), options)
+    found: Report
+    try:
+        found = describe_checkpoint(options.path)
+    except CheckpointNotFoundError:
+        if not is_run(options.path):
+            raise
+        found = describe_run(options.path)
+    _print(found, options)
     return 0
 
 

@@ -145,7 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whatever the cause, the shell gets one line of it, or the traceback if it asks for that.
         if getattr(options, "debug", False):
             raise
-        kind = "" if isinstance(error, ShardingError | DemoFailure) else f"{type(error).__name__}: "
+        is_ours = isinstance(error, ShardingError | DemoFailure | MissingExtraError)
+        kind = "" if is_ours else f"{type(error).__name__}: "
         print(f"penzai-shard: {kind}{_one_line(error)}", file=sys.stderr)
         return 2 if options.command == "checkpoint" else 1
 

@@ -180,6 +180,7 @@ MISTAKES = {
     ("show", "frist"): "the path does not exist. Did you mean",
     ("show", "first/state"): "it is a part of one. Restore the whole",
     ("show", "my model.py"): "it is a file",
+    ("show", "gs://bucket/run"): "cannot reach gs://bucket/run: ",
     ("verify", "frist"): "the path does not exist. Did you mean",
     ("diff", "first", "second"): "the path does not exist",
     ("diff", "first", "my model.py:biuld"): "has no 'biuld'. Did you mean my model.py:build?",
