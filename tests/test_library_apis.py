@@ -505,7 +505,7 @@ def test_a_region_says_which_mesh_axes_it_takes_over_and_which_not():
 def test_what_is_called_before_threads_end_may_still_give_them_work():
     program = (
         "import concurrent.futures, runpy, sys; api = runpy.run_path(sys.argv[1]); "
-        "pool = concurrent.futures.ThreadPoolExecutor(); "
+        "pool = concurrent.futures.ThreadPoolExecutor(1); pool.submit(int).result(); "
         "api['before_threads_end'](lambda: print(pool.submit(int, 7).result()))"
     )
     command = [sys.executable, "-c", program, python_api.__file__]

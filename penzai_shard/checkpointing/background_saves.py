@@ -69,7 +69,10 @@ _is_registered = False
 
 
 def _wait_for_all() -> None:
-    """Ends the saves that nobody waited for, and says which of them failed."""
+    """Ends the saves that nobody waited for, and says which of them failed.
+
+    Those fail too that need another thread where Python starts none any more.
+    """
     for save in list(_unfinished):
         try:
             save.join()
@@ -77,7 +80,10 @@ def _wait_for_all() -> None:
         except KeyboardInterrupt:
             text = f"interrupted while {save.where} was being written, which may not be complete."
         except Exception as error:
-            text = f"{error} wait() and close() of a CheckpointManager raise this."
+            text = (
+                f"{error} Before a program ends, call wait() or close() of its CheckpointManager, "
+                "which raise this, or use it in a with statement."
+            )
         else:
             continue
         print(f"penzai_shard: {text}", file=sys.stderr)

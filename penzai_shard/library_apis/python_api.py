@@ -14,7 +14,7 @@ def before_threads_end(act: Callable[[], None]) -> None:
     """Has a function called when the program ends, while threads can still be given work.
 
     Functions registered with ``atexit`` are called later, when executors take no work any more,
-    and Orbax needs some to write a checkpoint.
+    and Orbax needs some to write a checkpoint. Since Python 3.12 none can be given a new thread.
 
     Args:
         act: The function; it should not raise.
