@@ -2,12 +2,11 @@
 
 import os
 import pathlib
-import re
 import stat
 from collections.abc import Iterator
 from typing import Any
 
-from penzai_shard.library_apis import orbax_api
+from penzai_shard.checkpointing.locations import is_name_of_file
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -39,9 +38,9 @@ def _files(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     """All that has the name of a file of a checkpoint, at any depth."""
     for place, folders, names in os.walk(directory):
         for name in sorted([*folders, *names]):
-            if re.fullmatch(orbax_api.FILE_NAMES, name):
+            if is_name_of_file(name):
                 yield pathlib.Path(place, name)
-        folders[:] = [name for name in folders if not re.fullmatch(orbax_api.FILE_NAMES, name)]
+        folders[:] = [name for name in folders if not is_name_of_file(name)]
 
 
 def problem_of_file(file: pathlib.Path) -> str:

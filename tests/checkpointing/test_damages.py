@@ -3,6 +3,7 @@
 All of them: ``python -m tests.checkpointing.damage_verdicts``.
 """
 
+import functools
 import gc
 import subprocess
 import sys
@@ -13,8 +14,8 @@ from penzai import pz
 
 import penzai_shard as pzs
 from tests.checkpointing import checkpoint_editing as editing
-from tests.checkpointing.damage_verdicts import GOOD, SLOW, made_saves, named, verdicts
-from tests.checkpointing.damages import KINDS, Damage
+from tests.checkpointing.damage_verdicts import GOOD, SLOW, judged, made_saves, named, verdicts
+from tests.checkpointing.damages import KINDS, THINGS, Damage
 
 SEED = 1
 
@@ -55,6 +56,24 @@ def test_a_refusal_must_name_what_is_concerned(saves):
         assert named(damage, text, "/p")
     for text in ("at /p: mlp/biases", "at /p: state/d/1f2", "at /p: bias"):
         assert not named(damage, text, "/p")
+
+
+def test_nothing_that_never_ends_is_opened(saves, tmp_path):
+    save = saves[0].save
+    damages = [
+        Damage(
+            "another thing", save, (file, *save.arrays), what, functools.partial(put, file, what)
+        )
+        for file in save.files()
+        for what in ("a FIFO", "a socket")
+    ]
+    found = [judged(damage, saves[0], tmp_path) for damage in damages]
+    assert {verdict.what for verdict in found} == {"refused"}
+
+
+def put(file, what, copy):
+    (copy / file).unlink()
+    THINGS[what](copy / file)
 
 
 SCRIPT = """
