@@ -206,8 +206,9 @@ class CheckpointManager:
             raise RuleTypeError(f"the CheckpointManager of {self.path} is closed. Make another.")
         path = self.checkpoint(number)
         refuse_other_kinds("CheckpointManager.save", train_state)
-        self._wait_for_the_one_before(number)
+        # First, as one process may have more to wait for than others.
         all_save(path)
+        self._wait_for_the_one_before(number)
         self.prepare()
         on_first_process(
             "saving a checkpoint", lambda: self._refuse_later(number, overwrite=overwrite)
@@ -249,8 +250,8 @@ class CheckpointManager:
             CheckpointDamagedError: It is not as it was saved. A note says which others there are.
             ShardingError: As ``restore_train_state`` does, and what ``wait`` raises.
         """
-        self.wait()
         all_restore(self.path)
+        self.wait()
         if step is None:
             step = self.agreed_latest()
             if step is None:

@@ -166,16 +166,36 @@ def restore_together(
     """
     if jax.process_count() == 1:
         return
+    texts = {name: f"{record.dtype}{record}" for name, record in records.items()}
+    entries = layouts_over_processes(texts, shardings)
+    if entries:
+        entries |= {"path": where, "options": options, "what is restored": kind}
+    all_restore(where, entries)
+
+
+def layouts_over_processes(
+    texts: Mapping[str, str], shardings: Mapping[str, Any]
+) -> dict[str, str]:
+    """What arrays are and how they are laid out, by name, of those on devices of several processes.
+
+    Args:
+        texts: What each array is, in words.
+        shardings: By name, how each is laid out.
+
+    Returns:
+        What must be the same in all processes, for ``refuse_differences``.
+
+    >>> layouts_over_processes({"w": "float32"}, {"w": jax.numpy.ones(2).sharding})
+    {}
+    """
     everyone = tuple(range(jax.process_count()))
     entries = {}
     are_everywhere = True
-    for name, record in records.items():
+    for name, text in texts.items():
         sharding = shardings[name]
         if sharding is not None and not sharding.is_fully_addressable:
             are_everywhere = are_everywhere and processes_of(sharding) == everyone
-            entries[name] = f"{record.dtype}{record} laid out as {layout_text(sharding)}"
-    if entries:
-        entries |= {"path": where, "options": options, "what is restored": kind}
-        if are_everywhere:
-            entries["names"] = ", ".join(n for n in records if n in entries)
-    all_restore(where, entries)
+            entries[name] = f"{text} laid out as {layout_text(sharding)}"
+    if entries and are_everywhere:
+        entries["names"] = ", ".join(entries)
+    return entries

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from penzai_shard.checkpointing.comparison import DtypeMismatch, Extra
 from penzai_shard.checkpointing.locations import PathLike
 from penzai_shard.checkpointing.name_matching import NameRules, matched_names
+from penzai_shard.checkpointing.taking_part import all_restore, layouts_over_processes
 from penzai_shard.errors import RuleTypeError, raised_by_the_call, warn_caller
 from penzai_shard.planning import PlacingRequest, ShardingPlan
 from penzai_shard.pretrained.byte_progress import byte_progress
@@ -150,6 +151,7 @@ def load_safetensors(
             "on_dtype_mismatch": on_dtype_mismatch,
         },
     )
+    all_restore(str(path_or_dir))
     with failing_together("opening weights"):
         reader = open_tensors(path_or_dir)
         target, views = wanted.matched(reader, request)
@@ -159,6 +161,15 @@ def load_safetensors(
         f"the files at {reader.where} differ between processes:",
         reader.description(),
         "Copy the same files to every host, or read them from a shared disk.",
+    )
+    refuse_differences(
+        "loading weights",
+        "the processes of this job do not load the same onto devices of several of them:",
+        layouts_over_processes(
+            {name: f"{struct.dtype}{list(struct.shape)}" for name, struct in structs.items()},
+            {name: struct.sharding for name, struct in structs.items()},
+        ),
+        "Give the same model, mesh and rules in every process.",
     )
     verifying = VerifyingReader(reader, reader.records if verify else {})
     with failing_together("reading weights"), byte_progress(progress, "loading") as shown:

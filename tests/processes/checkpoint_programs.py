@@ -166,7 +166,8 @@ def taking_part(folder):
     me = jax.process_index()
     job_of_processes.joined().patience = 1.0
     checkpointing_together._SECONDS_TO_SEE = 1.0
-    path, other = f"{folder}/params", f"{folder}/other"
+    path, other, weights = (f"{folder}/{name}" for name in ("params", "other", "weights"))
+    manager = pzs.CheckpointManager(f"{folder}/run")
     model = pzs.place(model_of(), mesh(), RULES)
     state = state_of(model_of())
     found = {}
@@ -194,6 +195,9 @@ def taking_part(folder):
     def works_on():
         time.sleep(3)  # Something else.
 
+    def load(rules=RULES):
+        return lambda: pzs.load_safetensors(weights, mesh(), rules, into=model)
+
     def turned():
         return pzs.make_mesh({"model": 2, "data": 4})
 
@@ -202,8 +206,10 @@ def taking_part(folder):
     less = {name: model[name] for name in ("split", "whole")}
     in_thread("first saves", save(), works_on)
     in_thread("last saves", works_on, save())
+    in_thread("manager saves", works_on, lambda: manager.save(1, state))
     save()()
     save(other)()
+    pzs.save_safetensors(weights, model)
     in_thread("first restores", restore(), works_on)
     in_thread("save and restore", save(overwrite=True), restore())
     in_thread("save and any", save(overwrite=True), lambda: pzs.any_process(False, "shall we stop"))
@@ -224,6 +230,7 @@ def taking_part(folder):
         ("rules", restore(), restore(rules={"features": "model"})),
         ("meshes", restore(), restore(mesh_of=turned)),
         ("options", restore(), restore(on_extra="ignore")),
+        ("loaded layouts", load(), load({"features": "model"})),
     ):
         in_thread(name, one, another)
     # One path for both, with a directory of its own behind it in each process.

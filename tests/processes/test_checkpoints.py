@@ -105,10 +105,11 @@ def test_one_process_that_saves_or_restores_alone_says_who_is_missing_and_where_
         (first, "first saves", "saving", 1),
         (last, "last saves", "saving", 0),
         (first, "first restores", "restoring", 1),
+        (last, "manager saves", "saving", 0),
     ):
         text = here[name]
         assert f"process {absent} of 2 has not come to {doing} a checkpoint (/" in text
-        assert "/params) within 1 s: it is at " in text
+        assert ") within 1 s: it is at " in text
         assert "in works_on: time.sleep(3)  # Something else." in text
         assert "several_processes(patience_seconds=300)" in text
         assert here[f"{name}: seconds"] < 15
@@ -137,6 +138,7 @@ def test_processes_that_do_different_things_are_told_what_each_of_them_does(take
         ("rules", r"split: process 0: .*'data', 'model'.*; process 1: .*P\('model',\)"),
         ("meshes", r"over data=4, model=2; process 1: .*over model=2, data=4\."),
         ("options", r"options: process 0: .*on_extra='error'.*; process 1: .*on_extra='ignore'"),
+        ("loaded layouts", r"split: process 0: .*'data', 'model'.*; process 1: .*P\('model',\)"),
         ("unshared", r"process 1 does not see what process 0 writes there.*that they share"),
     ],
 )
