@@ -10,6 +10,9 @@ from penzai import pz
 from penzai_shard.library_apis.jax_api import UNOPTIMISED_COMPILATION, is_weakly_typed
 from penzai_shard.pretrained.tensor_views import whole_index
 
+# In units of a rounding of the greatest logit. Seen are 10; torch is up to 9 from its own float64.
+ROUNDINGS = 24
+
 
 def filled(model, views, reader):
     """A converted model with all values read at once, as one device would have it."""
@@ -45,6 +48,12 @@ def logits(model, tokens):
         return pz.bind_variables(unbound, parameters)(named, token_positions=positions)
 
     return np.asarray(run(*model).unwrap("batch", "seq", "vocabulary").astype(jnp.float32))
+
+
+def assert_same_logits(ours, theirs):
+    """Up to rounding, as torch and XLA sum in another order."""
+    unit = np.finfo(np.float32).eps * np.abs(theirs).max()
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=ROUNDINGS * unit)
 
 
 def parameters(model):

@@ -14,12 +14,10 @@ from safetensors.numpy import load_file
 from penzai_shard import CheckpointMismatchError, load_safetensors, make_mesh, make_plan
 from penzai_shard.pretrained.conversion import converted_model
 from tests.pretrained.hugging_face_models import TOKENS
-from tests.pretrained.penzai_models import assert_same_models, filled, logits
+from tests.pretrained.penzai_models import assert_same_logits, assert_same_models, filled, logits
 from tests.pretrained.reference.make_reference import CONFIG, FOLDER, KEPT
 from tests.pretrained.tensors_in_memory import TensorsInMemory
 
-# As for torch itself, in test_torch_models.
-ROUNDINGS = 12
 MASKS = (pz.nn.ApplyCausalAttentionMask, pz.nn.ApplyCausalSlidingWindowAttentionMask)
 GEMMA_3 = "gemma3_longer_texts"
 
@@ -50,8 +48,7 @@ def test_logits_are_those_that_torch_computed(name):
         logits(filled(model, views, reader), TOKENS),
         np.load(FOLDER / name / "logits.npy"),
     )
-    unit = np.finfo(np.float32).eps * np.abs(theirs).max()
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=ROUNDINGS * unit)
+    assert_same_logits(ours, theirs)
 
 
 @pytest.mark.parametrize("name", KEPT)

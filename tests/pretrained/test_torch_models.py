@@ -16,16 +16,19 @@ from penzai_shard.errors import CheckpointMismatchError
 from penzai_shard.pretrained.conversion import converted_model
 from tests.pretrained import gemma_in_flax
 from tests.pretrained.hugging_face_models import MODELS, TOKENS, logits_of_torch, model_of_torch
-from tests.pretrained.penzai_models import assert_same_models, filled, logits, parameters
+from tests.pretrained.penzai_models import (
+    assert_same_logits,
+    assert_same_models,
+    filled,
+    logits,
+    parameters,
+)
 from tests.pretrained.tensors_in_memory import TensorsInMemory
 
 _ABSENT = "{0} is not installed: pip install 'penzai-shard[torch]'"
 torch = pytest.importorskip("torch", reason=_ABSENT.format("torch"))
 pytest.importorskip("transformers", reason=_ABSENT.format("transformers"))
 safetensors_numpy = pytest.importorskip("safetensors.numpy", reason=_ABSENT.format("safetensors"))
-
-# torch and XLA sum in another order. In units of a rounding of the greatest logit; seen: at most 3.
-ROUNDINGS = 12
 
 
 def penzai_route(model, config, reader, monkeypatch, **options):
@@ -125,5 +128,4 @@ def test_logits_are_those_of_torch_up_to_rounding(saved):
     model, config, reader = saved
     ours = logits(filled(*converted_model(config, reader.tensors), reader), TOKENS)
     theirs = logits_of_torch(model)
-    unit = np.finfo(np.float32).eps * np.abs(theirs).max()
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=ROUNDINGS * unit)
+    assert_same_logits(ours, theirs)
