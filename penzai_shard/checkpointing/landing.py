@@ -73,7 +73,9 @@ class _AllBlocks:
 
     def land(self, array: jax.Array) -> dict[str, jax.Array]:
         shardings = [struct.sharding for struct in self.blocks.values()]
-        found = zip(self.blocks, unstacked(array, self.dimension, shardings), strict=True)
+        # The stack is kept until they are made.
+        blocks = jax.block_until_ready(unstacked(array, self.dimension, shardings))
+        found = zip(self.blocks, blocks, strict=True)
         return {name: block for name, block in found if self.is_wanted[name]}
 
 

@@ -94,9 +94,11 @@ class GrowingStack:
         with mesh_context(sharding):
             if self._array is None:
                 self._array = jnp.zeros(self.struct.shape, self.struct.dtype, device=sharding)
-            self._array = _updater(sharding, self.struct.shape, self.dimension)(
+            updated = _updater(sharding, self.struct.shape, self.dimension)(
                 self._array, block, number
             )
+            # Else the blocks that wait for their update would all be kept.
+            self._array = jax.block_until_ready(updated)
         self.missing.remove(number)
 
     def whole(self) -> jax.Array:

@@ -317,6 +317,12 @@ def test_a_checkpoint_of_nothing_in_common_is_refused(tmp_path, build, wide):
         restore_params(path, build(), wide, RULES, others="keep", on_extra="ignore")
 
 
+def test_what_is_asked_for_and_is_not_there_is_refused(tmp_path, saved, build, wide):
+    path = save_params(tmp_path / "params", saved[0], only="mlp/up/*.bias")
+    with pytest.raises(CheckpointMismatchError, match=r"mlp/up/Linear\.weights: the model wants"):
+        restore_params(path, build(), wide, RULES, only=UP, others="keep")
+
+
 def test_an_excluded_parameter_may_differ_in_everything(tmp_path, saved, build, wide):
     values = param_dict(build(0))
     values["mlp/down/Linear.weights"] = pz.nx.ones({"anything": 3})

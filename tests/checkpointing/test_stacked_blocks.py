@@ -472,6 +472,15 @@ def test_one_block_of_a_stack_and_the_model_s_others(single, stack_path, wide):
         )
 
 
+def test_blocks_of_a_stack_that_is_not_asked_for_stay_in_the_checkpoint(single, single_path, wide):
+    own = jax.tree.map(lambda x: -x, stack_blocks(param_dict(single)))
+    bias = "net/blocks/mlp/AddBias.bias"
+    options = {"others": "keep", "on_block_mismatch": "convert"}
+    restored = restore_params(single_path, own, wide, RULES, except_=bias, **options)
+    expected = {name: value if name == bias else -value for name, value in own.items()}
+    assert_same(numpy_of(restored), numpy_of(expected))
+
+
 def test_stacking_goes_with_other_names_orders_and_dtypes(tmp_path, single, stack, wide):
     values = {
         name.replace("net/block_", "model.layers."): value.order_as(*reversed(value.named_shape))
