@@ -14,9 +14,11 @@ from penzai_shard.errors import CheckpointMismatchError, raise_all
 
 _CHANGE_NO_VALUE = """
     _attn_implementation_autoset _name_or_path architectures bos_token_id cache_implementation
-    classifier_dropout dtype eos_token_id id2label initializer_range label2id
-    max_position_embeddings model_type output_attentions output_hidden_states pad_token_id
-    pretraining_tp return_dict torch_dtype transformers_version use_cache
+    classifier_dropout decoder_start_token_id do_sample dtype eos_token_id gradient_checkpointing
+    id2label initializer_range label2id max_length max_position_embeddings max_sequence_length
+    model_type output_attentions output_hidden_states pad_token_id pretraining_tp return_dict
+    sep_token_id temperature tokenizer_class top_k top_p torch_dtype transformers_version
+    unk_token_id use_cache
 """
 CHANGE_NO_VALUE = frozenset(_CHANGE_NO_VALUE.split())
 """Attributes of any model that change none of the values that it computes from its parameters.
@@ -245,4 +247,6 @@ def _not_positive(values: Mapping[str, Any]) -> list[str]:
 
 def _is_one_of(value: Any, allowed: Iterable[Any]) -> bool:
     """Whether a value is among others, where ``1`` and ``True`` are not the same."""
-    return any(value == other and type(value) is type(other) for other in allowed)
+    return any(
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed
+    )

@@ -36,7 +36,7 @@ _CAPS = {
     "attn_logit_softcapping": "attn_logits_soft_cap",
     "final_logit_softcapping": "final_logit_softcap",
 }
-_BY_LAYER = ("layer_types", "sliding_window", *_CAPS)
+_BY_LAYER = ("layer_types", "sliding_window", "sliding_window_size", *_CAPS)
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -116,6 +116,11 @@ def _check_layers(configuration: Configuration, types: Any) -> list[str]:
     window = given.get("sliding_window", 4096)
     if not problems and _SLIDING in types(configuration) and not is_size(window):
         problems.append(f"sliding_window: is {window!r}, and has to be a whole number above 0.")
+    if given.get("sliding_window_size", window) != window:
+        problems.append(
+            f"sliding_window_size: is {given['sliding_window_size']!r}, and sliding_window "
+            f"{window!r}. Leave the wrong one out."
+        )
     return problems
 
 

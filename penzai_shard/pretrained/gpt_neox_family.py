@@ -18,6 +18,8 @@ from penzai_shard.pretrained.families import Converter, Family, Options, Shape
 
 _SIZES = dict.fromkeys(TRANSFORMER_SIZES)
 _BASES = ("rotary_emb_base", "rope_theta")
+# The same approximation, of which Penzai knows one name; GPT-NeoX-20B has the first.
+_OTHER_NAMES = dict.fromkeys(("gelu_fast", "gelu_pytorch_tanh"), "gelu_new")
 _PARTS = ("rotary_pct", "partial_rotary_factor")
 
 
@@ -76,9 +78,10 @@ def _tied(configuration: Configuration) -> dict[str, str]:
 
 def _converter(configuration: Configuration, options: Options) -> Converter:
     positions, _ = _rotary(configuration)
-    epsilon = configuration["layer_norm_eps"]
+    epsilon, activation = configuration["layer_norm_eps"], configuration["hidden_act"]
     config = {
-        **{name: configuration[name] for name in (*_SIZES, "hidden_act")},
+        **{name: configuration[name] for name in _SIZES},
+        "hidden_act": _OTHER_NAMES.get(activation, activation),
         "layer_norm_eps": epsilon,
         "rotary_emb_base": positions.theta,
         "rotary_pct": positions.partial,
@@ -103,8 +106,10 @@ GPT_NEOX = Family(
         {
             "attention_bias": (True,),
             "attention_dropout": (0.0,),
-            "hidden_act": ("gelu", "gelu_new", "relu", "silu"),
+            "attention_probs_dropout_prob": (0.0,),
+            "hidden_act": ("gelu", "gelu_new", "relu", "silu", *_OTHER_NAMES),
             "hidden_dropout": (0.0,),
+            "hidden_dropout_prob": (0.0,),
             "is_decoder": (False, True),
             "tie_word_embeddings": (False, True),
             "use_parallel_residual": (True,),

@@ -19,7 +19,9 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "attention_dropout": (0.0,),
     "hidden_act": ("silu",),
+    "is_llama_config": (True,),
     "mlp_bias": (False,),
+    "rope_interleaved": (False,),
     "tie_word_embeddings": (False, True),
 }
 _USED = ("head_dim", "num_key_value_heads", *ROTARY)

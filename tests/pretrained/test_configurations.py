@@ -5,6 +5,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penzai import pz
 
 from penzai_shard.errors import CheckpointMismatchError
 from penzai_shard.pretrained.conversion import FAMILIES, configuration_of, converted_model
@@ -108,6 +109,8 @@ REFUSED = [
         "layer_types: is ['chunked_attention', ",
     ),
     ("gemma2", {"attn_logit_softcapping": -50.0}, "attn_logit_softcapping: is -50.0"),
+    ("gemma2", {"sliding_window_size": 5}, "sliding_window_size: is 5, and sliding_window 3"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved: is True"),
     ("gemma2", {"sliding_window": None}, "sliding_window: is None"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention: is True"),
     ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: is 0"),
@@ -146,6 +149,9 @@ ACCEPTED = [
     ("mistral", {"sliding_window": None}),
     ("gpt_neox", {"hidden_act": "gelu_new", "classifier_dropout": 0.5}),
     ("gpt_neox", {"rope_parameters": None, "rotary_pct": 0.5, "rotary_emb_base": 10000}),
+    ("gpt_neox", {"hidden_act": "gelu_fast", "hidden_dropout_prob": 0, "attention_dropout": 0}),
+    ("llama", {"max_sequence_length": 2048, "rope_interleaved": False, "is_llama_config": True}),
+    ("gemma2", {"sliding_window_size": 3}),
     ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}),
     ("gemma2", {"layer_types": None, "attn_logit_softcapping": None, "cache_implementation": "x"}),
     (GEMMA_3, {"layer_types": None, "sliding_window_pattern": 2}),
@@ -229,6 +235,15 @@ def test_a_configuration_of_anything_is_read_or_refused(data):
     except CheckpointMismatchError:
         return
     assert configuration["hidden_size"] > 0
+
+
+def test_one_approximation_has_several_names():
+    models = [
+        converted_model(changed("gpt_neox", {"hidden_act": name}), reader_of("gpt_neox").tensors)[0]
+        for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu")
+    ]
+    kinds = [pz.select(m).at_instances_of(pz.nn.Elementwise).get_sequence()[0] for m in models]
+    assert [kind.fn.keywords["approximate"] for kind in kinds] == [True, True, True, False]
 
 
 # Tensors
