@@ -118,8 +118,9 @@ class Replacement:
         """
         _synchronise(self.new)
         aside = self._staging / "old"
-        if not self.final.exists():
-            os.rename(self.new, self.final)
+        if not self.final.exists() or self.new.is_file():
+            # Of a file this replaces what is there.
+            os.replace(self.new, self.final)
         elif not _exchanged(self.new, self.final):
             os.rename(self.final, aside)
             try:

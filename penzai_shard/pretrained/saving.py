@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import secrets
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -357,7 +358,11 @@ def _write_file(
     path: pathlib.Path, host: Mapping[str, np.ndarray[Any, Any]], saved: SavedRecords
 ) -> None:
     writing = require_extra("safetensors.numpy", "safetensors")
+    # The library makes files that their owner alone may read, whatever others in the directory are.
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
     writing.save_file(dict(host), str(path), metadata=metadata_of(saved))
+    path.chmod(mode)
 
 
 def _write_index(path: pathlib.Path, index: Mapping[str, Any]) -> None:

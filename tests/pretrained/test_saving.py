@@ -67,6 +67,8 @@ def test_sharded_arrays_are_one_whole_that_others_read(tmp_path, mesh):
         np.testing.assert_array_equal(found["down"], UP.T)
         with safe_open(path, framework="numpy") as file:
             assert file.metadata()["format"] == "pt"
+        (tmp_path / "any").touch()
+        assert os.stat(path).st_mode == os.stat(tmp_path / "any").st_mode
 
 
 def test_a_model_goes_out_and_back_onto_another_layout(tmp_path, mesh):
