@@ -61,12 +61,13 @@ def test_every_part_lands_on_its_device_as_the_plan_says(tmp_path, mesh):
                 np.testing.assert_array_equal(shard.data, UP[shard.index])
 
 
-def test_a_model_is_filled_and_a_given_plan_carried_out(tmp_path, mesh):
+def test_a_model_is_filled_and_a_given_plan_carried_out(tmp_path, mesh, monkeypatch):
     weights = {name: np.asarray(v.data_array) for name, v in pzs.param_dict(mlp()).items()}
     path = file_of(tmp_path, **weights)
     abstract = pzs.abstract_model(mlp)
     plan = pzs.make_plan(abstract, mesh, RULES)
-    for model in (mlp(), abstract):
+    for model, bytes_of_small_parts in ((mlp(), filling._OWN_PAGES_BYTES), (abstract, 1)):
+        monkeypatch.setattr(filling, "_OWN_PAGES_BYTES", bytes_of_small_parts)
         loaded = load_safetensors(path, plan, into=model)
         assert isinstance(loaded, pz.nn.Affine)
         for name, value in pzs.param_dict(loaded).items():
@@ -91,6 +92,7 @@ def test_dictionaries_and_modules_of_plain_arrays_take_tensors_as_they_are(tmp_p
 
 def test_each_part_is_read_once_and_nothing_beside_it(mesh, monkeypatch):
     monkeypatch.setattr(filling, "PIECE_BYTES", 64)
+    monkeypatch.setattr(filling, "_OWN_PAGES_BYTES", 1)
     weights = TensorsInMemory({"w": np.arange(2 * 64 * 40, dtype=np.int32).reshape(2, 64, 40)})
     seen = []
     real = weights.read
