@@ -182,9 +182,7 @@ def saved_sharding(description: Any) -> SavedSharding | None:
     if not hasattr(found, "partition_spec"):
         return None
     mesh = tuple(zip(map(str, found.axis_names), map(int, found.shape), strict=True))
-    # Read from JSON, several mesh axes of one dimension are a list.
-    entries = [tuple(e) if isinstance(e, list) else e for e in found.partition_spec]
-    return SavedSharding(mesh, PartitionSpec(*entries))
+    return SavedSharding(mesh, PartitionSpec(*found.partition_spec))
 
 
 def saved_metadata(directory: str) -> tuple[int | None, dict[str, Any]]:
