@@ -7,13 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from penzai import pz
-from penzai.deprecated.v1 import pz as pz1
 from penzai.deprecated.v1.example_models import simple_mlp as first_mlp
 from penzai.deprecated.v1.example_models.gemma import model_core as first_gemma
 from penzai.models import simple_mlp
 from penzai.models.transformer.variants import llamalike_common
 
-from penzai_shard.checkpointing import first_api_names, param_dict, restore_params, save_params
+from penzai_shard.checkpointing import (
+    first_api_names,
+    param_dict,
+    restore_params,
+    save_params,
+    with_params,
+)
 from penzai_shard.errors import CheckpointMismatchError
 from penzai_shard.layers import Jitted
 from penzai_shard.placement import abstract_model
@@ -30,7 +35,13 @@ TOKENS = pz.nx.wrap(jnp.array([2, 5, 7]), "seq")
 
 
 def initialised(definition):
-    return pz1.nn.initialize_parameters(definition, jax.random.key(3))
+    """With some numbers, all of them different."""
+    values = {}
+    for number, (name, struct) in enumerate(param_dict(definition).items()):
+        shape = struct.data_array.shape
+        data = np.sin(np.arange(np.prod(shape)) + number).reshape(shape).astype(np.float32)
+        values[name] = pz.nx.wrap(jnp.asarray(data), *struct.named_shape)
+    return with_params(definition, values)
 
 
 def first_gemma_model(*, one_head, blocks=1):
