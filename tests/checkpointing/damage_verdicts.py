@@ -52,12 +52,21 @@ WRONG, SLOW = "WRONG VALUES", "slow"
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """A kind of checkpoint: how to restore it, and what it must give."""
+    """A kind of checkpoint: how to restore it, and what it must give.
+
+    Attributes:
+        save: The checkpoint.
+        restore: Restores what is at a path.
+        expected: Dtype, shape and bits of every array.
+        structure: The structure of the tree, which has names and axes.
+        most_lines: How many lines a refusal may have.
+    """
 
     save: Save
     restore: Callable[[pathlib.Path], Any]
     expected: list[tuple[str, tuple[int, ...], bytes]]
     structure: Any
+    most_lines: int = MOST_LINES
 
     def is_exact(self, restored: Any) -> bool:
         """Whether something has exactly the values, dtypes and axes that were saved."""
@@ -241,7 +250,7 @@ def _verdict(damage: Damage, how: Judged, path: pathlib.Path) -> Verdict:
         what = "names neither array nor file"
     elif seconds > MOST_SECONDS:
         what = SLOW
-    elif len(lines) > MOST_LINES:
+    elif len(lines) > how.most_lines:
         what = "many lines"
         text = "\n".join(lines)
     return Verdict(damage, what, seconds, text)

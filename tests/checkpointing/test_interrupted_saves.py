@@ -28,6 +28,8 @@ from penzai_shard.errors import (
 from penzai_shard.library_apis.orbax_api import orbax, without_noise
 
 HERE = pathlib.Path(__file__).parent
+# Orbax' threads would wait for five minutes; how busy the machine is makes less difference.
+MUCH_SOONER = 110
 ONES = {"w": pz.nx.ones({"a": 8, "b": 2})}
 TWOS = {"w": ONES["w"] * 2}
 
@@ -114,7 +116,7 @@ def failed_twice(tmp_path_factory):
 
 def test_a_full_disk_is_one_error_and_keeps_what_was_there(failed_twice, wide):
     done, seconds, path = failed_twice
-    assert seconds < 30
+    assert seconds < MUCH_SOONER
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert len(done.stderr.splitlines()) < 25
@@ -132,7 +134,7 @@ def test_a_full_disk_is_one_error_and_keeps_what_was_there(failed_twice, wide):
 
 def test_the_process_goes_on_after_a_refused_path_and_ends_soon(failed_twice):
     done, seconds, _ = failed_twice
-    assert seconds < 20
+    assert seconds < MUCH_SOONER
     assert done.stdout.splitlines()[-1].endswith("Choose another path.")
     assert "Choose another path" not in done.stderr
 
@@ -154,7 +156,7 @@ def test_a_process_ends_soon_after_an_interrupt(tmp_path, wide):
         start = time.monotonic()
         process.send_signal(signal.SIGINT)
         errors = process.stderr.read()
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < MUCH_SOONER
     if process.returncode:
         # Python warns at its end of coroutines that the interrupt left, depending on the moment.
         lines = [line for line in errors.splitlines() if line and "never awaited" not in line]
