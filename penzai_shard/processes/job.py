@@ -208,7 +208,7 @@ class _Job:
             for other in range(self.count):
                 if look_for_message(f"{_TOPIC}/joined/{other}") is not None:
                     receive_message(_done(other), _SECONDS_AT_THE_END)
-            self._fall_silent()
+        self._fall_silent()
 
     def fail(self, error: BaseException) -> None:
         """Tells the others, and has this process exit without waiting for them."""
@@ -251,7 +251,8 @@ class _Job:
     def _fall_silent(self) -> None:
         self._is_done = True
         # So that the thread does not wait for a word until its turn is over.
-        send_message(self._failures_of(self.me), "", replaces=True)
+        with contextlib.suppress(jax.errors.JaxRuntimeError, ShardingError):
+            send_message(self._failures_of(self.me), "", replaces=True)
         self._ears.join()
         if self._connections:
             self._connections.take_leave()
@@ -268,7 +269,8 @@ class _Job:
 
     def _lose(self, process: int) -> None:
         """Ends this process, as another one is gone."""
-        if self._has_failed or self._is_done:
+        # The program itself may have ended the job, and go on.
+        if self._has_failed or self._is_done or not jax.distributed.is_initialized():
             return
         self._is_losing = True
         self._heard.set()
