@@ -314,8 +314,10 @@ def _write(
             name = f"model-{number:05}-of-{len(files):05}{SUFFIX}"
         weight_map |= dict.fromkeys(arrays, name)
         path = beside if is_file else beside / name
+        # What devices need to add up is given back before host memory is taken.
+        values = _values_on_devices(arrays)
         host = _in_host_memory(arrays)
-        records = _records(arrays, host)
+        records = _records(arrays, host, values)
         on_first_process(
             "writing weights",
             functools.partial(_write_file, path, host, SavedRecords(records, save)),
@@ -338,16 +340,25 @@ def _in_host_memory(arrays: Mapping[str, _Array]) -> dict[str, np.ndarray[Any, A
     return host
 
 
-def _records(
-    arrays: Mapping[str, _Array], host: Mapping[str, np.ndarray[Any, Any]]
-) -> dict[str, ArrayRecord]:
-    """The records of arrays with their checksums, added up where each array is."""
-    values = {}
+def _values_on_devices(arrays: Mapping[str, _Array]) -> dict[str, tuple[str, ...]]:
+    """The checksums of arrays that are on devices as they are saved, added up there."""
+    values: dict[str, tuple[str, ...]] = {}
     for name, array in arrays.items():
-        if array.is_cast or not isinstance(array.leaf.array, jax.Array):
-            values[name] = checksums_of({name: sums_of(host[name])})[name] if host else ("",)
-        else:
+        if isinstance(array.leaf.array, jax.Array) and not array.is_cast:
             values |= checksums_of({name: sums_of(array.leaf.array, all_copies=False)})
+    return values
+
+
+def _records(
+    arrays: Mapping[str, _Array],
+    host: Mapping[str, np.ndarray[Any, Any]],
+    values: Mapping[str, tuple[str, ...]],
+) -> dict[str, ArrayRecord]:
+    """The records of arrays with their checksums; those not known yet are added up here."""
+    others = {name: array for name, array in host.items() if name not in values}
+    values = dict.fromkeys(arrays, ("",)) | dict(values)
+    for name, array in others.items():
+        values |= checksums_of({name: sums_of(array)})
     return {
         name: dataclasses.replace(array.record, values=values[name][0])
         for name, array in arrays.items()
