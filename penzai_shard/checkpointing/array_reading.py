@@ -24,9 +24,12 @@ from penzai_shard.checkpointing.value_checksums import (
 )
 from penzai_shard.errors import CheckpointDamagedError, raise_all
 from penzai_shard.library_apis import orbax_api
+from penzai_shard.library_apis.c_library import give_back_free_memory
 
-# Reading as much as possible at once holds every array twice in host memory for a while.
-_READ_BYTES = 256 * 2**20
+# Of arrays that take this much together, so much is read at once. While a piece is read, it is in
+# host memory up to three times: as it is in the file, unpacked, and on its device.
+_GROUP_BYTES = 64 * 2**20
+_READ_BYTES = 16 * 2**20
 # Once a group of arrays cannot be read, they are read one by one until so many are found out.
 _MOST_UNREADABLE = 8
 
@@ -116,7 +119,9 @@ def read_in_groups(
             sums = {name: sums_of(array) for name, array in arrays.items()}
             sums = {name: found.finished() for name, found in sums.items()}
             sums |= {name: no_sums(struct) for name, struct in wanted.items() if name not in sums}
+        give_back_free_memory()
         yield ReadGroup(arrays, sums, unreadable)
+        del arrays
 
 
 def _problems(
@@ -134,15 +139,20 @@ def _problems(
 
 def _groups(structs: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
     """The names in groups of which this process reads a bounded number of bytes each."""
+    sizes = {
+        name: math.prod(_part(struct)) * struct.dtype.itemsize * _devices_here(struct)
+        for name, struct in structs.items()
+    }
     group: list[str] = []
     size = 0
-    for name, struct in structs.items():
-        own = math.prod(_part(struct)) * struct.dtype.itemsize * _devices_here(struct)
-        if group and size + own > _READ_BYTES:
+    # The large ones first, as long as there is room: what is needed to read and convert an array
+    # comes on top of all that have been read before.
+    for name in sorted(structs, key=lambda name: -sizes[name]):
+        if group and size + sizes[name] > _GROUP_BYTES:
             yield group
             group, size = [], 0
         group.append(name)
-        size += own
+        size += sizes[name]
     if group:
         yield group
 

@@ -7,6 +7,7 @@ Everything that is particular to what Orbax writes is in this module: arrays tha
 import contextlib
 import dataclasses
 import errno
+import math
 import os
 import re
 import secrets
@@ -54,6 +55,8 @@ from penzai_shard.processes import (
     under_way,
 )
 
+# This much of the arrays is copied to host memory and written at a time.
+_WRITE_BYTES = 128 * 2**20
 _SECONDS_TO_STOP = 5.0
 
 
@@ -87,7 +90,7 @@ class PreparedSave:
             CheckpointExistsError: Something is at the path that may not be replaced.
             CheckpointWriteError: It cannot be written: no permission, a full disk.
         """
-        return self.begin().finish()
+        return self._begun(_WRITE_BYTES).finish()
 
     def begin(self) -> "BegunSave":
         """Copies what this process writes to host memory, and begins to write it.
@@ -99,6 +102,9 @@ class PreparedSave:
             CheckpointExistsError: Something is at the path that may not be replaced.
             CheckpointWriteError: It cannot be written.
         """
+        return self._begun(None)
+
+    def _begun(self, host_bytes: int | None) -> "BegunSave":
         size = sum(array.size * array.dtype.itemsize for array in self.stored.values())
         before = set(threading.enumerate())
         with orbax_api.without_noise(before), contextlib.ExitStack() as ending:
@@ -106,7 +112,11 @@ class PreparedSave:
             beside = ending.enter_context(
                 _written_beside(self.where, size, before, overwrite=self.overwrite)
             )
-            written = orbax_api.begin_save(beside, self.stored, self.metadata)
+            # Orbax fails where one single piece exceeds the bound.
+            write_bytes = max(_WRITE_BYTES, 1 + max(map(_largest_piece, self.stored.values())))
+            written = orbax_api.begin_save(
+                beside, self.stored, self.metadata, write_bytes, host_bytes
+            )
             ending = ending.pop_all()
             return BegunSave(self.where, self.names, self.save, beside, written, before, ending)
 
@@ -153,6 +163,13 @@ class BegunSave:
             directory = path_object(self.beside)
             on_first_process("sealing a checkpoint", lambda: seal(directory, self.names, self.save))
         return self.where
+
+
+def _largest_piece(array: Any) -> int:
+    """How many bytes of an array are written at once: what one device has of it."""
+    if not isinstance(array, jax.Array):
+        return int(array.nbytes)
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def prepare_save(

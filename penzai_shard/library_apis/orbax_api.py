@@ -38,6 +38,11 @@ TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
 
 # Several processes share the writing of a replicated array where its parts are at least this large.
 _SHARED_SLICE_BYTES = 2**20
+# Arrays are stored in pieces of up to this size: whoever reads a part of an array, under whichever
+# layout, reads and unpacks whole pieces.
+_CHUNK_BYTES = 2**20
+# What is written to one file is in memory until it has this size.
+_FILE_BYTES = 64 * 2**20
 # What TensorStore appends to its messages.
 _DETAILS = (" [source locations=", " [tensorstore_spec=")
 _DATABASE = re.compile(r' in OCDBT database at [^"]*"[^"]*"')
@@ -74,14 +79,26 @@ def holds_numbers(directory_name: str) -> bool:
 
 
 def begin_save(
-    directory: str, arrays: Mapping[str, Any], custom_metadata: Mapping[str, Any]
+    directory: str,
+    arrays: Mapping[str, Any],
+    custom_metadata: Mapping[str, Any],
+    write_bytes: int | None = None,
+    host_bytes: int | None = None,
 ) -> Callable[[], None]:
     """Begins to write a dictionary of arrays, none of them without elements, to a new directory.
 
+    Args:
+        directory: Where to write.
+        arrays: The arrays by name.
+        custom_metadata: What is kept beside them.
+        write_bytes: How many bytes are written at a time, more than any device has of one array.
+        host_bytes: How many bytes are copied to host memory at a time, an array at the least. The
+            arrays are then read until all is written. By default everything is copied first.
+
     Returns:
         A function that waits until all is written, and raises what went wrong; it may be called
-        from another thread. What this process writes is in host memory, so that the arrays may be
-        donated, and arrays of NumPy be written to.
+        from another thread. Without ``host_bytes`` all that this process writes is in host memory,
+        so that the arrays may be donated, and arrays of NumPy be written to.
     """
     ocp = orbax()
     context = ocp.Context()
@@ -93,6 +110,15 @@ def begin_save(
     # Made in the background, a directory that cannot be made leaves threads waiting for it for
     # five minutes, and the interpreter for them.
     context.asynchronous.create_directories_asynchronously = False
+    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    context.array.saving.ocdbt_target_data_file_size = _FILE_BYTES
+    if write_bytes is not None and sum(x.nbytes for x in arrays.values()) > write_bytes:
+        # Without this limit Orbax keeps all that it writes in memory, compressed, until the end.
+        context.memory.write_concurrent_bytes = write_bytes
+    if host_bytes is not None:
+        context.memory.transfer_concurrent_bytes = host_bytes
+        # Orbax copies what has priority at once, whatever the limit.
+        context.memory.is_prioritized_key_fn = lambda key: False
     with context:
         response = ocp.save_async(directory, arrays, custom_metadata=custom_metadata)
     return response.result

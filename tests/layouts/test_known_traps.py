@@ -161,9 +161,9 @@ def test_saving_gives_orbax_the_parts_that_devices_hold(tmp_path, monkeypatch):
     given = {}
     begin_save = orbax_api.begin_save
 
-    def spy(directory, arrays, metadata):
+    def spy(directory, arrays, metadata, *limits):
         given.update(arrays)
-        return begin_save(directory, arrays, metadata)
+        return begin_save(directory, arrays, metadata, *limits)
 
     monkeypatch.setattr(orbax_api, "begin_save", spy)
     tracemalloc.start()
