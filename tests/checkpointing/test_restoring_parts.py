@@ -97,6 +97,17 @@ def test_names_that_do_not_fit_are_refused_before_anything_is_read(saved, build,
     assert "mlp/down/Linear.weights: 2 stored arrays go here" in str(caught.value)
 
 
+def test_an_array_takes_the_name_of_one_that_is_left(tmp_path, wide):
+    values = {name: pz.nx.ones({"a": 2}) * i for i, name in enumerate("abc")}
+    path = save_params(tmp_path / "params", values)
+    names = {"b": "a", "a": None, "c": "b"}
+    restored = restore_params(path, {n: values[n] for n in "ab"}, wide, {}, names=names)
+    assert {name: float(value.data_array[0]) for name, value in restored.items()} == {
+        "a": 1.0,
+        "b": 2.0,
+    }
+
+
 def test_a_renamed_array_that_differs_is_called_by_both_names(tmp_path, build, wide):
     path = save_params(tmp_path / "params", param_dict(build(neurons=8)))
     exchanged = {"mlp/up/**": "mlp/down/**", "mlp/down/**": "mlp/up/**"}
