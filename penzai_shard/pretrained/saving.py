@@ -322,6 +322,7 @@ def _write(
             "writing weights",
             functools.partial(_write_file, path, host, SavedRecords(records, save)),
         )
+        del host  # Before the next file's arrays are there.
         shown.advance(sum(array.size for array in arrays.values()))
     if len(files) > 1:
         total = sum(array.size for arrays in files for array in arrays.values())
