@@ -1,7 +1,7 @@
 """Paths that differ in their numbers only, as those of equal blocks do, as one path."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 NUMBER = re.compile(r"\d+")
 
@@ -33,3 +33,19 @@ def folded_path(paths: Sequence[str]) -> str:
     """
     varying = iter(varying_numbers(paths))
     return NUMBER.sub(lambda number: "*" if next(varying) else number.group(), paths[0])
+
+
+def folded_rows(rows: Iterable[tuple[str, ...]], collapse: bool = True) -> list[tuple[str, ...]]:
+    """Rows of texts that begin with a path, those alike in one, with their count after the path.
+
+    Args:
+        rows: For each array its path, and what is said of it.
+        collapse: Whether rows are alike that differ in the numbers of their paths only.
+
+    >>> folded_rows([("block_0/w", "damaged"), ("block_1/w", "damaged"), ("b", "damaged")])
+    [('block_*/w', '2', 'damaged'), ('b', '1', 'damaged')]
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for path, *texts in rows:
+        groups.setdefault((folding_key(path) if collapse else path, *texts), []).append(path)
+    return [(folded_path(paths), str(len(paths)), *texts) for (_, *texts), paths in groups.items()]

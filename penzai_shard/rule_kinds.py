@@ -58,6 +58,16 @@ def nearest_name(name: Any, names: Iterable[Any]) -> str | None:
     return found[0] if found else None
 
 
+def did_you_mean(name: Any, names: Iterable[Any]) -> str:
+    """The end of a message about a name that does not exist; empty if none is nearly equal to it.
+
+    >>> did_you_mean("neuron", ["neurons", "embedding"]), did_you_mean("neuron", [])
+    (" Did you mean 'neurons'?", '')
+    """
+    near = nearest_name(name, names)
+    return f" Did you mean {near!r}?" if near else ""
+
+
 def mesh_axes_text(mesh_axes: Sequence[str]) -> str:
     """How mesh axes are written in rules and messages.
 

@@ -139,6 +139,15 @@ def path_matches(pattern: str, path: str) -> bool:
     return _parts_match(_pattern_parts(pattern), split_path(path))
 
 
+def name_matches(pattern: str, name: str) -> bool:
+    """Whether a name matches a pattern, which may be the name itself to the letter.
+
+    >>> name_matches("block_*/w", "block_0/w"), name_matches("w[?]*", "w[?]*")
+    (True, True)
+    """
+    return pattern == name or path_matches(pattern, name)
+
+
 def _parts_match(pattern: tuple[str, ...], parts: tuple[str, ...]) -> bool:
     # Row by row over the pattern: reachable[i] says that the pattern read so far can
     # have consumed exactly the first i parts. Linear in len(pattern) * len(parts).

@@ -19,7 +19,7 @@ from penzai_shard.checkpointing.locations import PathLike, shown_path
 from penzai_shard.checkpointing.manifest import read_manifest
 from penzai_shard.checkpointing.restoring import refuse_other_arrays
 from penzai_shard.errors import CheckpointMismatchError, grouped_problems
-from penzai_shard.path_folding import folded_path, folding_key
+from penzai_shard.path_folding import folded_rows
 from penzai_shard.planning.plan_table import arrays_text
 from penzai_shard.readers import without_repeats
 from penzai_shard.text_tables import FindingsTable, Report, TextTable
@@ -91,15 +91,16 @@ class CheckpointComparison(Report):
         Args:
             collapse: Show those that differ only in the numbers in their names as one row.
         """
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for each in self.differences:
-            texts = (", ".join(each.what), _record_text(each.first), _record_text(each.second))
-            place = folding_key(each.name) if collapse else each.name
-            groups.setdefault((place, *texts), []).append(each.name)
-        rows = tuple(
-            (folded_path(names), f"{len(names)}", *texts) for (_, *texts), names in groups.items()
+        rows = folded_rows(
+            (
+                (d.name, ", ".join(d.what), _record_text(d.first), _record_text(d.second))
+                for d in self.differences
+            ),
+            collapse,
         )
-        return DifferencesTable(rows, self._verdict(), tuple(self._remarks()), self.are_equal)
+        return DifferencesTable(
+            tuple(rows), self._verdict(), tuple(self._remarks()), self.are_equal
+        )
 
     def _verdict(self) -> str:
         total = len(self.differences) + len(self.same) + len(self.not_compared)

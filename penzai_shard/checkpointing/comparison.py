@@ -7,7 +7,7 @@ from typing import Literal
 from penzai_shard.checkpointing.array_records import ArrayRecord
 from penzai_shard.checkpointing.name_matching import NameRules
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
-from penzai_shard.rule_kinds import nearest_name
+from penzai_shard.rule_kinds import did_you_mean, nearest_name
 
 AxisMismatch = Literal["error", "transpose"]
 DtypeMismatch = Literal["error", "cast"]
@@ -231,7 +231,7 @@ def compare(
     if tolerance.on_extra == "error":
         problems += [
             f"{name}: {wording.source} {stored[name]} {stored[name].dtype}, and {wording.target} "
-            f"has no such array.{_did_you_mean(name, missing)} "
+            f"has no such array.{did_you_mean(name, missing)} "
             f"{wording.extra_fix.format(name=name)}"
             for name in extra
         ]
@@ -268,17 +268,12 @@ def _nested_otherwise(extra: list[str], missing: list[str], wording: Wording) ->
 def _rename_fix(old: str, names: Mapping[str, str], present: Collection[str]) -> str:
     """What to write in place of a name to be replaced that occurs nowhere; empty if unknown."""
     if names[old] not in present or nearest_name(old, present) not in (None, names[old]):
-        return _did_you_mean(old, present)
+        return did_you_mean(old, present)
     turned = dict(
         (name, new) if name in present or new not in present else (new, name)
         for name, new in names.items()
     )
     return f" Names are given as old: new; write rename_axes={turned!r}."
-
-
-def _did_you_mean(name: str, candidates: Collection[str]) -> str:
-    near = nearest_name(name, candidates)
-    return f" Did you mean {near!r}?" if near else ""
 
 
 def _order(source: ArrayRecord, target: ArrayRecord) -> tuple[int, ...] | None:

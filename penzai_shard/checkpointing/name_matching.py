@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
-from penzai_shard.rule_kinds import nearest_name
+from penzai_shard.rule_kinds import did_you_mean
 from penzai_shard.tree_paths import (
+    name_matches,
     path_matches,
     split_path,
     wildcard_texts,
@@ -402,9 +403,7 @@ def _patterns(option: str, given: Any) -> tuple[str, ...]:
 
 
 def _any_matches(patterns: Iterable[str], *names: str) -> bool:
-    return any(
-        pattern == name or path_matches(pattern, name) for pattern in patterns for name in names
-    )
+    return any(name_matches(pattern, name) for pattern in patterns for name in names)
 
 
 def _other_pattern(pattern: str, names: Collection[str]) -> str:
@@ -422,8 +421,8 @@ def _other_pattern(pattern: str, names: Collection[str]) -> str:
 
 def _nearest(name: str, names: Collection[str]) -> str:
     """What to say of a name that does not exist: the one that is meant, or those most like it."""
-    if near := nearest_name(name, names):
-        return f" Did you mean {near!r}?"
+    if meant := did_you_mean(name, names):
+        return meant
     nearest = difflib.get_close_matches(name, names, 3, 0.0)
     return f" The nearest of {len(names):,} are {_alternatives(nearest, 'and')}." if nearest else ""
 

@@ -1,13 +1,13 @@
 """Which checkpoints of a run are kept: decided from their steps and metrics alone."""
 
 import dataclasses
-import difflib
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from penzai_shard.errors import RuleTypeError
+from penzai_shard.rule_kinds import did_you_mean
 
 Metrics = Mapping[str, float]
 
@@ -69,12 +69,11 @@ class Best:
             RuleTypeError: It is.
         """
         if self.metric not in metrics:
-            near = difflib.get_close_matches(self.metric, metrics, 1)
-            meant = f" Did you mean {near[0]!r}?" if near else ""
             raise RuleTypeError(
                 f"best={self.metric!r} decides which checkpoints are kept, and the metrics given "
-                f"are {', '.join(map(repr, metrics)) or 'none'}.{meant} Save without metrics where "
-                "there are none yet: metrics=None."
+                f"are {', '.join(map(repr, metrics)) or 'none'}."
+                f"{did_you_mean(self.metric, metrics)} Save without metrics where there are none "
+                "yet: metrics=None."
             )
 
 

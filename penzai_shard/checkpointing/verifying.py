@@ -13,7 +13,7 @@ from penzai_shard.checkpointing.array_records import ArrayRecord
 from penzai_shard.checkpointing.locations import PathLike, shown_path
 from penzai_shard.checkpointing.manifest import read_manifest
 from penzai_shard.checkpointing.value_checksums import checksums_of
-from penzai_shard.path_folding import folded_path, folding_key
+from penzai_shard.path_folding import folded_rows
 from penzai_shard.planning.plan_table import arrays_text, bytes_text
 from penzai_shard.text_tables import FindingsTable, Report
 
@@ -91,21 +91,22 @@ class CheckpointVerification(Report):
         Args:
             collapse: Show arrays that differ only in the numbers in their names as one row.
         """
-        groups: dict[tuple[str, ...], list[str]] = {}
         # Where nothing can be checked, the verdict says it of all.
         shown = {"damaged", "unreadable"}
         if len(self.unchecked) < len(self.arrays):
             shown.add("unchecked")
-        for each in self.arrays:
-            if each.finding not in shown:
-                continue
-            found = _MEANINGS[each.finding] + (f": {each.reason}" if each.reason else "")
-            place = folding_key(each.name) if collapse else each.name
-            texts = (f"{each.record} {each.record.dtype}", found)
-            groups.setdefault((place, *texts), []).append(each.name)
-        rows = [
-            (folded_path(names), str(len(names)), *texts) for (_, *texts), names in groups.items()
-        ]
+        rows = folded_rows(
+            (
+                (
+                    each.name,
+                    f"{each.record} {each.record.dtype}",
+                    _MEANINGS[each.finding] + (f": {each.reason}" if each.reason else ""),
+                )
+                for each in self.arrays
+                if each.finding in shown
+            ),
+            collapse,
+        )
         caveat = (f"the checkpoint {self.caveat}",) if self.caveat else ()
         return VerificationTable(tuple(rows), self._verdict(), caveat, ok=self.ok)
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
-from penzai_shard.rule_kinds import nearest_name
+from penzai_shard.rule_kinds import did_you_mean
 from penzai_shard.tree_paths import (
-    path_matches,
+    name_matches,
     text_with_wildcards_filled,
     wildcard_texts,
     wildcards,
@@ -34,10 +34,11 @@ def new_names(names: Sequence[str], rules: Mapping[str, str | None] | None) -> d
     rules = _checked(rules)
     problems = []
     for pattern, new in rules.items():
-        if not any(_matches(pattern, name) for name in names):
-            near = nearest_name(pattern, names)
-            hint = f" Did you mean {near!r}?" if near else ""
-            problems.append(f"{pattern!r}: the pattern matches no array of the model.{hint}")
+        if not any(name_matches(pattern, name) for name in names):
+            problems.append(
+                f"{pattern!r}: the pattern matches no array of the model."
+                f"{did_you_mean(pattern, names)}"
+            )
         elif new is not None and pattern not in names and wildcards(pattern) != wildcards(new):
             problems.append(
                 f"{pattern!r}: {new!r}: each wildcard is carried over, in order, so write the same "
@@ -46,7 +47,7 @@ def new_names(names: Sequence[str], rules: Mapping[str, str | None] | None) -> d
     raise_all(CheckpointMismatchError, "cannot rename arrays:", problems)
     found: dict[str, str] = {}
     for name in names:
-        matching = [pattern for pattern in rules if _matches(pattern, name)]
+        matching = [pattern for pattern in rules if name_matches(pattern, name)]
         exact = [pattern for pattern in matching if pattern == name]
         if len(exact or matching) > 1:
             problems.append(
@@ -87,7 +88,3 @@ def _checked(rules: Any) -> Mapping[str, str | None]:
             "the file, for instance {'block_*/w': 'layers.*.weight'}."
         )
     return rules
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return pattern == name or path_matches(pattern, name)

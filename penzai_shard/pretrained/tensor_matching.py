@@ -23,8 +23,8 @@ from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_al
 from penzai_shard.named_leaves import NamedLeaf
 from penzai_shard.pretrained.stored_tensors import StoredTensor
 from penzai_shard.pretrained.tensor_views import TensorView, Transposed, WholeTensor
-from penzai_shard.rule_kinds import LogicalAxis, nearest_name
-from penzai_shard.tree_paths import path_matches
+from penzai_shard.rule_kinds import LogicalAxis, did_you_mean
+from penzai_shard.tree_paths import name_matches
 
 AxesByPattern = Mapping[str, Sequence[LogicalAxis | None] | None]
 
@@ -119,7 +119,7 @@ class Matching:
         patterns = _checked(self.axes)
         used = set()
         for name, tensor in tensors.items():
-            matching = [p for p in patterns if p == name or path_matches(p, name)]
+            matching = [p for p in patterns if name_matches(p, name)]
             used.update(matching)
             if len(matching) > 1:
                 problems.append(
@@ -146,9 +146,10 @@ class Matching:
                     known[name] = ArrayRecord(tensor.shape, tensor.dtype, axes)
         for pattern in patterns:
             if pattern not in used:
-                near = nearest_name(pattern, tensors)
-                hint = f" Did you mean {near!r}?" if near else ""
-                problems.append(f"{pattern}: this pattern of axes matches no tensor.{hint}")
+                problems.append(
+                    f"{pattern}: this pattern of axes matches no tensor."
+                    f"{did_you_mean(pattern, tensors)}"
+                )
         return problems
 
 

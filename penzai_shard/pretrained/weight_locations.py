@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penzai_shard.checkpointing.file_kinds import problem_of_file
-from penzai_shard.checkpointing.locations import absolute_path, is_checkpoint, is_remote
+from penzai_shard.checkpointing.locations import absolute_path, is_checkpoint, is_remote, shown_path
 from penzai_shard.checkpointing.replacement import is_temporary, where_content_is
 from penzai_shard.errors import CheckpointDamagedError, CheckpointNotFoundError, raise_all
 from penzai_shard.pretrained.safetensors_header import SUFFIX
@@ -151,7 +151,7 @@ def _what_it_is(where: str, place: pathlib.Path) -> str:
     """What is at a path that has no weights, and what to do."""
     near = _nearby(place)
     if not os.path.lexists(place):
-        given = os.path.relpath(where)
+        given = shown_path(where)
         hint = ""
         if not near and _HUB_NAME.fullmatch(given) and not place.parent.exists():
             hint = (

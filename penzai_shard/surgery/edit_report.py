@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from penzai_shard.path_folding import folded_path, folding_key
+from penzai_shard.path_folding import folded_rows
 from penzai_shard.surgery.inserted_layers import library_role, original_in
 from penzai_shard.surgery.tree_nodes import children_of, kind_of
 from penzai_shard.text_tables import PreparedTable, TextTable
@@ -109,19 +109,14 @@ class EditReport(TextTable):
         """
         lines: list[tuple[str, ...]] = []
         for row in self.rows:
-            groups: dict[tuple[str, str, str], list[str]] = {}
-            for path, before, after in zip(
-                row.paths, row.before_types, row.after_types, strict=True
-            ):
-                shown = path or "the root"
-                group = (folding_key(shown) if collapse else shown, before, after)
-                groups.setdefault(group, []).append(shown)
+            paths = (path or "the root" for path in row.paths)
+            found = folded_rows(
+                zip(paths, row.before_types, row.after_types, strict=True), collapse
+            )
             edit = row.title
-            for (_, before, after), paths in groups.items():
-                lines.append((edit, str(len(paths)), folded_path(paths), before, after))
+            for path, count, before, after in found or [("", "0", "", "")]:
+                lines.append((edit, count, path, before, after))
                 edit = ""
-            if not groups:
-                lines.append((edit, "0", "", "", ""))
         return lines
 
     def text_rows(self) -> list[tuple[str, ...]]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from penzai_shard.errors import RuleTypeError, ShardingError
 from penzai_shard.layers import compute_dtypes
-from penzai_shard.rule_kinds import nearest_name
+from penzai_shard.rule_kinds import did_you_mean
 
 SCALE = "loss_scale"
 FINITE_STEPS = "finite_steps"
@@ -116,8 +116,7 @@ def read_loss_scaling(declared: Any) -> LossScaling:
         return DynamicLossScaling()
     if _is_number(declared) and 0 < declared < math.inf:
         return float(declared)
-    near = nearest_name(declared, {"auto", "dynamic"}) if isinstance(declared, str) else None
-    hint = f" Did you mean {near!r}?" if near else ""
+    hint = did_you_mean(declared, {"auto", "dynamic"}) if isinstance(declared, str) else ""
     raise RuleTypeError(
         "loss_scaling must be 'auto', 'dynamic', a DynamicLossScaling, a positive number for a "
         f"scale that stays, or None, not {declared!r}.{hint}"
