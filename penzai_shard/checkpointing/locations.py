@@ -1,5 +1,7 @@
 """Where checkpoints are: paths, what is at them, and what is near them."""
 
+import difflib
+import itertools
 import os
 import pathlib
 import re
@@ -21,6 +23,12 @@ SEAL = "penzai_shard.json"
 
 # The files of Orbax' directories, our seal, and what a removal cut short may leave of them.
 _FILES = re.compile(f"{orbax_api.FILE_NAMES}|{re.escape(SEAL)}")
+
+# How many directories the files of a checkpoint are below it at most.
+_DEEPEST = 4
+
+STEP = re.compile(r"step_(\d{8,})")
+"""The names of the checkpoints in the folder of a run."""
 
 
 def absolute_path(path: PathLike) -> str:
@@ -94,20 +102,46 @@ def found_directory(where: str) -> Any:
         CheckpointNotFoundError: There is no such directory, or it is a part of a checkpoint.
     """
     directory = content_of(where)
-    if not directory.exists() or not directory.is_dir():
+    if not directory.exists():
         raise no_checkpoint(where, directory)
-    if (directory.parent / SEAL).exists() and not (directory / SEAL).exists():
+    if whole := _whole_around(where, directory):
         raise CheckpointNotFoundError(
-            f"there is no checkpoint at {where}: it is a part of one. Restore the whole: "
-            f"{os.path.dirname(where.rstrip('/'))}"
+            f"there is no checkpoint at {where}: it is a part of one. Restore the whole: {whole}"
         )
+    if not directory.is_dir():
+        raise no_checkpoint(where, directory)
     return directory
+
+
+def _whole_around(where: str, directory: Any) -> str:
+    """The path of the checkpoint that a file or directory is a part of; empty if of none."""
+    if (directory / SEAL).exists():
+        return ""
+    for around in itertools.islice(directory.parents, 1 if is_remote(where) else _DEEPEST):
+        where = os.path.dirname(where.rstrip("/"))
+        if (around / SEAL).exists():
+            return where
+    return ""
 
 
 def no_checkpoint(where: str, directory: Any) -> CheckpointNotFoundError:
     """The error for a path that is not a checkpoint: what it is, and what is near it."""
-    what = _what_it_is(directory) if directory.exists() else "the path does not exist."
-    return CheckpointNotFoundError(f"there is no checkpoint at {where}: {what}{_nearby(where)}")
+    if not directory.exists():
+        what = f"the path does not exist.{_nearby(where)}"
+    elif newest := _newest_of_run(directory):
+        what = f"it is the folder of a run. Give one of its checkpoints; the newest is {newest}"
+    else:
+        what = _what_it_is(directory) + _nearby(where)
+    return CheckpointNotFoundError(f"there is no checkpoint at {where}: {what}")
+
+
+def _newest_of_run(directory: Any) -> str:
+    """The path of the newest checkpoint in the folder of a run; empty if it is none."""
+    if not directory.is_dir():
+        return ""
+    steps = [entry for entry in directory.iterdir() if STEP.fullmatch(entry.name)]
+    whole = [entry for entry in steps if (entry / SEAL).exists()]
+    return str(max(whole, key=lambda entry: int(entry.name.removeprefix("step_")), default=""))
 
 
 def refuse_existing(where: str, overwrite: bool) -> None:
@@ -143,16 +177,17 @@ def refuse_existing(where: str, overwrite: bool) -> None:
 
 
 def _nearby(where: str) -> str:
-    """Names the checkpoints next to or inside a path that is not one."""
+    """Names the checkpoints next to or inside a path that is not one, those like it first."""
     if is_remote(where):
         return ""
     path = pathlib.Path(where)
     parent = path if path.is_dir() else path.parent
     try:
-        found = [str(entry) for entry in sorted(parent.iterdir())[:100] if is_checkpoint(entry)]
+        found = [entry.name for entry in sorted(parent.iterdir())[:100] if is_checkpoint(entry)]
     except OSError:
         return ""
-    return f" Did you mean {' or '.join(found[:3])}?" if found else ""
+    like = difflib.get_close_matches(path.name, found, 3, 0.0)
+    return f" Did you mean {' or '.join(str(parent / name) for name in like)}?" if like else ""
 
 
 def _what_it_is(directory: Any) -> str:

@@ -11,7 +11,6 @@ import logging
 import math
 import operator
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -23,6 +22,7 @@ import jax
 from penzai_shard.checkpointing.background_saves import BackgroundSave
 from penzai_shard.checkpointing.locations import (
     SEAL,
+    STEP,
     PathLike,
     absolute_path,
     content_of,
@@ -48,7 +48,6 @@ from penzai_shard.errors import (
 from penzai_shard.library_apis import orbax_api
 from penzai_shard.processes import on_first_process, refuse_differences
 
-_STEP = re.compile(r"step_(\d{8,})")
 _REMOVING = ".penzai-shard-removing"
 _METRICS = "penzai_shard_metrics"
 # A save that waits longer than this for the one before is reported.
@@ -135,7 +134,7 @@ class CheckpointManager:
         for entry in folder.iterdir():
             # A save that was killed may have left what it was to replace beside its path.
             name = final_of(entry).name if entry.name.endswith(SUFFIX) else entry.name
-            match = _STEP.fullmatch(name)
+            match = STEP.fullmatch(name)
             if match and (content_of(self.checkpoint(int(match[1]))) / SEAL).exists():
                 found.add(int(match[1]))
         return sorted(found)
@@ -441,7 +440,8 @@ def _number(step: Any) -> int:
     if number < 0 or isinstance(step, bool):
         raise RuleTypeError(
             f"step must be a number of 0 or more, not {step!r:.80}. Write for instance "
-            "save(step, state); restore(state, step=100); restore(state, mesh=mesh)."
+            "save(step, state); restore(state, step=100), or step=manager.best; restore(state, "
+            "mesh=mesh)."
         )
     return number
 

@@ -223,11 +223,12 @@ def test_both_places_gone_is_still_no_plain_checkpoint(copy, wide):
         restore_params(copy, VALUES, wide, {})
 
 
-def test_a_part_of_a_checkpoint_is_not_one(copy, wide):
+@pytest.mark.parametrize("part", ["state", "state/d", "state/_METADATA", manifest.SEAL])
+def test_a_part_of_a_checkpoint_is_not_one(copy, wide, part):
     with pytest.raises(CheckpointNotFoundError) as caught:
-        restore_params(copy / "state", VALUES, wide, {})
+        restore_params(copy / part, VALUES, wide, {})
     assert str(caught.value) == (
-        f"there is no checkpoint at {copy}/state: it is a part of one. Restore the whole: {copy}"
+        f"there is no checkpoint at {copy}/{part}: it is a part of one. Restore the whole: {copy}"
     )
 
 

@@ -406,6 +406,7 @@ def test_arguments_of_calls_must_be_readable(run, mlp, wide):
         (lambda: run.save(8, mlp), r"CheckpointManager\.save takes a TrainState, not a Sequen"),
         (lambda: run.save(8, state(), 0.5), r"metrics must be numbers by name, such as \{'loss'"),
         (lambda: run.save(8, state(), {"a": "b"}), r"metrics\['a'\] must be a number, not 'b'"),
+        (lambda: run.restore(state(), "best"), r"not 'best'\. Write .*, or step=manager\.best; "),
         (lambda: run.restore(state(), wide), r"step must be a number .*restore\(state, mesh=mesh"),
         (lambda: run.best, r"nothing says what is best: CheckpointManager\(path, best=\('loss'"),
     ):
@@ -418,6 +419,15 @@ def test_arguments_of_calls_must_be_readable(run, mlp, wide):
         best.save(8, state(), {"los": 1.0})
     assert Best.of(["a", "max", 2]) == Best("a", "max", 2)
     assert run.steps() == [3, 7]
+
+
+def test_the_folder_of_a_run_is_not_a_checkpoint_and_the_newest_is_named(run, where):
+    newest = pathlib.Path(run.path) / "step_00000007"
+    newest.rename(newest.with_name("step_100000000"))
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"run: it is the folder of a run\..* is .*/step_100000000$"
+    ):
+        restore_train_state(run.path, state(), shardings=where["shardings"])
 
 
 def test_its_checkpoints_are_ordinary_ones(run, wide):
