@@ -9,12 +9,13 @@ import dataclasses
 import json
 import math
 import os
-import stat
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from penzai_shard.checkpointing.file_kinds import problem_of_file
 from penzai_shard.errors import require_extra
 from penzai_shard.pretrained.stored_tensors import StoredTensor
 
@@ -103,10 +104,10 @@ def read_header(path: str) -> FileHeader:
         MissingExtraError: safetensors is not installed.
     """
     safetensors = require_extra("safetensors", "safetensors")
+    # A pipe in its place would never end.
+    if problem := problem_of_file(pathlib.Path(path)):
+        raise UnreadableFileError(f"{problem}. {_AGAIN}")
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            what = "a directory" if os.path.isdir(path) else "a pipe or a device"
-            raise UnreadableFileError(f"is {what} and not a file.")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             beginning = file.read(64)
@@ -122,7 +123,7 @@ def read_header(path: str) -> FileHeader:
             file.seek(_LENGTH_BYTES)
             header = json.loads(file.read(length), object_pairs_hook=_without_repeats)
     except OSError as error:
-        raise UnreadableFileError(_why_closed(path, error)) from error
+        raise UnreadableFileError(f"cannot be opened: {error.strerror or error}.") from error
     metadata = header.pop(METADATA, {})
     unheld = [name for name, entry in header.items() if entry["dtype"] not in DTYPES]
     if unheld:
@@ -149,12 +150,6 @@ def _other_file(beginning: bytes) -> str:
     """What a file is that is not of this format, if its beginning tells."""
     found = [what for start, what in _OTHER_FILES if beginning.lower().startswith(start)]
     return found[0] if found else ""
-
-
-def _why_closed(path: str, error: OSError) -> str:
-    if os.path.islink(path) and not os.path.exists(path):
-        return f"is a link to {os.readlink(path)}, which does not exist. {_AGAIN}"
-    return f"cannot be opened: {error.strerror or error}."
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -124,11 +124,11 @@ MISINDEXED = {
     ),
     "dangling link": (
         lambda d: ((d / SECOND).unlink(), (d / SECOND).symlink_to("gone")),
-        f"{SECOND}: is a link to gone, which does not exist",
+        f"{SECOND}: is a link to gone, which cannot be read",
     ),
     "directory": (
         lambda d: ((d / SECOND).unlink(), (d / SECOND).mkdir()),
-        f"{SECOND}: is a directory",
+        f"{SECOND}: is not a file, but a directory",
     ),
     "tensor elsewhere": (
         lambda d: changed_index(d, b=FIRST, a=SECOND),
