@@ -9,9 +9,9 @@ from penzai_shard.checkpoint_reports.stored_arrays import (
     record_of_tensor,
 )
 from penzai_shard.checkpointing import CheckpointVerification, VerifiedArray
-from penzai_shard.checkpointing import verify_checkpoint as verify_orbax_checkpoint
 from penzai_shard.checkpointing.locations import PathLike
 from penzai_shard.checkpointing.value_checksums import checksums_of, sums_of
+from penzai_shard.checkpointing.verifying import verify_arrays
 from penzai_shard.pretrained.byte_progress import byte_progress
 from penzai_shard.pretrained.tensor_files import open_tensors
 
@@ -60,7 +60,7 @@ def verify_checkpoint(
 
         if are_weights(path):
             return _verified_files(path, done)
-        return verify_orbax_checkpoint(path, on_array=done)
+        return verify_arrays(path, on_array=done)
 
 
 def _verified_files(path: PathLike, on_array: _Callback) -> CheckpointVerification:

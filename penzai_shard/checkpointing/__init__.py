@@ -14,7 +14,6 @@ from penzai_shard.checkpointing.train_states import restore_train_state, save_tr
 from penzai_shard.checkpointing.verifying import (
     CheckpointVerification,
     VerifiedArray,
-    verify_checkpoint,
 )
 
 __all__ = [
@@ -33,6 +32,5 @@ __all__ = [
     "save_train_state",
     "stack_blocks",
     "unstack_blocks",
-    "verify_checkpoint",
     "with_params",
 ]

@@ -129,16 +129,17 @@ class CheckpointVerification(Report):
         return json.dumps({**content, "caveat": self.caveat, "arrays": arrays}, indent=2)
 
 
-def verify_checkpoint(
+def verify_arrays(
     path: PathLike, *, on_array: Callable[[VerifiedArray], None] | None = None
 ) -> CheckpointVerification:
-    """Reads all of a checkpoint, and compares its numbers with the checksums kept at the save.
+    """Reads all of an Orbax checkpoint, and compares its numbers with their checksums.
 
-    No model and no mesh is needed: the arrays are read into host memory, a few at a time.
+    This is how the public ``verify_checkpoint`` reads checkpoints, which takes safetensors files
+    too and shows how far it is.
 
     Args:
         path: The checkpoint's directory.
-        on_array: Called for each array once it was checked, such as to show progress.
+        on_array: Called for each array once it was checked.
 
     Returns:
         What was found of each array.
@@ -151,10 +152,10 @@ def verify_checkpoint(
 
     >>> import tempfile
     >>> from penzai import pz
-    >>> from penzai_shard import save_params
+    >>> from penzai_shard.checkpointing import save_params
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     path = save_params(f"{directory}/params", {"w": pz.nx.ones({"a": 2})})
-    ...     found = verify_checkpoint(path)
+    ...     found = verify_arrays(path)
     >>> found.damaged, [(array.name, array.finding) for array in found.arrays]
     ((), [('w', 'ok')])
     """

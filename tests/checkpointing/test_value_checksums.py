@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
+from penzai_shard import verify_checkpoint
 from penzai_shard.checkpointing import (
     array_reading,
     read_manifest,
@@ -28,7 +29,6 @@ from penzai_shard.checkpointing import (
     save_params,
     save_train_state,
     value_checksums,
-    verify_checkpoint,
 )
 from penzai_shard.checkpointing.array_records import checksum_of
 from penzai_shard.checkpointing.locations import SEAL
