@@ -6,12 +6,8 @@ Everything that is particular to what Orbax writes is in this module: arrays tha
 
 import contextlib
 import dataclasses
-import errno
 import math
-import os
-import re
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -39,9 +35,9 @@ from penzai_shard.checkpointing.taking_part import (
     save_together,
 )
 from penzai_shard.checkpointing.value_checksums import checksums_of, sums_of
+from penzai_shard.checkpointing.write_failures import raise_write_failure
 from penzai_shard.errors import (
     CheckpointMismatchError,
-    CheckpointWriteError,
     ShardingError,
     raise_all,
 )
@@ -273,11 +269,7 @@ def _written_beside(
         _wait_for_new_threads(before)
         if isinstance(error, ShardingError) or not isinstance(error, Exception):
             raise
-        known = known_reason(error, where, size)
-        reason = (known or orbax_api.first_line(error)).removesuffix(".")
-        old = " What is at the path stays as it was." if os.path.lexists(where) else ""
-        text = f"cannot save to {where}: {reason}.{old}"
-        raise CheckpointWriteError(text) from (None if known else error)
+        raise_write_failure(error, where, size)
     finally:
         replacement.discard()
 
@@ -290,37 +282,6 @@ def _wait_for_new_threads(before: Collection[threading.Thread]) -> None:
         if not thread.daemon and not thread.name.startswith("asyncio_"):
             # Orbax' own threads override this to raise what they failed with.
             threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
-
-
-def known_reason(error: Exception, where: str, size: int) -> str:
-    """What the operating system refused, and what to do; empty if it was something else."""
-    code = getattr(error, "errno", None)
-    if code is None:
-        # Orbax' storage reports the code within its text.
-        found = re.search(r"os_error_code='(\d+)'", str(error))
-        code = int(found[1]) if found else None
-    folder = _first_existing(os.path.dirname(where))
-    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = shutil.disk_usage(folder).free
-        return (
-            f"the disk is full. The arrays take {size:,} bytes, and {free:,} are free. Make room, "
-            "or choose another disk."
-        )
-    if code in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return (
-            f"the directory {folder} may not be written ({os.strerror(code)}). Choose one that "
-            "may, or change its permissions."
-        )
-    if code in (errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
-        what = "takes no new directories" if os.path.isdir(folder) else "is a file"
-        return f"{folder} {what}. Choose another path."
-    return f"{os.strerror(code)}." if code else ""
-
-
-def _first_existing(where: str) -> str:
-    while not os.path.lexists(where) and where != os.path.dirname(where):
-        where = os.path.dirname(where)
-    return where
 
 
 def mesh_context(sharding: Sharding) -> contextlib.AbstractContextManager[Any]:

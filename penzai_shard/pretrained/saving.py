@@ -20,11 +20,12 @@ from penzai_shard.checkpointing.array_records import ArrayRecord, record_of
 from penzai_shard.checkpointing.arrays_by_name import ArraysByName
 from penzai_shard.checkpointing.locations import PathLike, absolute_path, is_remote
 from penzai_shard.checkpointing.name_matching import NameRules
-from penzai_shard.checkpointing.orbax_store import known_reason, unsavable
+from penzai_shard.checkpointing.orbax_store import unsavable
 from penzai_shard.checkpointing.parameter_dict import param_dict
 from penzai_shard.checkpointing.replacement import Replacement, where_content_is
 from penzai_shard.checkpointing.taking_part import all_save, refuse_other_arrays_elsewhere
 from penzai_shard.checkpointing.value_checksums import checksums_of, sums_of
+from penzai_shard.checkpointing.write_failures import raise_write_failure
 from penzai_shard.errors import (
     CheckpointExistsError,
     CheckpointMismatchError,
@@ -48,7 +49,6 @@ MAX_FILE_BYTES = 384 * 2**20
 """How large a file becomes by default: so much is in host memory at once."""
 
 _OWN_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-_OS_ERROR = re.compile(r"os error (\d+)")
 
 
 def save_safetensors(
@@ -285,12 +285,7 @@ def _written_beside(
     except (OSError, _safetensors_error()) as error:
         if isinstance(error, ShardingError):
             raise
-        if not isinstance(error, OSError) and (found := _OS_ERROR.search(str(error))):
-            error = OSError(int(found[1]), str(error))
-        known = known_reason(error, where, size)
-        old = " What is at the path stays as it was." if os.path.lexists(where) else ""
-        reason = (known or str(error)).removesuffix(".")
-        raise CheckpointWriteError(f"cannot save to {where}: {reason}.{old}") from error
+        raise_write_failure(error, where, size)
     finally:
         replacement.discard()
 
