@@ -1,5 +1,6 @@
 """Small models that the layer tests share, as the fixture ``small``."""
 
+import functools
 import types
 from typing import Any
 
@@ -12,7 +13,7 @@ from penzai.deprecated.v1 import pz as pz_v1
 from penzai.deprecated.v1.example_models import simple_mlp as simple_mlp_v1
 from penzai.models import simple_mlp
 
-from tests.model_families import transformer
+from tests.model_families import drawn, transformer
 
 AUTO = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -57,7 +58,7 @@ def counting_mlp() -> Any:
 
 
 def llama(use_layer_stack: bool = False) -> Any:
-    return transformer("llama", jax.random.key(0), use_layer_stack=use_layer_stack)
+    return drawn(functools.partial(transformer, "llama", name="t", use_layer_stack=use_layer_stack))
 
 
 def features(batch: int = 8, seed: int = 1) -> Any:

@@ -22,7 +22,7 @@ def test_every_preset_trains_as_one_device_does(name):
     assert strip(run(name).state.model).body is not None
 
 
-def build(layout=None, **arguments):
+def build(layout=None, initializer=build_model, **arguments):
     given = {
         "mesh": make_mesh({"data": 4, "model": 2}),
         "loss_fn": loss_fn,
@@ -30,7 +30,7 @@ def build(layout=None, **arguments):
         "rng": jax.random.key(0),
     }
     layout = layout or Layout.fully_sharded()
-    return layout.build(build_model, jax.random.key(0), **(given | arguments))
+    return layout.build(initializer, jax.random.key(0), **(given | arguments))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_options_that_a_preset_does_not_have_are_refused_with_those_that_it_has(
 
 def test_model_and_mesh_in_each_others_place_are_refused():
     with pytest.raises(RuleTypeError, match="a mesh is needed, not TransformerLM"):
-        Layout.fully_sharded().plan(make_mesh({"data": 8}), build_model(jax.random.key(0)))
+        Layout.fully_sharded().plan(make_mesh({"data": 8}), drawn_transformer("llama"))
 
 
 @pytest.mark.parametrize("preset", ["tensor_parallel", "sequence_parallel", "two_dimensional"])
@@ -124,7 +124,12 @@ def test_a_layout_in_place_of_rules_is_refused():
 
 def test_options_reach_state_and_step():
     tied = lambda parameter: "embedder" not in parameter.label  # noqa: E731
-    state, step = build(accumulate_steps=2, trainable=tied, donate_params_and_state=False)
+    state, step = build(
+        initializer=lambda key: drawn_transformer("llama", num_decoder_blocks=1, vocab_size=88),
+        accumulate_steps=2,
+        trainable=tied,
+        donate_params_and_state=False,
+    )
     tokens = Layout.fully_sharded().shard_batch(TOKENS, make_mesh({"data": 4, "model": 2}))
     assert not any("embedder" in name for name in state.variables.trainable_names)
     after, aux = step(state, tokens=tokens)

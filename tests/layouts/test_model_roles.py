@@ -140,7 +140,7 @@ def test_steps_with_sequence_and_vocabulary_split_train_as_one_device_does():
     losses = {name: [] for name in layouts}
     for name, (layout, mesh) in layouts.items():
         state, step = layout.build(
-            lambda key: transformer("llama", key, num_decoder_blocks=1),
+            lambda key: drawn(lambda key: transformer("llama", key, num_decoder_blocks=1)),
             jax.random.key(0),
             mesh=mesh,
             loss_fn=loss_fn,
