@@ -72,20 +72,44 @@ def _kept(
     Raises:
         CheckpointMismatchError: With one line per array that has none.
     """
+    kept = {name: leaves[name] for name in names}
+    refuse_without_values(
+        kept,
+        "cannot keep the model's own values of what is not restored:",
+        "Give the function that builds the model, others=build_model, or a model with values.",
+    )
+    return kept_values(kept, shardings, "restore_params")
+
+
+def refuse_without_values(leaves: Mapping[str, NamedLeaf], headline: str, fix: str) -> None:
+    """Refuses arrays of a model that have no values to be kept.
+
+    Raises:
+        CheckpointMismatchError: With one line per array.
+    """
     raise_all(
         CheckpointMismatchError,
-        "cannot keep the model's own values of what is not restored:",
+        headline,
         [
-            f"{name}: has {lack}. Give the function that builds the model, others=build_model, or "
-            "a model with values."
-            for name in names
-            if (lack := _lack_of(leaves[name].array))
+            f"{name}: has {lack}. {fix}"
+            for name, leaf in leaves.items()
+            if (lack := _lack_of(leaf.array))
         ],
     )
-    values = {name: leaves[name].array for name in names}
-    placed: dict[str, jax.Array] = put(
-        values, {name: shardings[name] for name in names}, "restore_params"
-    )
+
+
+def kept_values(
+    leaves: Mapping[str, NamedLeaf], shardings: Mapping[str, Any], called: str
+) -> dict[str, jax.Array]:
+    """A model's own values of some arrays, put where they are to be.
+
+    Args:
+        leaves: The arrays by name.
+        shardings: By name, how each is to be laid out.
+        called: The function that was called, for messages.
+    """
+    values = {name: leaf.array for name, leaf in leaves.items()}
+    placed: dict[str, jax.Array] = put(values, {name: shardings[name] for name in values}, called)
     return placed
 
 

@@ -5,17 +5,16 @@ from typing import Any
 
 import jax
 
-from penzai_shard.array_kinds import is_abstract, own_copy_of_numpy
 from penzai_shard.checkpointing.arrays_by_name import ArraysByName, shardings_by_name
 from penzai_shard.checkpointing.parameter_dict import (
     param_dict,
     rebuilt,
     refuse_states_without_values,
 )
-from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
+from penzai_shard.checkpointing.remaining_arrays import kept_values, refuse_without_values
+from penzai_shard.errors import RuleTypeError
 from penzai_shard.named_leaves import NamedLeaf
 from penzai_shard.planning import PlacingRequest
-from penzai_shard.processes import put_all
 from penzai_shard.readers import without_repeats
 
 
@@ -47,15 +46,10 @@ class ModelToFill:
             CheckpointMismatchError: Some have no value that could be kept.
         """
         kept = {name: self.leaves[name] for name in names}
-        raise_all(
-            CheckpointMismatchError,
+        refuse_without_values(
+            kept,
             "cannot keep parameters that the files do not have:",
-            [
-                f"{name}: has a shape and no value in the model. Initialise the model, or give its "
-                "tensor with names={stored: name}."
-                for name, leaf in kept.items()
-                if is_abstract(leaf.array)
-            ],
+            "Initialise the model, or give its tensor with names={stored: name}.",
         )
         self._kept = kept
         self.leaves = {name: leaf for name, leaf in self.leaves.items() if name not in kept}
@@ -78,12 +72,6 @@ class ModelToFill:
 
     def filled(self, arrays: Mapping[str, jax.Array]) -> Any:
         """The model with these arrays, and with those that it keeps, all in their layouts."""
-        kept = self._kept
-        own = put_all(
-            [own_copy_of_numpy(leaf.array) for leaf in kept.values()],
-            [self._shardings[name] for name in kept],
-            lambda: list(kept),
-            "load_safetensors",
-        )
-        values = self._arrays.filled({**arrays, **dict(zip(kept, own, strict=True))})
+        own = kept_values(self._kept, self._shardings, "load_safetensors")
+        values = self._arrays.filled({**arrays, **own})
         return rebuilt(self._model, values, self._plan.sharding_tree())

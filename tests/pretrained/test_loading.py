@@ -202,8 +202,13 @@ def test_what_is_missing_or_left_over_is_kept_or_left_when_asked(tmp_path, mesh)
             load_safetensors(path, mesh, RULES, into=into, **given)
     missing = into | {"bias": pz.nx.NamedArray.wrap(jnp.ones(8)).tag("neurons")}
     missing = jax.eval_shape(lambda: missing)
-    with pytest.raises(CheckpointMismatchError, match="bias: has a shape and no value in the mod"):
+    with pytest.raises(CheckpointMismatchError, match="bias: has a shape and no value"):
         load_safetensors(path, mesh, RULES, into=missing, **options)
+    gone = jnp.ones(8)
+    gone.delete()
+    donated = into | {"bias": pz.nx.NamedArray.wrap(gone).tag("neurons")}
+    with pytest.raises(CheckpointMismatchError, match="bias: has no value any more, since it"):
+        load_safetensors(path, mesh, RULES, into=donated, **options)
 
 
 def test_an_order_that_nothing_shows_has_to_be_said_and_is_put_right(tmp_path, mesh):
