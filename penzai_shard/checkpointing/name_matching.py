@@ -5,14 +5,18 @@ can be read in two ways is refused.
 """
 
 import dataclasses
-import difflib
 import functools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from penzai_shard.checkpointing.meant_patterns import (
+    PARAMETERS,
+    alternatives,
+    nearest_names,
+    pattern_meant,
+)
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
-from penzai_shard.rule_kinds import did_you_mean
 from penzai_shard.tree_paths import (
     name_matches,
     path_matches,
@@ -30,10 +34,6 @@ _SHOWN_READINGS = 3
 
 # A pattern that can be read in more ways than this counts as unclear, whatever it gives.
 _MOST_READINGS = 1000
-
-
-# What the names of the parameters in a train state begin with.
-PARAMETERS = "params/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,20 +275,20 @@ def _resolved(
     if len(results) > 1:
         return [], (
             f"{stored_name}: the pattern in {rule} can be read in several ways, which make it "
-            f"{_alternatives(texts, 'or')}. Write a pattern with fewer wildcards, or this name "
+            f"{alternatives(texts, 'or')}. Write a pattern with fewer wildcards, or this name "
             "whole."
         )
     found = sorted(by_parts.get(results.pop(), ()))
     if len(found) > 1:
         return [], (
             f"{stored_name}: {rule} makes it {texts[0]!r}, and {target} has "
-            f"{_alternatives(found, 'and')}. Give it one of them by name: "
+            f"{alternatives(found, 'and')}. Give it one of them by name: "
             f"names={{{stored_name!r}: {found[0]!r}}}."
         )
     if not found:
         return texts, (
             f"{stored_name}: {rule} makes it {texts[0]!r}, and {target} has no such array."
-            f"{_nearest(texts[0], wanted)}"
+            f"{nearest_names(texts[0], wanted)}"
         )
     return found, ""
 
@@ -300,7 +300,7 @@ def _matches_nothing(
     turned = _Rule(rule.name, rule.pattern) if rule.name is not None else None
     if turned and turned.matching(stored) and any(path_matches(rule.pattern, n) for n in wanted):
         return f"{problem} Names are given as stored: wanted; write names={{{turned}}}."
-    return problem + _other_pattern(rule.pattern, stored)
+    return problem + pattern_meant(rule.pattern, stored)
 
 
 def _two_names(becomes: Mapping[str, Mapping[str, _Rule]]) -> list[str]:
@@ -370,7 +370,7 @@ class Selection:
         """
         problems = [
             f"{option}={pattern!r}: the pattern matches no array of {target}."
-            f"{_other_pattern(pattern, names)}"
+            f"{pattern_meant(pattern, names)}"
             for option, patterns in (("only", self.only or ()), ("except_", self.except_))
             for pattern in patterns
             if not _any_matches((pattern,), *names)
@@ -406,31 +406,5 @@ def _any_matches(patterns: Iterable[str], *names: str) -> bool:
     return any(name_matches(pattern, name) for pattern in patterns for name in names)
 
 
-def _other_pattern(pattern: str, names: Collection[str]) -> str:
-    """What to say of a pattern that matches nothing: one that does, as it may be meant.
-
-    Often a part is left out, or ``**`` stands within one, where it is no more than ``*``.
-    """
-    within = re.sub(r"(?<=[^./*])\*\*", "*/**", pattern)
-    alone = pattern.removeprefix(PARAMETERS)
-    for other in (within, f"{pattern}/**", f"**/{pattern}", f"**/{within}/**", alone):
-        if count := sum(path_matches(other, name) for name in names):
-            return f" Did you mean {other!r}, which matches {count:,} of {len(names):,}?"
-    return _nearest(pattern, names)
-
-
-def _nearest(name: str, names: Collection[str]) -> str:
-    """What to say of a name that does not exist: the one that is meant, or those most like it."""
-    if meant := did_you_mean(name, names):
-        return meant
-    nearest = difflib.get_close_matches(name, names, 3, 0.0)
-    return f" The nearest of {len(names):,} are {_alternatives(nearest, 'and')}." if nearest else ""
-
-
 def _listed(found: Sequence[str]) -> str:
     return ", ".join(map(repr, found)) or "no wildcard"
-
-
-def _alternatives(texts: Sequence[str], word: str) -> str:
-    *most, last = map(repr, texts)
-    return f"{', '.join(most)} {word} {last}" if most else last

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penzai_shard.checkpointing.meant_patterns import pattern_meant
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
-from penzai_shard.rule_kinds import did_you_mean
 from penzai_shard.tree_paths import (
     name_matches,
     text_with_wildcards_filled,
@@ -37,7 +37,7 @@ def new_names(names: Sequence[str], rules: Mapping[str, str | None] | None) -> d
         if not any(name_matches(pattern, name) for name in names):
             problems.append(
                 f"{pattern!r}: the pattern matches no array of the model."
-                f"{did_you_mean(pattern, names)}"
+                f"{pattern_meant(pattern, names)}"
             )
         elif new is not None and pattern not in names and wildcards(pattern) != wildcards(new):
             problems.append(

@@ -334,15 +334,20 @@ def test_a_selection_is_what_only_matches_and_except_does_not():
     ("only", "except_", "said"),
     [
         (
-            "mpl/**",
+            "tower/**",
             None,
-            "only='mpl/**': the pattern matches no array of the model. The nearest of",
+            "only='tower/**': the pattern matches no array of the model. The nearest of",
         ),
         (
             None,
             ["mlp/w", "q"],
             "except_='q': the pattern matches no array of the model. The nearest of",
         ),
+        ("mpl/**", None, "Did you mean 'mlp/**', which matches 2 of 2?"),
+        ("**lp**", None, "Did you mean '**/*lp*/**', which matches 2 of 2?"),
+        (r"ml\w/(v|w)", None, "and are no regular expressions."),
+        (r"m\w+/.*", None, "no regular expressions. Did you mean 'm*/**', which matches 2 of 2?"),
+        ("mlp/.+", None, "no regular expressions. Did you mean 'mlp/**', which matches 2 of 2?"),
         ("mlp**", None, "Did you mean 'mlp*/**', which matches 2 of 2?"),
         ("mlp", None, "Did you mean 'mlp/**', which matches 2 of 2?"),
         ("w", None, "Did you mean '**/w', which matches 1 of 2?"),
