@@ -947,35 +947,29 @@ def a_directory_of_hugging_face(directory):
     )
 
 
+AFFINE_AXES = {
+    "Affine_0/AddBias.bias": "features=16",
+    "Affine_0/Linear.weights": "features=8, features_out=16",
+    "Affine_1/AddBias.bias": "features=4",
+    "Affine_1/Linear.weights": "features=16, features_out=4",
+}
+
+
 @answered(
     errors.CheckpointMismatchError,
     "the checkpoint at TMP/weights does not fit the model:",
-    "  mlq/Affine_0/AddBias.bias: the model wants (features=16) float32, and the checkpoint "
-    "has no such array. Did you mean 'mlp/Affine_0/AddBias.bias'? To give it a value of your "
-    "own, restore a dictionary without 'mlq/Affine_0/AddBias.bias' and use with_params.",
-    "  mlq/Affine_0/Linear.weights: the model wants (features=8, features_out=16) float32, "
-    "and the checkpoint has no such array. Did you mean 'mlp/Affine_0/Linear.weights'? To "
-    "give it a value of your own, restore a dictionary without 'mlq/Affine_0/Linear.weights' "
-    "and use with_params.",
-    "  mlq/Affine_1/AddBias.bias: the model wants (features=4) float32, and the checkpoint "
-    "has no such array. Did you mean 'mlp/Affine_1/AddBias.bias'? To give it a value of your "
-    "own, restore a dictionary without 'mlq/Affine_1/AddBias.bias' and use with_params.",
-    "  mlq/Affine_1/Linear.weights: the model wants (features=16, features_out=4) float32, "
-    "and the checkpoint has no such array. Did you mean 'mlp/Affine_1/Linear.weights'? To "
-    "give it a value of your own, restore a dictionary without 'mlq/Affine_1/Linear.weights' "
-    "and use with_params.",
-    "  mlp/Affine_0/AddBias.bias: the checkpoint has (features=16) float32, and the model "
-    "has no such array. Did you mean 'mlq/Affine_0/AddBias.bias'? Pass on_extra='ignore' to "
-    "leave it there.",
-    "  mlp/Affine_0/Linear.weights: the checkpoint has (features=8, features_out=16) "
-    "float32, and the model has no such array. Did you mean 'mlq/Affine_0/Linear.weights'? "
-    "Pass on_extra='ignore' to leave it there.",
-    "  mlp/Affine_1/AddBias.bias: the checkpoint has (features=4) float32, and the model has "
-    "no such array. Did you mean 'mlq/Affine_1/AddBias.bias'? Pass on_extra='ignore' to "
-    "leave it there.",
-    "  mlp/Affine_1/Linear.weights: the checkpoint has (features=16, features_out=4) "
-    "float32, and the model has no such array. Did you mean 'mlq/Affine_1/Linear.weights'? "
-    "Pass on_extra='ignore' to leave it there.",
+    "  Arrays of the same axes and sizes have other names: pass names={'mlp/**': 'mlq/**'}.",
+    *(
+        f"  mlq/{name}: the model wants ({axes}) float32, and the checkpoint has no such array. "
+        f"If it is 'mlp/{name}' there, pass names={{'mlp/{name}': 'mlq/{name}'}}. To leave the "
+        "model's own value there, pass others='keep'."
+        for name, axes in AFFINE_AXES.items()
+    ),
+    *(
+        f"  mlp/{name}: the checkpoint has ({axes}) float32, and the model has no such array. "
+        f"Did you mean 'mlq/{name}'? Pass on_extra='ignore' to leave it there."
+        for name, axes in AFFINE_AXES.items()
+    ),
 )
 def a_checkpoint_of_a_model_of_another_name(directory):
     pzs.save_params(directory / "weights", model())
@@ -990,7 +984,9 @@ def a_checkpoint_of_a_model_of_another_name(directory):
 
     return (
         lambda: pzs.restore_params(directory / "weights", of_name("mlq"), mesh(), RULES),
-        lambda: pzs.restore_params(directory / "weights", of_name("mlp"), mesh(), RULES),
+        lambda: pzs.restore_params(
+            directory / "weights", of_name("mlq"), mesh(), RULES, names={"mlp/**": "mlq/**"}
+        ),
     )
 
 
