@@ -190,11 +190,9 @@ def test_no_family_moves_an_activation(family, small):
     assert not transposes(AxesInPlace(bare), small.tokens())
 
 
-@pytest.mark.parametrize(
-    ("family", "blocks", "gradients"), [("gpt_neox", 2, False), ("llama", 1, True)]
-)
-def test_a_transformer_computes_the_same(family, blocks, gradients, small):
-    bare = drawn_transformer(family, num_decoder_blocks=blocks)
+@pytest.mark.parametrize(("family", "gradients"), [("gpt_neox", False), ("llama", True)])
+def test_a_transformer_computes_the_same(family, gradients, small):
+    bare = drawn_transformer(family, num_decoder_blocks=1)
     edited = axes_in_place().apply(bare)
     report = check_equivalent(bare, edited, small.tokens(), gradients=gradients)
     assert report, str(report)

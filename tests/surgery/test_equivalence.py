@@ -103,7 +103,7 @@ def test_random_recipes_leave_a_model_equivalent(edits):
 
 
 def test_a_wrong_wrapper_is_caught_and_located():
-    model = mlp(3)
+    model = mlp(2)
     wrong = wrap(pz.nn.Linear, scaled, within="sublayers/1", expect=2)
     edited = (rematerialise_blocks(Block) + jit_root()).apply(Recipe(wrong).apply(model))
     report = check_equivalent(model, edited, features())
@@ -441,8 +441,8 @@ class TestState:
 
 
 class TestTheReport:
-    @pytest.mark.parametrize("blocks", [3, 5])
-    def test_what_differs_alike_in_equal_blocks_is_one_line(self, blocks):
+    def test_what_differs_alike_in_equal_blocks_is_one_line(self):
+        blocks = 4
         model = mlp(blocks)
         edited = pz.select(model).at_instances_of(pz.nn.Residual).apply(lambda layer: layer.delta)
         report = check_equivalent(model, edited, features())
@@ -476,10 +476,10 @@ class TestTheReport:
         assert len(lines) < 12
 
     def test_it_lists_every_array_with_its_yardstick(self):
-        model = mlp(3)
+        model = mlp(2)
         table = check_equivalent(model, jit_root().apply(model), features()).arrays()
         rows = {row[1]: row for row in table.text_rows()}
-        assert rows["block_*/up.weights(embedding, neurons)"][2] == "3"
+        assert rows["block_*/up.weights(embedding, neurons)"][2] == "2"
         assert all(1e-9 < float(row[3]) < 1e-5 for row in rows.values())
 
     def test_a_notebook_shows_the_verdict_first_in_little_space(self):
