@@ -7,7 +7,7 @@ from typing import Any, Literal
 from jax.sharding import Mesh
 
 from penzai_shard.checkpointing.comparison import DtypeMismatch, Extra
-from penzai_shard.checkpointing.locations import PathLike
+from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.name_matching import NameRules, matched_names
 from penzai_shard.checkpointing.taking_part import all_restore, layouts_over_processes
 from penzai_shard.errors import RuleTypeError, raised_by_the_call, warn_caller
@@ -131,6 +131,7 @@ def load_safetensors(
     >>> loaded["up"].named_shape, loaded["up"].data_array.sharding.spec
     ({'embedding': 4, 'neurons': 8}, P(None, 'data'))
     """
+    absolute_path(path_or_dir)  # Refuses what is not a path, before what comes after it.
     request = PlacingRequest.read(
         "load_safetensors", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
     )

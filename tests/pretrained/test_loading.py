@@ -276,6 +276,11 @@ def test_logical_axes_may_have_other_names_in_the_model(tmp_path, mesh):
     np.testing.assert_array_equal(loaded["w"].data_array, UP)
 
 
+def test_a_mesh_in_place_of_the_path_is_refused_by_what_it_is(mesh):
+    with pytest.raises(pzs.RuleTypeError, match=r"path is a Mesh: give the path .* comes first"):
+        load_safetensors(mesh, "weights", {})
+
+
 def test_options_that_mean_nothing_are_refused(tmp_path, mesh):
     path = file_of(tmp_path, w=UP)
     into = {"w": struct(SIZES)}
