@@ -8,7 +8,6 @@ it once all is written, and loses it before anything of it is removed.
 import functools
 import json
 import logging
-import math
 import operator
 import os
 import shutil
@@ -30,7 +29,7 @@ from penzai_shard.checkpointing.locations import (
     path_object,
 )
 from penzai_shard.checkpointing.replacement import SUFFIX, final_of
-from penzai_shard.checkpointing.retention import Metrics, Retention, metrics_of
+from penzai_shard.checkpointing.retention import Metrics, Retention, metrics_of, metrics_to_json
 from penzai_shard.checkpointing.taking_part import all_restore, all_save
 from penzai_shard.checkpointing.train_states import (
     prepare_train_state,
@@ -212,7 +211,7 @@ class CheckpointManager:
         on_first_process(
             "saving a checkpoint", lambda: self._refuse_later(number, overwrite=overwrite)
         )
-        metadata = {_METRICS: {name: _to_json(value) for name, value in found.items()}}
+        metadata = {_METRICS: metrics_to_json(found)}
         begun = prepare_train_state(path, train_state, overwrite, metadata).begin()
         then = functools.partial(self._remove_old, number)
         if self._asynchronous:
@@ -444,8 +443,3 @@ def _number(step: Any) -> int:
             "mesh=mesh)."
         )
     return number
-
-
-def _to_json(value: float) -> float | str:
-    """JSON has no numbers that are infinite or not a number."""
-    return value if math.isfinite(value) else str(value)

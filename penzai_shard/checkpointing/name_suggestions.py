@@ -37,9 +37,7 @@ def suggested_names(
     left, missing = dict(left), dict(missing)
     refused: set[tuple[str, str]] = set()
     while left and missing and len(rules) < _MOST_RULES:
-        counts = collections.Counter(
-            rule for rule in itertools.islice(_rules(left, missing), _MOST_PAIRS)
-        )
+        counts = collections.Counter(itertools.islice(_rules(left, missing), _MOST_PAIRS))
         for rule in refused:
             del counts[rule]
         if not counts:

@@ -150,6 +150,15 @@ def metrics_of(given: Any) -> dict[str, float]:
     return found
 
 
+def metrics_to_json(metrics: Metrics) -> dict[str, float | str]:
+    """Metrics as JSON has them, which has no numbers that are infinite or not a number.
+
+    >>> metrics_to_json({"loss": 0.5, "gap": math.inf})
+    {'loss': 0.5, 'gap': 'inf'}
+    """
+    return {name: n if math.isfinite(n) else str(n) for name, n in metrics.items()}
+
+
 def _positive(what: str, given: Any) -> int:
     try:
         number = operator.index(given)

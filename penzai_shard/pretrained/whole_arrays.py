@@ -1,7 +1,5 @@
 """Whole arrays in host memory, of those that lie on several devices and processes."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +7,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.checkpointing.orbax_store import mesh_context
-from penzai_shard.processes import is_on_this_process
+from penzai_shard.processes import is_on_this_process, resharded
 
 
 def whole_array(array: Any, *, wanted: bool = True) -> np.ndarray[Any, Any] | None:
@@ -33,7 +31,7 @@ def whole_array(array: Any, *, wanted: bool = True) -> np.ndarray[Any, Any] | No
     if not is_on_this_process(array):
         whole = NamedSharding(array.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
         with mesh_context(whole):
-            array = _identity(whole)(array)
+            array = resharded(array, whole)
         array = array.addressable_data(0)
     if not wanted:
         jax.block_until_ready(array)
@@ -52,8 +50,3 @@ def _own_values(array: jax.Array) -> np.ndarray[Any, Any]:
     # JAX keeps the host copy with the array that it is asked of.
     alias = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
     return np.asarray(alias)
-
-
-@functools.lru_cache(maxsize=16)
-def _identity(sharding: Any) -> Callable[[Any], Any]:
-    return jax.jit(lambda x: x, out_shardings=sharding)

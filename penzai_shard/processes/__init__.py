@@ -23,6 +23,7 @@ from penzai_shard.processes.whole_values import (
     layout_text,
     processes_of,
     put_all,
+    resharded,
 )
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "processes_of",
     "put_all",
     "refuse_differences",
+    "resharded",
     "said_by_first",
     "several_processes",
     "totals_of_processes",

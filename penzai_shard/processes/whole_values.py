@@ -163,7 +163,7 @@ def from_host(value: Any, host: np.ndarray, sharding: Any) -> jax.Array:
     """
     if not host.ndim and is_weakly_typed(jax.typeof(value)):
         # JAX takes a number of Python for the same in all processes, and keeps its weak type.
-        return _identity(sharding)(host.item())
+        return resharded(host.item(), sharding)
     array = jax.make_array_from_callback(
         host.shape, sharding, lambda index: host[index], dtype=host.dtype
     )
@@ -176,6 +176,15 @@ def with_kind_of(value: Any, array: jax.Array, sharding: Any) -> jax.Array:
         return array
     impl = jax.random.key_impl(value)
     return jax.jit(lambda x: jax.random.wrap_key_data(x, impl=impl), out_shardings=sharding)(array)
+
+
+def resharded(array: Any, sharding: Sharding) -> Any:
+    """An array in another layout on the same devices, also of several processes, which all ask.
+
+    >>> resharded(jnp.arange(2), jnp.ones(()).sharding).tolist()
+    [0, 1]
+    """
+    return _identity(sharding)(array)
 
 
 @functools.lru_cache(maxsize=256)

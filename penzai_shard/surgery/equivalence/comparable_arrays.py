@@ -1,6 +1,5 @@
 """Arrays in the one form in which those of two models are compared, whatever their layout is."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.named_leaves import NamedLeaf, leaves_of
+from penzai_shard.processes import is_on_this_process, resharded
 
 
 def is_float(value: Any) -> bool:
@@ -21,11 +21,6 @@ def epsilon_of(value: Any) -> float:
     return float(jnp.finfo(value.dtype).eps)
 
 
-def is_on_this_host(array: Any) -> bool:
-    """Whether this process can read all of an array."""
-    return not isinstance(array, jax.Array) or array.is_fully_addressable
-
-
 def to_numpy(array: Any) -> np.ndarray:
     """An array on the host; a random key as its bits.
 
@@ -33,14 +28,9 @@ def to_numpy(array: Any) -> np.ndarray:
     """
     if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
-    if not is_on_this_host(array) and not array.is_fully_replicated:
-        array = _gathering(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)
+    if not is_on_this_process(array) and not array.is_fully_replicated:
+        array = resharded(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
     return np.asarray(array)
-
-
-@functools.lru_cache(maxsize=64)
-def _gathering(sharding: NamedSharding) -> Any:
-    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def widest(array: np.ndarray) -> np.ndarray:

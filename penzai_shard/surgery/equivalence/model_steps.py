@@ -10,11 +10,11 @@ import numpy as np
 
 from penzai_shard.library_apis.jax_api import UNOPTIMISED_COMPILATION
 from penzai_shard.meshes import onto_auto_twin
+from penzai_shard.processes import is_on_this_process
 from penzai_shard.surgery.equivalence.comparable_arrays import (
     canonical_leaves,
     epsilon_of,
     is_float,
-    is_on_this_host,
     to_numpy,
     widest,
 )
@@ -222,13 +222,13 @@ def _read_as_the_originals(
     unknown = {
         number: array
         for number, array in enumerate(arguments)
-        if id(array) not in known and is_float(array) and is_on_this_host(array)
+        if id(array) not in known and is_float(array) and is_on_this_process(array)
     }
     read, new = list(arguments), set()
     if not unknown:
         return read, frozenset()
     constants = Constants(
-        to_numpy(array) for array in originals if is_float(array) and is_on_this_host(array)
+        to_numpy(array) for array in originals if is_float(array) and is_on_this_process(array)
     )
     for number, array in unknown.items():
         wide, is_new = constants.read(to_numpy(array))

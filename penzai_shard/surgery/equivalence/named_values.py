@@ -10,6 +10,7 @@ import numpy as np
 
 from penzai_shard.array_kinds import is_abstract
 from penzai_shard.named_leaves import leaves_of
+from penzai_shard.processes import is_on_this_process
 from penzai_shard.surgery.equivalence.array_comparisons import (
     ArrayComparison,
     difference,
@@ -19,7 +20,6 @@ from penzai_shard.surgery.equivalence.comparable_arrays import (
     canonical_leaves,
     equal_elements,
     is_float,
-    is_on_this_host,
 )
 
 _DRAWN_SEED = 20240301
@@ -159,7 +159,7 @@ def _values_apart(original: Any, edited: Any) -> ArrayComparison | None:
     ):
         if one is other:
             continue
-        if is_on_this_host(one) and is_on_this_host(other):
+        if is_on_this_process(one) and is_on_this_process(other):
             found.append(difference(name, one, other))
         elif not _equal_across_hosts(one, other):
             found.append(incomparable(name))
