@@ -114,7 +114,7 @@ def correspond(
     records = {name: stored[stored_name] for name, stored_name in names.items()}
     chosen = part.selection.of(wanted, target=wording.target)
     others = [name for name in wanted if name not in part.selection]
-    also = _nothing_for(others, wording) if others and not part.has_others else []
+    also = _nothing_for(others) if others and not part.has_others else []
     conversions, problems = find_conversions(records, wanted)
     also += problems
     idle = [c for c in conversions if not any(name in part.selection for name in c.wanted)]
@@ -203,7 +203,7 @@ def _to_read(
     return found
 
 
-def _nothing_for(others: Collection[str], wording: Wording) -> list[str]:
+def _nothing_for(others: Collection[str]) -> list[str]:
     return [
         *(f"{name}: is not to be restored." for name in others),
         "Say what these get: others='keep' for the values that the model has, or "

@@ -208,9 +208,7 @@ class CheckpointManager:
         all_save(path)
         self._wait_for_the_one_before(number)
         self.prepare()
-        on_first_process(
-            "saving a checkpoint", lambda: self._refuse_later(number, overwrite=overwrite)
-        )
+        on_first_process("saving a checkpoint", lambda: self._refuse_later(number))
         metadata = {_METRICS: metrics_to_json(found)}
         begun = prepare_train_state(path, train_state, overwrite, metadata).begin()
         then = functools.partial(self._remove_old, number)
@@ -366,7 +364,7 @@ class CheckpointManager:
                 pending.where,
             )
 
-    def _refuse_later(self, number: int, *, overwrite: bool) -> None:
+    def _refuse_later(self, number: int) -> None:
         """Refuses a step before the newest, from which nobody would go on."""
         steps = self.steps()
         if steps and number < steps[-1] and number not in steps:

@@ -136,7 +136,7 @@ def converted_model(
         upcast_activations_to_float32,
     )
     model, views = _converted(family, configuration, options, shapes, tied, tensors)
-    problems = _problems(family, shapes, tied, tensors, views, source)
+    problems = _problems(shapes, tied, tensors, views, source)
     if on_extra == "error":
         problems += _superfluous(family, shapes, tensors, source)
     raise_all(
@@ -206,7 +206,6 @@ def _dtype_of_model(
 
 
 def _problems(
-    family: Family,
     shapes: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, str],
     tensors: Mapping[str, StoredTensor],
