@@ -1,6 +1,5 @@
 """Rules for names that would fill what is missing with what is left, as a fix to be pasted."""
 
-import collections
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,8 @@ def suggested_names(
         missing: The wanted arrays that are not stored.
 
     Returns:
-        What to pass as ``names``, if only names have changed; empty if nothing fits.
+        What to pass as ``names``, if only names have changed; nothing of arrays that fit in several
+        ways.
 
     >>> record = ArrayRecord((2,), "int32", ("a",))
     >>> left = {f"model.layers.{i}.mlp.w": record for i in range(3)}
@@ -37,25 +37,52 @@ def suggested_names(
     left, missing = dict(left), dict(missing)
     refused: set[tuple[str, str]] = set()
     while left and missing and len(rules) < _MOST_RULES:
-        counts = collections.Counter(itertools.islice(_rules(left, missing), _MOST_PAIRS))
-        for rule in refused:
-            del counts[rule]
-        if not counts:
+        pairs: dict[tuple[str, str], list[tuple[str, str]]] = {}
+        for rule, pair in itertools.islice(_rules(left, missing), _MOST_PAIRS):
+            if rule not in refused:
+                pairs.setdefault(rule, []).append(pair)
+        if not pairs:
             break
-        rule = counts.most_common(1)[0][0]
-        try:
-            taken = matched_names(left, missing, dict([rule]))
-        except CheckpointMismatchError:
+        rule = max(pairs, key=lambda one: len(pairs[one]))
+        found = _found(rule, left, missing)
+        if found is None:
             refused.add(rule)
             continue
-        found = {name: stored for name, stored in taken.items() if name in missing}
-        if any(_form(left[stored]) != _form(missing[name]) for name, stored in found.items()):
-            refused.add(rule)
-            continue
-        rules |= dict([rule])
-        for name, stored in found.items():
-            del left[stored], missing[name]
+        rivals = [pair for other in _rivals(rule, pairs) for pair in pairs[other]]
+        if not rivals:
+            rules |= dict([rule])
+        # Where another rule says as much of the same arrays, one of the two would be a guess.
+        for stored, name in [*found, *rivals]:
+            left.pop(stored, None)
+            missing.pop(name, None)
     return rules
+
+
+def _found(
+    rule: tuple[str, str], left: Mapping[str, ArrayRecord], missing: Mapping[str, ArrayRecord]
+) -> list[tuple[str, str]] | None:
+    """Stored and wanted names that a rule brings together; None where some of them do not fit."""
+    try:
+        taken = matched_names(left, missing, dict([rule]))
+    except CheckpointMismatchError:
+        return None
+    found = [(stored, name) for name, stored in taken.items() if name in missing]
+    fits = all(_form(left[stored]) == _form(missing[name]) for stored, name in found)
+    return found if fits else None
+
+
+def _rivals(
+    rule: tuple[str, str], pairs: Mapping[tuple[str, str], list[tuple[str, str]]]
+) -> list[tuple[str, str]]:
+    """The rules of as many arrays that would fill, or use, some of the same arrays otherwise."""
+    stored, names = map(set, zip(*pairs[rule], strict=True))
+    return [
+        other
+        for other, its in pairs.items()
+        if other != rule
+        and len(its) == len(pairs[rule])
+        and any(one in stored or name in names for one, name in its)
+    ]
 
 
 def _form(record: ArrayRecord) -> tuple[object, ...]:
@@ -64,8 +91,11 @@ def _form(record: ArrayRecord) -> tuple[object, ...]:
 
 def _rules(
     left: Mapping[str, ArrayRecord], missing: Mapping[str, ArrayRecord]
-) -> Iterator[tuple[str, str]]:
-    """For arrays of one form whose names are alike, the most general rule from one to the other."""
+) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+    """For arrays of one form whose names are alike, the most general rule from one to the other.
+
+    Each with the two names.
+    """
     alike: dict[tuple[object, ...], list[str]] = {}
     for stored, record in left.items():
         alike.setdefault((_form(record), split_path(stored)[-1:]), []).append(stored)
@@ -73,10 +103,10 @@ def _rules(
         parts = split_path(name)
         same_ending = alike.get((_form(record), parts[-1:]), [])
         for stored in same_ending:
-            yield _rule(split_path(stored), parts)
+            yield _rule(split_path(stored), parts), (stored, name)
         near = None if same_ending else nearest_name(name, left)
         if near is not None and _form(left[near]) == _form(record):
-            yield _rule(split_path(near), parts)
+            yield _rule(split_path(near), parts), (near, name)
 
 
 def _rule(stored: tuple[str, ...], name: tuple[str, ...]) -> tuple[str, str]:

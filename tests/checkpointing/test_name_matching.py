@@ -303,7 +303,6 @@ def records(names, shape=(2,)):
             {"net/Linear/weight": "net/Linear/weights"},
         ),
         (["q"], ["w"], {}),
-        (["a/w", "c/w"], ["b/w"], {"a/**": "b/**"}),
         ([], ["a"], {}),
     ],
 )
@@ -317,6 +316,23 @@ def test_no_rule_is_suggested_for_arrays_that_differ():
     assert suggested_names(records(["a/w"]), records(["b/w"], (3,))) == {}
     left = records(["a/w"]) | records(["a/v"], (3,))
     assert suggested_names(left, records(["b/w", "b/v"])) == {}
+
+
+@pytest.mark.parametrize(
+    ("left", "missing", "rules"),
+    [
+        (["a/w", "c/w"], ["b/w"], {}),
+        (["attn/q/w", "attn/k/w"], ["attention/key/w", "attention/query/w"], {}),
+        (
+            [f"a/{i}/{n}/w" for i in range(2) for n in "qk"],
+            [f"b_{i}/{n}/w" for i in range(2) for n in "xy"],
+            {},
+        ),
+        (["q/w", "k/w", "old/v"], ["x/w", "y/w", "new/v"], {"old/**": "new/**"}),
+    ],
+)
+def test_no_rule_is_suggested_where_another_would_do_as_well(left, missing, rules):
+    assert suggested_names(records(left), records(missing)) == rules
 
 
 def test_a_selection_is_what_only_matches_and_except_does_not():
