@@ -247,9 +247,13 @@ def _nested_otherwise(extra: list[str], missing: list[str], wording: Wording) ->
     """
     for longer, shorter in ((extra, missing), (missing, extra)):
         end = f"/{shorter[0]}" if shorter else ""
-        prefix = next((n.removesuffix(end) for n in longer if end and n.endswith(end)), None)
-        if prefix is None or not {f"{prefix}/{name}" for name in shorter} <= set(longer):
+        prefixes = [n.removesuffix(end) for n in longer if end and n.endswith(end)]
+        there = set(longer)
+        whole = [p for p in prefixes if all(f"{p}/{name}" in there for name in shorter)]
+        # Of several, any would be a guess.
+        if len(whole) != 1:
             continue
+        prefix = whole[0]
         keys = prefix.split("/")
         place = "".join(f"[{key!r}]" for key in keys)
         if longer is extra:

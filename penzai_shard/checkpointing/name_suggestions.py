@@ -48,13 +48,18 @@ def suggested_names(
         if found is None:
             refused.add(rule)
             continue
-        rivals = [pair for other in _rivals(rule, pairs) for pair in pairs[other]]
-        if not rivals:
-            rules |= dict([rule])
-        # Where another rule says as much of the same arrays, one of the two would be a guess.
-        for stored, name in [*found, *rivals]:
-            left.pop(stored, None)
-            missing.pop(name, None)
+        if rivals := _rivals(rule, pairs):
+            # One of the two would be a guess, and so for all that are called alike.
+            names = itertools.chain(*found, *(pair for one in rivals for pair in pairs[one]))
+            endings = {split_path(name)[-1] for name in names}
+            left, missing = (
+                {name: one for name, one in side.items() if split_path(name)[-1] not in endings}
+                for side in (left, missing)
+            )
+            continue
+        rules |= dict([rule])
+        for stored, name in found:
+            del left[stored], missing[name]
     return rules
 
 

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 
 from penzai_shard.checkpointing.array_records import ArrayRecord
+from penzai_shard.checkpointing.comparison import RESTORING, Tolerance, compare
 from penzai_shard.checkpointing.name_matching import Selection, matched_names, matched_state_names
 from penzai_shard.checkpointing.name_suggestions import suggested_names
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError
@@ -333,6 +334,21 @@ def test_no_rule_is_suggested_for_arrays_that_differ():
 )
 def test_no_rule_is_suggested_where_another_would_do_as_well(left, missing, rules):
     assert suggested_names(records(left), records(missing)) == rules
+
+
+def test_one_more_key_is_not_said_where_there_are_two_of_them():
+    wanted = records(["w"])
+    options = {"headline": "no:", "wording": RESTORING, "tolerance": Tolerance()}
+    with pytest.raises(CheckpointMismatchError, match="all names of the model under 'old'"):
+        compare(records(["old/w"]), wanted, **options)
+    with pytest.raises(CheckpointMismatchError) as refused:
+        compare(records(["ema/w", "old/w"]), wanted, **options)
+    assert "under" not in str(refused.value)
+    assert [problem.partition(": ")[0] for problem in refused.value.problems] == [
+        "w",
+        "ema/w",
+        "old/w",
+    ]
 
 
 def test_a_selection_is_what_only_matches_and_except_does_not():
