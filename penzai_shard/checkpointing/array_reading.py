@@ -129,12 +129,16 @@ def _problems(
     found: Mapping[str, tuple[str, ...]],
     unreadable: Mapping[str, str],
 ) -> list[str]:
-    """One line for each array whose numbers are damaged."""
-    return [f"{name}: its numbers cannot be read: {why}" for name, why in unreadable.items()] + [
-        f"{name}: its numbers are not those that were saved."
+    """One line for each array whose numbers are damaged, in the order of the checkpoint."""
+    problems = {
+        name: f"{name}: its numbers are not those that were saved."
         for name, copies in found.items()
-        if name not in unreadable and set(copies) != {records[name].values}
-    ]
+        if set(copies) != {records[name].values}
+    }
+    problems |= {
+        name: f"{name}: its numbers cannot be read: {why}" for name, why in unreadable.items()
+    }
+    return [problems[name] for name in records if name in problems]
 
 
 def _groups(structs: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
