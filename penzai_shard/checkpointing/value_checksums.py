@@ -8,6 +8,8 @@ exchange of elements, rows or parts.
 Two sums modulo 2^32 are kept beside each other, as JAX has no 64-bit integers by default. They mix
 with two functions: the finaliser of MurmurHash3 (Austin Appleby, ``fmix32``), and ``lowbias32`` of
 Chris Wellons' hash-prospector. Damage that is not made for it goes unnoticed once in 2^64 times.
+Along one dimension of more than 2^32 elements places repeat, so an exchange over just that
+distance is not seen.
 """
 
 import dataclasses
