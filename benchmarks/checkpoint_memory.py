@@ -39,7 +39,8 @@ import penzai_shard as pzs
 from benchmarks.contenders import chosen, median_ratios
 
 MIB = 2**20
-READ_LIMIT = 256 * MIB
+# One more than the largest piece, which Orbax must be able to reserve.
+READ_LIMIT = 256 * MIB + 1
 SAVED_AS = {"row": "data"}
 LAYOUTS: dict[str, dict[str, str]] = {
     "rows": {"row": "data"},
