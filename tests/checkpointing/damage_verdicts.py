@@ -39,7 +39,6 @@ from penzai import pz
 import penzai_shard as pzs
 from penzai_shard.errors import ShardingError
 from tests.checkpointing import damages_of_content  # noqa: F401 (more kinds)
-from tests.checkpointing.checkpoint_editing import files_of
 from tests.checkpointing.damages import KINDS, Damage, Save, drawn_damages
 
 MOST_SECONDS, MOST_LINES = 2.0, 10
@@ -341,31 +340,38 @@ def print_table(found: list[Verdict], kinds: Iterable[str]) -> None:
     rich.console.Console(width=140).print(table)
 
 
-def main() -> int:
-    """Runs all damages; the exit status says whether every verdict was good."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=416)
+def run_as_program(
+    description: str,
+    made: Callable[[pathlib.Path], list["Judged"]],
+    judged_in: Callable[..., Iterable["Verdict"]],
+    kinds: Any,
+    *,
+    count: int,
+) -> int:
+    """Reads the command line, judges drawn damages, prints them; whether every verdict was good."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", default="", help="only kinds that have this text in their name")
     parser.add_argument("--show", action="store_true", help="print every message")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = pathlib.Path(name)
-        saves = made_saves(directory)
+        saves = made(directory)
         for how in saves:  # What is compiled once is not counted.
-            assert how.is_exact(how.restore(how.save.path))
-            assert files_of(how.save.path)
+            assert how.is_exact(how.restore(how.save.path)), how.save.name
+            assert how.save.files(), how.save.name
         gc.freeze()
         found = []
-        for verdict in verdicts(saves, directory, options.seed, options.count, options.kind):
+        for verdict in judged_in(saves, directory, options.seed, options.count, options.kind):
             found.append(verdict)
             if options.show or not verdict.is_good:
                 print(verdict)
-    print_table(found, KINDS)
+    print_table(found, kinds)
     slowest = max(verdict.seconds for verdict in found)
     print(f"slowest: {slowest:.2f} s; seed {options.seed}")
     return 0 if all(verdict.is_good for verdict in found) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_as_program(__doc__.splitlines()[0], made_saves, verdicts, KINDS, count=416))

@@ -7,13 +7,11 @@ concerned, or exactly the values that were written. Bytes that change within a t
 in a safetensors file of anybody else's, which has no checksums, so they change in ours alone.
 """
 
-import argparse
 import dataclasses
 import json
 import os
 import pathlib
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +25,7 @@ from penzai import pz
 
 import penzai_shard as pzs
 from tests.checkpointing.checkpoint_editing import as_text
-from tests.checkpointing.damage_verdicts import Judged, Verdict, contents_of, judged, print_table
+from tests.checkpointing.damage_verdicts import Judged, Verdict, contents_of, judged, run_as_program
 from tests.checkpointing.damages import TEXTS, THINGS, Damage, Save, chosen
 from tests.pretrained.safetensors_editing import (
     INDEX,
@@ -409,29 +407,5 @@ def verdicts(
             yield judged(damage, by_name[damage.save.name], directory)
 
 
-def main() -> int:
-    """Runs all damages; the exit status says whether every verdict was good."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=120)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", default="", help="only kinds with this text in their name")
-    parser.add_argument("--show", action="store_true", help="print every message")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        directory = pathlib.Path(name)
-        saves = made_weights(directory)
-        for how in saves:
-            assert how.is_exact(how.restore(how.save.path)), how.save.name
-        found = []
-        for verdict in verdicts(saves, directory, options.seed, options.count, options.kind):
-            found.append(verdict)
-            if options.show or not verdict.is_good:
-                print(verdict)
-    print_table(found, KINDS)
-    slowest = max(verdict.seconds for verdict in found)
-    print(f"slowest: {slowest:.2f} s; seed {options.seed}")
-    return 0 if all(verdict.is_good for verdict in found) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_as_program(__doc__.splitlines()[0], made_weights, verdicts, KINDS, count=120))
