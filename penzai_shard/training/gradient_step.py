@@ -26,6 +26,10 @@ from penzai_shard.training.train_state import TrainState
 from penzai_shard.training.update_guards import GuardOptions
 from penzai_shard.training.update_layout import UpdateLayout
 
+# What profiles and compiled programs call the operations of a step that are of no layer.
+LOSS_SCOPE = "loss"
+OPTIMIZER_SCOPE = "optimizer"
+
 _FIX_LOSS_STATE = (
     "Return a new_state of the form that came in as state, and pass "
     "TrainState.initial_state(..., loss_fn_state=...) one of that form."
@@ -103,7 +107,8 @@ class GradientStep:
                 carried,
             )
 
-        new, guards, metrics = guard.guarded_update(grads, loss, old, update)
+        with jax.named_scope(OPTIMIZER_SCOPE):
+            new, guards, metrics = guard.guarded_update(grads, loss, old, update)
         new_state = dataclasses.replace(
             state,
             step=state.step + 1,
@@ -279,7 +284,8 @@ class Batch:
             )
             arguments = {"model": bound.model, "rng": rng, "state": carried.loss_fn_state}
             try:
-                return self.loss_fn(**arguments, **inputs), bound
+                with jax.named_scope(LOSS_SCOPE):
+                    return self.loss_fn(**arguments, **inputs), bound
             except Exception as error:
                 note_named_arrays(error, self.state.variables, params)
                 raise

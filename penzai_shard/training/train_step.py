@@ -240,15 +240,15 @@ class TrainStep(CompiledStep):
             raise better from error
         return from_flat(FlatState(flat.form, changing, flat.constant, program, flat.packed)), aux
 
-    def lower(self, train_state: TrainState, /, **inputs: Any) -> Any:
-        """The step's ``jax.stages.Lowered`` for a state and inputs, without running it.
+    def trace(self, train_state: TrainState, /, **inputs: Any) -> jax.stages.Traced:
+        """The step's ``jax.stages.Traced`` for a state and inputs, without running it.
 
         Args:
             train_state: The state, concrete; or abstract, with a sharding in every struct.
             **inputs: Inputs, concrete or abstract.
 
         Returns:
-            What ``jax.jit(...).lower(...)`` gives.
+            What ``jax.jit(...).trace(...)`` gives.
 
         Raises:
             ShardingError: The step was built with ``jit=False``, or as calling it does.
@@ -266,7 +266,14 @@ class TrainStep(CompiledStep):
             flat, program = self._prepared(flat, self.checked_inputs(inputs))
         inputs = self.declared_inputs.placed(inputs)
         with auto_context():
-            return program.run.lower(flat.changing[0], flat.changing[1:], flat.packed, inputs)
+            return program.run.trace(flat.changing[0], flat.changing[1:], flat.packed, inputs)
+
+    def lower(self, train_state: TrainState, /, **inputs: Any) -> jax.stages.Lowered:
+        """The step's ``jax.stages.Lowered`` for a state and inputs, without running it.
+
+        Takes and raises what ``trace`` does.
+        """
+        return self.trace(train_state, **inputs).lower()
 
     def _prepared(self, flat: FlatState, inputs: list[Any]) -> tuple[FlatState, "StepProgram"]:
         """A state that did not come from this step, as its programs take it, and its program."""

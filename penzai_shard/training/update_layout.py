@@ -110,9 +110,7 @@ def _on_mesh(sharding: Any) -> NamedSharding | None:
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return None
     # Whatever is kept in another memory is computed in that of the devices.
-    mesh = sharding.mesh
-    assert isinstance(mesh, Mesh)
-    return NamedSharding(mesh, sharding.spec)
+    return NamedSharding(sharding.mesh, sharding.spec)
 
 
 def _part(arrays: list[Any], shardings: list[NamedSharding | None]) -> int:

@@ -1,0 +1,1 @@
+"""What a step needs and moves, found out before it runs."""

@@ -1,0 +1,81 @@
+"""A step compiled and not run: what every report of this package is a view of."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from penzai_shard.compiled_programs import Module
+from penzai_shard.inspection.lowered_steps import LoweredStep, lower_step
+from penzai_shard.library_apis.compiler_api import (
+    Compiled,
+    ExecutableMemory,
+    HloModule,
+    bytecode_of,
+    compile_bytecode,
+)
+from penzai_shard.meshes import AnyMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """A step compiled for devices, present or absent.
+
+    Attributes:
+        step: What was compiled: its arrays, its mesh, its layers.
+        module: The program.
+        memory: What one device needs, as the compiler counts it.
+        device_kind: What it is for, such as ``"cpu"`` or ``"TPU v5 lite"``.
+        memory_limit: Bytes of memory of one such device, None if not known.
+    """
+
+    step: LoweredStep
+    module: Module
+    memory: ExecutableMemory
+    device_kind: str
+    memory_limit: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        step: LoweredStep,
+        compiled: Compiled,
+        device_kind: str,
+        memory_limit: int | None = None,
+    ) -> "CompiledProgram":
+        """What a compiler made of a lowered step."""
+        module: HloModule = compiled.module
+        return cls(step, Module.of(module), compiled.memory, device_kind, memory_limit)
+
+
+def compile_step(step: Any, *args: Any, **kwargs: Any) -> CompiledProgram:
+    """Compiles a step for the devices of its arguments, without running it.
+
+    JAX' persistent cache is not asked, since it takes programs for the same that differ in the
+    names of their operations alone.
+
+    Args:
+        step: A train step, a function under ``jax.jit``, or a layer.
+        *args: What it is called with, concrete or abstract.
+        **kwargs: The same by keyword.
+
+    Returns:
+        The program. On an abstract mesh it is that of as many simulated CPU devices.
+    """
+    lowered = lower_step(step, args, kwargs)
+    devices = _devices(lowered.mesh)
+    compiled = compile_bytecode(bytecode_of(lowered.lowered), devices)
+    return CompiledProgram.of(lowered, compiled, devices[0].device_kind)
+
+
+def _devices(mesh: AnyMesh | None) -> list[Any]:
+    """The devices that a program for a mesh is compiled for, in the mesh's order."""
+    if mesh is None:
+        return jax.devices()[:1]
+    if isinstance(mesh, AbstractMesh):
+        present = jax.devices("cpu")
+        if mesh.size > len(present):
+            raise NotImplementedError  # BUILT BY: ahead, in a child process
+        return present[: mesh.size]
+    return list(mesh.devices.flat)

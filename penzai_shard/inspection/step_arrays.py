@@ -1,0 +1,63 @@
+"""The arrays that go into a step and come out of it, each with its path and its part."""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from penzai_shard.partition_specs import canonical_spec
+from penzai_shard.planning.plan import itemsize
+
+StepPart = Literal[
+    "parameters", "optimizer state", "state variables", "constants", "inputs", "outputs"
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepArray:
+    """An array that goes into a step or comes out of it.
+
+    Attributes:
+        path: Where it is, as plans print it: ``params/decoder/block_3/mlp.up``.
+        part: What it is for the step.
+        shape: Its global shape.
+        dtype: Its dtype.
+        sharding: How it is laid out; None if the compiler decides.
+        donated: Of an argument, whether a result may take its memory.
+    """
+
+    path: str
+    part: StepPart
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding | None
+    donated: bool = False
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Its spec; that of a replicated array if it has none."""
+        if not isinstance(self.sharding, NamedSharding):
+            return PartitionSpec()
+        return canonical_spec(self.sharding.spec)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """What one device holds of it, in bytes."""
+        shape = self.shape if self.sharding is None else self.sharding.shard_shape(self.shape)
+        return math.prod(shape) * itemsize(self.dtype)
+
+    @classmethod
+    def of(cls, path: str, part: StepPart, leaf: Any, donated: bool = False) -> "StepArray":
+        """That of an array, or of a struct in its place."""
+        sharding = getattr(leaf, "sharding", None)
+        return cls(path, part, tuple(leaf.shape), leaf.dtype, sharding, donated)
+
+
+def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
+    """A struct in place of an array; its sharding is kept if it is one by mesh axes."""
+    sharding = getattr(leaf, "sharding", None)
+    typed = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    by_name = sharding if isinstance(sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(typed.shape, typed.dtype, sharding=by_name)

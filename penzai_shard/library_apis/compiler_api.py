@@ -1,0 +1,144 @@
+"""What this library uses of XLA's Python interface, which jaxlib keeps for JAX: compiled modules.
+
+``jaxlib._hlo`` takes a compiled program apart; a client of ``jaxlib`` compiles a lowered one for
+any devices that there is a description of, without JAX' own arrays on them.
+"""
+
+import dataclasses
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import compiler
+from jax._src.interpreters import mlir
+from jaxlib import _hlo  # type: ignore[attr-defined]
+from jaxlib import xla_client as xc
+from jaxlib.mlir import ir
+
+# jaxlib has no types for these.
+HloModule = Any
+HloInstruction = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutableMemory:
+    """What one device needs to run a program, in bytes, as the compiler counts it.
+
+    Attributes:
+        arguments: What comes in.
+        outputs: What goes out, the aliased part included.
+        aliased: The part of the outputs that takes the place of donated arguments.
+        temporaries: What is there in between.
+        generated_code: The program itself.
+        host: All of these that are in the host's memory instead.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    generated_code: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """What is needed at once on the device."""
+        parts = (self.arguments, self.outputs, self.temporaries, self.generated_code)
+        return sum(parts) - self.aliased
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program that a compiler made, with nothing of it on a device.
+
+    Attributes:
+        module: The program.
+        memory: What it needs.
+    """
+
+    module: HloModule
+    memory: ExecutableMemory
+
+
+def opcode_of(instruction: HloInstruction) -> str:
+    """The opcode as programs' texts have it.
+
+    >>> module = module_from_text("HloModule m\\nENTRY e { ROOT p = f32[2]{0} parameter(0) }")
+    >>> opcode_of(module.computations()[0].instructions()[0])
+    'parameter'
+    """
+    name = instruction.opcode.name.removeprefix("k")
+    return "".join(f"-{c.lower()}" if c.isupper() else c for c in name).removeprefix("-")
+
+
+def module_from_text(text: str) -> HloModule:
+    """Reads a program's text, as ``HloModule.to_string`` and ``Compiled.as_text`` give it."""
+    return _hlo.hlo_module_from_text(text)
+
+
+def module_from_bytes(data: bytes) -> HloModule:
+    """Reads a program as ``module_to_bytes`` gives it."""
+    return _hlo.HloModule.from_serialized_hlo_module_proto(data)
+
+
+def module_to_bytes(module: HloModule) -> bytes:
+    """A program as bytes, for another process."""
+    return bytes(module.as_serialized_hlo_module_proto())
+
+
+def bytecode_of(lowered: jax.stages.Lowered) -> bytes:
+    """A lowered program as bytes, which ``compile_bytecode`` takes, in this process or another."""
+    written = io.BytesIO()
+    lowered_module: Any = lowered.compiler_ir("stablehlo")
+    lowered_module.operation.write_bytecode(written)
+    return written.getvalue()
+
+
+def compile_bytecode(bytecode: bytes, devices: Sequence[Any]) -> Compiled:
+    """Compiles a lowered program for devices, in the order in which its mesh has them.
+
+    Args:
+        bytecode: As ``bytecode_of`` gives it.
+        devices: Those of this process, or those of a topology that is described.
+
+    Returns:
+        The program, and what it needs.
+
+    Raises:
+        jax.errors.JaxRuntimeError: As the compiler has it; for instance, the program does not fit
+            into the devices' memory.
+    """
+    options = compiler.get_compile_options(
+        num_replicas=1,
+        num_partitions=len(devices),
+        device_assignment=np.array([[device.id for device in devices]]),
+    )
+    with mlir.make_ir_context():
+        executable = compiler.backend_compile_and_load(
+            devices[0].client,
+            ir.Module.parse(bytecode),
+            xc.DeviceList(tuple(devices)),
+            options,
+            [],
+        )
+    return _read(executable)
+
+
+def _read(executable: Any) -> Compiled:
+    (module,) = executable.hlo_modules()
+    stats = executable.get_compiled_memory_stats()
+    host = sum(
+        getattr(stats, f"host_{name}_size_in_bytes")
+        for name in ("argument", "output", "temp", "generated_code")
+    )
+    memory = ExecutableMemory(
+        stats.argument_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.alias_size_in_bytes,
+        stats.temp_size_in_bytes,
+        stats.generated_code_size_in_bytes,
+        host - stats.host_alias_size_in_bytes,
+    )
+    return Compiled(module, memory)
