@@ -22,7 +22,7 @@ class LayerScopes:
     >>> from penzai import pz
     >>> scopes = LayerScopes()
     >>> marked = scopes.marked(pz.nn.Sequential([pz.nn.Identity()]))
-    >>> scopes.paths_in("jit(step)/transpose(jvp(pzs_layer_0))/pzs_layer_1/add")
+    >>> scopes.paths_in("jit(step)/transpose(jvp(pzs_layer_1))/pzs_layer_0/add")
     ('sequential', 'sublayers/0')
     """
 
