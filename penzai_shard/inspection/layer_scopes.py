@@ -19,6 +19,10 @@ _MARK = re.compile(r"\bpzs_layer_(\d+)\b")
 class LayerScopes:
     """The marks given so far: one per path, however often a model is marked.
 
+    Attributes:
+        paths: Which path each mark stands for, in the order of their numbers.
+        of_step: Further scopes that a step writes itself, outside of all layers.
+
     >>> from penzai import pz
     >>> scopes = LayerScopes()
     >>> marked = scopes.marked(pz.nn.Sequential([pz.nn.Identity()]))
@@ -27,6 +31,10 @@ class LayerScopes:
     """
 
     paths: list[str] = dataclasses.field(default_factory=list)
+    of_step: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._numbers = {path: number for number, path in enumerate(self.paths)}
 
     def marked(self, model: Any) -> Any:
         """A model whose layers write their marks; everything else stays as it is."""
@@ -38,6 +46,7 @@ class LayerScopes:
 
     def _scoped(self, layer: Any, path: str) -> Scoped:
         path = scoped_by_path(layer, path).name
-        if path not in self.paths:
+        number = self._numbers.setdefault(path, len(self.paths))
+        if number == len(self.paths):
             self.paths.append(path)
-        return Scoped(layer, f"pzs_layer_{self.paths.index(path)}")
+        return Scoped(layer, f"pzs_layer_{number}")

@@ -12,6 +12,7 @@ from penzai_shard.errors import MeshError
 from penzai_shard.inspection.layer_scopes import LayerScopes
 from penzai_shard.inspection.step_arrays import StepArray, StepPart, abstract_leaf
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin
+from penzai_shard.training.gradient_step import LOSS_SCOPE, OPTIMIZER_SCOPE
 from penzai_shard.training.train_state import TrainState, to_flat
 from penzai_shard.training.train_step import TrainStep
 from penzai_shard.tree_paths import join_paths, paths_and_leaves
@@ -79,7 +80,7 @@ def _lower_train_step(
     mesh: AnyMesh | None,
     inputs: Mapping[str, Any],
 ) -> LoweredStep:
-    scopes = LayerScopes()
+    scopes = LayerScopes(of_step=(LOSS_SCOPE, OPTIMIZER_SCOPE))
     loss_fn = step.computation.loss_fn
 
     @functools.wraps(loss_fn)
