@@ -1,0 +1,163 @@
+"""What is known of each collective of a step, and sums over many of them."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+Phase = Literal["forward", "backward", "optimizer"]
+
+UNATTRIBUTED = "unattributed"
+# What may own a collective and is not a layer.
+OTHER_OWNERS = ("loss", "optimizer")
+# More layers than this are counted, not named.
+MOST_NAMED_LAYERS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One place in a compiled step where devices exchange data.
+
+    Attributes:
+        kind: ``"all-gather"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"all-to-all"``,
+            ``"ragged-all-to-all"``, ``"collective-permute"`` or ``"collective-broadcast"``.
+        mesh_axes: The mesh axes that it goes over, in the mesh's order; None if its groups of
+            devices are not those of mesh axes.
+        axes_text: The same for people; ``"data (4 of 8)"`` where each group is a part of a mesh
+            axis.
+        group_size: How many devices exchange with each other.
+        payload_bytes: The larger of what goes in and what comes out, on one device, in bytes.
+        wire_bytes: What one device sends each time, in bytes; see ``ring_bytes``.
+        times: How often one step executes it; None if the program does not say.
+        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``; None if that is not known.
+        layers: The paths of the layers that own it, several where the compiler merged what they
+            asked for; also ``"loss"`` and ``"optimizer"``. Empty if that is not known.
+        moves: What it moves: paths of parameters, ``gradient of`` such a path, or a description
+            of an activation. Empty if that is not known.
+        arrays: What the larger side is on one device, such as ``("f32[8,16]",)``.
+        name: Its name in the program.
+        op_names: Where the program says that it comes from.
+    """
+
+    kind: str
+    mesh_axes: tuple[str, ...] | None
+    axes_text: str
+    group_size: int
+    payload_bytes: int
+    wire_bytes: float
+    times: int | None
+    phase: Phase | None
+    layers: tuple[str, ...]
+    moves: tuple[str, ...]
+    arrays: tuple[str, ...]
+    name: str
+    op_names: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of what it moves, as programs write it; several joined by ``+``."""
+        return "+".join(dict.fromkeys(array.partition("[")[0] for array in self.arrays))
+
+    @property
+    def owner(self) -> str:
+        """Its layers in a short text; ``"unattributed"`` if none is known. See ``owners_text``."""
+        return owners_text(self.layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveTotal:
+    """What some collectives come to in one step, on one device.
+
+    Collectives in a loop of which the program does not say how often it runs are in none of the
+    sums but the last two.
+
+    Attributes:
+        places: In how many places of the program they are.
+        executed: How often they are executed.
+        payload_bytes: The sum of their payloads over all executions, in bytes.
+        wire_bytes: What one device sends in all executions, in bytes.
+        unknown_places: How many more places there are that are executed an unknown number of times.
+        unknown_wire_bytes: What one device would send if each of those was executed once, in bytes.
+    """
+
+    places: int = 0
+    executed: int = 0
+    payload_bytes: int = 0
+    wire_bytes: float = 0.0
+    unknown_places: int = 0
+    unknown_wire_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, collectives: Iterable[Collective]) -> "CollectiveTotal":
+        """The total of some collectives."""
+        total = cls()
+        for one in collectives:
+            total += cls._of_one(one)
+        return total
+
+    @classmethod
+    def _of_one(cls, one: Collective) -> "CollectiveTotal":
+        if one.times is None:
+            return cls(unknown_places=1, unknown_wire_bytes=one.wire_bytes)
+        return cls(1, one.times, one.times * one.payload_bytes, one.times * one.wire_bytes)
+
+    def __add__(self, other: "CollectiveTotal") -> "CollectiveTotal":
+        ours, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return CollectiveTotal(*(a + b for a, b in zip(ours, theirs, strict=True)))
+
+
+def owners_text(layers: Sequence[str]) -> str:
+    """Owners of a collective in a short text: what their paths have in common, then the rest.
+
+    >>> owners_text(["block_0/attention/query", "block_0/attention/key"])
+    'block_0/attention/{query, key}'
+    >>> owners_text([*(f"block_{i}/mlp" for i in range(8)), "loss"])
+    '(8 layers) + loss'
+    >>> owners_text([])
+    'unattributed'
+    """
+    others = [name for name in layers if name in OTHER_OWNERS]
+    paths = [path.split("/") for path in layers if path not in OTHER_OWNERS]
+    texts = [_layers_text(paths)] if paths else []
+    return " + ".join(texts + others) or UNATTRIBUTED
+
+
+def _layers_text(paths: list[list[str]]) -> str:
+    if len(paths) == 1:
+        return "/".join(paths[0])
+    alike = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    common = [parts[0] for parts in alike]
+    rests = ["/".join(path[len(common) :]) for path in paths]
+    if len(paths) > MOST_NAMED_LAYERS:
+        return " ".join(["/".join(common), f"({len(paths)} layers)"]).strip()
+    if not all(rests) or not common:
+        return " + ".join("/".join(path) for path in paths)
+    return f"{'/'.join(common)}/{{{', '.join(rests)}}}"
+
+
+def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
+    """What one device sends in one collective by a ring algorithm, in bytes.
+
+    Of n devices, with P the payload on one device: (n - 1) / n P in an all-gather, a reduce-scatter
+    and an all-to-all, 2 (n - 1) / n P in an all-reduce, P in a permute or a broadcast. No algorithm
+    sends less in the first three and in an all-reduce. What devices of an all-to-all pass on for
+    others, where the network makes them, is not counted.
+
+    Sources: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication
+    Operations in MPICH"; Chan, Heimlich, Purkayastha and van de Geijn 2007, "Collective
+    communication: theory, practice, and experience".
+
+    Args:
+        kind: The kind of collective.
+        payload_bytes: The larger of operand and result on one device, in bytes.
+        group_size: How many devices exchange with each other.
+
+    >>> ring_bytes("all-gather", 1024, 4), ring_bytes("all-reduce", 1024, 4)
+    (768.0, 1536.0)
+    """
+    if group_size == 1:
+        return 0.0
+    if kind in ("collective-permute", "collective-broadcast"):
+        return float(payload_bytes)
+    rounds = 2 if kind == "all-reduce" else 1
+    return rounds * (group_size - 1) * payload_bytes / group_size

@@ -1,0 +1,189 @@
+"""The report of collectives: its totals, its bound in time, its table. No program is compiled."""
+
+import dataclasses
+import itertools
+import json
+import random
+
+import numpy as np
+import pytest
+from scipy.optimize import linprog
+
+from penzai_shard.errors import MeshError
+from penzai_shard.inspection.collective_records import Collective, CollectiveTotal, ring_bytes
+from penzai_shard.inspection.collective_report import CollectiveReport
+from penzai_shard.inspection.collective_table import MOST_ROWS
+
+MESH = {"data": 4, "model": 2}
+
+
+def collective(kind="all-gather", axes=("data",), payload=1024, times=1, layers=("mlp",), **others):
+    size = int(np.prod([MESH[axis] for axis in axes])) if axes else 2
+    record = Collective(
+        kind=kind,
+        mesh_axes=axes,
+        axes_text="+".join(axes) if axes else "groups of 2",
+        group_size=size,
+        payload_bytes=payload,
+        wire_bytes=ring_bytes(kind, payload, size),
+        times=times,
+        phase="forward",
+        layers=layers,
+        moves=(),
+        arrays=(f"f32[{payload // 4}]",),
+        name="all-gather.1",
+    )
+    return dataclasses.replace(record, **others)
+
+
+def report(*collectives, mesh=MESH):
+    return CollectiveReport(tuple(collectives), mesh)
+
+
+def test_totals_count_every_execution_and_each_collective_once():
+    # Ring: all-gather over 4 sends 3/4 of 1024 = 768, all-reduce over 2 sends 2/2 of 512 = 512.
+    found = report(
+        collective(times=3),
+        collective("all-reduce", ("model",), 512, layers=("mlp", "loss"), phase="backward"),
+    )
+    first, second = CollectiveTotal(1, 3, 3072, 2304), CollectiveTotal(1, 1, 512, 512)
+    assert found.by_layer() == {"mlp": first, "mlp + loss": second}
+    assert found.by_kind() == {"all-gather": first, "all-reduce": second}
+    assert found.by_mesh_axis() == {"data": first, "model": second}
+    assert found.by_phase() == {"forward": first, "backward": second}
+    assert found.total == CollectiveTotal(2, 4, 3584, 2816)
+    assert found.wire_bytes == 2816
+
+
+def test_what_runs_an_unknown_number_of_times_is_in_no_sum_and_is_said():
+    found = report(collective(), collective(payload=4096, times=None))
+    assert found.total == CollectiveTotal(1, 1, 1024, 768, 1, 3072)
+    assert found.wire_bytes == 768
+    text = str(found)
+    assert "1 collectives in one step, and 1 that run an unknown number of times" in text
+    assert "1 + ?" in text
+    assert "768 B + ? x 3.0 KiB" in text
+
+
+def test_a_layer_is_found_alone_with_others_and_by_what_is_around_it():
+    alone = collective(layers=("block_1/mlp/up",))
+    merged = collective(layers=("block_1/attention/query", "block_1/attention/key"))
+    other = collective(layers=("block_11/mlp/up",))
+    found = report(alone, merged, other, collective(layers=()))
+    assert found.owned_by("block_1/mlp/up") == (alone,)
+    assert found.owned_by("block_1/attention/key") == (merged,)
+    assert found.owned_by("block_1") == (alone, merged)
+    assert found.owned_by("block") == ()
+    assert [one.owner for one in found.unattributed] == ["unattributed"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_least_time_is_that_of_the_best_division_over_the_links(seed):
+    """The judge divides each load freely over its mesh axes, by linear programming."""
+    chance = random.Random(seed)
+    mesh = {"a": 2, "b": 3, "c": 4, "d": 5}
+    bandwidth = {axis: chance.uniform(1, 10) for axis in mesh}
+    sets = [s for n in range(1, 5) for s in itertools.combinations(mesh, n)]
+    chosen = chance.sample(sets, chance.randint(1, 8))
+    loads = [chance.uniform(0, 100) for _ in chosen]
+    found = report(
+        *(
+            collective(axes=None, mesh_axes=s, wire_bytes=b)
+            for s, b in zip(chosen, loads, strict=True)
+        ),
+        mesh=mesh,
+    )
+    # Variables: the part of each load on each mesh axis, and the time.
+    parts = [(i, axis) for i, axes in enumerate(chosen) for axis in axes]
+    on_axis = [[float(a == axis) for _, a in parts] + [-bandwidth[axis]] for axis in mesh]
+    of_load = [[float(j == i) for j, _ in parts] + [0.0] for i in range(len(loads))]
+    best = linprog(
+        [0.0] * len(parts) + [1.0], A_ub=on_axis, b_ub=[0.0] * 4, A_eq=of_load, b_eq=loads
+    )
+    assert found.time(bandwidth) == pytest.approx(best.fun, rel=1e-6)
+
+
+def test_the_time_counts_executions_and_takes_groups_of_no_mesh_axis_as_all():
+    # data: 3 x 768 bytes at 100 bytes per second; the others have room in model's links.
+    found = report(collective(times=3), collective(axes=None, payload=200), collective(times=None))
+    assert found.time({"data": 100, "model": 1000}) == 23.04
+    # 3 x 768 + 100 bytes over both together take longer than those over data alone.
+    assert found.time({"data": 100, "model": 1}) == pytest.approx(2404 / 101)
+    assert report().time({}) == 0
+
+
+def test_wrong_bandwidths_are_refused_all_at_once_with_a_fix():
+    found = report(collective(), collective(axes=("model",)))
+    with pytest.raises(MeshError) as caught:
+        found.time({"modle": 1e9, "data": 0})
+    assert caught.value.problems == (
+        "mesh axis 'model': the step moves data over it, and its bandwidth is not given. "
+        "Add 'model': 1e11 (bytes per second that one device sends over this mesh axis).",
+        "mesh axis 'modle': the mesh does not have it (data=4, model=2). "
+        "Remove it from the bandwidth.",
+        "mesh axis 'data': its bandwidth must be a positive number of bytes per second, not 0.",
+    )
+    with pytest.raises(MeshError, match=r"Write time\(bandwidth=\{'data': 1e11, 'model': 1e11\}\)"):
+        found.time(1e9)
+    for wrong in (-1, float("nan"), float("inf"), "1e9", True, None):
+        with pytest.raises(MeshError, match="'data': its bandwidth must be a positive number"):
+            found.time({"data": wrong, "model": 1})
+
+
+def blocks(count):
+    return [
+        collective(payload=payload, layers=(f"block_{i}/{layer}",))
+        for i in range(count)
+        for layer, payload in [("attention/query", 1024), ("mlp/up", 4096)]
+    ]
+
+
+@pytest.mark.parametrize("count", [2, 32])
+def test_equal_blocks_are_one_row_and_the_first_line_names_the_costliest(count):
+    found = report(*blocks(count), collective("all-reduce", ("model",), 64, layers=("loss",)))
+    lines = str(found).splitlines()
+    sent = {2: "7.6 KiB", 32: "120.1 KiB"}[count]
+    share = {2: "79%", 32: "80%"}[count]
+    assert " ".join(lines[:2]).replace("     ", " ") == (
+        f"{2 * count + 1} collectives in one step: on mesh (data=4, model=2) each device sends "
+        f"{sent}, {'99%' if count == 2 else '>99%'} of it by all-gather over data, {share} for "
+        f"block_0..{count - 1}/mlp/up"
+    )
+    rows = [tuple(row) for row in found.table().rows]
+    assert [row[:2] for row in rows] == [
+        (f"block_0..{count - 1}/mlp/up", str(count)),
+        (f"block_0..{count - 1}/attention/query", str(count)),
+        ("loss", "1"),
+    ]
+    assert len(found.table(collapse=False).rows) == 2 * count + 1
+
+
+def test_a_long_table_ends_with_the_sum_of_what_is_not_shown():
+    letters = [f"layer_{chr(ord('a') + i)}" for i in range(26)]
+    found = report(
+        *(collective(payload=1024 * (26 - i), layers=(n,)) for i, n in enumerate(letters))
+    )
+    rows = found.table().rows
+    assert len(rows) == MOST_ROWS + 1
+    # 3/4 of 1 + 2 + ... + 6 KiB.
+    assert rows[-1] == ("6 more rows", "6", "", "", "", "15.8 KiB", "6%")
+
+
+def test_json_holds_every_record_and_every_total():
+    found = report(collective(), collective("all-reduce", None, layers=(), times=None))
+    data = json.loads(found.to_json())
+    assert data["mesh"] == MESH
+    assert data["total"] == dataclasses.asdict(found.total)
+    assert data["by_layer"]["mlp"]["wire_bytes"] == 768
+    assert data["by_mesh_axis"]["groups of 2"]["unknown_places"] == 1
+    restored = [
+        Collective(**{k: tuple(v) if isinstance(v, list) else v for k, v in one.items()})
+        for one in data["collectives"]
+    ]
+    assert tuple(restored) == found.collectives
+
+
+def test_without_collectives_it_says_so():
+    assert str(report(mesh={})).splitlines() == [
+        "no collectives: the step moves nothing between devices"
+    ]
