@@ -130,6 +130,10 @@ class NonFiniteLossError(TrainingStoppedError, FloatingPointError):
     """The loss of a training step is infinite or not a number."""
 
 
+class CompilationError(ShardingError, RuntimeError):
+    """A program was not compiled; what the compiler said is in the message."""
+
+
 class MissingExtraError(ImportError):
     """An optional dependency is absent; the message says which extra installs it."""
 

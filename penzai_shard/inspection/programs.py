@@ -7,6 +7,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from penzai_shard.compiled_programs import Module
+from penzai_shard.inspection.absent_devices import simulated_devices
 from penzai_shard.inspection.lowered_steps import LoweredStep, lower_step
 from penzai_shard.library_apis.compiler_api import (
     Compiled,
@@ -61,11 +62,18 @@ def compile_step(step: Any, *args: Any, **kwargs: Any) -> CompiledProgram:
         **kwargs: The same by keyword.
 
     Returns:
-        The program. On an abstract mesh it is that of as many simulated CPU devices.
+        The program. On an abstract mesh it is that of as many simulated CPU devices, compiled in
+        a process of its own if there are not as many here.
     """
     lowered = lower_step(step, args, kwargs)
-    devices = _devices(lowered.mesh)
-    compiled = compile_bytecode(bytecode_of(lowered.lowered), devices)
+    bytecode = bytecode_of(lowered.lowered)
+    mesh = lowered.mesh
+    if isinstance(mesh, AbstractMesh) and mesh.size > len(jax.devices("cpu")):
+        with simulated_devices(mesh) as process:
+            elsewhere = process.compile(bytecode)
+        return CompiledProgram.of(lowered, elsewhere.compiled, elsewhere.device_kind)
+    devices = _devices(mesh)
+    compiled = compile_bytecode(bytecode, devices)
     return CompiledProgram.of(lowered, compiled, devices[0].device_kind)
 
 
@@ -74,8 +82,5 @@ def _devices(mesh: AnyMesh | None) -> list[Any]:
     if mesh is None:
         return jax.devices()[:1]
     if isinstance(mesh, AbstractMesh):
-        present = jax.devices("cpu")
-        if mesh.size > len(present):
-            raise NotImplementedError  # BUILT BY: ahead, in a child process
-        return present[: mesh.size]
+        return jax.devices("cpu")[: mesh.size]
     return list(mesh.devices.flat)

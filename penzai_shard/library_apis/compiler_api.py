@@ -96,12 +96,21 @@ def bytecode_of(lowered: jax.stages.Lowered) -> bytes:
     return written.getvalue()
 
 
-def compile_bytecode(bytecode: bytes, devices: Sequence[Any]) -> Compiled:
+def options_of_this_process(device_count: int) -> bytes:
+    """What JAX' settings and ``XLA_FLAGS`` ask of the compiler here, for any process."""
+    options = compiler.get_compile_options(num_replicas=1, num_partitions=device_count)
+    return bytes(options.SerializeAsString())
+
+
+def compile_bytecode(
+    bytecode: bytes, devices: Sequence[Any], options: bytes | None = None
+) -> Compiled:
     """Compiles a lowered program for devices, in the order in which its mesh has them.
 
     Args:
         bytecode: As ``bytecode_of`` gives it.
         devices: Those of this process, or those of a topology that is described.
+        options: Those of another process; this process's own by default.
 
     Returns:
         The program, and what it needs.
@@ -110,17 +119,15 @@ def compile_bytecode(bytecode: bytes, devices: Sequence[Any]) -> Compiled:
         jax.errors.JaxRuntimeError: As the compiler has it; for instance, the program does not fit
             into the devices' memory.
     """
-    options = compiler.get_compile_options(
-        num_replicas=1,
-        num_partitions=len(devices),
-        device_assignment=np.array([[device.id for device in devices]]),
-    )
+    asked = xc.CompileOptions.ParseFromString(options or options_of_this_process(len(devices)))
+    ids = np.array([[device.id for device in devices]])
+    asked.device_assignment = xc.DeviceAssignment.create(ids)
     with mlir.make_ir_context():
         executable = compiler.backend_compile_and_load(
             devices[0].client,
             ir.Module.parse(bytecode),
             xc.DeviceList(tuple(devices)),
-            options,
+            asked,
             [],
         )
     return _read(executable)
