@@ -10,19 +10,14 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from penzai_shard.errors import MeshError
 from penzai_shard.inspection.layer_scopes import LayerScopes
-from penzai_shard.inspection.step_arrays import StepArray, StepPart, abstract_leaf
+from penzai_shard.inspection.step_arrays import StepArray, abstract_leaf
+from penzai_shard.inspection.step_parts import StepPart, part_of_field
+from penzai_shard.inspection.traced_functions import arguments_of, results_of, traced_function
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin
 from penzai_shard.training.gradient_step import LOSS_SCOPE, OPTIMIZER_SCOPE
 from penzai_shard.training.train_state import TrainState, to_flat
 from penzai_shard.training.train_step import TrainStep
 from penzai_shard.tree_paths import join_paths, paths_and_leaves
-
-PARTS_OF_STATE: dict[str, StepPart] = {
-    "params": "parameters",
-    "opt_state": "optimizer state",
-    "state_vars": "state variables",
-    "unbound_model": "constants",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +60,7 @@ def lower_step(
         MeshError: The arrays are on several meshes.
     """
     mesh = _mesh_of((args, kwargs))
-    if platform is None and isinstance(mesh, AbstractMesh):
-        platform = "cpu"
+    platform = _platform_of(mesh) if platform is None else platform
     if isinstance(step, TrainStep):
         return _lower_train_step(step, *args, platform=platform, mesh=mesh, inputs=kwargs)
     return _lower_function(step, args, kwargs, platform, mesh)
@@ -94,7 +88,7 @@ def _lower_train_step(
     inputs = jax.tree.map(abstract_leaf, dict(inputs))
     traced = marked.trace(state, **inputs)
     form = to_flat(state).form
-    fields = [(path, _part_of_field(path)) for path in form.paths()]
+    fields = [(path, part_of_field(path)) for path in form.paths()]
     leaves = jax.tree.leaves(state)
     arrays = [
         StepArray.of(path, part, leaf) for (path, part), leaf in zip(fields, leaves, strict=True)
@@ -125,16 +119,23 @@ def _lower_function(
     platform: str | None,
     mesh: AnyMesh | None,
 ) -> LoweredStep:
-    raise NotImplementedError  # BUILT BY: steps
+    """A function, compiled or not, or a layer, lowered."""
+    traced, scopes, notes = traced_function(step, args, kwargs)
+    arguments, results = arguments_of(traced, scopes), results_of(traced, scopes)
+    if mesh is None:
+        # What the arguments do not say, the function's own options may.
+        mesh = _mesh_of((*arguments.values(), *results))
+        platform = _platform_of(mesh) if platform is None else platform
+    return LoweredStep(_lowered(traced, platform), mesh, arguments, results, scopes, notes)
+
+
+def _platform_of(mesh: AnyMesh | None) -> str | None:
+    return "cpu" if isinstance(mesh, AbstractMesh) else None
 
 
 def _lowered(traced: jax.stages.Traced, platform: str | None) -> jax.stages.Lowered:
     with auto_context():
         return traced.lower(lowering_platforms=None if platform is None else (platform,))
-
-
-def _part_of_field(path: str) -> StepPart:
-    return PARTS_OF_STATE.get(path.partition("/")[0], "state variables")
 
 
 def _named_arguments(name: str, tree: Any, part: StepPart) -> dict[str, StepArray]:

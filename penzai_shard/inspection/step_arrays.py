@@ -2,17 +2,14 @@
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from penzai_shard.inspection.step_parts import StepPart
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.planning.plan import itemsize
-
-StepPart = Literal[
-    "parameters", "optimizer state", "state variables", "constants", "inputs", "outputs"
-]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax._src import compiler
 from jax._src.interpreters import mlir
+from jax.sharding import Sharding
 from jaxlib import _hlo  # type: ignore[attr-defined]
 from jaxlib import xla_client as xc
 from jaxlib.mlir import ir
@@ -76,6 +77,58 @@ def opcode_of(instruction: HloInstruction) -> str:
 def module_from_text(text: str) -> HloModule:
     """Reads a program's text, as ``HloModule.to_string`` and ``Compiled.as_text`` give it."""
     return _hlo.hlo_module_from_text(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedArgument:
+    """An array that goes into a traced function.
+
+    Attributes:
+        name: What the program calls it, as ``inputs['tokens'].data_array``.
+        sharding: What ``jax.jit`` was told of its layout, or that of the array that is committed
+            to one; None if the compiler is free to choose.
+        donated: Whether a result may take its memory.
+    """
+
+    name: str
+    sharding: Sharding | None
+    donated: bool
+
+
+def traced_arguments(traced: jax.stages.Traced) -> list[TracedArgument]:
+    """The arrays that go into a traced function, in the order of ``traced.args_info``.
+
+    >>> traced = jax.jit(lambda x, n, y: x * n, static_argnums=1).trace(1.0, 2, [3.0])
+    >>> [argument.name for argument in traced_arguments(traced)]
+    ['x', 'y[0]']
+    """
+    given: Any = traced
+    infos = jax.tree.leaves(traced.args_info)
+    # Constants that a function holds come first, where JAX passes them to programs as arguments.
+    first = len(given.jaxpr.in_avals) - len(infos)
+    names = given.jaxpr.debug_info.safe_arg_names(len(given.jaxpr.in_avals))[first:]
+    declared = given._params["in_shardings"][first:]
+    types = given._meta_tys_flat[first:]
+    return [
+        TracedArgument(name, _sharding_of(of_jit, kind), info.donated)
+        for name, of_jit, kind, info in zip(names, declared, types, infos, strict=True)
+    ]
+
+
+def _sharding_of(declared: Any, kind: Any) -> Sharding | None:
+    if isinstance(declared, Sharding):
+        return declared
+    return kind.sharding if kind.committed and isinstance(kind.sharding, Sharding) else None
+
+
+def kept_arguments(lowered: jax.stages.Lowered) -> frozenset[int]:
+    """Which arguments the program has, by their number; JAX drops those that are not used.
+
+    >>> sorted(kept_arguments(jax.jit(lambda x, y, z: x + z).lower(1, 2, 3)))
+    [0, 2]
+    """
+    given: Any = lowered
+    return frozenset(given._lowering.compile_args["kept_var_idx"])
 
 
 def module_from_bytes(data: bytes) -> HloModule:

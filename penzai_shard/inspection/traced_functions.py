@@ -1,0 +1,256 @@
+"""Whatever can be called, traced for arguments that may be abstract, its layers marked."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import itertools
+import re
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from penzai import pz
+from penzai.core.variables import AbstractVariable, AbstractVariableValue
+
+from penzai_shard.array_kinds import is_array_like, is_deleted
+from penzai_shard.errors import RuleTypeError
+from penzai_shard.inspection.layer_scopes import LayerScopes, has_layers
+from penzai_shard.inspection.step_arrays import StepArray
+from penzai_shard.inspection.step_parts import paths_and_parts
+from penzai_shard.layers import Jitted
+from penzai_shard.library_apis.compiler_api import traced_arguments
+from penzai_shard.meshes import auto_context
+from penzai_shard.model_variables import thawed
+from penzai_shard.model_variables.slots import StaticLeaf, fill_slots
+from penzai_shard.surgery.tree_nodes import is_layer
+from penzai_shard.training.train_state import TrainState, peek
+
+WITHOUT_MARKS = (
+    "layers could not be marked, so that nothing of the program is known to be a layer's: {error}"
+)
+JITTED_HERE = (
+    "the function is not compiled by itself, so it was put under jax.jit without options: nothing "
+    "is donated, and what comes out is laid out as the compiler chooses"
+)
+
+
+def with_marks(
+    trace: Callable[[LayerScopes], jax.stages.Traced],
+) -> tuple[jax.stages.Traced, LayerScopes, tuple[str, ...]]:
+    """What a step is traced to with marks in its layers; without, where it does not take them.
+
+    Args:
+        trace: Traces the step, its layers marked as it is told.
+
+    Returns:
+        What was traced, the marks, and a note if there are none.
+    """
+    scopes = LayerScopes()
+    try:
+        return trace(scopes), scopes, ()
+    except Exception as error:
+        first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+        note = WITHOUT_MARKS.format(error=first_line)
+    scopes = LayerScopes(is_on=False)
+    return trace(scopes), scopes, (note,)
+
+
+def traced_function(
+    step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[jax.stages.Traced, LayerScopes, tuple[str, ...]]:
+    """A function, compiled or not, or a layer, traced.
+
+    Args:
+        step: A function under ``jax.jit``, another function, or a layer.
+        args: What it is called with.
+        kwargs: The same by keyword.
+
+    Returns:
+        As ``with_marks`` does.
+
+    Raises:
+        RuleTypeError: It cannot be called.
+    """
+    if isinstance(step, functools.partial):
+        return traced_function(step.func, (*step.args, *args), {**step.keywords, **kwargs})
+    if isinstance(step, types.MethodType) and _is_jitted(step.__func__):
+        return traced_function(step.__func__, (step.__self__, *args), kwargs)
+    if isinstance(step, jax.stages.Lowered | jax.stages.Compiled | jax.stages.Traced):
+        raise RuleTypeError(
+            f"this step is a jax.stages.{type(step).__name__} already, which does not say what its "
+            "arrays and layers are. Give the function under jax.jit that it was made of."
+        )
+    if not callable(step):
+        raise RuleTypeError(
+            f"a step is something to call, not a {type(step).__name__}. Give a function under "
+            "jax.jit and its arguments, a train step and its state, or a layer and its input."
+        )
+    if _is_jitted(step):
+        given = jax.tree.map(_without_deleted, (tuple(args), dict(kwargs)))
+        return with_marks(lambda scopes: _traced_jitted(step, given[0], given[1], scopes))
+    note = () if is_layer(step) else (JITTED_HERE,)
+    if is_layer(step):
+        args = (step, *args)
+        options = {"donate_argnums": 1} if isinstance(step, Jitted) and step.donate_argument else {}
+        function: Any = _call_layer
+    else:
+        function, options = step, {}
+    traced, scopes, notes = with_marks(
+        lambda scopes: _traced_plain(function, args, kwargs, scopes, options)
+    )
+    return traced, scopes, (*note, *notes)
+
+
+def _is_jitted(step: Any) -> bool:
+    return isinstance(step, jax.stages.Wrapped) and hasattr(step, "trace")
+
+
+def _call_layer(model: Any, argument: Any, /, **side_inputs: Any) -> Any:
+    return model(argument, **side_inputs)
+
+
+def _without_deleted(leaf: Any) -> Any:
+    """A struct in place of an array that was donated, which still says what it was."""
+    if not is_deleted(leaf):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def _traced_jitted(
+    step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scopes: LayerScopes
+) -> jax.stages.Traced:
+    marked = _marked(step, args, kwargs, scopes)
+    return step.trace(*marked[0], **marked[1])
+
+
+def _traced_plain(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    scopes: LayerScopes,
+    options: dict[str, Any],
+) -> jax.stages.Traced:
+    """A function traced with only arrays for arguments: what else there is stays outside."""
+    frozen: Any = jax.tree.map(_taken_out, (tuple(args), dict(kwargs)))
+    leaves = jax.tree.leaves((args, kwargs))
+    mutable = {leaf.get_slot() for leaf in leaves if isinstance(leaf, AbstractVariable)}
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs, variables = _put_back((args, kwargs), mutable)
+        args, kwargs = _marked(function, args, kwargs, scopes)
+        with auto_context():
+            output = function(*args, **kwargs)
+        output = pz.freeze_variables(scopes.unmarked(output))
+        return (output, [variable.freeze() for variable in variables]) if variables else output
+
+    return jax.jit(call, **options).trace(*frozen[0], **frozen[1])
+
+
+def _taken_out(leaf: Any) -> Any:
+    """A leaf as JAX can trace it."""
+    if isinstance(leaf, AbstractVariable):
+        return leaf.freeze()
+    return _without_deleted(leaf) if is_array_like(leaf) else StaticLeaf(leaf)
+
+
+def _put_back(arguments: Any, mutable: set[Any]) -> tuple[Any, Any, list[Any]]:
+    """The arguments as the function takes them, and the state variables among them."""
+    variables: dict[Any, Any] = {}
+
+    def is_value(node: Any) -> bool:
+        return isinstance(node, AbstractVariableValue)
+
+    def bound(node: Any) -> Any:
+        if not is_value(node) or node.get_slot() not in mutable:
+            return node
+        return variables.setdefault(node.get_slot(), thawed(node))
+
+    args, kwargs = jax.tree.map(
+        bound,
+        fill_slots(arguments, {}),
+        is_leaf=lambda node: isinstance(node, AbstractVariableValue),
+    )
+    states = [v for v in variables.values() if isinstance(v, pz.StateVariable)]
+    return args, kwargs, states
+
+
+def _marked(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    scopes: LayerScopes,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, the layers in them marked with their paths.
+
+    If one argument alone has layers, they go by their paths in it, and else its name is put first.
+    """
+    named = [*zip(_names(function, len(args)), args, strict=True), *kwargs.items()]
+    several = sum(has_layers(value) for _, value in named) > 1
+
+    def marked(name: str, value: Any) -> Any:
+        prefix = name if several else ""
+        if not isinstance(value, TrainState):
+            return scopes.marked(value, prefix)
+        # Of a copy, since a state notes which of its trees were read.
+        model = scopes.marked(peek(value, "unbound_model"), prefix)
+        return dataclasses.replace(copy.copy(value), unbound_model=model)
+
+    values = [marked(name, value) for name, value in named]
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+
+def _names(function: Callable[..., Any], count: int) -> list[str]:
+    """The names of a function's positional arguments."""
+    names: list[str] = []
+    parameters: Iterable[inspect.Parameter] = ()
+    # Functions written in C may have no signature.
+    with contextlib.suppress(TypeError, ValueError):
+        parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}/{i}" for i in range(count - len(names))]
+        names.append(parameter.name)
+    names += [f"args/{i}" for i in range(len(names), count)]
+    return names[:count]
+
+
+def arguments_of(traced: jax.stages.Traced, scopes: LayerScopes) -> dict[str, StepArray]:
+    """The arrays that go into a traced function, by the name that its program gives each."""
+    args, kwargs = traced.args_info
+    described = iter(traced_arguments(traced))
+    found: dict[str, StepArray] = {}
+    for argument in (*args, *kwargs.values()):
+        flat, _ = jax.tree_util.tree_flatten_with_path(argument)
+        here = list(itertools.islice(described, len(flat)))
+        if not flat:
+            continue
+        path = _readable(here[0].name.removesuffix(jax.tree_util.keystr(flat[0][0])))
+        places = paths_and_parts(scopes.unmarked(argument), path, "inputs")
+        for (place, part), array, (_, info) in zip(places, here, flat, strict=True):
+            of = StepArray(
+                place, part, tuple(info.shape), info.dtype, array.sharding, array.donated
+            )
+            found[array.name] = of
+    return found
+
+
+def results_of(traced: jax.stages.Traced, scopes: LayerScopes) -> tuple[StepArray, ...]:
+    """The arrays that come out of a traced function, in the program's order."""
+    leaves = jax.tree.leaves(traced.out_info)
+    places = paths_and_parts(scopes.unmarked(traced.out_info), "result", "outputs")
+    return tuple(
+        StepArray.of(path, part, leaf) for (path, part), leaf in zip(places, leaves, strict=True)
+    )
+
+
+def _readable(name: str) -> str:
+    """A name of JAX as a path.
+
+    >>> _readable("rest[0]['a'].b")
+    'rest/0/a/b'
+    """
+    return "/".join(re.findall(r"[^\[\]'\".]+", name))
