@@ -134,6 +134,10 @@ class CompilationError(ShardingError, RuntimeError):
     """A program was not compiled; what the compiler said is in the message."""
 
 
+class ProgramError(ShardingError):
+    """A compiled program says what moves between devices in a form that is not known."""
+
+
 class MissingExtraError(ImportError):
     """An optional dependency is absent; the message says which extra installs it."""
 
