@@ -49,6 +49,7 @@ class GroupAxes:
     text: str
 
 
+@functools.lru_cache(maxsize=256)
 def read_groups(text: str, device_count: int) -> Groups:
     """The groups that an instruction's ``replica_groups`` tells of.
 
@@ -91,7 +92,6 @@ def read_pairs(text: str, device_count: int) -> Groups:
     return pairs
 
 
-@functools.lru_cache(maxsize=256)
 def _read_groups(text: str, device_count: int) -> Groups:
     if _LISTED.fullmatch(text):
         return _rows(text) or (tuple(range(device_count)),)

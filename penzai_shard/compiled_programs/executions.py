@@ -8,8 +8,20 @@ from penzai_shard.compiled_programs.modules import Instruction, Module
 
 # These run a computation once per element, or as often as they like.
 _NOT_TOLD = frozenset(
-    """all-reduce all-reduce-start custom-call map reduce reduce-scatter reduce-window scatter
-    select-and-scatter sort topk scan""".split()
+    {
+        "all-reduce",
+        "all-reduce-start",
+        "custom-call",
+        "map",
+        "reduce",
+        "reduce-scatter",
+        "reduce-window",
+        "scatter",
+        "select-and-scatter",
+        "sort",
+        "topk",
+        "scan",
+    }
 )
 # The computation of an asynchronous instruction runs once, from its start on.
 _CONTINUED = frozenset(("async-update", "async-done"))

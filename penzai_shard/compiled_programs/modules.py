@@ -34,10 +34,42 @@ _CALLS = (
 )
 # Instructions that run no computation, so that their texts need not be read.
 _PLAIN = frozenset(
-    """abs add and bitcast bitcast-convert broadcast compare concatenate constant convert copy divide
-    dot dynamic-slice dynamic-update-slice exponential get-tuple-element iota log maximum minimum
-    multiply negate or parameter power reshape rsqrt select slice subtract tanh transpose tuple
-    """.split()
+    {
+        "abs",
+        "add",
+        "and",
+        "bitcast",
+        "bitcast-convert",
+        "broadcast",
+        "compare",
+        "concatenate",
+        "constant",
+        "convert",
+        "copy",
+        "divide",
+        "dot",
+        "dynamic-slice",
+        "dynamic-update-slice",
+        "exponential",
+        "get-tuple-element",
+        "iota",
+        "log",
+        "maximum",
+        "minimum",
+        "multiply",
+        "negate",
+        "or",
+        "parameter",
+        "power",
+        "reshape",
+        "rsqrt",
+        "select",
+        "slice",
+        "subtract",
+        "tanh",
+        "transpose",
+        "tuple",
+    }
 )
 _NAMES = re.compile(r"%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
