@@ -40,6 +40,7 @@ from penzai_shard.errors import (
     ShardingWarning,
 )
 from penzai_shard.fitting import LogRecord, fit
+from penzai_shard.inspection.memory_report import MemoryReport, device_memory
 from penzai_shard.layers import (
     AxesInPlace,
     Checkpointed,
@@ -137,6 +138,7 @@ __all__ = [
     "Layout",
     "LeafPlan",
     "LogRecord",
+    "MemoryReport",
     "ModelComparison",
     "Recipe",
     "Ref",
@@ -163,6 +165,7 @@ __all__ = [
     "data_parallel",
     "describe_checkpoint",
     "describe_run",
+    "device_memory",
     "first_api_names",
     "fit",
     "fold_rng_over_axis",

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from penzai_shard.errors import MeshError
 from penzai_shard.inspection.layer_scopes import LayerScopes
-from penzai_shard.inspection.step_arrays import StepArray, abstract_leaf
+from penzai_shard.inspection.step_arrays import StepArray, abstract_leaf, names_in
 from penzai_shard.inspection.step_parts import StepPart, part_of_field
 from penzai_shard.inspection.traced_functions import arguments_of, results_of, traced_function
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin
@@ -91,7 +91,8 @@ def _lower_train_step(
     fields = [(path, part_of_field(path)) for path in form.paths()]
     leaves = jax.tree.leaves(state)
     arrays = [
-        StepArray.of(path, part, leaf) for (path, part), leaf in zip(fields, leaves, strict=True)
+        dataclasses.replace(StepArray.of(path, part, leaf), names=names)
+        for (path, part), leaf, names in zip(fields, leaves, names_in(state), strict=True)
     ]
     changing, constant = form.parted(arrays)
     changing = [
@@ -143,8 +144,10 @@ def _named_arguments(name: str, tree: Any, part: StepPart) -> dict[str, StepArra
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     paths = [path for path, _ in paths_and_leaves(tree)]
     return {
-        name + jax.tree_util.keystr(key_path): StepArray.of(join_paths(name, path), part, leaf)
-        for (key_path, leaf), path in zip(flat, paths, strict=True)
+        name + jax.tree_util.keystr(key_path): dataclasses.replace(
+            StepArray.of(join_paths(name, path), part, leaf), names=names
+        )
+        for (key_path, leaf), path, names in zip(flat, paths, names_in(tree), strict=True)
     }
 
 

@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh
 
 from penzai_shard.compiled_programs import Module
 from penzai_shard.inspection.absent_devices import simulated_devices
+from penzai_shard.inspection.device_figures import memory_limit_of
 from penzai_shard.inspection.lowered_steps import LoweredStep, lower_step
 from penzai_shard.library_apis.compiler_api import (
     Compiled,
@@ -74,7 +75,8 @@ def compile_step(step: Any, *args: Any, **kwargs: Any) -> CompiledProgram:
         return CompiledProgram.of(lowered, elsewhere.compiled, elsewhere.device_kind)
     devices = _devices(mesh)
     compiled = compile_bytecode(bytecode, devices)
-    return CompiledProgram.of(lowered, compiled, devices[0].device_kind)
+    kind, limit = devices[0].device_kind, memory_limit_of(devices[0])
+    return CompiledProgram.of(lowered, compiled, kind, limit)
 
 
 def _devices(mesh: AnyMesh | None) -> list[Any]:

@@ -8,8 +8,11 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from penzai_shard.inspection.step_parts import StepPart
+from penzai_shard.layers.remat_policies import HOST_MEMORY
+from penzai_shard.named_leaves import map_arrays
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.planning.plan import itemsize
+from penzai_shard.rule_kinds import LogicalAxis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +26,8 @@ class StepArray:
         dtype: Its dtype.
         sharding: How it is laid out; None if the compiler decides.
         donated: Of an argument, whether a result may take its memory.
+        names: The logical axis of each dimension, None for a positional one; None altogether for
+            an array without names.
     """
 
     path: str
@@ -31,6 +36,7 @@ class StepArray:
     dtype: Any
     sharding: Sharding | None
     donated: bool = False
+    names: tuple[LogicalAxis | None, ...] | None = None
 
     @property
     def spec(self) -> PartitionSpec:
@@ -40,16 +46,42 @@ class StepArray:
         return canonical_spec(self.sharding.spec)
 
     @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of what one device holds of it."""
+        return self.shape if self.sharding is None else self.sharding.shard_shape(self.shape)
+
+    @property
     def bytes_per_device(self) -> int:
         """What one device holds of it, in bytes."""
-        shape = self.shape if self.sharding is None else self.sharding.shard_shape(self.shape)
-        return math.prod(shape) * itemsize(self.dtype)
+        return math.prod(self.shard_shape) * itemsize(self.dtype)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every device holds all of it."""
+        return self.shard_shape == self.shape
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it is kept in the host's memory instead of the device's."""
+        return getattr(self.sharding, "memory_kind", None) == HOST_MEMORY
 
     @classmethod
     def of(cls, path: str, part: StepPart, leaf: Any, donated: bool = False) -> "StepArray":
         """That of an array, or of a struct in its place."""
         sharding = getattr(leaf, "sharding", None)
         return cls(path, part, tuple(leaf.shape), leaf.dtype, sharding, donated)
+
+
+def names_in(tree: Any) -> list[tuple[LogicalAxis | None, ...] | None]:
+    """The logical axes of every array of a tree, in the order of its leaves.
+
+    >>> from penzai import pz
+    >>> import jax.numpy as jnp
+    >>> names_in([jnp.ones(3), pz.nx.ones({"embedding": 4})])
+    [None, ('embedding',)]
+    """
+    # A leaf stands for itself in a tree, where None would be an empty tree.
+    return [leaf.names for leaf in jax.tree.leaves(map_arrays(tree, lambda leaf: leaf))]
 
 
 def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:

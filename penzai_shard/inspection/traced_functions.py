@@ -18,7 +18,7 @@ from penzai.core.variables import AbstractVariable, AbstractVariableValue
 from penzai_shard.array_kinds import is_array_like, is_deleted
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.inspection.layer_scopes import LayerScopes, has_layers
-from penzai_shard.inspection.step_arrays import StepArray
+from penzai_shard.inspection.step_arrays import StepArray, names_in
 from penzai_shard.inspection.step_parts import paths_and_parts
 from penzai_shard.layers import Jitted
 from penzai_shard.library_apis.compiler_api import traced_arguments
@@ -229,12 +229,17 @@ def arguments_of(traced: jax.stages.Traced, scopes: LayerScopes) -> dict[str, St
         if not flat:
             continue
         path = _readable(here[0].name.removesuffix(jax.tree_util.keystr(flat[0][0])))
-        places = paths_and_parts(scopes.unmarked(argument), path, "inputs")
-        for (place, part), array, (_, info) in zip(places, here, flat, strict=True):
-            of = StepArray(
-                place, part, tuple(info.shape), info.dtype, array.sharding, array.donated
+        argument = scopes.unmarked(argument)
+        places = paths_and_parts(argument, path, "inputs")
+        structs = [jax.ShapeDtypeStruct(info.shape, info.dtype) for _, info in flat]
+        names = names_in(jax.tree.unflatten(jax.tree.structure(argument), structs))
+        for (place, part), array, struct, of_array in zip(
+            places, here, structs, names, strict=True
+        ):
+            shape, dtype = struct.shape, struct.dtype
+            found[array.name] = StepArray(
+                place, part, shape, dtype, array.sharding, array.donated, of_array
             )
-            found[array.name] = of
     return found
 
 

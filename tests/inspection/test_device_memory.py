@@ -1,0 +1,212 @@
+"""What ``device_memory`` says a step needs, against arrays that are there and JAX' own figures."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+from penzai import pz
+
+from penzai_shard import (
+    Jitted,
+    TrainState,
+    build_train_step_fn,
+    data_parallel,
+    device_memory,
+    fully_sharded,
+    make_mesh,
+    place,
+    shard_batch,
+    tensor_parallel,
+)
+from penzai_shard.inspection.device_figures import device_figures
+from penzai_shard.inspection.memory_report import MemoryReport
+from penzai_shard.inspection.programs import CompiledProgram
+from penzai_shard.library_apis.compiler_api import ExecutableMemory
+
+MESH = make_mesh({"data": 4, "model": 2})
+EVERYTHING = data_parallel() | tensor_parallel() | fully_sharded(min_size=64)
+
+
+def build_mlp(blocks=2, embedding=16, neurons=32):
+    key = jax.random.key(0)
+    layers = []
+    for i in range(blocks):
+        layers += [
+            pz.nn.Linear.from_config(
+                f"block_{i}/up", key, {"embedding": embedding}, {"neurons": neurons}
+            ),
+            pz.nn.Elementwise(jnp.tanh),
+            pz.nn.Linear.from_config(
+                f"block_{i}/down", key, {"neurons": neurons}, {"embedding": embedding}
+            ),
+        ]
+    return pz.nn.Sequential(layers)
+
+
+def squares(*, model, rng, state, x):
+    del rng
+    return jnp.mean(model(x).unwrap("batch", "embedding") ** 2), state, {}
+
+
+def placed_state(rules, optimizer):
+    model = place(build_mlp(), MESH, rules)
+    return TrainState.initial_state(Jitted(model), optimizer, jax.random.key(0))
+
+
+def batch(rules=EVERYTHING, mesh=MESH):
+    return shard_batch(pz.nx.ones({"batch": 8, "embedding": 16}), mesh, rules)
+
+
+def bytes_there(tree):
+    """What one device really holds of a tree of arrays, in bytes."""
+    device = MESH.devices.flat[3]
+    shards = [
+        shard.data
+        for leaf in jax.tree.leaves(tree)
+        for shard in (
+            jax.random.key_data(leaf)
+            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
+        ).addressable_shards
+        if shard.device == device
+    ]
+    return sum(np.asarray(shard).nbytes for shard in shards)
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    """A step that donates, its state, and its report."""
+    state = placed_state(EVERYTHING, optax.adamw(1e-3))
+    step = build_train_step_fn(squares, donate_params_and_state=True)
+    return step, state, device_memory(step, state, x=batch())
+
+
+@pytest.mark.parametrize(
+    ("rules", "optimizer"),
+    [
+        ({"batch": "data"}, optax.sgd(0.1, momentum=0.9)),
+        ({"neurons": "model", "batch": "data"}, optax.adafactor(1e-2, min_dim_size_to_factor=8)),
+    ],
+)
+def test_what_is_resident_is_what_shards_take_to_the_byte(rules, optimizer):
+    state = placed_state(rules, optimizer)
+    report = device_memory(build_train_step_fn(squares), state, x=batch(rules))
+    assert report.parameters == bytes_there(state.params)
+    assert report.optimizer_state == bytes_there(state.opt_state)
+    assert report.constants == bytes_there(state.unbound_model)
+    assert report.resident == bytes_there(state)
+    assert report.inputs == bytes_there(batch(rules))
+    assert sum(group.bytes for group in report.groups()) == report.resident
+
+
+def test_figures_are_those_of_the_unmarked_step(sharded):
+    step, state, report = sharded
+    stats = step.trace(state, x=batch()).lower().compile().memory_analysis()
+    assert report.resident == bytes_there(state)
+    # JAX leaves the random key out of the program, as the loss uses none.
+    assert report.unused == bytes_there(state.root_rng) == 8
+    assert report.resident + report.inputs - report.unused == stats.argument_size_in_bytes
+    assert report.padding == 0
+    assert report.outputs == stats.output_size_in_bytes
+    assert report.donated == stats.alias_size_in_bytes > 0
+    assert report.temporaries == stats.temp_size_in_bytes > 0
+    assert report.total == (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+        + stats.generated_code_size_in_bytes
+        + 8
+    )
+
+
+def test_a_parameter_is_grouped_with_its_optimizer_state_and_equal_blocks_are_one(sharded):
+    _, state, report = sharded
+    groups = {group.path: group for group in report.groups()}
+    assert next(iter(groups.values())).bytes == max(group.bytes for group in groups.values())
+    largest = groups["params/block_*/up.weights"]
+    assert largest.count == 2
+    ups = [state.params[f"block_{i}/up.weights"] for i in range(2)]
+    assert largest.array_bytes == bytes_there(ups)
+    assert largest.optimizer_bytes == 2 * bytes_there(ups)
+    assert largest.spec == PartitionSpec("data", "model")
+    assert largest.axes_text == "embedding=16/data, neurons=32/model"
+    alone = report.groups(collapse=False)
+    assert {group.path for group in alone} >= {f"params/block_{i}/up.weights" for i in range(2)}
+
+
+def test_the_table_is_as_long_for_80_blocks_as_for_two(sharded):
+    _, _, report = sharded
+    step = report.program.step
+    blocks = {
+        f"{name}.{i}": dataclasses.replace(array, path=array.path.replace("block_0", f"block_{i}"))
+        for name, array in step.arguments.items()
+        for i in range(2, 80)
+        if "block_0" in array.path
+    }
+    arguments = {**step.arguments, **blocks}
+    longer = dataclasses.replace(
+        report.program, step=dataclasses.replace(step, arguments=arguments)
+    )
+    long = MemoryReport(longer, report.used | blocks.keys())
+    assert long.parameters == 40 * report.parameters
+    titles = {row[0] for row in report.table().rows}
+    # What the compiler said was of two blocks.
+    assert {row[0] for row in long.table().rows} - titles == {"padding"}
+    assert len(long.table().rows) < 25
+    assert ("params/block_*/up.weights", "80") in {row[:2] for row in long.table().rows}
+    assert len(long.table(collapse=False).rows) > 160
+
+
+def test_json_has_every_item_and_every_parameter_exactly(sharded):
+    _, state, report = sharded
+    data = json.loads(report.to_json())
+    assert data["mesh"] == {"data": 4, "model": 2}
+    assert {name: data[name] for name in report.items()} == report.items()
+    held = {group["path"]: group["array_bytes"] for group in data["groups"]}
+    for name, value in state.params.items():
+        assert held[f"params/{name}"] == bytes_there(value)
+    assert (data["limit"], data["fits"]) == (None, None)
+
+
+def test_the_first_line_says_whether_the_step_fits(sharded):
+    _, _, report = sharded
+    program = report.program
+
+    def verdict(**changes):
+        changed = CompiledProgram(**{**vars(program), **changes})
+        return str(MemoryReport(changed, report.used)).splitlines()[0]
+
+    assert "how much a device has is not known (cpu)" in verdict()
+    large = ExecutableMemory(196 * 2**30, 0, 0, 0, 0)
+    assert verdict(device_kind="TPU v5 lite", memory=large) == (
+        "needs 196.0 GiB of 15.75 GiB: does not fit, on each device of mesh (data=4, model=2) "
+        "(TPU v5 lite)"
+    )
+    assert ": fits, on each device" in verdict(memory_limit=10**9)
+    assert "of 1.0 KiB: does not fit" in verdict(memory_limit=1024)
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory"),
+    [
+        ("TPU v5", 95.74 * 2**30),
+        ("TPU v5 lite", 15.75 * 2**30),
+        ("NVIDIA A100-SXM4-80GB", 60e9),
+        ("NVIDIA A100-PCIE-40GB", 30e9),
+        ("NVIDIA H100 80GB HBM3", 60e9),
+        ("NVIDIA H200", 105.75e9),
+    ],
+)
+def test_memory_of_devices_that_are_not_there(kind, memory):
+    assert device_figures(kind).memory == int(memory)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "TPU v99", "AMD Instinct MI300X", "H1000", ""])
+def test_memory_of_unknown_devices_is_not_guessed(kind):
+    assert device_figures(kind) is None
