@@ -16,7 +16,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, ParamSpec, TypeVar
 
-from penzai_shard.path_folding import NUMBER, folded_path, folding_key, varying_numbers
+from penzai_shard.path_folding import (
+    NUMBER,
+    folded_path,
+    folding_key,
+    number_runs,
+    varying_numbers,
+)
 
 # A message has at most so many lines of problems.
 SHOWN_PROBLEMS = 38
@@ -114,6 +120,10 @@ class CheckpointWriteError(ShardingError, OSError):
     """A checkpoint cannot be written; what was at the path is unchanged."""
 
 
+class LockError(ShardingError):
+    """A sharding lock cannot be read, or is not one of this mesh and these devices."""
+
+
 class TrainingStoppedError(ShardingError):
     """A training loop cannot go on, or cannot start; what is wrong is not the layout.
 
@@ -132,6 +142,10 @@ class NonFiniteLossError(TrainingStoppedError, FloatingPointError):
 
 class CompilationError(ShardingError, RuntimeError):
     """A program was not compiled; what the compiler said is in the message."""
+
+
+class ProgramError(ShardingError):
+    """A compiled program says what moves between devices in a form that is not known."""
 
 
 class MissingExtraError(ImportError):
@@ -246,13 +260,10 @@ def _differ_in_one_number(members: Sequence[str]) -> bool:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """``0-2, 5`` for 0, 1, 2, 5; only the ends where there are many gaps."""
-    runs = [
-        [number for _, number in run]
-        for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    ]
+    runs = number_runs(numbers)
     if len(runs) > 6:
         return f"{numbers[0]} to {numbers[-1]}"
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def raise_all(error: type[ShardingError], headline: str, problems: Sequence[str]) -> None:

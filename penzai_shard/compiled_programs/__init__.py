@@ -1,5 +1,27 @@
 """Compiled programs read without running them: computations, groups of devices, collectives."""
 
-from penzai_shard.compiled_programs.modules import ArrayType, Computation, Instruction, Module
+from penzai_shard.compiled_programs.collective_operations import (
+    KINDS,
+    CollectiveOperation,
+    read_collectives,
+)
+from penzai_shard.compiled_programs.device_groups import (
+    GroupAxes,
+    mesh_axes_of,
+    mesh_axes_of_pairs,
+)
+from penzai_shard.compiled_programs.instruction_text import ArrayType
+from penzai_shard.compiled_programs.modules import Computation, Instruction, Module
 
-__all__ = ["ArrayType", "Computation", "Instruction", "Module"]
+__all__ = [
+    "KINDS",
+    "ArrayType",
+    "CollectiveOperation",
+    "Computation",
+    "GroupAxes",
+    "Instruction",
+    "Module",
+    "mesh_axes_of",
+    "mesh_axes_of_pairs",
+    "read_collectives",
+]

@@ -1,54 +1,81 @@
 """A compiled program as computations and instructions, read from what the compiler gives.
 
-No device is touched, and nothing is searched for in the text of a whole program: an instruction's
-opcode, operands and users come from the compiler's own objects, and what they do not say is read
-from the text of that one instruction.
+No device is touched. An instruction's opcode, operands and users come from the compiler's own
+objects, and what they do not say is read from the text of that one instruction. Which computation
+runs first, and which instruction gives a computation's result, no object says: these two are read
+from the short form of the program's text.
 """
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Iterator, Mapping
 
+from penzai_shard.compiled_programs.instruction_text import ArrayType, InstructionText, arrays_of
 from penzai_shard.library_apis.compiler_api import (
     HloInstruction,
     HloModule,
     module_from_text,
     opcode_of,
+    short_text,
+    wrapped_by,
 )
 
-_ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\]")
-_BITS = {"pred": 8, "token": 0, "opaque": 0}
-_CALLED = re.compile(
-    r"\b(?:to_apply|calls|condition|body|true_computation|false_computation"
-    r"|branch_computations|called_computations)=(%?[\w.\-]+|\{[^}]*\})"
+# What names a computation that an instruction runs.
+_CALLS = (
+    "to_apply",
+    "calls",
+    "condition",
+    "body",
+    "true_computation",
+    "false_computation",
+    "branch_computations",
+    "called_computations",
 )
+# Instructions that run no computation, so that their texts need not be read.
+_PLAIN = frozenset(
+    {
+        "abs",
+        "add",
+        "and",
+        "bitcast",
+        "bitcast-convert",
+        "broadcast",
+        "compare",
+        "concatenate",
+        "constant",
+        "convert",
+        "copy",
+        "divide",
+        "dot",
+        "dynamic-slice",
+        "dynamic-update-slice",
+        "exponential",
+        "get-tuple-element",
+        "iota",
+        "log",
+        "maximum",
+        "minimum",
+        "multiply",
+        "negate",
+        "or",
+        "parameter",
+        "power",
+        "reshape",
+        "rsqrt",
+        "select",
+        "slice",
+        "subtract",
+        "tanh",
+        "transpose",
+        "tuple",
+    }
+)
+_NAMES = re.compile(r"%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-
-
-@dataclasses.dataclass(frozen=True)
-class ArrayType:
-    """Dtype and shape of an array on one device, as programs write them.
-
-    >>> ArrayType("bf16", (4, 8)).bytes
-    64
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Its size in bytes; elements of less than a byte are packed."""
-        bits = _BITS.get(self.dtype)
-        if bits is None:
-            bits = int(re.search(r"\d+", self.dtype)[0])  # type: ignore[index]
-        return -(-math.prod(self.shape) * bits // 8)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+_ENTRY = re.compile(r"^ENTRY %?([\w.\-]+) ", re.MULTILINE)
+_ROOT = re.compile(r"^ +ROOT %?([\w.\-]+) = ", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,12 +86,14 @@ class Instruction:
         name: Its name, unique in the program.
         opcode: What it does, such as ``"all-gather"``.
         computation: The name of the computation that it is in.
+        is_root: Whether its result is that of its computation.
         handle: The compiler's object.
     """
 
     name: str
     opcode: str
     computation: str
+    is_root: bool
     handle: HloInstruction = dataclasses.field(repr=False)
 
     @functools.cached_property
@@ -73,13 +102,14 @@ class Instruction:
         return str(self.handle.to_string())
 
     @functools.cached_property
+    def read(self) -> InstructionText:
+        """What its line says, taken apart."""
+        return InstructionText.of(self.text)
+
+    @functools.cached_property
     def results(self) -> tuple[ArrayType, ...]:
         """What it gives; several arrays if that is a tuple."""
-        declared = self.text.partition(" = ")[2].partition(f" {self.opcode}(")[0]
-        return tuple(
-            ArrayType(dtype, tuple(int(n.lstrip("<=")) for n in shape.split(",") if n))
-            for dtype, shape in _ARRAY.findall(declared)
-        )
+        return arrays_of(self.read.type)
 
     @functools.cached_property
     def operand_names(self) -> tuple[str, ...]:
@@ -87,35 +117,35 @@ class Instruction:
         return tuple(operand.name for operand in self.handle.operands())
 
     @functools.cached_property
-    def attributes(self) -> str:
-        """What its text says behind the operands."""
-        return self.text.partition(f" {self.opcode}(")[2]
+    def user_names(self) -> tuple[str, ...]:
+        """The names of the instructions that use its result, all of the same computation."""
+        return tuple(user.name for user in self.handle.users())
+
+    @property
+    def attributes(self) -> Mapping[str, str]:
+        """What its text says behind the operands, by key."""
+        return self.read.attributes
 
     @functools.cached_property
     def op_name(self) -> str:
         """Where it comes from: the scopes and the primitive that JAX wrote; empty if unknown."""
-        found = _OP_NAME.search(self.attributes)
+        found = _OP_NAME.search(self.attributes.get("metadata", ""))
         return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
     @functools.cached_property
     def called(self) -> tuple[str, ...]:
-        """The computations that it runs."""
+        """The computations that it runs, as its text names them."""
+        if self.opcode in _PLAIN:
+            return ()
         return tuple(
-            name.lstrip("%")
-            for group in _CALLED.findall(self.attributes)
-            for name in re.findall(r"%?[\w.\-]+", group)
+            name for key in _CALLS for name in _NAMES.findall(self.attributes.get(key, ""))
         )
 
     @functools.cached_property
     def trip_count(self) -> int | None:
         """Of a loop, how often its body runs, if the program says so."""
-        found = _TRIP_COUNT.search(self.attributes)
+        found = _TRIP_COUNT.search(self.attributes.get("backend_config", ""))
         return int(found[1]) if found else None
-
-    @property
-    def is_root(self) -> bool:
-        """Whether its result is that of its computation."""
-        return self.text.startswith("ROOT ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +157,17 @@ class Computation:
 
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self.instructions.values())
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        """The instruction that gives its result."""
+        return next(one for one in self if one.is_root)
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Instruction, ...]:
+        """Its parameters by position."""
+        found = [one for one in self if one.opcode == "parameter"]
+        return tuple(sorted(found, key=lambda one: int(one.read.operands)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,18 +187,21 @@ class Module:
     @classmethod
     def of(cls, module: HloModule) -> "Module":
         """Reads the compiler's module."""
+        text = short_text(module)
+        roots = frozenset(_ROOT.findall(text))
+        (entry,) = _ENTRY.findall(text)
         computations = {
             computation.name: Computation(
                 computation.name,
                 {
-                    one.name: Instruction(one.name, opcode_of(one), computation.name, one)
+                    one.name: Instruction(
+                        one.name, opcode_of(one), computation.name, one.name in roots, one
+                    )
                     for one in computation.instructions()
                 },
             )
             for computation in module.computations()
         }
-        called = {name for each in computations.values() for one in each for name in one.called}
-        (entry,) = computations.keys() - called
         return cls(module.name, computations, entry)
 
     @classmethod
@@ -168,3 +212,17 @@ class Module:
     def __iter__(self) -> Iterator[Instruction]:
         for computation in self.computations.values():
             yield from computation
+
+    def called_by(self, instruction: Instruction) -> tuple[str, ...]:
+        """The computations that an instruction runs.
+
+        An asynchronous instruction may be written without the computation that it wraps.
+        """
+        if instruction.called or not instruction.opcode.startswith("async-"):
+            return instruction.called
+        wrapped = wrapped_by(instruction.handle)
+        return () if wrapped is None else (self._computation_of[wrapped.name],)
+
+    @functools.cached_property
+    def _computation_of(self) -> Mapping[str, str]:
+        return {one.name: one.computation for one in self}

@@ -74,6 +74,20 @@ def opcode_of(instruction: HloInstruction) -> str:
     return "".join(f"-{c.lower()}" if c.isupper() else c for c in name).removeprefix("-")
 
 
+def wrapped_by(instruction: HloInstruction) -> HloInstruction | None:
+    """What an ``async-start`` runs in the background; None if it is another instruction."""
+    return instruction.async_wrapped_root()
+
+
+def short_text(module: HloModule) -> str:
+    """A program's text without what is not its structure: names of operations, settings."""
+    options = _hlo.HloPrintOptions.short_parsable()
+    options.print_metadata = False
+    options.print_backend_config = False
+    options.print_large_constants = False
+    return module.to_string(options)
+
+
 def module_from_text(text: str) -> HloModule:
     """Reads a program's text, as ``HloModule.to_string`` and ``Compiled.as_text`` give it."""
     return _hlo.hlo_module_from_text(text)
