@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
+from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_arrays import with_data
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.planning.planner import Planner
@@ -17,7 +18,7 @@ from penzai_shard.tree_paths import join_paths, path_text
 
 
 def shardings_like_params(
-    opt_state: Any, params: Mapping[str, Any], mesh: Mesh, on_unnamed: OnUnnamed = "error"
+    opt_state: Any, params: Mapping[str, Any], mesh: AnyMesh, on_unnamed: OnUnnamed = "error"
 ) -> Any:
     """A sharding for every array of an optimizer state, read off the parameters' own layouts.
 

@@ -1,19 +1,23 @@
 """Laying out a new train state as the model's parameters are already."""
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from penzai_shard.array_kinds import is_traced
-from penzai_shard.meshes import auto_context
+from penzai_shard.array_kinds import is_abstract, is_traced
+from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, mesh_text
 from penzai_shard.planning import Planner, shardings_like_params
 from penzai_shard.rule_kinds import OnUnnamed
 from penzai_shard.training.flat_state import CONSTANT_FIELDS
 from penzai_shard.training.optimizer_calls import initial_optimizer_state
 from penzai_shard.training.state_layout import (
     as_array,
+    canonical,
     committed,
     mesh_of,
     with_strong_type,
@@ -39,12 +43,15 @@ def place_initial_fields(
 
     Returns:
         All fields. On one device they stay where they are; if any array is on a mesh, all are.
+        Where any array is a struct, all are structs, with the layouts that arrays would get.
 
     Raises:
         ShardingError: Some array is committed to other devices than the rest, or the optimizer
             cannot take these parameters.
     """
     init = functools.partial(initial_optimizer_state, optimizer_def)
+    if any(map(is_abstract, jax.tree.leaves(fields))):
+        return _described(fields, init, trainable, on_unnamed, optimizer_rules)
     fields = {
         name: jax.tree.map(as_array if name in CONSTANT_FIELDS else with_strong_type, tree)
         for name, tree in fields.items()
@@ -61,14 +68,92 @@ def place_initial_fields(
         opt_state = jax.tree.map(lambda leaf: jnp.copy(with_strong_type(leaf)), init(params))
         return fields | {"opt_state": opt_state}
     with auto_context():
-        abstract = jax.eval_shape(init, params)
-        if optimizer_rules is None:
-            shardings = shardings_like_params(abstract, params, mesh, on_unnamed)
-        else:
-            planner = Planner(mesh, optimizer_rules, on_unnamed=on_unnamed)
-            plan = planner.plan({"opt_state": abstract}, parameters=params)
-            shardings = plan.sharding_tree()["opt_state"]
+        shardings = _optimizer_shardings(init, params, mesh, on_unnamed, optimizer_rules)
         opt_state = jax.jit(
             lambda params: jax.tree.map(with_strong_type, init(params)), out_shardings=shardings
         )(params)
     return fields | {"opt_state": opt_state}
+
+
+def _optimizer_shardings(
+    init: Callable[[Any], Any],
+    params: Mapping[str, Any],
+    mesh: AnyMesh,
+    on_unnamed: OnUnnamed,
+    rules: Any,
+) -> Any:
+    """How the optimizer's state is laid out."""
+    abstract = jax.eval_shape(init, params)
+    if rules is None:
+        return shardings_like_params(abstract, params, mesh, on_unnamed)
+    plan = Planner(mesh, rules, on_unnamed=on_unnamed).plan(
+        {"opt_state": abstract}, parameters=params
+    )
+    return plan.sharding_tree()["opt_state"]
+
+
+def _described(
+    fields: dict[str, Any],
+    init: Callable[[Any], Any],
+    trainable: frozenset[str],
+    on_unnamed: OnUnnamed,
+    optimizer_rules: Any,
+) -> dict[str, Any]:
+    """Structs in place of all that a new state holds; on a mesh if any struct is on one."""
+
+    def strong(fields: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: jax.tree.map(as_array if name in CONSTANT_FIELDS else with_strong_type, tree)
+            for name, tree in fields.items()
+        }
+
+    flat, treedef = jax.tree_util.tree_flatten_with_path(fields)
+    mesh = _one_mesh([array_path_text(path) for path, _ in flat], [leaf for _, leaf in flat])
+    structs = jax.eval_shape(strong, fields)
+    if mesh is not None:
+        placed = [
+            _on_mesh(struct, given, mesh)
+            for struct, (_, given) in zip(jax.tree.leaves(structs), flat, strict=True)
+        ]
+        structs = jax.tree.unflatten(treedef, placed)
+    params = {name: value for name, value in structs["params"].items() if name in trainable}
+    with auto_context():
+        opt_state = jax.eval_shape(
+            lambda given: jax.tree.map(with_strong_type, init(given)), params
+        )
+        if mesh is None:
+            return structs | {"opt_state": opt_state}
+        shardings = _optimizer_shardings(init, params, mesh, on_unnamed, optimizer_rules)
+        opt_state = jax.tree.map(_with_sharding, opt_state, shardings)
+    return structs | {"opt_state": opt_state}
+
+
+def _one_mesh(paths: Sequence[str], leaves: Sequence[Any]) -> AnyMesh | None:
+    """The Auto twin of the mesh that arrays and structs are on; None if none is on one."""
+    by_mesh: dict[AnyMesh, str] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and not is_traced(leaf):
+            by_mesh.setdefault(auto_twin(sharding.mesh), path)
+    if len(by_mesh) > 1:
+        raise_all(
+            ShardingError,
+            "the arrays of this train state are on different meshes. Plan all of them for one: "
+            "make_plan(model, mesh, rules).restore_structs().",
+            [f"{path}: is on a mesh {mesh_text(mesh)}." for mesh, path in by_mesh.items()],
+        )
+    return next(iter(by_mesh), None)
+
+
+def _on_mesh(struct: Any, given: Any, mesh: AnyMesh) -> Any:
+    """A struct where an array would be: where it is on the mesh, or on every device of it."""
+    sharding = getattr(given, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(mesh, PartitionSpec())
+    return _with_sharding(struct, canonical(sharding))
+
+
+def _with_sharding(struct: Any, sharding: Any) -> Any:
+    return jax.ShapeDtypeStruct(
+        struct.shape, struct.dtype, sharding=sharding, weak_type=struct.weak_type
+    )

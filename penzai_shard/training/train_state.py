@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from penzai_shard.array_kinds import is_abstract, is_array_like, is_concrete, is_deleted
+from penzai_shard.array_kinds import is_array_like, is_concrete, is_deleted
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.model_variables import (
     TrainablePredicate,
@@ -141,7 +141,10 @@ class TrainState(NotebookView):
 
         Returns:
             The state. Of an abstract model (``ShapeDtypeStruct`` leaves, or under
-            ``jax.eval_shape``) the state is abstract too.
+            ``jax.eval_shape``) the state is abstract too. If its structs have shardings, as those
+            of ``make_plan(model, mesh, rules).restore_structs()`` do, every array of the state has
+            the one that it would get: a state to price a step with, on a mesh that need not be
+            there.
 
         Raises:
             ShardingError: The model has no values, a name is used twice, a parameter that
@@ -182,15 +185,10 @@ class TrainState(NotebookView):
             ),
         }
 
-        def build(fields: dict[str, Any]) -> TrainState:
-            placed = place_initial_fields(
-                fields, optimizer_def, variables.trainable_names, on_unnamed, optimizer_rules
-            )
-            return cls(optimizer_def=optimizer_def, variables=variables, **placed)
-
-        if any(map(is_abstract, jax.tree.leaves(fields))):
-            return jax.eval_shape(build, fields)
-        return build(fields)
+        placed = place_initial_fields(
+            fields, optimizer_def, variables.trainable_names, on_unnamed, optimizer_rules
+        )
+        return cls(optimizer_def=optimizer_def, variables=variables, **placed)
 
     @property
     def model(self) -> Any:

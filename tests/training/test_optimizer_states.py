@@ -10,7 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard.checkpointing import restore_train_state, save_train_state
-from penzai_shard.errors import PlanError
+from penzai_shard.errors import PlanError, ShardingError
+from penzai_shard.library_apis.jax_api import is_weakly_typed
+from penzai_shard.placement import place
 from penzai_shard.planning import make_plan
 from penzai_shard.training import (
     TrainState,
@@ -155,6 +157,76 @@ def test_initial_state_of_a_sharded_model_is_laid_out_alike(optimizer, make_mode
     declared = train_state_sharding(state, mesh, RULES)
     for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(declared), strict=True):
         assert leaf.sharding == sharding
+
+
+def layouts(state, mesh=None):
+    """Path, type and layout of every array of a state, on another mesh if one is given."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(state)
+    return [
+        (path, x.shape, x.dtype, is_weakly_typed(x), NamedSharding(mesh or s.mesh, s.spec))
+        for path, x in flat
+        for s in [x.sharding]
+    ]
+
+
+def test_abstract_states_have_the_layout_of_concrete_ones(
+    optimizer, make_model, mesh, explicit_mesh
+):
+    placed = place(make_model((8, 16)), mesh, RULES)
+    state = TrainState.initial_state(placed, optimizer, jax.random.key(0))
+    for described in (mesh, explicit_mesh, mesh.abstract_mesh):
+        model = make_plan(placed, described, RULES).restore_structs()
+        abstract = TrainState.initial_state(model, optimizer, jax.random.key(0))
+        assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(abstract))
+        on = described if isinstance(described, jax.sharding.AbstractMesh) else mesh
+        assert layouts(abstract) == layouts(state, on)
+
+
+def test_abstract_states_follow_frozen_parameters_and_rules_of_the_optimizer(make_model, mesh):
+    options = {
+        "trainable": lambda parameter: "Affine_0" in parameter.label,
+        "optimizer_rules": {"features_out": "data"},
+        "skip_nonfinite": True,
+        "loss_fn_state": jnp.zeros(3),
+    }
+    placed = place(make_model(), mesh, RULES)
+    state = TrainState.initial_state(placed, optax.adam(1e-2), jax.random.key(0), **options)
+    model = make_plan(placed, mesh, RULES).restore_structs()
+    abstract = TrainState.initial_state(model, optax.adam(1e-2), jax.random.key(0), **options)
+    assert layouts(abstract) == layouts(state)
+    moments = abstract.opt_state[0].mu
+    assert {moment.data_array.sharding.spec for moment in moments.values()} >= {
+        PartitionSpec(None, "data")
+    }
+
+
+def test_structs_of_an_explicit_mesh_give_a_state_on_its_auto_twin(mesh, explicit_mesh):
+    layout = NamedSharding(explicit_mesh, PartitionSpec("data", None))
+    weights = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=layout)}
+    state = TrainState.initial_state(weights, optax.sgd(0.1, 0.9), jax.random.key(0))
+    expected = NamedSharding(mesh, PartitionSpec("data"))
+    assert state.params["w"].sharding == state.opt_state[0].trace["w"].sharding == expected
+    assert state.root_rng.sharding == NamedSharding(mesh, PartitionSpec())
+
+
+def test_structs_of_several_meshes_give_no_state(mesh):
+    other = jax.sharding.AbstractMesh((3,), ("data",))
+    weights = {
+        name: jax.ShapeDtypeStruct((12,), "float32", sharding=NamedSharding(m, PartitionSpec()))
+        for name, m in (("v", mesh), ("w", other))
+    }
+    with pytest.raises(
+        ShardingError, match=r"on different meshes(.|\n)*params/w: is on a mesh data=3\."
+    ):
+        TrainState.initial_state(weights, optax.sgd(0.1), jax.random.key(0))
+
+
+def test_structs_without_layouts_give_a_state_without(make_model):
+    model = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), pz.freeze_params(make_model())
+    )
+    state = TrainState.initial_state(model, optax.adam(1e-2), jax.random.key(0))
+    assert {leaf.sharding for leaf in jax.tree.leaves(state)} == {None}
 
 
 @pytest.mark.parametrize("name", ["adafactor", "sm3"])
