@@ -40,6 +40,8 @@ from penzai_shard.errors import (
     ShardingWarning,
 )
 from penzai_shard.fitting import LogRecord, fit
+from penzai_shard.inspection.collective_records import Collective, CollectiveTotal
+from penzai_shard.inspection.collective_report import CollectiveReport, collectives
 from penzai_shard.inspection.memory_report import MemoryReport, device_memory
 from penzai_shard.layers import (
     AxesInPlace,
@@ -125,6 +127,9 @@ __all__ = [
     "CheckpointVerification",
     "CheckpointWriteError",
     "Checkpointed",
+    "Collective",
+    "CollectiveReport",
+    "CollectiveTotal",
     "ConstrainActivations",
     "ConstrainSharding",
     "ConstrainShardingByName",
@@ -159,6 +164,7 @@ __all__ = [
     "build_eval_step_fn",
     "build_train_step_fn",
     "check_equivalent",
+    "collectives",
     "compare_checkpoints",
     "constrain_blocks",
     "cross_entropy",

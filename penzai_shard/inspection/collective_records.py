@@ -3,9 +3,8 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
-Phase = Literal["forward", "backward", "optimizer"]
+from penzai_shard.inspection.attribution import Phase
 
 UNATTRIBUTED = "unattributed"
 # What may own a collective and is not a layer.
@@ -29,6 +28,7 @@ class Collective:
         payload_bytes: The larger of what goes in and what comes out, on one device, in bytes.
         wire_bytes: What one device sends each time, in bytes; see ``ring_bytes``.
         times: How often one step executes it; None if the program does not say.
+        at_most: Whether it may be executed less often, since it is in a branch of a condition.
         phase: ``"forward"``, ``"backward"`` or ``"optimizer"``; None if that is not known.
         layers: The paths of the layers that own it, several where the compiler merged what they
             asked for; also ``"loss"`` and ``"optimizer"``. Empty if that is not known.
@@ -52,6 +52,7 @@ class Collective:
     arrays: tuple[str, ...]
     name: str
     op_names: tuple[str, ...] = ()
+    at_most: bool = False
 
     @property
     def dtype(self) -> str:
@@ -69,7 +70,7 @@ class CollectiveTotal:
     """What some collectives come to in one step, on one device.
 
     Collectives in a loop of which the program does not say how often it runs are in none of the
-    sums but the last two.
+    sums but the last two. Those in a branch of a condition count as if it was always taken.
 
     Attributes:
         places: In how many places of the program they are.

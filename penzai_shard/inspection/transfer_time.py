@@ -24,8 +24,8 @@ def least_time(
     of the worst set, which is also enough (by the theorem on flows and cuts).
 
     Args:
-        collectives: Those of one step. One of unknown times counts as not executed, and one whose
-            groups are not those of mesh axes as going over all of them.
+        collectives: Those of one step. One of unknown times or in a branch of a condition counts as
+            not executed, and one whose groups are not those of mesh axes as going over all of them.
         mesh_shape: The sizes of the mesh axes.
         bandwidth: For each mesh axis how many bytes one device can send over its links in a second.
 
@@ -36,7 +36,8 @@ def least_time(
     load: dict[frozenset[str], float] = {}
     for one in collectives:
         axes = frozenset(mesh_shape if one.mesh_axes is None else one.mesh_axes)
-        load[axes] = load.get(axes, 0.0) + one.wire_bytes * (one.times or 0)
+        certain = 0 if one.at_most else one.times or 0
+        load[axes] = load.get(axes, 0.0) + one.wire_bytes * certain
     used = [axis for axis in mesh_shape if any(axis in axes for axes in load)]
     _refuse_other_bandwidths(bandwidth, mesh_shape, used)
     sets = (

@@ -1,18 +1,24 @@
-"""The report of collectives: its totals, its bound in time, its table. No program is compiled."""
+"""The report of collectives: its totals, its bound in time, its table."""
 
 import dataclasses
 import itertools
 import json
 import random
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from scipy.optimize import linprog
 
 from penzai_shard.errors import MeshError
 from penzai_shard.inspection.collective_records import Collective, CollectiveTotal, ring_bytes
-from penzai_shard.inspection.collective_report import CollectiveReport
+from penzai_shard.inspection.collective_report import CollectiveReport, collectives
 from penzai_shard.inspection.collective_table import MOST_ROWS
+from penzai_shard.meshes import make_mesh
+
+P = PartitionSpec
 
 MESH = {"data": 4, "model": 2}
 
@@ -187,3 +193,33 @@ def test_without_collectives_it_says_so():
     assert str(report(mesh={})).splitlines() == [
         "no collectives: the step moves nothing between devices"
     ]
+
+
+def test_a_step_on_one_device_or_without_a_mesh_moves_nothing_and_says_so():
+    x = jnp.ones((8, 8))
+    assert str(collectives(jax.jit(jnp.dot), x, x)).splitlines() == [
+        "no collectives: the step moves nothing between devices",
+        "the step runs without a mesh, so on one device",
+    ]
+    mesh = make_mesh({"data": 1}, jax.devices()[:1])
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    summed = jax.shard_map(
+        lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+    )
+    found = collectives(jax.jit(summed), x)
+    assert (found.collectives, found.mesh_shape) == ((), {"data": 1})
+    assert found.notes == ("the step runs on a mesh of one device",)
+
+
+def test_groups_of_one_device_move_nothing_and_are_left_out():
+    mesh = make_mesh({"data": 8, "model": 1})
+    summed = jax.shard_map(
+        lambda x: jax.lax.ppermute(x, "model", [(0, 0)]),
+        mesh=mesh,
+        in_specs=P(("data", "model")),
+        out_specs=P(("data", "model")),
+    )
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    found = collectives(jax.jit(summed), x)
+    assert found.collectives == ()
+    assert found.notes == ("left out, since its groups are of one device each: 1 collective",)
