@@ -1,20 +1,22 @@
 """Layers that write their path on every operation, so that a compiled program says whose it is.
 
 ``scope_layers`` does so for people who read profiles. Here each path is a short mark, which no
-other name contains and which stays readable however JAX and XLA nest and join names.
+other name contains and which stays readable however JAX and XLA nest and join names; the layers
+of this library are marked too, since a constraint is to blame for what it moves.
 """
 
 import dataclasses
-import functools
 import re
 from typing import Any
 
 import jax
+from penzai import pz
 
 from penzai_shard.layers import Scoped
-from penzai_shard.surgery import Recipe, wrap
-from penzai_shard.surgery.standard_recipes import is_model_layer, scoped_by_path
-from penzai_shard.surgery.tree_nodes import nodes_of
+from penzai_shard.surgery.places import find_predicate
+from penzai_shard.surgery.rewriting import Rewriter
+from penzai_shard.surgery.standard_recipes import scoped_by_path
+from penzai_shard.surgery.tree_nodes import Keys, is_layer, keys_text, nodes_of
 from penzai_shard.tree_paths import join_paths
 
 _MARK = re.compile(r"\bpzs_layer_(\d+)\b")
@@ -29,11 +31,6 @@ class LayerScopes:
         of_step: Further scopes that a step writes itself, outside of all layers.
         is_on: Whether layers are marked at all.
 
-    Attributes:
-        paths: Which path each mark stands for, in the order of their numbers.
-        of_step: Further scopes that a step writes itself, outside of all layers.
-
-    >>> from penzai import pz
     >>> scopes = LayerScopes()
     >>> marked = scopes.marked(pz.nn.Sequential([pz.nn.Identity()]))
     >>> scopes.paths_in("jit(step)/transpose(jvp(pzs_layer_1))/pzs_layer_0/add")
@@ -56,8 +53,12 @@ class LayerScopes:
         """
         if not self.is_on or not has_layers(model):
             return model
-        scoped = functools.partial(self._scoped, prefix)
-        return Recipe(wrap(is_model_layer, scoped, nested=True)).apply(model)
+        return Rewriter(
+            find_predicate(is_layer, layers_only=True),
+            lambda layer, keys: (self._marked_layer(prefix, layer, keys),),
+            same_everywhere=False,
+            enters=lambda layer: True,
+        ).run(model)
 
     def unmarked(self, tree: Any) -> Any:
         """A tree without the marks in it."""
@@ -71,12 +72,12 @@ class LayerScopes:
         """The layers that an operation's name tells of, the outermost first."""
         return tuple(self.paths[int(number)] for number in _MARK.findall(op_name))
 
-    def _scoped(self, prefix: str, layer: Any, path: str) -> Scoped:
-        path = join_paths(prefix, scoped_by_path(layer, path).name)
+    def _marked_layer(self, prefix: str, layer: Any, keys: Keys) -> Any:
+        path = join_paths(prefix, scoped_by_path(layer, keys_text(keys)).name)
         number = self._numbers.setdefault(path, len(self.paths))
         if number == len(self.paths):
             self.paths.append(path)
-        return Scoped(layer, f"pzs_layer_{number}")
+        return _Marked(layer, f"pzs_layer_{number}")
 
 
 def has_layers(tree: Any) -> bool:
@@ -85,8 +86,30 @@ def has_layers(tree: Any) -> bool:
     >>> has_layers({"w": 1.0})
     False
     """
-    return any(is_model_layer(node) for _, node in nodes_of(tree))
+    return any(is_layer(node) for _, node in nodes_of(tree))
+
+
+@pz.pytree_dataclass(has_implicitly_inherited_fields=True)
+class _Marked(Scoped):
+    """A layer that writes its mark, and that no other layer can tell from the one in it.
+
+    Layers may take several arguments, ask each other's types and read each other's private names.
+    """
+
+    def __call__(self, /, *arguments: Any, **options: Any) -> Any:
+        with jax.named_scope(self.name):
+            return self.body(*arguments, **options)
+
+    # What isinstance asks beside the type itself.
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self.__dict__["body"].__class__ if "body" in self.__dict__ else _Marked
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and not name.startswith("__") and "body" in self.__dict__:
+            return getattr(self.__dict__["body"], name)
+        return super().__getattr__(name)
 
 
 def _is_mark(node: Any) -> bool:
-    return isinstance(node, Scoped) and _MARK.fullmatch(node.name) is not None
+    return type(node) is _Marked
