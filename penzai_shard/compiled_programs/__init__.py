@@ -12,6 +12,7 @@ from penzai_shard.compiled_programs.device_groups import (
 )
 from penzai_shard.compiled_programs.instruction_text import ArrayType
 from penzai_shard.compiled_programs.modules import Computation, Instruction, Module
+from penzai_shard.compiled_programs.value_flow import ValueFlow
 
 __all__ = [
     "KINDS",
@@ -21,6 +22,7 @@ __all__ = [
     "GroupAxes",
     "Instruction",
     "Module",
+    "ValueFlow",
     "mesh_axes_of",
     "mesh_axes_of_pairs",
     "read_collectives",

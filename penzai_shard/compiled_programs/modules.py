@@ -188,19 +188,25 @@ class Module:
     def of(cls, module: HloModule) -> "Module":
         """Reads the compiler's module."""
         text = short_text(module)
-        roots = frozenset(_ROOT.findall(text))
         (entry,) = _ENTRY.findall(text)
+        roots = set(_ROOT.findall(text))
+        found = {one.name: list(one.instructions()) for one in module.computations()}
+        # What an asynchronous instruction wraps may be written in its line alone.
+        roots |= {
+            wrapped_by(one).name
+            for instructions in found.values()
+            for one in instructions
+            if opcode_of(one) == "async-start"
+        }
         computations = {
-            computation.name: Computation(
-                computation.name,
+            name: Computation(
+                name,
                 {
-                    one.name: Instruction(
-                        one.name, opcode_of(one), computation.name, one.name in roots, one
-                    )
-                    for one in computation.instructions()
+                    one.name: Instruction(one.name, opcode_of(one), name, one.name in roots, one)
+                    for one in instructions
                 },
             )
-            for computation in module.computations()
+            for name, instructions in found.items()
         }
         return cls(module.name, computations, entry)
 
@@ -218,10 +224,9 @@ class Module:
 
         An asynchronous instruction may be written without the computation that it wraps.
         """
-        if instruction.called or not instruction.opcode.startswith("async-"):
+        if not instruction.opcode.startswith("async-"):
             return instruction.called
-        wrapped = wrapped_by(instruction.handle)
-        return () if wrapped is None else (self._computation_of[wrapped.name],)
+        return (self._computation_of[wrapped_by(instruction.handle).name],)
 
     @functools.cached_property
     def _computation_of(self) -> Mapping[str, str]:

@@ -74,8 +74,8 @@ def opcode_of(instruction: HloInstruction) -> str:
     return "".join(f"-{c.lower()}" if c.isupper() else c for c in name).removeprefix("-")
 
 
-def wrapped_by(instruction: HloInstruction) -> HloInstruction | None:
-    """What an ``async-start`` runs in the background; None if it is another instruction."""
+def wrapped_by(instruction: HloInstruction) -> HloInstruction:
+    """What an ``async-start``, ``async-update`` or ``async-done`` runs in the background."""
     return instruction.async_wrapped_root()
 
 

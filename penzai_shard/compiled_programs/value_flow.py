@@ -1,0 +1,272 @@
+"""Where a value of a compiled program comes from and where it goes, as long as it stays the same.
+
+A value stays the same where it is copied, converted, cut, stacked or sent to other devices; and
+where it goes in and out of fusions, loops, branches, calls and asynchronous instructions.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from penzai_shard.compiled_programs.instruction_text import ArrayType
+from penzai_shard.compiled_programs.modules import Computation, Instruction, Module
+
+# Which operands come out of an instruction as they went in, or a part of them; None for all.
+_KEPT: Mapping[str, tuple[int, ...] | None] = {
+    "add-dependency": (0,),
+    "bitcast": (0,),
+    "bitcast-convert": (0,),
+    "collective-broadcast": (0,),
+    "collective-permute": (0,),
+    "concatenate": None,
+    "convert": (0,),
+    "copy": (0,),
+    "dynamic-slice": (0,),
+    "dynamic-update-slice": (0, 1),
+    "pad": (0,),
+    "reduce-precision": (0,),
+    "reshape": (0,),
+    "reverse": (0,),
+    "slice": (0,),
+    "transpose": (0,),
+}
+# With several operands they give a tuple, one part for each.
+_ONE_BY_ONE = frozenset({"all-gather", "all-reduce", "reduce-scatter", "all-to-all"})
+# What went in is in the first part of the tuple that these give, what comes out in the second.
+_STARTS = frozenset({"all-gather-start", "collective-permute-start"})
+_SAME_STRUCTURE = frozenset(
+    {"optimization-barrier", "all-reduce-done", "copy-done", "async-update", "domain"}
+)
+_DONE = frozenset({"all-gather-done", "collective-permute-done", "async-done"})
+_CALLS = frozenset({"fusion", "call", "async-start"})
+
+Path = tuple[int, ...]
+
+
+class _Place(NamedTuple):
+    """An array in a program: of an instruction that gives a tuple, the path of one in it.
+
+    ``callers`` are the instructions through which a walk came into this computation, so that it
+    goes out where it came in.
+    """
+
+    one: Instruction
+    path: Path = ()
+    callers: tuple[Instruction, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueFlow:
+    """The ways of values through a program.
+
+    Attributes:
+        module: The program.
+        through: Opcodes that also count as leaving a value what it is, whatever operand it is:
+            ``{"add", "multiply"}`` follows a gradient through an optimizer's arithmetic.
+
+    >>> module = Module.from_text('''HloModule m
+    ... ENTRY e {
+    ...   w = f32[4]{0} parameter(0), metadata={op_name="params['w']"}
+    ...   s = f32[2]{0} slice(w), slice={[0:2]}
+    ...   c = f32[2]{0} copy(s)
+    ...   ROOT t = (f32[4]{0}, f32[2]{0}) tuple(w, c)
+    ... }''')
+    >>> flow = ValueFlow(module)
+    >>> copy = module.computations["e"].instructions["c"]
+    >>> flow.arguments_of(copy), flow.results_of(copy)
+    ((("params['w']",),), ((1,),))
+    """
+
+    module: Module
+    through: Collection[str] = ()
+
+    def arguments_of(self, one: Instruction) -> tuple[tuple[str, ...], ...]:
+        """For each operand of an instruction, the arguments of the program that are in it.
+
+        Arguments have the names that JAX gave to the program's parameters, and their order.
+        """
+        found = []
+        for i in range(len(one.operand_names)):
+            places = self._ends([self._operand(_Place(one), i)], self._before)
+            by_position = {int(place.one.read.operands): place.one.op_name for place in places}
+            found.append(tuple(name for _, name in sorted(by_position.items())))
+        return tuple(found)
+
+    def results_of(self, one: Instruction) -> tuple[tuple[int, ...], ...]:
+        """For each array that comes out of an instruction, the results of the program it is in.
+
+        Results count in the program's order. Of the start of an asynchronous instruction, the
+        arrays are those that come out when it is done.
+        """
+        found = []
+        for path in _paths_out(one):
+            places = self._ends([_Place(one, path)], self._after)
+            found.append(tuple(sorted({place.path[0] if place.path else 0 for place in places})))
+        return tuple(found)
+
+    def _ends(
+        self, start: Iterable[_Place], step: Callable[[_Place], Iterator[_Place]]
+    ) -> Iterator[_Place]:
+        """The places at the border of the program that a walk comes to."""
+        at_border = self._is_argument if step == self._before else self._is_result
+        left, seen = list(start), set(start)
+        while left:
+            place = left.pop()
+            if at_border(place):
+                yield place
+            for other in step(place):
+                if other not in seen:
+                    seen.add(other)
+                    left.append(other)
+
+    def _is_argument(self, place: _Place) -> bool:
+        return place.one.opcode == "parameter" and place.one.computation == self.module.entry
+
+    def _is_result(self, place: _Place) -> bool:
+        return place.one.is_root and place.one.computation == self.module.entry
+
+    # Backwards
+
+    def _before(self, place: _Place) -> Iterator[_Place]:
+        one, path, callers = place
+        if one.opcode == "parameter":
+            yield from self._arguments_of_call(place)
+        elif one.opcode == "get-tuple-element":
+            yield self._operand(place, 0, (int(one.attributes["index"]), *path))
+        elif one.opcode == "tuple":
+            yield self._operand(place, path[0], path[1:])
+        elif one.opcode in _SAME_STRUCTURE:
+            yield self._operand(place, 0, path)
+        elif one.opcode in _DONE:
+            yield self._operand(place, 0, (1, *path))
+        elif one.opcode == "while":
+            yield _Place(self._computation(one, "body").root, path, (*callers, one))
+        elif one.opcode == "async-start" and path[0] == 0:
+            yield self._operand(place, path[1], path[2:])
+        elif one.opcode in _CALLS or one.opcode == "conditional":
+            inside = path[1:] if one.opcode == "async-start" else path
+            for name in self.module.called_by(one):
+                yield _Place(self.module.computations[name].root, inside, (*callers, one))
+        else:
+            for i in range(len(one.operand_names)):
+                if path in self._paths_of_operand(one, i):
+                    yield self._operand(place, i)
+
+    def _arguments_of_call(self, place: _Place) -> Iterator[_Place]:
+        one, path, _ = place
+        position = int(one.read.operands)
+        for caller, callers in self._callers(place):
+            if caller.opcode == "while":
+                body = self._computation(caller, "body")
+                yield _Place(body.root, path, (*callers, caller))
+            elif caller.opcode == "conditional":
+                position = 1 + self.module.called_by(caller).index(one.computation)
+            if position < len(caller.operand_names):
+                yield self._operand(_Place(caller, (), callers), position, path)
+
+    def _operand(self, place: _Place, position: int, path: Path = ()) -> _Place:
+        siblings = self.module.computations[place.one.computation].instructions
+        return _Place(siblings[place.one.operand_names[position]], path, place.callers)
+
+    # Forwards
+
+    def _after(self, place: _Place) -> Iterator[_Place]:
+        one, path, callers = place
+        if one.is_root:
+            yield from self._results_of_call(place)
+        siblings = self.module.computations[one.computation].instructions
+        for name in dict.fromkeys(one.user_names):
+            user = siblings[name]
+            for position, operand in enumerate(user.operand_names):
+                if operand == one.name:
+                    yield from self._into(user, position, path, callers)
+
+    def _into(
+        self, user: Instruction, position: int, path: Path, callers: tuple[Instruction, ...]
+    ) -> Iterator[_Place]:
+        if user.opcode == "get-tuple-element":
+            if path and path[0] == int(user.attributes["index"]):
+                yield _Place(user, path[1:], callers)
+        elif user.opcode == "tuple":
+            yield _Place(user, (position, *path), callers)
+        elif user.opcode in _SAME_STRUCTURE:
+            yield _Place(user, path, callers)
+        elif user.opcode in _DONE:
+            if path and path[0] == 1:
+                yield _Place(user, path[1:], callers)
+        elif user.opcode in _CALLS or user.opcode in ("while", "conditional"):
+            called = self.module.called_by(user)
+            if user.opcode == "conditional":
+                called, position = called[position - 1 : position] if position else (), 0
+            for name in called:
+                parameter = self.module.computations[name].parameters[position]
+                yield _Place(parameter, path, (*callers, user))
+        else:
+            for out in self._paths_of_operand(user, position):
+                yield _Place(user, out, callers)
+
+    def _results_of_call(self, place: _Place) -> Iterator[_Place]:
+        for caller, callers in self._callers(place):
+            if caller.opcode == "while":
+                if place.one.computation != self._computation(caller, "body").name:
+                    continue
+                yield _Place(
+                    self._computation(caller, "body").parameters[0],
+                    place.path,
+                    (*callers, caller),
+                )
+            inside = (1, *place.path) if caller.opcode == "async-start" else place.path
+            yield _Place(caller, inside, callers)
+
+    # Both ways
+
+    def _paths_of_operand(self, one: Instruction, position: int) -> tuple[Path, ...]:
+        """Where an operand is in what an instruction gives, if it stays what it is."""
+        several = len(one.operand_names) > 1
+        if one.opcode in _ONE_BY_ONE or one.opcode == "all-reduce-start":
+            if one.opcode == "all-to-all" and several:
+                return tuple((i,) for i in range(len(one.operand_names)))
+            return ((position,),) if several else ((),)
+        if one.opcode in _STARTS:
+            return ((0, position), (1, position)) if several else ((0,), (1,))
+        if one.opcode == "copy-start":
+            return ((),)
+        if one.opcode in self.through:
+            return ((),)
+        if one.opcode in _KEPT:
+            kept = _KEPT[one.opcode]
+            return ((),) if kept is None or position in kept else ()
+        return ()
+
+    def _callers(self, place: _Place) -> Iterator[tuple[Instruction, tuple[Instruction, ...]]]:
+        """The instructions through which a walk leaves a computation, with theirs."""
+        if place.callers:
+            yield place.callers[-1], place.callers[:-1]
+        else:
+            for caller in self._all_callers.get(place.one.computation, ()):
+                yield caller, ()
+
+    @functools.cached_property
+    def _all_callers(self) -> Mapping[str, list[Instruction]]:
+        callers: dict[str, list[Instruction]] = {}
+        for one in self.module:
+            if one.opcode in _CALLS or one.opcode in ("while", "conditional"):
+                for name in self.module.called_by(one):
+                    callers.setdefault(name, []).append(one)
+        return callers
+
+    def _computation(self, one: Instruction, key: str) -> Computation:
+        return self.module.computations[one.attributes[key].lstrip("%")]
+
+
+def _paths_out(one: Instruction) -> list[Path]:
+    """The paths of the arrays that come out of an instruction in the tuple that it gives."""
+    type_ = one.read.type
+    prefix: Path = ()
+    if one.opcode in _STARTS or one.opcode == "async-start":
+        assert not isinstance(type_, ArrayType)
+        type_, prefix = type_[1], (1,)
+    if isinstance(type_, ArrayType):
+        return [prefix]
+    return [(*prefix, i) for i in range(len(type_))]
