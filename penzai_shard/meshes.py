@@ -13,7 +13,7 @@ import math
 import numbers
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -24,21 +24,41 @@ from penzai_shard.errors import MeshError, RuleTypeError
 AnyMesh = Mesh | AbstractMesh
 
 
+@overload
 def make_mesh(
     shape: Mapping[str, int] | None = None,
     devices: Sequence[jax.Device] | None = None,
+    *,
+    abstract: Literal[False] = False,
     **sizes: int,
-) -> Mesh:
+) -> Mesh: ...
+@overload
+def make_mesh(
+    shape: Mapping[str, int] | None = None,
+    devices: None = None,
+    *,
+    abstract: Literal[True],
+    **sizes: int,
+) -> AbstractMesh: ...
+def make_mesh(
+    shape: Mapping[str, int] | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    abstract: bool = False,
+    **sizes: int,
+) -> AnyMesh:
     """Makes a mesh with Auto axes, its devices in JAX's topology-aware order.
 
     Args:
         shape: Size of each mesh axis by name, for instance ``{"data": 4, "model": 2}``.
         devices: The devices to use, all of ``jax.devices()`` by default. Their number must be
             the product of the sizes.
+        abstract: Whether to make a mesh of devices that need not be there, of any number: to plan
+            and to price a step on, not to run it.
         **sizes: The sizes of the mesh axes, in place of ``shape``: ``make_mesh(data=4, model=2)``.
 
     Returns:
-        A ``jax.sharding.Mesh`` whose axes are all ``AxisType.Auto``.
+        A ``jax.sharding.Mesh``, or an ``AbstractMesh``, whose axes are all ``AxisType.Auto``.
 
     Raises:
         MeshError: A size is not a positive integer, or the product of the sizes is not the
@@ -46,6 +66,8 @@ def make_mesh(
 
     >>> dict(make_mesh({"data": 4, "model": 2}).shape)
     {'data': 4, 'model': 2}
+    >>> make_mesh({"data": 16, "model": 16}, abstract=True).size
+    256
     """
     shape = sizes if shape is None else shape
     if sizes and shape is not sizes:
@@ -66,6 +88,11 @@ def make_mesh(
     if problems:
         raise MeshError("cannot make a mesh:", problems)
     shape = {name: int(size) for name, size in shape.items()}
+    axis_types = (AxisType.Auto,) * len(shape)
+    if abstract:
+        if devices is not None:
+            raise MeshError("an abstract mesh has no devices. Leave out devices, or abstract=True.")
+        return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=axis_types)
     available = list(jax.devices() if devices is None else devices)
     wanted = math.prod(shape.values())
     if wanted != len(available):
@@ -79,6 +106,11 @@ def make_mesh(
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}."
             )
         fixes.append(f"Or choose sizes whose product is {len(available)}.")
+        if wanted > len(available):
+            fixes.append(
+                "To plan and to price alone, the devices need not be there: "
+                f"make_mesh({dict(shape)}, abstract=True)."
+            )
         raise MeshError(
             f"cannot make a mesh {wanted_text}: it needs {wanted} devices, "
             f"and there are {len(available)}.",
@@ -87,7 +119,7 @@ def make_mesh(
     return jax.make_mesh(
         tuple(shape.values()),
         tuple(shape),
-        axis_types=(AxisType.Auto,) * len(shape),
+        axis_types=axis_types,
         devices=available,
     )
 

@@ -56,6 +56,18 @@ def test_too_many_devices_say_how_to_use_fewer():
     assert "make_mesh({'data': 4}, jax.devices()[:4])" in str(caught.value)
 
 
+def test_a_mesh_of_absent_devices_may_have_any_number_of_them():
+    mesh = make_mesh({"data": 512, "model": 8}, abstract=True)
+    assert mesh == AbstractMesh((512, 8), ("data", "model"))
+    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+    with pytest.raises(MeshError, match=r"make_mesh\(\{'data': 512, 'model': 8\}, abstract=True\)"):
+        make_mesh(data=512, model=8)
+    with pytest.raises(MeshError, match=r"has no devices\. Leave out devices"):
+        make_mesh({"data": 8}, jax.devices(), abstract=True)
+    with pytest.raises(MeshError, match="must be a positive integer"):
+        make_mesh(data=-1, abstract=True)
+
+
 def test_all_wrong_sizes_are_reported_at_once():
     with pytest.raises(MeshError, match="mesh axis 'data': its size must be a positive") as caught:
         make_mesh({"data": 0, "model": 2.0, "seq": 2, "pipe": True})

@@ -7,10 +7,11 @@ from penzai_shard.placement.initializing import (
     partly_initialized,
     sharded_init,
 )
-from penzai_shard.placement.placing import name_to_name_device_put, place, put
+from penzai_shard.placement.placing import described, name_to_name_device_put, place, put
 
 __all__ = [
     "abstract_model",
+    "described",
     "initialize_parameters_sharded",
     "is_model",
     "name_to_name_device_put",

@@ -181,6 +181,27 @@ def put(tree: Any, shardings: Any, called: str) -> Any:
     return treedef.unflatten([placed[place] for place in first])
 
 
+def described(tree: Any, shardings: Any, called: str) -> Any:
+    """What ``put`` would place, as structs with the layouts; touches no device.
+
+    Args:
+        tree: As for ``put``, its arrays concrete or structs.
+        shardings: Its sharding tree.
+        called: The function that was called, for messages.
+    """
+    tree = without_bare_arrays(tree, called)
+    treedef: Any
+    nodes, treedef = jax.tree_util.tree_flatten(tree)
+    targets = treedef.flatten_up_to(shardings)
+    structs = [
+        jax.ShapeDtypeStruct(np.shape(node), jax.dtypes.result_type(node), sharding=target)
+        if is_array
+        else node
+        for node, target, is_array in zip(nodes, targets, are_arrays(tree), strict=True)
+    ]
+    return treedef.unflatten(structs)
+
+
 def _device_put(values: dict[int, Any], layouts: dict[int, Any], tree: Any, called: str) -> Any:
     treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten(values)

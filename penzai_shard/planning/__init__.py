@@ -9,12 +9,13 @@ from penzai_shard.planning.axis_naming import name_axes, without_names
 from penzai_shard.planning.optimizer_layouts import shardings_like_params
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan, shared_named_sharding
 from penzai_shard.planning.plan_making import make_plan, name_to_name_sharding
-from penzai_shard.planning.plan_request import PlacingRequest, PlanRequest
+from penzai_shard.planning.plan_request import DescribingRequest, PlacingRequest, PlanRequest
 from penzai_shard.planning.plan_table import axes_text, bytes_text, grouped_rows
 from penzai_shard.planning.planner import Planner
 from penzai_shard.planning.transient_arrays import parts_with_gradients
 
 __all__ = [
+    "DescribingRequest",
     "LeafPlan",
     "PlacingRequest",
     "PlanRequest",

@@ -51,9 +51,10 @@ class PlanRequest:
     given: ShardingPlan | None = None
     keep_others: bool = False
 
-    # Whether the function puts arrays on devices, so that it takes plans, and needs a mesh that
-    # has some.
+    # Whether the function carries plans out, so that it takes them.
     places: ClassVar[bool] = False
+    # Whether it needs a mesh that has devices.
+    needs_devices: ClassVar[bool] = False
 
     @classmethod
     def read(
@@ -104,6 +105,8 @@ class PlanRequest:
         if plan is not None:
             relaxed = on_indivisible != "error" or on_unnamed != "error"
             _check_plan(called, plan, mesh, rules is not None or relaxed, cls.places)
+            if cls.needs_devices:
+                _check_has_devices(called, plan.mesh)
             return cls(called, Planner(plan.mesh, plan.rules), given=plan)
         if mesh is None:
             or_plan = ", or a plan: plan=make_plan(tree, mesh, rules)" if cls.places else ""
@@ -112,7 +115,7 @@ class PlanRequest:
                 f"'model': 2}}){or_plan}."
             )
         planner = Planner(mesh, rules, on_indivisible, on_unnamed)
-        if cls.places:
+        if cls.needs_devices:
             _check_has_devices(called, planner.mesh)
         return cls(called, planner, rules is not None)
 
@@ -218,10 +221,16 @@ class PlanRequest:
         return rule_doubts(self.called, self.planner, self.rules_given, present, constrains)
 
 
-class PlacingRequest(PlanRequest):
-    """What a caller of a function asked for that puts arrays on devices."""
+class DescribingRequest(PlanRequest):
+    """What a caller of a function asked for that lays out structs, on devices or none."""
 
     places = True
+
+
+class PlacingRequest(DescribingRequest):
+    """What a caller of a function asked for that puts arrays on devices."""
+
+    needs_devices = True
 
 
 def _refuse_mixed_up(called: str, mesh: Any, rules: Any, places: bool) -> None:
@@ -263,7 +272,6 @@ def _check_plan(called: str, plan: Any, mesh: Any, with_more: bool, places: bool
             f"{called}: the plan was made for another mesh ({mesh_text(plan.mesh)}) than "
             "the one given. Leave the mesh out, or plan for this one: make_plan(tree, mesh, rules)."
         )
-    _check_has_devices(called, plan.mesh)
 
 
 def _check_has_devices(called: str, mesh: Any) -> None:

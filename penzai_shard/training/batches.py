@@ -8,13 +8,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from penzai_shard.array_kinds import is_array_like
+from penzai_shard.array_kinds import is_abstract, is_array_like
 from penzai_shard.errors import PlanError, RuleTypeError
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_arrays import named_array, unnamed_data
 from penzai_shard.named_leaves import is_named_unit
-from penzai_shard.placement import put
-from penzai_shard.planning import PlacingRequest, ShardingPlan
+from penzai_shard.placement import described, put
+from penzai_shard.planning import DescribingRequest, PlacingRequest, ShardingPlan
 from penzai_shard.readers import without_bare_arrays
 from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed
 from penzai_shard.training.local_batches import shard_parts
@@ -44,8 +44,9 @@ def shard_batch(
 
     Args:
         batch: A tree of named arrays; their data may be NumPy or JAX arrays. Scalars are
-            replicated.
-        mesh: The mesh. Explicit axes are treated as Auto ones.
+            replicated. If any of them is a ``jax.ShapeDtypeStruct``, nothing is placed: all
+            become structs with their layouts, to price a step with.
+        mesh: The mesh; for structs it may be abstract. Explicit axes are treated as Auto ones.
         rules: Rules in any form that ``AxisRules`` reads; None maps each logical axis to the
             mesh axis of the same name.
         axis_name_to_mesh_name: The same under Penzai's name; give one of the two.
@@ -61,6 +62,7 @@ def shard_batch(
 
     Returns:
         The batch, its arrays on the mesh. Arrays that are laid out so already are not copied.
+        Of structs a batch of structs.
 
     Raises:
         RuleTypeError: Arguments that do not go together, or cannot be read.
@@ -86,7 +88,12 @@ def shard_batch(
             "shard_batch: a plan says where everything goes, so give either plan, or mesh, "
             "rules and first_axis."
         )
-    request = PlacingRequest.read(
+    is_described = any(map(is_abstract, jax.tree.leaves(batch)))
+    if is_described and local:
+        raise RuleTypeError(
+            "shard_batch: structs describe the whole batch, of all processes. Leave out local=True."
+        )
+    request = (DescribingRequest if is_described else PlacingRequest).read(
         "shard_batch", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
     )
     if first_axis is None:
@@ -116,7 +123,9 @@ def suggesting_first_axis(batch: Any, on_unnamed: OnUnnamed) -> Iterator[None]:
         ) from error
 
 
-def _placed(batch: Any, request: PlacingRequest, local: bool) -> Any:
+def _placed(batch: Any, request: DescribingRequest, local: bool) -> Any:
+    if not isinstance(request, PlacingRequest):
+        return described(batch, request.sharding_tree(batch), "shard_batch")
     mesh = request.mesh
     if local and isinstance(mesh, Mesh) and mesh.is_multi_process:
         return shard_parts(batch, request)

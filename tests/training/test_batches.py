@@ -26,6 +26,30 @@ def test_batch_lies_as_its_names_say(mesh):
     assert placed["n"].sharding == NamedSharding(mesh, PartitionSpec())
 
 
+def test_structs_are_given_the_layout_that_arrays_would_get(mesh):
+    arrays = {"x": pz.nx.wrap(np.ones((8, 6)), "batch", "features"), "y": np.ones(8), "n": 3}
+    structs = jax.eval_shape(lambda: arrays)
+    placed = shard_batch(arrays, mesh, {"batch": "data"}, first_axis="batch")
+    for on in (mesh, mesh.abstract_mesh):
+        described = shard_batch(structs, on, {"batch": "data"}, first_axis="batch")
+        assert jax.tree.structure(described) == jax.tree.structure(placed)
+        for struct, array in zip(jax.tree.leaves(described), jax.tree.leaves(placed), strict=True):
+            assert isinstance(struct, jax.ShapeDtypeStruct)
+            assert (struct.shape, struct.dtype) == (array.shape, array.dtype)
+            assert struct.sharding == NamedSharding(on, array.sharding.spec)
+    plan = make_plan(arrays["x"], mesh, {"batch": "model"})
+    described = shard_batch(structs["x"], plan=plan).data_array
+    assert described.sharding == NamedSharding(mesh, PartitionSpec("model"))
+
+
+def test_what_structs_of_a_batch_cannot_be(mesh):
+    struct = {"x": jax.ShapeDtypeStruct((9,), "float32")}
+    with pytest.raises(RuleTypeError, match=r"structs describe the whole batch.*local=True"):
+        shard_batch(struct, mesh, {"batch": "data"}, first_axis="batch", local=True)
+    with pytest.raises(PlanError, match=r"x: logical axis 'batch' \(9\) does not divide"):
+        shard_batch(struct, mesh, {"batch": "data"}, first_axis="batch")
+
+
 def test_positional_dimensions_stay_whole(mesh):
     array = pz.nx.wrap(np.ones((5, 8)), "time", "batch").untag("time").with_positional_prefix()
     placed = shard_batch(array, mesh, {"batch": "data"})
