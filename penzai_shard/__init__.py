@@ -76,6 +76,7 @@ from penzai_shard.planning import (
     without_names,
 )
 from penzai_shard.pretrained.loading import load_safetensors
+from penzai_shard.pretrained.published_models import published_model
 from penzai_shard.pretrained.saving import save_safetensors
 from penzai_shard.processes import any_process, several_processes
 from penzai_shard.rule_presets import data_parallel, fully_sharded, tensor_parallel
@@ -190,6 +191,7 @@ __all__ = [
     "name_to_name_sharding",
     "param_dict",
     "place",
+    "published_model",
     "rematerialise_blocks",
     "replace",
     "restore_params",

@@ -1,13 +1,8 @@
 """``penzai-shard checkpoint``: what one holds, in what two differ, whether one is whole."""
 
 import argparse
-import importlib.util
 import json
-import os
-import sys
 from typing import Any
-
-import jax
 
 from penzai_shard.checkpoint_reports import (
     ModelComparison,
@@ -17,12 +12,10 @@ from penzai_shard.checkpoint_reports import (
     is_run,
     verify_checkpoint,
 )
+from penzai_shard.cli.answers import add_answer_options, print_report
 from penzai_shard.cli.model_references import ModelReference
 from penzai_shard.errors import CheckpointDamagedError, CheckpointNotFoundError, RuleTypeError
 from penzai_shard.text_tables import Report
-
-# As a shell has it for a program that is ended since nobody reads its output.
-_NOBODY_READS = 141
 
 
 def add_checkpoint_commands(commands: Any) -> None:
@@ -82,33 +75,8 @@ def _action(actions: Any, name: str, text: str, *examples: str) -> argparse.Argu
         description=text[0].upper() + text[1:] + ".",
         epilog="For example: " + "; ".join(examples),
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.add_argument(
-        "--all", action="store_true", help="a row for each array, also of equal blocks"
-    )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+    add_answer_options(parser)
     return parser
-
-
-def run_checkpoint(options: argparse.Namespace) -> int:
-    """Runs one of the commands.
-
-    Args:
-        options: What was parsed.
-
-    Returns:
-        The exit status.
-    """
-    # Another process may be training on the accelerators, and hold their memory.
-    jax.config.update("jax_platforms", "cpu")
-    try:
-        status: int = options.run(options)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python would report it once more when it flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _NOBODY_READS
-    return status
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -119,7 +87,7 @@ def _show(options: argparse.Namespace) -> int:
         if not is_run(options.path):
             raise
         found = describe_run(options.path)
-    _print(found, options)
+    print_report(found, options)
     return 0
 
 
@@ -131,7 +99,7 @@ def _diff(options: argparse.Namespace) -> int:
     reference = ModelReference.read(options.other)
     other = options.other if reference is None else reference.model()
     found = compare_checkpoints(options.path, other)
-    _print(found, options)
+    print_report(found, options)
     if isinstance(found, ModelComparison):
         return 0 if found.fits else 1
     return 1 if found.are_different else 0 if found.are_equal else 2
@@ -144,18 +112,5 @@ def _verify(options: argparse.Namespace) -> int:
         # What the checkpoint says of its arrays is damaged: an answer too.
         print(json.dumps({"ok": False, "error": str(error)}, indent=2) if options.json else error)
         return 1
-    _print(found, options)
+    print_report(found, options)
     return 1 if found.damaged else 0 if found.ok else 2
-
-
-def _print(report: Report, options: argparse.Namespace) -> None:
-    if options.json:
-        print(report.to_json())
-        return
-    table = report.table(collapse=not options.all)
-    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-        from rich.console import Console
-
-        Console().print(table)
-    else:
-        print(table)

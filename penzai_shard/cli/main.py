@@ -8,40 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import penzai_shard
-from penzai_shard.cli.checkpoint_commands import add_checkpoint_commands, run_checkpoint
+from penzai_shard.cli.answers import OneLineParser, answer
+from penzai_shard.cli.checkpoint_commands import add_checkpoint_commands
 from penzai_shard.cli.demo_failure import DemoFailure
+from penzai_shard.cli.mesh_arguments import mesh_shape
+from penzai_shard.cli.plan_commands import add_plan_commands
 from penzai_shard.cli.processes import is_started, joined, start_processes
 from penzai_shard.errors import MeshError, MissingExtraError, ShardingError
 
 
-def mesh_shape(text: str) -> dict[str, int]:
-    """Reads a mesh from the command line.
-
-    Args:
-        text: For instance ``data=4,model=2``.
-
-    Returns:
-        The size of each mesh axis by name.
-
-    Raises:
-        MeshError: The text cannot be read as that.
-
-    >>> mesh_shape("data=4,model=2")
-    {'data': 4, 'model': 2}
-    """
-    shape: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        if not name.strip() or not size.strip().isdigit() or int(size) < 1:
-            raise MeshError(f"cannot read mesh {text!r}: write for instance data=4,model=2.")
-        shape[name.strip()] = int(size)
-    return shape
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="penzai-shard", description="Model surgery and sharding by axis name, for JAX."
     )
+    parser.set_defaults(answers=False)
     parser.add_argument(
         "--version", action="version", version=f"%(prog)s {penzai_shard.__version__}"
     )
@@ -49,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_run(commands)
     add_checkpoint_commands(commands)
+    add_plan_commands(commands)
     return parser
 
 
@@ -127,16 +108,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments, those of the process by default.
 
     Returns:
-        The exit status: 0, 1 after a failure reported in one line, 130 after Ctrl-C. Of the
-        commands for checkpoints 1 is an answer, and 2 a failure.
+        The exit status: 0, 1 after a failure reported in one line, 130 after Ctrl-C. Of commands
+        that answer a question 1 is an answer, and 2 a failure.
     """
     options = _parser().parse_args(arguments)
     try:
         if options.command == "run":
             command = [options.program, *options.arguments]
             return start_processes(command, options.processes, options.simulate_devices)
-        if options.command == "checkpoint":
-            return run_checkpoint(options)
+        if options.answers:
+            return answer(options)
         return _demo(options, sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
         print("\npenzai-shard: stopped.", file=sys.stderr)
@@ -148,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_ours = isinstance(error, ShardingError | DemoFailure | MissingExtraError)
         kind = "" if is_ours else f"{type(error).__name__}: "
         print(f"penzai-shard: {kind}{_one_line(error)}", file=sys.stderr)
-        return 2 if options.command == "checkpoint" else 1
+        return 2 if options.answers else 1
 
 
 def _demo(options: argparse.Namespace, arguments: Sequence[str]) -> int:

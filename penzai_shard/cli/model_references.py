@@ -57,7 +57,7 @@ class ModelReference:
         match = _FORM.fullmatch(text)
         if match is None or os.path.exists(text):
             return None
-        arguments, keywords = _literals(text, match["call"] or "()")
+        arguments, keywords = read_literals(text, match["call"] or "()", _EXAMPLE)
         return cls(text, match["place"], match["name"], arguments, keywords)
 
     def model(self) -> Any:
@@ -141,8 +141,20 @@ class ModelReference:
             ) from error
 
 
-def _literals(text: str, call: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, which are literals of Python."""
+def read_literals(text: str, call: str, example: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, which are literals of Python.
+
+    Args:
+        text: The whole text, for messages.
+        call: The call's brackets with what is in them.
+        example: A sentence with an example.
+
+    Raises:
+        RuleTypeError: They are something else.
+
+    >>> read_literals("build(2, width=8)", "(2, width=8)", "")
+    ((2,), {'width': 8})
+    """
     try:
         parsed = ast.parse(f"f{call}", mode="eval").body
         assert isinstance(parsed, ast.Call)
@@ -150,6 +162,6 @@ def _literals(text: str, call: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         keywords = {str(each.arg): ast.literal_eval(each.value) for each in parsed.keywords}
     except (SyntaxError, ValueError, AssertionError) as error:
         raise RuleTypeError(
-            f"{text}: arguments are literals, such as numbers and texts. {_EXAMPLE}"
+            f"{text}: arguments are literals, such as numbers and texts. {example}"
         ) from error
     return arguments, keywords

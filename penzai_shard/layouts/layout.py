@@ -13,6 +13,7 @@ from penzai_shard.layers import resolve_policy
 from penzai_shard.layouts.building import build_state_and_step, refuse_made_already
 from penzai_shard.layouts.computing import computing_by
 from penzai_shard.layouts.layout_edits import EditRequest, layout_edits
+from penzai_shard.layouts.layout_file import LayoutFiles
 from penzai_shard.layouts.model_roles import (
     OF_LAYERS,
     Names,
@@ -44,7 +45,7 @@ class LayoutTable(PreparedTable):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Layout(LayoutPresets, NotebookView):
+class Layout(LayoutPresets, LayoutFiles, NotebookView):
     """How a model is laid out over a mesh while it is stored and while it computes.
 
     In fully sharded training a parameter is stored split over the mesh axis that the batch is

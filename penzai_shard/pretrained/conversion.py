@@ -32,6 +32,8 @@ FAMILIES = (LLAMA, MISTRAL, GEMMA, GEMMA_2, GEMMA_3, GEMMA_3_WITH_IMAGES, GPT_NE
 OF_MODELS = ("float32", "bfloat16")
 """The dtypes of which Penzai's converters make models."""
 
+_WHICH_DTYPE = "Say which with dtype='bfloat16' or dtype='float32'."
+
 _READ = (*OF_MODELS, "float16", "float64")
 
 
@@ -120,16 +122,8 @@ def converted_model(
             f"{source} has num_hidden_layers = {configuration['num_hidden_layers']}, and there are "
             f"{len(tensors)} tensors, less than one for each layer."
         )
-    if use_layer_stack and not family.stacks(configuration):
-        raise CheckpointMismatchError(
-            f"use_layer_stack: the layers of this {family.name} differ in their attention, and "
-            "Penzai stacks layers alike alone. Leave it out."
-        )
-    shapes = {family.prefix + name: s for name, s in family.shapes(configuration).items()}
-    tied = {
-        family.prefix + name: family.prefix + other
-        for name, other in family.tied(configuration).items()
-    }
+    _refuse_unlike_layers(use_layer_stack, family, configuration)
+    shapes, tied = _tensors_of(family, configuration)
     options = Options(
         _dtype_of_model(dtype, shapes, tensors, source),
         use_layer_stack,
@@ -145,6 +139,63 @@ def converted_model(
         problems,
     )
     return model, views
+
+
+def model_of_configuration(
+    config: Mapping[str, Any],
+    dtype: str,
+    *,
+    use_layer_stack: bool = False,
+    source: str = "config.json",
+) -> Any:
+    """Penzai's model of a configuration, of which nothing is stored.
+
+    Args:
+        config: The attributes of the configuration.
+        dtype: The dtype of the parameters, ``"bfloat16"`` or ``"float32"``.
+        use_layer_stack: Whether the blocks are one ``pz.nn.LayerStack``.
+        source: What messages call the configuration.
+
+    Returns:
+        The model that ``converted_model`` makes of all its tensors.
+
+    Raises:
+        CheckpointMismatchError: As for ``converted_model``.
+
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 16, "vocab_size": 32}
+    >>> layers = {"num_attention_heads": 2, "num_hidden_layers": 1}
+    >>> model = model_of_configuration({"model_type": "llama", **sizes, **layers}, "float32")
+    >>> from penzai_shard.checkpointing import param_dict
+    >>> dict(param_dict(model)["transformer/final_norm/scale.weights"].named_shape)
+    {'embedding': 8}
+    """
+    family = family_of(config, source)
+    configuration = configuration_of(config, source)
+    _refuse_unlike_layers(use_layer_stack, family, configuration)
+    options = Options(_known_dtype(str(jnp.dtype(dtype))), use_layer_stack)
+    return _converted(family, configuration, options, *_tensors_of(family, configuration), {})[0]
+
+
+def _refuse_unlike_layers(
+    use_layer_stack: bool, family: Family, configuration: Configuration
+) -> None:
+    if use_layer_stack and not family.stacks(configuration):
+        raise CheckpointMismatchError(
+            f"use_layer_stack: the layers of this {family.name} differ in their attention, and "
+            "Penzai stacks layers alike alone. Leave it out."
+        )
+
+
+def _tensors_of(
+    family: Family, configuration: Configuration
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """The shapes of all tensors; and those that may be absent, with those that they are then."""
+    shapes = {family.prefix + name: s for name, s in family.shapes(configuration).items()}
+    tied = {
+        family.prefix + name: family.prefix + other
+        for name, other in family.tied(configuration).items()
+    }
+    return shapes, tied
 
 
 def _converted(
@@ -187,20 +238,23 @@ def _dtype_of_model(
     ]
     raise_all(CheckpointMismatchError, "the tensors cannot be read as weights:", unread)
     listed = ", ".join(f"{kind} ({name})" for kind, name in stored.items()) or "no tensor"
-    fix = "Say which with dtype='bfloat16' or dtype='float32'."
     if dtype is None:
         if len(stored) != 1:
             raise CheckpointMismatchError(
                 f"the tensors of {source} are of several dtypes, {listed}, and Penzai's models of "
-                f"one. {fix}"
+                f"one. {_WHICH_DTYPE}"
             )
         (wanted,) = stored
     else:
         wanted = str(jnp.dtype(dtype))
+    return _known_dtype(wanted)
+
+
+def _known_dtype(wanted: str) -> str:
     if wanted not in OF_MODELS:
         raise CheckpointMismatchError(
             f"the parameters would be of {wanted}, and Penzai's converters make models of "
-            f"{' or '.join(OF_MODELS)}. {fix}"
+            f"{' or '.join(OF_MODELS)}. {_WHICH_DTYPE}"
         )
     return wanted
 

@@ -1,0 +1,166 @@
+"""Mesh, rules and layout on the command line."""
+
+import argparse
+import dataclasses
+import os
+import re
+from typing import Any
+
+from jax.sharding import AbstractMesh, AxisType
+
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.cli.mesh_arguments import mesh_shape
+from penzai_shard.errors import MeshError, PlanError, RuleTypeError
+from penzai_shard.layouts import Layout
+from penzai_shard.layouts.layout_file import PRESETS
+from penzai_shard.layouts.rule_expressions import read_rules_expression
+
+_PAIR = re.compile(r"\s*(?P<logical>[\w.-]+)\s*=\s*(?P<mesh>[\w.+-]*)\s*")
+_RULES_EXAMPLE = (
+    "Write embedding=data,neurons=model, or data_parallel+tensor_parallel, or the path of a file "
+    "such as penzai-shard rules --example prints."
+)
+
+
+def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the mesh, the rules and the layout."""
+    parser.add_argument(
+        "--mesh",
+        required=True,
+        metavar="data=8,model=4",
+        help="sizes of the mesh axes; no devices are needed",
+    )
+    parser.add_argument(
+        "--rules",
+        metavar="FILE_OR_PAIRS",
+        help="a TOML file (penzai-shard rules --example prints one); or pairs of a logical axis "
+        "and a mesh axis, embedding=data,neurons=model,heads=none,batch=data+model; or rules as "
+        "code has them, 'data_parallel() | fully_sharded(min_size=1024)'",
+    )
+    parser.add_argument(
+        "--layout",
+        metavar="PRESET",
+        help=f"in place of rules, one of {', '.join(PRESETS)}, with options if it takes some: "
+        "\"two_dimensional(vocabulary='model')\". By default, of these the one for the mesh axes",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ChosenLayout:
+    """A layout that was asked for, or is chosen by default.
+
+    Attributes:
+        text: What was asked for, or would have to be.
+        layout: The layout.
+        mesh: The mesh, without devices.
+        notes: What was decided, in sentences.
+    """
+
+    text: str
+    layout: Layout
+    mesh: AbstractMesh
+    notes: tuple[str, ...] = ()
+
+
+def chosen_layout(options: argparse.Namespace, model: Any) -> ChosenLayout:
+    """Reads mesh, rules and layout.
+
+    Args:
+        options: What was parsed.
+        model: The model, of which the layout by default depends.
+
+    Raises:
+        ShardingError: They cannot be read, or do not belong together.
+    """
+    shape = mesh_shape(options.mesh)
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), (AxisType.Auto,) * len(shape))
+    if options.rules is not None and options.layout is not None:
+        raise RuleTypeError(
+            "--rules and --layout are two ways to say the same. Leave one of them out."
+        )
+    if options.layout is not None:
+        layout = Layout.of_expression(options.layout)
+        return ChosenLayout(f"--layout {_quoted(options.layout)}", layout, mesh)
+    if options.rules is not None:
+        return ChosenLayout(f"--rules {_quoted(options.rules)}", read_rules(options.rules), mesh)
+    return _by_default(model, mesh)
+
+
+def read_rules(text: str) -> Layout:
+    """Reads rules as they stand on the command line.
+
+    Args:
+        text: The path of a file, pairs, or an expression.
+
+    Raises:
+        RuleTypeError: It is none of these.
+
+    >>> read_rules("embedding=data,neurons=model,projection=none,batch=data+model").parameters
+    AxisRules({'embedding': 'data', 'neurons': 'model', 'projection': None, 'batch': ('data', ...
+    """
+    if os.path.isfile(text) or text.endswith(".toml") or os.sep in text:
+        return Layout.from_toml(text)
+    if not text.strip():
+        raise RuleTypeError(f"--rules is empty. {_RULES_EXAMPLE}")
+    if "=" in text and "(" not in text:
+        return Layout.of_rules(AxisRules([_pair(part, text) for part in text.split(",")]))
+    if text.strip() in PRESETS and text.strip() not in (
+        "data_parallel",
+        "fully_sharded",
+        "tensor_parallel",
+    ):
+        raise RuleTypeError(f"{text} is a layout, with several tables of rules: --layout {text}.")
+    return Layout.of_rules(read_rules_expression(text))
+
+
+def _pair(part: str, text: str) -> tuple[str, Any]:
+    match = _PAIR.fullmatch(part)
+    if match is None or not match["mesh"]:
+        raise RuleTypeError(f"cannot read {part!r} in rules {text!r}. {_RULES_EXAMPLE}")
+    names = tuple(match["mesh"].split("+"))
+    if names == ("none",):
+        return match["logical"], None
+    return match["logical"], names if len(names) > 1 else names[0]
+
+
+def _by_default(model: Any, mesh: AbstractMesh) -> ChosenLayout:
+    """The layout of the literature for mesh axes of the usual names."""
+    axes = set(mesh.axis_names)
+    if axes == {"data", "model"}:
+        preset = "two_dimensional"
+    elif axes == {"data"}:
+        preset = "fully_sharded"
+    elif axes == {"replica", "data"}:
+        preset = "hybrid"
+    else:
+        raise MeshError(
+            f"no rules are given, and what they are by default is known of the mesh axes data, "
+            f"data and model, and replica and data, not of {', '.join(mesh.axis_names)}. Give "
+            "--rules, such as --rules data_parallel+tensor_parallel, or --layout."
+        )
+    notes = ["no rules are given; these are the ones for such mesh axes"]
+    options: dict[str, Any] = {"vocabulary": "model"} if "model" in axes else {}
+    unfit: list[str] = []
+    for names, change in (
+        ({}, {}),
+        ({"heads": None}, {}),
+        ({}, {"vocabulary": None}),
+        ({"heads": None}, {"vocabulary": None}),
+    ):
+        tried = {**options, **change, **({"names": names} if names else {})}
+        tried = {name: value for name, value in tried.items() if value is not None}
+        layout = getattr(Layout, preset)(**tried)
+        try:
+            layout.for_model(model, mesh)
+        except PlanError as error:
+            unfit = unfit or [f"otherwise {each}" for each in error.problems]
+            continue
+        said = ", ".join(f"{name}={value!r}" for name, value in tried.items())
+        text = f'--layout "{preset}({said})"'
+        return ChosenLayout(text, layout, mesh, (*notes, *unfit))
+    layout = getattr(Layout, preset)(**options)
+    return ChosenLayout(f"--layout {preset}", layout, mesh, tuple(notes))
+
+
+def _quoted(text: str) -> str:
+    return text if re.fullmatch(r"[\w./=,+-]+", text) else f'"{text}"'

@@ -1,0 +1,152 @@
+"""MODEL on the command line: a published model by name, or a function that builds one."""
+
+import argparse
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from penzai_shard.checkpointing import param_dict
+from penzai_shard.cli.model_references import ModelReference, read_literals
+from penzai_shard.errors import RuleTypeError
+from penzai_shard.named_leaves import leaves_of
+from penzai_shard.pretrained.published_models import PUBLISHED, PublishedModel, find_published
+from penzai_shard.text_tables import PreparedTable
+from penzai_shard.training import TrainState
+
+MODEL_HELP = (
+    "a published model, such as llama-3-70b, or with other sizes "
+    "'llama-3-70b(num_hidden_layers=2)'; or file.py:function or module:function, which builds a "
+    "model, with arguments in brackets if it takes some. Nothing is initialised or downloaded"
+)
+
+_NAME = re.compile(r"(?P<name>[\w./-]+)\s*(?P<call>\(.*\))?", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChosenModel:
+    """A model that was asked for.
+
+    Attributes:
+        name: As people call it.
+        model: It, with structs in place of arrays.
+        dtype: The dtype of its parameters; several if it has several.
+        published: What is published of it, if it is a published one.
+    """
+
+    name: str
+    model: Any
+    dtype: str
+    published: PublishedModel | None = None
+
+    @property
+    def parameter_count(self) -> int:
+        """How many numbers its parameters hold."""
+        model = self.model.model if isinstance(self.model, TrainState) else self.model
+        return sum(math.prod(leaf.shape) for leaf in leaves_of(param_dict(model)))
+
+    def headline(self) -> str:
+        """What it is, in a line."""
+        count = self.parameter_count
+        text = f"{self.name}: {count:,} parameters, {self.dtype}"
+        if self.published is None or not self.published.parameters:
+            return text
+        text += f"; {self.published.parameters} are published"
+        if count > 1.05 * _number(self.published.parameters):
+            text += " (tokens in and out share a table there, and have one each in Penzai's model)"
+        return f"{text} ({self.published.source})"
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the model, and how it is built."""
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default=None,
+        help="of the parameters of a published model (default bfloat16)",
+    )
+
+
+def chosen_model(
+    text: str, dtype: str | None = None, *, stacked: bool | None = False
+) -> ChosenModel:
+    """Builds the model that was asked for.
+
+    Args:
+        text: As for ``MODEL`` on the command line.
+        dtype: The dtype of the parameters of a published model.
+        stacked: Whether its blocks are one ``pz.nn.LayerStack``; None where they can be.
+
+    Raises:
+        RuleTypeError: There is no such model, or it cannot be built.
+    """
+    reference = ModelReference.read(text)
+    if reference is not None:
+        if dtype is not None:
+            raise RuleTypeError(
+                f"--dtype {dtype}: is for published models, and {text} says itself of which dtype "
+                "its model is. Leave it out."
+            )
+        model = reference.model()
+        return ChosenModel(text, model, _dtypes(model))
+    match = _NAME.fullmatch(text.strip())
+    if match is None:
+        raise RuleTypeError(
+            f"cannot read the model {text!r}. Write for instance llama-3-8b, "
+            "'llama-3-8b(num_hidden_layers=2)', model.py:build or module:build."
+        )
+    if match["name"].endswith(".py"):
+        raise RuleTypeError(
+            f"{text} is a file, and its function that builds the model is needed too: "
+            f"{match['name']}:build_model."
+        )
+    published = find_published(match["name"])
+    example = "Write for instance 'llama-3-8b(num_hidden_layers=2)'."
+    positional, changes = read_literals(text, match["call"] or "()", example)
+    if positional:
+        raise RuleTypeError(f"{text}: what is changed has a name. {example}")
+    published = published.with_changes(changes)
+    use_stack = published.can_be_stacked if stacked is None else stacked
+    dtype = dtype or "bfloat16"
+    model = published.model(dtype, use_layer_stack=use_stack)
+    return ChosenModel(published.name, model, dtype, published)
+
+
+class PublishedTable(PreparedTable):
+    """The models that are known by name."""
+
+    headings = ("model", "parameters", "layers", "embedding", "source")
+    right_aligned = frozenset({"parameters", "layers", "embedding"})
+    below = "source"
+
+
+def published_table() -> PublishedTable:
+    """All published models."""
+    rows: Sequence[tuple[str, ...]] = [
+        (
+            each.name,
+            each.parameters,
+            str(each.config["num_hidden_layers"]),
+            str(each.config["hidden_size"]),
+            each.source,
+        )
+        for each in PUBLISHED.values()
+    ]
+    return PublishedTable(tuple(rows), f"{len(rows)} published models")
+
+
+def _number(published: str) -> float:
+    """A number as it is published.
+
+    >>> _number("406B")
+    406000000000.0
+    """
+    factor = {"B": 1e9, "M": 1e6}.get(published[-1], 1.0)
+    return float(published.rstrip("BM").replace(",", "")) * factor
+
+
+def _dtypes(model: Any) -> str:
+    found = dict.fromkeys(str(leaf.dtype) for leaf in leaves_of(model) if leaf.dtype is not None)
+    return " and ".join(found) or "no dtype"

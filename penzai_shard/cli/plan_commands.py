@@ -1,0 +1,181 @@
+"""``penzai-shard plan`` and ``penzai-shard rules``: where each array goes, and files of rules."""
+
+import argparse
+import json
+import shutil
+import warnings
+from typing import Any
+
+from penzai_shard.cli.answers import add_answer_options, print_table
+from penzai_shard.cli.chosen_layouts import ChosenLayout, add_layout_arguments, chosen_layout
+from penzai_shard.cli.chosen_models import (
+    ChosenModel,
+    add_model_arguments,
+    chosen_model,
+    published_table,
+)
+from penzai_shard.errors import PlanError, ShardingWarning
+from penzai_shard.layouts.layout_file import EXAMPLE
+from penzai_shard.planning import ShardingPlan
+from penzai_shard.rule_kinds import did_you_mean
+from penzai_shard.text_tables import PLAIN_WIDTH, wrapped
+
+
+class _ListAction(argparse.Action):
+    """Prints the published models, and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print_table(published_table())
+        parser.exit(0)
+
+
+def add_list_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that lists the published models."""
+    parser.add_argument(
+        "--list", action=_ListAction, nargs=0, help="list the published models, and do no more"
+    )
+
+
+def add_plan_commands(commands: Any) -> None:
+    """Adds the commands to the parser's."""
+    plan = commands.add_parser(
+        "plan",
+        help="where each array of a model goes, and what each device holds",
+        description=(
+            "Decides the layout of every array of a model, without devices and without memory. "
+            "Exit status 0 if all have one, 1 if some do not or a rule's name is in no array, 2 "
+            "after a mistake in the command line."
+        ),
+        epilog=(
+            "For example: penzai-shard plan llama-3-70b --mesh data=16,model=16; "
+            "penzai-shard plan model.py:build --mesh data=8 --rules embedding=data,batch=data"
+        ),
+    )
+    add_model_arguments(plan)
+    add_layout_arguments(plan)
+    add_list_option(plan)
+    plan.add_argument(
+        "--optimizer",
+        metavar="adamw",
+        help="also plan the state of this optimizer of optax, and the gradients",
+    )
+    plan.add_argument(
+        "--on-unnamed",
+        choices=("error", "replicate", "infer"),
+        default="error",
+        help="what becomes of arrays without names; by default an error",
+    )
+    plan.add_argument(
+        "--on-indivisible",
+        choices=("error", "replicate"),
+        default="error",
+        help="what becomes of lengths that do not divide; by default an error",
+    )
+    add_answer_options(plan)
+    plan.set_defaults(run=_plan)
+    rules = commands.add_parser(
+        "rules",
+        help="print a file of rules to start from",
+        description="Files of rules, for --rules and Layout.from_toml.",
+        epilog="For example: penzai-shard rules --example > rules.toml",
+    )
+    rules.add_argument(
+        "--example", action="store_true", required=True, help="print one, with explanations"
+    )
+    rules.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+    rules.set_defaults(run=_rules, answers=True)
+
+
+def _rules(_: argparse.Namespace) -> int:
+    print(EXAMPLE, end="")
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    chosen = chosen_model(options.model, options.dtype)
+    layout = chosen_layout(options, chosen.model)
+    tree = chosen.model
+    if options.optimizer is not None:
+        from penzai_shard.cli.chosen_steps import abstract_state
+
+        tree = abstract_state(tree, options.optimizer, layout.layout)
+    plan, findings = None, []
+    try:
+        # Rules that match nothing are found below, those that are nearly a name among them.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ShardingWarning)
+            plan = layout.layout.plan(
+                tree,
+                layout.mesh,
+                on_unnamed=options.on_unnamed,
+                on_indivisible=options.on_indivisible,
+            )
+        findings = _unused(plan)
+    except PlanError as error:
+        findings = [_for_shell(problem) for problem in error.problems or (str(error),)]
+    if options.json:
+        print(_json(chosen, layout, plan, findings))
+    else:
+        _print(chosen, layout, plan, findings, options.all)
+    return 1 if findings else 0
+
+
+def _unused(plan: ShardingPlan) -> list[str]:
+    """What is strange in rules that no array follows."""
+    return [
+        f"rule {rule}: no array has logical axis {rule.logical_axis!r}."
+        f"{did_you_mean(rule.logical_axis, plan.logical_axes)}"
+        for rule in plan.unused_rules
+        if not rule.is_expected_to_be_unused
+    ]
+
+
+def _for_shell(problem: str) -> str:
+    """A fix for code as one for the command line."""
+    return problem.replace('pass on_unnamed="replicate"', "pass --on-unnamed replicate").replace(
+        "leave it whole: names={'heads': None}",
+        "leave it whole: --layout \"two_dimensional(names={'heads': None})\"",
+    )
+
+
+def _print(
+    chosen: ChosenModel,
+    layout: ChosenLayout,
+    plan: ShardingPlan | None,
+    findings: list[str],
+    every_array: bool,
+) -> None:
+    _lines(chosen.headline())
+    _lines(f"{layout.text} ({'; '.join(layout.notes)})" if layout.notes else layout.text)
+    if plan is not None:
+        print_table(plan.table(collapse=not every_array))
+        _lines(*(f"FOUND: {finding}" for finding in findings))
+    else:
+        print(PlanError("NO VALID LAYOUT:", findings))
+
+
+def _lines(*texts: str) -> None:
+    width = shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns
+    for text in texts:
+        print("\n  ".join(wrapped(text, max(width - 2, 1))))
+
+
+def _json(
+    chosen: ChosenModel,
+    layout: ChosenLayout,
+    plan: ShardingPlan | None,
+    findings: list[str],
+) -> str:
+    found: dict[str, Any] = {
+        "model": chosen.name,
+        "parameters": chosen.parameter_count,
+        "dtype": chosen.dtype,
+        "source": chosen.published.source if chosen.published else None,
+        "layout": layout.text,
+        "notes": list(layout.notes),
+        "mesh": dict(layout.mesh.shape),
+        "fits": plan is not None,
+        "findings": findings,
+        "plan": None if plan is None else json.loads(plan.to_json()),
+    }
+    return json.dumps(found, indent=2)
