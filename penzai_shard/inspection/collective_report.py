@@ -156,7 +156,10 @@ class CollectiveReport(Report):
         if len(phases := self.by_phase()) > 1:
             lines.append("by phase: " + _totals_text(phases))
         if maybe := sum(one.at_most for one in self.collectives):
-            lines.append(f"{maybe} places are in branches of a condition, and count as always run")
+            what = "1 place is in a branch of a condition, and counts"
+            if maybe > 1:
+                what = f"{maybe} places are in branches of a condition, and count"
+            lines.append(f"{what} as always run")
         if unattributed := self.unattributed:
             sent = CollectiveTotal.of(unattributed).wire_bytes
             lines.append(
