@@ -18,6 +18,7 @@ from penzai import pz
 
 from benchmarks.compiled_collectives import read_collectives
 from penzai_shard import Layout, make_mesh
+from tests.judged_collectives import assert_report_is_as_judged
 from tests.model_families import transformer
 
 N = 8
@@ -67,6 +68,11 @@ def compiled(name):
     tokens = layout.shard_batch(pz.nx.wrap(jnp.zeros((64, 17), int), "batch", "seq"), MESH)
     program = step.lower(state, tokens=tokens).compile()
     return state, program, read_collectives(program, MESH)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_report_of_collectives_is_as_judged(name):
+    assert_report_is_as_judged(compiled(name)[1].as_text(), MESH)
 
 
 def matrices(state):

@@ -32,6 +32,7 @@ from penzai import pz
 
 from benchmarks.compiled_collectives import read_collectives
 from penzai_shard import Layout, Recipe, make_mesh, place, strip
+from tests.judged_collectives import assert_report_is_as_judged
 from tests.model_families import drawn_transformer
 
 TWO = make_mesh({"data": 2, "model": 4})
@@ -122,6 +123,11 @@ def moved(name, axis, size, backward=None):
 def bytes_of(array):
     dims = re.search(r"\[([\d,]*)\]", array)[1]
     return 4 * int(np.prod([int(n) for n in dims.split(",") if n]))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_report_of_collectives_is_as_judged(name):
+    assert_report_is_as_judged(run(name).text, LAYOUTS[name][1])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
