@@ -42,6 +42,8 @@ from penzai_shard.errors import (
 from penzai_shard.fitting import LogRecord, fit
 from penzai_shard.inspection.collective_records import Collective, CollectiveTotal
 from penzai_shard.inspection.collective_report import CollectiveReport, collectives
+from penzai_shard.inspection.lock_comparison import LockReport
+from penzai_shard.inspection.locks import ShardingLock
 from penzai_shard.inspection.memory_report import MemoryReport, device_memory
 from penzai_shard.layers import (
     AxesInPlace,
@@ -143,6 +145,7 @@ __all__ = [
     "LayerStackPolicy",
     "Layout",
     "LeafPlan",
+    "LockReport",
     "LogRecord",
     "MemoryReport",
     "ModelComparison",
@@ -153,6 +156,7 @@ __all__ = [
     "Scoped",
     "ShardMapped",
     "ShardingError",
+    "ShardingLock",
     "ShardingPlan",
     "ShardingWarning",
     "StatefulTrainer",

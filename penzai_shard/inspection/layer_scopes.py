@@ -13,10 +13,10 @@ import jax
 from penzai import pz
 
 from penzai_shard.layers import Scoped
+from penzai_shard.surgery.bare_paths import bare_paths, layer_name
 from penzai_shard.surgery.places import find_predicate
 from penzai_shard.surgery.rewriting import Rewriter
-from penzai_shard.surgery.standard_recipes import scoped_by_path
-from penzai_shard.surgery.tree_nodes import Keys, is_layer, keys_text, nodes_of
+from penzai_shard.surgery.tree_nodes import is_layer, keys_text, nodes_of
 from penzai_shard.tree_paths import join_paths
 
 _MARK = re.compile(r"\bpzs_layer_(\d+)\b")
@@ -47,15 +47,18 @@ class LayerScopes:
     def marked(self, model: Any, prefix: str = "") -> Any:
         """A model whose layers write their marks; everything else stays as it is.
 
+        A layer goes by its path in the model as it was before anything was put in.
+
         Args:
             model: A model, or any tree with layers in it.
             prefix: Where it is, in front of the paths in it.
         """
         if not self.is_on or not has_layers(model):
             return model
+        bare = bare_paths(model)
         return Rewriter(
             find_predicate(is_layer, layers_only=True),
-            lambda layer, keys: (self._marked_layer(prefix, layer, keys),),
+            lambda layer, keys: (self._marked_layer(prefix, bare[keys_text(keys)], layer),),
             same_everywhere=False,
             enters=lambda layer: True,
         ).run(model)
@@ -72,8 +75,8 @@ class LayerScopes:
         """The layers that an operation's name tells of, the outermost first."""
         return tuple(self.paths[int(number)] for number in _MARK.findall(op_name))
 
-    def _marked_layer(self, prefix: str, layer: Any, keys: Keys) -> Any:
-        path = join_paths(prefix, scoped_by_path(layer, keys_text(keys)).name)
+    def _marked_layer(self, prefix: str, bare: str, layer: Any) -> Any:
+        path = join_paths(prefix, bare or layer_name(layer))
         number = self._numbers.setdefault(path, len(self.paths))
         if number == len(self.paths):
             self.paths.append(path)

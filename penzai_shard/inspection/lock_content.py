@@ -125,9 +125,14 @@ class LockContent:
 
 
 def locked_arrays(arrays: Iterable[StepArray]) -> dict[str, LockedArray]:
-    """Arrays by path; a path that occurs twice gets a number behind it."""
+    """Arrays by path; a path that occurs twice gets a number behind it.
+
+    Constants are left out: they go by where they are in the edited model, and nobody lays them out.
+    """
     locked: dict[str, LockedArray] = {}
     for array in arrays:
+        if array.part == "constants":
+            continue
         path, number = array.path, 1
         while path in locked:
             number += 1
