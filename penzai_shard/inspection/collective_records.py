@@ -1,16 +1,10 @@
 """What is known of each collective of a step, and sums over many of them."""
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from penzai_shard.inspection.attribution import Phase
-
-UNATTRIBUTED = "unattributed"
-# What may own a collective and is not a layer.
-OTHER_OWNERS = ("loss", "optimizer")
-# More layers than this are counted, not named.
-MOST_NAMED_LAYERS = 3
+from penzai_shard.inspection.layer_groups import owners_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +26,7 @@ class Collective:
         phase: ``"forward"``, ``"backward"`` or ``"optimizer"``; None if that is not known.
         layers: The paths of the layers that own it, several where the compiler merged what they
             asked for; also ``"loss"`` and ``"optimizer"``. Empty if that is not known.
+        labels: The same as plans name them, by the names of the parameters in them.
         moves: What it moves: paths of parameters, ``gradient of`` such a path, or a description
             of an activation. Empty if that is not known.
         arrays: What the larger side is on one device, such as ``("f32[8,16]",)``.
@@ -48,6 +43,7 @@ class Collective:
     times: int | None
     phase: Phase | None
     layers: tuple[str, ...]
+    labels: tuple[str, ...]
     moves: tuple[str, ...]
     arrays: tuple[str, ...]
     name: str
@@ -61,8 +57,8 @@ class Collective:
 
     @property
     def owner(self) -> str:
-        """Its layers in a short text; ``"unattributed"`` if none is known. See ``owners_text``."""
-        return owners_text(self.layers)
+        """Its labels in a short text; ``"unattributed"`` if none is known. See ``owners_text``."""
+        return owners_text(self.labels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,35 +101,6 @@ class CollectiveTotal:
     def __add__(self, other: "CollectiveTotal") -> "CollectiveTotal":
         ours, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
         return CollectiveTotal(*(a + b for a, b in zip(ours, theirs, strict=True)))
-
-
-def owners_text(layers: Sequence[str]) -> str:
-    """Owners of a collective in a short text: what their paths have in common, then the rest.
-
-    >>> owners_text(["block_0/attention/query", "block_0/attention/key"])
-    'block_0/attention/{query, key}'
-    >>> owners_text([*(f"block_{i}/mlp" for i in range(8)), "loss"])
-    '(8 layers) + loss'
-    >>> owners_text([])
-    'unattributed'
-    """
-    others = [name for name in layers if name in OTHER_OWNERS]
-    paths = [path.split("/") for path in layers if path not in OTHER_OWNERS]
-    texts = [_layers_text(paths)] if paths else []
-    return " + ".join(texts + others) or UNATTRIBUTED
-
-
-def _layers_text(paths: list[list[str]]) -> str:
-    if len(paths) == 1:
-        return "/".join(paths[0])
-    alike = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
-    common = [parts[0] for parts in alike]
-    rests = ["/".join(path[len(common) :]) for path in paths]
-    if len(paths) > MOST_NAMED_LAYERS:
-        return " ".join(["/".join(common), f"({len(paths)} layers)"]).strip()
-    if not all(rests) or not common:
-        return " + ".join("/".join(path) for path in paths)
-    return f"{'/'.join(common)}/{{{', '.join(rests)}}}"
 
 
 def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:

@@ -19,13 +19,13 @@ from penzai_shard.inspection.collective_table import (
     CollectiveTable,
     collective_rows,
     costliest,
-    ranged_path,
+    owner_groups,
+    owners_of,
     share_text,
 )
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
 from penzai_shard.inspection.transfer_time import least_time
 from penzai_shard.meshes import mesh_text
-from penzai_shard.path_folding import folding_key
 from penzai_shard.planning import bytes_text
 from penzai_shard.text_tables import Report
 
@@ -93,12 +93,15 @@ class CollectiveReport(Report):
         """The collectives that a layer or one inside it owns, alone or with others.
 
         Args:
-            path: The layer's path, ``"loss"`` or ``"optimizer"``.
+            path: The layer's path or label, ``"loss"`` or ``"optimizer"``.
         """
         return tuple(
             one
             for one in self.collectives
-            if any(layer == path or layer.startswith(path + "/") for layer in one.layers)
+            if any(
+                layer == path or layer.startswith(path + "/")
+                for layer in (*one.layers, *one.labels)
+            )
         )
 
     def time(self, bandwidth: Mapping[str, float]) -> float:
@@ -124,8 +127,8 @@ class CollectiveReport(Report):
         """The collectives as a table, what costs most first.
 
         Args:
-            collapse: Show what differs only in the numbers of its layers, such as that of equal
-                blocks, as one row, and all that costs little as one.
+            collapse: Show those of equal blocks and of layers side by side in one row, and the many
+                small ones in one at the end.
         """
         rows = collective_rows(self.collectives, collapse)
         return CollectiveTable(rows, self._verdict(), (*self._sums(), *self.notes))
@@ -141,12 +144,12 @@ class CollectiveReport(Report):
         sent += bytes_text(round(total.wire_bytes))
         if not total.wire_bytes:
             return sent
-        what, most = costliest(self.collectives, lambda one: f"{one.kind} over {one.axes_text}")
-        owner, owned = costliest(self.collectives, lambda one: folding_key(one.owner))
-        alike = [one.owner for one in self.collectives if folding_key(one.owner) == owner]
+        kinds = [(one.kind, one.axes_text) for one in self.collectives]
+        (first, *_), most = costliest(self.collectives, kinds)
+        owners, owned = costliest(self.collectives, owner_groups(self.collectives))
         return (
-            f"{sent}, {share_text(most, total.wire_bytes)} of it by {what}, "
-            f"{share_text(owned, total.wire_bytes)} for {ranged_path(alike)}"
+            f"{sent}, {share_text(most, total.wire_bytes)} of it by {first.kind} over "
+            f"{first.axes_text}, {share_text(owned, total.wire_bytes)} for {owners_of(owners)}"
         )
 
     def _sums(self) -> list[str]:
@@ -205,7 +208,7 @@ class CollectiveReport(Report):
             which = "1 collective" if still == 1 else f"{still} collectives"
             notes = (f"left out, since its groups are of one device each: {which}", *notes)
         found = tuple(
-            _record(one, whose, mesh_shape)
+            _record(one, whose, program.step.scopes.labels, mesh_shape)
             for one, whose in zip(moving, attribute(program, moving), strict=True)
         )
         return cls(found, mesh_shape, notes)
@@ -258,7 +261,10 @@ def _moves_data(operation: CollectiveOperation) -> bool:
 
 
 def _record(
-    operation: CollectiveOperation, whose: Attribution, mesh_shape: Mapping[str, int]
+    operation: CollectiveOperation,
+    whose: Attribution,
+    labels: Mapping[str, str],
+    mesh_shape: Mapping[str, int],
 ) -> Collective:
     is_permute = operation.kind == "collective-permute"
     axes = (mesh_axes_of_pairs if is_permute else mesh_axes_of)(operation.groups, mesh_shape)
@@ -275,6 +281,7 @@ def _record(
         times=operation.times,
         phase=whose.phase,
         layers=whose.layers,
+        labels=tuple(dict.fromkeys(labels.get(path, path) for path in whose.layers)),
         moves=whose.moves,
         arrays=tuple(map(str, larger)),
         name=operation.name,

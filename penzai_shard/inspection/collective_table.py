@@ -1,9 +1,15 @@
 """The collectives of a step as a table: what costs most comes first, equal blocks in one row."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 from penzai_shard.inspection.collective_records import Collective, CollectiveTotal
-from penzai_shard.path_folding import NUMBER, folding_key, varying_numbers
+from penzai_shard.inspection.layer_groups import (
+    OTHER_OWNERS,
+    common_parts,
+    folded_owners_text,
+    group_of,
+)
 from penzai_shard.planning import bytes_text
 from penzai_shard.text_tables import PreparedTable
 
@@ -16,7 +22,7 @@ class CollectiveTable(PreparedTable):
 
     headings = ("layer", "count", "collective", "mesh axes", "phase", "sent", "share")
     right_aligned = frozenset({"count", "sent", "share"})
-    unwrapped = frozenset({"collective", "mesh axes", "phase"})
+    unwrapped = frozenset({"collective", "phase"})
     paths = frozenset({"layer"})
     has_headings_alone = False
 
@@ -28,17 +34,17 @@ def collective_rows(
 
     Args:
         collectives: Those of a step.
-        collapse: Show those alike that differ only in the numbers of their layers' paths as one
-            row, and the many small ones as one at the end.
+        collapse: Show those of equal blocks and of layers side by side in one row, and the many
+            small ones in one at the end.
     """
     collectives = list(collectives)
-    alike: dict[tuple[str, ...], list[Collective]] = {}
-    for one in collectives:
-        owner = folding_key(one.owner) if collapse else one.owner
-        key = (owner, one.kind, one.axes_text, one.phase or "-")
+    groups = owner_groups(collectives) if collapse else [one.labels for one in collectives]
+    alike: dict[tuple[Any, ...], list[Collective]] = {}
+    for one, group in zip(collectives, groups, strict=True):
+        key = (group, one.kind, one.axes_text, one.phase or "-")
         alike.setdefault(key, []).append(one)
     rows: list[tuple[Sequence[str], CollectiveTotal]] = [
-        ((ranged_path([one.owner for one in members]), *cells), CollectiveTotal.of(members))
+        ((owners_of(members), *cells), CollectiveTotal.of(members))
         for (_, *cells), members in alike.items()
     ]
     rows.sort(key=lambda row: -row[1].wire_bytes - row[1].unknown_wire_bytes)
@@ -80,30 +86,25 @@ def share_text(part: float, whole: float) -> str:
     return f"{percent:.0f}%"
 
 
-def ranged_path(paths: Sequence[str]) -> str:
-    """Paths that differ in their numbers only as one, with the ranges of their numbers.
-
-    >>> ranged_path(["blocks/0/mlp", "blocks/1/mlp", "blocks/2/mlp"])
-    'blocks/0..2/mlp'
-    >>> ranged_path(["blocks/0/mlp", "blocks/5/mlp"])
-    'blocks/*/mlp'
-    """
-    varying = iter(varying_numbers(paths))
-    return NUMBER.sub(lambda number: _range(next(varying)) or number.group(), paths[0])
+def owner_groups(collectives: Sequence[Collective]) -> list[tuple[str, ...]]:
+    """For each collective what it has in common with those that belong to it; see ``group_of``."""
+    layers = {label for one in collectives for label in one.labels}.difference(OTHER_OWNERS)
+    root = common_parts([label.split("/")[:-1] for label in layers])
+    return [group_of(one.labels, root) for one in collectives]
 
 
-def _range(values: tuple[int, ...] | None) -> str | None:
-    if values is None:
-        return None
-    first, last = min(values), max(values)
-    return f"{first}..{last}" if len(set(values)) == last - first + 1 else "*"
+def owners_of(collectives: Iterable[Collective]) -> str:
+    """The owners of some collectives in a short text."""
+    return folded_owners_text(label for one in collectives for label in one.labels)
 
 
 def costliest(
-    collectives: Sequence[Collective], key: Callable[[Collective], str]
-) -> tuple[str, float]:
-    """What has the largest part of the bytes sent, by some text, and how many bytes that is."""
-    sums: dict[str, float] = {}
-    for one in collectives:
-        sums[key(one)] = sums.get(key(one), 0.0) + one.wire_bytes * (one.times or 0)
-    return max(sums.items(), key=lambda item: item[1])
+    collectives: Sequence[Collective], keys: Sequence[Hashable]
+) -> tuple[list[Collective], float]:
+    """Of collectives in groups those that send most, and how many bytes that is."""
+    groups: dict[Hashable, list[Collective]] = {}
+    for one, key in zip(collectives, keys, strict=True):
+        groups.setdefault(key, []).append(one)
+    sums = {key: CollectiveTotal.of(members).wire_bytes for key, members in groups.items()}
+    most = max(sums, key=lambda key: sums[key])
+    return groups[most], sums[most]

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 from penzai import pz
 
+from penzai_shard.inspection.layer_labels import layer_labels
 from penzai_shard.layers import Scoped
 from penzai_shard.surgery.bare_paths import bare_paths, layer_name
 from penzai_shard.surgery.places import find_predicate
 from penzai_shard.surgery.rewriting import Rewriter
-from penzai_shard.surgery.tree_nodes import is_layer, keys_text, nodes_of
+from penzai_shard.surgery.tree_nodes import Keys, is_layer, keys_text, nodes_of
 from penzai_shard.tree_paths import join_paths
 
 _MARK = re.compile(r"\bpzs_layer_(\d+)\b")
@@ -30,6 +31,7 @@ class LayerScopes:
         paths: Which path each mark stands for, in the order of their numbers.
         of_step: Further scopes that a step writes itself, outside of all layers.
         is_on: Whether layers are marked at all.
+        labels: What people call the layers, by their paths; see ``layer_labels``.
 
     >>> scopes = LayerScopes()
     >>> marked = scopes.marked(pz.nn.Sequential([pz.nn.Identity()]))
@@ -40,6 +42,7 @@ class LayerScopes:
     paths: list[str] = dataclasses.field(default_factory=list)
     of_step: tuple[str, ...] = ()
     is_on: bool = True
+    labels: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._numbers = {path: number for number, path in enumerate(self.paths)}
@@ -55,10 +58,18 @@ class LayerScopes:
         """
         if not self.is_on or not has_layers(model):
             return model
-        bare = bare_paths(model)
+        bare, labels = bare_paths(model), layer_labels(model)
+
+        def marked_layer(layer: Any, keys: Keys) -> tuple[Any, ...]:
+            text = keys_text(keys)
+            path = join_paths(prefix, bare[text] or layer_name(layer))
+            if text in labels:
+                self.labels.setdefault(path, join_paths(prefix, labels[text]))
+            return (self._marked_layer(layer, path),)
+
         return Rewriter(
             find_predicate(is_layer, layers_only=True),
-            lambda layer, keys: (self._marked_layer(prefix, bare[keys_text(keys)], layer),),
+            marked_layer,
             same_everywhere=False,
             enters=lambda layer: True,
         ).run(model)
@@ -75,8 +86,7 @@ class LayerScopes:
         """The layers that an operation's name tells of, the outermost first."""
         return tuple(self.paths[int(number)] for number in _MARK.findall(op_name))
 
-    def _marked_layer(self, prefix: str, bare: str, layer: Any) -> Any:
-        path = join_paths(prefix, bare or layer_name(layer))
+    def _marked_layer(self, layer: Any, path: str) -> Any:
         number = self._numbers.setdefault(path, len(self.paths))
         if number == len(self.paths):
             self.paths.append(path)

@@ -35,6 +35,7 @@ def collective(kind="all-gather", axes=("data",), payload=1024, times=1, layers=
         times=times,
         phase="forward",
         layers=layers,
+        labels=layers,
         moves=(),
         arrays=(f"f32[{payload // 4}]",),
         name="all-gather.1",
@@ -137,31 +138,43 @@ def test_wrong_bandwidths_are_refused_all_at_once_with_a_fix():
 
 
 def blocks(count):
+    sizes = {"attention/query": 1024, "mlp/up": 4096, "mlp/down": 4096}
     return [
-        collective(payload=payload, layers=(f"block_{i}/{layer}",))
+        collective(payload=payload, layers=(f"model/block_{i}/{layer}",))
         for i in range(count)
-        for layer, payload in [("attention/query", 1024), ("mlp/up", 4096)]
+        for layer, payload in sizes.items()
     ]
 
 
 @pytest.mark.parametrize("count", [2, 32])
 def test_equal_blocks_are_one_row_and_the_first_line_names_the_costliest(count):
     found = report(*blocks(count), collective("all-reduce", ("model",), 64, layers=("loss",)))
-    lines = str(found).splitlines()
-    sent = {2: "7.6 KiB", 32: "120.1 KiB"}[count]
-    share = {2: "79%", 32: "80%"}[count]
-    assert " ".join(lines[:2]).replace("     ", " ") == (
-        f"{2 * count + 1} collectives in one step: on mesh (data=4, model=2) each device sends "
-        f"{sent}, {'99%' if count == 2 else '>99%'} of it by all-gather over data, {share} for "
-        f"block_0..{count - 1}/mlp/up"
+    blocks_text = f"model/block_{{0-{count - 1}}}"
+    sent, share = {2: ("13.6 KiB", "88%"), 32: ("216.1 KiB", "89%")}[count]
+    assert found.table().verdict == (
+        f"{3 * count + 1} collectives in one step: on mesh (data=4, model=2) each device sends "
+        f"{sent}, >99% of it by all-gather over data, {share} for {blocks_text}/mlp/{{down, up}}"
     )
-    rows = [tuple(row) for row in found.table().rows]
-    assert [row[:2] for row in rows] == [
-        (f"block_0..{count - 1}/mlp/up", str(count)),
-        (f"block_0..{count - 1}/attention/query", str(count)),
+    rows = [row[:2] for row in found.table().rows]
+    assert rows == [
+        (f"{blocks_text}/mlp/{{down, up}}", str(2 * count)),
+        (f"{blocks_text}/attention/query", str(count)),
         ("loss", "1"),
     ]
-    assert len(found.table(collapse=False).rows) == 2 * count + 1
+    assert len(found.table(collapse=False).rows) == 3 * count + 1
+
+
+def test_parts_that_the_whole_model_has_are_rows_of_their_own():
+    names = ["embedder", "lm_head", "block_0/attention/query", "block_0/attention/key"]
+    names += ["block_1/attention/query", "block_3/attention/key"]
+    merged = collective(payload=64, layers=("m/block_0/mlp/up", "m/block_1/mlp/up", "optimizer"))
+    found = report(*(collective(layers=(f"m/{name}",)) for name in names), merged)
+    assert [row[0] for row in found.table().rows] == [
+        "m/{block_{0,3}/attention/key, block_{0-1}/attention/query}",
+        "m/embedder",
+        "m/lm_head",
+        "m/block_{0-1}/mlp/up + optimizer",
+    ]
 
 
 def test_a_long_table_ends_with_the_sum_of_what_is_not_shown():
