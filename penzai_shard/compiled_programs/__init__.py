@@ -12,6 +12,7 @@ from penzai_shard.compiled_programs.device_groups import (
 )
 from penzai_shard.compiled_programs.instruction_text import ArrayType
 from penzai_shard.compiled_programs.modules import Computation, Instruction, Module
+from penzai_shard.compiled_programs.unknown_communication import unknown_communication
 from penzai_shard.compiled_programs.value_flow import ValueFlow
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "mesh_axes_of",
     "mesh_axes_of_pairs",
     "read_collectives",
+    "unknown_communication",
 ]

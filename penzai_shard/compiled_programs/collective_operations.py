@@ -1,10 +1,15 @@
 """The collectives of a compiled program: what runs, among which devices, how often."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
 
 from penzai_shard.compiled_programs.device_groups import Groups, read_groups, read_pairs
 from penzai_shard.compiled_programs.executions import Executions, executions
+from penzai_shard.compiled_programs.fused_collectives import (
+    DONE,
+    asynchronous_uses,
+    continuations,
+    scattered_results,
+)
 from penzai_shard.compiled_programs.instruction_text import ArrayType, Type, arrays_of
 from penzai_shard.compiled_programs.modules import Instruction, Module
 from penzai_shard.compiled_programs.operation_names import merged_names
@@ -19,6 +24,8 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+# Their groups may count copies of the program instead of devices.
+_BY_REPLICA = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +64,8 @@ class CollectiveOperation:
 def read_collectives(module: Module, device_count: int) -> list[CollectiveOperation]:
     """The collectives of a program, in the order of its computations.
 
-    Those in computations that never run are left out.
+    Those in computations that never run are left out. What may communicate and is of none of these
+    kinds, ``unknown_communication`` tells.
 
     Args:
         module: The program.
@@ -67,49 +75,92 @@ def read_collectives(module: Module, device_count: int) -> list[CollectiveOperat
         ProgramError: There are collectives that cannot be read; the message names all of them.
     """
     times = executions(module)
+    collectives = [one for one in module if one.computation in times and _kind(one) in KINDS]
+    continued = continuations(module, collectives)
+    reader = _Reader(module, device_count)
     found, unread = [], []
-    for one, executed in _in_order(module, times):
-        kind = one.opcode.removesuffix("-start")
-        if kind not in KINDS:
+    for one in collectives:
+        if one.name in continued:
             continue
         try:
-            found.append(_collective(kind, one, module, executed, device_count))
+            found.append(reader.read(one, times[one.computation]))
         except ValueError as error:
             unread.append(f"{one.name} ({one.opcode}): {error}.")
     raise_all(ProgramError, f"{module.name}: collectives that cannot be read:", unread)
     return found
 
 
-def _in_order(
-    module: Module, times: Mapping[str, Executions]
-) -> Iterator[tuple[Instruction, Executions]]:
-    for one in module:
-        if one.computation in times:
-            yield one, times[one.computation]
+def _kind(one: Instruction) -> str:
+    return one.opcode.removesuffix("-start")
 
 
-def _collective(
-    kind: str, one: Instruction, module: Module, executed: Executions, device_count: int
-) -> CollectiveOperation:
-    siblings = module.computations[one.computation].instructions
-    operands = tuple(array for name in one.operand_names for array in siblings[name].results)
-    return CollectiveOperation(
-        kind=kind,
-        name=one.name,
-        groups=_groups(kind, one, device_count),
-        operands=operands,
-        results=_results(kind, one),
-        times=executed.times,
-        at_most=executed.at_most,
-        op_names=merged_names(one.op_name) if one.op_name else (),
-        instruction=one,
-    )
+class _Reader:
+    """Reads the collectives of one program."""
 
+    def __init__(self, module: Module, device_count: int) -> None:
+        self.module = module
+        self.device_count = device_count
+        # Of what is in a fusion or runs in the background, names may be outside alone.
+        self.outside = {
+            name: one
+            for one in module
+            if one.opcode in ("fusion", "async-start")
+            for name in module.called_by(one)
+        }
 
-def _groups(kind: str, one: Instruction, device_count: int) -> Groups:
-    if kind == "collective-permute":
-        return read_pairs(_attribute(one, "source_target_pairs"), device_count)
-    return read_groups(_attribute(one, "replica_groups"), device_count)
+    def read(self, one: Instruction, executed: Executions) -> CollectiveOperation:
+        if DONE in asynchronous_uses(self.module, one):
+            raise ValueError("it ends, and starts nowhere")
+        kind = _kind(one)
+        groups = self._groups(kind, one)
+        operands, results = self._operands(kind, one), self._results(kind, one)
+        outside = self.outside.get(one.computation)
+        if kind == "all-reduce" and outside is not None and outside.opcode == "fusion":
+            shares = scattered_results(self.module, one, len(groups[0]))
+            if shares is not None:
+                kind, results = "reduce-scatter", shares
+        _check_sizes(kind, operands, results, len(groups[0]) if groups else 1)
+        op_name = one.op_name or (outside.op_name if outside is not None else "")
+        return CollectiveOperation(
+            kind=kind,
+            name=outside.name if outside is not None and outside.opcode != "fusion" else one.name,
+            groups=groups,
+            operands=operands,
+            results=results,
+            times=executed.times,
+            at_most=executed.at_most,
+            op_names=merged_names(op_name) if op_name else (),
+            instruction=one,
+        )
+
+    def _groups(self, kind: str, one: Instruction) -> Groups:
+        if kind == "collective-permute":
+            return read_pairs(_attribute(one, "source_target_pairs"), self.device_count)
+        groups = read_groups(_attribute(one, "replica_groups"), self.device_count)
+        by_device = one.attributes.get("use_global_device_ids") == "true"
+        if "channel_id" in one.attributes and kind in _BY_REPLICA and not by_device:
+            # Groups of copies of the program, of which there is one, on all devices.
+            if groups not in (((0,),), (tuple(range(self.device_count)),)):
+                raise ValueError("its groups are not of devices but of copies of the program")
+            return (tuple(range(self.device_count)),)
+        return groups
+
+    def _operands(self, kind: str, one: Instruction) -> tuple[ArrayType, ...]:
+        siblings = self.module.computations[one.computation].instructions
+        names = one.operand_names
+        if kind == "ragged-all-to-all":
+            # Behind the first are the room for what comes out, and tables of where it goes.
+            names = names[:1]
+        return tuple(array for name in names for array in siblings[name].results)
+
+    def _results(self, kind: str, one: Instruction) -> tuple[ArrayType, ...]:
+        """What comes out of a collective; the start of one gives what went in, too."""
+        type_: Type = one.read.type
+        if one.opcode != kind and kind != "all-reduce":
+            if isinstance(type_, ArrayType) or len(type_) < 2:
+                raise ValueError("it starts, and does not say what comes out")
+            type_ = type_[1]
+        return arrays_of(type_)
 
 
 def _attribute(one: Instruction, key: str) -> str:
@@ -118,11 +169,30 @@ def _attribute(one: Instruction, key: str) -> str:
     return one.attributes[key]
 
 
-def _results(kind: str, one: Instruction) -> tuple[ArrayType, ...]:
-    """What comes out of a collective; the start of one gives what went in, too."""
-    type_: Type = one.read.type
-    if one.opcode.endswith("-start") and kind != "all-reduce":
-        if isinstance(type_, ArrayType) or len(type_) < 2:
-            raise ValueError(f"the start of a collective that gives {one.results}")
-        type_ = type_[1]
-    return arrays_of(type_)
+def _check_sizes(
+    kind: str,
+    operands: tuple[ArrayType, ...],
+    results: tuple[ArrayType, ...],
+    group_size: int,
+) -> None:
+    """Whether what goes in and what comes out fit to each other: else something was misread."""
+    if kind == "ragged-all-to-all":
+        return
+    grows = {"all-gather": group_size}.get(kind, 1)
+    shrinks = {"reduce-scatter": group_size}.get(kind, 1)
+    into, out = (_bytes_by_dtype(side) for side in (operands, results))
+    if {dtype: n * grows for dtype, n in into.items()} != {
+        dtype: n * shrinks for dtype, n in out.items()
+    }:
+        texts = (", ".join(map(str, side)) for side in (operands, results))
+        raise ValueError(
+            f"what goes in does not fit to what comes out in groups of {group_size}: "
+            + " -> ".join(texts)
+        )
+
+
+def _bytes_by_dtype(arrays: tuple[ArrayType, ...]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for array in arrays:
+        total[array.dtype] = total.get(array.dtype, 0) + array.bytes
+    return total

@@ -5,6 +5,8 @@ import graphlib
 from collections.abc import Iterator
 
 from penzai_shard.compiled_programs.modules import Instruction, Module
+from penzai_shard.compiled_programs.trip_counts import trip_count
+from penzai_shard.compiled_programs.value_flow import ValueFlow
 
 # These run a computation once per element, or as often as they like.
 _NOT_TOLD = frozenset(
@@ -59,8 +61,9 @@ def executions(module: Module) -> dict[str, Executions]:
     Loops count by their trip count, nested ones multiply. A branch of a conditional counts as if
     it were taken each time, and is marked; the program does not say which one is.
     """
+    flow = ValueFlow(module)
     calls = {
-        name: [call for one in computation for call in _calls(module, one)]
+        name: [call for one in computation for call in _calls(flow, one)]
         for name, computation in module.computations.items()
     }
     callers = {name: set[str]() for name in calls}
@@ -77,16 +80,16 @@ def executions(module: Module) -> dict[str, Executions]:
     return result
 
 
-def _calls(module: Module, one: Instruction) -> Iterator[tuple[str, Executions]]:
+def _calls(flow: ValueFlow, one: Instruction) -> Iterator[tuple[str, Executions]]:
     if one.opcode in _CONTINUED:
         return
-    for name in module.called_by(one):
-        yield name, _executions_of_call(one, name)
+    for name in flow.module.called_by(one):
+        yield name, _executions_of_call(flow, one, name)
 
 
-def _executions_of_call(one: Instruction, name: str) -> Executions:
+def _executions_of_call(flow: ValueFlow, one: Instruction, name: str) -> Executions:
     if one.opcode == "while":
-        trips = one.trip_count
+        trips = trip_count(flow, one)
         # The condition is asked once more than the body runs.
         once_more = one.attributes.get("condition", "").lstrip("%") == name
         return Executions(None if trips is None else trips + once_more)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from penzai_shard.compiled_programs.instruction_text import ArrayType, InstructionText, arrays_of
+from penzai_shard.errors import ProgramError
 from penzai_shard.library_apis.compiler_api import (
     HloInstruction,
     HloModule,
@@ -103,8 +104,15 @@ class Instruction:
 
     @functools.cached_property
     def read(self) -> InstructionText:
-        """What its line says, taken apart."""
-        return InstructionText.of(self.text)
+        """What its line says, taken apart.
+
+        Raises:
+            ProgramError: It cannot be read.
+        """
+        try:
+            return InstructionText.of(self.text)
+        except ValueError as error:
+            raise ProgramError(f"{self.name} ({self.opcode}): {error}.") from error
 
     @functools.cached_property
     def results(self) -> tuple[ArrayType, ...]:

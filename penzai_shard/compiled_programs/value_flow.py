@@ -44,7 +44,7 @@ _CALLS = frozenset({"fusion", "call", "async-start"})
 Path = tuple[int, ...]
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """An array in a program: of an instruction that gives a tuple, the path of one in it.
 
     ``callers`` are the instructions through which a walk came into this computation, so that it
@@ -88,7 +88,7 @@ class ValueFlow:
         """
         found = []
         for i in range(len(one.operand_names)):
-            places = self._ends([self._operand(_Place(one), i)], self._before)
+            places = self._ends([self.operand(Place(one), i)], self.before)
             by_position = {int(place.one.read.operands): place.one.op_name for place in places}
             found.append(tuple(name for _, name in sorted(by_position.items())))
         return tuple(found)
@@ -101,15 +101,15 @@ class ValueFlow:
         """
         found = []
         for path in _paths_out(one):
-            places = self._ends([_Place(one, path)], self._after)
+            places = self._ends([Place(one, path)], self._after)
             found.append(tuple(sorted({place.path[0] if place.path else 0 for place in places})))
         return tuple(found)
 
     def _ends(
-        self, start: Iterable[_Place], step: Callable[[_Place], Iterator[_Place]]
-    ) -> Iterator[_Place]:
+        self, start: Iterable[Place], step: Callable[[Place], Iterator[Place]]
+    ) -> Iterator[Place]:
         """The places at the border of the program that a walk comes to."""
-        at_border = self._is_argument if step == self._before else self._is_result
+        at_border = self._is_argument if step == self.before else self._is_result
         left, seen = list(start), set(start)
         while left:
             place = left.pop()
@@ -120,58 +120,60 @@ class ValueFlow:
                     seen.add(other)
                     left.append(other)
 
-    def _is_argument(self, place: _Place) -> bool:
+    def _is_argument(self, place: Place) -> bool:
         return place.one.opcode == "parameter" and place.one.computation == self.module.entry
 
-    def _is_result(self, place: _Place) -> bool:
+    def _is_result(self, place: Place) -> bool:
         return place.one.is_root and place.one.computation == self.module.entry
 
     # Backwards
 
-    def _before(self, place: _Place) -> Iterator[_Place]:
+    def before(self, place: Place) -> Iterator[Place]:
+        """The places that a value comes from, one step back."""
         one, path, callers = place
         if one.opcode == "parameter":
             yield from self._arguments_of_call(place)
         elif one.opcode == "get-tuple-element":
-            yield self._operand(place, 0, (int(one.attributes["index"]), *path))
+            yield self.operand(place, 0, (int(one.attributes["index"]), *path))
         elif one.opcode == "tuple":
-            yield self._operand(place, path[0], path[1:])
+            yield self.operand(place, path[0], path[1:])
         elif one.opcode in _SAME_STRUCTURE:
-            yield self._operand(place, 0, path)
+            yield self.operand(place, 0, path)
         elif one.opcode in _DONE:
-            yield self._operand(place, 0, (1, *path))
+            yield self.operand(place, 0, (1, *path))
         elif one.opcode == "while":
-            yield _Place(self._computation(one, "body").root, path, (*callers, one))
+            yield Place(self._computation(one, "body").root, path, (*callers, one))
         elif one.opcode == "async-start" and path[0] == 0:
-            yield self._operand(place, path[1], path[2:])
+            yield self.operand(place, path[1], path[2:])
         elif one.opcode in _CALLS or one.opcode == "conditional":
             inside = path[1:] if one.opcode == "async-start" else path
             for name in self.module.called_by(one):
-                yield _Place(self.module.computations[name].root, inside, (*callers, one))
+                yield Place(self.module.computations[name].root, inside, (*callers, one))
         else:
             for i in range(len(one.operand_names)):
                 if path in self._paths_of_operand(one, i):
-                    yield self._operand(place, i)
+                    yield self.operand(place, i)
 
-    def _arguments_of_call(self, place: _Place) -> Iterator[_Place]:
+    def _arguments_of_call(self, place: Place) -> Iterator[Place]:
         one, path, _ = place
         position = int(one.read.operands)
         for caller, callers in self._callers(place):
             if caller.opcode == "while":
                 body = self._computation(caller, "body")
-                yield _Place(body.root, path, (*callers, caller))
+                yield Place(body.root, path, (*callers, caller))
             elif caller.opcode == "conditional":
                 position = 1 + self.module.called_by(caller).index(one.computation)
             if position < len(caller.operand_names):
-                yield self._operand(_Place(caller, (), callers), position, path)
+                yield self.operand(Place(caller, (), callers), position, path)
 
-    def _operand(self, place: _Place, position: int, path: Path = ()) -> _Place:
+    def operand(self, place: Place, position: int, path: Path = ()) -> Place:
+        """An operand of an instruction, or an array in it."""
         siblings = self.module.computations[place.one.computation].instructions
-        return _Place(siblings[place.one.operand_names[position]], path, place.callers)
+        return Place(siblings[place.one.operand_names[position]], path, place.callers)
 
     # Forwards
 
-    def _after(self, place: _Place) -> Iterator[_Place]:
+    def _after(self, place: Place) -> Iterator[Place]:
         one, path, callers = place
         if one.is_root:
             yield from self._results_of_call(place)
@@ -184,40 +186,40 @@ class ValueFlow:
 
     def _into(
         self, user: Instruction, position: int, path: Path, callers: tuple[Instruction, ...]
-    ) -> Iterator[_Place]:
+    ) -> Iterator[Place]:
         if user.opcode == "get-tuple-element":
             if path and path[0] == int(user.attributes["index"]):
-                yield _Place(user, path[1:], callers)
+                yield Place(user, path[1:], callers)
         elif user.opcode == "tuple":
-            yield _Place(user, (position, *path), callers)
+            yield Place(user, (position, *path), callers)
         elif user.opcode in _SAME_STRUCTURE:
-            yield _Place(user, path, callers)
+            yield Place(user, path, callers)
         elif user.opcode in _DONE:
             if path and path[0] == 1:
-                yield _Place(user, path[1:], callers)
+                yield Place(user, path[1:], callers)
         elif user.opcode in _CALLS or user.opcode in ("while", "conditional"):
             called = self.module.called_by(user)
             if user.opcode == "conditional":
                 called, position = called[position - 1 : position] if position else (), 0
             for name in called:
                 parameter = self.module.computations[name].parameters[position]
-                yield _Place(parameter, path, (*callers, user))
+                yield Place(parameter, path, (*callers, user))
         else:
             for out in self._paths_of_operand(user, position):
-                yield _Place(user, out, callers)
+                yield Place(user, out, callers)
 
-    def _results_of_call(self, place: _Place) -> Iterator[_Place]:
+    def _results_of_call(self, place: Place) -> Iterator[Place]:
         for caller, callers in self._callers(place):
             if caller.opcode == "while":
                 if place.one.computation != self._computation(caller, "body").name:
                     continue
-                yield _Place(
+                yield Place(
                     self._computation(caller, "body").parameters[0],
                     place.path,
                     (*callers, caller),
                 )
             inside = (1, *place.path) if caller.opcode == "async-start" else place.path
-            yield _Place(caller, inside, callers)
+            yield Place(caller, inside, callers)
 
     # Both ways
 
@@ -239,7 +241,7 @@ class ValueFlow:
             return ((),) if kept is None or position in kept else ()
         return ()
 
-    def _callers(self, place: _Place) -> Iterator[tuple[Instruction, tuple[Instruction, ...]]]:
+    def _callers(self, place: Place) -> Iterator[tuple[Instruction, tuple[Instruction, ...]]]:
         """The instructions through which a walk leaves a computation, with theirs."""
         if place.callers:
             yield place.callers[-1], place.callers[:-1]
