@@ -26,12 +26,9 @@ def test_a_layer_is_called_by_the_parameters_in_it_and_others_by_what_is_around_
     layers = {keys_text(keys): node for keys, node in nodes_of(model()) if is_layer(node)}
     assert labels.keys() == layers.keys()
     assert labels[""] == "transformer"
+    in_blocks = [f"block_{i}/{name}" for i in range(2) for name in LINEAR_IN_BLOCK]
     assert labels_of(model(), pz.nn.Linear) == [
-        f"transformer/{name}"
-        for name in [
-            *(f"block_{i}/{part}" for i in range(2) for part in LINEAR_IN_BLOCK),
-            "lm_head",
-        ]
+        f"transformer/{name}" for name in [*in_blocks, "final_norm/scale", "lm_head"]
     ]
     assert labels_of(model(), pz.nn.Softmax) == [
         f"transformer/block_{i}/attention/sequential/softmax" for i in range(2)
