@@ -18,7 +18,7 @@ from typing import Any, Literal, overload
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from penzai_shard.array_kinds import is_traced
+from penzai_shard.array_kinds import is_abstract, is_traced
 from penzai_shard.errors import MeshError, RuleTypeError
 
 AnyMesh = Mesh | AbstractMesh
@@ -223,8 +223,9 @@ def onto_auto_twin(tree: Any) -> Any:
     ``jax.vmap``; gradients come back with the type that the original array had.
 
     Args:
-        tree: Any pytree. Leaves that are not JAX arrays, or have no Explicit axes, stay the same
-            objects; so do mutable variables, whose values this function does not look into.
+        tree: Any pytree. Leaves that are not JAX arrays or structs, or have no Explicit axes, stay
+            the same objects; so do mutable variables, whose values this function does not look
+            into.
 
     Returns:
         A tree of the same structure.
@@ -239,6 +240,9 @@ def onto_auto_twin(tree: Any) -> Any:
 
 
 def _array_onto_auto_twin(leaf: Any) -> Any:
+    if is_abstract(leaf):
+        twin = shardings_on_auto_twin(leaf.sharding)
+        return leaf if twin is leaf.sharding else leaf.update(sharding=twin)
     if not isinstance(leaf, jax.Array):
         return leaf
     if not is_traced(leaf):

@@ -19,7 +19,13 @@ from penzai_shard.readers import without_bare_arrays
 from penzai_shard.training.declared_layout import DeclaredAux, DeclaredInputs, DeclaredState
 from penzai_shard.training.flat_state import FlatState
 from penzai_shard.training.loss_contract import RESERVED
-from penzai_shard.training.state_layout import as_array, committed, mesh_of, with_strong_type
+from penzai_shard.training.state_layout import (
+    Packing,
+    as_array,
+    committed,
+    mesh_of,
+    with_strong_type,
+)
 from penzai_shard.training.step_failures import refuse_donated, refuse_inputs, refuse_other_leaves
 from penzai_shard.training.train_state import TrainState, to_flat
 
@@ -69,6 +75,50 @@ class CompiledStep:
     declared_aux: DeclaredAux
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False)
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)
+
+    def trace(self, train_state: TrainState, /, **inputs: Any) -> jax.stages.Traced:
+        """The step's ``jax.stages.Traced`` for a state and inputs, without running it.
+
+        Args:
+            train_state: The state, concrete; or abstract, with a sharding in every struct.
+            **inputs: Inputs, concrete or abstract.
+
+        Returns:
+            What ``jax.jit(...).trace(...)`` gives.
+
+        Raises:
+            ShardingError: The step was built with ``jit=False``, or as calling it does.
+        """
+        if not self.jit:
+            raise ShardingError("a step built with jit=False has nothing to lower. Pass jit=True.")
+        flat = flat_of(train_state)
+        leaves = self.checked_inputs(inputs)
+        if any(map(is_abstract, flat.changing)):
+            # There are no values that could be packed.
+            flat = dataclasses.replace(flat, packed=flat.constant)
+            packing: Packing = tuple((i, None) for i in range(len(flat.constant)))
+            run, arguments = self._described_call(flat, packing)
+        else:
+            run, arguments = self._prepared_call(flat, leaves)
+        inputs = self.declared_inputs.placed(inputs)
+        with auto_context():
+            traced: jax.stages.Traced = run.trace(*arguments, inputs)
+        return traced
+
+    def lower(self, train_state: TrainState, /, **inputs: Any) -> jax.stages.Lowered:
+        """The step's ``jax.stages.Lowered`` for a state and inputs, without running it.
+
+        Takes and raises what ``trace`` does.
+        """
+        return self.trace(train_state, **inputs).lower()
+
+    def _described_call(self, flat: FlatState, packing: Packing) -> tuple[Any, tuple[Any, ...]]:
+        """The program for an abstract state, and what of the state it takes."""
+        raise NotImplementedError
+
+    def _prepared_call(self, flat: FlatState, inputs: list[Any]) -> tuple[Any, tuple[Any, ...]]:
+        """The same for a concrete state, which is placed."""
+        raise NotImplementedError
 
     def checked_inputs(self, inputs: dict[str, Any]) -> list[Any]:
         """The leaves of the inputs, which are brought onto the Auto twin of their mesh in place.

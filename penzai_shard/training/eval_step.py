@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 
-from penzai_shard.array_kinds import is_abstract, is_traced
-from penzai_shard.errors import ShardingError
+from penzai_shard.array_kinds import is_traced
 from penzai_shard.meshes import auto_context
 from penzai_shard.training.aux_reductions import AuxReductions
 from penzai_shard.training.compiled_step import (
@@ -142,30 +141,12 @@ class EvalStep(CompiledStep):
             raise better from error
         return loss, aux
 
-    def lower(self, train_state: TrainState, /, **inputs: Any) -> Any:
-        """The step's ``jax.stages.Lowered`` for a state and inputs, without running it.
+    def _described_call(self, flat: FlatState, packing: Packing) -> tuple[Any, tuple[Any, ...]]:
+        return self._program(flat.form, packing), (flat.changing, flat.packed)
 
-        Args:
-            train_state: The state, concrete; or abstract, with a sharding in every struct.
-            **inputs: Inputs, concrete or abstract.
-
-        Returns:
-            What ``jax.jit(...).lower(...)`` gives.
-
-        Raises:
-            ShardingError: The step was built with ``jit=False``, or as calling it does.
-        """
-        if not self.jit:
-            raise ShardingError("a step built with jit=False has nothing to lower. Pass jit=True.")
-        flat = flat_of(train_state)
-        if any(map(is_abstract, flat.changing)):
-            packing: Packing = tuple((i, None) for i in range(len(flat.constant)))
-            flat = dataclasses.replace(flat, packed=flat.constant)
-        else:
-            flat, packing = self._prepared(flat, self.checked_inputs(inputs))
-        inputs = self.declared_inputs.placed(inputs)
-        with auto_context():
-            return self._program(flat.form, packing).lower(flat.changing, flat.packed, inputs)
+    def _prepared_call(self, flat: FlatState, inputs: list[Any]) -> tuple[Any, tuple[Any, ...]]:
+        flat, packing = self._prepared(flat, inputs)
+        return self._described_call(flat, packing)
 
     def _prepared(self, flat: FlatState, inputs: list[Any]) -> tuple[FlatState, Packing]:
         """A state as programs take it, and how its constants are packed."""

@@ -16,6 +16,7 @@ from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed
 from penzai_shard.text_tables import NotebookView
 from penzai_shard.training.batches import (
     named_as_given,
+    shard_batch,
     suggesting_first_axis,
     with_first_axis,
 )
@@ -212,8 +213,7 @@ class StatefulTrainer(NotebookView):
             ShardingError: As a step of ``build_train_step_fn``. The state is as before then.
         """
         refuse_positional(positional, "trainer.step(")
-        if self._request is not None:
-            inputs = self._placed(self._request, inputs)
+        inputs = self.placed_inputs(inputs)
         state = self._state
         if self._donates and self._handed_out:
             state = with_own_buffers(state)
@@ -221,19 +221,25 @@ class StatefulTrainer(NotebookView):
         self._handed_out = False
         return aux
 
-    def _placed(self, request: PlanRequest, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs on the mesh. Rules are looked at once, for the state and them together."""
+    def placed_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of a step as it places them; of structs, structs with the layouts.
+
+        Rules are looked at once, for the state and the inputs together.
+        """
+        if self._request is None:
+            return inputs
         refuse_inputs(without_bare_arrays(inputs, "a step"))
         if not self._looked_at_rules:
             self._looked_at_rules = True
             leaves = leaves_of((self._state, inputs))
-            warn_caller(request.doubts({name for leaf in leaves for name in leaf.names or ()}))
+            warn_caller(self._request.doubts({n for leaf in leaves for n in leaf.names or ()}))
+        planner = self._request.planner
         if self._first_axis is None:
-            with suggesting_first_axis(inputs, request.planner.on_unnamed):
-                return dict(place(inputs, request.planner.plan(inputs)))
+            with suggesting_first_axis(inputs, planner.on_unnamed):
+                return dict(shard_batch(inputs, plan=planner.plan(inputs)))
         inputs = without_bare_arrays(inputs, "trainer.step")
         named = with_first_axis(inputs, self._first_axis)
-        return dict(named_as_given(inputs, place(named, request.planner.plan(named))))
+        return dict(named_as_given(inputs, shard_batch(named, plan=planner.plan(named))))
 
     @property
     def state(self) -> TrainState:

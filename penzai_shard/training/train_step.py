@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Sharding
 
-from penzai_shard.array_kinds import is_abstract, is_traced
+from penzai_shard.array_kinds import is_traced
 from penzai_shard.errors import ShardingError
 from penzai_shard.meshes import auto_context
 from penzai_shard.training.aux_reductions import AuxReductions
@@ -229,9 +229,7 @@ class TrainStep(CompiledStep):
         inputs = self.declared_inputs.placed(inputs)
         try:
             with auto_context():
-                changing, aux = program.run(
-                    flat.changing[0], flat.changing[1:], flat.packed, inputs
-                )
+                changing, aux = program.run(*_state_arguments(flat), inputs)
         except (ValueError, TypeError, RuntimeError) as error:
             # JAX names what it refuses by positions in the program, and this by paths.
             better = explained(error, flat, inputs)
@@ -240,40 +238,13 @@ class TrainStep(CompiledStep):
             raise better from error
         return from_flat(FlatState(flat.form, changing, flat.constant, program, flat.packed)), aux
 
-    def trace(self, train_state: TrainState, /, **inputs: Any) -> jax.stages.Traced:
-        """The step's ``jax.stages.Traced`` for a state and inputs, without running it.
+    def _described_call(self, flat: FlatState, packing: Packing) -> tuple[Any, tuple[Any, ...]]:
+        shardings = [getattr(leaf, "sharding", None) for leaf in flat.changing]
+        return self._program(flat.form, shardings, packing).run, _state_arguments(flat)
 
-        Args:
-            train_state: The state, concrete; or abstract, with a sharding in every struct.
-            **inputs: Inputs, concrete or abstract.
-
-        Returns:
-            What ``jax.jit(...).trace(...)`` gives.
-
-        Raises:
-            ShardingError: The step was built with ``jit=False``, or as calling it does.
-        """
-        if not self.jit:
-            raise ShardingError("a step built with jit=False has nothing to lower. Pass jit=True.")
-        flat = flat_of(train_state)
-        if any(map(is_abstract, flat.changing)):
-            shardings = [getattr(leaf, "sharding", None) for leaf in flat.changing]
-            # There are no values that could be packed.
-            packing = tuple((i, None) for i in range(len(flat.constant)))
-            program = self._program(flat.form, shardings, packing)
-            flat = dataclasses.replace(flat, packed=flat.constant)
-        else:
-            flat, program = self._prepared(flat, self.checked_inputs(inputs))
-        inputs = self.declared_inputs.placed(inputs)
-        with auto_context():
-            return program.run.trace(flat.changing[0], flat.changing[1:], flat.packed, inputs)
-
-    def lower(self, train_state: TrainState, /, **inputs: Any) -> jax.stages.Lowered:
-        """The step's ``jax.stages.Lowered`` for a state and inputs, without running it.
-
-        Takes and raises what ``trace`` does.
-        """
-        return self.trace(train_state, **inputs).lower()
+    def _prepared_call(self, flat: FlatState, inputs: list[Any]) -> tuple[Any, tuple[Any, ...]]:
+        flat, program = self._prepared(flat, inputs)
+        return program.run, _state_arguments(flat)
 
     def _prepared(self, flat: FlatState, inputs: list[Any]) -> tuple[FlatState, "StepProgram"]:
         """A state that did not come from this step, as its programs take it, and its program."""
@@ -371,6 +342,11 @@ class TrainStep(CompiledStep):
             for leaf in treedef.flatten_up_to(peek(state, name))
         ]
         return form.parted(leaves)[0], aux
+
+
+def _state_arguments(flat: FlatState) -> tuple[Any, ...]:
+    """What of a state a program takes, before the inputs."""
+    return flat.changing[0], flat.changing[1:], flat.packed
 
 
 @dataclasses.dataclass(frozen=True)
