@@ -30,6 +30,7 @@ from treescope.external import jax_support
 import penzai_shard
 from penzai_shard.errors import ShardingError
 from penzai_shard.library_apis import (
+    compiler_api,
     jax_api,
     orbax_api,
     penzai_api,
@@ -527,6 +528,30 @@ def test_a_program_that_is_being_aborted_has_time_to_say_why():
 # Nothing else uses them
 
 PACKAGE = pathlib.Path(penzai_shard.__file__).parent
+
+
+def test_traced_functions_say_what_goes_into_them_under_which_names():
+    layout = NamedSharding(MESH, PartitionSpec("data"))
+    own = NamedSharding(MESH, PartitionSpec())
+
+    def function(x, n, y, *rest, **more):
+        return x * n + rest[0]["a"] * more["k"]
+
+    jitted = jax.jit(function, static_argnums=1, donate_argnums=0)
+    struct = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=layout)
+    committed = jax.device_put(jnp.ones(8), own)
+    traced = jitted.trace(struct, 2, committed, {"a": jnp.ones(8)}, k=1.0)
+    assert compiler_api.traced_arguments(traced) == [
+        compiler_api.TracedArgument("x", layout, True),
+        compiler_api.TracedArgument("y", own, False),
+        compiler_api.TracedArgument("rest[0]['a']", None, False),
+        compiler_api.TracedArgument("more['k']", None, False),
+    ]
+    assert compiler_api.kept_arguments(traced.lower()) == {0, 2, 3}
+    told = jax.jit(lambda x: x, in_shardings=layout).trace(jnp.ones(8))
+    assert compiler_api.traced_arguments(told)[0].sharding == layout
+
+
 FRAGILE_MODULES = re.compile(
     r"jax\.(core|extend|experimental|interpreters|lib)\b|jaxlib\b|orbax\."
     r"|(jax|jnp|penzai|pz|treescope|optax)(\.\w+)*\._(?!_)"

@@ -8,14 +8,25 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from penzai_shard.errors import MeshError
+from penzai_shard.array_kinds import is_abstract
 from penzai_shard.inspection.layer_scopes import LayerScopes
+from penzai_shard.inspection.step_arguments import check_inputs, one_mesh
 from penzai_shard.inspection.step_arrays import StepArray, abstract_leaf, names_in
 from penzai_shard.inspection.step_parts import StepPart, part_of_field
-from penzai_shard.inspection.traced_functions import arguments_of, results_of, traced_function
-from penzai_shard.meshes import AnyMesh, auto_context, auto_twin
+from penzai_shard.inspection.traced_functions import (
+    arguments_of,
+    results_of,
+    traced_function,
+    with_marks,
+)
+from penzai_shard.library_apis.compiler_api import traced_arguments
+from penzai_shard.meshes import AnyMesh, auto_context
+from penzai_shard.readers import without_bare_arrays
+from penzai_shard.surgery.edit_report import counted
+from penzai_shard.training.compiled_step import CompiledStep, flat_of
 from penzai_shard.training.gradient_step import LOSS_SCOPE, OPTIMIZER_SCOPE
-from penzai_shard.training.train_state import TrainState, to_flat
+from penzai_shard.training.stateful_trainer import StatefulTrainer
+from penzai_shard.training.step_failures import refuse_inputs, refuse_positional
 from penzai_shard.training.train_step import TrainStep
 from penzai_shard.tree_paths import join_paths, paths_and_leaves
 
@@ -47,8 +58,9 @@ def lower_step(
     """Lowers a step for abstract arguments, its layers marked.
 
     Args:
-        step: A train step, a function under ``jax.jit``, or a layer.
-        args: What it is called with, concrete or abstract.
+        step: A train step, an evaluation step, a trainer, a function, under ``jax.jit`` or not, or
+            a layer.
+        args: What it is called with, concrete or abstract. Nothing of it is run, moved or changed.
         kwargs: The same by keyword.
         platform: What it is compiled for: ``"cpu"``, ``"tpu"``, ``"cuda"``; by default that of
             the mesh's devices, and the CPU if the mesh is abstract.
@@ -57,98 +69,109 @@ def lower_step(
         The lowered step.
 
     Raises:
-        MeshError: The arrays are on several meshes.
+        MeshError: The arrays are on several meshes, or some are on other devices.
+        RuleTypeError: It is not a step, or these are not its arguments.
+        ShardingError: As calling the step does.
     """
-    mesh = _mesh_of((args, kwargs))
-    platform = _platform_of(mesh) if platform is None else platform
-    if isinstance(step, TrainStep):
-        return _lower_train_step(step, *args, platform=platform, mesh=mesh, inputs=kwargs)
-    return _lower_function(step, args, kwargs, platform, mesh)
+    if isinstance(getattr(step, "__self__", None), StatefulTrainer):
+        step = step.__self__
+    if isinstance(step, StatefulTrainer):
+        refuse_positional(tuple(args), "collectives(trainer, ")
+        inputs = step.placed_inputs(_abstract(kwargs))
+        return _lower_state_step(step.step_fn, step.current_state, inputs, platform)
+    if isinstance(step, CompiledStep):
+        refuse_positional(tuple(args[1:]), "collectives(step, state, ")
+        state = args[0] if args else None
+        return _lower_state_step(step, state, _abstract(kwargs), platform)
+    return _lower_function(step, args, kwargs, platform)
 
 
-def _lower_train_step(
-    step: TrainStep,
-    state: TrainState,
-    *,
-    platform: str | None,
-    mesh: AnyMesh | None,
-    inputs: Mapping[str, Any],
+def _lower_state_step(
+    step: CompiledStep, state: Any, inputs: dict[str, Any], platform: str | None
 ) -> LoweredStep:
-    scopes = LayerScopes(of_step=(LOSS_SCOPE, OPTIMIZER_SCOPE))
+    """A step of a train state, lowered for structs in place of the state's arrays."""
+    flat = flat_of(state)
+    paths = flat.form.paths()
+    check_inputs(step.computation.loss_fn, inputs)
+    of_state = [*zip(paths, flat.leaves(), strict=True)]
+    mesh = one_mesh([*of_state, *paths_and_leaves(inputs)])
+    notes = _notes_on_undecided(of_state, paths_and_leaves(inputs), mesh)
+    state = jax.tree.map(functools.partial(_on_mesh, mesh), state)
+    of_step = (LOSS_SCOPE, OPTIMIZER_SCOPE) if isinstance(step, TrainStep) else (LOSS_SCOPE,)
+    traced, scopes, more = with_marks(
+        lambda scopes: _marked_step(step, scopes).trace(state, **inputs), of_step
+    )
+    names = names_in(state)
+    arrays = [
+        dataclasses.replace(StepArray.of(path, part_of_field(path), leaf), names=names)
+        for path, leaf, names in zip(paths, jax.tree.leaves(state), names, strict=True)
+    ]
+    changing, constant = flat.form.parted(arrays)
+    going_in = [*changing, *constant, *_arrays_of("inputs", inputs, "inputs")]
+    arguments = {
+        argument.name: dataclasses.replace(
+            array, sharding=argument.sharding, donated=argument.donated
+        )
+        for argument, array in zip(traced_arguments(traced), going_in, strict=True)
+    }
+    new, aux = traced.out_info
+    results = _arrays_of("loss", new, "outputs")
+    if isinstance(step, TrainStep):
+        results = [
+            dataclasses.replace(array, sharding=StepArray.of("", array.part, leaf).sharding)
+            for array, leaf in zip(changing, new, strict=True)
+        ]
+    results += _arrays_of("aux", aux, "outputs")
+    lowered = _lowered(traced, platform, mesh)
+    return LoweredStep(lowered, mesh, arguments, tuple(results), scopes, (*notes, *more))
+
+
+def _marked_step(step: CompiledStep, scopes: LayerScopes) -> CompiledStep:
+    """A step like another, whose loss function gets a marked model."""
     loss_fn = step.computation.loss_fn
 
     @functools.wraps(loss_fn)
     def marked_loss(*, model: Any, **others: Any) -> Any:
         return loss_fn(model=scopes.marked(model), **others)
 
-    marked = dataclasses.replace(
-        step, computation=dataclasses.replace(step.computation, loss_fn=marked_loss)
-    )
-    state = jax.tree.map(functools.partial(_on_mesh, mesh), state)
-    inputs = jax.tree.map(abstract_leaf, dict(inputs))
-    traced = marked.trace(state, **inputs)
-    form = to_flat(state).form
-    fields = [(path, part_of_field(path)) for path in form.paths()]
-    leaves = jax.tree.leaves(state)
-    arrays = [
-        dataclasses.replace(StepArray.of(path, part, leaf), names=names)
-        for (path, part), leaf, names in zip(fields, leaves, names_in(state), strict=True)
-    ]
-    changing, constant = form.parted(arrays)
-    changing = [
-        dataclasses.replace(array, donated=step.donate and i > 0)
-        for i, array in enumerate(changing)
-    ]
-    arguments = {"step": changing[0]}
-    arguments |= {f"rest[{i}]": array for i, array in enumerate(changing[1:])}
-    arguments |= {f"packed[{i}]": array for i, array in enumerate(constant)}
-    arguments |= _named_arguments("inputs", inputs, "inputs")
-    _, aux = traced.out_info
-    results = [dataclasses.replace(array, donated=False) for array in changing]
-    results += [
-        StepArray.of(join_paths("aux", path), "outputs", leaf)
-        for path, leaf in paths_and_leaves(aux)
-    ]
-    lowered = _lowered(traced, platform)
-    return LoweredStep(lowered, mesh, arguments, tuple(results), scopes)
+    computation = dataclasses.replace(step.computation, loss_fn=marked_loss)
+    return dataclasses.replace(step, computation=computation)
 
 
 def _lower_function(
-    step: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    platform: str | None,
-    mesh: AnyMesh | None,
+    step: Any, args: Sequence[Any], kwargs: Mapping[str, Any], platform: str | None
 ) -> LoweredStep:
     """A function, compiled or not, or a layer, lowered."""
     traced, scopes, notes = traced_function(step, args, kwargs)
     arguments, results = arguments_of(traced, scopes), results_of(traced, scopes)
-    if mesh is None:
-        # What the arguments do not say, the function's own options may.
-        mesh = _mesh_of((*arguments.values(), *results))
-        platform = _platform_of(mesh) if platform is None else platform
-    return LoweredStep(_lowered(traced, platform), mesh, arguments, results, scopes, notes)
+    # What the arguments do not say, the function's own options may.
+    mesh = one_mesh([(array.path, array) for array in (*arguments.values(), *results)])
+    lowered = _lowered(traced, platform, mesh)
+    return LoweredStep(lowered, mesh, arguments, results, scopes, notes)
 
 
-def _platform_of(mesh: AnyMesh | None) -> str | None:
-    return "cpu" if isinstance(mesh, AbstractMesh) else None
-
-
-def _lowered(traced: jax.stages.Traced, platform: str | None) -> jax.stages.Lowered:
+def _lowered(
+    traced: jax.stages.Traced, platform: str | None, mesh: AnyMesh | None
+) -> jax.stages.Lowered:
+    if platform is None and isinstance(mesh, AbstractMesh):
+        platform = "cpu"
     with auto_context():
         return traced.lower(lowering_platforms=None if platform is None else (platform,))
 
 
-def _named_arguments(name: str, tree: Any, part: StepPart) -> dict[str, StepArray]:
-    """The arrays of one argument by the name that JAX gives each in the program."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    paths = [path for path, _ in paths_and_leaves(tree)]
-    return {
-        name + jax.tree_util.keystr(key_path): dataclasses.replace(
-            StepArray.of(join_paths(name, path), part, leaf), names=names
-        )
-        for (key_path, leaf), path, names in zip(flat, paths, names_in(tree), strict=True)
-    }
+def _arrays_of(name: str, tree: Any, part: StepPart) -> list[StepArray]:
+    """The arrays of an argument or a result, in order."""
+    return [
+        dataclasses.replace(StepArray.of(join_paths(name, path), part, leaf), names=names)
+        for (path, leaf), names in zip(paths_and_leaves(tree), names_in(tree), strict=True)
+    ]
+
+
+def _abstract(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Structs in place of the arrays of inputs."""
+    read = without_bare_arrays(dict(inputs), "a step")
+    refuse_inputs(read)
+    return dict(jax.tree.map(abstract_leaf, read))
 
 
 def _on_mesh(mesh: AnyMesh | None, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -160,15 +183,24 @@ def _on_mesh(mesh: AnyMesh | None, leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
 
 
-def _mesh_of(tree: Any) -> AnyMesh | None:
-    """The one mesh that arrays are on, Explicit ones as their Auto twin."""
-    meshes = {
-        auto_twin(leaf.sharding.mesh): None
-        for leaf in jax.tree.leaves(tree)
-        if isinstance(getattr(leaf, "sharding", None), NamedSharding)
-    }
-    if len(meshes) > 1:
-        raise MeshError(
-            "the arguments are on several meshes: " + ", ".join(str(mesh) for mesh in meshes)
+def _notes_on_undecided(
+    of_state: Sequence[tuple[str, Any]], inputs: Sequence[tuple[str, Any]], mesh: AnyMesh | None
+) -> list[str]:
+    """What is said of arrays without a layout beside others that have one."""
+    if mesh is None or mesh.size == 1:
+        return []
+    whole = [path for path, leaf in of_state if is_abstract(leaf) and leaf.sharding is None]
+    chosen = [path for path, leaf in inputs if leaf.ndim and leaf.sharding is None]
+    notes = []
+    if whole:
+        notes.append(
+            f"{counted(len(whole), 'array')} of the state without a layout, such as {whole[0]}, "
+            "counted as a copy on every device; TrainState.initial_state(make_plan(model, mesh, "
+            "rules).restore_structs(), ...) makes a state with all layouts"
         )
-    return next(iter(meshes), None)
+    if chosen:
+        notes.append(
+            f"the compiler chose how inputs without a layout are laid out: {', '.join(chosen)}; "
+            "shard_batch(batch, mesh, rules) decides it"
+        )
+    return notes

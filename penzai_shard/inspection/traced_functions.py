@@ -38,23 +38,24 @@ JITTED_HERE = (
 
 
 def with_marks(
-    trace: Callable[[LayerScopes], jax.stages.Traced],
+    trace: Callable[[LayerScopes], jax.stages.Traced], of_step: tuple[str, ...] = ()
 ) -> tuple[jax.stages.Traced, LayerScopes, tuple[str, ...]]:
     """What a step is traced to with marks in its layers; without, where it does not take them.
 
     Args:
         trace: Traces the step, its layers marked as it is told.
+        of_step: Scopes that the step writes itself.
 
     Returns:
         What was traced, the marks, and a note if there are none.
     """
-    scopes = LayerScopes()
+    scopes = LayerScopes(of_step=of_step)
     try:
         return trace(scopes), scopes, ()
     except Exception as error:
         first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
         note = WITHOUT_MARKS.format(error=first_line)
-    scopes = LayerScopes(is_on=False)
+    scopes = LayerScopes(of_step=of_step, is_on=False)
     return trace(scopes), scopes, (note,)
 
 
@@ -245,10 +246,13 @@ def arguments_of(traced: jax.stages.Traced, scopes: LayerScopes) -> dict[str, St
 
 def results_of(traced: jax.stages.Traced, scopes: LayerScopes) -> tuple[StepArray, ...]:
     """The arrays that come out of a traced function, in the program's order."""
-    leaves = jax.tree.leaves(traced.out_info)
-    places = paths_and_parts(scopes.unmarked(traced.out_info), "result", "outputs")
+    own = scopes.unmarked(traced.out_info)
+    places = paths_and_parts(own, "result", "outputs")
     return tuple(
-        StepArray.of(path, part, leaf) for (path, part), leaf in zip(places, leaves, strict=True)
+        dataclasses.replace(StepArray.of(path, part, leaf), names=names)
+        for (path, part), leaf, names in zip(
+            places, jax.tree.leaves(own), names_in(own), strict=True
+        )
     )
 
 

@@ -46,6 +46,8 @@ class LeafPlan:
         reason: Which rules gave the spec, in words.
         shard_shape: The shape of what one device holds.
         bytes_per_device: The size of what one device holds, in bytes.
+        weak_type: Whether its dtype gives way to that of what it is combined with, as that of a
+            Python number does.
     """
 
     path: str
@@ -57,6 +59,7 @@ class LeafPlan:
     reason: str
     shard_shape: tuple[int, ...]
     bytes_per_device: int
+    weak_type: bool = False
 
     @property
     def is_replicated(self) -> bool:
@@ -66,7 +69,9 @@ class LeafPlan:
 
     def restore_struct(self) -> jax.ShapeDtypeStruct:
         """Shape, dtype and sharding as a ``jax.ShapeDtypeStruct``."""
-        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
+        return jax.ShapeDtypeStruct(
+            self.shape, self.dtype, sharding=self.sharding, weak_type=self.weak_type
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

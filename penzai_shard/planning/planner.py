@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from penzai_shard.axis_decisions import SpecExplanation, decide
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import PlanError, ShardingError, raise_all
+from penzai_shard.library_apis.jax_api import is_weakly_typed
 from penzai_shard.meshes import AnyMesh, auto_twin, mesh_shape_of, mesh_text, refuse_other_than_mesh
 from penzai_shard.model_variables import held_by_templates
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
@@ -191,7 +192,17 @@ class Planner:
         shard_shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
         held = math.prod(shard_shape) * itemsize(leaf.dtype)
         plan = LeafPlan(
-            leaf.path, leaf.names, leaf.shape, leaf.dtype, spec, sharding, reason, shard_shape, held
+            leaf.path,
+            leaf.names,
+            leaf.shape,
+            leaf.dtype,
+            spec,
+            sharding,
+            reason,
+            shard_shape,
+            held,
+            # So are arrays that JAX makes of Python numbers.
+            is_weakly_typed(leaf.array) or type(leaf.array) in (int, float, complex),
         )
         return plan, problems
 

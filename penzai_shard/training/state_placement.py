@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.array_kinds import is_abstract, is_traced
 from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.library_apis.jax_api import is_weakly_typed
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, mesh_text
 from penzai_shard.planning import Planner, shardings_like_params
 from penzai_shard.rule_kinds import OnUnnamed
@@ -155,5 +156,5 @@ def _on_mesh(struct: Any, given: Any, mesh: AnyMesh) -> Any:
 
 def _with_sharding(struct: Any, sharding: Any) -> Any:
     return jax.ShapeDtypeStruct(
-        struct.shape, struct.dtype, sharding=sharding, weak_type=struct.weak_type
+        struct.shape, struct.dtype, sharding=sharding, weak_type=is_weakly_typed(struct)
     )

@@ -256,6 +256,11 @@ class StatefulTrainer(NotebookView):
         self._handed_out = True
 
     @property
+    def current_state(self) -> TrainState:
+        """The train state to look at, not to keep: the next step need not copy it."""
+        return self._state
+
+    @property
     def model(self) -> Any:
         """The model with the current values, in new variables."""
         return self.state.model

@@ -5,13 +5,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
-from penzai_shard import Jitted, make_mesh
-from penzai_shard.inspection.lowered_steps import lower_step
+from penzai_shard import (
+    Jitted,
+    StatefulTrainer,
+    TrainState,
+    abstract_model,
+    build_eval_step_fn,
+    build_train_step_fn,
+    make_mesh,
+    make_plan,
+    place,
+    shard_batch,
+)
+from penzai_shard.inspection.lowered_steps import LoweredStep, lower_step
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
+from penzai_shard.library_apis.compiler_api import kept_arguments
+from penzai_shard.training.train_state import is_donated
+from penzai_shard.tree_paths import paths_and_leaves
 
 P = PartitionSpec
 
@@ -124,3 +139,169 @@ def test_function_that_is_not_compiled_is_put_under_jit_and_says_so(batch: Any) 
     lowered = lower_step(lambda x, train: x * 2 if train == "yes" else x, (batch, "yes"), {})
     assert list(lowered.arguments) == ["x.data_array"]
     assert "jax.jit without options" in lowered.notes[0]
+
+
+RULES = {"b": "model", "n": "data"}
+
+
+def squared(model: Any, rng: Any, state: Any, x: Any) -> Any:
+    out = model(x).untag("n", "b").unwrap()
+    return jnp.mean(out**2), state, {"out": out, "x": x}
+
+
+def build_model() -> Any:
+    return pz.nn.Sequential(
+        [
+            pz.nn.Linear.from_config("l", jax.random.key(0), {"a": 8}, {"b": 16}),
+            pz.nn.ConstantRescale(by=jnp.asarray(2.0)),
+        ]
+    )
+
+
+def train_state(model: Any) -> TrainState:
+    return TrainState.initial_state(model, optax.adam(1e-3), jax.random.key(0))
+
+
+class Built:
+    """A train step, its concrete state and batch on a mesh, and the program."""
+
+    def __init__(self) -> None:
+        self.mesh = make_mesh(data=4, model=2)
+        self.state = train_state(place(build_model(), self.mesh, RULES))
+        self.x = shard_batch(pz.nx.wrap(jnp.ones((8, 8)), "n", "a"), self.mesh, RULES)
+        self.step = build_train_step_fn(squared, donate_params_and_state=True)
+        self.program = compile_step(self.step, self.state, x=self.x)
+
+
+@pytest.fixture(scope="module")
+def built() -> Built:
+    return Built()
+
+
+def assert_arguments_are_the_program_s(program: CompiledProgram) -> None:
+    """Names, number and bytes of the arguments that are kept are those of the program."""
+    arguments = program.step.arguments
+    kept = kept_arguments(program.step.lowered)
+    used = [name for i, name in enumerate(arguments) if i in kept]
+    assert sorted(parameter_names(program)) == sorted(used)
+    assert sum(arguments[name].bytes_per_device for name in used) == program.memory.arguments
+
+
+def test_arguments_of_a_train_step_are_those_of_its_program(built: Built) -> None:
+    assert_arguments_are_the_program_s(built.program)
+    parts = {array.path: array.part for array in built.program.step.arguments.values()}
+    assert parts == {
+        "step": "state variables",
+        "params/l.weights": "parameters",
+        "opt_state/0/count": "optimizer state",
+        "opt_state/0/mu/l.weights": "optimizer state",
+        "opt_state/0/nu/l.weights": "optimizer state",
+        "root_rng": "state variables",
+        "unbound_model/sublayers/1/by": "constants",
+        "inputs/x": "inputs",
+    }
+    (weights,) = [a for a in built.program.step.arguments.values() if a.part == "parameters"]
+    assert (weights.spec, weights.names) == (P(None, "model"), ("a", "b"))
+
+
+def test_an_abstract_state_gives_the_program_of_the_concrete_one(built: Built) -> None:
+    for mesh in (built.mesh, built.mesh.abstract_mesh):
+        model = make_plan(abstract_model(build_model), mesh, RULES).restore_structs()
+        x = shard_batch(jax.eval_shape(lambda: built.x), mesh, RULES)
+        program = lower_step(built.step, (train_state(model),), {"x": x})
+        assert [(a.path, a.part, a.spec, a.donated) for a in program.arguments.values()] == [
+            (a.path, a.part, a.spec, a.donated) for a in built.program.step.arguments.values()
+        ]
+        assert program.lowered.as_text() == built.program.step.lowered.as_text()
+        assert program.scopes.paths == built.program.step.scopes.paths
+
+
+def test_donated_arrays_and_layouts_of_results_are_those_of_running(built: Built) -> None:
+    state = jax.tree.map(jnp.copy, built.state)
+    new, _ = build_train_step_fn(squared, donate_params_and_state=True)(state, x=built.x)
+    donated = {
+        path
+        for path, leaf in zip(paths_of(state), jax.tree.leaves(state), strict=True)
+        if leaf.is_deleted()
+    }
+    arguments = built.program.step.arguments.values()
+    assert {array.path for array in arguments if array.donated} == donated != set()
+    by_path = {array.path: array for array in built.program.step.results}
+    for path, leaf in zip(paths_of(new), jax.tree.leaves(new), strict=True):
+        if path in by_path:
+            assert by_path[path].sharding == leaf.sharding
+            assert by_path[path].shard_shape == leaf.addressable_shards[0].data.shape
+    assert [a.path for a in built.program.step.results if a.part == "outputs"] == [
+        "aux/out",
+        "aux/x",
+    ]
+
+
+def paths_of(state: TrainState) -> list[str]:
+    return [path for path, _ in paths_and_leaves(state)]
+
+
+def test_nothing_is_changed_by_looking(built: Built) -> None:
+    step = build_train_step_fn(squared, donate_params_and_state=True)
+    state, _ = step(jax.tree.map(jnp.copy, built.state), x=built.x)
+    before = dict(state.__dict__)
+    lower_step(step, (state,), {"x": built.x})
+    # No tree was built, which the next step would have to flatten again.
+    assert state.__dict__ == before
+    assert not is_donated(state)
+    assert len(step._programs) == 1
+    step(state, x=built.x)
+    assert is_donated(state)
+    # What was donated still says what it was.
+    arguments = lower_step(step, (state,), {"x": built.x}).arguments.values()
+    assert {a.path: a.spec for a in arguments} == {
+        a.path: a.spec for a in built.program.step.arguments.values()
+    }
+
+
+def test_evaluation_steps_are_lowered(built: Built) -> None:
+    program = compile_step(build_eval_step_fn(squared), built.state, x=built.x)
+    assert_arguments_are_the_program_s(program)
+    assert not any(array.donated for array in program.step.arguments.values())
+    assert [array.path for array in program.step.results] == ["loss", "aux/out", "aux/x"]
+    assert "sublayers/0" in program.step.scopes.paths
+
+
+def test_trainers_are_lowered_with_their_state_and_their_rules(built: Built) -> None:
+    trainer = StatefulTrainer(built.state, squared, mesh=built.mesh, rules=RULES)
+    trainer.step(x=built.x)
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    named = pz.nx.NamedArray.wrap(jnp.ones((8, 8))).tag("n", "a")
+    for step in (trainer, trainer.step):
+        for given in (named, jax.tree.map(lambda _: x, named)):
+            lowered = lower_step(step, (), {"x": given})
+            assert donated_paths(lowered) == donated_paths(built.program.step)
+            assert lowered.arguments["inputs['x'].data_array"].spec == P("data")
+    # Its next step works on the state itself, not on a copy.
+    assert not trainer._handed_out
+
+
+def donated_paths(lowered: LoweredStep) -> list[str]:
+    return [array.path for array in lowered.arguments.values() if array.donated]
+
+
+def test_weights_without_layers_are_lowered_without_marks() -> None:
+    def loss(model: Any, rng: Any, state: Any, x: Any) -> Any:
+        return jnp.sum(model["w"] * x), state, {}
+
+    state = train_state({"w": jnp.ones(3)})
+    lowered = lower_step(build_train_step_fn(loss), (state,), {"x": 2.0})
+    assert lowered.mesh is None
+    assert lowered.notes == ()
+    assert lowered.scopes.paths == []
+
+
+def test_arrays_without_a_layout_are_counted_and_named(built: Built) -> None:
+    state = train_state(jax.eval_shape(lambda: pz.freeze_params(build_model())))
+    x = pz.nx.wrap(jnp.ones((8, 8)), "n", "a")
+    assert lower_step(built.step, (state,), {"x": x}).notes == ()
+    (note,) = lower_step(built.step, (state,), {"x": built.x}).notes
+    assert "7 arrays of the state without a layout, such as step" in note
+    assert "restore_structs()" in note
+    (note,) = lower_step(built.step, (built.state,), {"x": x}).notes
+    assert "inputs without a layout are laid out: x; shard_batch(batch, mesh, rules)" in note
