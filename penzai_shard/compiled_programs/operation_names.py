@@ -2,7 +2,8 @@
 
 A name is a path: ``jit(step)/transpose(jvp(block))/dot_general`` is an operation of the scope
 ``block``, made when the operation of the forward pass was transposed. Where XLA merges several
-operations into one it joins what differs: ``jit(step)/(a/add:b/mul)``.
+operations into one it joins what differs: ``jit(step)/(a/add:b/mul)``; the compiler for TPUs also
+joins whole names: ``jit(step)/a/add;jit(step)/b/mul``.
 """
 
 import dataclasses
@@ -60,7 +61,12 @@ def merged_names(name: str) -> tuple[str, ...]:
     ('jit(f)/a/add', 'jit(f)/jvp(b)/mul', 'jit(f)/jvp(b)/sub')
     >>> merged_names("jit(f)/vmap(a)/add")
     ('jit(f)/vmap(a)/add',)
+    >>> merged_names("jit(f)/a/add;jit(f)/mul")
+    ('jit(f)/a/add', 'jit(f)/mul')
     """
+    whole = tuple(_split(name, ";"))
+    if len(whole) > 1:
+        return tuple(one for part in whole for one in merged_names(part))
     for component in re.finditer(r"(?:^|/)\(", name):
         start = component.end()
         end = _closing(name, start)

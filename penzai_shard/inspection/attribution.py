@@ -55,7 +55,7 @@ def attribute(
 
 
 def _of(names: "_Names", operation: CollectiveOperation) -> Attribution:
-    parts = merged_names(operation.instruction.op_name)
+    parts = operation.op_names
     layers = _distinct(owner for part in parts if (owner := names.owner(part)) is not None)
     phases = [names.phase(part) for part in parts]
     reason = "by its name" if layers else "nothing tells whose it is"

@@ -12,6 +12,7 @@ from penzai_shard.compiled_programs import (
     mesh_axes_of,
     mesh_axes_of_pairs,
     read_collectives,
+    unknown_communication,
 )
 from penzai_shard.inspection.attribution import Attribution, attribute
 from penzai_shard.inspection.collective_records import Collective, CollectiveTotal, ring_bytes
@@ -202,6 +203,7 @@ class CollectiveReport(Report):
         if device_count == 1:
             where = "on a mesh of one device" if mesh_shape else "without a mesh, so on one device"
             return cls((), mesh_shape, (f"the step runs {where}", *notes))
+        notes = (*notes, *unknown_communication(program.module))
         operations = read_collectives(program.module, device_count)
         moving = [one for one in operations if _moves_data(one)]
         if still := len(operations) - len(moving):

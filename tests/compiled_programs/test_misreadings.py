@@ -3,10 +3,15 @@
 import dataclasses
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.compiled_programs import Module, read_collectives, unknown_communication
 from penzai_shard.errors import ProgramError
+from penzai_shard.inspection.collective_report import CollectiveReport
+from penzai_shard.inspection.programs import compile_step
 
 PROGRAM = """
 HloModule jit_step, num_partitions=8
@@ -150,6 +155,17 @@ def test_what_may_communicate_and_is_not_known_is_reported_by_name(name, before,
     (found,) = unknown_communication(changed(name, before, after, opcode))
     assert found.startswith(f"{name}: ")
     assert "is not known" in found or "is not counted" in found
+
+
+def test_the_report_of_a_step_says_so():
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    by_data = NamedSharding(mesh, PartitionSpec("data"))
+    program = compile_step(
+        jax.jit(jnp.sum), jax.ShapeDtypeStruct((8,), "float32", sharding=by_data)
+    )
+    module = changed("topk", '"TopK"', '"my_nccl_all_reduce"')
+    report = CollectiveReport.of(dataclasses.replace(program, module=module))
+    assert "topk: a custom call of 'my_nccl_all_reduce'; whether it moves data" in str(report)
 
 
 @pytest.mark.parametrize(
