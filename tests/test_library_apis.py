@@ -525,6 +525,149 @@ def test_a_program_that_is_being_aborted_has_time_to_say_why():
     assert (done.stdout, done.returncode) == ("why\n", 75)
 
 
+# XLA: compiled programs
+
+SMALL_PROGRAM = """
+HloModule m
+
+add {
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT sum = f32[] add(a, b)
+}
+
+ENTRY main {
+  p = f32[4]{0} parameter(0), metadata={op_name="params['w']"}
+  r = f32[4]{0} all-reduce(p), channel_id=1, replica_groups=[4,2]<=[8],
+    use_global_device_ids=true, to_apply=add, metadata={op_name="jit(f)/\\"x\\"/psum"}
+  s = ((f32[4]{0}), f32[1]{0}) reduce-scatter-start(r), channel_id=2, replica_groups=[2,4]<=[8],
+    dimensions={0}, use_global_device_ids=true, to_apply=add
+  d = f32[1]{0} reduce-scatter-done(s)
+  ROOT t = (f32[4]{0}, f32[1]{0}) tuple(r, d)
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def small_program():
+    return compiler_api.module_from_text(SMALL_PROGRAM)
+
+
+def instructions_of(module):
+    return {one.name: one for part in module.computations() for one in part.instructions()}
+
+
+def test_a_compiled_module_has_computations_of_instructions_with_operands_and_users(small_program):
+    assert {"add", "main"} <= {one.name for one in small_program.computations()}
+    found = instructions_of(small_program)
+    assert [one.name for one in found["r"].operands()] == ["p"]
+    assert {one.name for one in found["r"].users()} == {"s", "t"}
+    assert found["r"].to_string().startswith("%r = f32[4]{0} all-reduce(%p), ")
+
+
+def test_opcodes_are_named_as_in_texts(small_program):
+    opcodes = {
+        name: compiler_api.opcode_of(one) for name, one in instructions_of(small_program).items()
+    }
+    assert opcodes["r"] == "all-reduce"
+    assert opcodes["t"] == "tuple"
+    # What wraps a collective is written by the collective's own name.
+    assert (opcodes["s"], opcodes["d"]) == ("async-start", "async-done")
+    assert " reduce-scatter-start(" in instructions_of(small_program)["s"].to_string()
+
+
+def test_an_asynchronous_instruction_knows_what_it_wraps(small_program):
+    found = instructions_of(small_program)
+    wrapped = compiler_api.wrapped_by(found["s"])
+    assert compiler_api.opcode_of(wrapped) == "reduce-scatter"
+    assert wrapped.name == compiler_api.wrapped_by(found["d"]).name
+    assert wrapped.name in found
+
+
+def test_the_short_text_names_the_entry_and_each_root(small_program):
+    text = compiler_api.short_text(small_program)
+    assert re.findall(r"^ENTRY (\S+) ", text, re.MULTILINE) == ["main"]
+    assert re.findall(r"^ +ROOT (\S+) = ", text, re.MULTILINE) == ["sum", "t"]
+    assert "op_name" not in text
+
+
+def test_a_compiled_module_survives_being_bytes_and_being_text(small_program):
+    copy = compiler_api.module_from_bytes(compiler_api.module_to_bytes(small_program))
+    assert copy.to_string() == small_program.to_string()
+    assert compiler_api.module_from_text(copy.to_string()).to_string() == small_program.to_string()
+
+
+@pytest.fixture(scope="module")
+def lowered_step():
+    def step(w, x):
+        with jax.named_scope("a_scope"):
+            return jax.lax.with_sharding_constraint(jnp.tanh(x @ w["kernel"]), sharding()), x
+
+    def sharding(*axes):
+        return NamedSharding(MESH, PartitionSpec(*axes))
+
+    return jax.jit(step).lower(
+        {"kernel": jax.ShapeDtypeStruct((16, 8), "float32", sharding=sharding("model"))},
+        x=jax.ShapeDtypeStruct((4, 16), "float32", sharding=sharding("data", "model")),
+    )
+
+
+def test_a_program_compiled_from_its_bytecode_is_the_one_that_jax_compiles(lowered_step):
+    ours = compiler_api.compile_bytecode(
+        compiler_api.bytecode_of(lowered_step), list(MESH.devices.flat)
+    )
+    theirs = lowered_step.compile()
+    (module,) = theirs.runtime_executable().hlo_modules()
+    opcodes, others = (
+        {name: compiler_api.opcode_of(one) for name, one in instructions_of(each).items()}
+        for each in (ours.module, module)
+    )
+    assert opcodes == others
+    assert "all-reduce" in opcodes.values()
+    stats = theirs.memory_analysis()
+    assert (ours.memory.arguments, ours.memory.outputs, ours.memory.temporaries) == (
+        stats.argument_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.temp_size_in_bytes,
+    )
+    # What goes in has the names that a report finds arrays by.
+    names = {
+        one.to_string().partition('op_name="')[2].partition('"')[0].replace("\\", "")
+        for one in instructions_of(ours.module).values()
+        if compiler_api.opcode_of(one) == "parameter"
+    }
+    assert {"w['kernel']", "x"} <= names
+
+
+def test_the_persistent_cache_does_not_give_a_program_with_other_names(tmp_path):
+    def compiled(scope):
+        def function(x):
+            with jax.named_scope(scope):
+                return jnp.tanh(x)
+
+        lowered = jax.jit(function).lower(jax.ShapeDtypeStruct((4,), "float32"))
+        program = compiler_api.compile_bytecode(
+            compiler_api.bytecode_of(lowered), jax.devices()[:1]
+        )
+        return program.module.to_string()
+
+    cache = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in cache}
+    try:
+        for name, value in cache.items():
+            jax.config.update(name, value)
+        assert "one_scope" in compiled("one_scope")
+        assert "another_scope" in compiled("another_scope")
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert not list(tmp_path.iterdir())
+
+
 # Nothing else uses them
 
 PACKAGE = pathlib.Path(penzai_shard.__file__).parent
