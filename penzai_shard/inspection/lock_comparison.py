@@ -129,6 +129,7 @@ def compared(
     differences = (
         *_arrays(lock.arrays, step.arrays),
         *_collectives(lock.collectives, step.collectives, tolerance),
+        *_not_counted(lock.not_counted, step.not_counted),
         *_memory(lock.memory, step.memory, tolerance),
     )
     notes = _notes(lock.made_with, step.made_with) if differences else []
@@ -236,6 +237,14 @@ def _many(group: CollectiveGroup, count: CollectiveCount, with_bytes: bool = Tru
 
 def _are(count: CollectiveCount) -> str:
     return "is" if count.count == 1 else "are"
+
+
+def _not_counted(lock: Mapping[str, int], step: Mapping[str, int]) -> Iterator[LockDifference]:
+    for reason in dict.fromkeys([*lock, *step]):
+        was, now = lock.get(reason, 0), step.get(reason, 0)
+        if was != now:
+            what = f"{was} became {now}: {reason}"
+            yield LockDifference("not counted", what, "worse" if now > was else "better")
 
 
 def _memory(

@@ -66,8 +66,8 @@ class CollectiveGroup:
     """The collectives of a program that are counted together.
 
     Attributes:
-        layers: The paths of the layers that they belong to; several for those that the compiler
-            merged. Empty if nobody is known to own them.
+        layers: The layers that they belong to, as ``Collective.labels`` names them; several for
+            those that the compiler merged. Empty if nobody is known to own them.
         phase: ``"forward"``, ``"backward"``, ``"optimizer"``; empty if not known.
         kind: Such as ``"all-gather"``.
         mesh_axes: The mesh axes that they go over, as ``Collective.axes_text`` names them.
@@ -113,6 +113,8 @@ class LockContent:
         made_with: The versions of what made the program, by package.
         arrays: What goes into the step, by path.
         collectives: What one run of it moves between devices.
+        not_counted: What may move data besides, and is not known, in sentences, each with how
+            often the program says it.
         memory: What one device needs, in bytes, by item.
     """
 
@@ -121,6 +123,7 @@ class LockContent:
     made_with: Mapping[str, str]
     arrays: Mapping[str, LockedArray]
     collectives: Mapping[CollectiveGroup, CollectiveCount]
+    not_counted: Mapping[str, int]
     memory: Mapping[str, int]
 
 

@@ -28,7 +28,8 @@ _KINDS_OF_JSON: dict[type, str] = {dict: "an object", list: "a list"}
 # Each section has a checksum, so that a change by hand is found where it is.
 _HEAD = ("mesh", "device_kind", "made_with")
 _LISTS = ("arrays", "collectives")
-_SECTIONS = ("head", *_LISTS, "memory")
+_FIGURES = ("not_counted", "memory")
+_SECTIONS = ("head", *_LISTS, *_FIGURES)
 _REWRITE = "Write the lock anew instead of changing it."
 
 
@@ -42,6 +43,7 @@ def lock_to_text(content: LockContent) -> str:
         "made_with": dict(sorted(content.made_with.items())),
         "arrays": _written_arrays(content.arrays),
         "collectives": _written_collectives(content.collectives),
+        "not_counted": dict(sorted(content.not_counted.items())),
         "memory": dict(content.memory),
     }
     data["checksums"] = _checksums(data)
@@ -62,6 +64,7 @@ def lock_from_text(text: Any) -> LockContent:
         made_with=reader.mapping("made_with", data["made_with"], _is_text),
         arrays=dict(reader.arrays(data["arrays"])),
         collectives=dict(reader.collectives(data["collectives"])),
+        not_counted=reader.mapping("not_counted", data["not_counted"], _is_size),
         memory=reader.mapping("memory", data["memory"], _is_count),
     )
     broken = {problem.partition(":")[0].partition(" ")[0] for problem in reader.problems}
@@ -80,13 +83,13 @@ def lock_from_text(text: Any) -> LockContent:
 
 
 def _members(data: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of the outermost object; lists and the memory have a line for each entry."""
+    """The lines of the outermost object; some of its members have a line for each entry."""
     for name, value in data.items():
         lines = None
         if name in _LISTS:
             lines, brackets = list(map(json.dumps, value)), "[]"
-        elif name == "memory":
-            lines, brackets = [f'"{item}": {count}' for item, count in value.items()], "{}"
+        elif name in _FIGURES:
+            lines, brackets = [f"{json.dumps(item)}: {n}" for item, n in value.items()], "{}"
         if lines:
             inner = ",\n".join(f"    {line}" for line in lines)
             yield f'  "{name}": {brackets[0]}\n{inner}\n  {brackets[1]}'
@@ -154,7 +157,7 @@ def _written_count(group: CollectiveGroup, count: CollectiveCount) -> dict[str, 
 
 def _checksums(data: Mapping[str, Any]) -> dict[str, str]:
     """A short checksum of each section, whatever its text is spaced like."""
-    sections: dict[str, Any] = {name: data[name] for name in (*_LISTS, "memory")}
+    sections: dict[str, Any] = {name: data[name] for name in _SECTIONS[1:]}
     sections["head"] = [list(data["mesh"]), *(data[name] for name in _HEAD)]
     return {
         name: hashlib.sha256(json.dumps(sections[name], sort_keys=True).encode()).hexdigest()[:8]
@@ -194,10 +197,11 @@ def _sections(text: Any) -> dict[str, Any]:
             f"this sharding lock has version {data.get('version')!r}, and {VERSION} is known. "
             "Write it anew, or read it with the penzai_shard that wrote it."
         )
-    names = ("format", "version", *_HEAD, *_LISTS, "memory", "checksums")
+    names = ("format", "version", *_HEAD, *_LISTS, *_FIGURES, "checksums")
     problems = [f"{name}: is missing. {_REWRITE}" for name in names if name not in data]
     problems += [f"{name}: is not known. {_REWRITE}" for name in data if name not in names]
-    kinds = {"mesh": dict, "made_with": dict, "memory": dict, "arrays": list, "collectives": list}
+    kinds: dict[str, type] = dict.fromkeys(("mesh", "made_with", *_FIGURES), dict)
+    kinds |= dict.fromkeys(_LISTS, list)
     problems += [
         f"{name}: is {json.dumps(data[name])[:40]}, not {_KINDS_OF_JSON[kind]}. {_REWRITE}"
         for name, kind in kinds.items()

@@ -1,5 +1,6 @@
 """Sharding locks: what a step's program is like, kept in a file, so that a change is noticed."""
 
+import collections
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 
+from penzai_shard.compiled_programs import unknown_communication
 from penzai_shard.errors import LockError
 from penzai_shard.inspection.collective_records import Collective
 from penzai_shard.inspection.collective_report import CollectiveReport
@@ -74,6 +76,8 @@ class ShardingLock:
         """The lock of a program that is already compiled."""
         mesh = program.step.mesh
         collectives = CollectiveReport.of(program).collectives
+        # Without the instructions' names, which say nothing from run to run.
+        unknown = (text.partition(": ")[2] for text in unknown_communication(program.module))
         return cls(
             LockContent(
                 mesh=() if mesh is None else tuple(mesh.shape.items()),
@@ -81,6 +85,7 @@ class ShardingLock:
                 made_with=dict(_makers(program.device_kind)),
                 arrays=locked_arrays(program.step.arguments.values()),
                 collectives=summed(map(_counted, collectives)),
+                not_counted=collections.Counter(unknown),
                 memory=dict(_memory_items(MemoryReport.of(program))),
             )
         )
@@ -214,7 +219,7 @@ class ShardingLock:
 
 def _counted(one: Collective) -> tuple[CollectiveGroup, CollectiveCount]:
     # Who merged them first is the compiler's affair.
-    layers = tuple(sorted(set(one.layers)))
+    layers = tuple(sorted(set(one.labels)))
     group = CollectiveGroup(layers, one.phase or "", one.kind, one.axes_text)
     if one.times is None:
         return group, CollectiveCount(1, one.payload_bytes, 1)

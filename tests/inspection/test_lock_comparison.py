@@ -26,6 +26,7 @@ LOCK = LockContent(
     made_with={"jax": "0.10.2"},
     arrays={PATH: UP},
     collectives={GROUP: COUNT},
+    not_counted={},
     memory={"temporaries": 12 * MIB, "donated": MIB, "total": 20 * MIB},
 )
 
@@ -134,6 +135,10 @@ CASES = [
             "block_0/attention: 4 all-gathers over 'data' (64.0 KiB) are gone from the "
             "backward pass": "better"
         },
+    ),
+    (
+        dataclasses.replace(LOCK, not_counted={"a custom call of 'mine'.": 1}),
+        {"not counted: 0 became 1: a custom call of 'mine'.": "worse"},
     ),
     (
         of_memory(temporaries=19 * MIB),

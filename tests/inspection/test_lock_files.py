@@ -38,6 +38,7 @@ CONTENT = LockContent(
         MERGED: CollectiveCount(1, 128),
         NOBODYS: CollectiveCount(1, 64, unknown_times=1),
     },
+    not_counted={"a custom call of 'mine'": 2},
     memory={"parameters": 1000, "temporaries": 0},
 )
 TEXT = """\
@@ -60,6 +61,9 @@ TEXT = """\
     {"layers": [], "phase": "", "kind": "collective-permute", "mesh_axes": "data (2 of 4)", \
 "count": 1, "payload_bytes": 64, "unknown_times": 1}
   ],
+  "not_counted": {
+    "a custom call of 'mine'": 2
+  },
   "memory": {
     "parameters": 1000,
     "temporaries": 0
@@ -100,7 +104,7 @@ def test_one_block_that_changes_parts_its_group_and_nothing_else():
 
 
 def test_an_empty_lock_is_read_back():
-    empty = LockContent((), "cpu", {}, {}, {}, {})
+    empty = LockContent((), "cpu", {}, {}, {}, {}, {})
     assert lock_from_text(lock_to_text(empty)) == empty
 
 
@@ -185,6 +189,7 @@ DAMAGE = {
     "a count": (edited('"count": 2', '"count": 3'), "collectives" + CHANGED),
     "a collective less": (without_line('{"layers": ["lm'), "collectives" + CHANGED),
     "bytes": (edited('"payload_bytes": 65536', '"payload_bytes": 99999'), "collectives" + CHANGED),
+    "what is not counted": (edited("'mine'\": 2", "'mine'\": 1"), "not_counted" + CHANGED),
     "memory": (edited('"temporaries": 0', '"temporaries": 9'), "memory" + CHANGED),
     "mesh": (edited('"data": 4', '"data": 8'), "mesh, device_kind, made_with" + CHANGED),
     "order of the mesh": (

@@ -29,7 +29,8 @@ def lock_of(step, gathers=2, device_kind="cpu", temporaries=1000):
     array = LockedArray("parameters", ("data",), (8,), "float32")
     collectives = {GATHERS: CollectiveCount(gathers, 65536)} if gathers else {}
     memory = {"temporaries": temporaries}
-    content = LockContent((("data", 4),), device_kind, {}, {"params/w": array}, collectives, memory)
+    arrays = {"params/w": array}
+    content = LockContent((("data", 4),), device_kind, {}, arrays, collectives, {}, memory)
     return penzai_shard.ShardingLock(content)
 
 
