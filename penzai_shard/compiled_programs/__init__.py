@@ -11,6 +11,7 @@ from penzai_shard.compiled_programs.device_groups import (
     mesh_axes_of_pairs,
 )
 from penzai_shard.compiled_programs.instruction_text import ArrayType
+from penzai_shard.compiled_programs.kept_slices import kept_slice_bytes
 from penzai_shard.compiled_programs.modules import Computation, Instruction, Module
 from penzai_shard.compiled_programs.unknown_communication import unknown_communication
 from penzai_shard.compiled_programs.value_flow import ValueFlow
@@ -24,6 +25,7 @@ __all__ = [
     "Instruction",
     "Module",
     "ValueFlow",
+    "kept_slice_bytes",
     "mesh_axes_of",
     "mesh_axes_of_pairs",
     "read_collectives",

@@ -23,6 +23,9 @@ class Collective:
         wire_bytes: What one device sends each time, in bytes; see ``ring_bytes``.
         times: How often one step executes it; None if the program does not say.
         at_most: Whether it may be executed less often, since it is in a branch of a condition.
+        scattered_bytes: Of an all-reduce the part of the payload of which each device keeps its own
+            slice alone, in bytes: a reduce-scatter in all but name, as the compiler for CPUs
+            writes it.
         phase: ``"forward"``, ``"backward"`` or ``"optimizer"``; None if that is not known.
         layers: The paths of the layers that own it, several where the compiler merged what they
             asked for; also ``"loss"`` and ``"optimizer"``. Empty if that is not known.
@@ -49,6 +52,7 @@ class Collective:
     name: str
     op_names: tuple[str, ...] = ()
     at_most: bool = False
+    scattered_bytes: int = 0
 
     @property
     def dtype(self) -> str:

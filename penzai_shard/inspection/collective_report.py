@@ -4,11 +4,12 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from penzai_shard.compiled_programs import (
     CollectiveOperation,
+    kept_slice_bytes,
     mesh_axes_of,
     mesh_axes_of_pairs,
     read_collectives,
@@ -57,6 +58,19 @@ class CollectiveReport(Report):
         """What one device sends in one step, in bytes; without what runs an unknown number of
         times, see ``total``."""
         return self.total.wire_bytes
+
+    @property
+    def wire_bytes_as_meant(self) -> float:
+        """What one device would send with a reduce-scatter for each that is written as an
+        all-reduce, in bytes.
+
+        The compiler for CPUs writes them so; those for GPUs and TPUs do not.
+        """
+        saved = (
+            (one.times or 0) * ring_bytes("reduce-scatter", one.scattered_bytes, one.group_size)
+            for one in self.collectives
+        )
+        return self.wire_bytes - sum(saved)
 
     @property
     def unattributed(self) -> tuple[Collective, ...]:
@@ -159,6 +173,11 @@ class CollectiveReport(Report):
             lines.append("by mesh axes: " + _totals_text(axes))
         if len(phases := self.by_phase()) > 1:
             lines.append("by phase: " + _totals_text(phases))
+        if (meant := self.wire_bytes_as_meant) < self.wire_bytes:
+            lines.append(
+                "some all-reduces are reduce-scatters, which the compiler for CPUs does not write: "
+                f"with those, as on GPUs and TPUs, each device sends {bytes_text(round(meant))}"
+            )
         if maybe := sum(one.at_most for one in self.collectives):
             what = "1 place is in a branch of a condition, and counts"
             if maybe > 1:
@@ -184,6 +203,7 @@ class CollectiveReport(Report):
             {
                 "mesh": dict(self.mesh_shape),
                 "total": dataclasses.asdict(self.total),
+                "wire_bytes_as_meant": self.wire_bytes_as_meant,
                 **{
                     name: {key: dataclasses.asdict(total) for key, total in each.items()}
                     for name, each in totals.items()
@@ -199,7 +219,7 @@ class CollectiveReport(Report):
         """The collectives of a program that is already compiled."""
         mesh_shape = {} if program.step.mesh is None else dict(program.step.mesh.shape)
         device_count = math.prod(mesh_shape.values())
-        notes = program.step.notes
+        notes = tuple(_notes(program))
         if device_count == 1:
             where = "on a mesh of one device" if mesh_shape else "without a mesh, so on one device"
             return cls((), mesh_shape, (f"the step runs {where}", *notes))
@@ -210,7 +230,7 @@ class CollectiveReport(Report):
             which = "1 collective" if still == 1 else f"{still} collectives"
             notes = (f"left out, since its groups are of one device each: {which}", *notes)
         found = tuple(
-            _record(one, whose, program.step.scopes.labels, mesh_shape)
+            _record(program, one, whose, mesh_shape)
             for one, whose in zip(moving, attribute(program, moving), strict=True)
         )
         return cls(found, mesh_shape, notes)
@@ -257,21 +277,35 @@ def _totals_text(totals: Mapping[str, CollectiveTotal]) -> str:
     )
 
 
+def _notes(program: CompiledProgram) -> Iterator[str]:
+    yield from program.step.notes
+    yield from unknown_communication(program.module)
+    has_bfloat16 = any(
+        one.opcode in ("parameter", "convert") and "bf16[" in one.text for one in program.module
+    )
+    if program.device_kind == "cpu" and has_bfloat16:
+        yield (
+            "the compiler for CPUs moves bfloat16 as float32: on GPUs and TPUs that is half the "
+            "bytes"
+        )
+
+
 def _moves_data(operation: CollectiveOperation) -> bool:
     """Whether anything goes from one device to another."""
     return any(len(set(group)) > 1 for group in operation.groups)
 
 
 def _record(
+    program: CompiledProgram,
     operation: CollectiveOperation,
     whose: Attribution,
-    labels: Mapping[str, str],
     mesh_shape: Mapping[str, int],
 ) -> Collective:
     is_permute = operation.kind == "collective-permute"
     axes = (mesh_axes_of_pairs if is_permute else mesh_axes_of)(operation.groups, mesh_shape)
     group_size = len(operation.groups[0])
     payload = operation.payload_bytes
+    labels = program.step.scopes.labels
     larger = max(operation.results, operation.operands, key=lambda side: sum(a.bytes for a in side))
     return Collective(
         kind=operation.kind,
@@ -289,4 +323,5 @@ def _record(
         name=operation.name,
         op_names=operation.op_names,
         at_most=operation.at_most,
+        scattered_bytes=kept_slice_bytes(program.module, operation),
     )
