@@ -21,6 +21,7 @@ from penzai_shard.inspection.traced_functions import (
 )
 from penzai_shard.library_apis.compiler_api import traced_arguments
 from penzai_shard.meshes import AnyMesh, auto_context
+from penzai_shard.placement import described_array
 from penzai_shard.readers import without_bare_arrays
 from penzai_shard.surgery.edit_report import counted
 from penzai_shard.training.compiled_step import CompiledStep, flat_of
@@ -179,8 +180,7 @@ def _on_mesh(mesh: AnyMesh | None, leaf: Any) -> jax.ShapeDtypeStruct:
     leaf = abstract_leaf(leaf)
     if mesh is None or leaf.sharding is not None:
         return leaf
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
+    return described_array(leaf, NamedSharding(mesh, PartitionSpec()))
 
 
 def _notes_on_undecided(

@@ -7,12 +7,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from penzai_shard.array_kinds import is_abstract
 from penzai_shard.inspection.step_parts import StepPart
 from penzai_shard.layers.remat_policies import HOST_MEMORY
-from penzai_shard.library_apis.jax_api import is_weakly_typed
 from penzai_shard.named_leaves import map_arrays
 from penzai_shard.partition_specs import canonical_spec
+from penzai_shard.placement import described_array
 from penzai_shard.planning.plan import itemsize
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.training.state_layout import canonical
@@ -90,8 +89,5 @@ def names_in(tree: Any) -> list[tuple[LogicalAxis | None, ...] | None]:
 def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
     """A struct in place of an array; its layout is kept if it is one by mesh axes."""
     sharding = getattr(leaf, "sharding", None)
-    typed = leaf if is_abstract(leaf) else jax.typeof(leaf)
     by_name = canonical(sharding) if isinstance(sharding, NamedSharding) else None
-    return jax.ShapeDtypeStruct(
-        typed.shape, typed.dtype, sharding=by_name, weak_type=is_weakly_typed(typed)
-    )
+    return described_array(leaf, by_name)

@@ -1,14 +1,18 @@
 """A train state and its step, every array made where it stays."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import RuleTypeError, raise_all
-from penzai_shard.placement import sharded_init
+from penzai_shard.meshes import AnyMesh
+from penzai_shard.placement import abstract_model, described, sharded_init
+from penzai_shard.planning import make_plan
 from penzai_shard.rule_kinds import nearest_name
 from penzai_shard.training import (
     TrainState,
@@ -47,7 +51,7 @@ def build_state_and_step(
     initializer: Callable[..., Any],
     args: tuple[Any, ...],
     *,
-    mesh: jax.sharding.Mesh,
+    mesh: AnyMesh,
     parameters: AxisRules,
     optimizer_rules: AxisRules | None,
     edited: Callable[[Any], Any],
@@ -62,12 +66,17 @@ def build_state_and_step(
         {name: value for name, value in step_options.items() if name in names}
         for names in (_OF_STATE, _OF_PLANS, _OF_STEP)
     )
-    model = edited(sharded_init(initializer, *args, mesh=mesh, rules=parameters, **of_plans))
+    if isinstance(mesh, AbstractMesh):
+        plan = make_plan(abstract_model(initializer, *args), mesh, parameters, **of_plans)
+        model = edited(plan.restore_structs())
+    else:
+        model = edited(sharded_init(initializer, *args, mesh=mesh, rules=parameters, **of_plans))
     state = TrainState.initial_state(
         model, optimizer, rng, optimizer_rules=optimizer_rules, **of_state
     )
     shardings = train_state_sharding(state, mesh, parameters, optimizer_rules, **of_plans)
-    state = jax.device_put(state, shardings)
+    put = functools.partial(described, called="Layout.build")
+    state = (put if isinstance(mesh, AbstractMesh) else jax.device_put)(state, shardings)
     of_step.setdefault("donate_params_and_state", of_step.get("jit", True))
     return state, build_train_step_fn(loss_fn, train_state_shardings=shardings, **of_step)
 

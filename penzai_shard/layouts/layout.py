@@ -337,7 +337,7 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
         self,
         initializer: Callable[..., Any],
         *args: Any,
-        mesh: jax.sharding.Mesh,
+        mesh: AnyMesh,
         loss_fn: LossFunction | Callable[..., tuple[Any, Any, Any]],
         optimizer: "optax.GradientTransformation",
         rng: jax.Array,
@@ -351,7 +351,8 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
         Args:
             initializer: As for ``sharded_init``.
             *args: Passed on to it; keywords by ``functools.partial``.
-            mesh: The mesh. Explicit axes are treated as Auto ones.
+            mesh: The mesh. Explicit axes are treated as Auto ones. On an abstract one nothing is
+                made: the state is one of structs, to price the step with.
             loss_fn: As for ``build_train_step_fn``.
             optimizer: An optax optimizer.
             rng: Random key of the whole run.

@@ -7,11 +7,18 @@ from penzai_shard.placement.initializing import (
     partly_initialized,
     sharded_init,
 )
-from penzai_shard.placement.placing import described, name_to_name_device_put, place, put
+from penzai_shard.placement.placing import (
+    described,
+    described_array,
+    name_to_name_device_put,
+    place,
+    put,
+)
 
 __all__ = [
     "abstract_model",
     "described",
+    "described_array",
     "initialize_parameters_sharded",
     "is_model",
     "name_to_name_device_put",

@@ -18,6 +18,7 @@ from penzai_shard.array_kinds import (
 )
 from penzai_shard.equinox_modules import are_arrays
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
+from penzai_shard.library_apis.jax_api import is_weakly_typed
 from penzai_shard.meshes import onto_auto_twin
 from penzai_shard.model_variables import thawed
 from penzai_shard.named_leaves import leaves_of
@@ -194,12 +195,18 @@ def described(tree: Any, shardings: Any, called: str) -> Any:
     nodes, treedef = jax.tree_util.tree_flatten(tree)
     targets = treedef.flatten_up_to(shardings)
     structs = [
-        jax.ShapeDtypeStruct(np.shape(node), jax.dtypes.result_type(node), sharding=target)
-        if is_array
-        else node
+        described_array(node, target) if is_array else node
         for node, target, is_array in zip(nodes, targets, are_arrays(tree), strict=True)
     ]
     return treedef.unflatten(structs)
+
+
+def described_array(array: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """A struct in place of an array, a struct or a number, with another layout."""
+    kind = array if is_abstract(array) else jax.typeof(array)
+    return jax.ShapeDtypeStruct(
+        kind.shape, kind.dtype, sharding=sharding, weak_type=is_weakly_typed(kind)
+    )
 
 
 def _device_put(values: dict[int, Any], layouts: dict[int, Any], tree: Any, called: str) -> Any:

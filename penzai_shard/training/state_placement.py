@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.array_kinds import is_abstract, is_traced
 from penzai_shard.errors import ShardingError, raise_all
-from penzai_shard.library_apis.jax_api import is_weakly_typed
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, mesh_text
+from penzai_shard.placement import described_array
 from penzai_shard.planning import Planner, shardings_like_params
 from penzai_shard.rule_kinds import OnUnnamed
 from penzai_shard.training.flat_state import CONSTANT_FIELDS
@@ -125,7 +125,7 @@ def _described(
         if mesh is None:
             return structs | {"opt_state": opt_state}
         shardings = _optimizer_shardings(init, params, mesh, on_unnamed, optimizer_rules)
-        opt_state = jax.tree.map(_with_sharding, opt_state, shardings)
+        opt_state = jax.tree.map(described_array, opt_state, shardings)
     return structs | {"opt_state": opt_state}
 
 
@@ -151,10 +151,4 @@ def _on_mesh(struct: Any, given: Any, mesh: AnyMesh) -> Any:
     sharding = getattr(given, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         sharding = NamedSharding(mesh, PartitionSpec())
-    return _with_sharding(struct, canonical(sharding))
-
-
-def _with_sharding(struct: Any, sharding: Any) -> Any:
-    return jax.ShapeDtypeStruct(
-        struct.shape, struct.dtype, sharding=sharding, weak_type=is_weakly_typed(struct)
-    )
+    return described_array(struct, canonical(sharding))

@@ -12,6 +12,7 @@ from penzai import pz
 
 from penzai_shard import (
     Jitted,
+    Layout,
     StatefulTrainer,
     TrainState,
     abstract_model,
@@ -27,6 +28,7 @@ from penzai_shard.inspection.programs import CompiledProgram, compile_step
 from penzai_shard.library_apis.compiler_api import kept_arguments
 from penzai_shard.training.train_state import is_donated
 from penzai_shard.tree_paths import paths_and_leaves
+from tests.model_families import transformer
 
 P = PartitionSpec
 
@@ -305,3 +307,75 @@ def test_arrays_without_a_layout_are_counted_and_named(built: Built) -> None:
     assert "restore_structs()" in note
     (note,) = lower_step(built.step, (built.state,), {"x": x}).notes
     assert "inputs without a layout are laid out: x; shard_batch(batch, mesh, rules)" in note
+
+
+def mean_square(model: Any, rng: Any, state: Any, tokens: Any) -> Any:
+    logits = model(tokens).untag("batch", "seq", "vocabulary").unwrap()
+    return jnp.mean(logits**2), state, {}
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        (Layout.two_dimensional(vocabulary="model", min_size=64, manual=True), (16, 16)),
+        (Layout.sequence_parallel(rematerialise="dots"), (16, 16)),
+        (Layout.hybrid(min_size=64, reshard_after_forward=True), (4, 16, 4)),
+    ],
+    ids=["two_dimensional", "sequence_parallel", "hybrid"],
+)
+def test_layouts_are_built_and_lowered_on_meshes_of_absent_devices(
+    layout: Layout, shape: tuple[int, ...]
+) -> None:
+    names = ("data", "model") if len(shape) == 2 else ("replica", "data", "model")
+    mesh = make_mesh(dict(zip(names, shape, strict=True)), abstract=True)
+    build = functools.partial(
+        transformer,
+        "llama",
+        num_decoder_blocks=1,
+        embedding_dim=32,
+        mlp_hidden_dim=64,
+        vocab_size=96,
+        query_head_multiplier=16,
+        projection_dim=8,
+    )
+    state, step = layout.build(
+        build,
+        jax.random.key(0),
+        mesh=mesh,
+        loss_fn=mean_square,
+        optimizer=optax.adamw(1e-3),
+        rng=jax.random.key(1),
+    )
+    tokens = jax.eval_shape(lambda: pz.nx.zeros({"batch": 256, "seq": 16}, jnp.int32))
+    lowered = lower_step(step, (state,), {"tokens": layout.shard_batch(tokens, mesh)})
+    assert lowered.mesh == mesh
+    assert lowered.notes == ()
+    assert all(isinstance(array.sharding, NamedSharding) for array in lowered.arguments.values())
+    specs = {array.path: array.spec for array in lowered.arguments.values()}
+    stored = {path: spec for path, spec in specs.items() if path.startswith("params/")}
+    assert set(stored.values()) > {P()}
+    for path, spec in stored.items():
+        assert specs[path.replace("params", "opt_state/0/mu")] == spec
+
+
+def test_a_layout_builds_the_same_step_where_the_devices_are_absent() -> None:
+    layout = Layout(parameters={"b": "model", "a": "data"}, compute={"n": "data"}, blocks=())
+    programs = []
+    for abstract in (False, True):
+        mesh: Any = make_mesh(data=4, model=2)
+        mesh = mesh.abstract_mesh if abstract else mesh
+        state, step = layout.build(
+            build_model,
+            mesh=mesh,
+            loss_fn=squared,
+            optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, 0.9)),
+            rng=jax.random.key(1),
+        )
+        x = jax.eval_shape(lambda: pz.nx.ones({"n": 8, "a": 8}))
+        x = shard_batch(x, mesh, {"n": "data"})
+        programs.append(lower_step(step, (state,), {"x": x}))
+    present, absent = programs
+    assert absent.lowered.as_text() == present.lowered.as_text()
+    assert [(a.path, a.spec, a.donated) for a in absent.arguments.values()] == [
+        (a.path, a.spec, a.donated) for a in present.arguments.values()
+    ]
