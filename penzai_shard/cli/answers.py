@@ -9,12 +9,13 @@ import argparse
 import difflib
 import importlib.util
 import os
+import shutil
 import sys
 from typing import Any, NoReturn
 
 import jax
 
-from penzai_shard.text_tables import Report, TextTable
+from penzai_shard.text_tables import PLAIN_WIDTH, Report, TextTable, wrapped
 
 # As a shell has it for a program that is ended since nobody reads its output.
 _NOBODY_READS = 141
@@ -85,3 +86,10 @@ def print_table(table: TextTable) -> None:
         Console().print(table)
     else:
         print(table)
+
+
+def print_lines(*texts: str) -> None:
+    """Prints sentences, each broken where the terminal ends."""
+    width = shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns
+    for text in texts:
+        print("\n  ".join(wrapped(text, max(width - 2, 1))))

@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.cli.mesh_arguments import mesh_shape
@@ -14,6 +14,7 @@ from penzai_shard.errors import MeshError, PlanError, RuleTypeError
 from penzai_shard.layouts import Layout
 from penzai_shard.layouts.layout_file import PRESETS
 from penzai_shard.layouts.rule_expressions import read_rules_expression
+from penzai_shard.meshes import make_mesh
 
 _PAIR = re.compile(r"\s*(?P<logical>[\w.-]+)\s*=\s*(?P<mesh>[\w.+-]*)\s*")
 _RULES_EXAMPLE = (
@@ -22,11 +23,11 @@ _RULES_EXAMPLE = (
 )
 
 
-def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
+def add_layout_arguments(parser: argparse.ArgumentParser, mesh_required: bool = True) -> None:
     """Adds the mesh, the rules and the layout."""
     parser.add_argument(
         "--mesh",
-        required=True,
+        required=mesh_required,
         metavar="data=8,model=4",
         help="sizes of the mesh axes; no devices are needed",
     )
@@ -61,6 +62,18 @@ class ChosenLayout:
     mesh: AbstractMesh
     notes: tuple[str, ...] = ()
 
+    def line(self) -> str:
+        """What it is, in a line."""
+        return f"{self.text} ({'; '.join(self.notes)})" if self.notes else self.text
+
+    def said(self) -> dict[str, Any]:
+        """The same for programs."""
+        return {
+            "layout": self.text,
+            "layout_notes": list(self.notes),
+            "mesh": dict(self.mesh.shape),
+        }
+
 
 def chosen_layout(options: argparse.Namespace, model: Any) -> ChosenLayout:
     """Reads mesh, rules and layout.
@@ -73,7 +86,7 @@ def chosen_layout(options: argparse.Namespace, model: Any) -> ChosenLayout:
         ShardingError: They cannot be read, or do not belong together.
     """
     shape = mesh_shape(options.mesh)
-    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), (AxisType.Auto,) * len(shape))
+    mesh = make_mesh(shape, abstract=True)
     if options.rules is not None and options.layout is not None:
         raise RuleTypeError(
             "--rules and --layout are two ways to say the same. Leave one of them out."

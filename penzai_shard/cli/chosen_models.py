@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penzai_shard.checkpointing import param_dict
+from penzai_shard.cli.answers import print_table
 from penzai_shard.cli.model_references import ModelReference, read_literals
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.named_leaves import leaves_of
@@ -15,7 +16,7 @@ from penzai_shard.pretrained.published_models import PUBLISHED, PublishedModel, 
 from penzai_shard.text_tables import PreparedTable
 from penzai_shard.training import TrainState
 
-MODEL_HELP = (
+_MODEL_HELP = (
     "a published model, such as llama-3-70b, or with other sizes "
     "'llama-3-70b(num_hidden_layers=2)'; or file.py:function or module:function, which builds a "
     "model, with arguments in brackets if it takes some. Nothing is initialised or downloaded"
@@ -46,6 +47,15 @@ class ChosenModel:
         model = self.model.model if isinstance(self.model, TrainState) else self.model
         return sum(math.prod(leaf.shape) for leaf in leaves_of(param_dict(model)))
 
+    def said(self) -> dict[str, Any]:
+        """What it is, for programs."""
+        return {
+            "model": self.name,
+            "parameters": self.parameter_count,
+            "dtype": self.dtype,
+            "source": self.published.source if self.published else None,
+        }
+
     def headline(self) -> str:
         """What it is, in a line."""
         count = self.parameter_count
@@ -58,9 +68,24 @@ class ChosenModel:
         return f"{text} ({self.published.source})"
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the model, and how it is built."""
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+class _ListAction(argparse.Action):
+    """Prints the published models, and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print_table(published_table())
+        parser.exit(0)
+
+
+def add_list_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that lists the published models."""
+    parser.add_argument(
+        "--list", action=_ListAction, nargs=0, help="list the published models, and do no more"
+    )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, others: str = "") -> None:
+    """Adds the model, and how it is built; ``others`` is what else may stand there."""
+    parser.add_argument("model", metavar="MODEL", help=_MODEL_HELP + others)
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
@@ -88,6 +113,11 @@ def chosen_model(
             raise RuleTypeError(
                 f"--dtype {dtype}: is for published models, and {text} says itself of which dtype "
                 "its model is. Leave it out."
+            )
+        if stacked:
+            raise RuleTypeError(
+                f"--stacked: is for published models, and {text} says itself how its blocks are "
+                "kept. Leave it out."
             )
         model = reference.model()
         return ChosenModel(text, model, _dtypes(model))

@@ -1,19 +1,238 @@
 """The step that is priced: a model's train state and what is done with it, all abstract."""
 
+import argparse
+import collections
+import dataclasses
 import difflib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from penzai import pz
 
-from penzai_shard.cli.model_references import read_literals
-from penzai_shard.errors import RuleTypeError, require_extra
+from penzai_shard.cli.chosen_layouts import ChosenLayout
+from penzai_shard.cli.chosen_models import ChosenModel
+from penzai_shard.cli.model_references import ModelReference, is_step, read_literals
+from penzai_shard.errors import PlanError, RuleTypeError, raise_all, require_extra
+from penzai_shard.layers import resolve_stack_policy
 from penzai_shard.layouts import Layout
-from penzai_shard.training import TrainState
+from penzai_shard.layouts.layout_edits import BLOCKS, REGIONS
+from penzai_shard.partition_specs import part_count
+from penzai_shard.placement import described
+from penzai_shard.rule_kinds import NameRule
+from penzai_shard.surgery import roll_layer_stacks
+from penzai_shard.training import (
+    TrainState,
+    build_train_step_fn,
+    cross_entropy,
+    train_state_sharding,
+)
 
 _OPTIMIZER = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?P<call>\(.*\))?", re.DOTALL)
 _OPTIMIZER_EXAMPLE = "Write for instance adamw, or 'adamw(1e-3, weight_decay=0.1)'."
 _LEARNING_RATE = 1e-3
+_SEQUENCE_LENGTH = 2048
+# What full rematerialisation of blocks is called for a stack of them, and for each of them.
+_KEEPS_INPUTS = {"carries": "nothing"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ChosenStep:
+    """A step that is priced, with what it is called with.
+
+    Attributes:
+        text: What it does, in a sentence.
+        step: The step.
+        args: Its arguments, structs in place of arrays.
+        kwargs: The same by keyword.
+    """
+
+    text: str
+    step: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what is done with the model."""
+    parser.add_argument(
+        "--batch",
+        type=int,
+        metavar="N",
+        help="sequences in a batch (default: one for each part that the batch is split into)",
+    )
+    parser.add_argument(
+        "--seq",
+        type=int,
+        default=_SEQUENCE_LENGTH,
+        metavar="N",
+        help=f"tokens in a sequence (default {_SEQUENCE_LENGTH})",
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="adamw",
+        metavar="adamw",
+        help="of optax, with arguments in brackets if it takes some (default adamw)",
+    )
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="in how many parts, one after the other, a batch is computed (default 1)",
+    )
+    parser.add_argument(
+        "--remat",
+        default=None,
+        metavar="POLICY",
+        help="what blocks keep for the backward pass: none for all, or a policy of "
+        "RolledLayerStack such as carries, nested or dots (default carries, the input of each "
+        "block; the rest is computed again)",
+    )
+    parser.add_argument(
+        "--unroll",
+        action="store_true",
+        help="blocks one after the other in the program, instead of a loop; compiling then takes "
+        "longer the more there are",
+    )
+    parser.add_argument(
+        "--inference", action="store_true", help="a forward pass alone, instead of a training step"
+    )
+
+
+def training_step(
+    chosen: ChosenModel, layout: ChosenLayout, options: argparse.Namespace
+) -> ChosenStep:
+    """One training step of a model of tokens, or one forward pass.
+
+    Args:
+        chosen: The model.
+        layout: Mesh and layout.
+        options: What was parsed.
+
+    Raises:
+        ShardingError: Something does not go together; the model or the batch has no valid layout.
+    """
+    _check_numbers(options)
+    mesh = layout.mesh
+    if isinstance(chosen.model, TrainState):
+        raise RuleTypeError(
+            f"{chosen.name} gives a train state, and what a step does with it is needed too. Give "
+            "a function that returns (step, args), or (step, args, kwargs)."
+        )
+    edited, used, how = _edited(chosen.model, layout, options)
+    laid_out = used.for_model(chosen.model, mesh)
+    shardings = laid_out.plan(edited, mesh).sharding_tree()
+    model = described(pz.freeze_variables(edited), shardings, "price")
+    parts = _batch_parts(used, mesh.shape)
+    batch = parts if options.batch is None else options.batch
+    tokens = _tokens(batch, options.seq + (not options.inference))
+    tokens = used.shard_batch(tokens, mesh) if parts > 1 else tokens
+    size = f"batch {batch:,} x {options.seq:,} tokens"
+    if options.inference:
+        return ChosenStep(f"one forward pass of {size}; {how}", model, (tokens,))
+    optimizer = optimizer_of(options.optimizer)
+    state = TrainState.initial_state(
+        model, optimizer, jax.random.key(0), optimizer_rules=laid_out.optimizer
+    )
+    of_state = train_state_sharding(state, mesh, laid_out.parameters, laid_out.optimizer)
+    step = build_train_step_fn(
+        used.computing(_next_token_loss, mesh),
+        train_state_shardings=of_state,
+        donate_params_and_state=True,
+        accumulate_steps=options.microbatches,
+    )
+    if options.microbatches > 1:
+        size += f" in {options.microbatches} microbatches"
+    text = f"one training step of {size} with {options.optimizer}, donated; {how}"
+    return ChosenStep(text, step, (state,), {"tokens": tokens})
+
+
+def step_of_reference(text: str) -> ChosenStep | None:
+    """The step that a function gives with its arguments; None if the text is something else.
+
+    Args:
+        text: As for ``MODEL`` on the command line.
+
+    Raises:
+        RuleTypeError: There is no such function, or it fails.
+    """
+    reference = ModelReference.read(text)
+    made = None if reference is None else reference.built()
+    if made is None or not is_step(made):
+        return None
+    step, *rest = made
+    if len(rest) == 1 and not isinstance(rest[0], tuple | list):
+        rest = [(rest[0],)]  # One argument, which is not in a tuple of its own.
+    args, kwargs = (*rest, {})[:2]
+    return ChosenStep(f"the step of {text}", step, tuple(args), dict(kwargs))
+
+
+def _next_token_loss(model: Any, rng: Any, state: Any, tokens: Any) -> tuple[Any, Any, Any]:
+    del rng
+    logits = model(tokens[{"seq": pz.slice[:-1]}])
+    loss = cross_entropy(logits, tokens[{"seq": pz.slice[1:]}])
+    return loss, state, {"loss": loss}
+
+
+def _edited(
+    model: Any, layout: ChosenLayout, options: argparse.Namespace
+) -> tuple[Any, Layout, str]:
+    """The model as it computes in the layout, the layout in full, and what was done in words."""
+    used = layout.layout
+    has_blocks = bool(pz.select(model).at_instances_of((*BLOCKS, *REGIONS)).count())
+    has_stack = bool(pz.select(model).at_instances_of(pz.nn.LayerStack).count())
+    if not has_blocks and used.blocks is None:
+        used = dataclasses.replace(used, blocks=())
+    remat = options.remat or ("none" if used.rematerialise is not None else "carries")
+    keeps_all = remat == "none" or options.inference
+    if not keeps_all:
+        resolve_stack_policy(remat)
+    rolled = has_stack and not options.unroll
+    if not keeps_all and not rolled and has_blocks:
+        used = dataclasses.replace(used, rematerialise=_KEEPS_INPUTS.get(remat, remat))
+    recipe = used.recipe(model, layout.mesh)
+    if rolled:
+        recipe += roll_layer_stacks(policy=False if keeps_all else remat)
+    said = ["blocks in a loop" if rolled else "blocks one after the other"]
+    if not has_blocks:
+        said = ["no blocks that are known, so the compiler decides the layout of activations"]
+    elif not options.inference:
+        kept = "all" if remat == "none" else f"what {remat!r} says"
+        said.append(f"for the backward pass they keep {used.rematerialise or kept}")
+    return recipe.apply(model), used, ", ".join(said)
+
+
+def _tokens(batch: int, length: int) -> Any:
+    struct = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    return pz.nx.NamedArray(collections.OrderedDict(batch=batch, seq=length), struct)
+
+
+def _batch_parts(layout: Layout, mesh_shape: Mapping[str, int]) -> int:
+    """In how many parts a layout splits a batch."""
+    axes = [
+        name
+        for rule in layout.batch_rules.rules
+        if isinstance(rule, NameRule)
+        for name in rule.mesh_axes
+    ]
+    return part_count(tuple(dict.fromkeys(axes)), mesh_shape)
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    problems = [
+        f"--{name} must be at least 1, not {value}."
+        for name in ("batch", "seq", "microbatches")
+        if (value := getattr(options, name)) is not None and value < 1
+    ]
+    raise_all(RuleTypeError, "this cannot be priced:", problems)
+    if options.batch is not None and options.batch % options.microbatches:
+        raise PlanError(
+            f"--batch {options.batch} cannot be divided into {options.microbatches} microbatches. "
+            f"Give --batch {-(-options.batch // options.microbatches) * options.microbatches}."
+        )
 
 
 def optimizer_of(text: str) -> Any:
@@ -51,7 +270,7 @@ def _is_alias(value: Any) -> bool:
 
 
 def abstract_state(model: Any, optimizer: str, layout: Layout) -> TrainState:
-    """A model's train state, without values.
+    """A model's train state, without values and layouts.
 
     Args:
         model: The model, with structs in place of arrays; or its train state.

@@ -13,6 +13,7 @@ from penzai_shard.cli.checkpoint_commands import add_checkpoint_commands
 from penzai_shard.cli.demo_failure import DemoFailure
 from penzai_shard.cli.mesh_arguments import mesh_shape
 from penzai_shard.cli.plan_commands import add_plan_commands
+from penzai_shard.cli.price_commands import add_price_commands
 from penzai_shard.cli.processes import is_started, joined, start_processes
 from penzai_shard.errors import MeshError, MissingExtraError, ShardingError
 
@@ -30,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     add_checkpoint_commands(commands)
     add_plan_commands(commands)
+    add_price_commands(commands)
     return parser
 
 

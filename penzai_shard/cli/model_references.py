@@ -24,6 +24,19 @@ _FORM = re.compile(
 _EXAMPLE = "Write for instance model.py:build_model, or my_package.models:build(seed=0)."
 
 
+class _StepGivenError(Exception):
+    """Ends the trace of a function that gives a step: what it holds belongs outside of it."""
+
+
+def is_step(made: Any) -> bool:
+    """Whether a value is a step with what it is called with: ``(step, args)``, or with keywords.
+
+    >>> is_step((len, ("text",))), is_step((1, 2)), is_step({"w": 1})
+    (True, False, False)
+    """
+    return isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelReference:
     """A function that builds a model, by name, with the arguments to call it with.
@@ -67,27 +80,44 @@ class ModelReference:
         it is called. What is no function, such as a model, is taken as it is.
 
         Raises:
-            RuleTypeError: There is no such file, module or function, or it fails.
+            RuleTypeError: There is no such file, module or function, or it fails, or gives a step.
         """
+        built = self.built()
+        if is_step(built):
+            raise RuleTypeError(
+                f"{self.text}: it gives a step with its arguments, and a model is needed. "
+                "penzai-shard price takes both."
+            )
+        return built
+
+    def built(self) -> Any:
+        """What ``model`` gives; or a step with its arguments, as the function gives them."""
         built = self._named()
         if not callable(built) or is_model(built):
             return built
         returned: list[Any] = []
 
+        def calling() -> Any:
+            return built(*self.arguments, **self.keywords)
+
         def building() -> Any:
-            made = built(*self.arguments, **self.keywords)
-            returned.append(type(made))
+            made = calling()
+            returned.append(tuple if is_step(made) else type(made))
+            if is_step(made):
+                raise _StepGivenError
             return made
 
         try:
             return abstract_model(building)
         except ShardingError:
             if returned and issubclass(returned[0], TrainState):
-                return jax.eval_shape(building)
+                return jax.eval_shape(calling)
             if returned:
                 raise
             # It may have called abstract_model itself, which works outside of a trace alone.
-            return building()
+            return calling()
+        except _StepGivenError:
+            return calling()
         except Exception as error:
             raise RuleTypeError(
                 f"{self.text}: it fails with {type(error).__name__}: "

@@ -2,38 +2,21 @@
 
 import argparse
 import json
-import shutil
 import warnings
 from typing import Any
 
-from penzai_shard.cli.answers import add_answer_options, print_table
+from penzai_shard.cli.answers import add_answer_options, print_lines, print_table
 from penzai_shard.cli.chosen_layouts import ChosenLayout, add_layout_arguments, chosen_layout
 from penzai_shard.cli.chosen_models import (
     ChosenModel,
+    add_list_option,
     add_model_arguments,
     chosen_model,
-    published_table,
 )
 from penzai_shard.errors import PlanError, ShardingWarning
 from penzai_shard.layouts.layout_file import EXAMPLE
 from penzai_shard.planning import ShardingPlan
 from penzai_shard.rule_kinds import did_you_mean
-from penzai_shard.text_tables import PLAIN_WIDTH, wrapped
-
-
-class _ListAction(argparse.Action):
-    """Prints the published models, and ends the program."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print_table(published_table())
-        parser.exit(0)
-
-
-def add_list_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that lists the published models."""
-    parser.add_argument(
-        "--list", action=_ListAction, nargs=0, help="list the published models, and do no more"
-    )
 
 
 def add_plan_commands(commands: Any) -> None:
@@ -58,6 +41,11 @@ def add_plan_commands(commands: Any) -> None:
         "--optimizer",
         metavar="adamw",
         help="also plan the state of this optimizer of optax, and the gradients",
+    )
+    plan.add_argument(
+        "--stacked",
+        action="store_true",
+        help="the blocks of a published model as one pz.nn.LayerStack, as price has them",
     )
     plan.add_argument(
         "--on-unnamed",
@@ -92,7 +80,7 @@ def _rules(_: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    chosen = chosen_model(options.model, options.dtype)
+    chosen = chosen_model(options.model, options.dtype, stacked=options.stacked)
     layout = chosen_layout(options, chosen.model)
     tree = chosen.model
     if options.optimizer is not None:
@@ -145,19 +133,12 @@ def _print(
     findings: list[str],
     every_array: bool,
 ) -> None:
-    _lines(chosen.headline())
-    _lines(f"{layout.text} ({'; '.join(layout.notes)})" if layout.notes else layout.text)
+    print_lines(chosen.headline(), layout.line())
     if plan is not None:
         print_table(plan.table(collapse=not every_array))
-        _lines(*(f"FOUND: {finding}" for finding in findings))
+        print_lines(*(f"FOUND: {finding}" for finding in findings))
     else:
         print(PlanError("NO VALID LAYOUT:", findings))
-
-
-def _lines(*texts: str) -> None:
-    width = shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns
-    for text in texts:
-        print("\n  ".join(wrapped(text, max(width - 2, 1))))
 
 
 def _json(
@@ -167,13 +148,8 @@ def _json(
     findings: list[str],
 ) -> str:
     found: dict[str, Any] = {
-        "model": chosen.name,
-        "parameters": chosen.parameter_count,
-        "dtype": chosen.dtype,
-        "source": chosen.published.source if chosen.published else None,
-        "layout": layout.text,
-        "notes": list(layout.notes),
-        "mesh": dict(layout.mesh.shape),
+        **chosen.said(),
+        **layout.said(),
         "fits": plan is not None,
         "findings": findings,
         "plan": None if plan is None else json.loads(plan.to_json()),

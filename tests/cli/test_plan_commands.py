@@ -80,7 +80,7 @@ def test_the_70b_model_has_a_layout_by_default_on_a_mesh_that_its_heads_do_not_d
     found = json.loads(printed)
     assert status == 0
     assert "'heads': None" in found["layout"]
-    assert "do not divide over mesh axis 'model' (16)" in " ".join(found["notes"])
+    assert "do not divide over mesh axis 'model' (16)" in " ".join(found["layout_notes"])
     # What is said to be the layout gives the same plan if it is asked for.
     asked = found["layout"].removeprefix("--layout ").strip('"')
     _, again, _ = shell("plan", changed, "--mesh", "data=16,model=16", "--layout", asked, "--json")
@@ -190,6 +190,8 @@ MISTAKES = {
     ("plan", "absent_module:build", "--mesh", "data=8"): "cannot import absent_module",
     ("plan", "a model?", "--mesh", "data=8"): "cannot read the model 'a model?'",
     ("plan", "own.py:build", "--mesh", "data=8", "--dtype", "float32"): "--dtype float32: is for",
+    ("plan", "own.py:build", "--mesh", "data=8", "--stacked"): "--stacked: is for published",
+    ("plan", "gemma-2-2b", "--mesh", "data=8", "--stacked"): "layers of this Gemma 2 differ",
     ("plan", SMALL, "--mesh", "data=8", "--dtype", "int4"): "invalid choice: 'int4'",
     ("plan", SMALL, "--mesh", "rows=8"): "no rules are given",
     ("plan", SMALL, "--mesh", "rows=8", "--rules", "embedding=data"): "no mesh axis 'data'",
