@@ -16,6 +16,7 @@ from penzai_shard.errors import ProgramError
 from penzai_shard.library_apis.compiler_api import (
     HloInstruction,
     HloModule,
+    instructions_in_order,
     module_from_text,
     opcode_of,
     short_text,
@@ -158,7 +159,10 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A function of a program: instructions by name, in the order of its text."""
+    """A function of a program: instructions by name, in the order in which they run.
+
+    In any order in which operands come first, where the program does not say it.
+    """
 
     name: str
     instructions: Mapping[str, Instruction]
@@ -198,7 +202,7 @@ class Module:
         text = short_text(module)
         (entry,) = _ENTRY.findall(text)
         roots = set(_ROOT.findall(text))
-        found = {one.name: list(one.instructions()) for one in module.computations()}
+        found = {one.name: instructions_in_order(module, one) for one in module.computations()}
         # What an asynchronous instruction wraps may be written in its line alone.
         roots |= {
             wrapped_by(one).name

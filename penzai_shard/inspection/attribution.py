@@ -50,11 +50,11 @@ def attribute(
     Returns:
         One answer for each, in their order.
     """
-    names = _Names(program)
+    names = OperationOwners(program)
     return [_of(names, operation) for operation in operations]
 
 
-def _of(names: "_Names", operation: CollectiveOperation) -> Attribution:
+def _of(names: "OperationOwners", operation: CollectiveOperation) -> Attribution:
     parts = operation.op_names
     layers = _distinct(owner for part in parts if (owner := names.owner(part)) is not None)
     phases = [names.phase(part) for part in parts]
@@ -62,7 +62,7 @@ def _of(names: "_Names", operation: CollectiveOperation) -> Attribution:
     return Attribution(layers, _common_phase(operation, phases), (), reason)
 
 
-class _Names:
+class OperationOwners:
     """What the names of a program's operations say."""
 
     def __init__(self, program: CompiledProgram) -> None:

@@ -1,6 +1,7 @@
 """What a step needs of a device's memory, found out before it runs."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from penzai_shard.inspection.device_figures import device_figures
 from penzai_shard.inspection.memory_groups import MemoryGroup, memory_groups
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
 from penzai_shard.inspection.step_arrays import StepArray, StepPart
+from penzai_shard.inspection.temporaries import TemporaryGroup, temporary_groups
 from penzai_shard.library_apis.compiler_api import ExecutableMemory
 from penzai_shard.meshes import mesh_text
 from penzai_shard.planning.plan_table import bytes_text
@@ -16,6 +18,7 @@ from penzai_shard.text_tables import PreparedTable, Report
 
 # So many groups are shown, and the rest in one row.
 _GROUPS_SHOWN = 9
+_TEMPORARIES_SHOWN = 3
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -166,6 +169,15 @@ class MemoryReport(Report):
         """
         return memory_groups(self._resident_arrays(), collapse)
 
+    @functools.cached_property
+    def temporary_groups(self) -> tuple[TemporaryGroup, ...]:
+        """What the temporaries are when most of them are there, the largest first: an estimate.
+
+        From the order of the program's instructions, since compilers do not say what they put
+        where; empty where that does not explain what the compiler needs.
+        """
+        return temporary_groups(self.program)
+
     def table(self, *, collapse: bool = True) -> MemoryTable:
         """The report as a table: plain text for ``print``, coloured by ``rich.print``.
 
@@ -187,6 +199,9 @@ class MemoryReport(Report):
                 "limit": self.limit,
                 "fits": self.fits,
                 "groups": [_data(group) for group in self.groups(collapse=False)],
+                "temporaries_estimated": [
+                    dataclasses.asdict(group) for group in self.temporary_groups
+                ],
             },
             indent=2,
             default=str,
@@ -270,6 +285,7 @@ class MemoryReport(Report):
             yield f"of which the program does not use: {bytes_text(self.unused)}"
         if self.host:
             yield f"in the host's memory, for each device: {bytes_text(self.host)}"
+        yield from _temporary_remarks(self.temporary_groups)
         yield from self.program.step.notes
 
 
@@ -323,6 +339,19 @@ def _group_rows(groups: Sequence[MemoryGroup], collapse: bool) -> Iterator[tuple
         held = bytes_text(sum(group.array_bytes for group in rest))
         count = sum(group.count for group in rest)
         yield (f"and {len(rest)} smaller groups", f"{count:,}", "", held, optimizer)
+
+
+def _temporary_remarks(groups: Sequence[TemporaryGroup]) -> Iterator[str]:
+    """What the temporaries are, the kinds of most bytes and the layers of most bytes first."""
+    kinds: dict[str, int] = {}
+    for group in groups:
+        kinds[group.kind] = kinds.get(group.kind, 0) + group.bytes
+    if kinds:
+        ordered = sorted(kinds.items(), key=lambda item: -item[1])
+        shown = "; ".join(f"{kind} {bytes_text(size)}" for kind, size in ordered if size)
+        yield f"temporaries when most are there (estimated): {shown}"
+        largest = [group for group in groups if group.layer][:_TEMPORARIES_SHOWN]
+        yield "the largest: " + "; ".join(f"{bytes_text(each.bytes)} {each}" for each in largest)
 
 
 def _data(group: MemoryGroup) -> dict[str, Any]:

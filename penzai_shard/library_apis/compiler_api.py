@@ -88,6 +88,19 @@ def short_text(module: HloModule) -> str:
     return module.to_string(options)
 
 
+def instructions_in_order(module: HloModule, computation: Any) -> list[HloInstruction]:
+    """The instructions of a computation, in the order in which they run if that is known."""
+    instructions = {one.name: one for one in computation.instructions()}
+    schedule = module.schedule()
+    if schedule is None:
+        return list(instructions.values())
+    try:
+        return [instructions[one.name] for one in schedule.sequence(computation)]
+    except IndexError:
+        # What is fused runs as one instruction, in no order of its own.
+        return list(instructions.values())
+
+
 def module_from_text(text: str) -> HloModule:
     """Reads a program's text, as ``HloModule.to_string`` and ``Compiled.as_text`` give it."""
     return _hlo.hlo_module_from_text(text)

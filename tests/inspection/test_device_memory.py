@@ -210,3 +210,30 @@ def test_memory_of_devices_that_are_not_there(kind, memory):
 @pytest.mark.parametrize("kind", ["cpu", "TPU v99", "AMD Instinct MI300X", "H1000", ""])
 def test_memory_of_unknown_devices_is_not_guessed(kind):
     assert device_figures(kind) is None
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A step whose activations are much larger than its parameters."""
+    state = placed_state({"batch": "data"}, optax.sgd(0.1))
+    step = build_train_step_fn(squares, donate_params_and_state=True)
+    x = shard_batch(pz.nx.ones({"batch": 4096, "embedding": 16}), MESH, {"batch": "data"})
+    return device_memory(step, state, x=x)
+
+
+def test_temporaries_are_the_activations_that_the_backward_pass_reads(wide):
+    kept = [group for group in wide.temporary_groups if group.kind == "kept for the backward pass"]
+    # The derivative of tanh is of its result: 32 neurons of 1024 examples in each of two blocks.
+    # Linear layers keep their input, which is that or the result of the first block.
+    sizes = {group.layer: (group.count, group.bytes) for group in kept}
+    neurons, embedding = 1024 * 32 * 4, 1024 * 16 * 4
+    assert sizes["sublayers/*"] == (3, 2 * neurons + embedding)
+    estimated = sum(group.bytes for group in wide.temporary_groups)
+    assert estimated == pytest.approx(wide.temporaries, rel=0.05)
+    assert "kept for the backward pass" in str(wide)
+
+
+def test_temporaries_are_not_explained_where_the_estimate_is_far_off(wide):
+    memory = dataclasses.replace(wide.program.memory, temporaries=100 * wide.temporaries)
+    program = dataclasses.replace(wide.program, memory=memory)
+    assert MemoryReport(program, wide.used).temporary_groups == ()

@@ -1,0 +1,109 @@
+"""What is in a step's temporaries at the moment at which most is there: an estimate."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from penzai_shard.compiled_programs.live_values import LiveValue, values_at_peak
+from penzai_shard.compiled_programs.modules import Instruction
+from penzai_shard.compiled_programs.operation_names import merged_names
+from penzai_shard.inspection.attribution import OperationOwners, Phase
+from penzai_shard.inspection.programs import CompiledProgram
+from penzai_shard.path_folding import folded_path, folding_key
+
+# How far an estimate may be from what the compiler says, to be shown.
+_PLAUSIBLE = (0.5, 1.5)
+
+TemporaryKind = Literal[
+    "kept for the backward pass", "gathered", "forward", "backward", "optimizer", "other"
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class TemporaryGroup:
+    """Values that a device holds while a step runs, of one kind and from equal layers.
+
+    Attributes:
+        kind: What they are: made in the forward pass and read in the backward pass; gathered from
+            other devices; or else the phase in which they are made and read.
+        layer: The layer that made them, with ``*`` in place of the numbers in which equal ones
+            differ; ``"loss"`` or ``"optimizer"``; empty if that is not known.
+        count: How many arrays these are.
+        bytes: What they take on one device.
+    """
+
+    kind: TemporaryKind
+    layer: str
+    count: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}, by {self.layer}" if self.layer else self.kind
+
+
+def temporary_groups(program: CompiledProgram) -> tuple[TemporaryGroup, ...]:
+    """What is there at the moment at which most is there, the largest first.
+
+    An estimate from the order of the program's instructions, since compilers do not say what they
+    put where. Values in the memory of results, before these are written, count too.
+
+    Args:
+        program: The program.
+
+    Returns:
+        The groups; none where their sum is far from what the compiler says of the temporaries.
+    """
+    values = values_at_peak(program.module)
+    least, most = (share * program.memory.temporaries for share in _PLAUSIBLE)
+    if not least <= sum(value.bytes for value in values) <= most + program.memory.outputs:
+        return ()
+    origins = _Origins(program)
+    groups: dict[tuple[TemporaryKind, str], list[tuple[str, LiveValue]]] = {}
+    for value in values:
+        layer = origins.owner(value.instruction)
+        key = (origins.kind(value), folding_key(layer))
+        groups.setdefault(key, []).append((layer, value))
+    made = [_group(kind, members) for (kind, _), members in groups.items()]
+    return tuple(sorted(made, key=lambda group: -group.bytes))
+
+
+def _group(kind: TemporaryKind, members: Sequence[tuple[str, LiveValue]]) -> TemporaryGroup:
+    layers = list(dict.fromkeys(layer for layer, _ in members))
+    total = sum(value.bytes for _, value in members)
+    return TemporaryGroup(kind, folded_path(layers), len(members), total)
+
+
+class _Origins:
+    """Where the values of a program come from."""
+
+    def __init__(self, program: CompiledProgram) -> None:
+        self._module = program.module
+        self._owners = OperationOwners(program)
+
+    def kind(self, value: LiveValue) -> TemporaryKind:
+        made = self._origin(value.instruction)
+        if made.opcode.startswith("all-gather"):
+            return "gathered"
+        first, last = self._phase(made), self._phase(value.last_use)
+        if first == "forward" and last == "backward":
+            return "kept for the backward pass"
+        return first or "other"
+
+    def owner(self, one: Instruction) -> str:
+        """The layer or the part of the step that made a value; empty if not known."""
+        name = self._name(one)
+        return (name and self._owners.owner(name)) or ""
+
+    def _phase(self, one: Instruction) -> Phase | None:
+        name = self._name(self._origin(one))
+        return self._owners.phase(name) if name else None
+
+    def _name(self, one: Instruction) -> str:
+        return merged_names(self._origin(one).op_name)[0]
+
+    def _origin(self, one: Instruction) -> Instruction:
+        """The instruction that computed a value, where the compiler only moved it."""
+        instructions = self._module.computations[one.computation].instructions
+        while not one.op_name and len(one.operand_names) > 0:
+            one = instructions[one.operand_names[0]]
+        return one
