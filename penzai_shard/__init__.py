@@ -45,6 +45,7 @@ from penzai_shard.inspection.collective_report import CollectiveReport, collecti
 from penzai_shard.inspection.lock_comparison import LockReport
 from penzai_shard.inspection.locks import ShardingLock
 from penzai_shard.inspection.memory_report import MemoryReport, device_memory
+from penzai_shard.inspection.programs import CompiledProgram, compile_step
 from penzai_shard.layers import (
     AxesInPlace,
     Checkpointed,
@@ -133,6 +134,7 @@ __all__ = [
     "Collective",
     "CollectiveReport",
     "CollectiveTotal",
+    "CompiledProgram",
     "ConstrainActivations",
     "ConstrainSharding",
     "ConstrainShardingByName",
@@ -171,6 +173,7 @@ __all__ = [
     "check_equivalent",
     "collectives",
     "compare_checkpoints",
+    "compile_step",
     "constrain_blocks",
     "cross_entropy",
     "data_parallel",
