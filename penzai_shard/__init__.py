@@ -40,12 +40,14 @@ from penzai_shard.errors import (
     ShardingWarning,
 )
 from penzai_shard.fitting import LogRecord, fit
+from penzai_shard.inspection.ahead_report import AheadReport
 from penzai_shard.inspection.collective_records import Collective, CollectiveTotal
 from penzai_shard.inspection.collective_report import CollectiveReport, collectives
+from penzai_shard.inspection.compile_ahead import compile_ahead
 from penzai_shard.inspection.lock_comparison import LockReport
 from penzai_shard.inspection.locks import ShardingLock
 from penzai_shard.inspection.memory_report import MemoryReport, device_memory
-from penzai_shard.inspection.programs import CompiledProgram, compile_step
+from penzai_shard.inspection.topologies import Topology
 from penzai_shard.layers import (
     AxesInPlace,
     Checkpointed,
@@ -119,6 +121,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ROOT",
+    "AheadReport",
     "AxesInPlace",
     "AxisRules",
     "CheckpointComparison",
@@ -134,7 +137,6 @@ __all__ = [
     "Collective",
     "CollectiveReport",
     "CollectiveTotal",
-    "CompiledProgram",
     "ConstrainActivations",
     "ConstrainSharding",
     "ConstrainShardingByName",
@@ -162,6 +164,7 @@ __all__ = [
     "ShardingPlan",
     "ShardingWarning",
     "StatefulTrainer",
+    "Topology",
     "TrainState",
     "VerifiedArray",
     "__version__",
@@ -173,7 +176,7 @@ __all__ = [
     "check_equivalent",
     "collectives",
     "compare_checkpoints",
-    "compile_step",
+    "compile_ahead",
     "constrain_blocks",
     "cross_entropy",
     "data_parallel",

@@ -8,6 +8,7 @@ that differ only in the numbers of their paths, as those of equal blocks do, are
 import contextlib
 import functools
 import importlib
+import importlib.util
 import itertools
 import re
 import sys
@@ -330,6 +331,7 @@ _EXTRAS = {
     "flax": "flax",
     "grain": "notebook",
     "haliax": "haliax",
+    "libtpu": "tpu",
     "optax": "train",
     "orbax": "checkpoint",
     "rich": "train",
@@ -372,6 +374,22 @@ def naming_extras() -> Iterator[None]:
         raise
 
 
+def require_installed(module: str, extra: str) -> None:
+    """Refuses an optional dependency that is absent, without importing one that is there.
+
+    Args:
+        module: Name of the module.
+        extra: Name of the extra of ``penzai-shard`` that brings it.
+
+    Raises:
+        MissingExtraError: The module is not installed.
+
+    >>> require_installed("json", "train")
+    """
+    if importlib.util.find_spec(module) is None:
+        raise _missing(module, extra)
+
+
 def require_extra(module: str, extra: str) -> types.ModuleType:
     """Imports an optional dependency, or says which extra installs it.
 
@@ -391,7 +409,11 @@ def require_extra(module: str, extra: str) -> types.ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            f"this needs {module!r}, which is not installed. "
-            f"Install it with: pip install 'penzai-shard[{extra}]'"
-        ) from error
+        raise _missing(module, extra) from error
+
+
+def _missing(module: str, extra: str) -> MissingExtraError:
+    return MissingExtraError(
+        f"this needs {module!r}, which is not installed. "
+        f"Install it with: pip install 'penzai-shard[{extra}]'"
+    )

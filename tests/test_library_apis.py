@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 import treescope
 from jax.experimental.layout import Layout
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from penzai import pz
 from penzai.deprecated.v1 import pz as pz_v1
 from penzai.models.transformer.variants import llamalike_common
@@ -31,6 +32,7 @@ import penzai_shard
 from penzai_shard.errors import ShardingError
 from penzai_shard.library_apis import (
     compiler_api,
+    compiler_process,
     jax_api,
     orbax_api,
     penzai_api,
@@ -526,6 +528,52 @@ def test_a_program_that_is_being_aborted_has_time_to_say_why():
 
 
 # XLA: compiled programs
+
+
+def test_what_settings_ask_of_a_compiler_is_told_to_another_process():
+    option = "jax_disable_most_optimizations"
+    before, asked = jax.config.read(option), compiler_api.options_of_this_process(8)
+    jax.config.update(option, not before)
+    try:
+        assert compiler_api.options_of_this_process(8) != asked
+    finally:
+        jax.config.update(option, before)
+    assert compiler_api.options_of_this_process(8) == asked
+
+
+def test_programs_that_call_back_are_not_lowered_for_absent_devices_and_it_is_known_why():
+    mesh = AbstractMesh((2,), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding)
+
+    def asks(x):
+        return x + jax.pure_callback(lambda: 1.0, jax.ShapeDtypeStruct((), x.dtype))
+
+    def says(x):
+        jax.debug.print("{}", x)
+        return x
+
+    for function in (asks, says):
+        with pytest.raises(ValueError, match=r"devices|platform") as error:
+            jax.jit(function).trace(x).lower(lowering_platforms=("tpu",))
+        assert compiler_api.is_lacking_devices(error.value)
+    assert not compiler_api.is_lacking_devices(ValueError("shapes differ"))
+
+
+def test_a_mesh_over_slices_keeps_neighbours_within_one_slice():
+    devices = [
+        types.SimpleNamespace(id=i, slice_index=i // 4, device_kind="cpu", platform="cpu")
+        for i in range(8)
+    ]
+    program = {"mesh_shape": {"data": 4, "model": 2}, "dcn_shape": (2, 1)}
+    found = compiler_process.mesh_devices(program, devices)
+    assert [one.id for one in found] == list(range(8))
+    across = compiler_process.mesh_devices(program | {"dcn_shape": (1, 2)}, devices)
+    assert [one.id for one in across] == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert (
+        compiler_process.mesh_devices({"mesh_shape": {}, "dcn_shape": ()}, devices) == devices[:1]
+    )
+
 
 SMALL_PROGRAM = """
 HloModule m

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax._src import compiler
 from jax._src.interpreters import mlir
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 from jaxlib import _hlo  # type: ignore[attr-defined]
 from jaxlib import xla_client as xc
 from jaxlib.mlir import ir
@@ -158,22 +158,6 @@ def kept_arguments(lowered: jax.stages.Lowered) -> frozenset[int]:
     return frozenset(given._lowering.compile_args["kept_var_idx"])
 
 
-def shardings_of(lowered: jax.stages.Lowered) -> list[Sharding]:
-    """The layouts on devices that a program says: of arguments, results and in between.
-
-    >>> shardings_of(jax.jit(lambda x: x + 1).lower(1.0))
-    []
-    """
-    given: Any = lowered
-    said = given._lowering.compile_args
-    return [
-        sharding
-        for name in ("in_shardings", "out_shardings", "intermediate_shardings")
-        for sharding in said[name] or ()
-        if isinstance(sharding, NamedSharding)
-    ]
-
-
 def module_from_bytes(data: bytes) -> HloModule:
     """Reads a program as ``module_to_bytes`` gives it."""
     return _hlo.HloModule.from_serialized_hlo_module_proto(data)
@@ -190,6 +174,19 @@ def bytecode_of(lowered: jax.stages.Lowered) -> bytes:
     lowered_module: Any = lowered.compiler_ir("stablehlo")
     lowered_module.operation.write_bytecode(written)
     return written.getvalue()
+
+
+def is_lacking_devices(error: Exception) -> bool:
+    """Whether JAX did not lower a program because it calls back to Python, and devices are absent.
+
+    Args:
+        error: What lowering raised.
+    """
+    texts = (
+        "require devices to be present during lowering",
+        "different from the lowering platform",
+    )
+    return isinstance(error, ValueError) and any(text in str(error) for text in texts)
 
 
 def options_of_this_process(device_count: int) -> bytes:

@@ -1,8 +1,8 @@
 """The process that compiles for devices that are not there. Started as a script, by its path.
 
-It reads a request and a lowered program from standard input and answers with what the compiler made
-of it. Of this package it imports one module, since the whole takes longer to import than most
-programs take to compile.
+It reads from standard input for which devices, then a lowered program, and answers with what the
+compiler made of it. Of this package it imports one module, since the whole takes longer to import
+than most programs take to compile.
 """
 
 import dataclasses
@@ -18,17 +18,28 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO, Literal, TypedDict
 
 
-class Request(TypedDict):
-    """What the process is asked for; the bytecode of the program follows.
+class DevicesWanted(TypedDict):
+    """What the process is asked for first: the devices to compile for.
 
-    ``dcn_shape`` says over how many slices each mesh axis goes; the network between slices is the
-    slow one. ``options`` is of ``compiler_api.options_of_this_process``.
+    ``search_path`` is where Python finds modules; ``topology`` and ``topology_options`` are JAX'
+    name and options of what ``platform`` is to be described.
     """
 
     search_path: list[str]
-    platform: Literal["cpu", "tpu"]
+    platform: Literal["cpu", "tpu", "cuda"]
     topology: str
     topology_options: dict[str, Any]
+
+
+class Program(TypedDict):
+    """What it is asked for then: to compile a program.
+
+    ``dcn_shape`` says over how many slices each mesh axis goes; the network between slices is the
+    slow one. Without a mesh the program is for one device. ``options`` are those of
+    ``compiler_api.options_of_this_process``.
+    """
+
+    bytecode: bytes
     mesh_shape: dict[str, int]
     dcn_shape: tuple[int, ...]
     options: bytes
@@ -45,65 +56,74 @@ class Answer(TypedDict, total=False):
     message: str
 
 
-def mesh_devices(request: Request, devices: Sequence[Any]) -> list[Any]:
-    """The devices in the order in which a mesh of all of them has them in a real run."""
-    import jax
-    from jax.experimental import mesh_utils
-
-    shape, names = tuple(request["mesh_shape"].values()), tuple(request["mesh_shape"])
-    if math.prod(request["dcn_shape"]) == 1:
-        # As ``make_mesh`` does.
-        return list(jax.make_mesh(shape, names, devices=devices).devices.flat)
-    within = [size // slices for size, slices in zip(shape, request["dcn_shape"], strict=True)]
-    split = "lite" in devices[0].device_kind
-    return list(
-        mesh_utils.create_hybrid_device_mesh(
-            within, request["dcn_shape"], devices, allow_split_physical_axes=split
-        ).flat
-    )
-
-
-def absent_devices(request: Request) -> list[Any]:
-    """Descriptions of the devices, or simulated ones."""
+def absent_devices(wanted: DevicesWanted) -> list[Any]:
+    """Descriptions of devices, or simulated ones."""
     import jax
     from jax.experimental import topologies
 
-    if request["platform"] == "cpu":
-        return jax.devices("cpu")
+    if wanted["platform"] == "cpu":
+        return list(jax.devices("cpu"))
     topology = topologies.get_topology_desc(
-        platform=request["platform"],
-        topology_name=request["topology"],
-        **request["topology_options"],
+        wanted["topology"], wanted["platform"], **wanted["topology_options"]
     )
     return list(topology.devices)
 
 
-def answer_to(request: Request, requests: BinaryIO) -> Answer:
-    """Compiles the program that follows the request."""
-    path = pathlib.Path(__file__).with_name("compiler_api.py")
-    spec = importlib.util.spec_from_file_location("compiler_api", path)
-    assert spec is not None
-    assert spec.loader is not None
-    compiler_api = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = compiler_api
-    spec.loader.exec_module(compiler_api)
+def mesh_devices(program: Program, devices: Sequence[Any]) -> list[Any]:
+    """The devices in the order in which a mesh of all of them has them in a real run."""
+    import jax
+    from jax.experimental import mesh_utils
+
+    shape, names = tuple(program["mesh_shape"].values()), tuple(program["mesh_shape"])
+    if not shape:
+        return list(devices[:1])
+    if math.prod(program["dcn_shape"]) == 1:
+        return list(jax.make_mesh(shape, names, devices=devices).devices.flat)
+    within = [size // slices for size, slices in zip(shape, program["dcn_shape"], strict=True)]
+    # As ``jax.make_mesh`` does, for one slice.
+    may_split = "v5 lite" in devices[0].device_kind
+    mesh = mesh_utils.create_hybrid_device_mesh(
+        within, program["dcn_shape"], devices, allow_split_physical_axes=may_split
+    )
+    return list(mesh.flat)
+
+
+def answer_to(wanted: DevicesWanted, requests: BinaryIO) -> Answer:
+    """Compiles the program that follows for the devices that are wanted."""
     step: Literal["devices", "mesh", "compile"] = "devices"
     try:
-        devices = absent_devices(request)
-        step = "mesh"
-        devices = mesh_devices(request, devices)
-        bytecode = pickle.load(requests)
+        devices = absent_devices(wanted)
+        program: Program = pickle.load(requests)
         threading.Thread(target=_end_with_parent, args=(requests,), daemon=True).start()
+        step = "mesh"
+        devices = mesh_devices(program, devices)
         step, start = "compile", time.perf_counter()
-        compiled = compiler_api.compile_bytecode(bytecode, devices, request["options"])
+        compiler_api = _compiler_api()
+        compiled = compiler_api.compile_bytecode(program["bytecode"], devices, program["options"])
+    except EOFError:
+        raise
     except Exception as error:
-        return {"failed": step, "message": f"{type(error).__name__}: {error}"}
+        message = f"{type(error).__name__}: {error}"
+        kind = devices[0].device_kind if step == "compile" else ""
+        return {"failed": step, "message": message, "device_kind": kind}
     return {
         "module": compiler_api.module_to_bytes(compiled.module),
         "memory": dataclasses.asdict(compiled.memory),
         "device_kind": devices[0].device_kind,
         "seconds": time.perf_counter() - start,
     }
+
+
+def _compiler_api() -> Any:
+    """The module beside this one, without the package around it."""
+    path = pathlib.Path(__file__).with_name("compiler_api.py")
+    spec = importlib.util.spec_from_file_location("compiler_api", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def _end_with_parent(requests: BinaryIO) -> None:
@@ -113,14 +133,14 @@ def _end_with_parent(requests: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Reads one request and answers it."""
+    """Reads what is wanted and answers it."""
     requests = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # What compilers print is not part of the answer.
-    request: Request = pickle.load(requests)
-    sys.path[:] = request["search_path"]
     try:
-        answer = answer_to(request, requests)
+        wanted: DevicesWanted = pickle.load(requests)
+        sys.path[:] = wanted["search_path"]
+        answer = answer_to(wanted, requests)
     except EOFError:
         return  # Nobody waits for the answer any more.
     pickle.dump(answer, answers)

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from penzai_shard.errors import CompilationError
-from penzai_shard.inspection.absent_devices import simulated_devices
+from penzai_shard.inspection.absent_devices import CompilerProcess
+from penzai_shard.inspection.topologies import Topology
 from penzai_shard.library_apis.compiler_api import (
     bytecode_of,
     compile_bytecode,
@@ -35,8 +36,8 @@ def test_another_process_compiles_what_this_one_does_and_leaves_this_one_as_it_i
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_cpu_enable_fast_math=false")
     before, devices = dict(os.environ), jax.devices()
     bytecode = lowered(lambda x, w: jnp.tanh(x @ w).sum())
-    with simulated_devices(MESH) as process:
-        there = process.compile(bytecode)
+    with CompilerProcess(Topology("cpu:8")) as process:
+        there = process.compile(bytecode, MESH)
     here = compile_bytecode(bytecode, devices)
     read_again = module_from_bytes(module_to_bytes(here.module))
     assert there.compiled.module.to_string() == read_again.to_string()
@@ -49,32 +50,24 @@ def test_another_process_compiles_what_this_one_does_and_leaves_this_one_as_it_i
 
 
 def test_a_process_that_ends_without_an_answer_is_an_error_that_says_how():
-    with simulated_devices(MESH) as process:
+    with CompilerProcess(Topology("cpu:8")) as process:
         process._process.send_signal(signal.SIGKILL)
         with pytest.raises(CompilationError, match=r"(?s)by signal 9, .*where memory is short"):
-            process.compile(b"")
+            process.compile(b"", MESH)
 
 
 def test_what_the_process_wrote_before_it_ended_is_in_the_error(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
     with (
-        simulated_devices(MESH) as process,
+        CompilerProcess(Topology("cpu:8")) as process,
         pytest.raises(CompilationError, match=r"(?s)with exit status 1, .*--xla_no_such_flag"),
     ):
-        process.compile(lowered(lambda x, w: x @ w))
+        process.compile(lowered(lambda x, w: x @ w), MESH)
 
 
 def test_a_program_that_the_compiler_refuses_is_an_error_with_its_words():
     with (
-        simulated_devices(MESH) as process,
-        pytest.raises(CompilationError, match=r"cannot be compiled: .*MLIR"),
+        CompilerProcess(Topology("cpu:8")) as process,
+        pytest.raises(CompilationError, match=r"jaxlib .* cannot compile the program: MLIR"),
     ):
-        process.compile(b"no program")
-
-
-def test_more_simulated_devices_than_a_process_can_have_are_refused():
-    mesh = AbstractMesh((4096,), ("data",))
-    with pytest.raises(
-        CompilationError, match=r"\(data=4096\) has 4,096 devices, .* 2,048 at most"
-    ):
-        simulated_devices(mesh)
+        process.compile(b"no program", MESH)
