@@ -20,9 +20,6 @@ from penzai_shard.text_tables import FindingsTable, Report
 Effect = Literal["worse", "better", "changed"]
 Improvements = Literal["fail", "pass"]
 
-# Of memory, what is better the more of it there is: outputs that take the place of arguments.
-_SAVED = frozenset({"donated"})
-
 
 @dataclasses.dataclass(frozen=True)
 class LockDifference:
@@ -253,8 +250,16 @@ def _memory(
     for item in dict.fromkeys([*lock, *step]):
         was, now = lock.get(item, 0), step.get(item, 0)
         if change := _change(was, now, tolerance):
-            is_worse = (now > was) != (item in _SAVED)
-            yield LockDifference(item, change, "worse" if is_worse else "better")
+            effect: Effect = "worse" if now > was else "better"
+            if item == "donated":
+                effect = _effect_of_donation(lock, step)
+            yield LockDifference(item, change, effect)
+
+
+def _effect_of_donation(lock: Mapping[str, int], step: Mapping[str, int]) -> Effect:
+    """Worse if more comes out beside what was donated; the same of less of everything."""
+    was, now = (each.get("outputs", 0) - each.get("donated", 0) for each in (lock, step))
+    return "worse" if now > was else "better" if now < was else "changed"
 
 
 def _change(was: int, now: int, tolerance: float) -> str | None:

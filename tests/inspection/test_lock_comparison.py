@@ -27,7 +27,7 @@ LOCK = LockContent(
     arrays={PATH: UP},
     collectives={GROUP: COUNT},
     not_counted={},
-    memory={"temporaries": 12 * MIB, "donated": MIB, "total": 20 * MIB},
+    memory={"outputs": 2 * MIB, "donated": MIB, "temporaries": 12 * MIB, "total": 20 * MIB},
 )
 
 
@@ -149,6 +149,14 @@ CASES = [
         {"temporaries: 12.0 MiB → 6.0 MiB (-50%, tolerance 5%)": "better"},
     ),
     (of_memory(donated=0), {"donated: 1.0 MiB → 0 B (-100%, tolerance 5%)": "worse"}),
+    (of_memory(donated=2 * MIB), {"donated: 1.0 MiB → 2.0 MiB (+100%, tolerance 5%)": "better"}),
+    (
+        of_memory(outputs=MIB, donated=0),
+        {
+            "outputs: 2.0 MiB → 1.0 MiB (-50%, tolerance 5%)": "better",
+            "donated: 1.0 MiB → 0 B (-100%, tolerance 5%)": "changed",
+        },
+    ),
     (of_memory(padding=8), {"padding: 0 B → 8 B (tolerance 5%)": "worse"}),
 ]
 
