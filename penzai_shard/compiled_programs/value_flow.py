@@ -40,8 +40,24 @@ _SAME_STRUCTURE = frozenset(
 )
 _DONE = frozenset({"all-gather-done", "collective-permute-done", "async-done"})
 _CALLS = frozenset({"fusion", "call", "async-start"})
+# What these give is a tuple, or a part of one; what is not that part is not used by them.
+_PASSING = _SAME_STRUCTURE | _DONE | _CALLS | {"get-tuple-element", "tuple", "while", "conditional"}
 
 Path = tuple[int, ...]
+
+
+class _Every(Collection[str]):
+    def __contains__(self, opcode: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+EVERY_OPCODE: Collection[str] = _Every()
 
 
 class Place(NamedTuple):
@@ -64,6 +80,7 @@ class ValueFlow:
         module: The program.
         through: Opcodes that also count as leaving a value what it is, whatever operand it is:
             ``{"add", "multiply"}`` follows a gradient through an optimizer's arithmetic.
+            ``EVERY_OPCODE`` follows whatever a value has an influence on.
 
     >>> module = Module.from_text('''HloModule m
     ... ENTRY e {
@@ -105,16 +122,57 @@ class ValueFlow:
             found.append(tuple(sorted({place.path[0] if place.path else 0 for place in places})))
         return tuple(found)
 
+    def makers_of(self, one: Instruction) -> tuple[tuple[Instruction, ...], ...]:
+        """For each operand of an instruction, what makes the values that are in it.
+
+        That is what computes them, arguments of the program, and constants.
+        """
+        found = []
+        for i in range(len(one.operand_names)):
+            places = self._walk([self.operand(Place(one), i)], self.before)
+            ends = (place.one for place in places if next(self.before(place), None) is None)
+            found.append(tuple(dict.fromkeys(ends)))
+        return tuple(found)
+
+    def users_of(self, one: Instruction) -> tuple[tuple[Instruction, ...], ...]:
+        """For each array that comes out of an instruction, what computes something of it."""
+        found = []
+        for path in _paths_out(one):
+            users = (
+                user
+                for place in self._walk([Place(one, path)], self._after)
+                for user, position in self._direct_users(place.one)
+                if user.opcode not in _PASSING
+                and next(self._into(user, position, place.path, place.callers), None) is None
+            )
+            found.append(tuple(dict.fromkeys(users)))
+        return tuple(found)
+
+    def reached_from(self, arguments: Collection[str]) -> frozenset[tuple[str, Path]]:
+        """Where some arguments of the program are: instructions, and the arrays that they give."""
+        start = [
+            Place(one)
+            for one in self.module.computations[self.module.entry].parameters
+            if one.op_name in arguments
+        ]
+        return frozenset((place.one.name, place.path) for place in self._walk(start, self._after))
+
     def _ends(
         self, start: Iterable[Place], step: Callable[[Place], Iterator[Place]]
     ) -> Iterator[Place]:
         """The places at the border of the program that a walk comes to."""
         at_border = self._is_argument if step == self.before else self._is_result
-        left, seen = list(start), set(start)
+        return filter(at_border, self._walk(start, step))
+
+    def _walk(
+        self, start: Iterable[Place], step: Callable[[Place], Iterator[Place]]
+    ) -> Iterator[Place]:
+        """All places that a walk comes to."""
+        left = list(start)
+        seen = set(left)
         while left:
             place = left.pop()
-            if at_border(place):
-                yield place
+            yield place
             for other in step(place):
                 if other not in seen:
                     seen.add(other)
@@ -177,12 +235,17 @@ class ValueFlow:
         one, path, callers = place
         if one.is_root:
             yield from self._results_of_call(place)
+        for user, position in self._direct_users(one):
+            yield from self._into(user, position, path, callers)
+
+    def _direct_users(self, one: Instruction) -> Iterator[tuple[Instruction, int]]:
+        """The instructions that an instruction is an operand of, and as which."""
         siblings = self.module.computations[one.computation].instructions
         for name in dict.fromkeys(one.user_names):
             user = siblings[name]
             for position, operand in enumerate(user.operand_names):
                 if operand == one.name:
-                    yield from self._into(user, position, path, callers)
+                    yield user, position
 
     def _into(
         self, user: Instruction, position: int, path: Path, callers: tuple[Instruction, ...]

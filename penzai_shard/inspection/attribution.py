@@ -1,22 +1,34 @@
 """Whose a collective is: the layers, the loss or the optimizer, in which phase, and what it moves.
 
-What is not certain is left open.
+The names of operations say most of it. Where the compiler left them out, or wrote only one of
+several, the ways of the values say the rest. What is not certain is left open.
 """
 
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, get_args
 
-from penzai_shard.compiled_programs.collective_operations import CollectiveOperation
+from penzai_shard.compiled_programs import CollectiveOperation
 from penzai_shard.compiled_programs.operation_names import OperationName, merged_names
 from penzai_shard.inspection.layer_scopes import LayerScopes
+from penzai_shard.inspection.moved_values import MovedValues
 from penzai_shard.inspection.programs import CompiledProgram
+from penzai_shard.inspection.step_arrays import StepArray
 from penzai_shard.training.gradient_step import OPTIMIZER_SCOPE
 
 Phase = Literal["forward", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+BY_NAME = "by its name"
+BY_MAKER = "by what computes it"
+BY_USER = "by what uses it"
+BY_PARAMETER = "by the parameter that it moves"
+UNKNOWN = "nothing tells whose it is"
+_NEW_VALUE = "new value of "
+# These make a sum of what each device has computed: they belong to what computed it. All others
+# bring something to where it is used.
+_REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +50,16 @@ class Attribution:
     reason: str
 
 
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What is known of one array that a collective moves."""
+
+    owners: tuple[str, ...] = ()
+    phase: Phase | None = None
+    moves: str = ""
+    reason: str = UNKNOWN
+
+
 def attribute(
     program: CompiledProgram, operations: Sequence[CollectiveOperation]
 ) -> list[Attribution]:
@@ -50,16 +72,145 @@ def attribute(
     Returns:
         One answer for each, in their order.
     """
-    names = OperationOwners(program)
-    return [_of(names, operation) for operation in operations]
+    parts = _Parts(program)
+    return [_of(operation, list(parts.of(operation))) for operation in operations]
 
 
-def _of(names: "OperationOwners", operation: CollectiveOperation) -> Attribution:
-    parts = operation.op_names
-    layers = _distinct(owner for part in parts if (owner := names.owner(part)) is not None)
-    phases = [names.phase(part) for part in parts]
-    reason = "by its name" if layers else "nothing tells whose it is"
-    return Attribution(layers, _common_phase(operation, phases), (), reason)
+def _of(operation: CollectiveOperation, parts: Sequence[_Part]) -> Attribution:
+    known = [part for part in parts if part.owners]
+    reasons = _distinct(part.reason for part in known) or (UNKNOWN,)
+    if 0 < len(known) < len(parts):
+        reasons += (f"of {len(parts) - len(known)} of its {len(parts)} arrays {UNKNOWN}",)
+    return Attribution(
+        layers=_distinct(owner for part in parts for owner in part.owners),
+        phase=_phase_of_most_bytes(operation, parts),
+        moves=_distinct(part.moves for part in parts if part.moves),
+        reason="; ".join(reasons),
+    )
+
+
+class _Parts:
+    """What names and the ways of values say of each array that a collective moves."""
+
+    def __init__(self, program: CompiledProgram) -> None:
+        self._names = OperationOwners(program)
+        self._moved = MovedValues(program)
+        self._holders = _holders_by_array(program)
+
+    def of(self, operation: CollectiveOperation) -> Iterator[_Part]:
+        """One answer for each operand."""
+        names: Sequence[str] = operation.op_names or ("",)
+        if len(names) == 1:
+            # An all-to-all of one array may be written as one of its pieces. Some compilers name
+            # what they merged by one of the operations alone.
+            is_of_one = len(operation.operands) == 1 or operation.kind == "all-to-all"
+            names = (names[0] if is_of_one else "",) * len(operation.operands)
+        if not len(names) == len(operation.operands) == len(operation.instruction.operand_names):
+            for name in names:
+                yield self._by_name(name)
+            return
+        for position, name in enumerate(names):
+            yield self._of_array(operation, position, name)
+
+    def _by_name(self, name: str) -> _Part:
+        owner = self._names.owner(name)
+        phase = self._names.phase(name)
+        return _Part((owner,), phase, reason=BY_NAME) if owner else _Part(phase=phase)
+
+    def _of_array(self, operation: CollectiveOperation, position: int, name: str) -> _Part:
+        array = self._array_moved(operation, position)
+        holders = () if array is None else self._holders.get(array.path, ())
+        part = self._by_name(name)
+        if not part.owners:
+            part = self._by_neighbours(operation, position, part, holders)
+        moves = self._moves(operation, position, array, part)
+        if part.phase is None and moves.startswith(_NEW_VALUE):
+            part = dataclasses.replace(part, phase="optimizer")
+        inner = tuple(path for path in holders if self._is_inside(path, part.owners))
+        if holders and (inner or not part.owners):
+            part = dataclasses.replace(part, owners=inner or holders, reason=BY_PARAMETER)
+        return dataclasses.replace(part, moves=moves)
+
+    def _array_moved(self, operation: CollectiveOperation, position: int) -> StepArray | None:
+        """The array of the step that a collective moves, or for whose update it moves something."""
+        one = operation.instruction
+        return self._moved.argument(one, position) or self._moved.updated_by(
+            one, _out(operation, position)
+        )
+
+    def _moves(
+        self, operation: CollectiveOperation, position: int, array: StepArray | None, part: _Part
+    ) -> str:
+        """What of an array it moves, or which activation."""
+        one = operation.instruction
+        if array is not None:
+            if self._moved.argument(one, position) is not None:
+                return array.path
+            if part.phase == "backward":
+                return f"gradient of {array.path}"
+            is_new_value = self._moved.result(one, _out(operation, position)) is not None
+            return f"{_NEW_VALUE}{array.path}" if is_new_value and self._names.has_gradients else ""
+        if len(part.owners) != 1 or not self._moved.depends_on_inputs(one, position):
+            return ""
+        sides = (operation.operands[position], operation.results[_out(operation, position)])
+        activation = f"activation {max(sides, key=lambda side: side.bytes)} of {part.owners[0]}"
+        if part.phase == "forward":
+            return activation
+        is_passed_on = part.phase == "backward" and self._is_used_elsewhere(
+            operation, position, part
+        )
+        return f"gradient of {activation}" if is_passed_on else ""
+
+    def _is_used_elsewhere(
+        self, operation: CollectiveOperation, position: int, part: _Part
+    ) -> bool:
+        """Whether a layer apart from its owner goes on with it, as with no gradient of weights."""
+        users = self._moved.flow.users_of(operation.instruction)[_out(operation, position)]
+        told = [self._by_name(name) for one in users for name in merged_names(one.op_name)]
+        (owner,) = part.owners
+        return any(
+            user.phase == "backward"
+            and user.owners
+            and not any(
+                name == other or self._names.is_inside(name, other)
+                for name, other in ((user.owners[0], owner), (owner, user.owners[0]))
+            )
+            for user in told
+        )
+
+    def _by_neighbours(
+        self,
+        operation: CollectiveOperation,
+        position: int,
+        part: _Part,
+        holders: Sequence[str],
+    ) -> _Part:
+        """By what makes a value that is summed, or what uses one that is gathered.
+
+        All of it must say the same. What has no name is left out if the others name a layer that
+        holds the parameter at hand.
+        """
+        one = operation.instruction
+        if operation.kind in _REDUCTIONS:
+            found, reason = self._moved.flow.makers_of(one)[position], BY_MAKER
+        else:
+            found, reason = self._moved.flow.users_of(one)[_out(operation, position)], BY_USER
+        told = [
+            self._by_name(name)
+            for one in found
+            if one.opcode != "constant"
+            for name in merged_names(one.op_name)
+        ]
+        if holders and any(other.owners == (path,) for other in told for path in holders):
+            told = [other for other in told if other.owners]
+        if len({other.owners for other in told}) != 1 or not told[0].owners:
+            return part
+        phases = {other.phase for other in told}
+        return _Part(told[0].owners, phases.pop() if len(phases) == 1 else None, reason=reason)
+
+    def _is_inside(self, path: str, owners: Sequence[str]) -> bool:
+        """Whether a layer is inside of another, and not that one itself."""
+        return len(owners) == 1 and self._names.is_inside(path, owners[0])
 
 
 class OperationOwners:
@@ -67,13 +218,13 @@ class OperationOwners:
 
     def __init__(self, program: CompiledProgram) -> None:
         self._scopes: LayerScopes = program.step.scopes
+        self._read = functools.lru_cache(maxsize=None)(OperationName.of)
         # A program that differentiates nothing is a forward pass.
-        self._has_gradients = any(
-            OperationName.of(name).is_differentiated
-            for name in {one.op_name for one in program.module}
-            for name in merged_names(name)
+        self.has_gradients = any(
+            self._read(name).is_differentiated
+            for op_name in {one.op_name for one in program.module}
+            for name in merged_names(op_name)
         )
-        self.read = functools.lru_cache(maxsize=None)(OperationName.of)
 
     def owner(self, name: str) -> str | None:
         """The innermost layer, or the part of the step, that an operation's name tells of."""
@@ -85,26 +236,55 @@ class OperationOwners:
         """The phase that an operation's name tells of."""
         if self._part_of_step(name) == OPTIMIZER_SCOPE:
             return "optimizer"
-        read = self.read(name)
+        read = self._read(name)
         if read.is_differentiated:
             return "backward" if read.is_transposed else "forward"
-        return None if self._has_gradients else "forward"
+        return None if self.has_gradients else "forward"
+
+    def is_inside(self, path: str, outer: str) -> bool:
+        """Whether a layer is inside of another, and not that one itself."""
+        return path.startswith(f"{outer}/")
 
     def _part_of_step(self, name: str) -> str | None:
         """The outermost scope that the step wrote itself, and not its loss function."""
-        scopes = self.read(name).scopes
+        scopes = self._read(name).scopes
         return next((scope for scope in scopes if scope in self._scopes.of_step), None)
 
 
-def _common_phase(operation: CollectiveOperation, phases: Sequence[Phase | None]) -> Phase | None:
+def _holders_by_array(program: CompiledProgram) -> dict[str, tuple[str, ...]]:
+    """The layers that hold each argument, by its path.
+
+    Arguments have the path of the model in front of the name that a layer knows. A name that could
+    be that of several arguments is of none.
+    """
+    holders = program.step.scopes.holders
+    by_name: dict[str, list[str]] = {}
+    for array in program.step.arguments.values():
+        keys = array.path.split("/")
+        endings = ("/".join(keys[i:]) for i in range(len(keys)))
+        name = next((name for name in endings if name in holders), None)
+        if name is not None and array.part != "optimizer state":
+            by_name.setdefault(name, []).append(array.path)
+    return {
+        paths[0]: tuple(holders[name]) for name, paths in by_name.items() if len(set(paths)) == 1
+    }
+
+
+def _out(operation: CollectiveOperation, position: int) -> int:
+    """Which of the arrays that come out belongs to an operand."""
+    return position if len(operation.results) == len(operation.operands) else 0
+
+
+def _phase_of_most_bytes(operation: CollectiveOperation, parts: Sequence[_Part]) -> Phase | None:
     """The phase of most bytes; None if that cannot be told."""
-    if len(set(phases)) == 1:
-        return phases[0]
-    if len(phases) != len(operation.operands):
+    phases = {part.phase for part in parts}
+    if len(phases) == 1:
+        return phases.pop()
+    if len(parts) != len(operation.operands):
         return None
     total: collections.Counter[Phase | None] = collections.Counter()
-    for phase, array in zip(phases, operation.operands, strict=True):
-        total[phase] += array.bytes
+    for part, array in zip(parts, operation.operands, strict=True):
+        total[part.phase] += array.bytes
     # Of two with as many bytes, the later one: it does not run before.
     return max(total, key=lambda phase: (total[phase], (*PHASES, None).index(phase)))
 

@@ -7,6 +7,7 @@ of this library are marked too, since a constraint is to blame for what it moves
 
 import dataclasses
 import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -14,11 +15,12 @@ from penzai import pz
 
 from penzai_shard.inspection.layer_labels import layer_labels
 from penzai_shard.layers import Scoped
+from penzai_shard.model_variables import is_variable, variable_name
 from penzai_shard.surgery.bare_paths import bare_paths, layer_name
 from penzai_shard.surgery.places import find_predicate
 from penzai_shard.surgery.rewriting import Rewriter
 from penzai_shard.surgery.tree_nodes import Keys, is_layer, keys_text, nodes_of
-from penzai_shard.tree_paths import join_paths
+from penzai_shard.tree_paths import array_path_text, join_paths
 
 _MARK = re.compile(r"\bpzs_layer_(\d+)\b")
 
@@ -32,6 +34,7 @@ class LayerScopes:
         of_step: Further scopes that a step writes itself, outside of all layers.
         is_on: Whether layers are marked at all.
         labels: What people call the layers, by their paths; see ``layer_labels``.
+        holders: Which layers hold a variable, by its label, or another array, by its path.
 
     >>> scopes = LayerScopes()
     >>> marked = scopes.marked(pz.nn.Sequential([pz.nn.Identity()]))
@@ -43,6 +46,7 @@ class LayerScopes:
     of_step: tuple[str, ...] = ()
     is_on: bool = True
     labels: dict[str, str] = dataclasses.field(default_factory=dict)
+    holders: dict[str, dict[str, None]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._numbers = {path: number for number, path in enumerate(self.paths)}
@@ -65,6 +69,8 @@ class LayerScopes:
             path = join_paths(prefix, bare[text] or layer_name(layer))
             if text in labels:
                 self.labels.setdefault(path, join_paths(prefix, labels[text]))
+            for name in _names_held(layer, (text, bare[text])):
+                self.holders.setdefault(join_paths(prefix, name), {})[path] = None
             return (self._marked_layer(layer, path),)
 
         return Rewriter(
@@ -100,6 +106,19 @@ def has_layers(tree: Any) -> bool:
     False
     """
     return any(is_layer(node) for _, node in nodes_of(tree))
+
+
+def _names_held(layer: Any, paths: Iterable[str]) -> Iterator[str]:
+    """The names of what a layer at some paths holds; what is in its layers is theirs."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        layer, is_leaf=lambda node: _is_mark(node) or is_variable(node)
+    )
+    for key_path, leaf in leaves:
+        if _is_mark(leaf):
+            continue
+        for path in paths:
+            place = join_paths(path, array_path_text(key_path))
+            yield variable_name(leaf, place) if is_variable(leaf) else place
 
 
 @pz.pytree_dataclass(has_implicitly_inherited_fields=True)
