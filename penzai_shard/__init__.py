@@ -47,6 +47,7 @@ from penzai_shard.inspection.compile_ahead import compile_ahead
 from penzai_shard.inspection.lock_comparison import LockReport
 from penzai_shard.inspection.locks import ShardingLock
 from penzai_shard.inspection.memory_report import MemoryReport, device_memory
+from penzai_shard.inspection.programs import CompiledProgram, compile_step
 from penzai_shard.inspection.topologies import Topology
 from penzai_shard.layers import (
     AxesInPlace,
@@ -137,6 +138,7 @@ __all__ = [
     "Collective",
     "CollectiveReport",
     "CollectiveTotal",
+    "CompiledProgram",
     "ConstrainActivations",
     "ConstrainSharding",
     "ConstrainShardingByName",
@@ -177,6 +179,7 @@ __all__ = [
     "collectives",
     "compare_checkpoints",
     "compile_ahead",
+    "compile_step",
     "constrain_blocks",
     "cross_entropy",
     "data_parallel",

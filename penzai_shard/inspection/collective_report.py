@@ -279,7 +279,6 @@ def _totals_text(totals: Mapping[str, CollectiveTotal]) -> str:
 
 def _notes(program: CompiledProgram) -> Iterator[str]:
     yield from program.step.notes
-    yield from unknown_communication(program.module)
     has_bfloat16 = any(
         one.opcode in ("parameter", "convert") and "bf16[" in one.text for one in program.module
     )

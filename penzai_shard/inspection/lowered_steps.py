@@ -10,7 +10,12 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from penzai_shard.array_kinds import is_abstract
 from penzai_shard.inspection.layer_scopes import LayerScopes
-from penzai_shard.inspection.step_arguments import check_inputs, one_mesh
+from penzai_shard.inspection.step_arguments import (
+    check_arrays,
+    check_inputs,
+    one_mesh,
+    refuse_constraints_alone,
+)
 from penzai_shard.inspection.step_arrays import StepArray, abstract_leaf, names_in
 from penzai_shard.inspection.step_parts import StepPart, part_of_field
 from penzai_shard.inspection.traced_functions import (
@@ -19,7 +24,7 @@ from penzai_shard.inspection.traced_functions import (
     traced_function,
     with_marks,
 )
-from penzai_shard.library_apis.compiler_api import traced_arguments
+from penzai_shard.library_apis.compiler_api import shardings_of, traced_arguments
 from penzai_shard.meshes import AnyMesh, auto_context
 from penzai_shard.placement import described_array
 from penzai_shard.readers import without_bare_arrays
@@ -78,12 +83,12 @@ def lower_step(
         step = step.__self__
     if isinstance(step, StatefulTrainer):
         refuse_positional(tuple(args), "collectives(trainer, ")
-        inputs = step.placed_inputs(_abstract(kwargs))
+        inputs = step.placed_inputs(_abstract(_read(kwargs)))
         return _lower_state_step(step.step_fn, step.current_state, inputs, platform)
     if isinstance(step, CompiledStep):
         refuse_positional(tuple(args[1:]), "collectives(step, state, ")
         state = args[0] if args else None
-        return _lower_state_step(step, state, _abstract(kwargs), platform)
+        return _lower_state_step(step, state, _read(kwargs), platform)
     return _lower_function(step, args, kwargs, platform)
 
 
@@ -95,8 +100,9 @@ def _lower_state_step(
     paths = flat.form.paths()
     check_inputs(step.computation.loss_fn, inputs)
     of_state = [*zip(paths, flat.leaves(), strict=True)]
-    mesh = one_mesh([*of_state, *paths_and_leaves(inputs)])
-    notes = _notes_on_undecided(of_state, paths_and_leaves(inputs), mesh)
+    mesh = check_arrays([*of_state, *paths_and_leaves(inputs)])
+    inputs = _abstract(inputs)
+    notes = _note_on_state(of_state, mesh) + _note_on_undecided(paths_and_leaves(inputs), mesh)
     state = jax.tree.map(functools.partial(_on_mesh, mesh), state)
     of_step = (LOSS_SCOPE, OPTIMIZER_SCOPE) if isinstance(step, TrainStep) else (LOSS_SCOPE,)
     traced, scopes, more = with_marks(
@@ -123,7 +129,7 @@ def _lower_state_step(
             for array, leaf in zip(changing, new, strict=True)
         ]
     results += _arrays_of("aux", aux, "outputs")
-    lowered = _lowered(traced, platform, mesh)
+    lowered, mesh = _lowered(traced, platform, mesh)
     return LoweredStep(lowered, mesh, arguments, tuple(results), scopes, (*notes, *more))
 
 
@@ -145,19 +151,27 @@ def _lower_function(
     """A function, compiled or not, or a layer, lowered."""
     traced, scopes, notes = traced_function(step, args, kwargs)
     arguments, results = arguments_of(traced, scopes), results_of(traced, scopes)
-    # What the arguments do not say, the function's own options may.
+    # What the arguments do not say, the function's own options or its layers may.
     mesh = one_mesh([(array.path, array) for array in (*arguments.values(), *results)])
-    lowered = _lowered(traced, platform, mesh)
-    return LoweredStep(lowered, mesh, arguments, results, scopes, notes)
+    lowered, mesh = _lowered(traced, platform, mesh)
+    undecided = _note_on_undecided([(a.path, a) for a in arguments.values()], mesh)
+    return LoweredStep(lowered, mesh, arguments, results, scopes, (*notes, *undecided))
 
 
 def _lowered(
     traced: jax.stages.Traced, platform: str | None, mesh: AnyMesh | None
-) -> jax.stages.Lowered:
+) -> tuple[jax.stages.Lowered, AnyMesh | None]:
+    """What was traced, lowered, and the mesh that it is for."""
     if platform is None and isinstance(mesh, AbstractMesh):
         platform = "cpu"
     with auto_context():
-        return traced.lower(lowering_platforms=None if platform is None else (platform,))
+        lowered = traced.lower(lowering_platforms=None if platform is None else (platform,))
+    if mesh is None:
+        # No argument is on one, but layers may pin activations on one.
+        mesh = one_mesh([("the program", sharding) for sharding in shardings_of(lowered)])
+    if mesh is None:
+        refuse_constraints_alone(traced)
+    return lowered, mesh
 
 
 def _arrays_of(name: str, tree: Any, part: StepPart) -> list[StepArray]:
@@ -168,11 +182,16 @@ def _arrays_of(name: str, tree: Any, part: StepPart) -> list[StepArray]:
     ]
 
 
-def _abstract(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Structs in place of the arrays of inputs."""
+def _read(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs as arrays, whatever library made them."""
     read = without_bare_arrays(dict(inputs), "a step")
     refuse_inputs(read)
-    return dict(jax.tree.map(abstract_leaf, read))
+    return dict(read)
+
+
+def _abstract(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Structs in place of the arrays of inputs."""
+    return dict(jax.tree.map(abstract_leaf, inputs))
 
 
 def _on_mesh(mesh: AnyMesh | None, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -183,14 +202,11 @@ def _on_mesh(mesh: AnyMesh | None, leaf: Any) -> jax.ShapeDtypeStruct:
     return described_array(leaf, NamedSharding(mesh, PartitionSpec()))
 
 
-def _notes_on_undecided(
-    of_state: Sequence[tuple[str, Any]], inputs: Sequence[tuple[str, Any]], mesh: AnyMesh | None
-) -> list[str]:
-    """What is said of arrays without a layout beside others that have one."""
+def _note_on_state(of_state: Sequence[tuple[str, Any]], mesh: AnyMesh | None) -> list[str]:
+    """What is said of structs without a layout beside arrays that have one."""
     if mesh is None or mesh.size == 1:
         return []
     whole = [path for path, leaf in of_state if is_abstract(leaf) and leaf.sharding is None]
-    chosen = [path for path, leaf in inputs if leaf.ndim and leaf.sharding is None]
     notes = []
     if whole:
         notes.append(
@@ -198,9 +214,18 @@ def _notes_on_undecided(
             "counted as a copy on every device; TrainState.initial_state(make_plan(model, mesh, "
             "rules).restore_structs(), ...) makes a state with all layouts"
         )
-    if chosen:
-        notes.append(
-            f"the compiler chose how inputs without a layout are laid out: {', '.join(chosen)}; "
-            "shard_batch(batch, mesh, rules) decides it"
-        )
     return notes
+
+
+def _note_on_undecided(arrays: Sequence[tuple[str, Any]], mesh: AnyMesh | None) -> list[str]:
+    """What is said of arguments that the compiler lays out, beside others that have a layout."""
+    if mesh is None or mesh.size == 1:
+        return []
+    chosen = [path for path, leaf in arrays if leaf.shape and leaf.sharding is None]
+    if not chosen:
+        return []
+    shown = ", ".join(chosen[:3]) + (f" and {len(chosen) - 3} more" if len(chosen) > 3 else "")
+    return [
+        f"the compiler chose the layout of arguments that have none: {shown}; place(model, mesh, "
+        "rules), its plan's restore_structs() and shard_batch(batch, mesh, rules) decide it"
+    ]

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from penzai_shard.compiled_programs import Module
+from penzai_shard.errors import RuleTypeError
 from penzai_shard.inspection.absent_devices import CompilerProcess
 from penzai_shard.inspection.device_figures import memory_limit_of
 from penzai_shard.inspection.lowered_steps import LoweredStep, lower_step
@@ -58,15 +59,35 @@ def compile_step(step: Any, *args: Any, **kwargs: Any) -> CompiledProgram:
     JAX' persistent cache is not asked, since it takes programs for the same that differ in the
     names of their operations alone.
 
+    ``device_memory``, ``collectives`` and ``ShardingLock.of`` take the program in place of a step
+    with its arguments, so that for several of them it is compiled once.
+
     Args:
-        step: A train step, a function under ``jax.jit``, or a layer.
+        step: A train step, a function under ``jax.jit``, or a layer; or a program that is compiled
+            already, which comes back as it is.
         *args: What it is called with, concrete or abstract.
         **kwargs: The same by keyword.
 
     Returns:
         The program. On an abstract mesh it is that of as many simulated CPU devices, compiled in
         a process of its own if there are not as many here.
+
+    Raises:
+        MeshError: The arrays are on several meshes, or some are on other devices.
+        RuleTypeError: It is not a step, or these are not its arguments.
+
+    >>> from penzai_shard import collectives, device_memory
+    >>> program = compile_step(jax.numpy.dot, jax.numpy.ones((4, 4)), jax.numpy.ones((4, 4)))
+    >>> device_memory(program).total, len(collectives(program).collectives)
+    (192, 0)
     """
+    if isinstance(step, CompiledProgram):
+        if args or kwargs:
+            raise RuleTypeError(
+                "this program is compiled already, for the arguments that it was compiled with, "
+                "and takes no others. Leave the arguments out, or give the step itself."
+            )
+        return step
     lowered = lower_step(step, args, kwargs)
     bytecode = bytecode_of(lowered.lowered)
     mesh = lowered.mesh

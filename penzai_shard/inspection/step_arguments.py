@@ -2,14 +2,19 @@
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from penzai.core.variables import AbstractVariable
 
-from penzai_shard.array_kinds import is_concrete
-from penzai_shard.errors import MeshError, RuleTypeError, raise_all
+from penzai_shard.array_kinds import is_concrete, is_traced
+from penzai_shard.errors import MeshError, RuleTypeError, ShardingError, raise_all
 from penzai_shard.meshes import AnyMesh, auto_twin, mesh_text
+from penzai_shard.partition_specs import mesh_axes_by_dimension
+from penzai_shard.traced_programs import equations
 from penzai_shard.training.loss_contract import RESERVED
 from penzai_shard.training.state_layout import sharding_text
 
@@ -37,7 +42,7 @@ def one_mesh(arrays: Sequence[tuple[str, Any]]) -> AnyMesh | None:
     """
     first: dict[AnyMesh, str] = {}
     for path, leaf in arrays:
-        sharding = getattr(leaf, "sharding", None)
+        sharding = leaf if isinstance(leaf, Sharding) else getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
             first.setdefault(auto_twin(sharding.mesh), path)
     if len(first) > 1:
@@ -82,6 +87,138 @@ def _described(mesh: AnyMesh) -> str:
     ids = [device.id for device in mesh.devices.flat]
     shown = f"{', '.join(map(str, ids[:8]))}{', ...' if len(ids) > 8 else ''}"
     return f"a mesh {mesh_text(mesh)} of the devices {shown}"
+
+
+def check_arrays(arrays: Sequence[tuple[str, Any]]) -> AnyMesh | None:
+    """Checks that arrays can go into one step.
+
+    Args:
+        arrays: Arrays, structs, or whatever else has a sharding, each with its path.
+
+    Returns:
+        What ``one_mesh`` does.
+
+    Raises:
+        MeshError: As ``one_mesh`` does.
+        RuleTypeError: Some are being traced.
+        ShardingError: Some have a layout that does not fit; all are reported.
+    """
+    raise_all(
+        RuleTypeError,
+        "a step is looked at outside of jax.jit and other transformations:",
+        [f"{path}: is being traced. Give the array itself." for path, x in arrays if is_traced(x)],
+    )
+    problems = []
+    for path, leaf in arrays:
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and (problem := _misfit(leaf.shape, sharding)):
+            problems.append(f"{path or 'the argument'}: {problem}")
+    raise_all(ShardingError, "some arrays that this step gets cannot be laid out so:", problems)
+    return one_mesh(arrays)
+
+
+def _misfit(shape: tuple[int, ...], sharding: NamedSharding) -> str:
+    """What is wrong with a layout; empty if it fits."""
+    if len(sharding.spec) > len(shape):
+        return (
+            f"{sharding.spec} is for {len(sharding.spec)} dimensions, and the shape is "
+            f"{shape}. Leave entries out of the spec."
+        )
+    for i, axes in enumerate(mesh_axes_by_dimension(sharding.spec, len(shape))):
+        parts = math.prod(sharding.mesh.shape[name] for name in axes)
+        if shape[i] % parts:
+            text = ", ".join(f"{name!r} ({sharding.mesh.shape[name]})" for name in axes)
+            return (
+                f"dimension {i} ({shape[i]}) of the shape {shape} does not divide over mesh axis "
+                f"{text}. Pad it to {-(-shape[i] // parts) * parts}, or leave it whole."
+            )
+    return ""
+
+
+def check_callable(step: Any) -> None:
+    """Checks that something is a step.
+
+    Raises:
+        RuleTypeError: It is not.
+
+    >>> check_callable(print)
+    """
+    if isinstance(step, jax.stages.Lowered | jax.stages.Compiled | jax.stages.Traced):
+        raise RuleTypeError(
+            f"this step is a jax.stages.{type(step).__name__} already, which does not say what its "
+            "arrays and layers are. Give the function under jax.jit that it was made of."
+        )
+    if isinstance(step, type):
+        raise RuleTypeError(f"a step is an object, and {step.__name__} is a class. Make one of it.")
+    if not callable(step):
+        is_result = isinstance(step, tuple) and not hasattr(step, "_fields")
+        raise RuleTypeError(
+            f"a step is something to call, not a {type(step).__name__}. Give a function under "
+            "jax.jit and its arguments, a train step and its state, or a layer and its input"
+            + (
+                ": collectives(step, state, x=x), not collectives(step(state, x=x))." * is_result
+                or "."
+            )
+        )
+
+
+def check_call(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Checks that a function takes some arguments.
+
+    Raises:
+        RuleTypeError: It does not.
+
+    >>> check_call(lambda x, *, scale=1: x, (1,), {"scale": 2})
+    """
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):
+        return  # Functions written in C may have no signature.
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(step, "__name__", type(step).__name__)
+        fix = "Give what it is called with, arrays or structs: collectives(step, x, y=y)."
+        if {"model", "rng", "state"} <= signature.parameters.keys():
+            fix = (
+                "If it is a loss function, give the step that is made of it: "
+                f"collectives(build_train_step_fn({name}), state, ...)."
+            )
+        raise RuleTypeError(
+            f"these are not the arguments of {name}{signature}: {error}. {fix}"
+        ) from None
+
+
+def refuse_variables(arguments: Sequence[tuple[str, Any]], cause: Exception) -> None:
+    """Raises for mutable variables in the arguments of a function under ``jax.jit``, if any."""
+    problems = [
+        f"{path}: is a {type(leaf).__name__}."
+        for path, leaf in arguments
+        if isinstance(leaf, AbstractVariable)
+    ]
+    if problems:
+        raise RuleTypeError(
+            "a function under jax.jit takes no mutable variables. Give it "
+            "pz.freeze_variables(model), or give the function without jax.jit:",
+            problems,
+        ) from cause
+
+
+def refuse_constraints_alone(traced: jax.stages.Traced) -> None:
+    """Raises for a program of one device with constraints on an abstract mesh.
+
+    Of such a mesh JAX learns from arguments alone.
+
+    Raises:
+        MeshError: There are such constraints.
+    """
+    for equation in equations(traced.jaxpr):
+        mesh = getattr(equation.params.get("sharding"), "mesh", equation.params.get("mesh"))
+        if isinstance(mesh, AbstractMesh) and mesh.size > 1:
+            raise MeshError(
+                f"layers of this step lay activations out on {_described(mesh)}, and none of its "
+                f"arguments is on it. {_ONE_MESH}"
+            )
 
 
 def check_inputs(loss_fn: Callable[..., Any], inputs: Mapping[str, Any]) -> None:

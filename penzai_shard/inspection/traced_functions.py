@@ -16,17 +16,22 @@ from penzai import pz
 from penzai.core.variables import AbstractVariable, AbstractVariableValue
 
 from penzai_shard.array_kinds import is_array_like, is_deleted
-from penzai_shard.errors import RuleTypeError
 from penzai_shard.inspection.layer_scopes import LayerScopes, has_layers
+from penzai_shard.inspection.step_arguments import (
+    check_arrays,
+    check_call,
+    check_callable,
+    refuse_variables,
+)
 from penzai_shard.inspection.step_arrays import StepArray, names_in
 from penzai_shard.inspection.step_parts import paths_and_parts
 from penzai_shard.layers import Jitted
 from penzai_shard.library_apis.compiler_api import traced_arguments
-from penzai_shard.meshes import auto_context
 from penzai_shard.model_variables import thawed
 from penzai_shard.model_variables.slots import StaticLeaf, fill_slots
 from penzai_shard.surgery.tree_nodes import is_layer
 from penzai_shard.training.train_state import TrainState, peek
+from penzai_shard.tree_paths import join_paths, paths_and_leaves
 
 WITHOUT_MARKS = (
     "layers could not be marked, so that nothing of the program is known to be a layer's: {error}"
@@ -34,6 +39,11 @@ WITHOUT_MARKS = (
 JITTED_HERE = (
     "the function is not compiled by itself, so it was put under jax.jit without options: nothing "
     "is donated, and what comes out is laid out as the compiler chooses"
+)
+DECIDED_BY = (
+    "It was traced as under jax.jit, where an array has no value. What the function decides by is "
+    "no array: bind it, functools.partial(function, train=True), or give the function under "
+    "jax.jit(function, static_argnames=...)."
 )
 
 
@@ -73,36 +83,38 @@ def traced_function(
         As ``with_marks`` does.
 
     Raises:
-        RuleTypeError: It cannot be called.
+        RuleTypeError: It cannot be called, or not so.
+        ShardingError: Arrays that do not go together, or layouts that do not fit.
     """
     if isinstance(step, functools.partial):
         return traced_function(step.func, (*step.args, *args), {**step.keywords, **kwargs})
     if isinstance(step, types.MethodType) and _is_jitted(step.__func__):
         return traced_function(step.__func__, (step.__self__, *args), kwargs)
-    if isinstance(step, jax.stages.Lowered | jax.stages.Compiled | jax.stages.Traced):
-        raise RuleTypeError(
-            f"this step is a jax.stages.{type(step).__name__} already, which does not say what its "
-            "arrays and layers are. Give the function under jax.jit that it was made of."
-        )
-    if not callable(step):
-        raise RuleTypeError(
-            f"a step is something to call, not a {type(step).__name__}. Give a function under "
-            "jax.jit and its arguments, a train step and its state, or a layer and its input."
-        )
+    check_callable(step)
+    check_call(step, args, kwargs)
+    frozen: Any = jax.tree.map(_taken_out, (tuple(args), dict(kwargs)))
+    check_arrays(_named_arrays(step, *frozen))
     if _is_jitted(step):
         given = jax.tree.map(_without_deleted, (tuple(args), dict(kwargs)))
-        return with_marks(lambda scopes: _traced_jitted(step, given[0], given[1], scopes))
-    note = () if is_layer(step) else (JITTED_HERE,)
-    if is_layer(step):
-        args = (step, *args)
-        options = {"donate_argnums": 1} if isinstance(step, Jitted) and step.donate_argument else {}
-        function: Any = _call_layer
-    else:
-        function, options = step, {}
-    traced, scopes, notes = with_marks(
-        lambda scopes: _traced_plain(function, args, kwargs, scopes, options)
+        try:
+            return with_marks(lambda scopes: _traced_jitted(step, given[0], given[1], scopes))
+        except TypeError as error:
+            refuse_variables(_named_arrays(step, tuple(args), dict(kwargs)), error)
+            raise
+    if not is_layer(step):
+        try:
+            traced, scopes, notes = with_marks(
+                lambda scopes: _traced_plain(step, args, kwargs, scopes, {})
+            )
+        except jax.errors.ConcretizationTypeError as error:
+            error.add_note(DECIDED_BY)
+            raise
+        return traced, scopes, (JITTED_HERE, *notes)
+    options = {"donate_argnums": 1} if isinstance(step, Jitted) and step.donate_argument else {}
+    function = _call_layer if isinstance(step, pz.Struct) else _call_other_layer
+    return with_marks(
+        lambda scopes: _traced_plain(function, (step, *args), kwargs, scopes, options)
     )
-    return traced, scopes, (*note, *notes)
 
 
 def _is_jitted(step: Any) -> bool:
@@ -111,6 +123,22 @@ def _is_jitted(step: Any) -> bool:
 
 def _call_layer(model: Any, argument: Any, /, **side_inputs: Any) -> Any:
     return model(argument, **side_inputs)
+
+
+def _call_other_layer(model: Any, /, *inputs: Any, **options: Any) -> Any:
+    return model(*inputs, **options)
+
+
+def _named_arrays(
+    step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[str, Any]]:
+    """The arrays that a function was given, each with its path."""
+    named = [*zip(_names(step, len(args)), args, strict=True), *kwargs.items()]
+    return [
+        (join_paths(name, path), leaf)
+        for name, value in named
+        for path, leaf in paths_and_leaves(value)
+    ]
 
 
 def _without_deleted(leaf: Any) -> Any:
@@ -143,9 +171,7 @@ def _traced_plain(
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs, variables = _put_back((args, kwargs), mutable)
         args, kwargs = _marked(function, args, kwargs, scopes)
-        with auto_context():
-            output = function(*args, **kwargs)
-        output = pz.freeze_variables(scopes.unmarked(output))
+        output = pz.freeze_variables(scopes.unmarked(function(*args, **kwargs)))
         return (output, [variable.freeze() for variable in variables]) if variables else output
 
     return jax.jit(call, **options).trace(*frozen[0], **frozen[1])

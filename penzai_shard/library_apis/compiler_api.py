@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax._src import compiler
 from jax._src.interpreters import mlir
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 from jaxlib import _hlo  # type: ignore[attr-defined]
 from jaxlib import xla_client as xc
 from jaxlib.mlir import ir
@@ -156,6 +156,22 @@ def kept_arguments(lowered: jax.stages.Lowered) -> frozenset[int]:
     """
     given: Any = lowered
     return frozenset(given._lowering.compile_args["kept_var_idx"])
+
+
+def shardings_of(lowered: jax.stages.Lowered) -> list[Sharding]:
+    """The layouts on devices that a program says: of arguments, results and in between.
+
+    >>> shardings_of(jax.jit(lambda x: x + 1).lower(1.0))
+    []
+    """
+    given: Any = lowered
+    said = given._lowering.compile_args
+    return [
+        sharding
+        for name in ("in_shardings", "out_shardings", "intermediate_shardings")
+        for sharding in said[name] or ()
+        if isinstance(sharding, NamedSharding)
+    ]
 
 
 def module_from_bytes(data: bytes) -> HloModule:

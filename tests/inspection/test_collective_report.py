@@ -12,10 +12,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from scipy.optimize import linprog
 
-from penzai_shard.errors import MeshError
+from penzai_shard.errors import MeshError, RuleTypeError
 from penzai_shard.inspection.collective_records import Collective, CollectiveTotal, ring_bytes
 from penzai_shard.inspection.collective_report import CollectiveReport, collectives
 from penzai_shard.inspection.collective_table import MOST_ROWS
+from penzai_shard.inspection.programs import compile_step
 from penzai_shard.meshes import make_mesh
 
 P = PartitionSpec
@@ -236,3 +237,11 @@ def test_groups_of_one_device_move_nothing_and_are_left_out():
     found = collectives(jax.jit(summed), x)
     assert found.collectives == ()
     assert found.notes == ("left out, since its groups are of one device each: 1 collective",)
+
+
+def test_a_program_that_is_compiled_takes_no_arguments_and_is_not_compiled_again():
+    x = jnp.ones((4, 4))
+    program = compile_step(jax.jit(jnp.dot), x, x)
+    assert compile_step(program) is program
+    with pytest.raises(RuleTypeError, match="Leave the arguments out, or give the step itself"):
+        collectives(program, x, x)

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard import (
+    ConstrainShardingByName,
     Jitted,
     Layout,
     StatefulTrainer,
@@ -23,6 +24,7 @@ from penzai_shard import (
     place,
     shard_batch,
 )
+from penzai_shard.errors import MeshError, RuleTypeError, ShardingError
 from penzai_shard.inspection.lowered_steps import LoweredStep, lower_step
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
 from penzai_shard.library_apis.compiler_api import kept_arguments
@@ -306,7 +308,11 @@ def test_arrays_without_a_layout_are_counted_and_named(built: Built) -> None:
     assert "7 arrays of the state without a layout, such as step" in note
     assert "restore_structs()" in note
     (note,) = lower_step(built.step, (built.state,), {"x": x}).notes
-    assert "inputs without a layout are laid out: x; shard_batch(batch, mesh, rules)" in note
+    assert "the layout of arguments that have none: x; " in note
+    assert "shard_batch(batch, mesh, rules) decide it" in note
+    w = struct(built.mesh, 8, 8, spec=P("data"))
+    (note,) = lower_step(jax.jit(lambda w, many, n: w), (w, [jnp.ones(2)] * 5, 1.0), {}).notes
+    assert "that have none: many/0, many/1, many/2 and 2 more; " in note
 
 
 def mean_square(model: Any, rng: Any, state: Any, tokens: Any) -> Any:
@@ -379,3 +385,159 @@ def test_a_layout_builds_the_same_step_where_the_devices_are_absent() -> None:
     assert [(a.path, a.spec, a.donated) for a in absent.arguments.values()] == [
         (a.path, a.spec, a.donated) for a in present.arguments.values()
     ]
+
+
+# What a newcomer gives, as functions of what was built; the error, and words of its message.
+MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
+    "no state": (lambda b: (b.step, (), {"x": b.x}), ShardingError, "TrainState first.*nothing"),
+    "a model instead of its state": (
+        lambda b: (b.step, (build_model(),), {"x": b.x}),
+        ShardingError,
+        r"got a Sequential\. Make one: TrainState\.initial_state",
+    ),
+    "inputs by position": (
+        lambda b: (b.step, (b.state, b.x), {}),
+        RuleTypeError,
+        "inputs by keyword, and got 1 by position",
+    ),
+    "a trainer's inputs by position": (
+        lambda b: (StatefulTrainer(b.state, squared), (b.x,), {}),
+        RuleTypeError,
+        "inputs by keyword",
+    ),
+    "no input": (
+        lambda b: (b.step, (b.state,), {}),
+        RuleTypeError,
+        r"the loss function squared:\n  x: is missing\. Give it by keyword",
+    ),
+    "another input": (
+        lambda b: (b.step, (b.state,), {"x": b.x, "y": b.x}),
+        RuleTypeError,
+        r"y: is not an input of it; its inputs are x\.",
+    ),
+    "a name for an input that the step has taken": (
+        lambda b: (b.step, (b.state,), {"x": b.x, "rng": b.x}),
+        ShardingError,
+        "inputs cannot be named rng",
+    ),
+    "text for an input": (
+        lambda b: (b.step, (b.state,), {"x": "tokens"}),
+        ShardingError,
+        r"x: is the str 'tokens', not an array",
+    ),
+    "a step that is not compiled": (
+        lambda b: (build_train_step_fn(squared, jit=False), (b.state,), {"x": b.x}),
+        ShardingError,
+        "built with jit=False has nothing to lower",
+    ),
+    "an evaluation that is not compiled": (
+        lambda b: (build_eval_step_fn(squared, jit=False), (b.state,), {"x": b.x}),
+        ShardingError,
+        "built with jit=False has nothing to lower",
+    ),
+    "a batch on another mesh": (
+        lambda b: (b.step, (b.state,), {"x": shard_batch(b.x, make_mesh(data=8), {"n": "data"})}),
+        MeshError,
+        r"several meshes(.|\n)*step: is on a mesh data=4, model=2(.|\n)*x: is on a mesh data=8",
+    ),
+    "a batch on an abstract mesh, the state on a present one": (
+        lambda b: (
+            b.step,
+            (b.state,),
+            {"x": shard_batch(jax.eval_shape(lambda: b.x), b.mesh.abstract_mesh, RULES)},
+        ),
+        MeshError,
+        "x: is on an abstract mesh data=4, model=2",
+    ),
+    "a batch on one device": (
+        lambda b: (b.step, (b.state,), {"x": jax.device_put(b.x, jax.devices()[3])}),
+        MeshError,
+        r"x: is on device 3, and others on a mesh data=4, model=2 of the devices 0, 1",
+    ),
+    "a length that does not divide": (
+        lambda b: (jax.jit(lambda x: x), (struct(b.mesh, 3, 6, spec=P(None, "data")),), {}),
+        ShardingError,
+        r"x: dimension 1 \(6\) of the shape \(3, 6\) does not divide over mesh axis 'data' "
+        r"\(4\)\. Pad it to 8",
+    ),
+    "constraints on a mesh that no argument is on": (
+        lambda b: (ConstrainShardingByName(b.mesh.abstract_mesh, {"n": "data"}), (plain(),), {}),
+        MeshError,
+        "abstract mesh data=4, model=2, and none of its arguments is on it",
+    ),
+    "a step that was lowered": (
+        lambda b: (jax.jit(lambda x: x).lower(1.0), (1.0,), {}),
+        RuleTypeError,
+        "is a jax.stages.Lowered already",
+    ),
+    "a step that was called": (
+        lambda b: ((b.state, {}), (), {}),
+        RuleTypeError,
+        r"not a tuple.*not collectives\(step\(state, x=x\)\)",
+    ),
+    "a class": (lambda b: (pz.nn.Linear, (b.x,), {}), RuleTypeError, "Linear is a class"),
+    "an optimizer": (
+        lambda b: (optax.adam(1e-3), (b.state,), {}),
+        RuleTypeError,
+        "not a GradientTransformation",
+    ),
+    "the loss instead of its step": (
+        lambda b: (squared, (b.state,), {"x": b.x}),
+        RuleTypeError,
+        r"build_train_step_fn\(squared\), state",
+    ),
+    "an argument too few": (
+        lambda b: (jax.jit(two), (1.0,), {}),
+        RuleTypeError,
+        r"not the arguments of two\(x: Any, y: Any\).*missing a required argument: 'y'",
+    ),
+    "a layer without its input": (
+        lambda b: (build_model(), (), {}),
+        RuleTypeError,
+        "not the arguments of Sequential.*missing a required argument",
+    ),
+    "variables under jax.jit": (
+        lambda b: (jax.jit(two), (build_model(), b.x), {}),
+        RuleTypeError,
+        r"pz\.freeze_variables\(model\)(.|\n)*x/sublayers/0/weights: is a Parameter",
+    ),
+    "an option among the arrays": (
+        lambda b: (lambda x, train: x if train else -x, (1.0, True), {}),
+        jax.errors.TracerBoolConversionError,
+        "the value of the argument train",
+    ),
+}
+
+
+def plain() -> Any:
+    return jax.eval_shape(lambda: pz.nx.ones({"n": 8, "a": 8}))
+
+
+def two(x: Any, y: Any) -> Any:
+    return x, y
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_of_newcomers_are_named_with_a_fix(mistake: str, built: Built) -> None:
+    make, error, message = MISTAKES[mistake]
+    step, args, kwargs = make(built)
+    with pytest.raises(error, match=message) as caught:
+        lower_step(step, args, kwargs)
+    if error is jax.errors.TracerBoolConversionError:
+        assert "functools.partial(function, train=True)" in caught.value.__notes__[-1]
+
+
+def test_a_step_is_not_looked_at_inside_of_a_transformation() -> None:
+    def inside(x: Any) -> Any:
+        lower_step(jax.jit(two), (x, x), {})
+
+    with pytest.raises(RuleTypeError, match=r"x: is being traced\. Give the array itself"):
+        jax.jit(inside)(1.0)
+
+
+def test_layers_that_pin_activations_on_a_mesh_say_what_it_is(built: Built) -> None:
+    layer = ConstrainShardingByName(built.mesh, {"n": "data"})
+    lowered = lower_step(layer, (plain(),), {})
+    assert lowered.mesh == built.mesh
+    (note,) = lowered.notes
+    assert "the compiler chose the layout" in note
