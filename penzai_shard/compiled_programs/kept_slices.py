@@ -57,10 +57,7 @@ def _is_sliced(module: Module, start: Place, group_size: int) -> bool:
     left, seen, slices = [start], {start}, 0
     while left:
         place = left.pop()
-        uses = list(_uses(module, place))
-        if not uses:
-            return False
-        for user, position, following in uses:
+        for user, position, following in _uses(module, place):
             if user.opcode == "dynamic-slice" and position == 0:
                 whole = place.one.results[0]
                 if math.prod(user.results[0].shape) * group_size != math.prod(whole.shape):

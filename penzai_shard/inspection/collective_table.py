@@ -89,7 +89,7 @@ def share_text(part: float, whole: float) -> str:
 def owner_groups(collectives: Sequence[Collective]) -> list[tuple[str, ...]]:
     """For each collective what it has in common with those that belong to it; see ``group_of``."""
     layers = {label for one in collectives for label in one.labels}.difference(OTHER_OWNERS)
-    root = common_parts([label.split("/")[:-1] for label in layers])
+    root = common_parts([label.split("/") for label in layers])
     return [group_of(one.labels, root) for one in collectives]
 
 

@@ -131,6 +131,6 @@ def test_of_several_arrays_those_count_that_are_sliced():
 def test_other_kinds_are_none():
     text = in_entry(*KEPT["at once"]).replace(
         f"{REDUCED}, channel_id=1",
-        "collective-permute(x), source_target_pairs={{0,1},{1,0}}, channel_id=1",
+        "all-to-all(x), replica_groups=[1,4]<=[4], dimensions={0}, channel_id=1",
     )
     assert kept(text) == 0

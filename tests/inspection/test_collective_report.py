@@ -55,7 +55,8 @@ def test_totals_count_every_execution_and_each_collective_once():
         collective("all-reduce", ("model",), 512, layers=("mlp", "loss"), phase="backward"),
     )
     first, second = CollectiveTotal(1, 3, 3072, 2304), CollectiveTotal(1, 1, 512, 512)
-    assert found.by_layer() == {"mlp": first, "mlp + loss": second}
+    assert list(found.by_layer().items()) == [("mlp", first), ("mlp + loss", second)]
+    assert list(report(*found.collectives[::-1]).by_layer()) == ["mlp", "mlp + loss"]
     assert found.by_kind() == {"all-gather": first, "all-reduce": second}
     assert found.by_mesh_axis() == {"data": first, "model": second}
     assert found.by_phase() == {"forward": first, "backward": second}
@@ -169,12 +170,14 @@ def test_parts_that_the_whole_model_has_are_rows_of_their_own():
     names = ["embedder", "lm_head", "block_0/attention/query", "block_0/attention/key"]
     names += ["block_1/attention/query", "block_3/attention/key"]
     merged = collective(payload=64, layers=("m/block_0/mlp/up", "m/block_1/mlp/up", "optimizer"))
-    found = report(*(collective(layers=(f"m/{name}",)) for name in names), merged)
+    of_all = collective(payload=32, layers=("m",))
+    found = report(*(collective(layers=(f"m/{name}",)) for name in names), merged, of_all)
     assert [row[0] for row in found.table().rows] == [
         "m/{block_{0,3}/attention/key, block_{0-1}/attention/query}",
         "m/embedder",
         "m/lm_head",
         "m/block_{0-1}/mlp/up + optimizer",
+        "m",
     ]
 
 
