@@ -1,6 +1,7 @@
 """The collectives of a compiled program: what runs, among which devices, how often."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from penzai_shard.compiled_programs.device_groups import Groups, read_groups, read_pairs
 from penzai_shard.compiled_programs.executions import Executions, executions
@@ -13,6 +14,7 @@ from penzai_shard.compiled_programs.fused_collectives import (
 from penzai_shard.compiled_programs.instruction_text import ArrayType, Type, arrays_of
 from penzai_shard.compiled_programs.modules import Instruction, Module
 from penzai_shard.compiled_programs.operation_names import merged_names
+from penzai_shard.compiled_programs.slices import Slices, kind_of_transfer, received
 from penzai_shard.errors import ProgramError, raise_all
 
 KINDS = (
@@ -61,7 +63,9 @@ class CollectiveOperation:
         return max(sum(array.bytes for array in side) for side in (self.operands, self.results))
 
 
-def read_collectives(module: Module, device_count: int) -> list[CollectiveOperation]:
+def read_collectives(
+    module: Module, device_count: int, slice_of: Sequence[int] | None = None
+) -> list[CollectiveOperation]:
     """The collectives of a program, in the order of its computations.
 
     Those in computations that never run are left out. What may communicate and is of none of these
@@ -70,14 +74,15 @@ def read_collectives(module: Module, device_count: int) -> list[CollectiveOperat
     Args:
         module: The program.
         device_count: How many devices it runs on.
+        slice_of: Which TPU slice each device is of; None if those of one are next to each other.
 
     Raises:
         ProgramError: There are collectives that cannot be read; the message names all of them.
     """
     times = executions(module)
+    reader = _Reader(module, Slices.of(module, device_count, slice_of))
     collectives = [one for one in module if one.computation in times and _kind(one) in KINDS]
     continued = continuations(module, collectives)
-    reader = _Reader(module, device_count)
     found, unread = [], []
     for one in collectives:
         if one.name in continued:
@@ -91,15 +96,15 @@ def read_collectives(module: Module, device_count: int) -> list[CollectiveOperat
 
 
 def _kind(one: Instruction) -> str:
-    return one.opcode.removesuffix("-start")
+    return kind_of_transfer(one) or one.opcode.removesuffix("-start")
 
 
 class _Reader:
     """Reads the collectives of one program."""
 
-    def __init__(self, module: Module, device_count: int) -> None:
+    def __init__(self, module: Module, slices: Slices) -> None:
         self.module = module
-        self.device_count = device_count
+        self.slices = slices
         # Of what is in a fusion or runs in the background, names may be outside alone.
         self.outside = {
             name: one
@@ -112,8 +117,12 @@ class _Reader:
         if DONE in asynchronous_uses(self.module, one):
             raise ValueError("it ends, and starts nowhere")
         kind = _kind(one)
-        groups = self._groups(kind, one)
-        operands, results = self._operands(kind, one), self._results(kind, one)
+        if one.opcode == "send":
+            groups = self.slices.across(one)
+            operands, results = self._operands(kind, one)[:1], received(self.module, one)
+        else:
+            groups = self.slices.everywhere(self._groups(kind, one))
+            operands, results = self._operands(kind, one), self._results(kind, one)
         outside = self.outside.get(one.computation)
         if kind == "all-reduce" and outside is not None and outside.opcode == "fusion":
             shares = scattered_results(self.module, one, len(groups[0]))
@@ -134,15 +143,17 @@ class _Reader:
         )
 
     def _groups(self, kind: str, one: Instruction) -> Groups:
+        """The groups of the devices of a slice."""
+        count = self.slices.size
         if kind == "collective-permute":
-            return read_pairs(_attribute(one, "source_target_pairs"), self.device_count)
-        groups = read_groups(_attribute(one, "replica_groups"), self.device_count)
+            return read_pairs(_attribute(one, "source_target_pairs"), count)
+        groups = read_groups(_attribute(one, "replica_groups"), count)
         by_device = one.attributes.get("use_global_device_ids") == "true"
         if "channel_id" in one.attributes and kind in _BY_REPLICA and not by_device:
             # Groups of copies of the program, of which there is one, on all devices.
-            if groups not in (((0,),), (tuple(range(self.device_count)),)):
+            if groups not in (((0,),), (tuple(range(count)),)):
                 raise ValueError("its groups are not of devices but of copies of the program")
-            return (tuple(range(self.device_count)),)
+            return (tuple(range(count)),)
         return groups
 
     def _operands(self, kind: str, one: Instruction) -> tuple[ArrayType, ...]:

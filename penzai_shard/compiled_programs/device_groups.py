@@ -66,7 +66,7 @@ def read_groups(text: str, device_count: int) -> Groups:
     >>> read_groups("[2,2]<=[2,2]T(1,0)", 4)
     ((0, 2), (1, 3))
     """
-    return _checked(_read_groups(text, device_count), device_count)
+    return checked_groups(_read_groups(text, device_count), device_count)
 
 
 def read_pairs(text: str, device_count: int) -> Groups:
@@ -88,7 +88,7 @@ def read_pairs(text: str, device_count: int) -> Groups:
     if any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"not pairs of devices: {text!r}")
     for side in zip(*pairs, strict=True):
-        _checked((side,), device_count)
+        checked_groups((side,), device_count)
     return pairs
 
 
@@ -103,7 +103,12 @@ def _read_groups(text: str, device_count: int) -> Groups:
     raise ValueError(f"groups of devices in a form that is not known: {text!r}")
 
 
-def _checked(groups: Groups, device_count: int) -> Groups:
+def checked_groups(groups: Groups, device_count: int) -> Groups:
+    """The same groups.
+
+    Raises:
+        ValueError: They are of different sizes, or have a device twice, or one that is not there.
+    """
     ids = [device for group in groups for device in group]
     if len(set(ids)) != len(ids):
         raise ValueError("a device is in two groups, or in one twice")

@@ -77,6 +77,7 @@ _NAMES = re.compile(r"%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+) ", re.MULTILINE)
+_PARTITIONS = re.compile(r"\AHloModule .*\bnum_partitions=(\d+)")
 _ROOT = re.compile(r"^ +ROOT %?([\w.\-]+) = ", re.MULTILINE)
 
 
@@ -190,11 +191,14 @@ class Module:
         name: Its name, such as ``"jit_step"``.
         computations: By name.
         entry: The name of the one that runs first.
+        partitions: How many devices it is for, of one slice if there are several; None if it does
+            not say.
     """
 
     name: str
     computations: Mapping[str, Computation]
     entry: str
+    partitions: int | None = None
 
     @classmethod
     def of(cls, module: HloModule) -> "Module":
@@ -220,7 +224,8 @@ class Module:
             )
             for name, instructions in found.items()
         }
-        return cls(module.name, computations, entry)
+        partitions = _PARTITIONS.search(text)
+        return cls(module.name, computations, entry, int(partitions[1]) if partitions else None)
 
     @classmethod
     def from_text(cls, text: str) -> "Module":

@@ -7,6 +7,7 @@ import re
 
 from penzai_shard.compiled_programs.executions import executions
 from penzai_shard.compiled_programs.modules import Instruction, Module
+from penzai_shard.compiled_programs.slices import is_between_slices, kind_of_transfer
 
 # Opcodes whose names speak of communication. The parts of collectives are counted elsewhere.
 _SPEAKS_OF_IT = re.compile(
@@ -16,11 +17,12 @@ _COUNTED = re.compile(
     r"(all-gather|all-reduce|collective-permute)(-start|-done)?"
     r"|reduce-scatter|(ragged-)?all-to-all|collective-broadcast"
 )
-_ON_ONE_DEVICE = frozenset({"broadcast", "gather", "scatter", "select-and-scatter"})
+_ON_ONE_DEVICE = frozenset({"after-all", "broadcast", "gather", "scatter", "select-and-scatter"})
 # Custom calls that compute, or talk to the host, on each device by itself.
 _HARMLESS_CALLS = re.compile(
     r"""
     AsyncCollective(Start|Done)     # Of collectives that are counted.
+    | SliceId | ZeroCrop
     | (Sharding|SPMDFullToShardShape|SPMDShardToFullShape|MoveToHost|MoveToDevice)
     | (annotate_device_placement|AllocateBuffer|AllocatePersistentBuffer|Pin|Unpin|CreateBuffer)
     | (TopK|ApproxTopK|PartialReduce|AggregateToTopK|AssumeGatherIndicesInBound|XlaTransform)
@@ -56,11 +58,17 @@ def _reason(one: Instruction) -> str | None:
             return None
         return f"a custom call of {target!r}; whether it moves data between devices is not known."
     if one.opcode in ("send", "recv"):
-        if one.attributes.get("is_host_transfer") == "true":
-            return None
-        return f"a {one.opcode} between devices; what it moves is not counted."
+        return _reason_of_transfer(one)
     if one.opcode in _ON_ONE_DEVICE | _TO_HOST or _COUNTED.fullmatch(one.opcode):
         return None
     if one.opcode in ("send-done", "recv-done") or not _SPEAKS_OF_IT.search(one.opcode):
         return None
     return f"an instruction that is not known, {one.opcode}; what it moves is not counted."
+
+
+def _reason_of_transfer(one: Instruction) -> str | None:
+    if one.attributes.get("is_host_transfer") != "true":
+        return f"a {one.opcode} between devices; what it moves is not counted."
+    if one.opcode == "send" and is_between_slices(one) and kind_of_transfer(one) is None:
+        return "a transfer between slices of a kind that is not known; it is not counted."
+    return None

@@ -9,8 +9,9 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from penzai_shard.compiled_programs.instruction_text import ArrayType
+from penzai_shard.compiled_programs.instruction_text import ArrayType, Type
 from penzai_shard.compiled_programs.modules import Computation, Instruction, Module
+from penzai_shard.compiled_programs.slices import partner
 
 # Which operands come out of an instruction as they went in, or a part of them; None for all.
 _KEPT: Mapping[str, tuple[int, ...] | None] = {
@@ -36,7 +37,7 @@ _ONE_BY_ONE = frozenset({"all-gather", "all-reduce", "reduce-scatter", "all-to-a
 # What went in is in the first part of the tuple that these give, what comes out in the second.
 _STARTS = frozenset({"all-gather-start", "collective-permute-start"})
 _SAME_STRUCTURE = frozenset(
-    {"optimization-barrier", "all-reduce-done", "copy-done", "async-update", "domain"}
+    {"optimization-barrier", "all-reduce-done", "copy-done", "async-update", "domain", "recv-done"}
 )
 _DONE = frozenset({"all-gather-done", "collective-permute-done", "async-done"})
 _CALLS = frozenset({"fusion", "call", "async-start"})
@@ -105,7 +106,11 @@ class ValueFlow:
         """
         found = []
         for i in range(len(one.operand_names)):
-            places = self._ends([self.operand(Place(one), i)], self.before)
+            start = self.operand(Place(one), i)
+            if all(array.dtype == "token" for array in start.one.results):
+                continue
+            arrays = [start._replace(path=path) for path in _array_paths(start.one.read.type)]
+            places = self._ends(arrays, self.before)
             by_position = {int(place.one.read.operands): place.one.op_name for place in places}
             found.append(tuple(name for _, name in sorted(by_position.items())))
         return tuple(found)
@@ -199,6 +204,9 @@ class ValueFlow:
             yield self.operand(place, 0, path)
         elif one.opcode in _DONE:
             yield self.operand(place, 0, (1, *path))
+        elif one.opcode == "recv":
+            if path == (0,) and (sent := partner(self.module, one)) is not None:
+                yield self.operand(Place(sent, (), callers), 0)
         elif one.opcode == "while":
             yield Place(self._computation(one, "body").root, path, (*callers, one))
         elif one.opcode == "async-start" and path[0] == 0:
@@ -235,6 +243,8 @@ class ValueFlow:
         one, path, callers = place
         if one.is_root:
             yield from self._results_of_call(place)
+        if one.opcode == "send" and (received := partner(self.module, one)) is not None:
+            yield Place(received, path, callers)
         for user, position in self._direct_users(one):
             yield from self._into(user, position, path, callers)
 
@@ -297,6 +307,8 @@ class ValueFlow:
             return ((0, position), (1, position)) if several else ((0,), (1,))
         if one.opcode == "copy-start":
             return ((),)
+        if one.opcode == "send":
+            return ((0,),) if position == 0 else ()
         if one.opcode in self.through:
             return ((),)
         if one.opcode in _KEPT:
@@ -334,4 +346,13 @@ def _paths_out(one: Instruction) -> list[Path]:
         type_, prefix = type_[1], (1,)
     if isinstance(type_, ArrayType):
         return [prefix]
+    if one.opcode == "send":
+        return [(0,)]
     return [(*prefix, i) for i in range(len(type_))]
+
+
+def _array_paths(type_: Type) -> list[Path]:
+    """The paths of all arrays of a type, those of tuples in tuples included."""
+    if isinstance(type_, ArrayType):
+        return [()]
+    return [(i, *path) for i, part in enumerate(type_) for path in _array_paths(part)]

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -218,13 +217,12 @@ class CollectiveReport(Report):
     def of(cls, program: CompiledProgram) -> "CollectiveReport":
         """The collectives of a program that is already compiled."""
         mesh_shape = {} if program.step.mesh is None else dict(program.step.mesh.shape)
-        device_count = math.prod(mesh_shape.values())
         notes = tuple(_notes(program))
-        if device_count == 1:
+        if program.device_count == 1:
             where = "on a mesh of one device" if mesh_shape else "without a mesh, so on one device"
             return cls((), mesh_shape, (f"the step runs {where}", *notes))
         notes = (*notes, *unknown_communication(program.module))
-        operations = read_collectives(program.module, device_count)
+        operations = read_collectives(program.module, program.device_count, program.slice_of)
         moving = [one for one in operations if _moves_data(one)]
         if still := len(operations) - len(moving):
             which = "1 collective" if still == 1 else f"{still} collectives"

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from penzai_shard.compiled_programs import Module
 from penzai_shard.errors import RuleTypeError
@@ -39,6 +39,21 @@ class CompiledProgram:
     memory: ExecutableMemory
     device_kind: str
     memory_limit: int | None = None
+
+    @property
+    def device_count(self) -> int:
+        """How many devices it runs on."""
+        return 1 if self.step.mesh is None else self.step.mesh.size
+
+    @property
+    def slice_of(self) -> tuple[int, ...] | None:
+        """Which TPU slice each device of its mesh is of; None if the devices do not say."""
+        if not isinstance(self.step.mesh, Mesh):
+            return None
+        devices = list(self.step.mesh.devices.flat)
+        if not all(hasattr(device, "slice_index") for device in devices):
+            return None
+        return tuple(device.slice_index for device in devices)
 
     @classmethod
     def of(

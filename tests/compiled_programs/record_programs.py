@@ -6,6 +6,7 @@ target configuration, one of those in XLA's ``xla/backends/gpu/target_config/spe
 
     python tests/compiled_programs/record_programs.py cpu
     python tests/compiled_programs/record_programs.py tpu
+    python tests/compiled_programs/record_programs.py tpu_slices  # Two of four devices each.
     python tests/compiled_programs/record_programs.py gpu --target-config h100_sxm.txtpb
     python tests/compiled_programs/record_programs.py cpu --folder cpu_jax_0_12  # By such a JAX.
 """
@@ -53,6 +54,10 @@ def devices(platform, target_config):
         return jax.devices()
     if platform == "tpu":
         return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    if platform == "tpu_slices":
+        return topologies.get_topology_desc(
+            platform="tpu", topology_name="v5e:2x2", num_slices=2
+        ).devices
     jax.devices()
     return topologies.get_topology_desc(
         platform="cuda",
@@ -163,7 +168,7 @@ def programs(devices):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("platform", choices=("cpu", "tpu", "gpu"))
+    parser.add_argument("platform", choices=("cpu", "tpu", "tpu_slices", "gpu"))
     parser.add_argument("--folder", help="under programs/; by default the platform")
     parser.add_argument("--target-config", help="of a GPU")
     arguments = parser.parse_args()
@@ -174,6 +179,8 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     found = devices(arguments.platform, arguments.target_config)
     for name, (function, structs) in programs(found).items():
+        if arguments.platform == "tpu_slices" and name.startswith("step"):
+            continue
         text = jax.jit(function).lower(*structs).compile().as_text()
         origin = f"// jax {jax.__version__}, {found[0].device_kind}\n"
         (folder / f"{name}.hlo").write_text(origin + shortened(text), encoding="utf-8")
