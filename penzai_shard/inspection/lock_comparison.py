@@ -1,12 +1,14 @@
 """In what a step differs from its lock, in words."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
 from penzai_shard.errors import LockError, RuleTypeError, raise_all
+from penzai_shard.inspection.layer_groups import OTHER_OWNERS, owners_text
 from penzai_shard.inspection.lock_content import (
     CollectiveCount,
     CollectiveGroup,
@@ -19,6 +21,8 @@ from penzai_shard.text_tables import FindingsTable, Report
 
 Effect = Literal["worse", "better", "changed"]
 Improvements = Literal["fail", "pass"]
+
+_NOTHING = CollectiveCount(0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +62,7 @@ class LockReport(Report):
         differences: What differs, layouts first.
         tolerance: How far bytes may be from those of the lock, as a share of them.
         improvements: Whether what got better must be locked too.
-        notes: What may explain the differences.
+        notes: What all collectives come to, and what may explain the differences.
     """
 
     differences: tuple[LockDifference, ...]
@@ -129,8 +133,15 @@ def compared(
         *_not_counted(lock.not_counted, step.not_counted),
         *_memory(lock.memory, step.memory, tolerance),
     )
-    notes = _notes(lock.made_with, step.made_with) if differences else []
-    return LockReport(differences, tolerance, improvements, tuple(notes))
+    notes = (*_totals(lock, step), *_notes(lock.made_with, step.made_with)) if differences else ()
+    return LockReport(differences, tolerance, improvements, notes)
+
+
+def _totals(lock: LockContent, step: LockContent) -> Iterator[str]:
+    was, now = (sum(each.collectives.values(), _NOTHING) for each in (lock, step))
+    if was != now:
+        texts = (f"{each.count:,} ({bytes_text(each.payload_bytes)})" for each in (was, now))
+        yield f"all collectives together: {' → '.join(texts)}"
 
 
 def _refuse_others(lock: LockContent, step: LockContent) -> None:
@@ -189,20 +200,67 @@ def _collectives(
     step: Mapping[CollectiveGroup, CollectiveCount],
     tolerance: float,
 ) -> Iterator[LockDifference]:
-    nothing = CollectiveCount(0, 0)
+    partners = dict(_merged_otherwise(lock, step))
+    found: list[tuple[LockDifference, int]] = []
     for group in dict.fromkeys([*lock, *step]):
-        where = " + ".join(group.layers) or "unattributed"
-        was, now = lock.get(group, nothing), step.get(group, nothing)
-        if found := _collective(group, was, now, tolerance):
-            yield LockDifference(where, *found)
+        if group in partners.values():
+            continue
+        was, now = lock.get(group, _NOTHING), step.get(partners.get(group, group), _NOTHING)
+        layers = group.layers
+        if group in partners:
+            layers = partners[group].layers
+            change: tuple[str, Effect] | None = _merging(group, was, now, tolerance)
+        else:
+            change = _collective(group, was, now, tolerance)
+        if change:
+            difference = LockDifference(owners_text(layers), *change)
+            found.append((difference, max(was.payload_bytes, now.payload_bytes)))
+    effects = get_args(Effect)
+    found.sort(key=lambda one: (effects.index(one[0].effect), -one[1]))
+    return (difference for difference, _ in found)
+
+
+def _merged_otherwise(
+    lock: Mapping[CollectiveGroup, CollectiveCount], step: Mapping[CollectiveGroup, CollectiveCount]
+) -> Iterator[tuple[CollectiveGroup, CollectiveGroup]]:
+    """Groups that are gone, each with the new one of the most of its layers, if there is one.
+
+    One collective more or less, and the compiler merges others of its kind in another way.
+    """
+    new = [group for group in step if group not in lock]
+    for group in lock:
+        if group in step:
+            continue
+        alike = [
+            other
+            for other in new
+            if (other.phase, other.kind, other.mesh_axes)
+            == (group.phase, group.kind, group.mesh_axes)
+            and _shared_layers(group, other)
+        ]
+        if alike:
+            other = max(alike, key=functools.partial(_shared_layers, group))
+            new.remove(other)
+            yield group, other
+
+
+def _shared_layers(group: CollectiveGroup, other: CollectiveGroup) -> int:
+    return len(set(group.layers).intersection(other.layers).difference(OTHER_OWNERS))
+
+
+def _merging(
+    group: CollectiveGroup, was: CollectiveCount, now: CollectiveCount, tolerance: float
+) -> tuple[str, Effect]:
+    what = f"{_many(group, was)}{_in_phase(group)} for {owners_text(group.layers)} became "
+    what += f"{now.count:,} ({bytes_text(now.payload_bytes)}), merged otherwise"
+    return what, "worse" if _is_worse(was, now, tolerance) else "changed"
 
 
 def _collective(
     group: CollectiveGroup, was: CollectiveCount, now: CollectiveCount, tolerance: float
 ) -> tuple[str, Effect] | None:
     """What differs in the collectives of a group, and whether that is worse."""
-    phase = f"{group.phase} pass" if group.phase in ("forward", "backward") else group.phase
-    place = f" in the {phase}" if phase else ""
+    place = _in_phase(group)
     if not was.count:
         return f"{_many(group, now)} {_are(now)} new{place}", "worse"
     if not now.count:
@@ -212,17 +270,27 @@ def _collective(
         effect: Effect = "worse" if now.unknown_times > was.unknown_times else "better"
         return f"{what}, {was.unknown_times} of {was.count:,} did", effect
     if was.count != now.count:
-        # Fewer that move more are not better.
-        is_worse = now.count > was.count or _is_more(
-            was.payload_bytes, now.payload_bytes, tolerance
-        )
         what = f"{_many(group, was)}{place} became {now.count:,}"
         what += f" ({bytes_text(now.payload_bytes)})"
-        return what, "worse" if is_worse else "better"
+        return what, "worse" if _is_worse(was, now, tolerance) else "better"
     if change := _change(was.payload_bytes, now.payload_bytes, tolerance):
         effect = "worse" if now.payload_bytes > was.payload_bytes else "better"
         return f"{_many(group, now, with_bytes=False)}{place}: {change}", effect
     return None
+
+
+def _is_worse(was: CollectiveCount, now: CollectiveCount, tolerance: float) -> bool:
+    """Whether there are more, or fewer that move more."""
+    return (
+        now.count > was.count
+        or now.unknown_times > was.unknown_times
+        or _is_more(was.payload_bytes, now.payload_bytes, tolerance)
+    )
+
+
+def _in_phase(group: CollectiveGroup) -> str:
+    phase = f"{group.phase} pass" if group.phase in ("forward", "backward") else group.phase
+    return f" in the {phase}" if phase else ""
 
 
 def _many(group: CollectiveGroup, count: CollectiveCount, with_bytes: bool = True) -> str:

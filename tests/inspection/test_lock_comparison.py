@@ -120,10 +120,7 @@ CASES = [
     ),
     (
         of_collectives((GROUP, COUNT), (MERGED, CollectiveCount(2, 64))),
-        {
-            "block_0/a + block_0/b: 2 all-reduces over 'data' (64 B) are new in the "
-            "optimizer": "worse"
-        },
+        {"block_0/{a, b}: 2 all-reduces over 'data' (64 B) are new in the optimizer": "worse"},
     ),
     (
         of_collectives((GROUP, COUNT), (NOBODYS, CollectiveCount(1, 64))),
@@ -241,3 +238,50 @@ def test_equal_blocks_are_one_row_and_json_has_them_all():
         "what": "spec was P('data', 'model'), is now P()",
         "effect": "changed",
     }
+
+
+def group(*layers, axes="data"):
+    return CollectiveGroup(layers, "backward", "all-reduce", axes)
+
+
+def test_collectives_that_the_compiler_merges_otherwise_are_one_difference():
+    def of(*counts):
+        return dataclasses.replace(LOCK, collectives=dict(counts))
+
+    def changes(lock, step):
+        found = compared(lock, step, 0.05, "fail").differences
+        return [(each.where, each.what, each.effect) for each in found]
+
+    before = of((group("a/x", "a/y", "b", "optimizer"), CollectiveCount(1, 4096)))
+    less = of((group("a/x", "a/y"), CollectiveCount(1, 3072)))
+    text = "1 all-reduce over 'data' (4.0 KiB) in the backward pass for a/x + a/y + b + optimizer"
+    assert changes(before, less) == [
+        ("a/{x, y}", f"{text} became 1 (3.0 KiB), merged otherwise", "changed")
+    ]
+    more = of((group("a/x"), CollectiveCount(2, 3072)))
+    assert changes(before, more) == [
+        ("a/x", f"{text} became 2 (3.0 KiB), merged otherwise", "worse")
+    ]
+    parts = of(
+        (group("b"), CollectiveCount(1, 1024)),
+        (group("a/x", "a/y"), CollectiveCount(1, 3072)),
+    )
+    assert changes(before, parts) == [
+        ("b", "1 all-reduce over 'data' (1.0 KiB) is new in the backward pass", "worse"),
+        ("a/{x, y}", f"{text} became 1 (3.0 KiB), merged otherwise", "changed"),
+    ]
+    # Neither of these is the same one.
+    for other in (group("c", "optimizer"), group("a/x", axes="model")):
+        effects = [effect for *_, effect in changes(before, of((other, CollectiveCount(1, 8))))]
+        assert effects == ["worse", "better"]
+
+
+def test_what_is_worse_and_moves_most_comes_first_and_the_sum_last():
+    lock = dataclasses.replace(LOCK, collectives={group("gone"): CollectiveCount(1, 10**6)})
+    step = dataclasses.replace(
+        LOCK, collectives={group(str(n)): CollectiveCount(1, n) for n in (1, 300, 20)}
+    )
+    report = compared(lock, step, 0.05, "fail")
+    assert [each.where for each in report.differences] == ["300", "20", "1", "gone"]
+    assert report.notes == ("all collectives together: 1 (976.6 KiB) → 3 (321 B)",)
+    assert str(report).endswith(report.notes[0])
