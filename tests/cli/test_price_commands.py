@@ -8,7 +8,7 @@ import jax
 import pytest
 from penzai import pz
 
-from penzai_shard.cli import price_commands
+from penzai_shard.cli import asked_steps, price_commands
 from penzai_shard.cli.chosen_layouts import chosen_layout
 from penzai_shard.cli.chosen_models import chosen_model
 from penzai_shard.cli.chosen_steps import training_step
@@ -77,7 +77,7 @@ def compiled():
 @pytest.fixture(autouse=True)
 def compiled_once(compiled, monkeypatch):
     """The same step is compiled once, however often it is asked for."""
-    compile_step = price_commands.compile_step
+    compile_step = asked_steps.compile_step
 
     def remembered(step, *args, **kwargs):
         if not isinstance(step, TrainStep):
@@ -88,7 +88,7 @@ def compiled_once(compiled, monkeypatch):
             compiled[key] = compile_step(step, *args, **kwargs)
         return compiled[key]
 
-    monkeypatch.setattr(price_commands, "compile_step", remembered)
+    monkeypatch.setattr(asked_steps, "compile_step", remembered)
 
 
 TRAINED = ("price", SMALL, "--mesh", "data=4,model=2", "--batch", "8", "--seq", "16")
@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_exit_status_1_and_says_so(shell):
     assert "blocks in a loop, for the backward pass they keep what 'carries' says" in text
     assert "collectives in one step" in text
     assert "Moving this takes at least" in text
-    assert "Compiled for simulated CPU devices" in text
+    assert "Exact: program, memory and collectives on these devices" in text
 
 
 def test_the_bound_of_time_is_that_of_the_report(shell):

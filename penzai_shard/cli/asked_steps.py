@@ -1,0 +1,206 @@
+"""A step that a command line asks for, compiled: what ``price`` and ``lock`` have in common."""
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any, Self
+
+from penzai_shard.cli.chosen_layouts import add_layout_arguments, chosen_layout
+from penzai_shard.cli.chosen_models import add_list_option, add_model_arguments, chosen_model
+from penzai_shard.cli.chosen_steps import (
+    ChosenStep,
+    add_step_arguments,
+    step_of_reference,
+    training_step,
+)
+from penzai_shard.errors import MeshError, RuleTypeError, ShardingWarning
+from penzai_shard.inspection.collective_report import CollectiveReport
+from penzai_shard.inspection.compile_ahead import compile_ahead
+from penzai_shard.inspection.memory_report import MemoryReport
+from penzai_shard.inspection.programs import CompiledProgram, compile_step
+from penzai_shard.inspection.topologies import Topology
+
+_OF_MODELS = ("mesh", "rules", "layout", "dtype", "batch", "remat")
+
+
+def add_asked_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the model or the step, its layout, and the devices."""
+    add_model_arguments(
+        parser,
+        "; or one that returns (step, args) or (step, args, kwargs), to price any step; --mesh "
+        "and what else concerns a model is then left out",
+    )
+    add_layout_arguments(parser, mesh_required=False)
+    add_list_option(parser)
+    add_step_arguments(parser)
+    parser.add_argument(
+        "--topology",
+        metavar="v5e:16x16",
+        help="the devices, which need not be there: TPUs such as v5e:16x16 or v5p:8x8x16, "
+        "four of them as v5e:16x16*4 (pip install 'penzai-shard[tpu]'); or gpu:4x8, hosts and "
+        "GPUs of each, with --target-config; by default simulated CPU devices",
+    )
+    parser.add_argument(
+        "--target-config",
+        metavar="FILE",
+        help="what GPUs are like: a file such as XLA has in xla/tools/hlo_opt/gpu_specs",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What a step needs and moves.
+
+    Attributes:
+        memory: What it needs of each device.
+        moved: What it moves; None if it is too large for the compiler to say.
+        program: What was compiled; None if it is too large.
+        devices: What for.
+        exact: What is as in a run on them.
+        estimated: What is an estimate.
+        notes: What else there is to know.
+    """
+
+    memory: MemoryReport
+    moved: CollectiveReport | None
+    program: CompiledProgram | None
+    devices: str
+    exact: tuple[str, ...]
+    estimated: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, program: CompiledProgram) -> Self:
+        """Of a program for the devices of this machine, or simulated ones."""
+        mesh = program.step.mesh
+        count = 1 if mesh is None else mesh.size
+        return cls(
+            MemoryReport.of(program),
+            CollectiveReport.of(program),
+            program,
+            f"{count:,} x {program.device_kind}",
+            ("program, memory and collectives on these devices",),
+            (
+                "all of it for other devices, whose compilers plan memory and merge collectives "
+                "in their own ways: see --topology",
+            ),
+        )
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None if it is not known."""
+        return False if self.program is None else self.memory.fits
+
+    def with_limit(self, limit: int) -> Self:
+        """The same on devices of so much memory, in bytes."""
+        program = dataclasses.replace(self.memory.program, memory_limit=limit)
+        return dataclasses.replace(self, memory=dataclasses.replace(self.memory, program=program))
+
+
+class AskedStep:
+    """What was asked for: a model's step, or one that a function gives."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._said: dict[str, Any] = {}
+        self._lines: list[str] = []
+        self.notes: list[str] = []
+
+    def compiled(self) -> "Compiled":
+        """Compiles it, without running it.
+
+        Raises:
+            PlanError: Something has no valid layout.
+            ShardingError: Something does not go together, or cannot be compiled.
+        """
+        topology = self._topology()
+        with _warnings_as(self.notes):
+            step = self._step(topology)
+            where = "" if topology is None else f" for {topology.name}"
+            _progress(f"compiling {step.text.partition(';')[0]}{where}")
+            if topology is None:
+                program = compile_step(step.step, *step.args, **step.kwargs)
+                return Compiled.of(program)
+            report = compile_ahead(step.step, *step.args, topology=topology, **step.kwargs)
+        return Compiled(
+            report.memory,
+            report.collectives,
+            report.program,
+            f"{report.device_count:,} x {report.device_kind} ({topology.name})",
+            report.exact,
+            report.estimated,
+            (f"Compiled by {report.compiler} in {report.seconds:.1f} s.", *report.notes),
+        )
+
+    def said(self) -> dict[str, Any]:
+        """What there is to know of it, for programs."""
+        return {**self._said, "notes": self.notes}
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        return self._lines
+
+    def _topology(self) -> Topology | None:
+        options = self._options
+        if options.topology is not None:
+            return Topology(options.topology, options.target_config)
+        if options.target_config is not None:
+            raise RuleTypeError(
+                "--target-config says what GPUs are like, and belongs to a topology of them: "
+                "--topology gpu:4x8."
+            )
+        return None
+
+    def _step(self, topology: Topology | None) -> ChosenStep:
+        options = self._options
+        given = step_of_reference(options.model)
+        if given is not None:
+            _refuse_options_of_models(options)
+            self._said = {"step": given.text}
+            self._lines = [given.text]
+            return given
+        if options.mesh is None:
+            raise MeshError("the mesh is needed too: --mesh data=8,model=4.")
+        chosen = chosen_model(
+            options.model, options.dtype, stacked=False if options.unroll else None
+        )
+        layout = chosen_layout(options, chosen.model)
+        if topology is not None:
+            topology.refuse_mesh(layout.mesh.shape)
+        self._said = {**chosen.said(), **layout.said()}
+        self._lines = [chosen.headline(), layout.line()]
+        step = training_step(chosen, layout, options)
+        self._said["step"] = step.text
+        self._lines.append(step.text)
+        return step
+
+
+def _refuse_options_of_models(options: argparse.Namespace) -> None:
+    given = [f"--{name}" for name in _OF_MODELS if getattr(options, name) is not None]
+    if given:
+        raise RuleTypeError(
+            f"{options.model} gives a step with its arguments, which say their mesh and layouts "
+            f"themselves. Leave out {' and '.join(given)}."
+        )
+
+
+def _progress(text: str) -> None:
+    print(f"penzai-shard: {text} ...", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _warnings_as(notes: list[str]) -> Iterator[None]:
+    """A block whose warnings of this library become notes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ShardingWarning)
+        yield
+    for warning in caught:
+        if issubclass(warning.category, ShardingWarning):
+            notes.append(str(warning.message))
+        else:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
