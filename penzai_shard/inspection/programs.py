@@ -64,8 +64,10 @@ class CompiledProgram:
         memory_limit: int | None = None,
     ) -> "CompiledProgram":
         """What a compiler made of a lowered step."""
-        module: HloModule = compiled.module
-        return cls(step, Module.of(module), compiled.memory, device_kind, memory_limit)
+        given: HloModule = compiled.module
+        module = Module.of(given)
+        step = _with_chosen_layouts(step, module)
+        return cls(step, module, compiled.memory, device_kind, memory_limit)
 
 
 def compile_step(step: Any, *args: Any, **kwargs: Any) -> CompiledProgram:
@@ -114,6 +116,21 @@ def compile_step(step: Any, *args: Any, **kwargs: Any) -> CompiledProgram:
     compiled = compile_bytecode(bytecode, devices)
     kind, limit = devices[0].device_kind, memory_limit_of(devices[0])
     return CompiledProgram.of(lowered, compiled, kind, limit)
+
+
+def _with_chosen_layouts(step: LoweredStep, module: Module) -> LoweredStep:
+    """A step with what the compiler decided of arrays whose layout was left to it."""
+    entry = module.computations[module.entry]
+    shapes = {one.op_name: one.results[0].shape for one in entry.parameters}
+    arguments = {
+        name: array.chosen(shapes[name]) if name in shapes else array
+        for name, array in step.arguments.items()
+    }
+    results = [
+        array.chosen(result.shape)
+        for array, result in zip(step.results, entry.root.results, strict=True)
+    ]
+    return dataclasses.replace(step, arguments=arguments, results=tuple(results))
 
 
 def _devices(mesh: AnyMesh | None) -> list[Any]:

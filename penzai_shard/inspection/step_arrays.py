@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from penzai_shard.inspection.step_parts import StepPart
 from penzai_shard.layers.remat_policies import HOST_MEMORY
+from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import map_arrays
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.placement import described_array
@@ -30,6 +31,7 @@ class StepArray:
         donated: Of an argument, whether a result may take its memory.
         names: The logical axis of each dimension, None for a positional one; None altogether for
             an array without names.
+        chosen_shape: The shape of what one device holds, where the compiler decides.
     """
 
     path: str
@@ -39,6 +41,7 @@ class StepArray:
     sharding: Sharding | None
     donated: bool = False
     names: tuple[LogicalAxis | None, ...] | None = None
+    chosen_shape: tuple[int, ...] | None = None
 
     @property
     def spec(self) -> PartitionSpec:
@@ -50,7 +53,9 @@ class StepArray:
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of what one device holds of it."""
-        return self.shape if self.sharding is None else self.sharding.shard_shape(self.shape)
+        if self.sharding is not None:
+            return self.sharding.shard_shape(self.shape)
+        return self.shape if self.chosen_shape is None else self.chosen_shape
 
     @property
     def bytes_per_device(self) -> int:
@@ -66,6 +71,24 @@ class StepArray:
     def is_on_host(self) -> bool:
         """Whether it is kept in the host's memory instead of the device's."""
         return getattr(self.sharding, "memory_kind", None) == HOST_MEMORY
+
+    def on(self, mesh: AnyMesh | None) -> "StepArray":
+        """The array with its layout on a step's mesh, whatever JAX has for that in types."""
+        if mesh is None or not isinstance(self.sharding, NamedSharding):
+            return self
+        sharding = NamedSharding(mesh, self.spec, memory_kind=self.sharding.memory_kind)
+        return dataclasses.replace(self, sharding=sharding)
+
+    def chosen(self, shape: tuple[int, ...]) -> "StepArray":
+        """The array as a program holds it on each device, if the compiler was to decide.
+
+        Args:
+            shape: The shape that the program has for it.
+        """
+        if self.sharding is not None:
+            return self
+        # A random key has more dimensions there.
+        return dataclasses.replace(self, chosen_shape=shape[: len(self.shape)])
 
     @classmethod
     def of(cls, path: str, part: StepPart, leaf: Any, donated: bool = False) -> "StepArray":
