@@ -152,9 +152,12 @@ def _lower_function(
     traced, scopes, notes = traced_function(step, args, kwargs)
     arguments, results = arguments_of(traced, scopes), results_of(traced, scopes)
     # What the arguments do not say, the function's own options or its layers may.
-    mesh = one_mesh([(array.path, array) for array in (*arguments.values(), *results)])
+    mesh = one_mesh([(array.path, array) for array in arguments.values()])
+    mesh = mesh or one_mesh([(array.path, array) for array in results])
     lowered, mesh = _lowered(traced, platform, mesh)
     undecided = _note_on_undecided([(a.path, a) for a in arguments.values()], mesh)
+    arguments = {name: array.on(mesh) for name, array in arguments.items()}
+    results = tuple(array.on(mesh) for array in results)
     return LoweredStep(lowered, mesh, arguments, results, scopes, (*notes, *undecided))
 
 

@@ -126,11 +126,12 @@ def _with_chosen_layouts(step: LoweredStep, module: Module) -> LoweredStep:
         name: array.chosen(shapes[name]) if name in shapes else array
         for name, array in step.arguments.items()
     }
-    results = [
-        array.chosen(result.shape)
-        for array, result in zip(step.results, entry.root.results, strict=True)
-    ]
-    return dataclasses.replace(step, arguments=arguments, results=tuple(results))
+    results = step.results
+    # Programs with side effects give more than the step does.
+    if len(results) == len(entry.root.results):
+        pairs = zip(results, entry.root.results, strict=True)
+        results = tuple(array.chosen(result.shape) for array, result in pairs)
+    return dataclasses.replace(step, arguments=arguments, results=results)
 
 
 def _devices(mesh: AnyMesh | None) -> list[Any]:

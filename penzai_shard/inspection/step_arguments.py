@@ -14,6 +14,7 @@ from penzai_shard.array_kinds import is_concrete, is_traced
 from penzai_shard.errors import MeshError, RuleTypeError, ShardingError, raise_all
 from penzai_shard.meshes import AnyMesh, auto_twin, mesh_text
 from penzai_shard.partition_specs import mesh_axes_by_dimension
+from penzai_shard.readers import is_shared_object
 from penzai_shard.traced_programs import equations
 from penzai_shard.training.loss_contract import RESERVED
 from penzai_shard.training.state_layout import sharding_text
@@ -150,15 +151,17 @@ def check_callable(step: Any) -> None:
         )
     if isinstance(step, type):
         raise RuleTypeError(f"a step is an object, and {step.__name__} is a class. Make one of it.")
+    if is_shared_object(step):
+        raise RuleTypeError(
+            f"this {type(step).__name__} is a module whose calls change variables in it, which are "
+            "no arguments of a program so. Take them out, graph, variables = nnx.split(module), "
+            "and give jax.jit(lambda variables, x: nnx.merge(graph, variables)(x)), variables, x."
+        )
     if not callable(step):
-        is_result = isinstance(step, tuple) and not hasattr(step, "_fields")
         raise RuleTypeError(
             f"a step is something to call, not a {type(step).__name__}. Give a function under "
-            "jax.jit and its arguments, a train step and its state, or a layer and its input"
-            + (
-                ": collectives(step, state, x=x), not collectives(step(state, x=x))." * is_result
-                or "."
-            )
+            "jax.jit and its arguments, a train step and its state, or a layer and its input: "
+            "collectives(step, state, x=x), not collectives(step(state, x=x))."
         )
 
 

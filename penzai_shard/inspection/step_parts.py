@@ -5,8 +5,10 @@ from typing import Any, Literal
 import jax
 from penzai.core.variables import AutoStateVarLabel
 
+from penzai_shard.equinox_modules import is_equinox_module_type
 from penzai_shard.library_apis.jax_api import keyed_children_of_node
 from penzai_shard.model_variables import is_parameter, is_variable, variable_name
+from penzai_shard.model_variables.variable_collections import roles_of_collections
 from penzai_shard.readers import is_foreign
 from penzai_shard.surgery.tree_nodes import is_layer
 from penzai_shard.training.train_state import TrainState
@@ -22,6 +24,9 @@ PARTS_OF_STATE: dict[str, StepPart] = {
     "state_vars": "state variables",
     "unbound_model": "constants",
 }
+
+# What Flax linen's collections of variables hold.
+_OF_COLLECTIONS: dict[str, StepPart] = {"parameter": "parameters", "state": "state variables"}
 
 
 def part_of_field(path: str) -> StepPart:
@@ -70,11 +75,15 @@ def _of_node(node: Any, path: str, part: StepPart, model: str | None) -> list[tu
     found = keyed_children_of_node(node)
     if found is None:
         return [(path, part)]
+    if is_equinox_module_type(type(node)):
+        # Its floating arrays are what is trained.
+        part = "parameters"
+    roles = roles_of_collections(node) if part in ("inputs", "outputs") else {}
     places: list[tuple[str, StepPart]] = []
     for key, child in found[0]:
         text = key_text(key)
         below = path if text == "data_array" else join_paths(path, text)
-        places += _of_node(child, below, part, model)
+        places += _of_node(child, below, _OF_COLLECTIONS.get(roles.get(text, ""), part), model)
     return places
 
 

@@ -16,6 +16,7 @@ from penzai import pz
 from penzai.core.variables import AbstractVariable, AbstractVariableValue
 
 from penzai_shard.array_kinds import is_array_like, is_deleted
+from penzai_shard.equinox_modules import are_arrays
 from penzai_shard.inspection.layer_scopes import LayerScopes, has_layers
 from penzai_shard.inspection.step_arguments import (
     check_arrays,
@@ -92,7 +93,7 @@ def traced_function(
         return traced_function(step.__func__, (step.__self__, *args), kwargs)
     check_callable(step)
     check_call(step, args, kwargs)
-    frozen: Any = jax.tree.map(_taken_out, (tuple(args), dict(kwargs)))
+    frozen = _as_arrays(args, kwargs)
     check_arrays(_named_arrays(step, *frozen))
     if _is_jitted(step):
         given = jax.tree.map(_without_deleted, (tuple(args), dict(kwargs)))
@@ -101,7 +102,7 @@ def traced_function(
         except TypeError as error:
             refuse_variables(_named_arrays(step, tuple(args), dict(kwargs)), error)
             raise
-    if not is_layer(step):
+    if not is_layer(step) or hasattr(step, "__wrapped__"):
         try:
             traced, scopes, notes = with_marks(
                 lambda scopes: _traced_plain(step, args, kwargs, scopes, {})
@@ -118,7 +119,8 @@ def traced_function(
 
 
 def _is_jitted(step: Any) -> bool:
-    return isinstance(step, jax.stages.Wrapped) and hasattr(step, "trace")
+    """Whether a function is under ``jax.jit`` itself, and not what other libraries make of it."""
+    return isinstance(step, type(jax.jit(_call_layer)))
 
 
 def _call_layer(model: Any, argument: Any, /, **side_inputs: Any) -> Any:
@@ -152,7 +154,8 @@ def _traced_jitted(
     step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scopes: LayerScopes
 ) -> jax.stages.Traced:
     marked = _marked(step, args, kwargs, scopes)
-    return step.trace(*marked[0], **marked[1])
+    traced: jax.stages.Traced = step.trace(*marked[0], **marked[1])
+    return traced
 
 
 def _traced_plain(
@@ -163,7 +166,7 @@ def _traced_plain(
     options: dict[str, Any],
 ) -> jax.stages.Traced:
     """A function traced with only arrays for arguments: what else there is stays outside."""
-    frozen: Any = jax.tree.map(_taken_out, (tuple(args), dict(kwargs)))
+    frozen = _as_arrays(args, kwargs)
     leaves = jax.tree.leaves((args, kwargs))
     mutable = {leaf.get_slot() for leaf in leaves if isinstance(leaf, AbstractVariable)}
 
@@ -177,11 +180,19 @@ def _traced_plain(
     return jax.jit(call, **options).trace(*frozen[0], **frozen[1])
 
 
-def _taken_out(leaf: Any) -> Any:
-    """A leaf as JAX can trace it."""
+def _as_arrays(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Arguments as JAX can trace them: frozen variables, and nothing else but arrays."""
+    leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs)))
+    # A number in a module of Equinox is an option of it.
+    kept = are_arrays((tuple(args), dict(kwargs)))
+    arrays = [_as_array(leaf, is_array) for leaf, is_array in zip(leaves, kept, strict=True)]
+    return jax.tree.unflatten(treedef, arrays)
+
+
+def _as_array(leaf: Any, is_array: bool) -> Any:
     if isinstance(leaf, AbstractVariable):
         return leaf.freeze()
-    return _without_deleted(leaf) if is_array_like(leaf) else StaticLeaf(leaf)
+    return _without_deleted(leaf) if is_array and is_array_like(leaf) else StaticLeaf(leaf)
 
 
 def _put_back(arguments: Any, mutable: set[Any]) -> tuple[Any, Any, list[Any]]:

@@ -3,11 +3,13 @@
 import functools
 from typing import Any
 
+import equinox
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from flax import linen, nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard import (
@@ -507,6 +509,86 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         "the value of the argument train",
     ),
 }
+
+
+def test_layers_of_other_libraries_are_lowered_with_their_parameters() -> None:
+    attention = equinox.nn.MultiheadAttention(2, 4, key=jax.random.key(0))
+    x = jnp.ones((3, 4))
+    for step, args in (
+        (attention, (x, x, x)),
+        (equinox.filter_jit(lambda model, x: model(x, x, x)), (attention, x)),
+    ):
+        lowered = lower_step(step, args, {})
+        assert "query_proj" in lowered.scopes.paths
+        paths = [a.path for a in lowered.arguments.values() if a.part == "parameters"]
+        assert [path.partition("/")[2] for path in paths] == [
+            f"{name}_proj/weight" for name in ("query", "key", "value", "output")
+        ]
+    dense = linen.Dense(4)
+    variables = dense.init(jax.random.key(0), x)
+    lowered = lower_step(jax.jit(dense.apply), (variables, x), {})
+    assert {a.path: a.part for a in lowered.arguments.values()} == {
+        "variables/params/bias": "parameters",
+        "variables/params/kernel": "parameters",
+        "args/0": "inputs",
+    }
+    module = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(RuleTypeError, match=r"this Linear is a module.*nnx\.split\(module\)"):
+        lower_step(module, (x,), {})
+    graph, state = nnx.split(module)
+    lowered = lower_step(jax.jit(lambda state, x: nnx.merge(graph, state)(x)), (state, x), {})
+    assert {a.part for a in lowered.arguments.values()} == {"parameters", "inputs"}
+
+
+def test_train_states_in_functions_of_users_go_by_their_fields(built: Built) -> None:
+    step = jax.jit(lambda state, x: built.step(state, x=x), donate_argnums=0)
+    program = compile_step(step, built.state, built.x)
+    own = {a.path: (a.part, a.spec, a.donated) for a in program.step.arguments.values()}
+    of_step = built.program.step.arguments.values()
+    for array in of_step:
+        if array.part in ("parameters", "optimizer state"):
+            assert own[f"state/{array.path}"] == (array.part, array.spec, array.donated)
+    assert "sublayers/0" in program.step.scopes.paths
+    assert [a.path for a in program.step.results][:2] == [
+        "result/0/step",
+        "result/0/params/l.weights",
+    ]
+    # The compiler was to lay them out, and the program says how.
+    assert [a.shard_shape for a in program.step.results] == [
+        leaf.addressable_shards[0].data.shape
+        for leaf in jax.tree.leaves(step(jax.tree.map(jnp.copy, built.state), built.x))
+    ]
+
+
+def test_what_the_compiler_lays_out_is_known_from_the_program() -> None:
+    mesh = make_mesh(data=4, model=2)
+    step = jax.jit(lambda w, x, y: ((x + y) @ w, jax.random.split(jax.random.key(0), 8)))
+    w, x = struct(mesh, 8, 8, spec=P(None, "model")), struct(mesh, 16, 8, spec=P("data"))
+    program = compile_step(step, w, x, jax.ShapeDtypeStruct((16, 8), jnp.float32))
+    compiled = program.step.lowered.compile()
+    for arrays, decided in (
+        (program.step.arguments.values(), compiled.input_shardings[0]),
+        (program.step.results, jax.tree.leaves(compiled.output_shardings)),
+    ):
+        assert [a.shard_shape for a in arrays] == [
+            layout.shard_shape(a.shape) for a, layout in zip(arrays, decided, strict=True)
+        ]
+    assert program.step.arguments["y"].sharding is None
+    assert program.step.arguments["y"].shard_shape == (4, 8)
+    arguments = program.step.arguments.values()
+    assert sum(a.bytes_per_device for a in arguments) == program.memory.arguments
+
+
+def test_functions_on_explicit_meshes_keep_their_types_and_are_reported_on_the_auto_twin() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        w, x = struct(mesh, 8, 8, spec=P(None, "model")), struct(mesh, 16, 8, spec=P("data"))
+        for step in (jax.jit(jnp.dot), lambda x, w: jnp.dot(x, w)):
+            lowered = lower_step(step, (x, w), {})
+            assert lowered.mesh == make_mesh(data=4, model=2)
+            (result,) = lowered.results
+            assert result.sharding == NamedSharding(lowered.mesh, P("data", "model"))
+            assert {a.sharding.mesh for a in lowered.arguments.values()} == {lowered.mesh}
 
 
 def plain() -> Any:
