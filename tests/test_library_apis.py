@@ -639,6 +639,43 @@ def test_the_short_text_names_the_entry_and_each_root(small_program):
     assert "op_name" not in text
 
 
+def test_a_scheduled_program_says_in_which_order_it_runs_but_for_what_is_fused():
+    # Read from text, instructions are kept in an order of their own.
+    text = """HloModule m, is_scheduled=true
+
+    fused {
+      q = f32[4]{0} parameter(0)
+      ROOT n = f32[4]{0} negate(q)
+    }
+
+    ENTRY e {
+      p = f32[4]{0} parameter(0)
+      b = f32[4]{0} log(p)
+      a = f32[4]{0} exponential(p)
+      f = f32[4]{0} fusion(a), kind=kLoop, calls=fused
+      ROOT t = (f32[4]{0}, f32[4]{0}, f32[4]{0}) tuple(a, b, f)
+    }"""
+
+    def order(module):
+        return {
+            each.name: [one.name for one in compiler_api.instructions_in_order(module, each)]
+            for each in module.computations()
+        }
+
+    scheduled = compiler_api.module_from_text(text)
+    assert order(scheduled) == {"fused": ["q", "n"], "e": ["p", "b", "a", "f", "t"]}
+    copy = compiler_api.module_from_bytes(compiler_api.module_to_bytes(scheduled))
+    assert order(copy) == order(scheduled)
+    swapped = text.replace("b = f32[4]{0} log(p)", "").replace(
+        "f = ", "b = f32[4]{0} log(p)\n f = "
+    )
+    assert order(compiler_api.module_from_text(swapped))["e"] == ["p", "a", "b", "f", "t"]
+    # Without a schedule, each instruction once, operands first.
+    unscheduled = compiler_api.module_from_text(text.replace(", is_scheduled=true", ""))
+    assert unscheduled.schedule() is None
+    assert sorted(order(unscheduled)["e"]) == ["a", "b", "f", "p", "t"]
+
+
 def test_a_compiled_module_survives_being_bytes_and_being_text(small_program):
     copy = compiler_api.module_from_bytes(compiler_api.module_to_bytes(small_program))
     assert copy.to_string() == small_program.to_string()

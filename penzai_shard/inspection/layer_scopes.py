@@ -7,14 +7,14 @@ of this library are marked too, since a constraint is to blame for what it moves
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
 from penzai import pz
 
 from penzai_shard.inspection.layer_labels import layer_labels
-from penzai_shard.layers import Scoped
+from penzai_shard.layers import RolledLayerStack, Scoped
 from penzai_shard.model_variables import is_variable, variable_name
 from penzai_shard.surgery.bare_paths import bare_paths, layer_name
 from penzai_shard.surgery.places import find_predicate
@@ -35,6 +35,7 @@ class LayerScopes:
         is_on: Whether layers are marked at all.
         labels: What people call the layers, by their paths; see ``layer_labels``.
         holders: Which layers hold a variable, by its label, or another array, by its path.
+        stack_axes: The logical axes that number the layers of a stack.
 
     >>> scopes = LayerScopes()
     >>> marked = scopes.marked(pz.nn.Sequential([pz.nn.Identity()]))
@@ -47,6 +48,7 @@ class LayerScopes:
     is_on: bool = True
     labels: dict[str, str] = dataclasses.field(default_factory=dict)
     holders: dict[str, dict[str, None]] = dataclasses.field(default_factory=dict)
+    stack_axes: set[Hashable] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._numbers = {path: number for number, path in enumerate(self.paths)}
@@ -67,6 +69,8 @@ class LayerScopes:
         def marked_layer(layer: Any, keys: Keys) -> tuple[Any, ...]:
             text = keys_text(keys)
             path = join_paths(prefix, bare[text] or layer_name(layer))
+            if isinstance(layer, pz.nn.LayerStack | RolledLayerStack):
+                self.stack_axes.add(layer.stack_axis)
             if text in labels:
                 self.labels.setdefault(path, join_paths(prefix, labels[text]))
             for name in _names_held(layer, (text, bare[text])):

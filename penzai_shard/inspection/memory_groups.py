@@ -1,7 +1,7 @@
 """What lies on a device between steps, parameter by parameter."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from jax.sharding import PartitionSpec
 
@@ -110,9 +110,14 @@ def _name(array: StepArray) -> str:
     return array.path.partition("/")[2]
 
 
-def _parameter_of(array: StepArray, parameters: dict[str, StepArray]) -> str | None:
-    """The parameter that an array of the optimizer's state belongs to, if it is in its path."""
+def _parameter_of(array: StepArray, names: Collection[str]) -> str | None:
+    """The parameter that an array of the optimizer's state belongs to, if it is in its path.
+
+    Args:
+        array: Any array.
+        names: The names of the parameters.
+    """
     if array.part != "optimizer state":
         return None
     ends = (array.path[i + 1 :] for i, letter in enumerate(array.path) if letter == "/")
-    return next((end for end in ends if end in parameters), None)
+    return next((end for end in ends if end in names), None)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from penzai_shard.inspection.device_figures import device_figures
+from penzai_shard.inspection.memory_advice import MemoryAdvice, memory_advice
 from penzai_shard.inspection.memory_groups import MemoryGroup, memory_groups
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
 from penzai_shard.inspection.step_arrays import StepArray, StepPart
@@ -178,6 +179,11 @@ class MemoryReport(Report):
         """
         return temporary_groups(self.program)
 
+    @functools.cached_property
+    def advice(self) -> tuple[MemoryAdvice, ...]:
+        """What would make the step need less, the largest saving first; none where nothing does."""
+        return memory_advice(self.program, self.temporary_groups, self.total)
+
     def table(self, *, collapse: bool = True) -> MemoryTable:
         """The report as a table: plain text for ``print``, coloured by ``rich.print``.
 
@@ -202,6 +208,7 @@ class MemoryReport(Report):
                 "temporaries_estimated": [
                     dataclasses.asdict(group) for group in self.temporary_groups
                 ],
+                "advice": [_advice_data(advice) for advice in self.advice],
             },
             indent=2,
             default=str,
@@ -286,6 +293,9 @@ class MemoryReport(Report):
         if self.host:
             yield f"in the host's memory, for each device: {bytes_text(self.host)}"
         yield from _temporary_remarks(self.temporary_groups)
+        for advice in self.advice:
+            up_to = "up to " if advice.is_bound else ""
+            yield f"to save {up_to}{bytes_text(advice.saves)}: {advice.text}"
         yield from self.program.step.notes
 
 
@@ -352,6 +362,11 @@ def _temporary_remarks(groups: Sequence[TemporaryGroup]) -> Iterator[str]:
         yield f"temporaries when most are there (estimated): {shown}"
         largest = [group for group in groups if group.layer][:_TEMPORARIES_SHOWN]
         yield "the largest: " + "; ".join(f"{bytes_text(each.bytes)} {each}" for each in largest)
+
+
+def _advice_data(advice: MemoryAdvice) -> dict[str, Any]:
+    rules = {str(axis): mesh_axis for axis, mesh_axis in advice.rules.items()}
+    return {**dataclasses.asdict(advice), "rules": rules}
 
 
 def _data(group: MemoryGroup) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What is in a step's temporaries at the moment at which most is there: an estimate."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from penzai_shard.compiled_programs.live_values import LiveValue, values_at_peak
@@ -26,19 +26,21 @@ class TemporaryGroup:
     Attributes:
         kind: What they are: made in the forward pass and read in the backward pass; gathered from
             other devices; or else the phase in which they are made and read.
-        layer: The layer that made them, with ``*`` in place of the numbers in which equal ones
-            differ; ``"loss"`` or ``"optimizer"``; empty if that is not known.
+        layer: The path of the layer that made them, with ``*`` in place of the numbers in which
+            equal ones differ; ``"loss"`` or ``"optimizer"``; empty if that is not known.
+        label: The same by the names of the layers' parameters, where they have some.
         count: How many arrays these are.
         bytes: What they take on one device.
     """
 
     kind: TemporaryKind
     layer: str
+    label: str
     count: int
     bytes: int
 
     def __str__(self) -> str:
-        return f"{self.kind}, by {self.layer}" if self.layer else self.kind
+        return f"{self.kind}, by {self.label}" if self.label else self.kind
 
 
 def temporary_groups(program: CompiledProgram) -> tuple[TemporaryGroup, ...]:
@@ -63,14 +65,20 @@ def temporary_groups(program: CompiledProgram) -> tuple[TemporaryGroup, ...]:
         layer = origins.owner(value.instruction)
         key = (origins.kind(value), folding_key(layer))
         groups.setdefault(key, []).append((layer, value))
-    made = [_group(kind, members) for (kind, _), members in groups.items()]
+    labels = program.step.scopes.labels
+    made = [_group(kind, members, labels) for (kind, _), members in groups.items()]
     return tuple(sorted(made, key=lambda group: -group.bytes))
 
 
-def _group(kind: TemporaryKind, members: Sequence[tuple[str, LiveValue]]) -> TemporaryGroup:
+def _group(
+    kind: TemporaryKind, members: Sequence[tuple[str, LiveValue]], labels: Mapping[str, str]
+) -> TemporaryGroup:
     layers = list(dict.fromkeys(layer for layer, _ in members))
+    called = list(dict.fromkeys(labels.get(layer, layer) for layer in layers))
+    alike = len(set(map(folding_key, called))) == 1
+    label = folded_path(called) if alike else folded_path(layers)
     total = sum(value.bytes for _, value in members)
-    return TemporaryGroup(kind, folded_path(layers), len(members), total)
+    return TemporaryGroup(kind, folded_path(layers), label, len(members), total)
 
 
 class _Origins:
@@ -102,8 +110,14 @@ class _Origins:
         return merged_names(self._origin(one).op_name)[0]
 
     def _origin(self, one: Instruction) -> Instruction:
-        """The instruction that computed a value, where the compiler only moved it."""
+        """What computed a value that the compiler only moved, or else what reads it first."""
+        return self._named(one, backwards=True) or self._named(one, backwards=False) or one
+
+    def _named(self, one: Instruction, backwards: bool) -> Instruction | None:
+        """The nearest instruction that has a name of JAX', up or down from another."""
         instructions = self._module.computations[one.computation].instructions
-        while not one.op_name and len(one.operand_names) > 0:
-            one = instructions[one.operand_names[0]]
-        return one
+        near: Instruction | None = one
+        while near is not None and "/" not in near.op_name:
+            names = near.operand_names if backwards else near.user_names
+            near = instructions[names[0]] if names else None
+        return near

@@ -1,0 +1,250 @@
+"""What would make a step need less memory, with what to write for it and how much it saves."""
+
+import collections
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from penzai_shard.inspection.programs import CompiledProgram
+from penzai_shard.inspection.step_arrays import StepArray
+from penzai_shard.inspection.temporaries import TemporaryGroup
+from penzai_shard.partition_specs import mesh_axes_by_dimension
+from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.training.gradient_step import OPTIMIZER_SCOPE
+
+# What saves less than this share of the total is not worth saying.
+_LEAST = 0.01
+_KEPT = "kept for the backward pass"
+_STACKED = "stacked_sublayers"
+
+AdviceKind = Literal[
+    "donate",
+    "shard parameters",
+    "shard optimizer state",
+    "shard batch",
+    "rematerialise",
+    "microbatches",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryAdvice:
+    """Something that would make a step need less memory.
+
+    Attributes:
+        kind: What it is.
+        saves: What it saves on each device, in bytes: at most, where ``is_bound`` says so.
+        is_bound: Whether it may save less, since the compiler decides on the rest.
+        text: What to write.
+        rules: For ``"shard ..."`` the rules to add.
+    """
+
+    kind: AdviceKind
+    saves: int
+    is_bound: bool
+    text: str
+    rules: Mapping[LogicalAxis, str | tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+
+def memory_advice(
+    program: CompiledProgram, temporaries: Sequence[TemporaryGroup], total: int
+) -> tuple[MemoryAdvice, ...]:
+    """What would make a step need less memory, the largest saving first.
+
+    Each is computed for the step as it is: two of them together may save less than their sum.
+
+    Args:
+        program: The program.
+        temporaries: What its temporaries are, as far as that is known.
+        total: What it needs.
+    """
+    kept = sum(group.bytes for group in temporaries if group.kind == _KEPT)
+    found = [
+        *_donation(program),
+        *_sharding(program),
+        *_batch(program, kept),
+        *_rematerialisation(program, temporaries),
+        *_microbatches(program, kept),
+    ]
+    worth = [advice for advice in found if advice.saves >= _LEAST * total]
+    return tuple(sorted(worth, key=lambda advice: -advice.saves))
+
+
+def _is_train_step(program: CompiledProgram) -> bool:
+    return OPTIMIZER_SCOPE in program.step.scopes.of_step
+
+
+def _carried(program: CompiledProgram) -> list[StepArray]:
+    """The arrays that a step takes from the one before."""
+    return [
+        array
+        for array in program.step.arguments.values()
+        if array.part in ("parameters", "optimizer state", "state variables")
+        and not array.is_on_host
+    ]
+
+
+def _donation(program: CompiledProgram) -> Iterator[MemoryAdvice]:
+    """Results that could take the memory of arguments."""
+
+    def form(array: StepArray) -> tuple[Any, ...]:
+        return (array.shape, str(array.dtype), array.shard_shape)
+
+    results = collections.Counter(map(form, program.step.results))
+    arguments = program.step.arguments.values()
+    results -= collections.Counter(form(array) for array in arguments if array.donated)
+    saves = 0
+    for array in _carried(program):
+        if array.shape and not array.donated and results[form(array)] > 0:
+            results[form(array)] -= 1
+            saves += array.bytes_per_device
+    if not saves:
+        return
+    write = (
+        "build_train_step_fn(..., donate_params_and_state=True)"
+        if _is_train_step(program)
+        else "jax.jit(..., donate_argnums=...) of the state"
+    )
+    yield MemoryAdvice(
+        "donate", saves, True, f"donate the state, which the new one then replaces: {write}"
+    )
+
+
+def _sharding(program: CompiledProgram) -> Iterator[MemoryAdvice]:
+    """Logical axes that could be split over a mesh axis which their arrays do not use yet."""
+    if program.step.mesh is None:
+        return
+    # A loop over layers would gather all of them for each.
+    without = program.step.scopes.stack_axes
+    carried = _carried(program)
+    of_optimizer = [array for array in carried if array.part == "optimizer state"]
+    everything = _best_rule(program.step.mesh.shape, carried, without)
+    if everything is not None:
+        axis, mesh_axis, saves = everything
+        text = f"shard logical axis {axis!r} over mesh axis {mesh_axis!r}: add the rule "
+        text += f"{{{axis!r}: {mesh_axis!r}}} to those of the parameters"
+        yield MemoryAdvice("shard parameters", saves, False, text, {axis: mesh_axis})
+    alone = _best_rule(program.step.mesh.shape, of_optimizer, without)
+    if alone is not None:
+        axis, mesh_axis, saves = alone
+        text = "shard the optimizer's state alone, as stage 1 of ZeRO: "
+        text += f"optimizer_rules={{{axis!r}: {mesh_axis!r}, ...}} of train_state_sharding, with "
+        text += "the rules of the parameters"
+        yield MemoryAdvice("shard optimizer state", saves, False, text, {axis: mesh_axis})
+
+
+def _best_rule(
+    mesh_shape: Mapping[str, int], arrays: Sequence[StepArray], without: Collection[LogicalAxis]
+) -> tuple[LogicalAxis, str, int] | None:
+    """The rule from one logical to one mesh axis that saves most, and what it saves."""
+    axes = dict.fromkeys(name for array in arrays for name in array.names or () if name is not None)
+    best = None
+    for axis in axes:
+        if axis in without:
+            continue
+        having = [array for array in arrays if axis in (array.names or ())]
+        for mesh_axis, size in mesh_shape.items():
+            if size > 1 and all(_can_split(array, axis, mesh_axis, size) for array in having):
+                saves = sum(_saved(array.bytes_per_device, size) for array in having)
+                if best is None or saves > best[2]:
+                    best = (axis, mesh_axis, saves)
+    return best
+
+
+def _can_split(array: StepArray, axis: LogicalAxis, mesh_axis: str, size: int) -> bool:
+    """Whether a mesh axis is free for a dimension, which is whole and divides."""
+    assert array.names is not None
+    dimension = array.names.index(axis)
+    used = mesh_axes_by_dimension(array.spec, len(array.shape))
+    free = all(mesh_axis not in axes for axes in used)
+    return free and not used[dimension] and array.shape[dimension] % size == 0
+
+
+def _batch(program: CompiledProgram, kept: int) -> list[MemoryAdvice]:
+    """The largest mesh axis along which every device does the same, and could split the batch."""
+    mesh = program.step.mesh
+    if mesh is None:
+        return []
+    found = []
+    arguments = program.step.arguments.values()
+    used = {
+        mesh_axis
+        for array in arguments
+        for axes in mesh_axes_by_dimension(array.spec, len(array.shape))
+        for mesh_axis in axes
+    }
+    inputs = [array for array in arguments if array.part == "inputs" and array.shape]
+    for mesh_axis, size in mesh.shape.items():
+        indivisible = any(array.shard_shape[0] % size for array in inputs)
+        if size == 1 or mesh_axis in used or indivisible or not inputs:
+            continue
+        over = (*mesh_axes_by_dimension(inputs[0].spec, len(inputs[0].shape))[0], mesh_axis)
+        axes = over if len(over) > 1 else mesh_axis
+        axis = next((name for array in inputs for name in (array.names or ())[:1]), None)
+        write = (
+            f"shard_batch(batch, mesh, {{{axis!r}: {axes!r}}})"
+            if axis is not None
+            else f"NamedSharding(mesh, PartitionSpec({axes!r})) for each input"
+        )
+        saves = _saved(kept + sum(array.bytes_per_device for array in inputs), size)
+        text = f"mesh axis {mesh_axis!r} splits nothing; split the batch over it: {write}"
+        rules = {} if axis is None else {axis: axes}
+        found.append(MemoryAdvice("shard batch", saves, True, text, rules))
+    return sorted(found, key=lambda advice: -advice.saves)[:1]
+
+
+def _rematerialisation(
+    program: CompiledProgram, temporaries: Sequence[TemporaryGroup]
+) -> Iterator[MemoryAdvice]:
+    """Layers whose intermediates could be computed again in the backward pass."""
+    kept = [group for group in temporaries if group.kind == _KEPT]
+    if not kept or any("rematted_computation" in one.op_name for one in program.module):
+        return
+    if any(_STACKED in path.split("/") for path in program.step.scopes.paths):
+        # What the turns of a loop keep is made outside of it, by no layer.
+        saves = sum(group.bytes for group in kept)
+        write = 'roll_layer_stacks(policy="carries")'
+        text = f"compute the layers of the stack again in the backward pass: {write}"
+    else:
+        pattern, saves = _blocks(kept)
+        write = f"rematerialise_blocks({pattern!r})"
+        text = f"compute {pattern} again in the backward pass: {write}"
+        if program.device_kind == "cpu":
+            text += "; only compilers for accelerators save that, not that of simulated devices"
+    if saves:
+        yield MemoryAdvice("rematerialise", saves, True, text)
+
+
+def _blocks(kept: Iterable[TemporaryGroup]) -> tuple[str, int]:
+    """The pattern of the blocks that keep most of their insides, and how much that is."""
+    sizes: collections.Counter[str] = collections.Counter()
+    for group in kept:
+        head, star, inside = group.layer.partition("*")
+        # What a layer of one operation keeps is its input, which it needs again.
+        if star and inside:
+            sizes[head + star] += group.bytes
+    return max(sizes.items(), key=lambda item: item[1], default=("", 0))
+
+
+def _microbatches(program: CompiledProgram, kept: int) -> Iterator[MemoryAdvice]:
+    """Half of the batch at a time."""
+    inputs = [
+        array
+        for array in program.step.arguments.values()
+        if array.part == "inputs" and "batch" in (array.names or ())
+    ]
+    if not _is_train_step(program) or not inputs:
+        return
+    for array in inputs:
+        assert array.names is not None
+        if array.shard_shape[array.names.index("batch")] % 2:
+            return
+    text = (
+        "half as many examples at a time: build_train_step_fn(..., accumulate_steps=2), or twice "
+        "as many microbatches as now; or a smaller batch"
+    )
+    yield MemoryAdvice("microbatches", kept // 2, True, text)
+
+
+def _saved(held: int, devices: int) -> int:
+    return held - held // devices
