@@ -32,6 +32,23 @@ _REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 
 @dataclasses.dataclass(frozen=True)
+class AttributedPart:
+    """What is known of one array that a collective moves.
+
+    Attributes:
+        owners: Whose it is.
+        phase: When it is moved.
+        moves: What it is; empty if that is not known.
+        reason: How this was found out.
+    """
+
+    owners: tuple[str, ...] = ()
+    phase: Phase | None = None
+    moves: str = ""
+    reason: str = UNKNOWN
+
+
+@dataclasses.dataclass(frozen=True)
 class Attribution:
     """Whose a collective is.
 
@@ -42,22 +59,15 @@ class Attribution:
         phase: When it runs; of a merged one, that of most of its bytes. None if it is not known.
         moves: The parameters, gradients and activations that it moves, as far as they are known.
         reason: How this was found out.
+        parts: The same for each of its operands; where names and operands are not as many, for
+            each of its names.
     """
 
     layers: tuple[str, ...]
     phase: Phase | None
     moves: tuple[str, ...]
     reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """What is known of one array that a collective moves."""
-
-    owners: tuple[str, ...] = ()
-    phase: Phase | None = None
-    moves: str = ""
-    reason: str = UNKNOWN
+    parts: tuple[AttributedPart, ...]
 
 
 def attribute(
@@ -76,7 +86,7 @@ def attribute(
     return [_of(operation, list(parts.of(operation))) for operation in operations]
 
 
-def _of(operation: CollectiveOperation, parts: Sequence[_Part]) -> Attribution:
+def _of(operation: CollectiveOperation, parts: Sequence[AttributedPart]) -> Attribution:
     known = [part for part in parts if part.owners]
     reasons = _distinct(part.reason for part in known) or (UNKNOWN,)
     if 0 < len(known) < len(parts):
@@ -86,6 +96,7 @@ def _of(operation: CollectiveOperation, parts: Sequence[_Part]) -> Attribution:
         phase=_phase_of_most_bytes(operation, parts),
         moves=_distinct(part.moves for part in parts if part.moves),
         reason="; ".join(reasons),
+        parts=tuple(parts),
     )
 
 
@@ -97,7 +108,7 @@ class _Parts:
         self._moved = MovedValues(program)
         self._holders = _holders_by_array(program)
 
-    def of(self, operation: CollectiveOperation) -> Iterator[_Part]:
+    def of(self, operation: CollectiveOperation) -> Iterator[AttributedPart]:
         """One answer for each operand."""
         names: Sequence[str] = operation.op_names or ("",)
         if len(names) == 1:
@@ -112,12 +123,16 @@ class _Parts:
         for position, name in enumerate(names):
             yield self._of_array(operation, position, name)
 
-    def _by_name(self, name: str) -> _Part:
+    def _by_name(self, name: str) -> AttributedPart:
         owner = self._names.owner(name)
         phase = self._names.phase(name)
-        return _Part((owner,), phase, reason=BY_NAME) if owner else _Part(phase=phase)
+        return (
+            AttributedPart((owner,), phase, reason=BY_NAME)
+            if owner
+            else AttributedPart(phase=phase)
+        )
 
-    def _of_array(self, operation: CollectiveOperation, position: int, name: str) -> _Part:
+    def _of_array(self, operation: CollectiveOperation, position: int, name: str) -> AttributedPart:
         array = self._array_moved(operation, position)
         holders = () if array is None else self._holders.get(array.path, ())
         part = self._by_name(name)
@@ -139,7 +154,11 @@ class _Parts:
         )
 
     def _moves(
-        self, operation: CollectiveOperation, position: int, array: StepArray | None, part: _Part
+        self,
+        operation: CollectiveOperation,
+        position: int,
+        array: StepArray | None,
+        part: AttributedPart,
     ) -> str:
         """What of an array it moves, or which activation."""
         one = operation.instruction
@@ -162,7 +181,7 @@ class _Parts:
         return f"gradient of {activation}" if is_passed_on else ""
 
     def _is_used_elsewhere(
-        self, operation: CollectiveOperation, position: int, part: _Part
+        self, operation: CollectiveOperation, position: int, part: AttributedPart
     ) -> bool:
         """Whether a layer apart from its owner goes on with it, as with no gradient of weights."""
         users = self._moved.flow.users_of(operation.instruction)[_out(operation, position)]
@@ -182,9 +201,9 @@ class _Parts:
         self,
         operation: CollectiveOperation,
         position: int,
-        part: _Part,
+        part: AttributedPart,
         holders: Sequence[str],
-    ) -> _Part:
+    ) -> AttributedPart:
         """By what makes a value that is summed, or what uses one that is gathered.
 
         All of it must say the same. What has no name is left out if the others name a layer that
@@ -206,7 +225,9 @@ class _Parts:
         if len({other.owners for other in told}) != 1 or not told[0].owners:
             return part
         phases = {other.phase for other in told}
-        return _Part(told[0].owners, phases.pop() if len(phases) == 1 else None, reason=reason)
+        return AttributedPart(
+            told[0].owners, phases.pop() if len(phases) == 1 else None, reason=reason
+        )
 
     def _is_inside(self, path: str, owners: Sequence[str]) -> bool:
         """Whether a layer is inside of another, and not that one itself."""
@@ -275,7 +296,9 @@ def _out(operation: CollectiveOperation, position: int) -> int:
     return position if len(operation.results) == len(operation.operands) else 0
 
 
-def _phase_of_most_bytes(operation: CollectiveOperation, parts: Sequence[_Part]) -> Phase | None:
+def _phase_of_most_bytes(
+    operation: CollectiveOperation, parts: Sequence[AttributedPart]
+) -> Phase | None:
     """The phase of most bytes; None if that cannot be told."""
     phases = {part.phase for part in parts}
     if len(phases) == 1:

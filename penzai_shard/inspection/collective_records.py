@@ -8,6 +8,30 @@ from penzai_shard.inspection.layer_groups import owners_text
 
 
 @dataclasses.dataclass(frozen=True)
+class CollectivePart:
+    """One of the arrays that a collective moves, of those that the compiler merged into it.
+
+    Attributes:
+        layers: Whose it is, as of ``Collective``.
+        labels: The same as plans name them.
+        phase: When it is moved.
+        moves: What it is; empty if that is not known.
+        payload_bytes: Its part of the payload, in bytes.
+    """
+
+    layers: tuple[str, ...]
+    labels: tuple[str, ...]
+    phase: Phase | None
+    moves: str
+    payload_bytes: int
+
+    @property
+    def owner(self) -> str:
+        """Its labels in a short text; ``"unattributed"`` if none is known. See ``owners_text``."""
+        return owners_text(self.labels)
+
+
+@dataclasses.dataclass(frozen=True)
 class Collective:
     """One place in a compiled step where devices exchange data.
 
@@ -23,6 +47,8 @@ class Collective:
         wire_bytes: What one device sends each time, in bytes; see ``ring_bytes``.
         times: How often one step executes it; None if the program does not say.
         at_most: Whether it may be executed less often, since it is in a branch of a condition.
+        parts: Its payload divided among its owners: one part for each array that it moves, or a
+            single one if the program does not say which array is whose.
         scattered_bytes: Of an all-reduce the part of the payload of which each device keeps its own
             slice alone, in bytes: a reduce-scatter in all but name, as the compiler for CPUs
             writes it.
@@ -50,6 +76,7 @@ class Collective:
     moves: tuple[str, ...]
     arrays: tuple[str, ...]
     name: str
+    parts: tuple[CollectivePart, ...]
     op_names: tuple[str, ...] = ()
     at_most: bool = False
     scattered_bytes: int = 0
@@ -91,16 +118,26 @@ class CollectiveTotal:
     @classmethod
     def of(cls, collectives: Iterable[Collective]) -> "CollectiveTotal":
         """The total of some collectives."""
+        return cls.of_parts((one, part) for one in collectives for part in one.parts)
+
+    @classmethod
+    def of_parts(cls, parts: Iterable[tuple[Collective, CollectivePart]]) -> "CollectiveTotal":
+        """The total of parts of collectives: the bytes of these, and the times of their wholes."""
+        payloads: dict[str, tuple[Collective, int]] = {}
+        for one, part in parts:
+            _, before = payloads.get(one.name, (one, 0))
+            payloads[one.name] = (one, before + part.payload_bytes)
         total = cls()
-        for one in collectives:
-            total += cls._of_one(one)
+        for one, payload in payloads.values():
+            total += cls._of_one(one, payload)
         return total
 
     @classmethod
-    def _of_one(cls, one: Collective) -> "CollectiveTotal":
+    def _of_one(cls, one: Collective, payload: int) -> "CollectiveTotal":
+        sent = one.wire_bytes * payload / one.payload_bytes if one.payload_bytes else 0.0
         if one.times is None:
-            return cls(unknown_places=1, unknown_wire_bytes=one.wire_bytes)
-        return cls(1, one.times, one.times * one.payload_bytes, one.times * one.wire_bytes)
+            return cls(unknown_places=1, unknown_wire_bytes=sent)
+        return cls(1, one.times, one.times * payload, one.times * sent)
 
     def __add__(self, other: "CollectiveTotal") -> "CollectiveTotal":
         ours, theirs = dataclasses.astuple(self), dataclasses.astuple(other)

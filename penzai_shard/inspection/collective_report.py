@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from penzai_shard.compiled_programs import (
+    ArrayType,
     CollectiveOperation,
     kept_slice_bytes,
     mesh_axes_of,
@@ -15,11 +16,15 @@ from penzai_shard.compiled_programs import (
     unknown_communication,
 )
 from penzai_shard.inspection.attribution import Attribution, attribute
-from penzai_shard.inspection.collective_records import Collective, CollectiveTotal, ring_bytes
+from penzai_shard.inspection.collective_records import (
+    Collective,
+    CollectivePart,
+    CollectiveTotal,
+    ring_bytes,
+)
 from penzai_shard.inspection.collective_table import (
     CollectiveTable,
     collective_rows,
-    costliest,
     owner_groups,
     owners_of,
     share_text,
@@ -29,6 +34,8 @@ from penzai_shard.inspection.transfer_time import least_time
 from penzai_shard.meshes import mesh_text
 from penzai_shard.planning import bytes_text
 from penzai_shard.text_tables import Report
+
+_Key = TypeVar("_Key")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -77,31 +84,41 @@ class CollectiveReport(Report):
         return tuple(one for one in self.collectives if not one.layers)
 
     def by_layer(self) -> dict[str, CollectiveTotal]:
-        """Totals by owner, as ``Collective.owner`` names it, the costliest first.
+        """Totals by owner, as ``CollectivePart.owner`` names it, the costliest first.
 
-        Each collective counts once. One that several layers own counts under a name of its own,
-        such as ``"block_0/attention/{query, key}"``; ``owned_by`` finds it by each of them.
+        What the compiler merged is divided among its owners: the bytes of all owners add up to
+        those of the report, and a collective counts for each of its owners.
         """
-        return self._totals(lambda one: one.owner)
+        return self._totals(lambda _, part: part.owner)
 
     def by_kind(self) -> dict[str, CollectiveTotal]:
         """Totals by kind, the costliest first."""
-        return self._totals(lambda one: one.kind)
+        return self._totals(lambda one, _: one.kind)
 
     def by_mesh_axis(self) -> dict[str, CollectiveTotal]:
         """Totals by mesh axes, as ``Collective.axes_text`` names them, the costliest first."""
-        return self._totals(lambda one: one.axes_text)
+        return self._totals(lambda one, _: one.axes_text)
 
     def by_phase(self) -> dict[str, CollectiveTotal]:
-        """Totals by phase, ``"unknown"`` for none, the costliest first."""
-        return self._totals(lambda one: one.phase or "unknown")
+        """Totals by phase, ``"unknown"`` for none, divided as ``by_layer``, the costliest first."""
+        return self._totals(lambda _, part: part.phase or "unknown")
 
-    def _totals(self, key: Callable[[Collective], str]) -> dict[str, CollectiveTotal]:
-        groups: dict[str, list[Collective]] = {}
-        for one in self.collectives:
-            groups.setdefault(key(one), []).append(one)
-        totals = {name: CollectiveTotal.of(members) for name, members in groups.items()}
+    def _totals(
+        self, key: Callable[[Collective, CollectivePart], str]
+    ) -> dict[str, CollectiveTotal]:
+        totals = {
+            name: CollectiveTotal.of_parts(members) for name, members in self._grouped(key).items()
+        }
         return dict(sorted(totals.items(), key=lambda item: -item[1].wire_bytes))
+
+    def _grouped(
+        self, key: Callable[[Collective, CollectivePart], _Key]
+    ) -> dict[_Key, list[tuple[Collective, CollectivePart]]]:
+        groups: dict[_Key, list[tuple[Collective, CollectivePart]]] = {}
+        for one in self.collectives:
+            for part in one.parts:
+                groups.setdefault(key(one, part), []).append((one, part))
+        return groups
 
     def owned_by(self, path: str) -> tuple[Collective, ...]:
         """The collectives that a layer or one inside it owns, alone or with others.
@@ -158,12 +175,18 @@ class CollectiveReport(Report):
         sent += bytes_text(round(total.wire_bytes))
         if not total.wire_bytes:
             return sent
-        kinds = [(one.kind, one.axes_text) for one in self.collectives]
-        (first, *_), most = costliest(self.collectives, kinds)
-        owners, owned = costliest(self.collectives, owner_groups(self.collectives))
+        (what, most), *_ = self._totals(lambda one, _: f"{one.kind} over {one.axes_text}").items()
+        parts = [part for one in self.collectives for part in one.parts]
+        group_of = dict(zip(parts, owner_groups(parts), strict=True))
+        groups = self._grouped(lambda _, part: group_of[part])
+        owners, owned = max(
+            ((members, CollectiveTotal.of_parts(members)) for members in groups.values()),
+            key=lambda group: group[1].wire_bytes,
+        )
         return (
-            f"{sent}, {share_text(most, total.wire_bytes)} of it by {first.kind} over "
-            f"{first.axes_text}, {share_text(owned, total.wire_bytes)} for {owners_of(owners)}"
+            f"{sent}, {share_text(most.wire_bytes, total.wire_bytes)} of it by {what}, "
+            f"{share_text(owned.wire_bytes, total.wire_bytes)} for "
+            f"{owners_of(part for _, part in owners)}"
         )
 
     def _sums(self) -> list[str]:
@@ -302,7 +325,10 @@ def _record(
     axes = (mesh_axes_of_pairs if is_permute else mesh_axes_of)(operation.groups, mesh_shape)
     group_size = len(operation.groups[0])
     payload = operation.payload_bytes
-    labels = program.step.scopes.labels
+
+    def labels_of(layers: Sequence[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(program.step.scopes.labels.get(path, path) for path in layers))
+
     larger = max(operation.results, operation.operands, key=lambda side: sum(a.bytes for a in side))
     return Collective(
         kind=operation.kind,
@@ -314,11 +340,29 @@ def _record(
         times=operation.times,
         phase=whose.phase,
         layers=whose.layers,
-        labels=tuple(dict.fromkeys(labels.get(path, path) for path in whose.layers)),
+        labels=labels_of(whose.layers),
         moves=whose.moves,
         arrays=tuple(map(str, larger)),
         name=operation.name,
+        parts=_parts(operation, whose, larger, labels_of),
         op_names=operation.op_names,
         at_most=operation.at_most,
         scattered_bytes=kept_slice_bytes(program.module, operation),
+    )
+
+
+def _parts(
+    operation: CollectiveOperation,
+    whose: Attribution,
+    arrays: Sequence[ArrayType],
+    labels_of: Callable[[Sequence[str]], tuple[str, ...]],
+) -> tuple[CollectivePart, ...]:
+    """What of a collective's payload is whose, if the program says so of each array."""
+    if not len(whose.parts) == len(operation.operands) == len(arrays):
+        moves = whose.moves[0] if len(whose.moves) == 1 else ""
+        whole = operation.payload_bytes
+        return (CollectivePart(whose.layers, labels_of(whose.layers), whose.phase, moves, whole),)
+    return tuple(
+        CollectivePart(part.owners, labels_of(part.owners), part.phase, part.moves, array.bytes)
+        for part, array in zip(whose.parts, arrays, strict=True)
     )

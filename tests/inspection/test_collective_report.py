@@ -13,19 +13,34 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scipy.optimize import linprog
 
 from penzai_shard.errors import MeshError, RuleTypeError
-from penzai_shard.inspection.collective_records import Collective, CollectiveTotal, ring_bytes
+from penzai_shard.inspection.collective_records import (
+    Collective,
+    CollectivePart,
+    CollectiveTotal,
+    ring_bytes,
+)
 from penzai_shard.inspection.collective_report import CollectiveReport, collectives
 from penzai_shard.inspection.collective_table import MOST_ROWS
 from penzai_shard.inspection.programs import compile_step
 from penzai_shard.meshes import make_mesh
 
 P = PartitionSpec
+NUMBERS = itertools.count()
 
 MESH = {"data": 4, "model": 2}
 
 
-def collective(kind="all-gather", axes=("data",), payload=1024, times=1, layers=("mlp",), **others):
+def collective(
+    kind="all-gather",
+    axes=("data",),
+    payload=1024,
+    times=1,
+    layers=("mlp",),
+    phase="forward",
+    **others,
+):
     size = int(np.prod([MESH[axis] for axis in axes])) if axes else 2
+    part = CollectivePart(layers, layers, phase, "", payload)
     record = Collective(
         kind=kind,
         mesh_axes=axes,
@@ -34,12 +49,13 @@ def collective(kind="all-gather", axes=("data",), payload=1024, times=1, layers=
         payload_bytes=payload,
         wire_bytes=ring_bytes(kind, payload, size),
         times=times,
-        phase="forward",
+        phase=phase,
         layers=layers,
         labels=layers,
         moves=(),
         arrays=(f"f32[{payload // 4}]",),
-        name="all-gather.1",
+        name=f"{kind}.{next(NUMBERS)}",
+        parts=(part,),
     )
     return dataclasses.replace(record, **others)
 
@@ -189,7 +205,7 @@ def test_a_long_table_ends_with_the_sum_of_what_is_not_shown():
     rows = found.table().rows
     assert len(rows) == MOST_ROWS + 1
     # 3/4 of 1 + 2 + ... + 6 KiB.
-    assert rows[-1] == ("6 more rows", "6", "", "", "", "15.8 KiB", "6%")
+    assert rows[-1] == ("6 more rows", "6", "", "", "", "", "15.8 KiB", "6%")
 
 
 def test_json_holds_every_record_and_every_total():
@@ -199,11 +215,48 @@ def test_json_holds_every_record_and_every_total():
     assert data["total"] == dataclasses.asdict(found.total)
     assert data["by_layer"]["mlp"]["wire_bytes"] == 768
     assert data["by_mesh_axis"]["groups of 2"]["unknown_places"] == 1
-    restored = [
-        Collective(**{k: tuple(v) if isinstance(v, list) else v for k, v in one.items()})
-        for one in data["collectives"]
+    first, second = data["collectives"]
+    assert first.keys() == {field.name for field in dataclasses.fields(Collective)}
+    assert (first["layers"], first["wire_bytes"], first["times"]) == (["mlp"], 768, 1)
+    assert (second["mesh_axes"], second["times"], second["layers"]) == (None, None, [])
+    assert first["parts"][0]["payload_bytes"] == 1024
+
+
+def test_what_was_merged_is_divided_by_its_arrays_and_adds_up():
+    """Of 1024 bytes in an all-reduce over 4, 768 and 256: 3/2 of each is sent, twice."""
+    merged = collective(
+        "all-reduce",
+        times=2,
+        layers=("m/up", "optimizer"),
+        phase="backward",
+        parts=(
+            CollectivePart(("m/up",), ("m/up",), "backward", "gradient of params/m/up.w", 512),
+            CollectivePart(("m/up",), ("m/up",), "backward", "gradient of params/m/up.b", 256),
+            CollectivePart(("optimizer",), ("optimizer",), "optimizer", "", 256),
+        ),
+    )
+    found = report(merged)
+    up, optimizer = CollectiveTotal(1, 2, 1536, 2304), CollectiveTotal(1, 2, 512, 768)
+    assert found.by_layer() == {"m/up": up, "optimizer": optimizer}
+    assert found.by_phase() == {"backward": up, "optimizer": optimizer}
+    assert (
+        found.by_kind()
+        == {"all-reduce": CollectiveTotal(1, 2, 2048, 3072)}
+        == {"all-reduce": found.total}
+    )
+    assert [row[:1] + row[4:] for row in found.table().rows] == [
+        ("m/up", "backward", "gradients", "2.2 KiB", "75%"),
+        ("optimizer", "optimizer", "others", "768 B", "25%"),
     ]
-    assert tuple(restored) == found.collectives
+
+
+def test_rows_of_next_to_nothing_are_one():
+    small = [collective(payload=4, layers=(name,)) for name in ("a", "b", "c")]
+    rows = report(collective(payload=4096), *small).table().rows
+    assert [row[:2] for row in rows] == [("mlp", "1"), ("3 more rows", "3")]
+    assert len(report(*small).table().rows) == 3
+    unknown = [dataclasses.replace(one, times=None) for one in small]
+    assert len(report(*unknown).table().rows) == 3
 
 
 def test_without_collectives_it_says_so():
