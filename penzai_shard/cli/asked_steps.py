@@ -16,7 +16,13 @@ from penzai_shard.cli.chosen_steps import (
     step_of_reference,
     training_step,
 )
-from penzai_shard.errors import MeshError, RuleTypeError, ShardingWarning
+from penzai_shard.errors import (
+    MeshError,
+    MissingExtraError,
+    RuleTypeError,
+    ShardingError,
+    ShardingWarning,
+)
 from penzai_shard.inspection.collective_report import CollectiveReport
 from penzai_shard.inspection.compile_ahead import compile_ahead
 from penzai_shard.inspection.memory_report import MemoryReport
@@ -121,10 +127,11 @@ class AskedStep:
             step = self._step(topology)
             where = "" if topology is None else f" for {topology.name}"
             _progress(f"compiling {step.text.partition(';')[0]}{where}")
-            if topology is None:
-                program = compile_step(step.step, *step.args, **step.kwargs)
-                return Compiled.of(program)
-            report = compile_ahead(step.step, *step.args, topology=topology, **step.kwargs)
+            with self._naming_what_is_called():
+                if topology is None:
+                    program = compile_step(step.step, *step.args, **step.kwargs)
+                    return Compiled.of(program)
+                report = compile_ahead(step.step, *step.args, topology=topology, **step.kwargs)
         return Compiled(
             report.memory,
             report.collectives,
@@ -134,6 +141,21 @@ class AskedStep:
             report.estimated,
             (f"Compiled by {report.compiler} in {report.seconds:.1f} s.", *report.notes),
         )
+
+    @contextlib.contextmanager
+    def _naming_what_is_called(self) -> Iterator[None]:
+        """A block that calls the model, which may be none of tokens."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, ShardingError | MissingExtraError) or "model" not in self._said:
+                raise
+            raise RuleTypeError(
+                f"{self._said['model']} cannot be called with numbers of tokens that have the "
+                "logical axes batch and seq, to give logits that have vocabulary too: "
+                f"{type(error).__name__}: {str(error).partition(chr(10))[0]} For any other model "
+                "give a function that returns (step, args), or (step, args, kwargs)."
+            ) from error
 
     def said(self) -> dict[str, Any]:
         """What there is to know of it, for programs."""

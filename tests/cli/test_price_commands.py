@@ -1,6 +1,7 @@
 """``penzai-shard price`` and ``lock`` as a shell sees them."""
 
 import argparse
+import dataclasses
 import json
 import sys
 
@@ -89,6 +90,16 @@ def compiled_once(compiled, monkeypatch):
         return compiled[key]
 
     monkeypatch.setattr(asked_steps, "compile_step", remembered)
+    compile_ahead = asked_steps.compile_ahead
+
+    def ahead(step, *args, topology):
+        # The one step that is compiled in another process here.
+        assert (topology.name, args[0].shape) == ("cpu:8", (64, 128))
+        if "ahead" not in compiled:
+            compiled["ahead"] = compile_ahead(step, *args, topology=topology)
+        return compiled["ahead"]
+
+    monkeypatch.setattr(asked_steps, "compile_ahead", ahead)
 
 
 TRAINED = ("price", SMALL, "--mesh", "data=4,model=2", "--batch", "8", "--seq", "16")
@@ -228,6 +239,35 @@ def test_a_model_that_cannot_be_laid_out_is_found(shell):
     assert json.loads(shell(*arguments, "--json")[1])["fits"] is False
 
 
+def test_a_topology_of_simulated_devices_is_priced_as_exactly_as_it_can_be(shell):
+    status, printed, _ = shell("price", "own.py:matmul", "--topology", "cpu:8", "--json")
+    found = json.loads(printed)
+    assert status == 0
+    assert found["devices"] == "8 x cpu (cpu:8)"
+    (moved,) = found["collectives"]["collectives"]
+    assert (moved["kind"], moved["payload_bytes"]) == ("all-reduce", 64 * 32 * 4)
+    assert "CPU devices" in found["exact"][0]
+
+
+def test_a_step_that_is_too_large_says_what_it_needs_and_has_no_program_to_lock(shell, monkeypatch):
+    compile_ahead = asked_steps.compile_ahead
+
+    def refused(*args, **kwargs):
+        report = compile_ahead(*args, **kwargs)
+        small = dataclasses.replace(report.memory.program, memory_limit=1000)
+        memory = dataclasses.replace(report.memory, program=small)
+        return dataclasses.replace(report, memory=memory, collectives=None, program=None)
+
+    monkeypatch.setattr(asked_steps, "compile_ahead", refused)
+    arguments = ("own.py:matmul", "--topology", "cpu:8")
+    status, printed, _ = shell("price", *arguments, "--bandwidth", "model=1GB")
+    assert status == 1
+    assert "of 1000 B: does not fit" in printed
+    status, printed, errors = shell("lock", *arguments, "--out", "lock.json")
+    assert (status, printed) == (2, "")
+    assert "the step does not fit into the devices" in errors
+
+
 MISTAKES = {
     ("price",): "required: MODEL",
     ("price", SMALL): "the mesh is needed too: --mesh data=8,model=4.",
@@ -243,6 +283,10 @@ MISTAKES = {
     ("price", SMALL, "--mesh", "data=8", "--limit", "much"): "Write for instance 80GB",
     ("price", SMALL, "--mesh", "data=8", "--bandwidth", "25GB"): "data=25GB,model=450GB",
     ("price", SMALL, "--mesh", "data=8", "--bandwidth", "data=fast"): "Write for instance 80GB",
+    ("price", SMALL, "--mesh", "data=8", "--topology", "v5e:3x3"): "v5e:3x3",
+    ("price", SMALL, "--mesh", "data=8", "--topology", "v5e:4x4"): "has 8 devices, and topology",
+    ("price", SMALL, "--mesh", "data=8", "--target-config", "h100"): "--topology gpu:4x8",
+    ("price", "own.py:build", "--mesh", "data=8", "--rules", "in=data"): "returns (step, args)",
     ("lock", SMALL, "--mesh", "data=8"): "one of the arguments --out --check is required",
     ("lock", "own.py:matmul", "--check", "absent.json"): "there is no sharding lock at absent",
     ("lock", "own.py:matmul", "--out", "a", "--check", "b"): "not allowed with argument",
@@ -254,8 +298,9 @@ def test_a_mistake_is_one_line_and_exit_status_2(arguments, shell):
     status, printed, errors = shell(*arguments)
     assert (status, printed) == (2, "")
     assert MISTAKES[arguments] in errors
-    assert errors.startswith("penzai-shard: ")
-    assert errors.count("\n") == 1
+    *progress, error = errors.splitlines()
+    assert error.startswith("penzai-shard: ")
+    assert all(line.startswith("penzai-shard: compiling") for line in progress)
 
 
 def test_sizes_are_read_in_powers_of_1000_and_of_1024():
