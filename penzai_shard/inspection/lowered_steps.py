@@ -99,11 +99,19 @@ def _lower_state_step(
     flat = flat_of(state)
     paths = flat.form.paths()
     check_inputs(step.computation.loss_fn, inputs)
-    of_state = [*zip(paths, flat.leaves(), strict=True)]
-    mesh = check_arrays([*of_state, *paths_and_leaves(inputs)])
-    inputs = _abstract(inputs)
-    notes = _note_on_state(of_state, mesh) + _note_on_undecided(paths_and_leaves(inputs), mesh)
-    state = jax.tree.map(functools.partial(_on_mesh, mesh), state)
+    check_arrays([*zip(paths, flat.leaves(), strict=True), *paths_and_leaves(inputs)])
+    leaves: list[Any] = list(map(abstract_leaf, flat.leaves()))
+    if step.declared_state is not None:
+        leaves = step.declared_state.checked(flat.form, leaves)
+    inputs = step.declared_inputs.placed(_abstract(inputs))
+    mesh = one_mesh([*zip(paths, leaves, strict=True), *paths_and_leaves(inputs)])
+    without = [
+        path
+        for path, given, leaf in zip(paths, flat.leaves(), leaves, strict=True)
+        if is_abstract(given) and leaf.sharding is None
+    ]
+    notes = _note_on_state(without, mesh) + _note_on_undecided(paths_and_leaves(inputs), mesh)
+    state = jax.tree.unflatten(jax.tree.structure(state), [_on_mesh(mesh, x) for x in leaves])
     of_step = (LOSS_SCOPE, OPTIMIZER_SCOPE) if isinstance(step, TrainStep) else (LOSS_SCOPE,)
     traced, scopes, more = with_marks(
         lambda scopes: _marked_step(step, scopes).trace(state, **inputs), of_step
@@ -197,27 +205,22 @@ def _abstract(inputs: dict[str, Any]) -> dict[str, Any]:
     return dict(jax.tree.map(abstract_leaf, inputs))
 
 
-def _on_mesh(mesh: AnyMesh | None, leaf: Any) -> jax.ShapeDtypeStruct:
-    """A struct in place of an array; replicated over the mesh if the array has no place on it."""
-    leaf = abstract_leaf(leaf)
+def _on_mesh(mesh: AnyMesh | None, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """A struct of a state, replicated over the mesh if it has no place on it."""
     if mesh is None or leaf.sharding is not None:
         return leaf
     return described_array(leaf, NamedSharding(mesh, PartitionSpec()))
 
 
-def _note_on_state(of_state: Sequence[tuple[str, Any]], mesh: AnyMesh | None) -> list[str]:
-    """What is said of structs without a layout beside arrays that have one."""
-    if mesh is None or mesh.size == 1:
+def _note_on_state(without: Sequence[str], mesh: AnyMesh | None) -> list[str]:
+    """What is said of structs of a state without a layout beside arrays that have one."""
+    if mesh is None or mesh.size == 1 or not without:
         return []
-    whole = [path for path, leaf in of_state if is_abstract(leaf) and leaf.sharding is None]
-    notes = []
-    if whole:
-        notes.append(
-            f"{counted(len(whole), 'array')} of the state without a layout, such as {whole[0]}, "
-            "counted as a copy on every device; TrainState.initial_state(make_plan(model, mesh, "
-            "rules).restore_structs(), ...) makes a state with all layouts"
-        )
-    return notes
+    return [
+        f"{counted(len(without), 'array')} of the state without a layout, such as {without[0]}, "
+        "counted as a copy on every device; TrainState.initial_state(make_plan(model, mesh, "
+        "rules).restore_structs(), ...) makes a state with all layouts"
+    ]
 
 
 def _note_on_undecided(arrays: Sequence[tuple[str, Any]], mesh: AnyMesh | None) -> list[str]:

@@ -9,6 +9,7 @@ from jax.sharding import Sharding
 from penzai_shard.array_kinds import is_abstract, is_traced
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.meshes import shardings_on_auto_twin
+from penzai_shard.placement import described_array
 from penzai_shard.processes import put_all
 from penzai_shard.training.flat_state import FIELDS, StateForm
 from penzai_shard.training.state_layout import canonical, sharding_text
@@ -51,8 +52,10 @@ def _spread(prefix: Any, tree: Any) -> list[Sharding | None]:
     return found
 
 
-def _as_declared(array: jax.Array, wanted: Sharding) -> jax.Array | None:
+def _as_declared(array: Any, wanted: Sharding) -> Any:
     """An array under the very sharding declared, if it has that layout; None if it has another.
+
+    A struct without a layout is one of an array that is yet to be placed so.
 
     Raises:
         ValueError: The sharding fits no array of this shape.
@@ -61,6 +64,9 @@ def _as_declared(array: jax.Array, wanted: Sharding) -> jax.Array | None:
         return array
     if len(getattr(wanted, "spec", ())) > array.ndim:
         return None
+    if is_abstract(array):
+        fits = array.sharding is None or canonical(array.sharding) == canonical(wanted)
+        return described_array(array, wanted) if fits else None
     same = canonical(array.sharding).is_equivalent_to(wanted, array.ndim)
     return jax.device_put(array, wanted) if same else None
 
@@ -192,10 +198,10 @@ class DeclaredInputs:
 
 def _placed_input(leaf: Any, wanted: Sharding, path: str, problems: list[str]) -> Any:
     """A leaf of an input under its declared sharding, if it has that layout or none yet."""
-    if is_traced(leaf) or is_abstract(leaf):
+    if is_traced(leaf):
         return leaf
     try:
-        if not isinstance(leaf, jax.Array) or not leaf.committed:
+        if not is_abstract(leaf) and not (isinstance(leaf, jax.Array) and leaf.committed):
             return put_all([leaf], [wanted], lambda: [path], "the step")[0]
         placed = _as_declared(leaf, wanted)
     except ValueError as error:

@@ -231,13 +231,15 @@ def _buffers(leaf: Any) -> frozenset[int]:
     return memory_addresses(leaf)
 
 
-def sharding_text(sharding: Sharding) -> str:
-    """A sharding as short text for messages.
+def sharding_text(sharding: Sharding | None) -> str:
+    """A sharding as short text for messages; None is that of a struct without one.
 
     >>> from penzai_shard.meshes import make_mesh
     >>> sharding_text(NamedSharding(make_mesh({"data": 8}), PartitionSpec("data")))
     "P('data',) on mesh data=8"
     """
+    if sharding is None:
+        return "no layout"
     if isinstance(sharding, NamedSharding):
         return f"{sharding.spec} on mesh {mesh_text(sharding.mesh)}"
     return _devices_text(sharding.device_set)

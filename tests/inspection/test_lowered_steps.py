@@ -25,6 +25,7 @@ from penzai_shard import (
     make_plan,
     place,
     shard_batch,
+    train_state_sharding,
 )
 from penzai_shard.errors import MeshError, RuleTypeError, ShardingError
 from penzai_shard.inspection.lowered_steps import LoweredStep, lower_step
@@ -387,6 +388,26 @@ def test_a_layout_builds_the_same_step_where_the_devices_are_absent() -> None:
     assert [(a.path, a.spec, a.donated) for a in absent.arguments.values()] == [
         (a.path, a.spec, a.donated) for a in present.arguments.values()
     ]
+
+
+def test_declared_layouts_are_those_of_structs_that_have_none(built: Built) -> None:
+    declared = train_state_sharding(built.state, built.mesh, RULES, {"a": "data"})
+    batch = NamedSharding(built.mesh, P("data"))
+    step = build_train_step_fn(
+        squared, train_state_shardings=declared, input_kwarg_shardings={"x": batch}
+    )
+    state = train_state(jax.eval_shape(lambda: pz.freeze_params(build_model())))
+    lowered = lower_step(step, (state,), {"x": plain()})
+    assert lowered.notes == ()
+    specs = {a.path: a.spec for a in lowered.arguments.values()}
+    assert specs["params/l.weights"] == P(None, "model")
+    assert specs["opt_state/0/mu/l.weights"] == P("data")
+    assert specs["inputs/x"] == P("data")
+    with pytest.raises(ShardingError, match=r"opt_state/0/mu/l\.weights: has .*'model'.*declared"):
+        lower_step(step, (built.state,), {"x": built.x})
+    other = shard_batch(plain(), built.mesh, {"n": "model"})
+    with pytest.raises(ShardingError, match=r"input x: has .*'model'.* declared .*'data'"):
+        lower_step(step, (state,), {"x": other})
 
 
 # What a newcomer gives, as functions of what was built; the error, and words of its message.
