@@ -181,7 +181,7 @@ def _arrays(
 
 
 def _array(path: str, was: LockedArray, now: LockedArray) -> Iterator[LockDifference]:
-    if was.spec != now.spec:
+    if was.spec_text != now.spec_text:
         yield LockDifference(path, f"spec was {was.spec_text}, is now {now.spec_text}", "changed")
     if was.type_text != now.type_text:
         yield LockDifference(path, f"was {was.type_text}, is now {now.type_text}", "changed")
@@ -189,6 +189,10 @@ def _array(path: str, was: LockedArray, now: LockedArray) -> Iterator[LockDiffer
         yield LockDifference(
             path, f"was one of the {was.part}, is now of the {now.part}", "changed"
         )
+    if was.on_host != now.on_host:
+        places = "the host's memory", "the device's memory"
+        then, here = places if was.on_host else places[::-1]
+        yield LockDifference(path, f"was in {then}, is now in {here}", "changed")
     if was.donated and not now.donated:
         yield LockDifference(path, "was donated, is not any more", "worse")
     if now.donated and not was.donated:

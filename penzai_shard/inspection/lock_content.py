@@ -26,6 +26,8 @@ class LockedArray:
         shape: Its global shape.
         dtype: Its dtype, such as ``"float32"`` or ``"key<fry>"``.
         donated: Whether a result may take its memory.
+        on_host: Whether it is kept in the host's memory.
+        chosen: The shape of what one device holds, where the compiler decided to split it.
     """
 
     part: StepPart
@@ -33,12 +35,22 @@ class LockedArray:
     shape: tuple[int, ...]
     dtype: str
     donated: bool = False
+    on_host: bool = False
+    chosen: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, array: StepArray) -> "LockedArray":
         """That of an array of a step."""
         spec = None if array.sharding is None else _entries(array.spec)
-        return cls(array.part, spec, array.shape, str(array.dtype), array.donated)
+        return cls(
+            array.part,
+            spec,
+            array.shape,
+            str(array.dtype),
+            array.donated,
+            array.is_on_host,
+            array.shard_shape if spec is None and array.shard_shape != array.shape else None,
+        )
 
     @property
     def spec_text(self) -> str:
@@ -48,7 +60,8 @@ class LockedArray:
         "P('data', None, ('x', 'y'))"
         """
         if self.spec is None:
-            return "left to the compiler"
+            parts = "" if self.chosen is None else f", {list(self.chosen)} on each device"
+            return f"left to the compiler{parts}"
         return f"P({', '.join(map(repr, self.spec))})"
 
     @property

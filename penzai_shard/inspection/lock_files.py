@@ -107,14 +107,15 @@ def _written_arrays(arrays: Mapping[str, LockedArray]) -> list[dict[str, Any]]:
 
 
 def _written_array(path: str, array: LockedArray) -> dict[str, Any]:
-    written = {
+    written: dict[str, Any] = {
         "path": path,
         "part": array.part,
         "spec": None if array.spec is None else list(array.spec),
         "shape": list(array.shape),
         "dtype": array.dtype,
     }
-    return written | ({"donated": True} if array.donated else {})
+    written |= {name: True for name in ("donated", "on_host") if getattr(array, name)}
+    return written | ({} if array.chosen is None else {"chosen": list(array.chosen)})
 
 
 def _written_collectives(
@@ -243,12 +244,15 @@ class _Reader:
 
     def arrays(self, entries: list[Any]) -> Iterator[tuple[str, LockedArray]]:
         def read(entry: Any) -> Iterator[tuple[str, LockedArray]]:
+            chosen = _taken(entry, "chosen", _is_list_of(_is_count), None)
             array = LockedArray(
                 part=_taken(entry, "part", lambda value: value in _PARTS),
                 spec=_spec(_taken(entry, "spec", _is_spec)),
                 shape=tuple(_taken(entry, "shape", _is_list_of(_is_count))),
                 dtype=_taken(entry, "dtype", _is_text),
-                donated=_taken(entry, "donated", lambda value: isinstance(value, bool), False),
+                donated=_taken(entry, "donated", _is_truth, False),
+                on_host=_taken(entry, "on_host", _is_truth, False),
+                chosen=None if chosen is None else tuple(chosen),
             )
             return ((path, array) for path in _paths(_taken(entry, "path", _is_text)))
 
@@ -330,6 +334,10 @@ def _is_spec(value: Any) -> bool:
 
 def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+def _is_truth(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def _is_text(value: Any) -> bool:

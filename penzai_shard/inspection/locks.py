@@ -228,7 +228,7 @@ def _counted(one: Collective) -> tuple[CollectiveGroup, CollectiveCount]:
 
 def _memory_items(report: MemoryReport) -> Iterator[tuple[str, int]]:
     """The items that a change of the program may change; what follows from others is left out."""
-    for name, count in report.items().items():
+    for name, count in (report.items() | {"host": report.host}).items():
         if name not in ("padding", "resident", "unused"):
             yield name.replace("_", " "), count
 

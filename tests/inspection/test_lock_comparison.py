@@ -62,6 +62,17 @@ CASES = [
         {f"{PATH}: spec was P('data', 'model'), is now left to the compiler": "changed"},
     ),
     (
+        of_array(spec=None, chosen=(8, 64)),
+        {
+            f"{PATH}: spec was P('data', 'model'), is now left to the compiler, [8, 64] on each "
+            "device": "changed"
+        },
+    ),
+    (
+        of_array(on_host=True),
+        {f"{PATH}: was in the device's memory, is now in the host's memory": "changed"},
+    ),
+    (
         of_array(dtype="bfloat16"),
         {f"{PATH}: was float32[32,64], is now bfloat16[32,64]": "changed"},
     ),

@@ -19,7 +19,7 @@ from penzai_shard.inspection.lock_files import lock_from_text, lock_to_text
 from penzai_shard.path_folding import paths_in_ranges, ranged_paths
 
 UP = LockedArray("parameters", ("data", None, ("x", "y")), (32, 4, 64), "float32", donated=True)
-TOKENS = LockedArray("inputs", None, (8, 16), "int32")
+TOKENS = LockedArray("inputs", None, (8, 16), "int32", on_host=True, chosen=(2, 16))
 ATTENTION_GATHERS = {
     CollectiveGroup((f"lm/block_{i}/attention",), "backward", "all-gather", "data"): (
         CollectiveCount(2, 65536)
@@ -51,7 +51,8 @@ TEXT = """\
   "arrays": [
     {"path": "params/lm/block_{0-11}/mlp.up", "part": "parameters", "spec": ["data", null, \
 ["x", "y"]], "shape": [32, 4, 64], "dtype": "float32", "donated": true},
-    {"path": "inputs/tokens", "part": "inputs", "spec": null, "shape": [8, 16], "dtype": "int32"}
+    {"path": "inputs/tokens", "part": "inputs", "spec": null, "shape": [8, 16], "dtype": "int32", \
+"on_host": true, "chosen": [2, 16]}
   ],
   "collectives": [
     {"layer": "lm/block_{0-11}/attention", "phase": "backward", "kind": "all-gather", \
@@ -211,6 +212,12 @@ DAMAGE = {
         edited('"donated": true', '"donated": "yes"'),
         "arrays entry 1: 'donated'",
     ),
+    "a choice of texts": (edited("[2, 16]", '["2"]'), "arrays entry 2: 'chosen' is ['2']"),
+    "on the host by words": (
+        edited('"on_host": true', '"on_host": 1'),
+        "arrays entry 2: 'on_host'",
+    ),
+    "another choice": (edited("[2, 16]", "[4, 16]"), "arrays" + CHANGED),
     "a member more": (
         edited('"int32"', '"int32", "note": 1'),
         "arrays entry 2: 'note' is not known",
