@@ -302,7 +302,7 @@ class MemoryReport(Report):
 def device_memory(step: Any, /, *args: Any, **kwargs: Any) -> MemoryReport:
     """What a step needs of each device's memory: it is compiled, and not run.
 
-    Nothing is allocated: arrays may be ``jax.ShapeDtypeStruct``s, and larger than any device.
+    Nothing is allocated: an array may be a ``jax.ShapeDtypeStruct``, and larger than any device.
 
     Args:
         step: A train step, a function under ``jax.jit``, or a layer.
