@@ -104,6 +104,9 @@ def test_a_node_of_a_pytree_gives_its_children_and_a_leaf_gives_none(node):
     keyed, _ = jax_api.keyed_children_of_node(node)
     assert [child for _, child in keyed] == list(children)
     assert jax_api.children_of_node(1.0) is None
+    fields = collections.namedtuple("fields", "a b")
+    keyed, _ = jax_api.keyed_children_of_node(fields(1, 2))
+    assert [(key.name, child) for key, child in keyed] == [("a", 1), ("b", 2)]
     assert jax_api.keyed_children_of_node(1.0) is None
 
 

@@ -173,7 +173,11 @@ def _batch(program: CompiledProgram, kept: int) -> list[MemoryAdvice]:
         for axes in mesh_axes_by_dimension(array.spec, len(array.shape))
         for mesh_axis in axes
     }
-    inputs = [array for array in arguments if array.part == "inputs" and array.shape]
+    inputs = [
+        array
+        for array in arguments
+        if array.part == "inputs" and array.shape and not array.is_on_host
+    ]
     for mesh_axis, size in mesh.shape.items():
         indivisible = any(array.shard_shape[0] % size for array in inputs)
         if size == 1 or mesh_axis in used or indivisible or not inputs:

@@ -20,6 +20,8 @@ from penzai_shard.text_tables import PreparedTable, Report
 # So many groups are shown, and the rest in one row.
 _GROUPS_SHOWN = 9
 _TEMPORARIES_SHOWN = 3
+# What temporaries are is said where they are at least this share of the total.
+_SHARE_EXPLAINED = 0.05
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -106,9 +108,12 @@ class MemoryReport(Report):
 
     @property
     def padding(self) -> int:
-        """What arguments take beyond the sizes of their shards: TPUs fill up tiles."""
+        """What arguments take beyond the sizes of their shards: TPUs fill up tiles.
+
+        Less than nothing where the compiler packs elements of half a byte.
+        """
         used = sum(array.bytes_per_device for array in self._on_device(True))
-        return self._compiled.arguments - used
+        return self._compiled.arguments - used - self._host_counted_as_device
 
     @property
     def outputs(self) -> int:
@@ -136,17 +141,25 @@ class MemoryReport(Report):
 
         Everything above, without the donated part, which would count twice.
         """
-        return self._compiled.total + self.unused
+        return self._compiled.total + self.unused - self._host_counted_as_device
 
     @property
     def host(self) -> int:
         """What is kept in the host's memory instead, for each device; not in any other item."""
-        unused = (
+        return max(self._compiled.host, self._on_host(True)) + self._on_host(False)
+
+    def _on_host(self, used: bool) -> int:
+        return sum(
             array.bytes_per_device
             for name, array in self._arguments.items()
-            if array.is_on_host and name not in self.used
+            if array.is_on_host and (name in self.used) == used
         )
-        return self._compiled.host + sum(unused)
+
+    @property
+    def _host_counted_as_device(self) -> int:
+        """Arguments in the host's memory that the compiler takes for the device's: on CPUs."""
+        used = self._on_host(True)
+        return used if self._compiled.host < used else 0
 
     @property
     def limit(self) -> int | None:
@@ -283,16 +296,18 @@ class MemoryReport(Report):
             if name in ("resident", "unused") or (not size and name != "total"):
                 continue
             count = f"{counts[title]:,}" if name in parts else ""
-            shown = f"-{bytes_text(size)}" if name == "donated" else bytes_text(size)
-            yield (title, count, "", shown, "")
+            sign = "-" if name == "donated" or size < 0 else ""
+            yield (title, count, "", f"{sign}{bytes_text(abs(size))}", "")
 
     def _remarks(self) -> Iterator[str]:
-        yield f"of which between steps: {bytes_text(self.resident)}"
+        if self.resident:
+            yield f"of which between steps: {bytes_text(self.resident)}"
         if self.unused:
             yield f"of which the program does not use: {bytes_text(self.unused)}"
         if self.host:
             yield f"in the host's memory, for each device: {bytes_text(self.host)}"
-        yield from _temporary_remarks(self.temporary_groups)
+        if self.temporaries >= _SHARE_EXPLAINED * self.total:
+            yield from _temporary_remarks(self.temporary_groups)
         for advice in self.advice:
             up_to = "up to " if advice.is_bound else ""
             yield f"to save {up_to}{bytes_text(advice.saves)}: {advice.text}"
@@ -361,7 +376,9 @@ def _temporary_remarks(groups: Sequence[TemporaryGroup]) -> Iterator[str]:
         shown = "; ".join(f"{kind} {bytes_text(size)}" for kind, size in ordered if size)
         yield f"temporaries when most are there (estimated): {shown}"
         largest = [group for group in groups if group.layer][:_TEMPORARIES_SHOWN]
-        yield "the largest: " + "; ".join(f"{bytes_text(each.bytes)} {each}" for each in largest)
+        if largest:
+            shown = "; ".join(f"{bytes_text(each.bytes)} {each}" for each in largest)
+            yield f"the largest: {shown}"
 
 
 def _advice_data(advice: MemoryAdvice) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class CompiledProgram:
         return cls(step, module, compiled.memory, device_kind, memory_limit)
 
 
-def compile_step(step: Any, *args: Any, **kwargs: Any) -> CompiledProgram:
+def compile_step(step: Any, /, *args: Any, **kwargs: Any) -> CompiledProgram:
     """Compiles a step for the devices of its arguments, without running it.
 
     JAX' persistent cache is not asked, since it takes programs for the same that differ in the

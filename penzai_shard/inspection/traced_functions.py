@@ -278,7 +278,24 @@ def arguments_of(traced: jax.stages.Traced, scopes: LayerScopes) -> dict[str, St
             found[array.name] = StepArray(
                 place, part, shape, dtype, array.sharding, array.donated, of_array
             )
-    return found
+    return _with_trained_parameters(found)
+
+
+def _with_trained_parameters(arrays: dict[str, StepArray]) -> dict[str, StepArray]:
+    """Arguments that an optimizer keeps an array of the same path and shape for are parameters."""
+    kept = [array for array in arrays.values() if array.part == "optimizer state"]
+    ends = {
+        (array.path[i + 1 :], array.shape)
+        for array in kept
+        for i, letter in enumerate(array.path)
+        if letter == "/"
+    }
+    return {
+        name: dataclasses.replace(array, part="parameters")
+        if array.part == "inputs" and (array.path.partition("/")[2], array.shape) in ends
+        else array
+        for name, array in arrays.items()
+    }
 
 
 def results_of(traced: jax.stages.Traced, scopes: LayerScopes) -> tuple[StepArray, ...]:

@@ -101,7 +101,12 @@ def keyed_children_of_node(node: Any) -> tuple[Iterable[Any], Any] | None:
     >>> keyed_children_of_node({"a": 1})
     (((DictKey(key='a'), 1),), ('a',))
     """
-    return jax.tree_util.default_registry.flatten_one_level_with_keys(node)
+    found = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
+    if found is not None and isinstance(node, tuple) and hasattr(node, "_fields"):
+        # jax 0.10 gives every field of a named tuple the name of the first.
+        keys = map(jax.tree_util.GetAttrKey, node._fields)
+        return list(zip(keys, node, strict=True)), found[1]
+    return found
 
 
 def manual_mesh_axes() -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -12,59 +13,24 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard import (
-    Jitted,
-    TrainState,
-    abstract_model,
+    build_eval_step_fn,
     build_train_step_fn,
-    data_parallel,
     device_memory,
-    fully_sharded,
-    make_mesh,
-    make_plan,
-    place,
-    rematerialise_blocks,
-    roll_layer_stacks,
     shard_batch,
-    tensor_parallel,
-    train_state_sharding,
 )
 from penzai_shard.inspection.device_figures import device_figures
 from penzai_shard.inspection.memory_report import MemoryReport
 from penzai_shard.inspection.programs import CompiledProgram
 from penzai_shard.library_apis.compiler_api import ExecutableMemory
-
-MESH = make_mesh({"data": 4, "model": 2})
-EVERYTHING = data_parallel() | tensor_parallel() | fully_sharded(min_size=64)
-
-
-def build_mlp(blocks=2, embedding=16, neurons=32):
-    key = jax.random.key(0)
-    layers = []
-    for i in range(blocks):
-        layers += [
-            pz.nn.Linear.from_config(
-                f"block_{i}/up", key, {"embedding": embedding}, {"neurons": neurons}
-            ),
-            pz.nn.Elementwise(jnp.tanh),
-            pz.nn.Linear.from_config(
-                f"block_{i}/down", key, {"neurons": neurons}, {"embedding": embedding}
-            ),
-        ]
-    return pz.nn.Sequential(layers)
-
-
-def squares(*, model, rng, state, x):
-    del rng
-    return jnp.mean(model(x).unwrap("batch", "embedding") ** 2), state, {}
-
-
-def placed_state(rules, optimizer):
-    model = place(build_mlp(), MESH, rules)
-    return TrainState.initial_state(Jitted(model), optimizer, jax.random.key(0))
-
-
-def batch(rules=EVERYTHING, mesh=MESH):
-    return shard_batch(pz.nx.ones({"batch": 8, "embedding": 16}), mesh, rules)
+from tests.small_train_steps import (
+    EVERYTHING,
+    MESH,
+    batch,
+    build_mlp,
+    placed_state,
+    report_of,
+    squares,
+)
 
 
 def bytes_there(tree):
@@ -244,145 +210,87 @@ def test_temporaries_are_not_explained_where_the_estimate_is_far_off(wide):
     assert MemoryReport(program, wide.used).temporary_groups == ()
 
 
-def advised(report, kind):
-    (found,) = (advice for advice in report.advice if advice.kind == kind)
-    return found
+def test_a_step_of_128_gib_takes_nothing_of_this_process():
+    def build():
+        return build_mlp(1, 2**17, 2**16)
 
-
-def report_of(
-    rules,
-    *,
-    build=build_mlp,
-    edit=lambda model: model,
-    donate=True,
-    optimizer=None,
-    optimizer_rules=None,
-    split=None,
-    **options,
-):
-    """The report of a step on abstract arrays; the batch is split as ``split`` says."""
-    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
-    structs = edit(make_plan(abstract_model(build), mesh, rules).restore_structs())
-    optimizer = optax.adam(1e-3) if optimizer is None else optimizer
-    state = TrainState.initial_state(structs, optimizer, jax.random.key(0))
-    shardings = train_state_sharding(state, mesh, rules, optimizer_rules)
-    state = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        state,
-        shardings,
+    rules = {"embedding": "data", "neurons": "model"}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    live = {id(array) for array in jax.live_arrays()}
+    report = report_of(
+        rules, build=build, optimizer=optax.sgd(0.1, momentum=0.9), split="data", embedding=2**17
     )
-    step = build_train_step_fn(squares, donate_params_and_state=donate, **options)
-    x = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(split))
-        ),
-        jax.eval_shape(lambda: pz.nx.ones({"batch": 1024, "embedding": 16})),
+    assert report.parameters == report.optimizer_state == 2 * 2**33 * 4 // 8
+    assert str(report).startswith("needs ")
+    # Keys and counts of states are made, and nothing else.
+    made = [array for array in jax.live_arrays() if id(array) not in live]
+    assert sum(array.nbytes for array in made) < 1024
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # in KiB
+
+
+def test_an_evaluation_step_uses_no_optimizer_state_and_gives_no_advice_to_donate(sharded):
+    _, state, _ = sharded
+    report = device_memory(build_eval_step_fn(squares), state, x=batch())
+    assert report.resident == bytes_there(state)
+    assert report.unused >= report.optimizer_state == bytes_there(state.opt_state)
+    assert "does not use: 2.0 KiB" in str(report)
+    assert "donate" not in {advice.kind for advice in report.advice}
+
+
+def test_the_parameters_of_a_plain_function_are_what_its_optimizer_keeps_state_for():
+    optimizer = optax.adam(1e-3)
+
+    @jax.jit
+    def step(params, opt_state, x):
+        gradient = jax.grad(lambda params: jnp.sum(jnp.tanh(x @ params["w"])))(params)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = {"w": jnp.ones((64, 64))}
+    report = device_memory(step, params, optimizer.init(params), jnp.ones((8, 64)))
+    assert (report.parameters, report.optimizer_state) == (64 * 64 * 4, 2 * 64 * 64 * 4 + 4)
+    assert report.inputs == 8 * 64 * 4
+    (group,) = (group for group in report.groups() if group.part == "parameters")
+    assert (group.path, group.optimizer_bytes) == ("params/w", 2 * 64 * 64 * 4)
+    (advice,) = report.advice
+    assert advice.kind == "donate"
+    assert advice.saves == 3 * 64 * 64 * 4
+    assert "donate_argnums" in advice.text
+
+
+def test_what_is_in_the_memory_of_the_host_counts_apart():
+    def sharding(kind):
+        return NamedSharding(MESH, PartitionSpec("data"), memory_kind=kind)
+
+    @jax.jit
+    def step(offloaded, x):
+        return jax.device_put(offloaded, sharding("device")).sum() + x.sum()
+
+    offloaded = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=sharding("pinned_host"))
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding("device"))
+    report = device_memory(step, offloaded, x)
+    assert (report.host, report.inputs, report.padding) == (64 * 64, 8 * 8, 0)
+    assert "in the host's memory, for each device: 4.0 KiB" in str(report)
+    assert report.total < report.host
+    # Compilers for devices with memory of their own count it apart themselves.
+    memory = dataclasses.replace(
+        report.program.memory, arguments=8 * 8, host=64 * 64, temporaries=100
     )
-    return device_memory(step, state, x=x)
+    apart = MemoryReport(dataclasses.replace(report.program, memory=memory), report.used)
+    assert (apart.host, apart.padding, apart.inputs) == (64 * 64, 0, 8 * 8)
 
 
-@pytest.fixture(scope="module")
-def unwise():
-    """A step that donates nothing, shards nothing, and whose batch is whole on every device."""
-    return report_of({"batch": "data"}, donate=False)
+def test_padding_is_what_arguments_take_beyond_their_shards(sharded):
+    _, _, report = sharded
+    memory = report.program.memory
+    padded = dataclasses.replace(memory, arguments=memory.arguments + 4096)
+    tiles = MemoryReport(dataclasses.replace(report.program, memory=padded), report.used)
+    assert (tiles.padding, tiles.resident) == (4096, report.resident)
+    assert tiles.total == report.total + 4096
+    assert ("padding", "", "", "4.0 KiB", "") in tiles.table().rows
 
 
-def test_advice_to_donate_saves_the_outputs(unwise):
-    advice = advised(unwise, "donate")
-    assert "donate_params_and_state=True" in advice.text
-    donated = report_of({"batch": "data"}, donate=True)
-    assert advice.saves == donated.donated - 4 == unwise.resident - 16
-    assert 0.9 * advice.saves <= unwise.total - donated.total <= advice.saves + 8
-    assert "donate" not in {advice.kind for advice in donated.advice}
-
-
-def test_advice_to_shard_saves_what_it_says_of_what_is_resident(unwise):
-    advice = advised(unwise, "shard parameters")
-    assert f"add the rule {advice.rules}" in advice.text
-    sharded = report_of({"batch": "data", **advice.rules}, donate=False)
-    assert unwise.resident - sharded.resident == advice.saves
-    assert sharded.total <= unwise.total - advice.saves
-
-
-def test_advice_to_shard_the_optimizer_state_alone_saves_what_it_says(unwise):
-    advice = advised(unwise, "shard optimizer state")
-    sharded = report_of({"batch": "data"}, donate=False, optimizer_rules=advice.rules)
-    assert unwise.optimizer_state - sharded.optimizer_state == advice.saves
-    assert sharded.parameters == unwise.parameters
-
-
-def test_advice_to_split_the_batch_saves_inputs_and_activations(unwise):
-    advice = advised(unwise, "shard batch")
-    assert advice.rules == {"batch": "data"}
-    split = report_of({"batch": "data"}, donate=False, split="data")
-    assert 0.8 * advice.saves <= unwise.total - split.total
-    again = advised(split, "shard batch")
-    assert again.rules == {"batch": ("data", "model")}
-    assert "{'batch': ('data', 'model')}" in again.text
-
-
-def test_advice_of_microbatches_saves_half_of_what_is_kept(unwise):
-    advice = advised(unwise, "microbatches")
-    halved = report_of({"batch": "data"}, donate=False, accumulate_steps=2)
-    assert 0.8 * advice.saves <= unwise.total - halved.total
-
-
-def test_advice_comes_in_the_order_of_what_it_saves_and_is_shown(unwise):
-    saves = [advice.saves for advice in unwise.advice]
-    assert saves == sorted(saves, reverse=True)
-    assert len(saves) == 5
-    assert str(unwise).count("to save ") == 5
-    assert len(json.loads(unwise.to_json())["advice"]) == 5
-
-
-def test_advice_that_is_followed_already_is_not_given():
-    # Every array is split over both mesh axes, and all is donated: a smaller batch is what is left.
-    rules = {"batch": "data", "embedding": "data", "neurons": "model"}
-    report = report_of(rules, split="data", optimizer=optax.sgd(0.1))
-    assert {advice.kind for advice in report.advice} == {"microbatches"}
-
-
-def test_axes_that_are_taken_or_do_not_divide_are_not_advised():
-    report = report_of({"neurons": "model"}, split="data")
-    assert advised(report, "shard parameters").rules == {"embedding": "data"}
-    rules = {"neurons": ("model", "data")}
-    kinds = {advice.kind for advice in report_of(rules, split="data").advice}
-    assert kinds == {"microbatches"}
-
-
-def build_stack():
-    def block(init_base_rng):
-        up = pz.nn.Linear.from_config("up", init_base_rng, {"embedding": 16}, {"neurons": 64})
-        down = pz.nn.Linear.from_config("down", init_base_rng, {"neurons": 64}, {"embedding": 16})
-        return pz.nn.Sequential([up, pz.nn.Elementwise(jnp.tanh), down])
-
-    return pz.nn.LayerStack.from_sublayer_builder(
-        block, "layers", 8, init_base_rng=jax.random.key(0), builder_kwargs={}
-    )
-
-
-def build_blocks():
-    return pz.nn.Sequential([pz.nn.Sequential(build_mlp().sublayers[i : i + 3]) for i in (0, 3)])
-
-
-def test_advice_to_compute_a_stack_again_saves_what_its_layers_keep():
-    rules = {"batch": "data"}
-    kept = report_of(rules, build=build_stack, edit=roll_layer_stacks().apply, split="data")
-    advice = advised(kept, "rematerialise")
-    assert 'roll_layer_stacks(policy="carries")' in advice.text
-    edit = roll_layer_stacks(policy="carries").apply
-    again = report_of(rules, build=build_stack, edit=edit, split="data")
-    assert 0.6 * advice.saves <= kept.total - again.total <= 1.1 * advice.saves
-    assert "rematerialise" not in {advice.kind for advice in again.advice}
-    # Splitting the axis of the layers would have each turn of the loop gather all of them.
-    assert "layers" not in advised(kept, "shard parameters").rules
-
-
-def test_advice_to_compute_blocks_again_names_them_as_edits_do():
-    kept = report_of({"batch": "data"}, build=build_blocks, split="data")
-    advice = advised(kept, "rematerialise")
-    assert "rematerialise_blocks('sublayers/*')" in advice.text
-    assert "not that of simulated devices" in advice.text
-    edit = rematerialise_blocks("sublayers/*").apply
-    again = report_of({"batch": "data"}, build=build_blocks, edit=edit, split="data")
-    assert "rematerialise" not in {advice.kind for advice in again.advice}
+def test_the_report_is_a_table_in_notebooks_too(sharded):
+    _, _, report = sharded
+    assert "<table" in report._repr_html_()
+    assert "needs " in report._repr_html_()
