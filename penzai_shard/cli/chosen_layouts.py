@@ -143,16 +143,21 @@ def _by_default(model: Any, mesh: AbstractMesh) -> ChosenLayout:
         preset = "two_dimensional"
     elif axes == {"data"}:
         preset = "fully_sharded"
+    elif axes == {"model"}:
+        preset = "tensor_parallel"
     elif axes == {"replica", "data"}:
         preset = "hybrid"
     else:
+        first = mesh.axis_names[0]
         raise MeshError(
-            f"no rules are given, and what they are by default is known of the mesh axes data, "
-            f"data and model, and replica and data, not of {', '.join(mesh.axis_names)}. Give "
-            "--rules, such as --rules data_parallel+tensor_parallel, or --layout."
+            f"no rules are given, and what they are by default is known of the mesh axes data and "
+            f"model, one or both, and replica and data, not of {', '.join(mesh.axis_names)}. Give "
+            f"other names, or say what goes where: --rules batch={first},embedding={first}, or "
+            f"--layout \"fully_sharded('{first}')\"."
         )
     notes = ["no rules are given; these are the ones for such mesh axes"]
-    options: dict[str, Any] = {"vocabulary": "model"} if "model" in axes else {}
+    options: dict[str, Any] = {"data": ()} if axes == {"model"} else {}
+    options |= {"vocabulary": "model"} if "model" in axes else {}
     unfit: list[str] = []
     for names, change in (
         ({}, {}),

@@ -24,6 +24,7 @@ _HARMLESS_CALLS = re.compile(
     AsyncCollective(Start|Done)     # Of collectives that are counted.
     | SliceId | ZeroCrop
     | (Sharding|SPMDFullToShardShape|SPMDShardToFullShape|MoveToHost|MoveToDevice)
+    | ConcatBitcast                 # Parts of an array that are in one place of memory already.
     | (annotate_device_placement|AllocateBuffer|AllocatePersistentBuffer|Pin|Unpin|CreateBuffer)
     | (TopK|ApproxTopK|PartialReduce|AggregateToTopK|AssumeGatherIndicesInBound|XlaTransform)
     | (EigenMatMul|__onednn\$.*|__eigen\$.*|__xnnpack\$.*|__cublas\$.*|__cudnn\$.*|__cub\$.*)

@@ -87,6 +87,23 @@ def test_the_70b_model_has_a_layout_by_default_on_a_mesh_that_its_heads_do_not_d
     assert json.loads(again)["plan"] == found["plan"]
 
 
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [
+        ("data=4", "fully_sharded()"),
+        ("model=4", "tensor_parallel(data=(), vocabulary='model')"),
+        ("model=2,data=2", "two_dimensional(vocabulary='model')"),
+        ("replica=2,data=2", "hybrid()"),
+    ],
+)
+def test_meshes_of_the_usual_names_have_a_layout_by_default(mesh, layout, shell):
+    status, printed, _ = shell("plan", SMALL, "--mesh", mesh, "--json")
+    found = json.loads(printed)
+    assert (status, found["layout"]) == (0, f'--layout "{layout}"')
+    _, again, _ = shell("plan", SMALL, "--mesh", mesh, "--layout", layout, "--json")
+    assert json.loads(again)["plan"] == found["plan"]
+
+
 RULES = {
     "in=data": ["data"],
     "in=data,out=none": ["data"],
@@ -193,7 +210,7 @@ MISTAKES = {
     ("plan", "own.py:build", "--mesh", "data=8", "--stacked"): "--stacked: is for published",
     ("plan", "gemma-2-2b", "--mesh", "data=8", "--stacked"): "layers of this Gemma 2 differ",
     ("plan", SMALL, "--mesh", "data=8", "--dtype", "int4"): "invalid choice: 'int4'",
-    ("plan", SMALL, "--mesh", "rows=8"): "no rules are given",
+    ("plan", SMALL, "--mesh", "rows=8"): "--layout \"fully_sharded('rows')\"",
     ("plan", SMALL, "--mesh", "rows=8", "--rules", "embedding=data"): "no mesh axis 'data'",
     ("plan", SMALL, "--mesh", "data=8", "--rules", ""): "--rules is empty",
     ("plan", SMALL, "--mesh", "data=8", "--rules", "embedding"): "there is no 'embedding'",

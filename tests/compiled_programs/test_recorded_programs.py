@@ -180,3 +180,19 @@ def test_a_reader_that_shares_no_code_finds_the_same(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_else_in_them_may_communicate(name):
     assert unknown_communication(Module.from_text(text_of(name))) == ()
+
+
+CALLING = """HloModule m
+
+ENTRY e {{
+  p = f32[2]{{0}} parameter(0)
+  q = f32[2]{{0}} parameter(1)
+  ROOT c = f32[4]{{0}} custom-call(p, q), custom_call_target="{target}"
+}}
+"""
+
+
+@pytest.mark.parametrize(("target", "known"), [("ConcatBitcast", True), ("ConcatBits", False)])
+def test_parts_that_a_compiler_for_tpus_prefetches_are_put_together_on_one_device(target, known):
+    found = unknown_communication(Module.from_text(CALLING.format(target=target)))
+    assert (found == ()) is known
