@@ -75,6 +75,9 @@ class Slices:
             ProgramError: The program is not for such slices.
         """
         size = module.partitions
+        if size is None and slice_of is not None:
+            # Bytes of a module do not say it.
+            size = device_count // len(set(slice_of))
         if size in (None, device_count):
             return cls((tuple(range(device_count)),))
         if slice_of is None:

@@ -70,11 +70,13 @@ class CompiledElsewhere:
     Attributes:
         compiled: The program.
         device_kind: What it is for.
+        slice_of: Which TPU slice each device of the mesh is of, if there are several.
         seconds: How long the compiler took.
     """
 
     compiled: Compiled
     device_kind: str
+    slice_of: tuple[int, ...] | None
     seconds: float
 
 
@@ -156,7 +158,8 @@ class CompilerProcess:
             raise self._failure(answer, mesh_shape)
         memory = ExecutableMemory(**answer["memory"])
         compiled = Compiled(module_from_bytes(answer["module"]), memory)
-        return CompiledElsewhere(compiled, answer["device_kind"], answer["seconds"])
+        kind, slice_of = answer["device_kind"], answer["slice_of"]
+        return CompiledElsewhere(compiled, kind, slice_of, answer["seconds"])
 
     def _answer(self) -> Answer:
         assert self._process.stdout is not None

@@ -94,7 +94,7 @@ def compile_ahead(step: Any, /, *args: Any, topology: str | Topology, **kwargs: 
                 notes=(_NO_PROGRAM.format(count=topology.device_count),),
             )
     kind, limit = elsewhere.device_kind, topology.memory_limit
-    program = CompiledProgram.of(lowered, elsewhere.compiled, kind, limit)
+    program = CompiledProgram.of(lowered, elsewhere.compiled, kind, limit, elsewhere.slice_of)
     return AheadReport(
         topology,
         kind,

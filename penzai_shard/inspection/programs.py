@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh
 
 from penzai_shard.compiled_programs import Module
 from penzai_shard.errors import RuleTypeError
@@ -15,9 +15,9 @@ from penzai_shard.inspection.topologies import Topology
 from penzai_shard.library_apis.compiler_api import (
     Compiled,
     ExecutableMemory,
-    HloModule,
     bytecode_of,
     compile_bytecode,
+    slices_of,
 )
 from penzai_shard.meshes import AnyMesh
 
@@ -32,6 +32,7 @@ class CompiledProgram:
         memory: What one device needs, as the compiler counts it.
         device_kind: What it is for, such as ``"cpu"`` or ``"TPU v5 lite"``.
         memory_limit: Bytes of memory of one such device, None if not known.
+        slice_of: Which TPU slice each device of its mesh is of; None if the devices do not say.
     """
 
     step: LoweredStep
@@ -39,21 +40,12 @@ class CompiledProgram:
     memory: ExecutableMemory
     device_kind: str
     memory_limit: int | None = None
+    slice_of: tuple[int, ...] | None = None
 
     @property
     def device_count(self) -> int:
         """How many devices it runs on."""
         return 1 if self.step.mesh is None else self.step.mesh.size
-
-    @property
-    def slice_of(self) -> tuple[int, ...] | None:
-        """Which TPU slice each device of its mesh is of; None if the devices do not say."""
-        if not isinstance(self.step.mesh, Mesh):
-            return None
-        devices = list(self.step.mesh.devices.flat)
-        if not all(hasattr(device, "slice_index") for device in devices):
-            return None
-        return tuple(device.slice_index for device in devices)
 
     @classmethod
     def of(
@@ -62,12 +54,12 @@ class CompiledProgram:
         compiled: Compiled,
         device_kind: str,
         memory_limit: int | None = None,
+        slice_of: tuple[int, ...] | None = None,
     ) -> "CompiledProgram":
         """What a compiler made of a lowered step."""
-        given: HloModule = compiled.module
-        module = Module.of(given)
+        module = Module.of(compiled.module)
         step = _with_chosen_layouts(step, module)
-        return cls(step, module, compiled.memory, device_kind, memory_limit)
+        return cls(step, module, compiled.memory, device_kind, memory_limit, slice_of)
 
 
 def compile_step(step: Any, /, *args: Any, **kwargs: Any) -> CompiledProgram:
@@ -115,7 +107,7 @@ def compile_step(step: Any, /, *args: Any, **kwargs: Any) -> CompiledProgram:
     devices = _devices(mesh)
     compiled = compile_bytecode(bytecode, devices)
     kind, limit = devices[0].device_kind, memory_limit_of(devices[0])
-    return CompiledProgram.of(lowered, compiled, kind, limit)
+    return CompiledProgram.of(lowered, compiled, kind, limit, slices_of(devices))
 
 
 def _with_chosen_layouts(step: LoweredStep, module: Module) -> LoweredStep:

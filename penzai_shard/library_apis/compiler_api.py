@@ -242,6 +242,12 @@ def compile_bytecode(
     return _read(executable)
 
 
+def slices_of(devices: Sequence[Any]) -> tuple[int, ...] | None:
+    """Which TPU slice each device is of; None if they do not say, as those of one slice."""
+    numbers = tuple(getattr(device, "slice_index", None) for device in devices)
+    return None if None in numbers else numbers  # type: ignore[return-value]
+
+
 def _read(executable: Any) -> Compiled:
     (module,) = executable.hlo_modules()
     stats = executable.get_compiled_memory_stats()

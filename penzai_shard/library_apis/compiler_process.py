@@ -51,6 +51,7 @@ class Answer(TypedDict, total=False):
     module: bytes
     memory: dict[str, int]
     device_kind: str
+    slice_of: tuple[int, ...] | None
     seconds: float
     failed: Literal["devices", "mesh", "compile"]
     message: str
@@ -110,6 +111,7 @@ def answer_to(wanted: DevicesWanted, requests: BinaryIO) -> Answer:
         "module": compiler_api.module_to_bytes(compiled.module),
         "memory": dataclasses.asdict(compiled.memory),
         "device_kind": devices[0].device_kind,
+        "slice_of": compiler_api.slices_of(devices),
         "seconds": time.perf_counter() - start,
     }
 

@@ -1,5 +1,6 @@
 """Programs of several TPU slices: what goes within each, and what goes between them."""
 
+import dataclasses
 import pathlib
 
 import pytest
@@ -87,6 +88,13 @@ def test_slices_may_lie_anywhere_in_the_mesh():
     ]
     with pytest.raises(ProgramError, match="for slices of 4 devices each, and there are 8 devices"):
         read_collectives(module, 8, [0, 0, 1, 1, 1, 1, 1, 1])
+
+
+def test_the_slices_of_the_devices_say_how_large_they_are_where_the_module_does_not():
+    module = recorded("parts_of_axes")
+    mesh, slice_of = {"inner": 2, "model": 2, "outer": 2}, [0, 1] * 4
+    unsaid = dataclasses.replace(module, partitions=None)
+    assert figures(unsaid, mesh, slice_of) == figures(module, mesh, slice_of)
 
 
 PROGRAM = """

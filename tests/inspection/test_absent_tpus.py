@@ -112,7 +112,13 @@ def test_several_slices_are_one_mesh_and_its_first_axis_goes_over_them():
     report = ahead("v5e:16x16*4", data=64, model=16)
     assert report.device_count == 1024
     assert "slices          4: 4 along 'data'" in str(report)
-    assert report.collectives.wire_bytes > 0
+    assert report.program.slice_of == tuple(sorted([0, 1, 2, 3] * 256))
+    # What goes between slices: groups of four, one device of each slice.
+    between = "data (4 of 64, 16 apart)"
+    assert between in report.collectives.by_mesh_axis()
+    assert all(
+        one.group_size == 4 for one in report.collectives.collectives if one.axes_text == between
+    )
 
 
 def test_a_mesh_that_jax_cannot_lay_over_a_slice_is_refused_in_its_words():
