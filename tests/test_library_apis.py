@@ -779,7 +779,10 @@ def test_traced_functions_say_what_goes_into_them_under_which_names():
         compiler_api.TracedArgument("more['k']", None, False),
     ]
     assert compiler_api.kept_arguments(traced.lower()) == {0, 2, 3}
-    told = jax.jit(lambda x: x, in_shardings=layout).trace(jnp.ones(8))
+    options = {"xla_cpu_enable_fast_math": True}
+    told = jax.jit(lambda x: x, in_shardings=layout, compiler_options=options).trace(jnp.ones(8))
+    assert compiler_api.compiler_options_of(told) == options
+    assert compiler_api.compiler_options_of(traced) == {}
     assert compiler_api.traced_arguments(told)[0].sharding == layout
 
 

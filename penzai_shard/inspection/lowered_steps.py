@@ -20,6 +20,7 @@ from penzai_shard.inspection.step_arrays import StepArray, abstract_leaf, names_
 from penzai_shard.inspection.step_parts import StepPart, part_of_field
 from penzai_shard.inspection.traced_functions import (
     arguments_of,
+    notes_on,
     results_of,
     traced_function,
     with_marks,
@@ -138,7 +139,9 @@ def _lower_state_step(
         ]
     results += _arrays_of("aux", aux, "outputs")
     lowered, mesh = _lowered(traced, platform, mesh)
-    return LoweredStep(lowered, mesh, arguments, tuple(results), scopes, (*notes, *more))
+    return LoweredStep(
+        lowered, mesh, arguments, tuple(results), scopes, (*notes, *more, *notes_on(traced))
+    )
 
 
 def _marked_step(step: CompiledStep, scopes: LayerScopes) -> CompiledStep:
@@ -166,7 +169,8 @@ def _lower_function(
     undecided = _note_on_undecided([(a.path, a) for a in arguments.values()], mesh)
     arguments = {name: array.on(mesh) for name, array in arguments.items()}
     results = tuple(array.on(mesh) for array in results)
-    return LoweredStep(lowered, mesh, arguments, results, scopes, (*notes, *undecided))
+    notes = (*notes, *undecided, *notes_on(traced))
+    return LoweredStep(lowered, mesh, arguments, results, scopes, notes)
 
 
 def _lowered(

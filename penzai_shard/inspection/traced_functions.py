@@ -9,7 +9,7 @@ import itertools
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from penzai import pz
@@ -27,10 +27,13 @@ from penzai_shard.inspection.step_arguments import (
 from penzai_shard.inspection.step_arrays import StepArray, names_in
 from penzai_shard.inspection.step_parts import paths_and_parts
 from penzai_shard.layers import Jitted
-from penzai_shard.library_apis.compiler_api import traced_arguments
+from penzai_shard.library_apis.compiler_api import compiler_options_of, traced_arguments
 from penzai_shard.model_variables import thawed
 from penzai_shard.model_variables.slots import StaticLeaf, fill_slots
+from penzai_shard.planning import bytes_text
+from penzai_shard.surgery.edit_report import counted
 from penzai_shard.surgery.tree_nodes import is_layer
+from penzai_shard.traced_programs import opened
 from penzai_shard.training.train_state import TrainState, peek
 from penzai_shard.tree_paths import join_paths, paths_and_leaves
 
@@ -41,6 +44,8 @@ JITTED_HERE = (
     "the function is not compiled by itself, so it was put under jax.jit without options: nothing "
     "is donated, and what comes out is laid out as the compiler chooses"
 )
+# From so many bytes on it is said what a function closes over.
+MUCH_HELD = 4096
 DECIDED_BY = (
     "It was traced as under jax.jit, where an array has no value. What the function decides by is "
     "no array: bind it, functools.partial(function, train=True), or give the function under "
@@ -175,9 +180,16 @@ def _traced_plain(
         args, kwargs, variables = _put_back((args, kwargs), mutable)
         args, kwargs = _marked(function, args, kwargs, scopes)
         output = pz.freeze_variables(scopes.unmarked(function(*args, **kwargs)))
-        return (output, [variable.freeze() for variable in variables]) if variables else output
+        return _WithVariables(output, [variable.freeze() for variable in variables])
 
     return jax.jit(call, **options).trace(*frozen[0], **frozen[1])
+
+
+class _WithVariables(NamedTuple):
+    """What a function returns, and the state variables that it may have changed."""
+
+    result: Any
+    state_vars: list[Any]
 
 
 def _as_arrays(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -301,13 +313,34 @@ def _with_trained_parameters(arrays: dict[str, StepArray]) -> dict[str, StepArra
 def results_of(traced: jax.stages.Traced, scopes: LayerScopes) -> tuple[StepArray, ...]:
     """The arrays that come out of a traced function, in the program's order."""
     own = scopes.unmarked(traced.out_info)
-    places = paths_and_parts(own, "result", "outputs")
+    root = "" if isinstance(own, _WithVariables) else "result"
+    places = paths_and_parts(own, root, "outputs")
     return tuple(
         dataclasses.replace(StepArray.of(path, part, leaf), names=names)
         for (path, part), leaf, names in zip(
             places, jax.tree.leaves(own), names_in(own), strict=True
         )
     )
+
+
+def notes_on(traced: jax.stages.Traced) -> list[str]:
+    """What is said of a traced function that its program does not show as it is."""
+    notes = []
+    held = [constant for constant in opened(traced.jaxpr)[1] if hasattr(constant, "nbytes")]
+    size = sum(constant.nbytes for constant in held)
+    if size >= MUCH_HELD:
+        largest = max(held, key=lambda constant: constant.nbytes)
+        notes.append(
+            f"the function closes over {counted(len(held), 'array')} ({bytes_text(size)}), such as "
+            f"{largest.dtype}{list(largest.shape)}, in the program itself, whole on every device "
+            "and in no figure of arguments; give them, or the model that has them, as arguments"
+        )
+    if options := compiler_options_of(traced):
+        notes.append(
+            f"compiled without the function's own compiler_options: {', '.join(options)}; put them "
+            "into XLA_FLAGS, or into the options of JAX, for everything"
+        )
+    return notes
 
 
 def _readable(name: str) -> str:

@@ -148,6 +148,17 @@ def _sharding_of(declared: Any, kind: Any) -> Sharding | None:
     return kind.sharding if kind.committed and isinstance(kind.sharding, Sharding) else None
 
 
+def compiler_options_of(traced: jax.stages.Traced) -> dict[str, Any]:
+    """What a function under ``jax.jit`` asks of the compiler.
+
+    >>> options = {"xla_backend_optimization_level": 1}
+    >>> compiler_options_of(jax.jit(lambda x: x, compiler_options=options).trace(1.0))
+    {'xla_backend_optimization_level': 1}
+    """
+    given: Any = traced
+    return dict(given._params["compiler_options_kvs"])
+
+
 def kept_arguments(lowered: jax.stages.Lowered) -> frozenset[int]:
     """Which arguments the program has, by their number; JAX drops those that are not used.
 

@@ -561,6 +561,43 @@ def test_layers_of_other_libraries_are_lowered_with_their_parameters() -> None:
     assert {a.part for a in lowered.arguments.values()} == {"parameters", "inputs"}
 
 
+def test_state_variables_of_a_layer_come_out_of_its_program() -> None:
+    @pz.pytree_dataclass
+    class Counting(pz.nn.Layer):
+        count: pz.StateVariable
+
+        def __call__(self, argument: Any, /, **side_inputs: Any) -> Any:
+            self.count.value = self.count.value + 1
+            return argument
+
+    layer = Counting(pz.StateVariable(jnp.zeros((), jnp.int32), label="count"))
+    lowered = lower_step(layer, (jnp.ones(3),), {})
+    assert [(a.path, a.part) for a in lowered.arguments.values()] == [
+        ("model/count", "state variables"),
+        ("argument", "inputs"),
+    ]
+    assert [(a.path, a.part) for a in lowered.results] == [
+        ("result", "outputs"),
+        ("state_vars/0", "state variables"),
+    ]
+    assert int(layer.count.value) == 0
+
+
+def test_what_a_program_holds_that_is_no_argument_is_said() -> None:
+    table = jnp.ones((64, 64))
+    step = jax.jit(lambda x: x @ table, compiler_options={"xla_cpu_enable_fast_math": True})
+    held, options = lower_step(step, (jnp.ones(64),), {}).notes
+    assert "closes over 1 array (16.0 KiB), such as float32[64, 64]" in held
+    assert "without the function's own compiler_options: xla_cpu_enable_fast_math" in options
+
+    def loss(model: Any, rng: Any, state: Any, x: Any) -> Any:
+        return jnp.sum(model["w"] * x @ table), state, {}
+
+    state = train_state({"w": jnp.ones(64)})
+    (held,) = lower_step(build_train_step_fn(loss), (state,), {"x": 2.0}).notes
+    assert "closes over 1 array" in held
+
+
 def test_train_states_in_functions_of_users_go_by_their_fields(built: Built) -> None:
     step = jax.jit(lambda state, x: built.step(state, x=x), donate_argnums=0)
     program = compile_step(step, built.state, built.x)
