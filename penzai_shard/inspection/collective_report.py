@@ -168,7 +168,7 @@ class CollectiveReport(Report):
         if not self.collectives:
             return "no collectives: the step moves nothing between devices"
         total = self.total
-        executed = f"{total.executed:,} collectives in one step"
+        executed = f"{total.executed:,} collective{'s' * (total.executed != 1)} in one step"
         if total.unknown_places:
             executed += f", and {total.unknown_places} that run an unknown number of times"
         sent = f"{executed}: on mesh ({mesh_text(self.mesh_shape)}) each device sends "

@@ -85,7 +85,7 @@ def test_what_runs_an_unknown_number_of_times_is_in_no_sum_and_is_said():
     assert found.total == CollectiveTotal(1, 1, 1024, 768, 1, 3072)
     assert found.wire_bytes == 768
     text = str(found)
-    assert "1 collectives in one step, and 1 that run an unknown number of times" in text
+    assert "1 collective in one step, and 1 that run an unknown number of times" in text
     assert "1 + ?" in text
     assert "768 B + ? x 3.0 KiB" in text
 
