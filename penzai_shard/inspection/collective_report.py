@@ -48,11 +48,13 @@ class CollectiveReport(Report):
         collectives: One record for each place in the program, in the order of its text.
         mesh_shape: The sizes of the mesh axes by name; empty without a mesh.
         notes: What else there is to know, in sentences.
+        device_kind: What the program is for, such as ``"cpu"`` or ``"TPU v5 lite"``.
     """
 
     collectives: tuple[Collective, ...]
     mesh_shape: Mapping[str, int]
     notes: tuple[str, ...] = ()
+    device_kind: str = ""
 
     @functools.cached_property
     def total(self) -> CollectiveTotal:
@@ -195,7 +197,8 @@ class CollectiveReport(Report):
             lines.append("by mesh axes: " + _totals_text(axes))
         if len(phases := self.by_phase()) > 1:
             lines.append("by phase: " + _totals_text(phases))
-        if (meant := self.wire_bytes_as_meant) < self.wire_bytes:
+        meant = self.wire_bytes_as_meant
+        if self.device_kind == "cpu" and meant < self.wire_bytes:
             lines.append(
                 "some all-reduces are reduce-scatters, which the compiler for CPUs does not write: "
                 f"with those, as on GPUs and TPUs, each device sends {bytes_text(round(meant))}"
@@ -224,6 +227,7 @@ class CollectiveReport(Report):
         return json.dumps(
             {
                 "mesh": dict(self.mesh_shape),
+                "device_kind": self.device_kind,
                 "total": dataclasses.asdict(self.total),
                 "wire_bytes_as_meant": self.wire_bytes_as_meant,
                 **{
@@ -243,7 +247,7 @@ class CollectiveReport(Report):
         notes = tuple(_notes(program))
         if program.device_count == 1:
             where = "on a mesh of one device" if mesh_shape else "without a mesh, so on one device"
-            return cls((), mesh_shape, (f"the step runs {where}", *notes))
+            return cls((), mesh_shape, (f"the step runs {where}", *notes), program.device_kind)
         notes = (*notes, *unknown_communication(program.module))
         operations = read_collectives(program.module, program.device_count, program.slice_of)
         moving = [one for one in operations if _moves_data(one)]
@@ -254,7 +258,7 @@ class CollectiveReport(Report):
             _record(program, one, whose, mesh_shape)
             for one, whose in zip(moving, attribute(program, moving), strict=True)
         )
-        return cls(found, mesh_shape, notes)
+        return cls(found, mesh_shape, notes, program.device_kind)
 
 
 def collectives(step: Any, *args: Any, **kwargs: Any) -> CollectiveReport:

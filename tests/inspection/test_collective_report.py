@@ -250,6 +250,16 @@ def test_what_was_merged_is_divided_by_its_arrays_and_adds_up():
     ]
 
 
+def test_reduce_scatters_that_the_compiler_for_cpus_does_not_write_are_said():
+    """Of an all-reduce of 1024 bytes over 4, 3/2 is sent; 3/8 less where half is scattered."""
+    one = collective("all-reduce", scattered_bytes=512, times=2)
+    assert report(one).wire_bytes_as_meant == 2 * (1024 * 3 / 2 - 512 * 3 / 4) == 2304
+    said = "with those, as on GPUs and TPUs, each device sends 2.2 KiB"
+    for device_kind, is_said in {"cpu": True, "TPU v5 lite": False}.items():
+        found = dataclasses.replace(report(one), device_kind=device_kind)
+        assert (said in " ".join(found.table().summary)) == is_said
+
+
 def test_rows_of_next_to_nothing_are_one():
     small = [collective(payload=4, layers=(name,)) for name in ("a", "b", "c")]
     rows = report(collective(payload=4096), *small).table().rows
