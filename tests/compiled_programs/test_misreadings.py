@@ -220,6 +220,16 @@ def test_names_that_are_alike_are_not_taken_for_communication(opcode):
     assert unknown_communication(changed("topk", opcode=opcode)) == ()
 
 
+def test_what_never_runs_is_not_reported():
+    module = changed("topk", '"TopK"', '"my_nccl_all_reduce"')
+    instructions = module.computations["main"].instructions
+    never = dataclasses.replace(instructions.pop("topk"), computation="never")
+    module.computations["never"] = dataclasses.replace(
+        module.computations["add"], name="never", instructions={"topk": never}
+    )
+    assert unknown_communication(module) == ()
+
+
 def test_what_goes_to_the_host_is_no_communication_between_devices():
     module = changed("topk", "custom_call_target=", "is_host_transfer=true, x=", opcode="send")
     assert unknown_communication(module) == ()
