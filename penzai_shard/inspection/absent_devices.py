@@ -247,6 +247,24 @@ def compiler_of(topology: Topology) -> str:
     return f"{package} {importlib.metadata.version(package)}"
 
 
+def version_note(compiler: str) -> str | None:
+    """What to say of a compiler for TPUs that belongs to another version of JAX; None of others.
+
+    Args:
+        compiler: As ``compiler_of`` gives it.
+    """
+    package, _, version = compiler.partition(" ")
+    jax_version = importlib.metadata.version("jax")
+    for line in importlib.metadata.requires("jax") or ():
+        found = re.match(rf"{package}==([\d.]+)\*", line)
+        if found and not f"{version}.".startswith(found[1]):
+            return (
+                f"{compiler} belongs to another version of JAX than {jax_version}, which comes "
+                f"with {package} {found[1]}*: a run with that one may differ"
+            )
+    return None
+
+
 def _installed_gpu_plugin() -> str:
     with contextlib.suppress(ModuleNotFoundError):
         for version in ("13", "12"):

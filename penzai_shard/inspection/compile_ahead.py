@@ -1,11 +1,12 @@
 """A step compiled for devices that are not there: what it needs and moves on them."""
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penzai_shard.compiled_programs import Module
 from penzai_shard.errors import CompilationError
-from penzai_shard.inspection.absent_devices import CompilerProcess, TooLargeError
+from penzai_shard.inspection.absent_devices import CompilerProcess, TooLargeError, version_note
 from penzai_shard.inspection.ahead_report import AheadReport
 from penzai_shard.inspection.collective_report import CollectiveReport
 from penzai_shard.inspection.lowered_steps import LoweredStep, lower_step
@@ -70,29 +71,41 @@ def compile_ahead(step: Any, /, *args: Any, topology: str | Topology, **kwargs: 
         topology = Topology(topology)
     # It starts while the step is lowered here.
     with CompilerProcess(topology) as process:
-        try:
-            lowered = lower_step(step, args, kwargs, platform=topology.platform)
-        except ValueError as error:
-            if is_lacking_devices(error):
-                raise CompilationError(_CALLS_BACK) from error
-            raise
-        if lowered.mesh is not None:
-            topology.refuse_mesh(mesh_shape_of(lowered.mesh))
-        bytecode = bytecode_of(lowered.lowered)
-        start = time.perf_counter()
-        try:
-            elsewhere = process.compile(bytecode, lowered.mesh)
-        except TooLargeError as error:
-            return AheadReport(
-                topology,
-                error.device_kind,
-                process.compiler,
-                time.perf_counter() - start,
-                _memory_of_too_large(lowered, error),
-                collectives=None,
-                program=None,
-                notes=(_NO_PROGRAM.format(count=topology.device_count),),
-            )
+        lowered = _lowered(step, args, kwargs, topology)
+        return _report(process, lowered)
+
+
+def _lowered(
+    step: Any, args: Sequence[Any], kwargs: Mapping[str, Any], topology: Topology
+) -> LoweredStep:
+    try:
+        lowered = lower_step(step, args, kwargs, platform=topology.platform)
+    except ValueError as error:
+        if is_lacking_devices(error):
+            raise CompilationError(_CALLS_BACK) from error
+        raise
+    if lowered.mesh is not None:
+        topology.refuse_mesh(mesh_shape_of(lowered.mesh))
+    return lowered
+
+
+def _report(process: CompilerProcess, lowered: LoweredStep) -> AheadReport:
+    topology, start = process.topology, time.perf_counter()
+    note = version_note(process.compiler)
+    notes = () if note is None else (note,)
+    try:
+        elsewhere = process.compile(bytecode_of(lowered.lowered), lowered.mesh)
+    except TooLargeError as error:
+        return AheadReport(
+            topology,
+            error.device_kind,
+            process.compiler,
+            time.perf_counter() - start,
+            _memory_of_too_large(lowered, error),
+            collectives=None,
+            program=None,
+            notes=(_NO_PROGRAM.format(count=topology.device_count), *notes),
+        )
     kind, limit = elsewhere.device_kind, topology.memory_limit
     program = CompiledProgram.of(lowered, elsewhere.compiled, kind, limit, elsewhere.slice_of)
     return AheadReport(
@@ -103,6 +116,7 @@ def compile_ahead(step: Any, /, *args: Any, topology: str | Topology, **kwargs: 
         MemoryReport.of(program),
         CollectiveReport.of(program),
         program,
+        notes,
     )
 
 

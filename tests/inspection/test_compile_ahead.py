@@ -11,7 +11,12 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 import penzai_shard as pzs
 from penzai_shard.errors import CompilationError, MeshError, MissingExtraError
 from penzai_shard.inspection import compile_ahead as module
-from penzai_shard.inspection.absent_devices import CompilerProcess, TooLargeError, memory_figures
+from penzai_shard.inspection.absent_devices import (
+    CompilerProcess,
+    TooLargeError,
+    memory_figures,
+    version_note,
+)
 
 MESH = AbstractMesh((8, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
@@ -145,6 +150,18 @@ def test_absent_compilers_are_named_with_the_command_that_installs_them(monkeypa
     ):
         pzs.compile_ahead(step, *ARGUMENTS, topology=gpus)
     assert dict(os.environ) == before
+
+
+def test_a_compiler_for_another_version_of_jax_is_noted(monkeypatch):
+    versions = {"jax": "0.10.2", "libtpu": "0.0.50.1"}
+    wanted = ['jaxlib>=0.10.2; extra == "tpu"', 'libtpu==0.0.42.*; extra == "tpu"']
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: wanted)
+    note = version_note("libtpu 0.0.50.1")
+    assert "another version of JAX than 0.10.2, which comes with libtpu 0.0.42." in note
+    assert version_note("libtpu 0.0.42.1") is None
+    assert version_note("libtpu 0.0.42") is None
+    assert version_note("jaxlib 0.10.2") is None
 
 
 def test_a_step_that_cannot_be_traced_fails_as_it_would_and_leaves_no_process(monkeypatch):
