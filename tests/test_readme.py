@@ -67,7 +67,7 @@ def test_every_python_block_runs_as_pasted_twice_in_one_process_and_one_folder(t
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if "loss" in line]
+    losses = [float(loss) for loss in re.findall(r"^loss ([\d.]+)$", done.stdout, re.MULTILINE)]
     assert len(losses) == 6
     assert losses[:3] == losses[3:]
     assert losses[2] < losses[0]
