@@ -36,6 +36,7 @@ _HARMLESS_CALLS = re.compile(
     """,
     re.VERBOSE,
 )
+_PALLAS = "tpu_custom_call"
 _TO_HOST = frozenset({"infeed", "outfeed"})
 
 
@@ -57,6 +58,11 @@ def _reason(one: Instruction) -> str | None:
         target = one.attributes.get("custom_call_target", "").strip('"')
         if _HARMLESS_CALLS.fullmatch(target):
             return None
+        if target == _PALLAS and (settings := one.attributes.get("backend_config")) is not None:
+            # JAX writes it for each kernel that has such an operation.
+            if '"has_communication":true' not in settings.replace(" ", ""):
+                return None
+            return "a Pallas kernel that sends to other devices; what it moves is not counted."
         return f"a custom call of {target!r}; whether it moves data between devices is not known."
     if one.opcode in ("send", "recv"):
         return _reason_of_transfer(one)

@@ -93,6 +93,7 @@ def test_a_loop_that_counts_says_how_often_it_runs(changes, turns):
         # A limit that is not a constant, or changes.
         (("tuple(first, last, x.3)", "tuple(first, n, x.3)"),),
         (("tuple(next, limit, y)", "tuple(next, next, y)"),),
+        (("tuple(next, limit, y)", "tuple(next, step, y)"),),
         # A beginning that is not a constant.
         (("tuple(first, last, x.3)", "tuple(n, last, x.3)"),),
         # Another comparison, one with itself, one of others.

@@ -220,6 +220,20 @@ def test_names_that_are_alike_are_not_taken_for_communication(opcode):
     assert unknown_communication(changed("topk", opcode=opcode)) == ()
 
 
+PALLAS = '"tpu_custom_call", backend_config={"custom_call_config":{"body":"TUzvUgFN",SETTING}}'
+
+
+def test_a_kernel_that_sends_to_other_devices_says_so():
+    module = changed("topk", '"TopK"', PALLAS.replace("SETTING", '"has_communication":true'))
+    (found,) = unknown_communication(module)
+    assert found.startswith("topk: a Pallas kernel that sends to other devices")
+
+
+def test_a_kernel_that_does_not_say_so_stays_on_its_device():
+    module = changed("topk", '"TopK"', PALLAS.replace("SETTING", '"needs_layout_passes":true'))
+    assert unknown_communication(module) == ()
+
+
 def test_what_never_runs_is_not_reported():
     module = changed("topk", '"TopK"', '"my_nccl_all_reduce"')
     instructions = module.computations["main"].instructions
