@@ -191,6 +191,7 @@ class Module:
         name: Its name, such as ``"jit_step"``.
         computations: By name.
         entry: The name of the one that runs first.
+        handle: The compiler's object.
         partitions: How many devices it is for, of one slice if there are several; None if it does
             not say.
     """
@@ -198,6 +199,7 @@ class Module:
     name: str
     computations: Mapping[str, Computation]
     entry: str
+    handle: HloModule = dataclasses.field(repr=False)
     partitions: int | None = None
 
     @classmethod
@@ -225,7 +227,8 @@ class Module:
             for name, instructions in found.items()
         }
         partitions = _PARTITIONS.search(text)
-        return cls(module.name, computations, entry, int(partitions[1]) if partitions else None)
+        count = int(partitions[1]) if partitions else None
+        return cls(module.name, computations, entry, module, count)
 
     @classmethod
     def from_text(cls, text: str) -> "Module":

@@ -6,23 +6,21 @@ several, the ways of the values say the rest. What is not certain is left open.
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, get_args
 
 from penzai_shard.compiled_programs import CollectiveOperation
-from penzai_shard.compiled_programs.operation_names import OperationName, merged_names
-from penzai_shard.inspection.layer_scopes import LayerScopes
+from penzai_shard.compiled_programs.operation_names import merged_names
 from penzai_shard.inspection.moved_values import MovedValues
+from penzai_shard.inspection.operation_owners import PHASES, OperationOwners, Phase
+from penzai_shard.inspection.optimizer_lines import OptimizerLines
 from penzai_shard.inspection.programs import CompiledProgram
 from penzai_shard.inspection.step_arrays import StepArray
 from penzai_shard.training.gradient_step import OPTIMIZER_SCOPE
 
-Phase = Literal["forward", "backward", "optimizer"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 BY_NAME = "by its name"
 BY_MAKER = "by what computes it"
 BY_USER = "by what uses it"
+BY_LINES = "by the lines of optax that it is from"
 BY_PARAMETER = "by the parameter that it moves"
 UNKNOWN = "nothing tells whose it is"
 _NEW_VALUE = "new value of "
@@ -106,6 +104,7 @@ class _Parts:
     def __init__(self, program: CompiledProgram) -> None:
         self._names = OperationOwners(program)
         self._moved = MovedValues(program)
+        self._optimizer = OptimizerLines(program.module)
         self._holders = _holders_by_array(program)
 
     def of(self, operation: CollectiveOperation) -> Iterator[AttributedPart]:
@@ -134,10 +133,12 @@ class _Parts:
 
     def _of_array(self, operation: CollectiveOperation, position: int, name: str) -> AttributedPart:
         array = self._array_moved(operation, position)
-        holders = () if array is None else self._holders.get(array.path, ())
+        holders = () if array is None else self._holders_of(array)
         part = self._by_name(name)
         if not part.owners:
             part = self._by_neighbours(operation, position, part, holders)
+        if not part.owners and part.phase is None and self._is_optimizers(operation, position):
+            part = AttributedPart((OPTIMIZER_SCOPE,), "optimizer", reason=BY_LINES)
         moves = self._moves(operation, position, array, part)
         if part.phase is None and moves.startswith(_NEW_VALUE):
             part = dataclasses.replace(part, phase="optimizer")
@@ -145,6 +146,21 @@ class _Parts:
         if holders and (inner or not part.owners):
             part = dataclasses.replace(part, owners=inner or holders, reason=BY_PARAMETER)
         return dataclasses.replace(part, moves=moves)
+
+    def _holders_of(self, array: StepArray) -> tuple[str, ...]:
+        """The layers that hold an array; where there are no layers, the group that it is in."""
+        if self._names.has_layers or not self._moved.is_updated(array):
+            return self._holders.get(array.path, ())
+        group = array.path.rpartition("/")[0]
+        return (group if "/" in group else array.path,)
+
+    def _is_optimizers(self, operation: CollectiveOperation, position: int) -> bool:
+        """Whether an optimizer's lines wrote it, or, if it is merged, all that it sums."""
+        if len(operation.operands) == 1:
+            return self._optimizer.wrote(operation.instruction)
+        makers = self._moved.flow.makers_of(operation.instruction)[position]
+        computed = [one for one in makers if one.opcode != "constant"]
+        return bool(computed) and all(map(self._optimizer.wrote, computed))
 
     def _array_moved(self, operation: CollectiveOperation, position: int) -> StepArray | None:
         """The array of the step that a collective moves, or for whose update it moves something."""
@@ -222,54 +238,16 @@ class _Parts:
         ]
         if holders and any(other.owners == (path,) for other in told for path in holders):
             told = [other for other in told if other.owners]
+        phases = {other.phase for other in told}
+        if part.phase is None and len(phases) == 1:
+            part = dataclasses.replace(part, phase=phases.pop())
         if len({other.owners for other in told}) != 1 or not told[0].owners:
             return part
-        phases = {other.phase for other in told}
-        return AttributedPart(
-            told[0].owners, phases.pop() if len(phases) == 1 else None, reason=reason
-        )
+        return dataclasses.replace(part, owners=told[0].owners, reason=reason)
 
     def _is_inside(self, path: str, owners: Sequence[str]) -> bool:
         """Whether a layer is inside of another, and not that one itself."""
         return len(owners) == 1 and self._names.is_inside(path, owners[0])
-
-
-class OperationOwners:
-    """What the names of a program's operations say."""
-
-    def __init__(self, program: CompiledProgram) -> None:
-        self._scopes: LayerScopes = program.step.scopes
-        self._read = functools.lru_cache(maxsize=None)(OperationName.of)
-        # A program that differentiates nothing is a forward pass.
-        self.has_gradients = any(
-            self._read(name).is_differentiated
-            for op_name in {one.op_name for one in program.module}
-            for name in merged_names(op_name)
-        )
-
-    def owner(self, name: str) -> str | None:
-        """The innermost layer, or the part of the step, that an operation's name tells of."""
-        if paths := self._scopes.paths_in(name):
-            return paths[-1]
-        return self._part_of_step(name)
-
-    def phase(self, name: str) -> Phase | None:
-        """The phase that an operation's name tells of."""
-        if self._part_of_step(name) == OPTIMIZER_SCOPE:
-            return "optimizer"
-        read = self._read(name)
-        if read.is_differentiated:
-            return "backward" if read.is_transposed else "forward"
-        return None if self.has_gradients else "forward"
-
-    def is_inside(self, path: str, outer: str) -> bool:
-        """Whether a layer is inside of another, and not that one itself."""
-        return path.startswith(f"{outer}/")
-
-    def _part_of_step(self, name: str) -> str | None:
-        """The outermost scope that the step wrote itself, and not its loss function."""
-        scopes = self._read(name).scopes
-        return next((scope for scope in scopes if scope in self._scopes.of_step), None)
 
 
 def _holders_by_array(program: CompiledProgram) -> dict[str, tuple[str, ...]]:

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Iterable
 
-from penzai_shard.inspection.attribution import Phase
 from penzai_shard.inspection.layer_groups import owners_text
+from penzai_shard.inspection.operation_owners import Phase
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,6 +83,15 @@ class MovedValues:
         }
         return next(iter(updated.values())) if len(updated) == 1 else None
 
+    def is_updated(self, array: StepArray) -> bool:
+        """Whether a result of the step is a new value of an argument."""
+        return array.path in self._updated_paths
+
+    @functools.cached_property
+    def _updated_paths(self) -> frozenset[str]:
+        arrays = map(self._argument_updated_to, range(len(self._root.results)))
+        return frozenset(array.path for array in arrays if array is not None)
+
     def depends_on_inputs(self, one: Instruction, position: int) -> bool:
         """Whether an operand is computed from what the step is run on, and not from its state."""
         return (one.operand_names[position], ()) in self._from_inputs

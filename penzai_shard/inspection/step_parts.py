@@ -67,10 +67,12 @@ def _of_node(node: Any, path: str, part: StepPart, model: str | None) -> list[tu
         by_label = is_labelled and model is not None and not is_foreign(node)
         place = join_paths(model or "", variable_name(node)) if by_label else path
         kind: StepPart = "parameters" if is_parameter(node) else "state variables"
+        if part == "optimizer state":
+            kind, place = part, path
         return [(place, kind)] * len(jax.tree.leaves(node))
-    if part in ("inputs", "outputs") and _is_optimizer_state(node):
+    if part in ("inputs", "outputs") and is_optimizer_state(node):
         part = "optimizer state"
-    elif model is None and is_layer(node):
+    elif model is None and is_layer(node) and part != "optimizer state":
         part, model = "constants", path
     found = keyed_children_of_node(node)
     if found is None:
@@ -87,5 +89,6 @@ def _of_node(node: Any, path: str, part: StepPart, model: str | None) -> list[tu
     return places
 
 
-def _is_optimizer_state(node: Any) -> bool:
+def is_optimizer_state(node: Any) -> bool:
+    """Whether a node is a state of an optimizer of optax."""
     return isinstance(node, tuple) and type(node).__module__.partition(".")[0] == "optax"

@@ -7,7 +7,7 @@ from typing import Literal
 from penzai_shard.compiled_programs.live_values import LiveValue, values_at_peak
 from penzai_shard.compiled_programs.modules import Instruction
 from penzai_shard.compiled_programs.operation_names import merged_names
-from penzai_shard.inspection.attribution import OperationOwners, Phase
+from penzai_shard.inspection.operation_owners import OperationOwners, Phase
 from penzai_shard.inspection.programs import CompiledProgram
 from penzai_shard.path_folding import folded_path, folding_key
 

@@ -25,7 +25,7 @@ from penzai_shard.inspection.step_arguments import (
     refuse_variables,
 )
 from penzai_shard.inspection.step_arrays import StepArray, names_in
-from penzai_shard.inspection.step_parts import paths_and_parts
+from penzai_shard.inspection.step_parts import is_optimizer_state, paths_and_parts
 from penzai_shard.layers import Jitted
 from penzai_shard.library_apis.compiler_api import compiler_options_of, traced_arguments
 from penzai_shard.model_variables import thawed
@@ -237,9 +237,11 @@ def _marked(
     """The arguments, the layers in them marked with their paths.
 
     If one argument alone has layers, they go by their paths in it, and else its name is put first.
+    What an optimizer keeps in the form of a model is marked as that model, so that both still fit.
     """
     named = [*zip(_names(function, len(args)), args, strict=True), *kwargs.items()]
-    several = sum(has_layers(value) for _, value in named) > 1
+    aside = [(name, _with_states_aside(value)) for name, value in named]
+    several = sum(has_layers(value) for _, value in aside) > 1
 
     def marked(name: str, value: Any) -> Any:
         prefix = name if several else ""
@@ -249,8 +251,63 @@ def _marked(
         model = scopes.marked(peek(value, "unbound_model"), prefix)
         return dataclasses.replace(copy.copy(value), unbound_model=model)
 
-    values = [marked(name, value) for name, value in named]
+    values = [marked(name, value) for name, value in aside]
+    models = [
+        pair
+        for (_, bare), value in zip(aside, values, strict=True)
+        for pair in zip(
+            jax.tree.leaves(bare, is_leaf=is_layer),
+            jax.tree.leaves(value, is_leaf=is_layer),
+            strict=True,
+        )
+        if is_layer(pair[0])
+    ]
+    values = [_with_states_back(value, models) for value in values]
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+
+@dataclasses.dataclass
+class _OptimizerState:
+    """An optimizer's state, out of sight of JAX."""
+
+    state: Any
+
+
+def _with_states_aside(tree: Any) -> Any:
+    if not any(map(is_optimizer_state, jax.tree.leaves(tree, is_leaf=is_optimizer_state))):
+        return tree
+    return jax.tree.map(
+        lambda node: _OptimizerState(node) if is_optimizer_state(node) else node,
+        tree,
+        is_leaf=is_optimizer_state,
+    )
+
+
+def _with_states_back(tree: Any, models: Sequence[tuple[Any, Any]]) -> Any:
+    """A tree with optimizers' states, in which what has a model's structure is marked as that."""
+
+    def is_none(node: Any) -> bool:
+        return node is None
+
+    def marked_as_model(node: Any) -> Any:
+        leaves, structure = jax.tree.flatten(node, is_leaf=is_none)
+        for bare, marked in structures:
+            if bare == structure:
+                return jax.tree.unflatten(marked, leaves)
+        return node
+
+    def back(leaf: Any) -> Any:
+        if not isinstance(leaf, _OptimizerState):
+            return leaf
+        return jax.tree.map(marked_as_model, leaf.state, is_leaf=is_layer)
+
+    if not any(isinstance(leaf, _OptimizerState) for leaf in jax.tree.leaves(tree)):
+        return tree
+    structures: list[tuple[Any, Any]] = [
+        (jax.tree.structure(bare, is_leaf=is_none), jax.tree.structure(marked, is_leaf=is_none))
+        for bare, marked in models
+    ]
+    return jax.tree.map(back, tree)
 
 
 def _names(function: Callable[..., Any], count: int) -> list[str]:

@@ -101,6 +101,15 @@ def instructions_in_order(module: HloModule, computation: Any) -> list[HloInstru
         return list(instructions.values())
 
 
+def text_with_frames(module: HloModule) -> str:
+    """A program's text with the tables of files, functions and stack frames in front."""
+    options = _hlo.HloPrintOptions.short_parsable()
+    options.print_metadata = True
+    options.print_backend_config = False
+    options.print_large_constants = False
+    return module.to_string(options)
+
+
 def module_from_text(text: str) -> HloModule:
     """Reads a program's text, as ``HloModule.to_string`` and ``Compiled.as_text`` give it."""
     return _hlo.hlo_module_from_text(text)

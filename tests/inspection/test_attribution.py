@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
@@ -211,6 +212,90 @@ def test_a_step_without_gradients_is_a_forward_pass(tower):
     forward = compile_step(lambda model, x: model(x), model, x)
     assert shapes_and_owners(forward, "forward") == shapes_and_owners(tower, "forward")
     assert len(attributed(forward)) == 2
+
+
+# Steps that users write themselves
+
+
+def step_of_users(gradient_of, optimizer):
+    def step(params, opt_state, x):
+        loss, grads = jax.value_and_grad(gradient_of)(params, x)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        # A norm for a log is not the optimizer's.
+        logged = optax.tree.norm(jax.tree.map(jnp.sin, grads))
+        return optax.apply_updates(params, updates), opt_state, (loss, logged)
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def split(tree, spec_of):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(MESH, spec_of(x))),
+        tree,
+    )
+
+
+def test_a_step_of_users_with_layers_has_owners_too_and_the_optimizers_by_its_lines(tower):
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    plan = make_plan(towers(), MESH, {"d24": "model", "d56": "model"})
+    model = pz.freeze_variables(plan.restore_structs())
+    step = step_of_users(lambda m, x: tower_loss(m, None, None, x)[0], optimizer)
+    # What the optimizer keeps has the form of the model, and is marked alike.
+    opt_state = split(jax.eval_shape(optimizer.init, model), lambda x: PartitionSpec())
+    x = split(pz.nx.wrap(jnp.zeros((12, 8)), "batch", "d8"), lambda x: PartitionSpec("data"))
+    program = compile_step(step, model, opt_state, x)
+    assert program.step.notes == ()
+    assert shapes_and_owners(program, "forward") == shapes_and_owners(tower, "forward")
+    *of_model, last = [whose for _, whose in attributed(program)]
+    assert {move for whose in of_model for move in whose.moves if "weights" in move} == {
+        f"gradient of params/{name}.weights" for name in LENGTHS
+    }
+    assert of_model[-1].layers[-1] == "loss"
+    assert last.layers == ("optimizer",)
+    assert last.reason == (
+        "by the lines of optax that it is from; of 4 of its 8 arrays nothing tells whose it is"
+    )
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(16, name="down")(jnp.tanh(nn.Dense(24, name="up")(x)))
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(40, name="head")(nn.remat(Block)(name="block")(x))
+
+
+def test_modules_of_flax_go_by_the_paths_of_their_arrays():
+    x = jnp.zeros((12, 16))
+    params = jax.eval_shape(Net().init, jax.random.key(0), x)
+    # Up and head by columns, down by rows.
+    by_shape = {
+        (16, 24): PartitionSpec(None, "model"),
+        (24, 16): PartitionSpec("model"),
+        (16, 40): PartitionSpec(None, "model"),
+    }
+    params = split(params, lambda x: by_shape.get(x.shape, PartitionSpec()))
+    optimizer = optax.adam(1e-3)
+    opt_state = split(jax.eval_shape(optimizer.init, params), lambda x: PartitionSpec())
+    step = step_of_users(lambda p, x: (Net().apply(p, x) ** 2).mean(), optimizer)
+    program = compile_step(step, params, opt_state, split(x, lambda x: PartitionSpec("data")))
+    assert ("f32[3,16]", "params/params/block/down") in shapes_and_owners(program, "forward")
+    (passed_back,) = (
+        whose.layers
+        for operation, whose in attributed(program)
+        if whose.phase == "backward" and str(operation.results[0]) == "f32[3,16]"
+    )
+    assert "params/params/head" in passed_back
+    moves = {move for _, whose in attributed(program) for move in whose.moves}
+    assert {move for move in moves if "gradient of params" in move} == {
+        f"gradient of params/params/{layer}/{name}"
+        for layer in ("block/up", "block/down", "head")
+        for name in ("kernel", "bias")
+    }
 
 
 # Programs written by hand, in which a wrong answer would be easy

@@ -204,7 +204,7 @@ WORSE = {
     "a metric needs all devices": (
         {},
         {"loss": with_a_metric},
-        ["unattributed: 2 all-reduces over 'data' (8 B) are new in the forward pass"],
+        ["loss: 2 all-reduces over 'data' (8 B) are new in the forward pass"],
     ),
 }
 
