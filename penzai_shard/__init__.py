@@ -41,7 +41,11 @@ from penzai_shard.errors import (
 )
 from penzai_shard.fitting import LogRecord, fit
 from penzai_shard.inspection.ahead_report import AheadReport
-from penzai_shard.inspection.collective_records import Collective, CollectiveTotal
+from penzai_shard.inspection.collective_records import (
+    Collective,
+    CollectivePart,
+    CollectiveTotal,
+)
 from penzai_shard.inspection.collective_report import CollectiveReport, collectives
 from penzai_shard.inspection.compile_ahead import compile_ahead
 from penzai_shard.inspection.lock_comparison import LockReport
@@ -136,6 +140,7 @@ __all__ = [
     "CheckpointWriteError",
     "Checkpointed",
     "Collective",
+    "CollectivePart",
     "CollectiveReport",
     "CollectiveTotal",
     "CompiledProgram",

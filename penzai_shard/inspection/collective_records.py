@@ -123,10 +123,10 @@ class CollectiveTotal:
     @classmethod
     def of_parts(cls, parts: Iterable[tuple[Collective, CollectivePart]]) -> "CollectiveTotal":
         """The total of parts of collectives: the bytes of these, and the times of their wholes."""
-        payloads: dict[str, tuple[Collective, int]] = {}
+        payloads: dict[int, tuple[Collective, int]] = {}
         for one, part in parts:
-            _, before = payloads.get(one.name, (one, 0))
-            payloads[one.name] = (one, before + part.payload_bytes)
+            _, before = payloads.get(id(one), (one, 0))
+            payloads[id(one)] = (one, before + part.payload_bytes)
         total = cls()
         for one, payload in payloads.values():
             total += cls._of_one(one, payload)

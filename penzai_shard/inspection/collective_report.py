@@ -143,7 +143,8 @@ class CollectiveReport(Report):
         It holds for perfect overlap: all collectives may run at the same time, with each other and
         with what is computed, and so may the links of different mesh axes. What goes over several
         mesh axes uses the links of all of them. Latency does not count, and what runs an unknown
-        number of times, or in a branch of a condition, counts as not run.
+        number of times, or in a branch of a condition, counts as not run. It is the bound of this
+        program: one for CPUs may send more than one for other devices, as its notes say.
 
         Args:
             bandwidth: For each mesh axis how many bytes one device can send over its links in a
