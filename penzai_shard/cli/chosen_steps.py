@@ -129,8 +129,7 @@ def training_step(
     parts = _batch_parts(used, mesh.shape)
     batch = parts if options.batch is None else options.batch
     tokens = _tokens(batch, options.seq + (not options.inference))
-    if parts > 1:
-        tokens = used.shard_batch({"tokens": tokens}, mesh)["tokens"]
+    tokens = used.shard_batch({"tokens": tokens}, mesh)["tokens"]
     size = f"batch {batch:,} x {options.seq:,} tokens"
     if options.inference:
         return ChosenStep(f"one forward pass of {size}; {how}", model, (tokens,))

@@ -287,10 +287,7 @@ def _read_pairs(pairs: list[tuple[str, Any]]) -> AxisRules:
     ]
     raise_all(RuleTypeError, "these rules cannot be read:", problems)
     return AxisRules(
-        [
-            (logical, (tuple(mesh) or None) if isinstance(mesh, list) else mesh)
-            for logical, mesh in pairs
-        ]
+        [(logical, tuple(mesh) if isinstance(mesh, list) else mesh) for logical, mesh in pairs]
     )
 
 

@@ -228,6 +228,13 @@ def test_the_batch_is_by_default_one_sequence_for_each_part(shell):
     assert tokens.data_array.sharding.shard_shape((4, 17)) == (1, 17)
 
 
+@pytest.mark.parametrize("options", [("model=2",), ("data=2", "--rules", "neurons=data")])
+def test_a_batch_that_is_not_split_is_one_sequence_on_every_device(options):
+    step, _ = step_of("price", SMALL, "--seq", "16", "--mesh", *options)
+    assert step.text.startswith("one training step of batch 1 x 16 tokens")
+    assert step.kwargs["tokens"].data_array.sharding.is_fully_replicated
+
+
 def test_a_model_that_cannot_be_laid_out_is_found(shell):
     status, printed, _ = shell("price", SMALL, "--mesh", "data=3", "--layout", "tensor_parallel")
     assert status == 2  # The mesh lacks a mesh axis.
