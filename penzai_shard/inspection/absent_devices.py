@@ -244,7 +244,10 @@ def compiler_of(topology: Topology) -> str:
         package = "libtpu"
     else:
         package = _installed_gpu_plugin()
-    return f"{package} {importlib.metadata.version(package)}"
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return package  # Put there by hand.
 
 
 def version_note(compiler: str) -> str | None:

@@ -95,8 +95,10 @@ class AheadReport(Report):
         return AheadTable(tuple(self._rows()), self.memory.table().verdict, summary)
 
     def _rows(self) -> Iterator[tuple[str, str]]:
-        devices = f"{self.device_count:,} x {self.device_kind} ({self.topology.name})"
-        yield "devices", devices
+        count = f"{self.device_count:,}"
+        if self.memory.program.step.mesh is None and self.device_count > 1:
+            count = f"1 of {count}"
+        yield "devices", f"{count} x {self.device_kind} ({self.topology.name})"
         if self.topology.slices > 1:
             yield "slices", self._slices_text()
         yield "between steps", bytes_text(self.memory.resident)

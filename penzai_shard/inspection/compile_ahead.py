@@ -34,7 +34,8 @@ def compile_ahead(step: Any, /, *args: Any, topology: str | Topology, **kwargs: 
 
     The compiler for these devices compiles it in a process of its own: the caller's JAX, its
     devices and its environment stay as they are. The mesh is laid over the devices as
-    ``make_mesh`` does where they are.
+    ``make_mesh`` does where they are. The step is lowered here, which starts JAX as any use of it
+    does; ``JAX_PLATFORMS=cpu`` keeps it from looking for TPUs once libtpu is installed.
 
     Args:
         step: A train step, a function under ``jax.jit``, or a layer.

@@ -152,6 +152,17 @@ def test_absent_compilers_are_named_with_the_command_that_installs_them(monkeypa
     assert dict(os.environ) == before
 
 
+def test_a_compiler_that_does_not_start_is_an_error_in_its_own_words(tmp_path, monkeypatch):
+    (tmp_path / "libtpu").mkdir()
+    (tmp_path / "libtpu" / "__init__.py").write_text(
+        f"def get_library_path(): return {str(tmp_path / 'nothing.so')!r}"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    with pytest.raises(CompilationError, match=r"libtpu.* cannot describe the devices .*'v5e:4x4'"):
+        pzs.compile_ahead(step, *ARGUMENTS, topology="v5e:4x4")
+
+
 def test_a_compiler_for_another_version_of_jax_is_noted(monkeypatch):
     versions = {"jax": "0.10.2", "libtpu": "0.0.50.1"}
     wanted = ['jaxlib>=0.10.2; extra == "tpu"', 'libtpu==0.0.42.*; extra == "tpu"']
