@@ -80,7 +80,7 @@ class MemoryReport(Report):
 
     @property
     def state_variables(self) -> int:
-        """What else a step carries to the next: state variables, the random key, counts."""
+        """What else a step carries to the next, such as state variables and counts."""
         return self._of_part("state variables")
 
     @property
@@ -90,7 +90,7 @@ class MemoryReport(Report):
 
     @property
     def resident(self) -> int:
-        """What is there between steps: parameters, optimizer's state, state variables, constants.
+        """What is there between steps, which is parameters, state and constants.
 
         The sum of the sizes of their shards on one device.
         """
@@ -98,7 +98,7 @@ class MemoryReport(Report):
 
     @property
     def inputs(self) -> int:
-        """What comes in beside that: the batch."""
+        """What comes in beside that, such as the batch."""
         return self._of_part("inputs") + self._of_part("outputs")
 
     @property
@@ -108,7 +108,7 @@ class MemoryReport(Report):
 
     @property
     def padding(self) -> int:
-        """What arguments take beyond the sizes of their shards: TPUs fill up tiles.
+        """What arguments take beyond the sizes of their shards, as TPUs fill up tiles.
 
         Less than nothing where the compiler packs elements of half a byte.
         """
@@ -127,7 +127,7 @@ class MemoryReport(Report):
 
     @property
     def temporaries(self) -> int:
-        """What is there while the step runs: activations, gradients, gathered parameters."""
+        """What is there while the step runs, such as activations and gradients."""
         return self._compiled.temporaries
 
     @property
@@ -157,7 +157,7 @@ class MemoryReport(Report):
 
     @property
     def _host_counted_as_device(self) -> int:
-        """Arguments in the host's memory that the compiler takes for the device's: on CPUs."""
+        """Arguments in the host's memory that the compiler takes for the device's, on CPUs."""
         used = self._on_host(True)
         return used if self._compiled.host < used else 0
 
@@ -185,7 +185,7 @@ class MemoryReport(Report):
 
     @functools.cached_property
     def temporary_groups(self) -> tuple[TemporaryGroup, ...]:
-        """What the temporaries are when most of them are there, the largest first: an estimate.
+        """What the temporaries are when most of them are there, the largest first (an estimate).
 
         From the order of the program's instructions, since compilers do not say what they put
         where; empty where that does not explain what the compiler needs.

@@ -257,7 +257,7 @@ class StatefulTrainer(NotebookView):
 
     @property
     def current_state(self) -> TrainState:
-        """The train state to look at, not to keep: the next step need not copy it."""
+        """The train state to look at, not to keep, so that the next step need not copy it."""
         return self._state
 
     @property
