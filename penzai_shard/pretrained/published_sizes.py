@@ -13,12 +13,15 @@ from typing import Any
 
 _LLAMA_2 = "Touvron et al. 2023, arXiv:2307.09288; model cards meta-llama/Llama-2-*-hf"
 _LLAMA_3 = "Grattafiori et al. 2024, arXiv:2407.21783, table 3; model cards meta-llama/*"
+_LLAMA_3_2 = "model cards meta-llama/Llama-3.2-1B and Llama-3.2-3B"
+_LLAMA_3_3 = "model card meta-llama/Llama-3.3-70B-Instruct"
 _MISTRAL = "Jiang et al. 2023, arXiv:2310.06825, table 1; model card mistralai/Mistral-7B-v0.1"
 _GEMMA = "Gemma Team 2024, arXiv:2403.08295, tables 1 and 2; model cards google/gemma-*"
 _GEMMA_2 = "Gemma Team 2024, arXiv:2408.00118, tables 1 and 2; model cards google/gemma-2-*"
 _GEMMA_3 = "Gemma Team 2025, arXiv:2503.19786, table 1; model cards google/gemma-3-*-pt"
 _NEOX = "Black et al. 2022, arXiv:2204.06745, section 2; model card EleutherAI/gpt-neox-20b"
 _PYTHIA = "Biderman et al. 2023, arXiv:2304.01373, table 1; model cards EleutherAI/pythia-*"
+_PYTHIA_14M = "model card EleutherAI/pythia-14m"
 
 # Name: parameters, source; hidden size, size of the feed-forward layer, heads, heads of keys and
 # values, layers, vocabulary; the base of positions, whether the table of tokens is used twice.
@@ -31,9 +34,9 @@ _LLAMA: dict[str, tuple[Any, ...]] = {
     "llama-3.1-8b": ("8.03B", _LLAMA_3, 4096, 14336, 32, 8, 32, 128256, 5e5, False),
     "llama-3.1-70b": ("70.6B", _LLAMA_3, 8192, 28672, 64, 8, 80, 128256, 5e5, False),
     "llama-3.1-405b": ("406B", _LLAMA_3, 16384, 53248, 128, 8, 126, 128256, 5e5, False),
-    "llama-3.2-1b": ("1.24B", _LLAMA_3, 2048, 8192, 32, 8, 16, 128256, 5e5, True),
-    "llama-3.2-3b": ("3.21B", _LLAMA_3, 3072, 8192, 24, 8, 28, 128256, 5e5, True),
-    "llama-3.3-70b": ("70.6B", _LLAMA_3, 8192, 28672, 64, 8, 80, 128256, 5e5, False),
+    "llama-3.2-1b": ("1.24B", _LLAMA_3_2, 2048, 8192, 32, 8, 16, 128256, 5e5, True),
+    "llama-3.2-3b": ("3.21B", _LLAMA_3_2, 3072, 8192, 24, 8, 28, 128256, 5e5, True),
+    "llama-3.3-70b": ("70.6B", _LLAMA_3_3, 8192, 28672, 64, 8, 80, 128256, 5e5, False),
     "mistral-7b": ("7.24B", _MISTRAL, 4096, 14336, 32, 8, 32, 32000, 1e4, False),
 }
 
@@ -55,7 +58,7 @@ _GEMMAS: dict[str, tuple[Any, ...]] = {
 # times as wide.
 _GPT_NEOX: dict[str, tuple[Any, ...]] = {
     "gpt-neox-20b": ("20,554,567,680", _NEOX, 6144, 64, 44, 50432),
-    "pythia-14m": ("14.1M", _PYTHIA, 128, 4, 6, 50304),
+    "pythia-14m": ("14.1M", _PYTHIA_14M, 128, 4, 6, 50304),
     "pythia-70m": ("70.4M", _PYTHIA, 512, 8, 6, 50304),
     "pythia-160m": ("162M", _PYTHIA, 768, 12, 12, 50304),
     "pythia-410m": ("405M", _PYTHIA, 1024, 16, 24, 50304),

@@ -66,7 +66,7 @@ def test_the_text_says_the_model_the_layout_and_what_a_device_holds(shell):
     status, printed, errors = shell("plan", "pythia-14m", "--mesh", "data=8")
     assert (status, errors) == (0, "")
     assert printed.startswith("pythia-14m: 14,067,712 parameters, bfloat16; 14.1M are published")
-    assert "arXiv:2304.01373" in printed
+    assert "(model card EleutherAI/pythia-14m)" in " ".join(printed.split())
     assert "--layout" in printed
     assert "block_*/attention/query" in printed
     assert "on mesh (data=8) each device holds" in " ".join(printed.split())
