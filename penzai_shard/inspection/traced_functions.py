@@ -30,6 +30,7 @@ from penzai_shard.layers import Jitted
 from penzai_shard.library_apis.compiler_api import compiler_options_of, traced_arguments
 from penzai_shard.model_variables import thawed
 from penzai_shard.model_variables.slots import StaticLeaf, fill_slots
+from penzai_shard.placement import described_array
 from penzai_shard.planning import bytes_text
 from penzai_shard.surgery.edit_report import counted
 from penzai_shard.surgery.tree_nodes import is_layer
@@ -152,7 +153,7 @@ def _without_deleted(leaf: Any) -> Any:
     """A struct in place of an array that was donated, which still says what it was."""
     if not is_deleted(leaf):
         return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return described_array(leaf, leaf.sharding if leaf.committed else None)
 
 
 def _traced_jitted(

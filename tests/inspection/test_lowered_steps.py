@@ -600,6 +600,20 @@ def test_what_a_program_holds_that_is_no_argument_is_said() -> None:
     assert "closes over 1 array" in held
 
 
+def test_arrays_that_a_function_was_given_before_are_still_described() -> None:
+    mesh = make_mesh(data=4, model=2)
+    placed = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("data")))
+    free = jnp.asarray(2.0)
+    step = jax.jit(lambda x, n: x * n, donate_argnums=(0, 1))
+    before = lower_step(step, (placed, free), {})
+    step(placed, free)
+    placed.delete(), free.delete()
+    after = lower_step(step, (placed, free), {})
+    assert after.arguments == before.arguments
+    assert after.lowered.as_text() == before.lowered.as_text()
+    assert [a.spec for a in after.arguments.values()] == [P("data"), P()]
+
+
 def test_train_states_in_functions_of_users_go_by_their_fields(built: Built) -> None:
     step = jax.jit(lambda state, x: built.step(state, x=x), donate_argnums=0)
     program = compile_step(step, built.state, built.x)
