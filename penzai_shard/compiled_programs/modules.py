@@ -127,6 +127,14 @@ class Instruction:
         return tuple(operand.name for operand in self.handle.operands())
 
     @functools.cached_property
+    def positions(self) -> Mapping[str, tuple[int, ...]]:
+        """As which operands each of the instructions that it uses comes in."""
+        found: dict[str, tuple[int, ...]] = {}
+        for position, name in enumerate(self.operand_names):
+            found[name] = (*found.get(name, ()), position)
+        return found
+
+    @functools.cached_property
     def user_names(self) -> tuple[str, ...]:
         """The names of the instructions that use its result, all of the same computation."""
         return tuple(user.name for user in self.handle.users())

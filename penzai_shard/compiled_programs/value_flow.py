@@ -253,9 +253,8 @@ class ValueFlow:
         siblings = self.module.computations[one.computation].instructions
         for name in dict.fromkeys(one.user_names):
             user = siblings[name]
-            for position, operand in enumerate(user.operand_names):
-                if operand == one.name:
-                    yield user, position
+            for position in user.positions[one.name]:
+                yield user, position
 
     def _into(
         self, user: Instruction, position: int, path: Path, callers: tuple[Instruction, ...]

@@ -238,9 +238,13 @@ class _Parts:
         ]
         if holders and any(other.owners == (path,) for other in told for path in holders):
             told = [other for other in told if other.owners]
-        phases = {other.phase for other in told}
-        if part.phase is None and len(phases) == 1:
-            part = dataclasses.replace(part, phase=phases.pop())
+        if part.phase is None and told:
+            phases = [other.phase for other in told]
+            if operation.kind not in _REDUCTIONS and None not in phases:
+                # It runs before the first that uses it.
+                phases = [min(phases, key=(*PHASES, None).index)]
+            if len(set(phases)) == 1:
+                part = dataclasses.replace(part, phase=phases[0])
         if len({other.owners for other in told}) != 1 or not told[0].owners:
             return part
         return dataclasses.replace(part, owners=told[0].owners, reason=reason)
