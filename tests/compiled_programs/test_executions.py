@@ -8,6 +8,12 @@ from penzai_shard.compiled_programs.executions import Executions, executions
 LOOP = """
 HloModule jit_step
 
+added {
+  a = s32[] parameter(0)
+  b = s32[] parameter(1)
+  ROOT sum = s32[] add(a, b)
+}
+
 counted {
   p.1 = s32[] parameter(0)
   one.1 = s32[] constant(1)
@@ -94,6 +100,14 @@ def test_a_loop_that_counts_says_how_often_it_runs(changes, turns):
         (("tuple(first, last, x.3)", "tuple(first, n, x.3)"),),
         (("tuple(next, limit, y)", "tuple(next, next, y)"),),
         (("tuple(next, limit, y)", "tuple(next, step, y)"),),
+        # A sum over devices.
+        (
+            (
+                "last = s32[] constant(10)",
+                "ten = s32[] constant(10)\n  last = s32[] all-reduce(ten),"
+                " replica_groups={{0,1}}, to_apply=added",
+            ),
+        ),
         # A beginning that is not a constant.
         (("tuple(first, last, x.3)", "tuple(n, last, x.3)"),),
         # Another comparison, one with itself, one of others.
