@@ -1,6 +1,7 @@
 """The line of one instruction in a program's text, taken apart: type, opcode, attributes."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -46,16 +47,25 @@ class InstructionText:
     """What the line of an instruction says.
 
     Attributes:
-        type: What comes out: an array, or a tuple of types.
+        type_text: What comes out, as it is written.
         opcode: The opcode as it is written.
         operands: What stands between its brackets.
         attributes: What stands behind the operands, by key.
     """
 
-    type: Type
+    type_text: str
     opcode: str
     operands: str
     attributes: Mapping[str, str]
+
+    @functools.cached_property
+    def type(self) -> Type:
+        """What comes out: an array, or a tuple of types.
+
+        Raises:
+            ValueError: It is not a type.
+        """
+        return read_type(self.type_text)
 
     @classmethod
     def of(cls, line: str) -> "InstructionText":
@@ -77,7 +87,7 @@ class InstructionText:
             raise ValueError(f"not an instruction: {line[:200]!r}")
         behind = _closing(line, opcode.end() - 1)
         return cls(
-            read_type(line[head.end() : end]),
+            line[head.end() : end],
             opcode[1],
             line[opcode.end() : behind - 1],
             dict(_attributes(line[behind:])),

@@ -58,6 +58,8 @@ def test_an_all_reduce_and_its_slice_in_a_fusion_are_a_reduce_scatter():
          (FUSION, "ROOT f = f32[8,8]{1,0} fusion")],
         [("f32[4,8]{1,0} dynamic", "f32[2,8]{1,0} dynamic"), ("={4,8}", "={2,8}"),
          (FUSION, "ROOT f = f32[2,8]{1,0} fusion")],
+        # The same share on all devices.
+        [(ROOT, "ROOT s = f32[4,8]{1,0} slice(c), slice={[0:4],[0:8]}")],
         # Two shares of it.
         [(ROOT, f"{ROOT[5:]}\n  v = f32[4,8]{{1,0}} dynamic-slice(c, zero, zero), "
           "dynamic_slice_sizes={4,8}\n  ROOT u = (f32[4,8]{1,0}, f32[4,8]{1,0}) tuple(s, v)"),
