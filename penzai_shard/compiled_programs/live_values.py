@@ -100,7 +100,8 @@ class _Peaks:
         held = most = 0
         peak: tuple[LiveValue, ...] = ()
         for position, one in enumerate(instructions):
-            made = {key: value for key, value in values.items() if key[0] == one.name}
+            keys = [(one.name, i) for i in range(len(one.results))]
+            made = {key: values[key] for key in keys if key in values}
             inner = self._inside(one)
             alive |= made
             held += sum(value.bytes for value in made.values())
