@@ -643,7 +643,6 @@ def test_the_short_text_names_the_entry_and_each_root(small_program):
 
 
 def test_a_scheduled_program_says_in_which_order_it_runs_but_for_what_is_fused():
-    # Read from text, instructions are kept in an order of their own.
     text = """HloModule m, is_scheduled=true
 
     fused {
@@ -669,10 +668,13 @@ def test_a_scheduled_program_says_in_which_order_it_runs_but_for_what_is_fused()
     assert order(scheduled) == {"fused": ["q", "n"], "e": ["p", "b", "a", "f", "t"]}
     copy = compiler_api.module_from_bytes(compiler_api.module_to_bytes(scheduled))
     assert order(copy) == order(scheduled)
-    swapped = text.replace("b = f32[4]{0} log(p)", "").replace(
-        "f = ", "b = f32[4]{0} log(p)\n f = "
-    )
-    assert order(compiler_api.module_from_text(swapped))["e"] == ["p", "a", "b", "f", "t"]
+    entry = next(one for one in copy.computations() if one.name == "e")
+    found = {one.name: one for one in entry.instructions()}
+    schedule = copy.schedule()
+    schedule.set_sequence(entry, [found[name] for name in ("p", "a", "f", "b", "t")])
+    copy.set_schedule(schedule)
+    assert order(copy)["e"] == ["p", "a", "f", "b", "t"]
+    assert [one.name for one in entry.instructions()] != order(copy)["e"]
     # Without a schedule, each instruction once, operands first.
     unscheduled = compiler_api.module_from_text(text.replace(", is_scheduled=true", ""))
     assert unscheduled.schedule() is None

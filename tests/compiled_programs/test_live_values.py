@@ -118,6 +118,7 @@ def test_what_a_loop_carries_counts_once_and_its_body_at_its_peak(size):
 def test_tiles_of_tpus_are_filled_up_and_other_memories_do_not_count():
     program = """
       p = f32[100,200]{1,0:T(8,128)} parameter(0)
+      q = f32[200]{0:T(8,128)} parameter(1)
       a = f32[100,200]{1,0:T(8,128)} exponential(p)
       b = f32[100,200]{0,1:T(8,128)} log(p)
       c = f32[100,200]{1,0:T(8,128)S(1)} negate(p)
@@ -125,9 +126,11 @@ def test_tiles_of_tpus_are_filled_up_and_other_memories_do_not_count():
       e = bf16[3]{0:T(256)(128)(2,1)} negate(d)
       t = (f32[100,200]{1,0:T(8,128)}, f32[100,200]{0,1:T(8,128)}) tuple(a, b)
       g = f32[100,200]{1,0:T(8,128)} get-tuple-element(t), index=0
-      h = f32[1]{0} custom-call(g, b, c, e), custom_call_target="any"
+      f = f32[200]{0:T(8,128)} negate(q)
+      h = f32[1]{0} custom-call(g, b, c, e, f), custom_call_target="any"
       ROOT r = f32[1]{0} negate(h)"""
-    sizes = {"a": 104 * 256 * 4, "b": 128 * 200 * 4, "e": 256 * 2, "h": 4}
+    sizes = {"a": 104 * 256 * 4, "b": 128 * 200 * 4, "e": 256 * 2, "f": 8 * 256 * 4}
+    sizes["h"] = 4
     assert dict(peak(program)) == sizes
 
 
