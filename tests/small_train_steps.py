@@ -66,6 +66,7 @@ def report_of(
     optimizer_rules=None,
     split=None,
     embedding=16,
+    examples=1024,
     **options,
 ):
     """The report of a step on abstract arrays; the batch is split as ``split`` says."""
@@ -84,6 +85,6 @@ def report_of(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(split))
         ),
-        jax.eval_shape(lambda: pz.nx.ones({"batch": 1024, "embedding": embedding})),
+        jax.eval_shape(lambda: pz.nx.ones({"batch": examples, "embedding": embedding})),
     )
     return device_memory(step, state, x=x)

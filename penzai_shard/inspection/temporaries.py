@@ -7,6 +7,7 @@ from typing import Literal
 from penzai_shard.compiled_programs.live_values import LiveValue, values_at_peak
 from penzai_shard.compiled_programs.modules import Instruction
 from penzai_shard.compiled_programs.operation_names import merged_names
+from penzai_shard.compiled_programs.value_flow import ValueFlow
 from penzai_shard.inspection.operation_owners import OperationOwners, Phase
 from penzai_shard.inspection.programs import CompiledProgram
 from penzai_shard.path_folding import folded_path, folding_key
@@ -15,7 +16,13 @@ from penzai_shard.path_folding import folded_path, folding_key
 _PLAUSIBLE = (0.5, 1.5)
 
 TemporaryKind = Literal[
-    "kept for the backward pass", "gathered", "forward", "backward", "optimizer", "other"
+    "kept for the backward pass",
+    "gathered",
+    "copied parameters",
+    "forward",
+    "backward",
+    "optimizer",
+    "other",
 ]
 
 
@@ -25,7 +32,8 @@ class TemporaryGroup:
 
     Attributes:
         kind: What they are: made in the forward pass and read in the backward pass; gathered from
-            other devices; or else the phase in which they are made and read.
+            other devices; parameters in another dtype or order; or else the phase in which they
+            are made.
         layer: The path of the layer that made them, with ``*`` in place of the numbers in which
             equal ones differ; ``"loss"`` or ``"optimizer"``; empty if that is not known.
         label: The same by the names of the layers' parameters, where they have some.
@@ -87,15 +95,29 @@ class _Origins:
     def __init__(self, program: CompiledProgram) -> None:
         self._module = program.module
         self._owners = OperationOwners(program)
+        self._flow = ValueFlow(program.module)
+        self._parameters = {
+            name for name, array in program.step.arguments.items() if array.part == "parameters"
+        }
 
     def kind(self, value: LiveValue) -> TemporaryKind:
         made = self._origin(value.instruction)
         if made.opcode.startswith("all-gather"):
             return "gathered"
+        if self._is_copied_parameter(value.instruction):
+            return "copied parameters"
         first, last = self._phase(made), self._phase(value.last_use)
         if first == "forward" and last == "backward":
             return "kept for the backward pass"
         return first or "other"
+
+    def _is_copied_parameter(self, one: Instruction) -> bool:
+        """Whether parameters are in a value as they are, but for their dtype and order."""
+        if not one.user_names:
+            return False
+        user = self._module.computations[one.computation].instructions[one.user_names[0]]
+        arguments = self._flow.arguments_of(user)[user.operand_names.index(one.name)]
+        return bool(arguments) and self._parameters.issuperset(arguments)
 
     def owner(self, one: Instruction) -> str:
         """The layer or the part of the step that made a value; empty if not known."""

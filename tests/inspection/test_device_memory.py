@@ -204,6 +204,18 @@ def test_temporaries_are_the_activations_that_the_backward_pass_reads(wide):
     assert "kept for the backward pass" in str(wide)
 
 
+def test_gathered_parameters_are_told_from_activations(sharded):
+    _, _, report = sharded
+    kinds = {}
+    for group in report.temporary_groups:
+        kinds[group.kind] = kinds.get(group.kind, 0) + group.bytes
+    # Every matrix is gathered over "data", and may be kept in the order that its product reads.
+    whole = 4 * 16 * 16 * 4
+    assert 0 < kinds["gathered"] + kinds.get("copied parameters", 0) <= whole
+    # What is kept of two examples is small beside them.
+    assert 0 < kinds["kept for the backward pass"] <= whole / 4
+
+
 def test_temporaries_are_not_explained_where_the_estimate_is_far_off(wide):
     memory = dataclasses.replace(wide.program.memory, temporaries=100 * wide.temporaries)
     program = dataclasses.replace(wide.program, memory=memory)

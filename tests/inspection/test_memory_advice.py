@@ -1,5 +1,6 @@
 """What advice on memory says is saved, against the same step with the advice followed."""
 
+import functools
 import json
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from penzai import pz
 
 from penzai_shard import (
+    device_memory,
     rematerialise_blocks,
     roll_layer_stacks,
 )
@@ -84,9 +86,26 @@ def test_advice_that_is_followed_already_is_not_given():
 def test_axes_that_are_taken_or_do_not_divide_are_not_advised():
     report = report_of({"neurons": "model"}, split="data")
     assert advised(report, "shard parameters").rules == {"embedding": "data"}
-    rules = {"neurons": ("model", "data")}
-    kinds = {advice.kind for advice in report_of(rules, split="data").advice}
-    assert kinds == {"microbatches"}
+    # 18 do not divide over 4, nor do the three examples on a device over 2.
+    report = report_of(
+        {"neurons": "model"},
+        build=lambda: build_mlp(embedding=18),
+        embedding=18,
+        examples=12,
+        split="data",
+    )
+    assert report.advice == ()
+
+
+def test_arguments_whose_form_no_result_has_left_are_not_advised_to_be_donated():
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(params, opt_state):
+        return jax.tree.map(lambda moment, w: moment + w, opt_state, (params, params))
+
+    params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    report = device_memory(step, params, (params, params))
+    assert report.donated == 2 * 64 * 64 * 4
+    assert report.advice == ()
 
 
 def build_stack():
