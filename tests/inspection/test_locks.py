@@ -133,7 +133,7 @@ WORSE = {
         {"batch": None},
         [
             "x: spec was P('data'), is now P()",
-            "block_0/up: 1 all-gather over 'data' (512 B) is new in the backward pass",
+            "inputs: 640 B → 1.0 KiB (+60%, tolerance 5%)",
         ],
     ),
     "the batch is twice as large": (
@@ -156,7 +156,13 @@ WORSE = {
     "parameters are gathered once more, for rematerialisation": (
         {},
         {"edit": REMAT},
-        ["block_0/up: 1 all-gather over 'data' (1.0 KiB) is new in the backward pass"],
+        # On jax 0.12 programs say of what a block gathers again only that it is the block's.
+        [
+            (
+                "block_0/up: 1 all-gather over 'data' (1.0 KiB) is new in the backward pass",
+                "block_0: 2 all-gathers over 'data' (2.0 KiB) are new in the backward pass",
+            )
+        ],
     ),
     "a parameter is renamed": (
         {},
@@ -276,14 +282,11 @@ HARMLESS = {
     "the same constraint twice": {"edit": after("up", PINNED)},
     "edited and stripped": {"edit": lambda model: pzs.strip(pzs.Jitted(scoped(model)))},
     "in the precision that it has": {"edit": lambda model: pzs.InPrecision(model, "float32")},
-    "kept for the backward pass": {
-        "edit": pzs.Recipe(pzs.wrap(pz.nn.Residual, pzs.Checkpointed, policy="everything")).apply
-    },
     "rules as pairs": {"rules": list(RULES.items())},
     "rules combined": {"rules": pzs.data_parallel() | dict(reversed(RULES.items()))},
     "a constraint in another order": {"constraint": dict(reversed(ACTIVATIONS.items()))},
     "an equal mesh": {"on": pzs.make_mesh({"data": 4, "model": 2})},
-    "a mesh without devices": {"on": jax.sharding.AbstractMesh((4, 2), ("data", "model"))},
+    "a mesh without devices": {"on": mesh().abstract_mesh},
 }
 
 
