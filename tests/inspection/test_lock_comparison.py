@@ -273,6 +273,8 @@ def test_collectives_that_the_compiler_merges_otherwise_are_one_difference():
     assert changes(before, more) == [
         ("a/x", f"{text} became 2 (3.0 KiB), merged otherwise", "worse")
     ]
+    unknown = of((group("a/x"), CollectiveCount(1, 3072, unknown_times=1)))
+    assert [effect for *_, effect in changes(before, unknown)] == ["worse"]
     parts = of(
         (group("b"), CollectiveCount(1, 1024)),
         (group("a/x", "a/y"), CollectiveCount(1, 3072)),

@@ -14,8 +14,10 @@ from penzai_shard.inspection.lock_content import (
     CollectiveGroup,
     LockContent,
     LockedArray,
+    locked_arrays,
 )
 from penzai_shard.inspection.lock_files import lock_from_text, lock_to_text
+from penzai_shard.inspection.step_arrays import StepArray
 from penzai_shard.path_folding import paths_in_ranges, ranged_paths
 
 UP = LockedArray("parameters", ("data", None, ("x", "y")), (32, 4, 64), "float32", donated=True)
@@ -102,6 +104,12 @@ def test_one_block_that_changes_parts_its_group_and_nothing_else():
         "params/lm/block_3/mlp.up",
         None,
     ]
+
+
+def test_two_arrays_of_one_path_are_kept_apart_and_constants_left_out():
+    array = StepArray("x", "inputs", (4,), "int32", None)
+    constant = dataclasses.replace(array, path="unbound_model/epsilon", part="constants")
+    assert list(locked_arrays([array, constant, array])) == ["x", "x (2)"]
 
 
 def test_an_empty_lock_is_read_back():
