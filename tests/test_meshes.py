@@ -58,7 +58,8 @@ def test_too_many_devices_say_how_to_use_fewer():
 
 def test_a_mesh_of_absent_devices_may_have_any_number_of_them():
     mesh = make_mesh({"data": 512, "model": 8}, abstract=True)
-    assert mesh == AbstractMesh((512, 8), ("data", "model"))
+    assert tuple(mesh.shape.items()) == (("data", 512), ("model", 8))
+    assert isinstance(mesh, AbstractMesh)
     assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
     with pytest.raises(MeshError, match=r"make_mesh\(\{'data': 512, 'model': 8\}, abstract=True\)"):
         make_mesh(data=512, model=8)
