@@ -1,5 +1,7 @@
 """What the library reads of a compiled program, beside what the judge of the benchmarks reads."""
 
+import pytest
+
 from benchmarks.compiled_collectives import bytes_by_kind, read_collectives
 from penzai_shard.compiled_programs import Module
 from penzai_shard.inspection.collective_report import CollectiveReport
@@ -38,3 +40,8 @@ def assert_report_is_as_judged(text, mesh):
         for each in (report.collectives, judged)
     )
     assert ours == theirs
+    for one in report.collectives:
+        assert sum(part.payload_bytes for part in one.parts) == one.payload_bytes, one.name
+    for totals in (report.by_layer(), report.by_phase()):
+        sent = sum(total.wire_bytes for total in totals.values())
+        assert sent == pytest.approx(report.wire_bytes, rel=1e-12)

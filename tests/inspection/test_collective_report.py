@@ -267,6 +267,9 @@ def test_rows_of_next_to_nothing_are_one():
     assert len(report(*small).table().rows) == 3
     unknown = [dataclasses.replace(one, times=None) for one in small]
     assert len(report(*unknown).table().rows) == 3
+    assert len(report(collective(payload=4096), *unknown).table().rows) == 4
+    empty = [dataclasses.replace(one, wire_bytes=0.0) for one in small]
+    assert len(report(*empty).table().rows) == 3
 
 
 def test_without_collectives_it_says_so():
