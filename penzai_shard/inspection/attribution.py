@@ -142,6 +142,10 @@ class _Parts:
         moves = self._moves(operation, position, array, part)
         if part.phase is None and moves.startswith(_NEW_VALUE):
             part = dataclasses.replace(part, phase="optimizer")
+        if len(holders) > 1 and part.owners and moves == getattr(array, "path", None):
+            # What the name of one says, others that hold the same may need as well.
+            others = self._holders_that_use(operation, position, holders)
+            part = dataclasses.replace(part, owners=_distinct((*part.owners, *others)))
         inner = tuple(path for path in holders if self._is_inside(path, part.owners))
         if holders and (inner or not part.owners):
             part = dataclasses.replace(part, owners=inner or holders, reason=BY_PARAMETER)
@@ -212,6 +216,15 @@ class _Parts:
             )
             for user in told
         )
+
+    def _holders_that_use(
+        self, operation: CollectiveOperation, position: int, holders: Sequence[str]
+    ) -> list[str]:
+        """The layers that hold a parameter, of those that use what comes out."""
+        users = self._moved.flow.users_of(operation.instruction)[_out(operation, position)]
+        names = [name for one in users for name in merged_names(one.op_name)]
+        owners = {self._names.owner(name) for name in names}
+        return [path for path in holders if path in owners]
 
     def _by_neighbours(
         self,

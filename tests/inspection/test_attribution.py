@@ -470,6 +470,24 @@ def test_a_parameter_that_two_layers_hold_belongs_to_both():
     assert whose.reason == "by the parameter that it moves"
 
 
+def test_a_gather_for_two_layers_that_hold_a_parameter_belongs_to_both_though_named_by_one():
+    def whose(users):
+        return written(
+            f"""w = f32[8] parameter(0), @w
+            g = f32[64]{{0}} all-gather(w), %, dimensions={{0}}, \
+                use_global_device_ids=true, @jit(f)/{ONE}/mul
+            a = f32[64]{{0}} negate(g), @jit(f)/{ONE}/neg
+            b = f32[64]{{0}} cosine(g), @jit(f)/{users}/cos
+            ROOT t = (f32[64]{{0}}, f32[64]{{0}}) tuple(a, b)""",
+            [W],
+            holders={"w": {"one": None, "two/inner": None}},
+        ).layers
+
+    assert whose(f"{TWO}/{INNER}") == ("one", "two/inner")
+    # Layer two does not hold it, and uses what layer one gives.
+    assert whose(TWO) == ("one",)
+
+
 def test_a_gather_in_an_outer_layer_belongs_to_the_layer_in_it_that_holds_the_parameter():
     holders = {"w": {"two/inner": None}}
     assert gathered("w", users=TWO, holders=holders).layers == ("two/inner",)
