@@ -1,6 +1,7 @@
 """The collectives of a compiled program: what runs, among which devices, how often."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from penzai_shard.compiled_programs.device_groups import Groups, read_groups, read_pairs
@@ -191,7 +192,7 @@ def _check_sizes(
         return
     grows = {"all-gather": group_size}.get(kind, 1)
     shrinks = {"reduce-scatter": group_size}.get(kind, 1)
-    into, out = (_bytes_by_dtype(side) for side in (operands, results))
+    into, out = (_elements_by_dtype(side) for side in (operands, results))
     if {dtype: n * grows for dtype, n in into.items()} != {
         dtype: n * shrinks for dtype, n in out.items()
     }:
@@ -202,8 +203,8 @@ def _check_sizes(
         )
 
 
-def _bytes_by_dtype(arrays: tuple[ArrayType, ...]) -> dict[str, int]:
+def _elements_by_dtype(arrays: tuple[ArrayType, ...]) -> dict[str, int]:
     total: dict[str, int] = {}
     for array in arrays:
-        total[array.dtype] = total.get(array.dtype, 0) + array.bytes
+        total[array.dtype] = total.get(array.dtype, 0) + math.prod(array.shape)
     return total

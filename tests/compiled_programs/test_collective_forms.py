@@ -193,3 +193,19 @@ ENTRY main {
     assert [str(array) for array in one.operands] == ["f32[32]"]
     assert [str(array) for array in one.results] == ["f32[64]"]
     assert one.payload_bytes == 256
+
+
+def test_elements_of_half_a_byte_are_counted_as_elements():
+    (one,) = read_collectives(
+        Module.from_text("""
+HloModule jit_step, num_partitions=8
+
+ENTRY main {
+  x = s4[3]{0} parameter(0)
+  ROOT y = s4[24]{0} all-gather(x), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0},
+    use_global_device_ids=true
+}
+"""),
+        8,
+    )
+    assert (one.operands[0].bytes, one.payload_bytes) == (2, 12)
