@@ -53,7 +53,7 @@ class MemoryReport(Report):
 
     Attributes:
         program: What was compiled.
-        used: The names of the arguments that the program uses. JAX leaves out those that change no
+        used: The names of the program's own arguments. JAX leaves out those that change no
             result; they are there all the same.
     """
 
@@ -66,7 +66,7 @@ class MemoryReport(Report):
         module = program.module
         entry = module.computations[module.entry]
         used = frozenset(one.op_name for one in entry if one.opcode == "parameter")
-        return cls(program, used & program.step.arguments.keys())
+        return cls(program, used)
 
     @property
     def parameters(self) -> int:

@@ -14,6 +14,7 @@ from penzai_shard import (
     rematerialise_blocks,
     roll_layer_stacks,
 )
+from penzai_shard.inspection.memory_advice import memory_advice
 from tests.small_train_steps import build_mlp, report_of
 
 
@@ -74,6 +75,13 @@ def test_advice_comes_in_the_order_of_what_it_saves_and_is_shown(unwise):
     assert len(saves) == 5
     assert str(unwise).count("to save ") == 5
     assert len(json.loads(unwise.to_json())["advice"]) == 5
+
+
+def test_what_saves_less_than_a_hundredth_is_not_advised(unwise):
+    least = min(advice.saves for advice in unwise.advice)
+    groups = unwise.temporary_groups
+    assert least == memory_advice(unwise.program, groups, least * 100)[-1].saves
+    assert least < memory_advice(unwise.program, groups, least * 100 + 1)[-1].saves
 
 
 def test_advice_that_is_followed_already_is_not_given():
