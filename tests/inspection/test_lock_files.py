@@ -121,7 +121,7 @@ NAMES = st.text(alphabet="ab/_.{}-,0129", max_size=8)
 
 
 @given(st.sets(NAMES, max_size=12))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_paths_in_ranges_are_those_that_were_put_there(paths):
     texts = ranged_paths(paths)
     found = [path for text in texts for path in paths_in_ranges(text)]
@@ -242,8 +242,14 @@ DAMAGE = {
         edited("block_{0-11}/mlp", "block_{0-}/mlp"),
         "arrays entry 1: 'params/lm/block_{0",
     ),
-    "a range that falls": (edited("{0-11}/mlp", "{11-0}/mlp"), "arrays entry 1: "),
-    "numbers twice": (edited("{0-11}/mlp", "{0-5,5-11}/mlp"), "arrays entry 1: "),
+    "a range that falls": (
+        edited("{0-11}/mlp", "{11-0}/mlp"),
+        "{11-0}/mlp.up' has numbers in braces that do not rise",
+    ),
+    "numbers twice": (
+        edited("{0-11}/mlp", "{0-5,5-11}/mlp"),
+        "{0-5,5-11}/mlp.up' has numbers in braces that do not rise",
+    ),
     "a range without end": (edited("{0-11}/mlp", "{0-999999999999}/mlp"), "arrays entry 1: "),
     "a count of zero": (edited('"count": 2', '"count": 0'), "collectives entry 1: 'count' is 0"),
     "a count of a half": (
