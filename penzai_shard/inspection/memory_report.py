@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from penzai_shard.inspection.device_figures import device_figures
+from penzai_shard.inspection.device_figures import DeviceFigures, device_figures
 from penzai_shard.inspection.memory_advice import MemoryAdvice, memory_advice
 from penzai_shard.inspection.memory_groups import MemoryGroup, memory_groups
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
@@ -166,8 +166,11 @@ class MemoryReport(Report):
         """What programs can have of the memory of one such device; None if not known."""
         if self.program.memory_limit is not None:
             return self.program.memory_limit
-        figures = device_figures(self.program.device_kind)
-        return None if figures is None else figures.memory
+        return None if self._figures is None else self._figures.memory
+
+    @property
+    def _figures(self) -> DeviceFigures | None:
+        return device_figures(self.program.device_kind)
 
     @property
     def fits(self) -> bool | None:
@@ -300,6 +303,8 @@ class MemoryReport(Report):
             yield (title, count, "", f"{sign}{bytes_text(abs(size))}", "")
 
     def _remarks(self) -> Iterator[str]:
+        if self.program.memory_limit is None and self._figures is not None:
+            yield f"{_limit_text(self._figures.memory)} is {self._figures.source}"
         if self.resident:
             yield f"of which between steps: {bytes_text(self.resident)}"
         if self.unused:

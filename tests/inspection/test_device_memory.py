@@ -159,6 +159,9 @@ def test_the_first_line_says_whether_the_step_fits(sharded):
         "needs 196.0 GiB of 15.75 GiB: does not fit, on each device of mesh (data=4, model=2) "
         "(TPU v5 lite)"
     )
+    gpu = CompiledProgram(**{**vars(program), "device_kind": "NVIDIA H100 80GB HBM3"})
+    shown = str(MemoryReport(gpu, report.used))
+    assert "55.88 GiB is three quarters of its memory, which JAX takes by default" in shown
     assert ": fits, on each device" in verdict(memory_limit=10**9)
     assert "of 1.0 KiB: does not fit" in verdict(memory_limit=1024)
 
@@ -247,6 +250,7 @@ def test_an_evaluation_step_uses_no_optimizer_state_and_gives_no_advice_to_donat
     assert report.unused >= report.optimizer_state == bytes_there(state.opt_state)
     assert "does not use: 2.0 KiB" in str(report)
     assert "donate" not in {advice.kind for advice in report.advice}
+    assert "kept for the backward pass" not in {group.kind for group in report.temporary_groups}
 
 
 def test_the_parameters_of_a_plain_function_are_what_its_optimizer_keeps_state_for():
