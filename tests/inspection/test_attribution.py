@@ -378,6 +378,7 @@ def test_names_say_the_innermost_layer_and_the_outermost_differentiation(name, l
         ("jit(train_step)/jvp(loss)/optimizer/add", ("loss",), "forward"),
         ("jit(train_step)/transpose(jvp(loss))/loss/mul", ("loss",), "backward"),
         ("jit(train_step)/while/body/jvp(loss)/add", ("loss",), "forward"),
+        ("jit(train_step)/jit(optimizer)/jvp(loss)/add", ("loss",), "forward"),
         (f"jit(train_step)/jvp(loss)/{ONE}/loss/add", ("one",), "forward"),
         ("jit(train_step)/optimizer/cond/branch_1_fun/mul", ("optimizer",), "optimizer"),
         # A search along a line evaluates the model inside of the optimizer.
