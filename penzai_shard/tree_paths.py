@@ -8,8 +8,9 @@ flat one whose keys are ``layers.0.weight``.
 import contextlib
 import fnmatch
 import functools
+import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -104,6 +105,35 @@ def join_paths(*parts: str) -> str:
     'model/w'
     """
     return "/".join(part for part in parts if part)
+
+
+def path_endings(path: str) -> list[str]:
+    """A readable path and what is left of it without its first keys, the longest first.
+
+    >>> path_endings("opt_state/mu/w")
+    ['opt_state/mu/w', 'mu/w', 'w']
+    """
+    keys = path.split("/")
+    return ["/".join(keys[i:]) for i in range(len(keys))]
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """Whether a readable path goes on from another.
+
+    >>> is_inside("block_1/mlp", "block_1"), is_inside("block_10", "block_1")
+    (True, False)
+    """
+    return path.startswith(f"{outer}/")
+
+
+def common_parts(paths: Iterable[Sequence[str]]) -> list[str]:
+    """The parts with which all of some paths begin.
+
+    >>> common_parts([["a", "b"], ["a", "c"]])
+    ['a']
+    """
+    alike = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return [parts[0] for parts in alike]
 
 
 def split_path(path: str) -> tuple[str, ...]:

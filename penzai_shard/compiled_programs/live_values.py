@@ -91,7 +91,7 @@ def values_at_peak(module: Module) -> tuple[LiveValue, ...]:
 class _Peaks:
     def __init__(self, module: Module) -> None:
         self._module = module
-        self.of = functools.lru_cache(maxsize=None)(self._of)
+        self.of = functools.cache(self._of)
 
     def _of(self, name: str) -> tuple[LiveValue, ...]:
         instructions = list(self._module.computations[name])

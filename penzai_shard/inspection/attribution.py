@@ -16,6 +16,7 @@ from penzai_shard.inspection.optimizer_lines import OptimizerLines
 from penzai_shard.inspection.programs import CompiledProgram
 from penzai_shard.inspection.step_arrays import StepArray
 from penzai_shard.training.gradient_step import OPTIMIZER_SCOPE
+from penzai_shard.tree_paths import is_inside, path_endings
 
 BY_NAME = "by its name"
 BY_MAKER = "by what computes it"
@@ -146,7 +147,9 @@ class _Parts:
             # What the name of one says, others that hold the same may need as well.
             others = self._holders_that_use(operation, position, holders)
             part = dataclasses.replace(part, owners=_distinct((*part.owners, *others)))
-        inner = tuple(path for path in holders if self._is_inside(path, part.owners))
+        inner = tuple(
+            path for path in holders if len(part.owners) == 1 and is_inside(path, part.owners[0])
+        )
         if holders and (inner or not part.owners):
             part = dataclasses.replace(part, owners=inner or holders, reason=BY_PARAMETER)
         return dataclasses.replace(part, moves=moves)
@@ -211,7 +214,7 @@ class _Parts:
             user.phase == "backward"
             and user.owners
             and not any(
-                name == other or self._names.is_inside(name, other)
+                name == other or is_inside(name, other)
                 for name, other in ((user.owners[0], owner), (owner, user.owners[0]))
             )
             for user in told
@@ -262,10 +265,6 @@ class _Parts:
             return part
         return dataclasses.replace(part, owners=told[0].owners, reason=reason)
 
-    def _is_inside(self, path: str, owners: Sequence[str]) -> bool:
-        """Whether a layer is inside of another, and not that one itself."""
-        return len(owners) == 1 and self._names.is_inside(path, owners[0])
-
 
 def _holders_by_array(program: CompiledProgram) -> dict[str, tuple[str, ...]]:
     """The layers that hold each argument, by its path.
@@ -276,9 +275,7 @@ def _holders_by_array(program: CompiledProgram) -> dict[str, tuple[str, ...]]:
     holders = program.step.scopes.holders
     by_name: dict[str, list[str]] = {}
     for array in program.step.arguments.values():
-        keys = array.path.split("/")
-        endings = ("/".join(keys[i:]) for i in range(len(keys)))
-        name = next((name for name in endings if name in holders), None)
+        name = next((end for end in path_endings(array.path) if end in holders), None)
         if name is not None and array.part != "optimizer state":
             by_name.setdefault(name, []).append(array.path)
     return {

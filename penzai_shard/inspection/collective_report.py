@@ -34,6 +34,7 @@ from penzai_shard.inspection.transfer_time import least_time
 from penzai_shard.meshes import mesh_text
 from penzai_shard.planning import bytes_text
 from penzai_shard.text_tables import Report
+from penzai_shard.tree_paths import is_inside
 
 _Key = TypeVar("_Key")
 
@@ -131,10 +132,7 @@ class CollectiveReport(Report):
         return tuple(
             one
             for one in self.collectives
-            if any(
-                layer == path or layer.startswith(path + "/")
-                for layer in (*one.layers, *one.labels)
-            )
+            if any(layer == path or is_inside(layer, path) for layer in (*one.layers, *one.labels))
         )
 
     def time(self, bandwidth: Mapping[str, float]) -> float:

@@ -11,12 +11,12 @@ from penzai_shard.inspection.collective_records import (
 )
 from penzai_shard.inspection.layer_groups import (
     OTHER_OWNERS,
-    common_parts,
     folded_owners_text,
     group_of,
 )
 from penzai_shard.planning import bytes_text
 from penzai_shard.text_tables import PreparedTable
+from penzai_shard.tree_paths import common_parts
 
 # A folded table shows at most so many rows, each with at least such a share of the bytes sent. What
 # moves less is summed up in one more.

@@ -1,9 +1,9 @@
 """Which collectives belong together in a table: of equal blocks, and of layers side by side."""
 
-import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 from penzai_shard.path_folding import folding_key, ranged_paths
+from penzai_shard.tree_paths import common_parts
 
 UNATTRIBUTED = "unattributed"
 # What may own a collective and is not a layer.
@@ -59,16 +59,6 @@ def group_of(labels: Sequence[str], root: Sequence[str]) -> tuple[str, ...]:
         around = around[:-1]
     others = [name for name in OTHER_OWNERS if name in labels]
     return (*([folding_key("/".join(around))] if layers else []), *others)
-
-
-def common_parts(paths: Iterable[Sequence[str]]) -> list[str]:
-    """The parts with which all of some paths begin.
-
-    >>> common_parts([["a", "b"], ["a", "c"]])
-    ['a']
-    """
-    alike = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
-    return [parts[0] for parts in alike]
 
 
 def _joined(layers: Sequence[str], labels: Collection[str], count: int) -> str:

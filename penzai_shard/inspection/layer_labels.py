@@ -11,7 +11,7 @@ from penzai_shard.surgery.tree_nodes import (
     keys_text,
     nodes_of,
 )
-from penzai_shard.tree_paths import join_paths
+from penzai_shard.tree_paths import common_parts, join_paths
 
 
 def layer_labels(model: Any) -> dict[str, str]:
@@ -54,14 +54,12 @@ def _add_owners(owners: dict[Keys, list[str]], node: Any, keys: Keys) -> list[st
     """Adds what the names of the parameters in each node have in common; None if it has none."""
     if is_parameter(node):
         return _owner(variable_name(node, keys_text(keys)))
-    common: list[str] | None = None
-    for key, child in children_of(node):
-        found = _add_owners(owners, child, (*keys, key))
-        if found is not None:
-            common = found if common is None else _common(common, found)
-    if common is not None:
-        owners[keys] = common
-    return common
+    below = [_add_owners(owners, child, (*keys, key)) for key, child in children_of(node)]
+    found = [parts for parts in below if parts is not None]
+    if not found:
+        return None
+    owners[keys] = common_parts(found)
+    return owners[keys]
 
 
 def _owner(name: str) -> list[str]:
@@ -69,9 +67,3 @@ def _owner(name: str) -> list[str]:
     *around, last = name.split("/")
     layer, dot, _ = last.rpartition(".")
     return [*around, layer] if dot else around
-
-
-def _common(first: list[str], second: list[str]) -> list[str]:
-    pairs = zip(first, second, strict=False)
-    length = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
-    return first[:length]

@@ -119,7 +119,7 @@ def _lower_state_step(
     )
     names = names_in(state)
     arrays = [
-        dataclasses.replace(StepArray.of(path, part_of_field(path), leaf), names=names)
+        StepArray.of(path, part_of_field(path), leaf, names)
         for path, leaf, names in zip(paths, jax.tree.leaves(state), names, strict=True)
     ]
     changing, constant = flat.form.parted(arrays)
@@ -192,7 +192,7 @@ def _lowered(
 def _arrays_of(name: str, tree: Any, part: StepPart) -> list[StepArray]:
     """The arrays of an argument or a result, in order."""
     return [
-        dataclasses.replace(StepArray.of(join_paths(name, path), part, leaf), names=names)
+        StepArray.of(join_paths(name, path), part, leaf, names)
         for (path, leaf), names in zip(paths_and_leaves(tree), names_in(tree), strict=True)
     ]
 

@@ -1,4 +1,4 @@
-"""What lies on a device between steps, parameter by parameter."""
+"""What is on a device between steps, parameter by parameter."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
@@ -9,6 +9,7 @@ from penzai_shard.inspection.step_arrays import StepArray, StepPart
 from penzai_shard.path_folding import folded_path, folding_key
 from penzai_shard.planning.plan_table import axes_text
 from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.tree_paths import path_endings
 
 SCALARS = "(scalars)"
 
@@ -119,5 +120,4 @@ def _parameter_of(array: StepArray, names: Collection[str]) -> str | None:
     """
     if array.part != "optimizer state":
         return None
-    ends = (array.path[i + 1 :] for i, letter in enumerate(array.path) if letter == "/")
-    return next((end for end in ends if end in names), None)
+    return next((end for end in path_endings(array.path) if end in names), None)

@@ -55,9 +55,10 @@ class MovedValues:
         self._updates = ValueFlow(program.module, through=_ELEMENTWISE)
         self._root = program.module.computations[program.module.entry].root
         # By instruction, since one collective may have many operands.
-        self._makers = functools.lru_cache(maxsize=None)(self.flow.makers_of)
-        self._ends = functools.lru_cache(maxsize=None)(self.flow.results_of)
-        self._updated = functools.lru_cache(maxsize=None)(self._updates.results_of)
+        self._makers = functools.cache(self.flow.makers_of)
+        self._ends = functools.cache(self.flow.results_of)
+        self._updated = functools.cache(self._updates.results_of)
+        self._argument_updated_to = functools.cache(self._find_argument_updated_to)
 
     def argument(self, one: Instruction, position: int) -> StepArray | None:
         """The argument of the step that an operand is, or a part of it; None if it is computed."""
@@ -112,8 +113,7 @@ class MovedValues:
         """The arguments that each result is computed from element by element."""
         return self._updates.arguments_of(self._root) if self._root.opcode == "tuple" else ()
 
-    @functools.cache  # noqa: B019
-    def _argument_updated_to(self, end: int) -> StepArray | None:
+    def _find_argument_updated_to(self, end: int) -> StepArray | None:
         """The argument that a result is a new value of."""
         result = self._result_at(end)
         if result is None or end >= len(self._result_makers):

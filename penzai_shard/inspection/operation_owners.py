@@ -25,7 +25,7 @@ class OperationOwners:
     def __init__(self, program: CompiledProgram) -> None:
         self._scopes: LayerScopes = program.step.scopes
         self._groups = _groups_of_arrays(program)
-        self._read = functools.lru_cache(maxsize=None)(OperationName.of)
+        self._read = functools.cache(OperationName.of)
         # A program that differentiates nothing is a forward pass.
         differentiated = [
             name
@@ -76,10 +76,6 @@ class OperationOwners:
         if read.is_differentiated:
             return "backward" if read.is_transposed else "forward"
         return None if self.has_gradients else "forward"
-
-    def is_inside(self, path: str, outer: str) -> bool:
-        """Whether a layer is inside of another, and not that one itself."""
-        return path.startswith(f"{outer}/")
 
     def _part_of_step(self, name: str) -> str | None:
         """The outermost scope that the step wrote itself, and not its loss function."""

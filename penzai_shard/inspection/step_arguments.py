@@ -90,14 +90,11 @@ def _described(mesh: AnyMesh) -> str:
     return f"a mesh {mesh_text(mesh)} of the devices {shown}"
 
 
-def check_arrays(arrays: Sequence[tuple[str, Any]]) -> AnyMesh | None:
+def check_arrays(arrays: Sequence[tuple[str, Any]]) -> None:
     """Checks that arrays can go into one step.
 
     Args:
         arrays: Arrays, structs, or whatever else has a sharding, each with its path.
-
-    Returns:
-        What ``one_mesh`` does.
 
     Raises:
         MeshError: As ``one_mesh`` does.
@@ -115,7 +112,7 @@ def check_arrays(arrays: Sequence[tuple[str, Any]]) -> AnyMesh | None:
         if isinstance(sharding, NamedSharding) and (problem := _misfit(leaf.shape, sharding)):
             problems.append(f"{path or 'the argument'}: {problem}")
     raise_all(ShardingError, "some arrays that this step gets cannot be laid out so:", problems)
-    return one_mesh(arrays)
+    one_mesh(arrays)
 
 
 def _misfit(shape: tuple[int, ...], sharding: NamedSharding) -> str:

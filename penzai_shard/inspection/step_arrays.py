@@ -17,6 +17,9 @@ from penzai_shard.planning.plan import itemsize
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.training.state_layout import canonical
 
+# The logical axis of each dimension, None for a positional one; None altogether without names.
+Names = tuple[LogicalAxis | None, ...] | None
+
 
 @dataclasses.dataclass(frozen=True)
 class StepArray:
@@ -29,8 +32,7 @@ class StepArray:
         dtype: Its dtype.
         sharding: How it is laid out; None if the compiler decides.
         donated: Of an argument, whether a result may take its memory.
-        names: The logical axis of each dimension, None for a positional one; None altogether for
-            an array without names.
+        names: The logical axis of each dimension.
         chosen_shape: The shape of what one device holds, where the compiler decides.
     """
 
@@ -40,7 +42,7 @@ class StepArray:
     dtype: Any
     sharding: Sharding | None
     donated: bool = False
-    names: tuple[LogicalAxis | None, ...] | None = None
+    names: Names = None
     chosen_shape: tuple[int, ...] | None = None
 
     @property
@@ -91,13 +93,13 @@ class StepArray:
         return dataclasses.replace(self, chosen_shape=shape[: len(self.shape)])
 
     @classmethod
-    def of(cls, path: str, part: StepPart, leaf: Any, donated: bool = False) -> "StepArray":
+    def of(cls, path: str, part: StepPart, leaf: Any, names: Names = None) -> "StepArray":
         """That of an array, or of a struct in its place."""
         sharding = getattr(leaf, "sharding", None)
-        return cls(path, part, tuple(leaf.shape), leaf.dtype, sharding, donated)
+        return cls(path, part, tuple(leaf.shape), leaf.dtype, sharding, names=names)
 
 
-def names_in(tree: Any) -> list[tuple[LogicalAxis | None, ...] | None]:
+def names_in(tree: Any) -> list[Names]:
     """The logical axes of every array of a tree, in the order of its leaves.
 
     >>> from penzai import pz

@@ -36,7 +36,7 @@ from penzai_shard.surgery.edit_report import counted
 from penzai_shard.surgery.tree_nodes import is_layer
 from penzai_shard.traced_programs import opened
 from penzai_shard.training.train_state import TrainState, peek
-from penzai_shard.tree_paths import join_paths, paths_and_leaves
+from penzai_shard.tree_paths import join_paths, path_endings, paths_and_leaves
 
 WITHOUT_MARKS = (
     "layers could not be marked, so that nothing of the program is known to be a layer's: {error}"
@@ -223,7 +223,7 @@ def _put_back(arguments: Any, mutable: set[Any]) -> tuple[Any, Any, list[Any]]:
     args, kwargs = jax.tree.map(
         bound,
         fill_slots(arguments, {}),
-        is_leaf=lambda node: isinstance(node, AbstractVariableValue),
+        is_leaf=is_value,
     )
     states = [v for v in variables.values() if isinstance(v, pz.StateVariable)]
     return args, kwargs, states
@@ -354,12 +354,7 @@ def arguments_of(traced: jax.stages.Traced, scopes: LayerScopes) -> dict[str, St
 def _with_trained_parameters(arrays: dict[str, StepArray]) -> dict[str, StepArray]:
     """Arguments that an optimizer keeps an array of the same path and shape for are parameters."""
     kept = [array for array in arrays.values() if array.part == "optimizer state"]
-    ends = {
-        (array.path[i + 1 :], array.shape)
-        for array in kept
-        for i, letter in enumerate(array.path)
-        if letter == "/"
-    }
+    ends = {(end, array.shape) for array in kept for end in path_endings(array.path)}
     return {
         name: dataclasses.replace(array, part="parameters")
         if array.part == "inputs" and (array.path.partition("/")[2], array.shape) in ends
@@ -374,7 +369,7 @@ def results_of(traced: jax.stages.Traced, scopes: LayerScopes) -> tuple[StepArra
     root = "" if isinstance(own, _WithVariables) else "result"
     places = paths_and_parts(own, root, "outputs")
     return tuple(
-        dataclasses.replace(StepArray.of(path, part, leaf), names=names)
+        StepArray.of(path, part, leaf, names)
         for (path, part), leaf, names in zip(
             places, jax.tree.leaves(own), names_in(own), strict=True
         )
