@@ -8,8 +8,8 @@ from penzai_shard.compiled_programs.modules import Instruction, Module
 from penzai_shard.compiled_programs.trip_counts import trip_count
 from penzai_shard.compiled_programs.value_flow import ValueFlow
 
-# These run a computation once per element, or as often as they like.
-_NOT_TOLD = frozenset(
+# They run a computation inside of themselves: once per element, or as often as they like.
+RUN_INSIDE = frozenset(
     {
         "all-reduce",
         "all-reduce-start",
@@ -22,9 +22,9 @@ _NOT_TOLD = frozenset(
         "select-and-scatter",
         "sort",
         "topk",
-        "scan",
     }
 )
+_UNKNOWN_TIMES = RUN_INSIDE | {"scan"}
 # The computation of an asynchronous instruction runs once, from its start on.
 _CONTINUED = frozenset(("async-update", "async-done"))
 
@@ -91,8 +91,8 @@ def _executions_of_call(flow: ValueFlow, one: Instruction, name: str) -> Executi
     if one.opcode == "while":
         trips = trip_count(flow, one)
         # The condition is asked once more than the body runs.
-        once_more = one.attributes.get("condition", "").lstrip("%") == name
+        once_more = flow.module.called_as(one, "condition").name == name
         return Executions(None if trips is None else trips + once_more)
     if one.opcode == "conditional":
         return Executions(1, at_most=True)
-    return Executions(None if one.opcode in _NOT_TOLD else 1)
+    return Executions(None if one.opcode in _UNKNOWN_TIMES else 1)

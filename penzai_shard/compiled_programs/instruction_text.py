@@ -11,6 +11,7 @@ _ARRAY = re.compile(r"(pred|token|opaque|[a-z]+(\d+)[a-z\d]*)\[((?:(?:<=)?\d+(?:
 # What a type says beside dtype and shape: the layout, and a count of the parts of a tuple.
 _BESIDE_SHAPES = re.compile(r"/\*.*?\*/|\{[^{}]*\}|\s")
 _BRACKETS_AND_TEXTS = re.compile(r'"(?:[^"\\]|\\.)*"|[(\[{]|[)\]}]|, ')
+_DEPTH = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 _HEAD = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _KEY = re.compile(r"([a-z_][\w\-]*)=")
@@ -146,7 +147,7 @@ def _closing(line: str, opening: int) -> int:
     """The position behind the bracket that closes the one at a position."""
     depth = 0
     for found in _BRACKETS_AND_TEXTS.finditer(line, opening):
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(found[0], 0)
+        depth += _DEPTH.get(found[0], 0)
         if not depth:
             return found.end()
     raise ValueError(f"a bracket is not closed: {line[:200]!r}")
@@ -168,7 +169,7 @@ def _attributes(behind: str) -> Iterator[tuple[str, str]]:
 def _pieces(behind: str) -> Iterator[str]:
     depth = start = 0
     for found in _BRACKETS_AND_TEXTS.finditer(behind):
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(found[0], 0)
+        depth += _DEPTH.get(found[0], 0)
         if found[0] == ", " and not depth:
             yield behind[start : found.start()]
             start = found.end()

@@ -83,9 +83,7 @@ def _uses(module: Module, place: Place) -> Iterator[tuple[Instruction, int, Plac
     siblings = module.computations[one.computation].instructions
     for name in dict.fromkeys(one.user_names):
         user = siblings[name]
-        for position, operand in enumerate(user.operand_names):
-            if operand != one.name:
-                continue
+        for position in user.positions[one.name]:
             if user.opcode == "get-tuple-element" and path:
                 if path[0] == int(user.attributes["index"]):
                     yield user, position, Place(user, path[1:], callers)

@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 
+from penzai_shard.compiled_programs.executions import RUN_INSIDE
 from penzai_shard.compiled_programs.instruction_text import ArrayType, arrays_of
 from penzai_shard.compiled_programs.modules import Instruction, Module
 
@@ -30,22 +31,7 @@ _VIEWS = frozenset(
     }
 )
 # What these run has no memory of its own.
-_WITHOUT_INNER = frozenset(
-    {
-        "all-reduce",
-        "all-reduce-start",
-        "custom-call",
-        "fusion",
-        "map",
-        "reduce",
-        "reduce-scatter",
-        "reduce-window",
-        "scatter",
-        "select-and-scatter",
-        "sort",
-        "topk",
-    }
-)
+_WITHOUT_INNER = RUN_INSIDE | {"fusion"}
 # They may write where an operand was that nobody reads later.
 _IN_PLACE = frozenset({"add", "call", "convert", "copy", "fusion", "multiply", "select", "tanh"})
 _LAYOUT = re.compile(r"[a-z]+\d*[a-z\d]*\[[\d,<=]*\](?:\{([^{}]*)\})?")

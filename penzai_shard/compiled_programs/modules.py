@@ -219,6 +219,10 @@ class Module:
             return instruction.called
         return (self._computation_of[wrapped_by(instruction.handle).name],)
 
+    def called_as(self, instruction: Instruction, role: str) -> Computation:
+        """The computation that a loop runs as its ``"body"`` or its ``"condition"``."""
+        return self.computations[instruction.attributes[role].lstrip("%")]
+
     @functools.cached_property
     def _computation_of(self) -> Mapping[str, str]:
         return {one.name: one.computation for one in self}

@@ -38,14 +38,12 @@ def trip_count(flow: ValueFlow, loop: Instruction) -> int | None:
     """How often a loop's body runs; None if neither the program nor the loop says so."""
     if loop.trip_count is not None:
         return loop.trip_count
-    condition, body = (
-        flow.module.computations[loop.attributes[key].lstrip("%")] for key in ("condition", "body")
-    )
+    condition, body = (flow.module.called_as(loop, role) for role in ("condition", "body"))
     found = _counter_and_limit(flow, loop, condition)
     if found is None:
         return None
     index, limit, direction = found
-    first = _constant(flow, _carried(flow, loop, index))
+    first = _constant(flow, flow.operand(Place(loop), 0, (index,)))
     step = _step(flow, loop, body, index)
     if first is None or step is None or step <= 0:
         return None
@@ -76,11 +74,6 @@ def _counter_and_limit(
         ):
             return origin.path[0], number, way
     return None
-
-
-def _carried(flow: ValueFlow, loop: Instruction, index: int) -> Place:
-    """What a loop begins with."""
-    return flow.operand(Place(loop), 0, (index,))
 
 
 def _step(flow: ValueFlow, loop: Instruction, body: Computation, index: int) -> int | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from penzai_shard.compiled_programs.instruction_text import ArrayType, Type
-from penzai_shard.compiled_programs.modules import Computation, Instruction, Module
+from penzai_shard.compiled_programs.modules import Instruction, Module
 from penzai_shard.compiled_programs.slices import partner
 
 # Which operands come out of an instruction as they went in, or a part of them; None for all.
@@ -208,7 +208,7 @@ class ValueFlow:
             if path == (0,) and (sent := partner(self.module, one)) is not None:
                 yield self.operand(Place(sent, (), callers), 0)
         elif one.opcode == "while":
-            yield Place(self._computation(one, "body").root, path, (*callers, one))
+            yield Place(self.module.called_as(one, "body").root, path, (*callers, one))
         elif one.opcode == "async-start" and path[0] == 0:
             yield self.operand(place, path[1], path[2:])
         elif one.opcode in _CALLS or one.opcode == "conditional":
@@ -225,7 +225,7 @@ class ValueFlow:
         position = int(one.read.operands)
         for caller, callers in self._callers(place):
             if caller.opcode == "while":
-                body = self._computation(caller, "body")
+                body = self.module.called_as(caller, "body")
                 yield Place(body.root, path, (*callers, caller))
             elif caller.opcode == "conditional":
                 position = 1 + self.module.called_by(caller).index(one.computation)
@@ -283,10 +283,10 @@ class ValueFlow:
     def _results_of_call(self, place: Place) -> Iterator[Place]:
         for caller, callers in self._callers(place):
             if caller.opcode == "while":
-                if place.one.computation != self._computation(caller, "body").name:
+                if place.one.computation != self.module.called_as(caller, "body").name:
                     continue
                 yield Place(
-                    self._computation(caller, "body").parameters[0],
+                    self.module.called_as(caller, "body").parameters[0],
                     place.path,
                     (*callers, caller),
                 )
@@ -331,9 +331,6 @@ class ValueFlow:
                 for name in self.module.called_by(one):
                     callers.setdefault(name, []).append(one)
         return callers
-
-    def _computation(self, one: Instruction, key: str) -> Computation:
-        return self.module.computations[one.attributes[key].lstrip("%")]
 
 
 def _paths_out(one: Instruction) -> list[Path]:

@@ -16,12 +16,10 @@ class DeviceFigures:
     """What is known of a kind of device.
 
     Attributes:
-        kind: Its name.
         memory: How much of its memory a program of JAX can have, in bytes.
         source: Where that figure is from.
     """
 
-    kind: str
     memory: int
     source: str
 
@@ -60,7 +58,7 @@ _GPU_MEMORY_IN_GB = {
     r"\bV100\b": 16,
     r"\bT4\b": 16,
 }
-_GPU_SHARE = 0.75
+GPU_SHARE = 0.75
 
 
 def device_figures(kind: str) -> DeviceFigures | None:
@@ -75,10 +73,10 @@ def device_figures(kind: str) -> DeviceFigures | None:
     True
     """
     if kind in _TPU_MEMORY_IN_GIB:
-        return DeviceFigures(kind, int(_TPU_MEMORY_IN_GIB[kind] * _GIB), _TPU_SOURCE)
+        return DeviceFigures(int(_TPU_MEMORY_IN_GIB[kind] * _GIB), _TPU_SOURCE)
     for pattern, size in _GPU_MEMORY_IN_GB.items():
         if re.search(pattern, kind):
-            return DeviceFigures(kind, int(size * _GB * _GPU_SHARE), _GPU_SOURCE)
+            return DeviceFigures(int(size * _GB * GPU_SHARE), _GPU_SOURCE)
     return None
 
 

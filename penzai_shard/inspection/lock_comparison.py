@@ -15,6 +15,7 @@ from penzai_shard.inspection.lock_content import (
     LockContent,
     LockedArray,
 )
+from penzai_shard.meshes import mesh_text
 from penzai_shard.path_folding import folded_rows
 from penzai_shard.planning import bytes_text
 from penzai_shard.text_tables import FindingsTable, Report
@@ -162,8 +163,7 @@ def _refuse_others(lock: LockContent, step: LockContent) -> None:
 
 
 def _mesh_text(content: LockContent) -> str:
-    sizes = ", ".join(f"{axis}={size}" for axis, size in content.mesh)
-    return f"({sizes})" if sizes else "no mesh"
+    return f"({mesh_text(dict(content.mesh))})" if content.mesh else "no mesh"
 
 
 def _arrays(

@@ -16,6 +16,7 @@ from penzai_shard.inspection.lock_content import (
     LockContent,
     LockedArray,
 )
+from penzai_shard.inspection.operation_owners import PHASES
 from penzai_shard.inspection.step_arrays import StepPart
 from penzai_shard.path_folding import paths_in_ranges, ranged_paths
 
@@ -23,7 +24,7 @@ FORMAT = "penzai_shard sharding lock"
 VERSION = 1
 
 _PARTS = get_args(StepPart)
-_PHASES = ("forward", "backward", "optimizer", "")
+_PHASES = (*PHASES, "")
 _KINDS_OF_JSON: dict[type, str] = {dict: "an object", list: "a list"}
 # Each section has a checksum, so that a change by hand is found where it is.
 _HEAD = ("mesh", "device_kind", "made_with")

@@ -28,6 +28,7 @@ from penzai_shard.inspection.lock_content import (
 from penzai_shard.inspection.lock_files import lock_from_text, lock_to_text
 from penzai_shard.inspection.memory_report import MemoryReport
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
+from penzai_shard.meshes import mesh_text
 
 # What turns a step into a program. XLA is a part of jaxlib, or of the accelerator's own package.
 _MAKERS = ("jax", "jaxlib")
@@ -209,11 +210,10 @@ class ShardingLock:
 
     def __repr__(self) -> str:
         content = self.content
-        sizes = ", ".join(f"{axis}={size}" for axis, size in content.mesh)
         count = sum(count.count for count in content.collectives.values())
         return (
             f"ShardingLock({len(content.arrays)} arrays, {count} collectives, "
-            f"mesh ({sizes}), {content.device_kind})"
+            f"mesh ({mesh_text(dict(content.mesh))}), {content.device_kind})"
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from penzai_shard.errors import MeshError
+from penzai_shard.inspection.device_figures import GPU_SHARE
 from penzai_shard.meshes import mesh_text
 
 # XLA numbers the devices of a process so that this many have a number.
@@ -137,20 +138,15 @@ class Topology:
         return math.prod(self.shape) * self._devices_per_chip * self.slices
 
     @property
-    def chip_count(self) -> int:
-        """How many chips there are."""
-        return math.prod(self.shape) * self.slices
-
-    @property
     def memory_limit(self) -> int | None:
         """What programs can have of a GPU's memory by its target configuration, in bytes.
 
-        Three quarters, which is JAX' share; None of other devices, and if it does not say.
+        JAX' share of it; None of other devices, and if it does not say.
         """
         if self.kind != "gpu":
             return None
         found = re.search(r"\bdevice_memory_size:\s*(\d+)", self.target_config_text())
-        return found and int(found[1]) * 3 // 4
+        return found and int(int(found[1]) * GPU_SHARE)
 
     def request(self) -> tuple[str, dict[str, Any]]:
         """The name and the options by which JAX describes the devices."""

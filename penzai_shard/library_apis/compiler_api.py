@@ -81,11 +81,7 @@ def wrapped_by(instruction: HloInstruction) -> HloInstruction:
 
 def short_text(module: HloModule) -> str:
     """A program's text without what is not its structure: names of operations, settings."""
-    options = _hlo.HloPrintOptions.short_parsable()
-    options.print_metadata = False
-    options.print_backend_config = False
-    options.print_large_constants = False
-    return module.to_string(options)
+    return _text(module, with_metadata=False)
 
 
 def instructions_in_order(module: HloModule, computation: Any) -> list[HloInstruction]:
@@ -103,11 +99,15 @@ def instructions_in_order(module: HloModule, computation: Any) -> list[HloInstru
 
 def text_with_frames(module: HloModule) -> str:
     """A program's text with the tables of files, functions and stack frames in front."""
+    return _text(module, with_metadata=True)
+
+
+def _text(module: HloModule, with_metadata: bool) -> str:
     options = _hlo.HloPrintOptions.short_parsable()
-    options.print_metadata = True
+    options.print_metadata = with_metadata
     options.print_backend_config = False
     options.print_large_constants = False
-    return module.to_string(options)
+    return str(module.to_string(options))
 
 
 def module_from_text(text: str) -> HloModule:
