@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 from penzai_shard.cli.chosen_layouts import add_layout_arguments, chosen_layout
-from penzai_shard.cli.chosen_models import add_list_option, add_model_arguments, chosen_model
+from penzai_shard.cli.chosen_models import add_model_arguments, chosen_model
 from penzai_shard.cli.chosen_steps import (
     ChosenStep,
     add_step_arguments,
@@ -40,7 +40,6 @@ def add_asked_arguments(parser: argparse.ArgumentParser) -> None:
         "and what else concerns a model is then left out",
     )
     add_layout_arguments(parser, mesh_required=False)
-    add_list_option(parser)
     add_step_arguments(parser)
     parser.add_argument(
         "--topology",
@@ -57,7 +56,7 @@ def add_asked_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class StepPrice:
     """What a step needs and moves.
 
     Attributes:
@@ -115,7 +114,7 @@ class AskedStep:
         self._lines: list[str] = []
         self.notes: list[str] = []
 
-    def compiled(self) -> "Compiled":
+    def compiled(self) -> StepPrice:
         """Compiles it, without running it.
 
         Raises:
@@ -130,9 +129,9 @@ class AskedStep:
             with self._naming_what_is_called():
                 if topology is None:
                     program = compile_step(step.step, *step.args, **step.kwargs)
-                    return Compiled.of(program)
+                    return StepPrice.of(program)
                 report = compile_ahead(step.step, *step.args, topology=topology, **step.kwargs)
-        return Compiled(
+        return StepPrice(
             report.memory,
             report.collectives,
             report.program,

@@ -76,13 +76,6 @@ class _ListAction(argparse.Action):
         parser.exit(0)
 
 
-def add_list_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that lists the published models."""
-    parser.add_argument(
-        "--list", action=_ListAction, nargs=0, help="list the published models, and do no more"
-    )
-
-
 def add_model_arguments(parser: argparse.ArgumentParser, others: str = "") -> None:
     """Adds the model, and how it is built; ``others`` is what else may stand there."""
     parser.add_argument("model", metavar="MODEL", help=_MODEL_HELP + others)
@@ -91,6 +84,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, others: str = "") -> No
         choices=("bfloat16", "float32"),
         default=None,
         help="of the parameters of a published model (default bfloat16)",
+    )
+    parser.add_argument(
+        "--list", action=_ListAction, nargs=0, help="list the published models, and do no more"
     )
 
 
@@ -134,7 +130,7 @@ def chosen_model(
         )
     published = find_published(match["name"])
     example = "Write for instance 'llama-3-8b(num_hidden_layers=2)'."
-    positional, changes = read_literals(text, match["call"] or "()", example)
+    positional, changes = read_literals(text, match["call"], example)
     if positional:
         raise RuleTypeError(f"{text}: what is changed has a name. {example}")
     published = published.with_changes(changes)

@@ -3,8 +3,6 @@
 import argparse
 import collections
 import dataclasses
-import difflib
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,11 +12,12 @@ from penzai import pz
 
 from penzai_shard.cli.chosen_layouts import ChosenLayout
 from penzai_shard.cli.chosen_models import ChosenModel
-from penzai_shard.cli.model_references import ModelReference, is_step, read_literals
+from penzai_shard.cli.model_references import ModelReference, is_step
 from penzai_shard.errors import PlanError, RuleTypeError, raise_all, require_extra
 from penzai_shard.layers import resolve_stack_policy
 from penzai_shard.layouts import Layout
 from penzai_shard.layouts.layout_edits import BLOCKS, REGIONS
+from penzai_shard.layouts.rule_expressions import read_call
 from penzai_shard.partition_specs import part_count
 from penzai_shard.placement import described
 from penzai_shard.rule_kinds import NameRule
@@ -30,7 +29,6 @@ from penzai_shard.training import (
     train_state_sharding,
 )
 
-_OPTIMIZER = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?P<call>\(.*\))?", re.DOTALL)
 _OPTIMIZER_EXAMPLE = "Write for instance adamw, or 'adamw(1e-3, weight_decay=0.1)'."
 _LEARNING_RATE = 1e-3
 _SEQUENCE_LENGTH = 2048
@@ -245,24 +243,11 @@ def optimizer_of(text: str) -> Any:
         RuleTypeError: There is no such optimizer, or it does not take the arguments.
     """
     optax = require_extra("optax", "train")
-    match = _OPTIMIZER.fullmatch(text.strip())
-    if match is None:
-        raise RuleTypeError(f"cannot read the optimizer {text!r}. {_OPTIMIZER_EXAMPLE}")
-    name = match["name"]
     # Aliases are the functions that optax has one module of.
-    known = [each for each in vars(optax) if _is_alias(getattr(optax, each))]
-    if name not in known:
-        near = difflib.get_close_matches(name.lower(), known, 1, 0.5)
-        meant = f"Did you mean {near[0]}?" if near else _OPTIMIZER_EXAMPLE
-        raise RuleTypeError(f"optax has no optimizer {name!r}. {meant}")
-    args, kwargs = read_literals(text, match["call"] or "()", _OPTIMIZER_EXAMPLE)
-    if match["call"] is None:
-        # What it is does not change what a step needs or moves.
-        args = (_LEARNING_RATE,)
-    try:
-        return getattr(optax, name)(*args, **kwargs)
-    except TypeError as error:
-        raise RuleTypeError(f"{text}: {error}. {_OPTIMIZER_EXAMPLE}") from error
+    known = {name: value for name, value in vars(optax).items() if _is_alias(value)}
+    # The learning rate does not change what a step needs or moves.
+    call = text if "(" in text else f"{text}({_LEARNING_RATE})"
+    return read_call(call, text, known, _OPTIMIZER_EXAMPLE)
 
 
 def _is_alias(value: Any) -> bool:

@@ -1,6 +1,5 @@
 """A model by what the shell can say of it: ``file.py:function`` or ``module:function(seed=0)``."""
 
-import ast
 import dataclasses
 import importlib
 import importlib.util
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 
 from penzai_shard.errors import RuleTypeError, ShardingError, extra_for
+from penzai_shard.layouts.rule_expressions import read_call
 from penzai_shard.placement import abstract_model
 from penzai_shard.placement.builders import is_model
 from penzai_shard.rule_kinds import nearest_name
@@ -70,7 +70,7 @@ class ModelReference:
         match = _FORM.fullmatch(text)
         if match is None or os.path.exists(text):
             return None
-        arguments, keywords = read_literals(text, match["call"] or "()", _EXAMPLE)
+        arguments, keywords = read_literals(text, match["call"], _EXAMPLE)
         return cls(text, match["place"], match["name"], arguments, keywords)
 
     def model(self) -> Any:
@@ -171,12 +171,14 @@ class ModelReference:
             ) from error
 
 
-def read_literals(text: str, call: str, example: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def read_literals(
+    text: str, call: str | None, example: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, which are literals of Python.
 
     Args:
         text: The whole text, for messages.
-        call: The call's brackets with what is in them.
+        call: The call's brackets with what is in them; None for none.
         example: A sentence with an example.
 
     Raises:
@@ -185,13 +187,9 @@ def read_literals(text: str, call: str, example: str) -> tuple[tuple[Any, ...], 
     >>> read_literals("build(2, width=8)", "(2, width=8)", "")
     ((2,), {'width': 8})
     """
-    try:
-        parsed = ast.parse(f"f{call}", mode="eval").body
-        assert isinstance(parsed, ast.Call)
-        arguments = tuple(ast.literal_eval(each) for each in parsed.args)
-        keywords = {str(each.arg): ast.literal_eval(each.value) for each in parsed.keywords}
-    except (SyntaxError, ValueError, AssertionError) as error:
-        raise RuleTypeError(
-            f"{text}: arguments are literals, such as numbers and texts. {example}"
-        ) from error
+
+    def given(*arguments: Any, **keywords: Any) -> Any:
+        return arguments, keywords
+
+    arguments, keywords = read_call(f"given{call or '()'}", text, {"given": given}, example)
     return arguments, keywords

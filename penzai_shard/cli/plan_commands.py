@@ -9,7 +9,6 @@ from penzai_shard.cli.answers import add_answer_options, print_lines, print_tabl
 from penzai_shard.cli.chosen_layouts import ChosenLayout, add_layout_arguments, chosen_layout
 from penzai_shard.cli.chosen_models import (
     ChosenModel,
-    add_list_option,
     add_model_arguments,
     chosen_model,
 )
@@ -36,7 +35,6 @@ def add_plan_commands(commands: Any) -> None:
     )
     add_model_arguments(plan)
     add_layout_arguments(plan)
-    add_list_option(plan)
     plan.add_argument(
         "--optimizer",
         metavar="adamw",

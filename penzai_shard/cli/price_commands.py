@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from penzai_shard.cli.answers import add_answer_options, print_lines, print_report, print_table
-from penzai_shard.cli.asked_steps import AskedStep, Compiled, add_asked_arguments
+from penzai_shard.cli.asked_steps import AskedStep, StepPrice, add_asked_arguments
 from penzai_shard.cli.quantities import read_bandwidths, read_bytes
 from penzai_shard.errors import CompilationError, PlanError
 from penzai_shard.inspection.locks import ShardingLock
@@ -89,7 +89,7 @@ def _price(options: argparse.Namespace) -> int:
     return 1 if found.fits is False else 0
 
 
-def _data(found: Compiled) -> dict[str, Any]:
+def _data(found: StepPrice) -> dict[str, Any]:
     return {
         "devices": found.devices,
         "fits": found.fits,

@@ -71,7 +71,7 @@ def read_call(
         raise RuleTypeError(f"cannot read {text!r} as names and literals. {example}")
     name = function.id
     if name not in known:
-        near = nearest_name(name, known)
+        near = nearest_name(name, known) or nearest_name(name.lower(), known)
         fix = f"Did you mean {near}?" if near else f"There are {', '.join(known)}."
         raise RuleTypeError(f"there is no {name!r}, in {text!r}. {fix}")
     args, kwargs = _literals(node, text, example)

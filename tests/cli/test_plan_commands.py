@@ -9,43 +9,9 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import penzai_shard as pzs
-from penzai_shard.cli.main import main
 from penzai_shard.pretrained.published_models import find_published
 
-PROGRAM = """
-import jax
-import optax
-from penzai import pz
-import penzai_shard as pzs
-
-def build(width=4):
-    return pz.nn.Linear.from_config("l", jax.random.key(0), {"in": 8}, {"out": width})
-
-def state():
-    return pzs.TrainState.initial_state(build(), optax.adam(1e-2), jax.random.key(0))
-
-def plain():
-    return {"w": jax.numpy.zeros((4, 2))}
-"""
 SMALL = "llama-3-8b(num_hidden_layers=2)"
-
-
-@pytest.fixture
-def shell(tmp_path, monkeypatch, capsys):
-    """Runs a command in a folder with a model: its exit status and what it prints."""
-    (tmp_path / "own.py").write_text(PROGRAM)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def run(*arguments):
-        try:
-            status = main(list(arguments))
-        except SystemExit as ended:
-            status = ended.code
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return run
 
 
 def test_a_published_model_is_planned_as_in_code(shell):

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import sys
 
 import jax
 import pytest
@@ -13,7 +12,6 @@ from penzai_shard.cli import asked_steps, price_commands
 from penzai_shard.cli.chosen_layouts import chosen_layout
 from penzai_shard.cli.chosen_models import chosen_model
 from penzai_shard.cli.chosen_steps import training_step
-from penzai_shard.cli.main import main
 from penzai_shard.cli.quantities import read_bandwidths, read_bytes
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.inspection.locks import ShardingLock
@@ -25,48 +23,6 @@ SMALL = (
     "llama-3-8b(num_hidden_layers=3, hidden_size=64, intermediate_size=128, vocab_size=256, "
     "num_attention_heads=4, num_key_value_heads=2)"
 )
-PROGRAM = """
-import jax
-from jax.sharding import NamedSharding, PartitionSpec as P
-from penzai import pz
-import penzai_shard as pzs
-
-def matmul(rows=64):
-    mesh = pzs.make_mesh({"data": 4, "model": 2}, abstract=True)
-    laid_out = lambda *spec: NamedSharding(mesh, P(*spec))
-    a = jax.ShapeDtypeStruct((rows, 128), "float32", sharding=laid_out(None, "model"))
-    b = jax.ShapeDtypeStruct((128, 32), "float32", sharding=laid_out("model"))
-    return jax.jit(lambda a, b: a @ b, out_shardings=laid_out()), (a, b)
-
-def by_keyword():
-    step, (a, b) = matmul()
-    return step, (a,), {"b": b}
-
-def build():
-    return pz.nn.Linear.from_config("l", jax.random.key(0), {"in": 8}, {"out": 4})
-
-def state():
-    import optax
-    return pzs.TrainState.initial_state(build(), optax.adam(1e-2), jax.random.key(0))
-"""
-
-
-@pytest.fixture
-def shell(tmp_path, monkeypatch, capsys):
-    """Runs a command in a folder with models: its exit status and what it prints."""
-    (tmp_path / "own.py").write_text(PROGRAM)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def run(*arguments):
-        try:
-            status = main(list(arguments))
-        except SystemExit as ended:
-            status = ended.code
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return run
 
 
 @pytest.fixture(scope="module")
