@@ -170,7 +170,7 @@ class AssertShardingLock:
         return f"pytest {shlex.quote(str(nodeid))} {OPTION}"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _LocksOfSession:
     """Which test has which lock, in one process or in those of pytest-xdist.
 

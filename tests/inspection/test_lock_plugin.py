@@ -336,3 +336,11 @@ def test_loading_the_plugin_imports_neither_jax_nor_this_library(tmp_path):
         check=False,
     )
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_folders_with_a_conftest_of_their_own_run_beside_others(run, pytester):
+    for folder in ("one", "other"):
+        (pytester.mkdir(folder) / f"test_{folder}.py").write_text(a_test(folder))
+    (pytester.path / "one" / "conftest.py").write_text("")
+    run(UPDATE).assert_outcomes(passed=2)
+    run().assert_outcomes(passed=2)
