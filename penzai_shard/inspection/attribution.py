@@ -107,6 +107,7 @@ class _Parts:
         self._moved = MovedValues(program)
         self._optimizer = OptimizerLines(program.module)
         self._holders = _holders_by_array(program)
+        self._label = program.step.scopes.label
 
     def of(self, operation: CollectiveOperation) -> Iterator[AttributedPart]:
         """One answer for each operand."""
@@ -195,7 +196,8 @@ class _Parts:
         if len(part.owners) != 1 or not self._moved.depends_on_inputs(one, position):
             return ""
         sides = (operation.operands[position], operation.results[_out(operation, position)])
-        activation = f"activation {max(sides, key=lambda side: side.bytes)} of {part.owners[0]}"
+        larger = max(sides, key=lambda side: side.bytes)
+        activation = f"activation {larger} of {self._label(part.owners[0])}"
         if part.phase == "forward":
             return activation
         is_passed_on = part.phase == "backward" and self._is_used_elsewhere(

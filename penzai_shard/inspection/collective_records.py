@@ -60,7 +60,7 @@ class Collective:
             of an activation. Empty if that is not known.
         arrays: What the larger side is on one device, such as ``("f32[8,16]",)``.
         name: Its name in the program.
-        op_names: Where the program says that it comes from.
+        op_names: Where the program says that it comes from, with the paths of layers.
     """
 
     kind: str
@@ -76,8 +76,8 @@ class Collective:
     moves: tuple[str, ...]
     arrays: tuple[str, ...]
     name: str
-    parts: tuple[CollectivePart, ...]
-    op_names: tuple[str, ...] = ()
+    parts: tuple[CollectivePart, ...] = dataclasses.field(repr=False)
+    op_names: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     at_most: bool = False
     scattered_bytes: int = 0
 

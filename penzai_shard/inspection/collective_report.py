@@ -328,9 +328,10 @@ def _record(
     axes = (mesh_axes_of_pairs if is_permute else mesh_axes_of)(operation.groups, mesh_shape)
     group_size = len(operation.groups[0])
     payload = operation.payload_bytes
+    scopes = program.step.scopes
 
     def labels_of(layers: Sequence[str]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(program.step.scopes.labels.get(path, path) for path in layers))
+        return tuple(dict.fromkeys(map(scopes.label, layers)))
 
     larger = max(operation.results, operation.operands, key=lambda side: sum(a.bytes for a in side))
     return Collective(
@@ -348,7 +349,7 @@ def _record(
         arrays=tuple(map(str, larger)),
         name=operation.name,
         parts=_parts(operation, whose, larger, labels_of),
-        op_names=operation.op_names,
+        op_names=tuple(map(scopes.with_paths, operation.op_names)),
         at_most=operation.at_most,
         scattered_bytes=kept_slice_bytes(program.module, operation),
     )

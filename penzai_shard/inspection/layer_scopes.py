@@ -96,6 +96,22 @@ class LayerScopes:
         """The layers that an operation's name tells of, the outermost first."""
         return tuple(self.paths[int(number)] for number in _MARK.findall(op_name))
 
+    def with_paths(self, op_name: str) -> str:
+        """An operation's name for people: each layer's path in place of its mark.
+
+        >>> LayerScopes(["up", "sublayers/0"]).with_paths("jit(step)/jvp(pzs_layer_1)/mul")
+        'jit(step)/jvp(sublayers/0)/mul'
+        """
+        return _MARK.sub(lambda mark: self.paths[int(mark[1])], op_name)
+
+    def label(self, owner: str) -> str:
+        """What people call a layer, or another part of a step, that goes by its path.
+
+        >>> LayerScopes(labels={"sublayers/0": "mlp/up"}).label("sublayers/0")
+        'mlp/up'
+        """
+        return self.labels.get(owner, owner)
+
     def _marked_layer(self, layer: Any, path: str) -> Any:
         number = self._numbers.setdefault(path, len(self.paths))
         if number == len(self.paths):

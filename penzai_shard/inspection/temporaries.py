@@ -1,13 +1,15 @@
 """What is in a step's temporaries at the moment at which most is there: an estimate."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from penzai_shard.compiled_programs.live_values import LiveValue, values_at_peak
 from penzai_shard.compiled_programs.modules import Instruction
 from penzai_shard.compiled_programs.operation_names import merged_names
 from penzai_shard.compiled_programs.value_flow import ValueFlow
+from penzai_shard.inspection.layer_groups import folded_owners_text
+from penzai_shard.inspection.layer_scopes import LayerScopes
 from penzai_shard.inspection.operation_owners import OperationOwners, Phase
 from penzai_shard.inspection.programs import CompiledProgram
 from penzai_shard.path_folding import folded_path, folding_key
@@ -36,7 +38,8 @@ class TemporaryGroup:
             are made.
         layer: The path of the layer that made them, with ``*`` in place of the numbers in which
             equal ones differ; ``"loss"`` or ``"optimizer"``; empty if that is not known.
-        label: The same by the names of the layers' parameters, where they have some.
+        label: The same as ``collectives`` writes it: by the names of the layers' parameters,
+            where they have some.
         count: How many arrays these are.
         bytes: What they take on one device.
     """
@@ -73,18 +76,16 @@ def temporary_groups(program: CompiledProgram) -> tuple[TemporaryGroup, ...]:
         layer = origins.owner(value.instruction)
         key = (origins.kind(value), folding_key(layer))
         groups.setdefault(key, []).append((layer, value))
-    labels = program.step.scopes.labels
-    made = [_group(kind, members, labels) for (kind, _), members in groups.items()]
+    scopes = program.step.scopes
+    made = [_group(kind, members, scopes) for (kind, _), members in groups.items()]
     return tuple(sorted(made, key=lambda group: -group.bytes))
 
 
 def _group(
-    kind: TemporaryKind, members: Sequence[tuple[str, LiveValue]], labels: Mapping[str, str]
+    kind: TemporaryKind, members: Sequence[tuple[str, LiveValue]], scopes: LayerScopes
 ) -> TemporaryGroup:
     layers = list(dict.fromkeys(layer for layer, _ in members))
-    called = list(dict.fromkeys(labels.get(layer, layer) for layer in layers))
-    alike = len(set(map(folding_key, called))) == 1
-    label = folded_path(called) if alike else folded_path(layers)
+    label = folded_owners_text(map(scopes.label, layers)) if layers != [""] else ""
     total = sum(value.bytes for _, value in members)
     return TemporaryGroup(kind, folded_path(layers), label, len(members), total)
 

@@ -25,6 +25,7 @@ from penzai_shard import (
 from penzai_shard.cli import demo
 from penzai_shard.compiled_programs import Module, read_collectives
 from penzai_shard.inspection.attribution import attribute
+from penzai_shard.inspection.collective_report import CollectiveReport
 from penzai_shard.inspection.layer_scopes import LayerScopes
 from penzai_shard.inspection.lowered_steps import LoweredStep
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
@@ -185,11 +186,17 @@ def test_owners_and_phases_are_those_that_follow_from_the_lengths(tower):
 def test_what_is_moved_follows_from_the_lengths(tower):
     moves = {move for _, whose in attributed(tower) for move in whose.moves}
     assert moves == {
-        f"activation f32[3,16] of {HEAD}",
-        f"activation f32[3,40] of {MIDDLE}",
-        f"gradient of activation f32[3,40] of {DOWN}",
+        "activation f32[3,16] of head",
+        "activation f32[3,40] of middle",
+        "gradient of activation f32[3,40] of down",
         *(f"gradient of params/{name}.weights" for name in LENGTHS),
     }
+
+
+def test_reports_write_paths_in_place_of_marks(tower):
+    names = [name for one in CollectiveReport.of(tower).collectives for name in one.op_names]
+    assert any(f"/jvp({HEAD})/" in name or f"/{HEAD}/" in name for name in names)
+    assert not any("pzs_layer" in name for name in names)
 
 
 def test_what_a_rule_does_not_split_any_more_vanishes_from_its_layers_alone(tower):

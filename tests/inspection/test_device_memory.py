@@ -205,6 +205,10 @@ def test_temporaries_are_the_activations_that_the_backward_pass_reads(wide):
     estimated = sum(group.bytes for group in wide.temporary_groups)
     assert estimated == pytest.approx(wide.temporaries, rel=0.05)
     assert "kept for the backward pass" in str(wide)
+    # Layers are called as in the table of collectives.
+    (label,) = {group.label for group in kept if group.layer == "sublayers/*"}
+    assert label == "block_0/down + sequential/sequential/elementwise"
+    assert "sublayers" not in str(wide).partition("to save")[0]
 
 
 def test_gathered_parameters_are_told_from_activations(sharded):
