@@ -12,12 +12,12 @@ from penzai.core.variables import AbstractVariable
 
 from penzai_shard.array_kinds import is_concrete, is_traced
 from penzai_shard.errors import MeshError, RuleTypeError, ShardingError, raise_all
-from penzai_shard.meshes import AnyMesh, auto_twin, mesh_text
+from penzai_shard.meshes import AnyMesh, mesh_text
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.readers import is_shared_object
 from penzai_shard.traced_programs import equations
 from penzai_shard.training.loss_contract import RESERVED
-from penzai_shard.training.state_layout import sharding_text
+from penzai_shard.training.state_layout import meshes_of, sharding_text
 
 _ONE_MESH = (
     "Lay all out on one mesh: make_plan(model, mesh, rules).restore_structs() or place(model, "
@@ -41,11 +41,7 @@ def one_mesh(arrays: Sequence[tuple[str, Any]]) -> AnyMesh | None:
     >>> one_mesh([("x", jax.numpy.ones(2))]) is None
     True
     """
-    first: dict[AnyMesh, str] = {}
-    for path, leaf in arrays:
-        sharding = leaf if isinstance(leaf, Sharding) else getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            first.setdefault(auto_twin(sharding.mesh), path)
+    first = meshes_of(arrays)
     if len(first) > 1:
         raise_all(
             MeshError,

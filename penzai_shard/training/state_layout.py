@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from penzai_shard.array_kinds import is_deleted
+from penzai_shard.array_kinds import is_deleted, is_traced
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.library_apis.jax_api import is_weakly_typed, memory_addresses
-from penzai_shard.meshes import auto_twin, mesh_text
+from penzai_shard.meshes import AnyMesh, auto_twin, mesh_text
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.planning import shared_named_sharding
 from penzai_shard.processes import put_all
@@ -53,6 +53,23 @@ def with_strong_type(leaf: Any) -> Any:
     if is_weakly_typed(leaf):
         return jax.lax.convert_element_type(leaf, leaf.dtype)
     return leaf
+
+
+def meshes_of(arrays: Iterable[tuple[str, Any]]) -> dict[AnyMesh, str]:
+    """The Auto twins of the meshes that arrays are on, each with the path of the first on it.
+
+    Args:
+        arrays: Arrays, structs, shardings, or what else has one, each with its path.
+
+    >>> meshes_of([("x", 1.0), ("y", jnp.ones(2))])
+    {}
+    """
+    found: dict[AnyMesh, str] = {}
+    for path, leaf in arrays:
+        sharding = leaf if isinstance(leaf, Sharding) else getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and not is_traced(leaf):
+            found.setdefault(auto_twin(sharding.mesh), path)
+    return found
 
 
 def mesh_of(leaves: Iterable[Any]) -> Mesh | None:

@@ -1,7 +1,7 @@
 """Laying out a new train state as the model's parameters are already."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.array_kinds import is_abstract, is_traced
 from penzai_shard.errors import ShardingError, raise_all
-from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, mesh_text
+from penzai_shard.meshes import AnyMesh, auto_context, mesh_text
 from penzai_shard.placement import described_array
 from penzai_shard.planning import Planner, shardings_like_params
 from penzai_shard.rule_kinds import OnUnnamed
@@ -21,6 +21,7 @@ from penzai_shard.training.state_layout import (
     canonical,
     committed,
     mesh_of,
+    meshes_of,
     with_strong_type,
 )
 from penzai_shard.tree_paths import array_path_text
@@ -109,7 +110,7 @@ def _described(
         }
 
     flat, treedef = jax.tree_util.tree_flatten_with_path(fields)
-    mesh = _one_mesh([array_path_text(path) for path, _ in flat], [leaf for _, leaf in flat])
+    mesh = _one_mesh((array_path_text(path), leaf) for path, leaf in flat)
     structs = jax.eval_shape(strong, fields)
     if mesh is not None:
         placed = [
@@ -129,13 +130,9 @@ def _described(
     return structs | {"opt_state": opt_state}
 
 
-def _one_mesh(paths: Sequence[str], leaves: Sequence[Any]) -> AnyMesh | None:
+def _one_mesh(arrays: Iterable[tuple[str, Any]]) -> AnyMesh | None:
     """The Auto twin of the mesh that arrays and structs are on; None if none is on one."""
-    by_mesh: dict[AnyMesh, str] = {}
-    for path, leaf in zip(paths, leaves, strict=True):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and not is_traced(leaf):
-            by_mesh.setdefault(auto_twin(sharding.mesh), path)
+    by_mesh = meshes_of(arrays)
     if len(by_mesh) > 1:
         raise_all(
             ShardingError,
