@@ -29,6 +29,8 @@ KINDS = (
 )
 # Their groups may count copies of the program instead of devices.
 _BY_REPLICA = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
+# What comes out of these was computed, so it may be rounded too.
+_SUMS = frozenset({"all-reduce", "reduce-scatter"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,14 +195,29 @@ def _check_sizes(
     grows = {"all-gather": group_size}.get(kind, 1)
     shrinks = {"reduce-scatter": group_size}.get(kind, 1)
     into, out = (_elements_by_dtype(side) for side in (operands, results))
-    if {dtype: n * grows for dtype, n in into.items()} != {
+    same_dtypes = {dtype: n * grows for dtype, n in into.items()} == {
         dtype: n * shrinks for dtype, n in out.items()
-    }:
+    }
+    if not same_dtypes and not (kind in _SUMS and _is_rounded(operands, results, shrinks)):
         texts = (", ".join(map(str, side)) for side in (operands, results))
         raise ValueError(
             f"what goes in does not fit to what comes out in groups of {group_size}: "
             + " -> ".join(texts)
         )
+
+
+def _is_rounded(
+    operands: tuple[ArrayType, ...], results: tuple[ArrayType, ...], shrinks: int
+) -> bool:
+    """Whether sums of float32 come out as bfloat16, array by array.
+
+    The compiler for TPUs lets an all-reduce round what is rounded behind it anyway.
+    """
+    return len(operands) == len(results) and all(
+        math.prod(one.shape) == math.prod(other.shape) * shrinks
+        and (one.dtype, other.dtype) in ((other.dtype, one.dtype), ("f32", "bf16"))
+        for one, other in zip(operands, results, strict=True)
+    )
 
 
 def _elements_by_dtype(arrays: tuple[ArrayType, ...]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import pytest
 
 from penzai_shard.compiled_programs import Module, ValueFlow, read_collectives
+from penzai_shard.errors import ProgramError
 
 SCATTERED = """
 HloModule jit_step, num_partitions=8
@@ -209,3 +210,42 @@ ENTRY main {
         8,
     )
     assert (one.operands[0].bytes, one.payload_bytes) == (2, 12)
+
+
+ROUNDED = """
+HloModule jit_step, num_partitions=8
+
+add {
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT sum = f32[] add(a, b)
+}
+
+ENTRY main {
+  x = f32[32,8]{1,0} parameter(0)
+  ROOT y = bf16[32,8]{1,0} all-reduce(x), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}},
+    use_global_device_ids=true, to_apply=add
+}
+"""
+
+
+def test_an_all_reduce_may_round_its_sum():
+    # Seen on slices of v5e: a gather of a matmul's operand, written as a sum of what is padded.
+    (one,) = read_collectives(Module.from_text(ROUNDED), 8)
+    assert (one.kind, one.payload_bytes) == ("all-reduce", 1024)
+    assert [str(array) for array in (*one.operands, *one.results)] == ["f32[32,8]", "bf16[32,8]"]
+
+
+@pytest.mark.parametrize(
+    ("into", "out"),
+    [("bf16", "f32"), ("f32", "s32"), ("s32", "bf16"), ("f64", "bf16"), ("f32", "f8e4m3fn")],
+)
+def test_other_dtypes_do_not_change_in_a_sum(into, out):
+    text = ROUNDED.replace("y = bf16[", f"y = {out}[").replace("x = f32[", f"x = {into}[")
+    with pytest.raises(ProgramError, match="what goes in does not fit to what comes out"):
+        read_collectives(Module.from_text(text), 8)
+
+
+def test_a_rounded_sum_has_as_many_elements_as_went_in():
+    with pytest.raises(ProgramError, match="what goes in does not fit to what comes out"):
+        read_collectives(Module.from_text(ROUNDED.replace("bf16[32,8]", "bf16[32,4]")), 8)
