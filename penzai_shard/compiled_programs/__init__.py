@@ -5,11 +5,7 @@ from penzai_shard.compiled_programs.collective_operations import (
     CollectiveOperation,
     read_collectives,
 )
-from penzai_shard.compiled_programs.device_groups import (
-    GroupAxes,
-    mesh_axes_of,
-    mesh_axes_of_pairs,
-)
+from penzai_shard.compiled_programs.device_groups import GroupAxes
 from penzai_shard.compiled_programs.instruction_text import ArrayType
 from penzai_shard.compiled_programs.kept_slices import kept_slice_bytes
 from penzai_shard.compiled_programs.modules import Computation, Instruction, Module
@@ -26,8 +22,6 @@ __all__ = [
     "Module",
     "ValueFlow",
     "kept_slice_bytes",
-    "mesh_axes_of",
-    "mesh_axes_of_pairs",
     "read_collectives",
     "unknown_communication",
 ]

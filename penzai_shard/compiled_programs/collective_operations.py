@@ -2,9 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from penzai_shard.compiled_programs.device_groups import Groups, read_groups, read_pairs
+from penzai_shard.compiled_programs.device_groups import (
+    GroupAxes,
+    Groups,
+    mesh_axes_of,
+    mesh_axes_of_pairs,
+    read_groups,
+    read_pairs,
+)
 from penzai_shard.compiled_programs.executions import Executions, executions
 from penzai_shard.compiled_programs.fused_collectives import (
     DONE,
@@ -64,6 +71,16 @@ class CollectiveOperation:
     def payload_bytes(self) -> int:
         """The larger of what goes in and what comes out, on one device, in bytes."""
         return max(sum(array.bytes for array in side) for side in (self.operands, self.results))
+
+    def axes(self, mesh_sizes: Mapping[str, int]) -> GroupAxes | None:
+        """The mesh axes that it goes over; None if its groups are not made along mesh axes.
+
+        Args:
+            mesh_sizes: The mesh's axes and their sizes, as ``mesh.shape`` has them.
+        """
+        if self.kind == "collective-permute":
+            return mesh_axes_of_pairs(self.groups, mesh_sizes)
+        return mesh_axes_of(self.groups, mesh_sizes)
 
 
 def read_collectives(

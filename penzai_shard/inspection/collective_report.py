@@ -10,8 +10,6 @@ from penzai_shard.compiled_programs import (
     ArrayType,
     CollectiveOperation,
     kept_slice_bytes,
-    mesh_axes_of,
-    mesh_axes_of_pairs,
     read_collectives,
     unknown_communication,
 )
@@ -324,8 +322,7 @@ def _record(
     whose: Attribution,
     mesh_shape: Mapping[str, int],
 ) -> Collective:
-    is_permute = operation.kind == "collective-permute"
-    axes = (mesh_axes_of_pairs if is_permute else mesh_axes_of)(operation.groups, mesh_shape)
+    axes = operation.axes(mesh_shape)
     group_size = len(operation.groups[0])
     payload = operation.payload_bytes
     scopes = program.step.scopes

@@ -2,8 +2,12 @@
 
 import pytest
 
-from penzai_shard.compiled_programs import mesh_axes_of, mesh_axes_of_pairs
-from penzai_shard.compiled_programs.device_groups import read_groups, read_pairs
+from penzai_shard.compiled_programs.device_groups import (
+    mesh_axes_of,
+    mesh_axes_of_pairs,
+    read_groups,
+    read_pairs,
+)
 
 MESH = {"data": 4, "model": 2}
 ALONG_DATA = ((0, 2, 4, 6), (1, 3, 5, 7))

@@ -11,8 +11,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks import compiled_collectives as oracle
 from penzai_shard.compiled_programs import (
     Module,
-    mesh_axes_of,
-    mesh_axes_of_pairs,
     read_collectives,
 )
 from penzai_shard.meshes import make_mesh
@@ -52,10 +50,9 @@ def program(specs, turns):
 
 
 def axes(one, sizes):
-    if one.kind == "collective-permute":
-        return mesh_axes_of_pairs(one.groups, sizes).mesh_axes
-    found = mesh_axes_of(one.groups, sizes)
-    return found.mesh_axes if found is not None and found.is_whole else None
+    found = one.axes(sizes)
+    is_exact = found is not None and (found.is_whole or one.kind == "collective-permute")
+    return found.mesh_axes if is_exact else None
 
 
 @hypothesis.settings(max_examples=10, deadline=None, derandomize=True, database=None)

@@ -8,8 +8,6 @@ import pytest
 from benchmarks import compiled_collectives as oracle
 from penzai_shard.compiled_programs import (
     Module,
-    mesh_axes_of,
-    mesh_axes_of_pairs,
     read_collectives,
     unknown_communication,
 )
@@ -32,15 +30,10 @@ def read(name):
     return read_collectives(Module.from_text(text_of(name)), 8)
 
 
-def axes(one):
-    find = mesh_axes_of_pairs if one.kind == "collective-permute" else mesh_axes_of
-    return find(one.groups, MESH)
-
-
 def figures(name):
     """What each collective moves and how often, in no order."""
     return sorted(
-        (one.kind, axes(one).text, one.payload_bytes, one.times or 0, one.at_most)
+        (one.kind, one.axes(MESH).text, one.payload_bytes, one.times or 0, one.at_most)
         for one in read(name)
     )
 
@@ -94,7 +87,7 @@ def test_groups_over_parts_of_mesh_axes(platform):
         ("all-reduce", "data (2 of 4, neighbours)", size, 1, False),
         ("all-reduce", "data (2 of 4, neighbours) x model", size, 1, False),
     ]
-    assert not any(axes(one).is_whole for one in read(f"{platform}/parts_of_axes"))
+    assert not any(one.axes(MESH).is_whole for one in read(f"{platform}/parts_of_axes"))
 
 
 @pytest.mark.parametrize("without", ["", "known_trip_count"])
@@ -105,7 +98,7 @@ def test_loops_multiply_and_branches_are_marked(platform, without):
     module = Module.from_text(text.replace(without, "unknown") if without else text)
     size = array_bytes(platform)
     found = {
-        (one.kind, axes(one).text, one.payload_bytes, one.times, one.at_most)
+        (one.kind, one.axes(MESH).text, one.payload_bytes, one.times, one.at_most)
         for one in read_collectives(module, 8)
     }
     assert found == {
@@ -169,7 +162,7 @@ def test_a_reader_that_shares_no_code_finds_the_same(name):
     )
     found = collections.Counter()
     for one in read(name):
-        over = axes(one)
+        over = one.axes(MESH)
         whole = over.is_whole or one.kind == "collective-permute"
         if one.times is not None:
             named = over.mesh_axes if whole else None

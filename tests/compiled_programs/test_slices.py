@@ -8,8 +8,6 @@ import pytest
 from penzai_shard.compiled_programs import (
     Module,
     ValueFlow,
-    mesh_axes_of,
-    mesh_axes_of_pairs,
     read_collectives,
     unknown_communication,
 )
@@ -20,10 +18,10 @@ SIZE = 16 * 256 * 2  # An array of 16 x 256 in bfloat16.
 
 
 def figures(module, mesh, slice_of=None):
-    found = []
-    for one in read_collectives(module, 8, slice_of):
-        find = mesh_axes_of_pairs if one.kind == "collective-permute" else mesh_axes_of
-        found.append((one.kind, find(one.groups, mesh).text, one.payload_bytes, one.times))
+    found = [
+        (one.kind, one.axes(mesh).text, one.payload_bytes, one.times)
+        for one in read_collectives(module, 8, slice_of)
+    ]
     return sorted(found, key=str)
 
 
