@@ -23,6 +23,7 @@ from penzai_shard.errors import (
     ShardingError,
     ShardingWarning,
 )
+from penzai_shard.inspection.ahead_report import OTHER_DEVICES
 from penzai_shard.inspection.collective_report import CollectiveReport
 from penzai_shard.inspection.compile_ahead import compile_ahead
 from penzai_shard.inspection.memory_report import MemoryReport
@@ -88,10 +89,7 @@ class StepPrice:
             program,
             f"{count:,} x {program.device_kind}",
             ("program, memory and collectives on these devices",),
-            (
-                "all of it for other devices, whose compilers plan memory and merge collectives "
-                "in their own ways: see --topology",
-            ),
+            (f"{OTHER_DEVICES}: see --topology",),
         )
 
     @property

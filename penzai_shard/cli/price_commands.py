@@ -115,10 +115,10 @@ def _lock(options: argparse.Namespace) -> int:
             "price says what it needs."
         )
     if wanted is not None:
-        found = wanted.check_program(program)
+        found = wanted.check(program)
         print_report(found, options)
         return 0 if found else 1
-    lock = ShardingLock.of_program(program)
+    lock = ShardingLock.of(program)
     path = lock.save(options.out)
     if options.json:
         print(json.dumps({**asked.said(), "lock": json.loads(lock.to_json())}, indent=2))

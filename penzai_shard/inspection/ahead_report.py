@@ -11,6 +11,10 @@ from penzai_shard.inspection.topologies import Topology
 from penzai_shard.planning import bytes_text
 from penzai_shard.text_tables import PreparedTable, Report
 
+OTHER_DEVICES = (
+    "all of it for other devices, whose compilers plan memory and merge collectives in their own "
+    "ways"
+)
 _TIME = "how long a step takes, which collectives.time(bandwidth=...) bounds from below"
 
 
@@ -72,11 +76,7 @@ class AheadReport(Report):
     def estimated(self) -> tuple[str, ...]:
         """What of it is an estimate."""
         if self.topology.platform == "cpu":
-            return (
-                "all of it for other devices, whose compilers plan memory and merge collectives in "
-                "their own ways",
-                _TIME,
-            )
+            return (OTHER_DEVICES, _TIME)
         if self.topology.platform == "cuda":
             return ("which kernels run, since they are chosen by timing them on a GPU", _TIME)
         return (_TIME,)

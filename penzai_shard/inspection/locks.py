@@ -27,7 +27,7 @@ from penzai_shard.inspection.lock_content import (
 )
 from penzai_shard.inspection.lock_files import lock_from_text, lock_to_text
 from penzai_shard.inspection.memory_report import MemoryReport
-from penzai_shard.inspection.programs import CompiledProgram, compile_step
+from penzai_shard.inspection.programs import compile_step
 from penzai_shard.meshes import mesh_text
 
 # What turns a step into a program. XLA is a part of jaxlib, or of the accelerator's own package.
@@ -66,15 +66,12 @@ class ShardingLock:
         """The lock of a step, which is compiled and not run.
 
         Args:
-            step: A train step, a function under ``jax.jit``, or a layer.
+            step: A train step, a function under ``jax.jit``, or a layer; or a program of
+                ``compile_step``, without arguments.
             *args: What it is called with, concrete or abstract.
             **kwargs: The same by keyword.
         """
-        return cls.of_program(compile_step(step, *args, **kwargs))
-
-    @classmethod
-    def of_program(cls, program: CompiledProgram) -> "ShardingLock":
-        """The lock of a program that is already compiled."""
+        program = compile_step(step, *args, **kwargs)
         mesh = program.step.mesh
         collectives = CollectiveReport.of(program).collectives
         # Without the instructions' names, which say nothing from run to run.
@@ -112,7 +109,7 @@ class ShardingLock:
                 specs are exact.
             improvements: ``"pass"`` to accept what became better: fewer collectives, fewer bytes.
             **kwargs: What the step is called with by keyword. One with an input of the name of an
-                option is checked by ``check_program``.
+                option is given as ``compile_step(step, ...)``.
 
         Returns:
             A report that is true if the step is as locked. It prints the differences.
@@ -120,20 +117,8 @@ class ShardingLock:
         Raises:
             LockError: The lock is of another mesh, or another kind of devices.
         """
-        program = compile_step(step, *args, **kwargs)
-        return self.check_program(program, tolerance=tolerance, improvements=improvements)
-
-    def check_program(
-        self,
-        program: CompiledProgram,
-        *,
-        tolerance: float = 0.05,
-        improvements: Improvements = "fail",
-    ) -> LockReport:
-        """``check`` for a program that is already compiled."""
-        return self.check_lock(
-            ShardingLock.of_program(program), tolerance=tolerance, improvements=improvements
-        )
+        now = ShardingLock.of(step, *args, **kwargs)
+        return self.check_lock(now, tolerance=tolerance, improvements=improvements)
 
     def check_lock(
         self,

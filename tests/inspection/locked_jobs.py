@@ -143,7 +143,7 @@ class Compiled:
         lowered = lower_step(step, args, kwargs)
         devices = jax.devices()[: lowered.mesh.size]
         compiled = compile_bytecode(bytecode_of(lowered.lowered), devices)
-        lock = pzs.ShardingLock.of_program(CompiledProgram.of(lowered, compiled, "cpu"))
+        lock = pzs.ShardingLock.of(CompiledProgram.of(lowered, compiled, "cpu"))
         text = compiled.module.to_string()
         judged = compiled_collectives.read_collectives(text, lowered.mesh)
         return cls(

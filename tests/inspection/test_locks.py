@@ -433,7 +433,7 @@ ENTRY e {
   ROOT c = f32[2]{0} custom-call(p), custom_call_target="mine"
 }"""
     unknown = dataclasses.replace(program, module=Module.from_text(text))
-    report = base.lock.check_program(unknown)
+    report = base.lock.check(unknown)
     said = [str(each) for each in report.differences if each.where == "not counted"]
     assert said == [
         "not counted: 0 became 1: a custom call of 'mine'; whether it moves data between devices "
