@@ -77,7 +77,7 @@ class ModelReference:
         """What the function builds, with structs in place of arrays.
 
         Only the function's program is looked at, unless it calls ``abstract_model`` itself: then
-        it is called. What is no function, such as a model, is taken as it is.
+        it is called. What is not a function, such as a model, is taken as it is.
 
         Raises:
             RuleTypeError: There is no such file, module or function, or it fails, or gives a step.

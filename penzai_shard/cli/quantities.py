@@ -30,7 +30,7 @@ def read_bytes(text: str, what: str) -> int:
         exponent = _POWERS.index(match["power"]) + 1 if match["power"] else 0
         size = int(float(match["number"]) * base**exponent)
     if not size:
-        raise RuleTypeError(f"{what} {text!r} is no size. Write for instance 80GB or 15.75GiB.")
+        raise RuleTypeError(f"{what} {text!r} is not a size. Write for instance 80GB or 15.75GiB.")
     return size
 
 

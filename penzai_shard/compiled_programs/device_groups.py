@@ -51,7 +51,7 @@ class GroupAxes:
 
 @functools.lru_cache(maxsize=256)
 def read_groups(text: str, device_count: int) -> Groups:
-    """The groups that an instruction's ``replica_groups`` tells of.
+    """The groups that an instruction's ``replica_groups`` says.
 
     Args:
         text: The attribute's value.

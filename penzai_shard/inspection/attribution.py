@@ -8,7 +8,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from penzai_shard.compiled_programs import CollectiveOperation
+from penzai_shard.compiled_programs import CollectiveOperation, Instruction
 from penzai_shard.compiled_programs.operation_names import merged_names
 from penzai_shard.inspection.moved_values import MovedValues
 from penzai_shard.inspection.operation_owners import PHASES, OperationOwners, Phase
@@ -166,7 +166,7 @@ class _Parts:
         """Whether an optimizer's lines wrote it, or, if it is merged, all that it sums."""
         if len(operation.operands) == 1:
             return self._optimizer.wrote(operation.instruction)
-        makers = self._moved.flow.makers_of(operation.instruction)[position]
+        makers = self._makers(operation, position)
         computed = [one for one in makers if one.opcode != "constant"]
         return bool(computed) and all(map(self._optimizer.wrote, computed))
 
@@ -205,12 +205,22 @@ class _Parts:
         )
         return f"gradient of {activation}" if is_passed_on else ""
 
+    def _makers(self, operation: CollectiveOperation, position: int) -> tuple[Instruction, ...]:
+        """What computes the values in an operand."""
+        return self._moved.flow.makers_of(operation.instruction)[position]
+
+    def _users(self, operation: CollectiveOperation, position: int) -> tuple[Instruction, ...]:
+        """What uses what comes out for an operand."""
+        return self._moved.flow.users_of(operation.instruction)[_out(operation, position)]
+
+    def _named(self, instructions: Iterable[Instruction]) -> list[AttributedPart]:
+        """What the names of some operations say."""
+        return [self._by_name(name) for one in instructions for name in merged_names(one.op_name)]
+
     def _is_used_elsewhere(
         self, operation: CollectiveOperation, position: int, part: AttributedPart
     ) -> bool:
         """Whether a layer apart from its owner goes on with it, as with no gradient of weights."""
-        users = self._moved.flow.users_of(operation.instruction)[_out(operation, position)]
-        told = [self._by_name(name) for one in users for name in merged_names(one.op_name)]
         (owner,) = part.owners
         return any(
             user.phase == "backward"
@@ -219,16 +229,15 @@ class _Parts:
                 name == other or is_inside(name, other)
                 for name, other in ((user.owners[0], owner), (owner, user.owners[0]))
             )
-            for user in told
+            for user in self._named(self._users(operation, position))
         )
 
     def _holders_that_use(
         self, operation: CollectiveOperation, position: int, holders: Sequence[str]
     ) -> list[str]:
         """The layers that hold a parameter, of those that use what comes out."""
-        users = self._moved.flow.users_of(operation.instruction)[_out(operation, position)]
-        names = [name for one in users for name in merged_names(one.op_name)]
-        owners = {self._names.owner(name) for name in names}
+        users = self._named(self._users(operation, position))
+        owners = {owner for user in users for owner in user.owners}
         return [path for path in holders if path in owners]
 
     def _by_neighbours(
@@ -243,29 +252,23 @@ class _Parts:
         All of it must say the same. What has no name is left out if the others name a layer that
         holds the parameter at hand.
         """
-        one = operation.instruction
         if operation.kind in _REDUCTIONS:
-            found, reason = self._moved.flow.makers_of(one)[position], BY_MAKER
+            found, reason = self._makers(operation, position), BY_MAKER
         else:
-            found, reason = self._moved.flow.users_of(one)[_out(operation, position)], BY_USER
-        told = [
-            self._by_name(name)
-            for one in found
-            if one.opcode != "constant"
-            for name in merged_names(one.op_name)
-        ]
-        if holders and any(other.owners == (path,) for other in told for path in holders):
-            told = [other for other in told if other.owners]
-        if part.phase is None and told:
-            phases = [other.phase for other in told]
+            found, reason = self._users(operation, position), BY_USER
+        named = self._named(one for one in found if one.opcode != "constant")
+        if holders and any(other.owners == (path,) for other in named for path in holders):
+            named = [other for other in named if other.owners]
+        if part.phase is None and named:
+            phases = [other.phase for other in named]
             if operation.kind not in _REDUCTIONS and None not in phases:
                 # It runs before the first that uses it.
                 phases = [min(phases, key=(*PHASES, None).index)]
             if len(set(phases)) == 1:
                 part = dataclasses.replace(part, phase=phases[0])
-        if len({other.owners for other in told}) != 1 or not told[0].owners:
+        if len({other.owners for other in named}) != 1 or not named[0].owners:
             return part
-        return dataclasses.replace(part, owners=told[0].owners, reason=reason)
+        return dataclasses.replace(part, owners=named[0].owners, reason=reason)
 
 
 def _holders_by_array(program: CompiledProgram) -> dict[str, tuple[str, ...]]:
@@ -293,7 +296,7 @@ def _out(operation: CollectiveOperation, position: int) -> int:
 def _phase_of_most_bytes(
     operation: CollectiveOperation, parts: Sequence[AttributedPart]
 ) -> Phase | None:
-    """The phase of most bytes; None if that cannot be told."""
+    """The phase of most bytes; None if that is not known."""
     phases = {part.phase for part in parts}
     if len(phases) == 1:
         return phases.pop()

@@ -93,7 +93,7 @@ class LayerScopes:
         )
 
     def paths_in(self, op_name: str) -> tuple[str, ...]:
-        """The layers that an operation's name tells of, the outermost first."""
+        """The layers that an operation's name says, the outermost first."""
         return tuple(self.paths[int(number)] for number in _MARK.findall(op_name))
 
     def with_paths(self, op_name: str) -> str:

@@ -85,7 +85,7 @@ class MemoryReport(Report):
 
     @property
     def constants(self) -> int:
-        """The model's arrays that are no parameters, such as an epsilon."""
+        """The model's arrays that are not parameters, such as an epsilon."""
         return self._of_part("constants")
 
     @property

@@ -43,7 +43,7 @@ class OperationOwners:
         return bool(self._scopes.paths)
 
     def owner(self, name: str) -> str | None:
-        """The innermost layer, or the part of the step, that an operation's name tells of."""
+        """The innermost layer, or the part of the step, that an operation's name says."""
         if paths := self._scopes.paths_in(name):
             return paths[-1]
         if part := self._part_of_step(name):
@@ -69,7 +69,7 @@ class OperationOwners:
         return None
 
     def phase(self, name: str) -> Phase | None:
-        """The phase that an operation's name tells of."""
+        """The phase that an operation's name says."""
         if self._part_of_step(name) == OPTIMIZER_SCOPE:
             return "optimizer"
         read = self._read(name)

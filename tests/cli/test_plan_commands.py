@@ -219,7 +219,7 @@ def test_the_published_models_are_listed(shell):
     assert "406B" in printed
 
 
-@pytest.mark.parametrize("command", ["plan", "rules"])
+@pytest.mark.parametrize("command", ["plan", "rules", "price", "lock"])
 def test_help_has_an_example(command, shell):
     status, printed, _ = shell(command, "--help")
     assert status == 0

@@ -116,7 +116,7 @@ def test_groups_that_go_along_no_mesh_axes_have_none(groups):
     assert mesh_axes_of(groups, MESH) is None
 
 
-def test_4096_devices_on_three_mesh_axes():
+def test_groups_of_4096_devices_are_those_of_their_mesh_axes():
     mesh = {"replica": 4, "data": 128, "model": 8}
     for text, axes in [
         ("[32,128]<=[4,128,8]T(0,2,1)", ("data",)),

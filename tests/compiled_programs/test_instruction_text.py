@@ -26,7 +26,7 @@ from penzai_shard.compiled_programs.instruction_text import (
         ("f32", (0, 4), 0),
     ],
 )
-def test_sizes_of_arrays(dtype, shape, size):
+def test_arrays_have_the_bytes_of_their_elements(dtype, shape, size):
     assert ArrayType(dtype, shape).bytes == size
 
 

@@ -128,7 +128,7 @@ def test_of_several_arrays_those_count_that_are_sliced():
     assert kept(text) == WHOLE
 
 
-def test_other_kinds_are_none():
+def test_collectives_of_other_kinds_keep_no_slice():
     text = in_entry(*KEPT["at once"]).replace(
         f"{REDUCED}, channel_id=1",
         "all-to-all(x), replica_groups=[1,4]<=[4], dimensions={0}, channel_id=1",

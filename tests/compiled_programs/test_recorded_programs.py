@@ -18,7 +18,7 @@ PLATFORMS = ("cpu", "cpu_jax_0_12", "gpu", "tpu")
 MESH = {"data": 4, "model": 2}
 
 
-def test_the_programs_are_there():
+def test_all_recorded_programs_are_there():
     assert len(NAMES) == len(PLATFORMS) * 5 + 3
 
 
@@ -44,7 +44,7 @@ def array_bytes(platform):
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_one_of_each_kind(platform):
+def test_each_kind_is_read_with_its_mesh_axes_and_bytes(platform):
     size = array_bytes(platform)
     assert figures(f"{platform}/one_of_each") == [
         ("all-gather", "model", 2 * size, 1, False),
@@ -80,7 +80,7 @@ def test_names_say_where_collectives_come_from(platform):
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_groups_over_parts_of_mesh_axes(platform):
+def test_groups_over_parts_of_mesh_axes_are_named_as_parts(platform):
     size = array_bytes(platform)
     assert figures(f"{platform}/parts_of_axes") == [
         ("all-reduce", "data (2 of 4, 2 apart)", size, 1, False),
@@ -121,7 +121,7 @@ def totals(name):
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_a_training_step_with_its_layers_in_a_loop(platform):
+def test_weights_are_gathered_and_gradients_reduced_in_every_turn_of_a_loop(platform):
     # Each device has half of a weight of 256 x 512, gathered over data: forward and backward of two
     # layers of two weights.
     size = array_bytes(platform)
@@ -141,7 +141,7 @@ def test_a_training_step_with_its_layers_in_a_loop(platform):
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_a_training_step(platform):
+def test_weights_are_gathered_and_gradients_reduced_once_for_each_layer(platform):
     size = array_bytes(platform)
     weight = 16 * size
     found = totals(f"{platform}/step")

@@ -36,7 +36,7 @@ def test_a_program_is_for_one_slice_and_nothing_in_it_is_unknown(name):
     assert unknown_communication(module) == ()
 
 
-def test_sums_over_slices_and_within_them():
+def test_sums_over_slices_and_within_them_are_kept_apart():
     # The mesh that it was made for: of the first axis each half is a slice.
     mesh = {"outer": 2, "inner": 2, "model": 2}
     assert figures(recorded("parts_of_axes"), mesh) == [
@@ -75,7 +75,7 @@ def test_each_kind_goes_between_slices():
     )
 
 
-def test_slices_may_lie_anywhere_in_the_mesh():
+def test_slices_may_be_anywhere_in_the_mesh():
     module = recorded("parts_of_axes")
     mesh = {"inner": 2, "model": 2, "outer": 2}
     slice_of = [0, 1] * 4

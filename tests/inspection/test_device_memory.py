@@ -177,7 +177,7 @@ def test_the_first_line_says_whether_the_step_fits(sharded):
         ("NVIDIA H200", 105.75e9),
     ],
 )
-def test_memory_of_devices_that_are_not_there(kind, memory):
+def test_memory_of_devices_that_are_not_there_is_known(kind, memory):
     assert device_figures(kind).memory == int(memory)
 
 

@@ -176,7 +176,7 @@ DAMAGE = {
     ),
     "a key twice": (
         edited('"version": 1', '"version": 1, "version": 1'),
-        NOT_A_LOCK + "'version' stands in it twice",
+        NOT_A_LOCK + "'version' is in it twice",
     ),
     "no memory": (
         lambda text: re.sub(r'  "memory": \{[^}]*\},\n', "", text),
