@@ -49,6 +49,7 @@ class LoweredStep:
         results: What comes out, in the program's order.
         scopes: Which layers wrote which marks.
         notes: What could not be done as it should, in sentences.
+        microbatches: How many parts of the batch a train step takes one after the other.
     """
 
     lowered: jax.stages.Lowered
@@ -57,6 +58,7 @@ class LoweredStep:
     results: tuple[StepArray, ...]
     scopes: LayerScopes
     notes: tuple[str, ...] = ()
+    microbatches: int = 1
 
 
 def lower_step(
@@ -140,7 +142,13 @@ def _lower_state_step(
     results += _arrays_of("aux", aux, "outputs")
     lowered, mesh = _lowered(traced, platform, mesh)
     return LoweredStep(
-        lowered, mesh, arguments, tuple(results), scopes, (*notes, *more, *notes_on(traced))
+        lowered,
+        mesh,
+        arguments,
+        tuple(results),
+        scopes,
+        (*notes, *more, *notes_on(traced)),
+        step.computation.accumulate_steps,
     )
 
 

@@ -16,6 +16,7 @@ from penzai_shard.training.gradient_step import OPTIMIZER_SCOPE
 _LEAST = 0.01
 _KEPT = "kept for the backward pass"
 _STACKED = "stacked_sublayers"
+_BATCH = "batch"
 
 AdviceKind = Literal[
     "donate",
@@ -66,7 +67,7 @@ def memory_advice(
         *_rematerialisation(program, temporaries),
         *_microbatches(program, kept),
     ]
-    worth = [advice for advice in found if advice.saves >= _LEAST * total]
+    worth = [advice for advice in found if advice.saves >= max(_LEAST * total, 1)]
     return tuple(sorted(worth, key=lambda advice: -advice.saves))
 
 
@@ -173,28 +174,76 @@ def _batch(program: CompiledProgram, kept: int) -> list[MemoryAdvice]:
         for axes in mesh_axes_by_dimension(array.spec, len(array.shape))
         for mesh_axis in axes
     }
-    inputs = [
-        array
-        for array in arguments
-        if array.part == "inputs" and array.shape and not array.is_on_host
-    ]
+    inputs = _split_inputs(program)
+    parts = program.step.microbatches
     for mesh_axis, size in mesh.shape.items():
-        indivisible = any(array.shard_shape[0] % size for array in inputs)
+        # Every microbatch is split in the same way.
+        indivisible = any(
+            array.shard_shape[_batch_dimension(array)] % (size * parts) for array in inputs
+        )
         if size == 1 or mesh_axis in used or indivisible or not inputs:
             continue
-        over = (*mesh_axes_by_dimension(inputs[0].spec, len(inputs[0].shape))[0], mesh_axis)
-        axes = over if len(over) > 1 else mesh_axis
-        axis = next((name for array in inputs for name in (array.names or ())[:1]), None)
+        rules = _rules_of_batch(inputs, mesh_axis)
+        dimension = _batch_dimension(inputs[0])
+        over = mesh_axes_by_dimension(inputs[0].spec, len(inputs[0].shape))[dimension]
         write = (
-            f"shard_batch(batch, mesh, {{{axis!r}: {axes!r}}})"
-            if axis is not None
-            else f"NamedSharding(mesh, PartitionSpec({axes!r})) for each input"
+            f"shard_batch(batch, mesh, {rules!r})"
+            if rules
+            else f"NamedSharding(mesh, PartitionSpec({_entry((*over, mesh_axis))!r})) for each "
+            "input"
         )
         saves = _saved(kept + sum(array.bytes_per_device for array in inputs), size)
+        if not over:
+            # The first split has gradients summed over devices, all of them at once.
+            saves -= _gradients(program)
         text = f"mesh axis {mesh_axis!r} splits nothing; split the batch over it: {write}"
-        rules = {} if axis is None else {axis: axes}
         found.append(MemoryAdvice("shard batch", saves, True, text, rules))
     return sorted(found, key=lambda advice: -advice.saves)[:1]
+
+
+def _split_inputs(program: CompiledProgram) -> list[StepArray]:
+    """The inputs that have the batch axis; all of them if none says that it has."""
+    inputs = [
+        array
+        for array in program.step.arguments.values()
+        if array.part == "inputs" and array.shape and not array.is_on_host
+    ]
+    return [array for array in inputs if _BATCH in (array.names or ())] or inputs
+
+
+def _batch_dimension(array: StepArray) -> int:
+    return array.names.index(_BATCH) if array.names and _BATCH in array.names else 0
+
+
+def _rules_of_batch(
+    inputs: Sequence[StepArray], mesh_axis: str
+) -> dict[LogicalAxis, str | tuple[str, ...]]:
+    """How named inputs are split now, and their batch over a further mesh axis."""
+    split: dict[LogicalAxis, tuple[str, ...]] = {}
+    batch: LogicalAxis | None = None
+    for array in inputs:
+        names = array.names or ()
+        over = mesh_axes_by_dimension(array.spec, len(array.shape))
+        split |= {
+            name: axes for name, axes in zip(names, over, strict=False) if name is not None and axes
+        }
+        if batch is None and names:
+            batch = names[_batch_dimension(array)]
+    if batch is None:
+        return {}
+    split[batch] = (*split.get(batch, ()), mesh_axis)
+    return {name: _entry(axes) for name, axes in split.items()}
+
+
+def _gradients(program: CompiledProgram) -> int:
+    """What the gradients of all parameters take; none where nothing is trained."""
+    if not _is_train_step(program):
+        return 0
+    return sum(array.bytes_per_device for array in _carried(program) if array.part == "parameters")
+
+
+def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...]:
+    return axes if len(axes) > 1 else axes[0]
 
 
 def _rematerialisation(
@@ -232,22 +281,17 @@ def _blocks(kept: Iterable[TemporaryGroup]) -> tuple[str, int]:
 
 def _microbatches(program: CompiledProgram, kept: int) -> Iterator[MemoryAdvice]:
     """Half of the batch at a time."""
-    inputs = [
-        array
-        for array in program.step.arguments.values()
-        if array.part == "inputs" and "batch" in (array.names or ())
-    ]
+    inputs = [array for array in _split_inputs(program) if _BATCH in (array.names or ())]
     if not _is_train_step(program) or not inputs:
         return
-    for array in inputs:
-        assert array.names is not None
-        if array.shard_shape[array.names.index("batch")] % 2:
-            return
-    text = (
-        "half as many examples at a time: build_train_step_fn(..., accumulate_steps=2), or twice "
-        "as many microbatches as now; or a smaller batch"
-    )
-    yield MemoryAdvice("microbatches", kept // 2, True, text)
+    parts = program.step.microbatches
+    if any(array.shard_shape[_batch_dimension(array)] % (2 * parts) for array in inputs):
+        return
+    # The first split needs room to add up gradients in.
+    saves = kept // 2 - (_gradients(program) if parts == 1 else 0)
+    write = f"build_train_step_fn(..., accumulate_steps={2 * parts})"
+    text = f"half as many examples at a time: {write}; or a smaller batch"
+    yield MemoryAdvice("microbatches", saves, True, text)
 
 
 def _saved(held: int, devices: int) -> int:

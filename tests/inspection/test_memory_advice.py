@@ -1,5 +1,6 @@
 """What advice on memory says is saved, against the same step with the advice followed."""
 
+import dataclasses
 import functools
 import json
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard import (
@@ -15,7 +17,7 @@ from penzai_shard import (
     roll_layer_stacks,
 )
 from penzai_shard.inspection.memory_advice import memory_advice
-from tests.small_train_steps import build_mlp, report_of
+from tests.small_train_steps import MESH, build_mlp, report_of
 
 
 def advised(report, kind):
@@ -67,6 +69,38 @@ def test_advice_of_microbatches_saves_half_of_what_is_kept(unwise):
     advice = advised(unwise, "microbatches")
     halved = report_of({"batch": "data"}, donate=False, accumulate_steps=2)
     assert 0.8 * advice.saves <= unwise.total - halved.total
+
+
+def test_advice_that_needs_more_room_for_gradients_than_it_saves_is_not_given():
+    # With so few examples the first split costs more than the activations that it saves.
+    few = report_of({}, examples=16)
+    assert {"microbatches", "shard batch"}.isdisjoint(advice.kind for advice in few.advice)
+    assert report_of({}, examples=16, accumulate_steps=2).total > few.total
+    assert report_of({"batch": "data"}, examples=16, split="data").total > few.total
+
+
+def test_advice_for_the_batch_counts_the_microbatches_and_keeps_what_is_split(unwise):
+    def with_parts(parts, **changes):
+        program = unwise.program
+        inputs = {
+            name: dataclasses.replace(array, **changes) if array.part == "inputs" else array
+            for name, array in program.step.arguments.items()
+        }
+        step = dataclasses.replace(program.step, microbatches=parts, arguments=inputs)
+        program = dataclasses.replace(program, step=step)
+        return {a.kind: a for a in memory_advice(program, unwise.temporary_groups, 1)}
+
+    assert "accumulate_steps=8)" in with_parts(4)["microbatches"].text
+    # Of 1024 examples each microbatch has 4, then 1.
+    assert with_parts(256)["shard batch"].rules == {"batch": "data"}
+    assert {"microbatches", "shard batch"}.isdisjoint(with_parts(1024))
+    # The batch need not come first, and what is split stays so.
+    split = NamedSharding(MESH, PartitionSpec("model"))
+    turned = with_parts(1, names=("seq", "batch"), sharding=split)
+    assert turned["shard batch"].rules == {"seq": "model", "batch": "data"}
+    assert "shard_batch(batch, mesh, {'seq': 'model', 'batch': 'data'})" in (
+        turned["shard batch"].text
+    )
 
 
 def test_advice_comes_in_the_order_of_what_it_saves_and_is_shown(unwise):
