@@ -149,14 +149,11 @@ def _meant_by(brace: re.Match[str], text: str) -> Sequence[str]:
         return [brace.group()[0]]
     if brace[1] is None:
         raise ValueError(f"{text!r} has a brace that is not one of a range such as {{0-3,5}}")
-    ends = [(int(first), int(last or first)) for first, _, last in _runs(brace[1])]
+    runs = (run.partition("-") for run in brace[1].split(","))
+    ends = [(int(first), int(last or first)) for first, _, last in runs]
     sizes = [last - first + 1 for first, last in ends]
     if min(sizes) < 1 or any(b[0] <= a[1] for a, b in itertools.pairwise(ends)):
         raise ValueError(f"{text!r} has numbers in braces that do not rise")
     if sum(sizes) > _MOST_PATHS:
         raise ValueError(f"{text!r} stands for more than {_MOST_PATHS:,} paths")
     return [str(number) for first, last in ends for number in range(first, last + 1)]
-
-
-def _runs(text: str) -> Iterator[tuple[str, str, str]]:
-    return (run.partition("-") for run in text.split(","))

@@ -173,13 +173,8 @@ def _sizes(one: Instruction) -> list[int]:
     """The memory that each array of a result takes on the device."""
     return [
         _padded_bytes(array, layout)
-        for array, layout in zip(one.results, _LAYOUT.findall(_declared(one)), strict=True)
+        for array, layout in zip(one.results, _LAYOUT.findall(one.read.type_text), strict=True)
     ]
-
-
-def _declared(one: Instruction) -> str:
-    """The type of a result as the program writes it, with its layout."""
-    return one.text.partition(" = ")[2].partition(f" {one.read.opcode}(")[0]
 
 
 def _padded_bytes(array: ArrayType, layout: str) -> int:

@@ -59,6 +59,7 @@ _GPU_MEMORY_IN_GB = {
     r"\bT4\b": 16,
 }
 GPU_SHARE = 0.75
+"""The part of a GPU's memory that JAX takes by default."""
 
 
 def device_figures(kind: str) -> DeviceFigures | None:

@@ -336,7 +336,7 @@ def _effect_of_donation(lock: Mapping[str, int], step: Mapping[str, int]) -> Eff
 
 def _change(was: int, now: int, tolerance: float) -> str | None:
     """A change of bytes in words, if it is more than the tolerance."""
-    if not _is_more(was, now, tolerance) and not _is_less(was, now, tolerance):
+    if abs(now - was) <= tolerance * was:
         return None
     then, here = bytes_text(was), bytes_text(now)
     if then == here:
@@ -351,10 +351,6 @@ def _percent(share: float) -> str:
 
 def _is_more(was: int, now: int, tolerance: float) -> bool:
     return now - was > tolerance * was
-
-
-def _is_less(was: int, now: int, tolerance: float) -> bool:
-    return was - now > tolerance * was
 
 
 def _notes(was: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:

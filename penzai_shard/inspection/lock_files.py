@@ -58,7 +58,7 @@ def lock_from_text(text: Any) -> LockContent:
         LockError: It is something else, or was changed; all such places are named.
     """
     data = _sections(text)
-    reader = _Reader([])
+    reader = _Reader()
     content = LockContent(
         mesh=tuple(reader.mapping("mesh", data["mesh"], _is_size).items()),
         device_kind=reader.text("device_kind", data["device_kind"]),
@@ -229,8 +229,8 @@ class _WrongEntryError(ValueError):
 class _Reader:
     """Reads sections, and collects what is wrong in them."""
 
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
+    def __init__(self) -> None:
+        self.problems: list[str] = []
 
     def text(self, name: str, value: Any) -> str:
         if not _is_text(value):
