@@ -41,8 +41,13 @@ _SAME_STRUCTURE = frozenset(
 )
 _DONE = frozenset({"all-gather-done", "collective-permute-done", "async-done"})
 _CALLS = frozenset({"fusion", "call", "async-start"})
-# What these give is a tuple, or a part of one; what is not that part is not used by them.
-_PASSING = _SAME_STRUCTURE | _DONE | _CALLS | {"get-tuple-element", "tuple", "while", "conditional"}
+# What these give is a tuple, a part of one, or a token; what is not that part is not used by them.
+_PASSING = (
+    _SAME_STRUCTURE
+    | _DONE
+    | _CALLS
+    | {"get-tuple-element", "tuple", "while", "conditional", "send-done"}
+)
 
 Path = tuple[int, ...]
 

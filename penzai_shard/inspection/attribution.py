@@ -117,7 +117,10 @@ class _Parts:
             # what they merged by one of the operations alone.
             is_of_one = len(operation.operands) == 1 or operation.kind == "all-to-all"
             names = (names[0] if is_of_one else "",) * len(operation.operands)
-        if not len(names) == len(operation.operands) == len(operation.instruction.operand_names):
+        # What goes to other slices is sent with a token behind it.
+        is_sent = operation.instruction.opcode == "send"
+        arrays = 1 if is_sent else len(operation.instruction.operand_names)
+        if not len(names) == len(operation.operands) == arrays:
             for name in names:
                 yield self._by_name(name)
             return

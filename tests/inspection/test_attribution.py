@@ -311,12 +311,12 @@ def test_modules_of_flax_go_by_the_paths_of_their_arrays():
 FLOATS = "f32[8]{0}"
 
 
-def written(body, arguments=(), results=(), **scopes):
+def written(body, arguments=(), results=(), partitions=8, **scopes):
     """A program of a text; ``%`` stands for the attributes that a collective over all has."""
     body = body.replace("%", "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}")
     body = re.sub(r"@(\S+)", r'metadata={op_name="\1"}', body).replace("f32[8]", FLOATS)
     text = (
-        "HloModule m, num_partitions=8\n"
+        f"HloModule m, num_partitions={partitions}\n"
         "add { a = f32[] parameter(0) b = f32[] parameter(1) ROOT c = f32[] add(a, b) }\n"
         "ENTRY e {\n" + body + "\n}"
     )
@@ -565,3 +565,27 @@ def test_a_sum_in_the_forward_pass_is_no_gradient():
     whose = updated(NEW_W, [("result/w", "outputs")], name=f"@jit(f)/jvp({ONE})/mul")
     assert whose.moves == ()
     assert whose.phase == "forward"
+
+
+BETWEEN_SLICES = (
+    '_xla_host_transfer_rendezvous="psum_0",_xla_megascale_target="{1,2}x{0:3}",'
+    '_xla_megascale_transfer_type="ALL_GATHER"'
+)
+
+
+def test_what_goes_between_slices_has_owners_though_it_has_no_name():
+    whose = written(
+        f"""w = f32[8] parameter(0), @w
+        t = token[] after-all()
+        s = (f32[8], u32[], token[]) send(w, t), channel_id=2, is_host_transfer=true,
+          frontend_attributes={{{BETWEEN_SLICES}}}
+        r = (f32[16]{{0}}, u32[], token[]) recv(t), channel_id=1, is_host_transfer=true,
+          frontend_attributes={{{BETWEEN_SLICES}}}
+        sd = token[] send-done(s), channel_id=2, is_host_transfer=true
+        rd = (f32[16]{{0}}, token[]) recv-done(r), channel_id=1, is_host_transfer=true
+        g = f32[16]{{0}} get-tuple-element(rd), index=0
+        ROOT y = f32[16]{{0}} multiply(g, g), @jit(f)/transpose(jvp({ONE}))/mul""",
+        [W],
+        partitions=4,
+    )
+    assert (whose.layers, whose.phase, whose.moves) == (("one",), "backward", ("params/w",))
