@@ -20,6 +20,7 @@ from penzai_shard.layouts.layout_edits import BLOCKS, REGIONS
 from penzai_shard.layouts.rule_expressions import read_call
 from penzai_shard.partition_specs import part_count
 from penzai_shard.placement import described
+from penzai_shard.placement.builders import is_model
 from penzai_shard.rule_kinds import NameRule
 from penzai_shard.surgery import roll_layer_stacks
 from penzai_shard.training import (
@@ -159,6 +160,11 @@ def step_of_reference(text: str) -> ChosenStep | None:
     """
     reference = ModelReference.read(text)
     made = None if reference is None else reference.built()
+    if callable(made) and not is_model(made):
+        raise RuleTypeError(
+            f"{text} gives {getattr(made, '__name__', type(made).__name__)} alone, and what it is "
+            "called with is needed too: return (step, args), or (step, args, kwargs)."
+        )
     if made is None or not is_step(made):
         return None
     step, *rest = made

@@ -121,12 +121,13 @@ class ModelReference:
         except Exception as error:
             raise RuleTypeError(
                 f"{self.text}: it fails with {type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]} {self._fix(error)}".rstrip()
+                f"{str(error).partition(chr(10))[0].rstrip('.')}. {self._fix(error)}".rstrip()
             ) from error
 
     def _fix(self, error: Exception) -> str:
         if isinstance(error, TypeError) and "argument" in str(error):
-            return f"Give its arguments too: {self.place}:{self.name}(seed=0)."
+            name = next(iter(re.findall(r"missing.*?'(\w+)'", str(error))), "seed")
+            return f"Give its arguments too: {self.place}:{self.name}({name}=0)."
         return extra_for(error)
 
     def _named(self) -> Any:

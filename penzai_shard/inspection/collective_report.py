@@ -13,6 +13,7 @@ from penzai_shard.compiled_programs import (
     read_collectives,
     unknown_communication,
 )
+from penzai_shard.errors import SelectionError
 from penzai_shard.inspection.attribution import Attribution, attribute
 from penzai_shard.inspection.collective_records import (
     Collective,
@@ -27,10 +28,12 @@ from penzai_shard.inspection.collective_table import (
     owners_of,
     share_text,
 )
+from penzai_shard.inspection.layer_groups import OTHER_OWNERS
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
 from penzai_shard.inspection.transfer_time import least_time
 from penzai_shard.meshes import mesh_text
 from penzai_shard.planning import bytes_text
+from penzai_shard.rule_kinds import did_you_mean
 from penzai_shard.text_tables import Report
 from penzai_shard.tree_paths import is_inside
 
@@ -48,12 +51,14 @@ class CollectiveReport(Report):
         mesh_shape: The sizes of the mesh axes by name; empty without a mesh.
         notes: What else there is to know, in sentences.
         device_kind: What the program is for, such as ``"cpu"`` or ``"TPU v5 lite"``.
+        known_owners: The paths and labels of all that could own one; empty if they are not known.
     """
 
     collectives: tuple[Collective, ...]
     mesh_shape: Mapping[str, int]
     notes: tuple[str, ...] = ()
     device_kind: str = ""
+    known_owners: frozenset[str] = frozenset()
 
     @functools.cached_property
     def total(self) -> CollectiveTotal:
@@ -126,12 +131,24 @@ class CollectiveReport(Report):
 
         Args:
             path: The layer's path or label, ``"loss"`` or ``"optimizer"``.
+
+        Raises:
+            SelectionError: The step has nothing of this name.
         """
-        return tuple(
-            one
-            for one in self.collectives
-            if any(layer == path or is_inside(layer, path) for layer in (*one.layers, *one.labels))
+
+        def is_meant(owner: str) -> bool:
+            return owner == path or is_inside(owner, path)
+
+        found = tuple(
+            one for one in self.collectives if any(map(is_meant, (*one.layers, *one.labels)))
         )
+        if not found and self.known_owners and not any(map(is_meant, self.known_owners)):
+            meant = did_you_mean(path, self.known_owners)
+            raise SelectionError(
+                f"the step has no layer {path!r}.{meant} report.by_layer() names those that own "
+                "collectives; of several equal ones give each its own number."
+            )
+        return found
 
     def time(self, bandwidth: Mapping[str, float]) -> float:
         """A lower bound of the time that the collectives take in one step, in seconds.
@@ -244,7 +261,8 @@ class CollectiveReport(Report):
         notes = tuple(_notes(program))
         if program.device_count == 1:
             where = "on a mesh of one device" if mesh_shape else "without a mesh, so on one device"
-            return cls((), mesh_shape, (f"the step runs {where}", *notes), program.device_kind)
+            notes = (f"the step runs {where}", *notes)
+            return cls((), mesh_shape, notes, program.device_kind, _known_owners(program))
         notes = (*notes, *unknown_communication(program.module))
         operations = read_collectives(program.module, program.device_count, program.slice_of)
         moving = [one for one in operations if _moves_data(one)]
@@ -255,7 +273,7 @@ class CollectiveReport(Report):
             _record(program, one, whose, mesh_shape)
             for one, whose in zip(moving, attribute(program, moving), strict=True)
         )
-        return cls(found, mesh_shape, notes, program.device_kind)
+        return cls(found, mesh_shape, notes, program.device_kind, _known_owners(program))
 
 
 def collectives(step: Any, *args: Any, **kwargs: Any) -> CollectiveReport:
@@ -296,6 +314,15 @@ def collectives(step: Any, *args: Any, **kwargs: Any) -> CollectiveReport:
 def _totals_text(totals: Mapping[str, CollectiveTotal]) -> str:
     return ", ".join(
         f"{name} {bytes_text(round(total.wire_bytes))}" for name, total in totals.items()
+    )
+
+
+def _known_owners(program: CompiledProgram) -> frozenset[str]:
+    """What could own a collective: layers, or else arrays and their groups, and parts of steps."""
+    scopes = program.step.scopes
+    arrays = () if scopes.paths else program.step.arguments.values()
+    return frozenset(
+        (*scopes.paths, *scopes.labels.values(), *(a.path for a in arrays), *OTHER_OWNERS)
     )
 
 

@@ -98,7 +98,9 @@ def _axes_text(one: Collective) -> str:
 
 def _moves_text(members: Iterable[tuple[Collective, CollectivePart]]) -> str:
     sorts = {
-        next((sort for start, sort in _SORTS.items() if part.moves.startswith(start)), "others")
+        next((sort for start, sort in _SORTS.items() if part.moves.startswith(start)), "arguments")
+        if part.moves
+        else "others"
         for _, part in members
     }
     return ", ".join(sorted(sorts - {"others"}) + ["others"] * ("others" in sorts))

@@ -29,6 +29,14 @@ def matmul(rows=64):
     b = jax.ShapeDtypeStruct((128, 32), "float32", sharding=laid_out("model"))
     return jax.jit(lambda a, b: a @ b, out_shardings=laid_out()), (a, b)
 
+def alone():
+    def alone_step(a):
+        return a
+    return jax.jit(alone_step)
+
+def of_width(width):
+    return build(width)
+
 def by_keyword():
     step, (a, b) = matmul()
     return step, (a,), {"b": b}

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from scipy.optimize import linprog
 
-from penzai_shard.errors import MeshError, RuleTypeError
+from penzai_shard.errors import MeshError, RuleTypeError, SelectionError
 from penzai_shard.inspection.collective_records import (
     Collective,
     CollectivePart,
@@ -100,6 +100,18 @@ def test_a_layer_is_found_alone_with_others_and_by_what_is_around_it():
     assert found.owned_by("block_1") == (alone, merged)
     assert found.owned_by("block") == ()
     assert [one.owner for one in found.unattributed] == ["unattributed"]
+    known = dataclasses.replace(found, known_owners=frozenset({"block_1/mlp/up", "block_2/norm"}))
+    assert known.owned_by("block_2") == ()
+    with pytest.raises(SelectionError, match=r"mlp/pu'\. Did you mean 'block_1/mlp/up'"):
+        known.owned_by("block_1/mlp/pu")
+
+
+def test_owners_that_could_have_collectives_are_known_of_compiled_steps():
+    x = jnp.ones((8, 8))
+    found = collectives(jax.jit(lambda params, x: params["w"] @ x), {"w": x}, x)
+    assert found.owned_by("params/w") == found.owned_by("loss") == ()
+    with pytest.raises(SelectionError, match="the step has no layer 'w'"):
+        found.owned_by("w")
 
 
 @pytest.mark.parametrize("seed", range(20))
