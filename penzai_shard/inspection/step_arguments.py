@@ -150,6 +150,13 @@ def check_callable(step: Any) -> None:
             "no arguments of a program so. Take them out, graph, variables = nnx.split(module), "
             "and give jax.jit(lambda variables, x: nnx.merge(graph, variables)(x)), variables, x."
         )
+    if type(step).__module__.startswith("flax.nnx."):
+        raise RuleTypeError(
+            f"this step is under a transformation of Flax NNX ({type(step).__name__}), which does "
+            "not give the modules that it changes as results. Take their variables out, graph, "
+            "variables = nnx.split((model, optimizer)), and give a function under jax.jit that "
+            "begins with nnx.merge(graph, variables) and returns nnx.state((model, optimizer))."
+        )
     if not callable(step):
         raise RuleTypeError(
             f"a step is something to call, not a {type(step).__name__}. Give a function under "

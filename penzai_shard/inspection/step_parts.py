@@ -77,7 +77,7 @@ def _of_node(node: Any, path: str, part: StepPart, model: str | None) -> list[tu
     found = keyed_children_of_node(node)
     if found is None:
         return [(path, part)]
-    if is_equinox_module_type(type(node)):
+    if is_equinox_module_type(type(node)) and part != "optimizer state":
         # Its floating arrays are what is trained.
         part = "parameters"
     roles = roles_of_collections(node) if part in ("inputs", "outputs") else {}

@@ -1,5 +1,6 @@
 """Steps of every kind, lowered and compiled without running, with every array known."""
 
+import collections
 import functools
 from typing import Any
 
@@ -558,9 +559,19 @@ def test_layers_of_other_libraries_are_lowered_with_their_parameters() -> None:
     module = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     with pytest.raises(RuleTypeError, match=r"this Linear is a module.*nnx\.split\(module\)"):
         lower_step(module, (x,), {})
+    with pytest.raises(RuleTypeError, match=r"Flax NNX \(JitWrapped\).*nnx\.merge"):
+        lower_step(nnx.jit(lambda module, x: module(x)), (module, x), {})
     graph, state = nnx.split(module)
     lowered = lower_step(jax.jit(lambda state, x: nnx.merge(graph, state)(x)), (state, x), {})
     assert {a.part for a in lowered.arguments.values()} == {"parameters", "inputs"}
+
+
+def test_what_an_optimizer_keeps_in_the_form_of_a_module_is_not_its_parameters() -> None:
+    linear = equinox.nn.Linear(4, 4, key=jax.random.key(0))
+    moments = optax.adam(1e-3).init(equinox.filter(linear, equinox.is_array))
+    lowered = lower_step(jax.jit(lambda model, moments: (model, moments)), (linear, moments), {})
+    parts = collections.Counter(a.part for a in lowered.arguments.values())
+    assert parts == {"parameters": 2, "optimizer state": 5}
 
 
 def test_state_variables_of_a_layer_come_out_of_its_program() -> None:
