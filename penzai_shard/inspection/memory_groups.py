@@ -7,11 +7,9 @@ from jax.sharding import PartitionSpec
 
 from penzai_shard.inspection.step_arrays import StepArray, StepPart
 from penzai_shard.path_folding import folded_path, folding_key
-from penzai_shard.planning.plan_table import axes_text
+from penzai_shard.planning.plan_table import SCALARS, axes_text
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.tree_paths import path_endings
-
-SCALARS = "(scalars)"
 
 
 @dataclasses.dataclass(frozen=True)

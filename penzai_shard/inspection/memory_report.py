@@ -14,7 +14,7 @@ from penzai_shard.inspection.step_arrays import StepArray, StepPart
 from penzai_shard.inspection.temporaries import TemporaryGroup, temporary_groups
 from penzai_shard.library_apis.compiler_api import ExecutableMemory
 from penzai_shard.meshes import mesh_text
-from penzai_shard.planning.plan_table import bytes_text
+from penzai_shard.planning import bytes_text
 from penzai_shard.text_tables import PreparedTable, Report
 
 # So many groups are shown, and the rest in one row.
