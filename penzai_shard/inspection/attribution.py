@@ -160,9 +160,11 @@ class _Parts:
 
     def _holders_of(self, array: StepArray) -> tuple[str, ...]:
         """The layers that hold an array; where there are no layers, the group that it is in."""
-        if self._names.has_layers or not self._moved.is_updated(array):
-            return self._holders.get(array.path, ())
         group = array.path.rpartition("/")[0]
+        # Of a function that trains nothing, what is in a tree of arrays may be parameters.
+        may_be_held = self._moved.is_updated(array) or group not in ("", "inputs")
+        if self._names.has_layers or not may_be_held:
+            return self._holders.get(array.path, ())
         return (group if "/" in group else array.path,)
 
     def _is_optimizers(self, operation: CollectiveOperation, position: int) -> bool:

@@ -106,6 +106,17 @@ def test_a_layer_is_found_alone_with_others_and_by_what_is_around_it():
         known.owned_by("block_1/mlp/pu")
 
 
+def test_a_function_of_arrays_that_trains_nothing_gathers_for_those_of_its_trees():
+    mesh = make_mesh({"data": 8})
+    split = NamedSharding(mesh, P("data"))
+    w, x = (jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=split) for _ in range(2))
+    replicated = NamedSharding(mesh, P())
+    gathering = jax.jit(lambda w: w["mlp"], out_shardings=replicated)
+    assert [one.labels for one in collectives(gathering, {"mlp": w}).collectives] == [("w/mlp",)]
+    alone = jax.jit(lambda x: x + 0, out_shardings=replicated)
+    assert [one.labels for one in collectives(alone, x).collectives] == [()]
+
+
 def test_owners_that_could_have_collectives_are_known_of_compiled_steps():
     x = jnp.ones((8, 8))
     found = collectives(jax.jit(lambda params, x: params["w"] @ x), {"w": x}, x)
