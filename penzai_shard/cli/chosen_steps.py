@@ -165,6 +165,11 @@ def step_of_reference(text: str) -> ChosenStep | None:
             f"{text} gives {getattr(made, '__name__', type(made).__name__)} alone, and what it is "
             "called with is needed too: return (step, args), or (step, args, kwargs)."
         )
+    if isinstance(made, tuple) and not is_step(made) and any(map(callable, made)):
+        raise RuleTypeError(
+            f"{text} gives a tuple of {len(made)} that does not begin with the step. Return "
+            "(step, args), or (step, args, kwargs)."
+        )
     if made is None or not is_step(made):
         return None
     step, *rest = made

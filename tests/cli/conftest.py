@@ -34,6 +34,9 @@ def alone():
         return a
     return jax.jit(alone_step)
 
+def swapped():
+    return matmul()[::-1]
+
 def of_width(width):
     return build(width)
 

@@ -238,6 +238,7 @@ MISTAKES = {
     ("price", "own.py:matmul", "--mesh", "data=8"): "Leave out --mesh.",
     ("price", "own.py:matmul", "--batch", "8", "--dtype", "float32"): "--dtype and --batch",
     ("price", "own.py:state", "--mesh", "data=8", "--rules", "in=data"): "returns (step, args)",
+    ("price", "own.py:swapped"): "does not begin with the step. Return (step, args)",
     ("price", "own.py:alone"): "gives alone_step alone, and what it is called with is needed too",
     ("price", "own.py:of_width", "--mesh", "data=8"): "'width'. Give its arguments too: own.py:of_",
     ("plan", "own.py:matmul", "--mesh", "data=8"): "gives a step with its arguments",
