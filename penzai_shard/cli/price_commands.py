@@ -6,8 +6,9 @@ from typing import Any
 
 from penzai_shard.cli.answers import add_answer_options, print_lines, print_report, print_table
 from penzai_shard.cli.asked_steps import AskedStep, StepPrice, add_asked_arguments
+from penzai_shard.cli.mesh_arguments import mesh_shape
 from penzai_shard.cli.quantities import read_bandwidths, read_bytes
-from penzai_shard.errors import CompilationError, PlanError
+from penzai_shard.errors import CompilationError, MeshError, PlanError
 from penzai_shard.inspection.locks import ShardingLock
 
 
@@ -65,6 +66,14 @@ def add_price_commands(commands: Any) -> None:
 def _price(options: argparse.Namespace) -> int:
     limit = None if options.limit is None else read_bytes(options.limit, "--limit")
     bandwidth = None if options.bandwidth is None else read_bandwidths(options.bandwidth)
+    if bandwidth is not None and options.mesh is not None:
+        # Before anything is compiled.
+        others = [axis for axis in bandwidth if axis not in mesh_shape(options.mesh)]
+        if others:
+            raise MeshError(
+                f"--bandwidth: mesh ({options.mesh}) has no mesh axis {' and '.join(others)}. Give "
+                "what a device can send over each of its own: data=25GB,model=450GB."
+            )
     asked = AskedStep(options)
     try:
         found = asked.compiled()

@@ -248,6 +248,7 @@ MISTAKES = {
     ("price", SMALL, "--mesh", "data=8", "--optimizer", "adamm"): "Did you mean adam",
     ("price", SMALL, "--mesh", "data=8", "--limit", "much"): "Write for instance 80GB",
     ("price", SMALL, "--mesh", "data=8", "--bandwidth", "25GB"): "data=25GB,model=450GB",
+    ("price", SMALL, "--mesh", "data=8", "--bandwidth", "rows=1GB"): "has no mesh axis rows",
     ("price", SMALL, "--mesh", "data=8", "--bandwidth", "data=fast"): "Write for instance 80GB",
     ("price", SMALL, "--mesh", "data=8", "--topology", "v5e:3x3"): "v5e:3x3",
     ("price", SMALL, "--mesh", "data=8", "--topology", "v5e:4x4"): "has 8 devices, and topology",
