@@ -11,6 +11,7 @@ import pytest
 
 import penzai_shard
 from penzai_shard import errors
+from tests.simulated_devices import EIGHT_DEVICES, EIGHT_DEVICES_FAST
 
 ROOT = Path(__file__).parents[1]
 SHORT_TEXTS = ["lay_out", "edit", "train", "save", "restore"]
@@ -76,6 +77,9 @@ def test_the_short_texts_run_as_pasted_one_after_the_other(tmp_path):
     script = "\n".join(
         block for text in texts for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     )
+    # As pasted but for the compiler's flags.
+    assert script.count(f'"{EIGHT_DEVICES}"') == 1
+    script = script.replace(EIGHT_DEVICES, EIGHT_DEVICES_FAST)
     inherited = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script],

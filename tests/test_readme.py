@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import penzai_shard
+from tests.simulated_devices import EIGHT_DEVICES, EIGHT_DEVICES_FAST
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -40,6 +41,9 @@ def test_the_constraints_pin_exact_versions_and_name_no_index(name):
 def test_every_python_block_runs_as_pasted_twice_in_one_process_and_one_folder(tmp_path):
     """In a fresh interpreter, as somebody would who pastes the blocks in their order."""
     pasted = "\n".join(blocks("python"))
+    # As pasted but for the compiler's flags.
+    assert pasted.count(f'"{EIGHT_DEVICES}"') == 1
+    pasted = pasted.replace(EIGHT_DEVICES, EIGHT_DEVICES_FAST)
     script = f"{pasted}\n{pasted}\n" + textwrap.dedent(
         """
         import numpy as np

@@ -12,6 +12,8 @@ import tempfile
 import nbformat
 from nbclient import NotebookClient
 
+from tests.simulated_devices import EIGHT_DEVICES
+
 FOLDER = pathlib.Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SECONDS_PER_NOTEBOOK = 180
@@ -29,7 +31,7 @@ def read(path):
     return nbformat.read(path, as_version=nbformat.NO_CONVERT)
 
 
-def run(notebook, folder):
+def run(notebook, folder, flags=EIGHT_DEVICES):
     """Runs a notebook in place: a new kernel with 8 simulated devices, in a folder of its own."""
     # Its first import on a machine takes long and says so; that is nothing of the notebook's.
     import matplotlib.font_manager  # noqa: F401
@@ -41,7 +43,7 @@ def run(notebook, folder):
     environment = {
         **kept,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": flags,
         # treescope looks up every public name of numpy, and numpy 2.5 deprecates one of them.
         "PYTHONWARNINGS": "default,ignore:The chararray class is deprecated",
         # This checkout, wherever the kernel's package may be installed from.

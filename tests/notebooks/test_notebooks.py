@@ -9,6 +9,7 @@ import nbformat
 import pytest
 
 from tests.notebooks.stored_notebooks import FOLDER, NOTEBOOKS, as_stored, read, run
+from tests.simulated_devices import EIGHT_DEVICES_FAST
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -44,7 +45,7 @@ def kinds_of_outputs(notebook):
 def test_notebook_runs_without_error_or_warning_and_shows_what_is_stored(path, tmp_path):
     stored = read(path)
     notebook = nbformat.from_dict(stored)
-    run(notebook, tmp_path)
+    run(notebook, tmp_path, EIGHT_DEVICES_FAST)
     # A warning in a tutorial is a thing that its reader cannot judge.
     assert texts_on_stderr(notebook) == []
     assert list(tmp_path.iterdir()) == []
