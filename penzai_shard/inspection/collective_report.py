@@ -1,5 +1,6 @@
 """What a step moves between devices, over which mesh axes, and which layer asks for it."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -32,6 +33,7 @@ from penzai_shard.inspection.layer_groups import OTHER_OWNERS
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
 from penzai_shard.inspection.transfer_time import least_time
 from penzai_shard.meshes import mesh_text
+from penzai_shard.path_folding import paths_in_ranges
 from penzai_shard.planning import bytes_text
 from penzai_shard.rule_kinds import did_you_mean
 from penzai_shard.text_tables import Report
@@ -130,14 +132,19 @@ class CollectiveReport(Report):
         """The collectives that a layer or one inside it owns, alone or with others.
 
         Args:
-            path: The layer's path or label, ``"loss"`` or ``"optimizer"``.
+            path: The layer's path or label, ``"loss"`` or ``"optimizer"``; or equal blocks as the
+                table has them, ``"lm/block_{0-1}/mlp"``.
 
         Raises:
             SelectionError: The step has nothing of this name.
         """
 
+        paths = {path}
+        with contextlib.suppress(ValueError):
+            paths.update(paths_in_ranges(path))
+
         def is_meant(owner: str) -> bool:
-            return owner == path or is_inside(owner, path)
+            return any(owner == one or is_inside(owner, one) for one in paths)
 
         found = tuple(
             one for one in self.collectives if any(map(is_meant, (*one.layers, *one.labels)))
@@ -146,7 +153,7 @@ class CollectiveReport(Report):
             meant = did_you_mean(path, self.known_owners)
             raise SelectionError(
                 f"the step has no layer {path!r}.{meant} report.by_layer() names those that own "
-                "collectives; of several equal ones give each its own number."
+                "collectives; several equal ones are written block_{0-1}/mlp."
             )
         return found
 

@@ -98,6 +98,8 @@ def test_a_layer_is_found_alone_with_others_and_by_what_is_around_it():
     assert found.owned_by("block_1/mlp/up") == (alone,)
     assert found.owned_by("block_1/attention/key") == (merged,)
     assert found.owned_by("block_1") == (alone, merged)
+    assert found.owned_by("block_{1,11}/mlp") == (alone, other)
+    assert found.owned_by("block_{1}/{mlp, attention}") == ()
     assert found.owned_by("block") == ()
     assert [one.owner for one in found.unattributed] == ["unattributed"]
     known = dataclasses.replace(found, known_owners=frozenset({"block_1/mlp/up", "block_2/norm"}))
