@@ -86,7 +86,7 @@ class CollectiveOperation:
 def read_collectives(
     module: Module, device_count: int, slice_of: Sequence[int] | None = None
 ) -> list[CollectiveOperation]:
-    """The collectives of a program, in the order of its computations.
+    """The collectives of a program, in the order in which they run.
 
     Those in computations that never run are left out. What may communicate and is of none of these
     kinds, ``unknown_communication`` tells.
@@ -101,7 +101,11 @@ def read_collectives(
     """
     times = executions(module)
     reader = _Reader(module, Slices.of(module, device_count, slice_of))
-    collectives = [one for one in module if one.computation in times and _kind(one) in KINDS]
+    collectives = [
+        one
+        for one in module.in_running_order()
+        if one.computation in times and _kind(one) in KINDS
+    ]
     continued = continuations(module, collectives)
     found, unread = [], []
     for one in collectives:

@@ -210,6 +210,23 @@ class Module:
         for computation in self.computations.values():
             yield from computation
 
+    def in_running_order(self) -> Iterator[Instruction]:
+        """All instructions that may run, each behind what it runs and what comes before it.
+
+        The same in every process; the compiler orders computations otherwise in each.
+        """
+        seen: set[str] = set()
+
+        def visit(name: str) -> Iterator[Instruction]:
+            seen.add(name)
+            for one in self.computations[name]:
+                for called in self.called_by(one):
+                    if called not in seen:
+                        yield from visit(called)
+                yield one
+
+        return visit(self.entry)
+
     def called_by(self, instruction: Instruction) -> tuple[str, ...]:
         """The computations that an instruction runs.
 

@@ -49,7 +49,7 @@ class CollectiveReport(Report):
     It prints as a table of what one device sends in one step, what costs most first.
 
     Attributes:
-        collectives: One record for each place in the program, in the order of its text.
+        collectives: One record for each place in the program, in the order in which they run.
         mesh_shape: The sizes of the mesh axes by name; empty without a mesh.
         notes: What else there is to know, in sentences.
         device_kind: What the program is for, such as ``"cpu"`` or ``"TPU v5 lite"``.

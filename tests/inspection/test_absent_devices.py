@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from penzai_shard.compiled_programs import Module, read_collectives
 from penzai_shard.errors import CompilationError
 from penzai_shard.inspection.absent_devices import CompilerProcess
 from penzai_shard.inspection.topologies import Topology
@@ -42,6 +43,11 @@ def test_another_process_compiles_what_this_one_does_and_leaves_this_one_as_it_i
     read_again = module_from_bytes(module_to_bytes(here.module))
     assert there.compiled.module.to_string() == read_again.to_string()
     assert "all-reduce" in read_again.to_string()
+    names = [
+        [one.name for one in read_collectives(Module.of(each), 8)]
+        for each in (there.compiled.module, here.module)
+    ]
+    assert names[0] == names[1]
     assert there.compiled.memory == here.memory
     assert there.device_kind == devices[0].device_kind
     assert dict(os.environ) == before
