@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -60,8 +61,13 @@ def answer(options: argparse.Namespace) -> int:
     """
     # Another process may be training on the accelerators, and hold their memory.
     jax.config.update("jax_platforms", "cpu")
+    return printed(lambda: options.run(options))
+
+
+def printed(run: Callable[[], int]) -> int:
+    """Runs what prints and gives an exit status, which is another where nobody reads to the end."""
     try:
-        status: int = options.run(options)
+        status = run()
         sys.stdout.flush()
     except BrokenPipeError:
         # Python would report it once more when it flushes at its end.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penzai_shard.checkpointing import param_dict
-from penzai_shard.cli.answers import print_table
+from penzai_shard.cli.answers import print_table, printed
 from penzai_shard.cli.model_references import ModelReference, read_literals
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.named_leaves import leaves_of
@@ -72,8 +72,12 @@ class _ListAction(argparse.Action):
     """Prints the published models, and ends the program."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print_table(published_table())
-        parser.exit(0)
+        parser.exit(printed(_print_published))
+
+
+def _print_published() -> int:
+    print_table(published_table())
+    return 0
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, others: str = "") -> None:

@@ -102,9 +102,7 @@ def read_collectives(
     times = executions(module)
     reader = _Reader(module, Slices.of(module, device_count, slice_of))
     collectives = [
-        one
-        for one in module.in_running_order()
-        if one.computation in times and _kind(one) in KINDS
+        one for one in module.in_running_order() if one.computation in times and _kind(one) in KINDS
     ]
     continued = continuations(module, collectives)
     found, unread = [], []

@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import pathlib
 import re
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -158,16 +157,9 @@ class ShardingLock:
         path = pathlib.Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Nobody reads half a lock, also if several processes write.
-        with tempfile.NamedTemporaryFile(
-            "w",
-            dir=path.parent,
-            prefix=f".{path.name}.",
-            encoding="utf-8",
-            newline="\n",
-            delete=False,
-        ) as written:
-            written.write(self.to_json())
-        os.replace(written.name, path)
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_text(self.to_json(), encoding="utf-8", newline="\n")
+        beside.replace(path)
         return path
 
     @classmethod

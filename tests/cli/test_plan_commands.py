@@ -1,6 +1,7 @@
 """``penzai-shard plan`` and ``rules`` as a shell sees them."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import penzai_shard as pzs
+from penzai_shard.cli.main import main
 from penzai_shard.pretrained.published_models import find_published
 
 SMALL = "llama-3-8b(num_hidden_layers=2)"
@@ -250,3 +252,14 @@ def test_no_memory_is_used_for_a_model_of_any_size(shell):
     before = len(jax.live_arrays())
     assert shell("plan", "llama-3.1-405b(num_hidden_layers=1)", "--mesh", "data=8")[0] == 0
     assert len(jax.live_arrays()) - before < 50
+
+
+def test_a_reader_of_the_list_that_leaves_early_gets_no_complaint(monkeypatch, capsys):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "--list"])
+    assert ended.value.code == 141
+    assert capsys.readouterr().err == ""

@@ -400,6 +400,8 @@ def test_a_step_on_another_mesh_is_refused_by_name(base):
 def test_a_lock_is_saved_in_place_and_loaded(base, of_train_step, tmp_path):
     path = tmp_path / "deep" / "lock.json"
     assert of_train_step.save(path) == path
+    (usual := tmp_path / "usual").write_text("")
+    assert path.stat().st_mode == usual.stat().st_mode
     assert base.lock.save(str(path)) == path
     assert [each.name for each in path.parent.iterdir()] == ["lock.json"]
     assert pzs.ShardingLock.load(path) == base.lock
