@@ -4,6 +4,7 @@ A step looks at a state once, when the state was made or changed by hand. From t
 list of arrays to one compiled program.
 """
 
+import abc
 import dataclasses
 import threading
 from collections.abc import Callable, Hashable
@@ -54,7 +55,7 @@ def check_loss_function(loss_fn: Any, positional: tuple[Any, ...], called: str) 
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class CompiledStep:
+class CompiledStep(abc.ABC):
     """A function of a train state and a batch, and the programs that it was compiled to.
 
     It keeps the programs last used, one per form and layout of a state, but no state. Several
@@ -112,13 +113,13 @@ class CompiledStep:
         """
         return self.trace(train_state, **inputs).lower()
 
+    @abc.abstractmethod
     def _described_call(self, flat: FlatState, packing: Packing) -> tuple[Any, tuple[Any, ...]]:
         """The program for an abstract state, and what of the state it takes."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _prepared_call(self, flat: FlatState, inputs: list[Any]) -> tuple[Any, tuple[Any, ...]]:
         """The same for a concrete state, which is placed."""
-        raise NotImplementedError
 
     def checked_inputs(self, inputs: dict[str, Any]) -> list[Any]:
         """The leaves of the inputs, which are brought onto the Auto twin of their mesh in place.

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -54,11 +55,13 @@ def ahead(topology, width=512, step=sgd_step, **sizes):
 @pytest.fixture(scope="module")
 def report():
     before, devices = dict(os.environ), jax.devices()
-    logs = set(pathlib.Path("/tmp/tpu_logs").glob("*"))
+    # Where libtpu writes its logs if it is not told otherwise.
+    folder = pathlib.Path(tempfile.gettempdir(), "tpu_logs")
+    logs = set(folder.glob("*"))
     report = ahead("v5e:4x4", data=4, model=4)
     assert dict(os.environ) == before
     assert jax.devices() == devices
-    assert set(pathlib.Path("/tmp/tpu_logs").glob("*")) == logs
+    assert set(folder.glob("*")) == logs
     return report
 
 
