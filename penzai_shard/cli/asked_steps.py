@@ -30,7 +30,10 @@ from penzai_shard.inspection.memory_report import MemoryReport
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
 from penzai_shard.inspection.topologies import Topology
 
-_OF_MODELS = ("mesh", "rules", "layout", "dtype", "batch", "remat")
+_OF_MODELS = (
+    *("mesh", "rules", "layout", "dtype", "batch", "seq", "optimizer", "microbatches", "remat"),
+    *("unroll", "inference"),
+)
 
 
 def add_asked_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +45,7 @@ def add_asked_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_layout_arguments(parser, mesh_required=False)
     add_step_arguments(parser)
+    parser.set_defaults(of_models={name: parser.get_default(name) for name in _OF_MODELS})
     parser.add_argument(
         "--topology",
         metavar="v5e:16x16",
@@ -198,7 +202,9 @@ class AskedStep:
 
 
 def _refuse_options_of_models(options: argparse.Namespace) -> None:
-    given = [f"--{name}" for name in _OF_MODELS if getattr(options, name) is not None]
+    given = [
+        f"--{name}" for name, unset in options.of_models.items() if getattr(options, name) != unset
+    ]
     if given:
         raise RuleTypeError(
             f"{options.model} gives a step with its arguments, which say their mesh and layouts "

@@ -236,6 +236,7 @@ MISTAKES = {
     ("price", SMALL): "the mesh is needed too: --mesh data=8,model=4.",
     ("price", "llama-9", "--mesh", "data=8"): "no published model",
     ("price", "own.py:matmul", "--mesh", "data=8"): "Leave out --mesh.",
+    ("price", "own.py:matmul", "--seq", "128", "--unroll"): "Leave out --seq and --unroll.",
     ("price", "own.py:matmul", "--batch", "8", "--dtype", "float32"): "--dtype and --batch",
     ("price", "own.py:state", "--mesh", "data=8", "--rules", "in=data"): "returns (step, args)",
     ("price", "own.py:swapped"): "does not begin with the step. Return (step, args)",
