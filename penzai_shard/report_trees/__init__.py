@@ -1,0 +1,1 @@
+"""How a report unfolds: a tree of lines with figures, and its views."""

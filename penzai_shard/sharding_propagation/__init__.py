@@ -1,0 +1,1 @@
+"""Where the layout of each value of a program comes from, by the compiler's own propagation."""

@@ -1,0 +1,1 @@
+"""Layouts to look at: arrays drawn over their devices, and one page for everything."""
