@@ -89,6 +89,7 @@ from penzai_shard.pretrained.loading import load_safetensors
 from penzai_shard.pretrained.published_models import published_model
 from penzai_shard.pretrained.saving import save_safetensors
 from penzai_shard.processes import any_process, several_processes
+from penzai_shard.report_trees import ReportTree, TreeFigure, TreeNode
 from penzai_shard.rule_presets import data_parallel, fully_sharded, tensor_parallel
 from penzai_shard.surgery import (
     ROOT,
@@ -162,6 +163,7 @@ __all__ = [
     "ModelComparison",
     "Recipe",
     "Ref",
+    "ReportTree",
     "RolledLayerStack",
     "RunDescription",
     "Scoped",
@@ -173,6 +175,8 @@ __all__ = [
     "StatefulTrainer",
     "Topology",
     "TrainState",
+    "TreeFigure",
+    "TreeNode",
     "VerifiedArray",
     "__version__",
     "abstract_model",

@@ -12,6 +12,8 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
+from penzai_shard.report_trees import ReportTree, printable, treescope_part
+
 # Without a terminal to ask, as in a pipe.
 PLAIN_WIDTH = 100
 # More lines than this in one cell are worse to read than the narrow layout.
@@ -43,8 +45,9 @@ _CSS = (
 class NotebookView(abc.ABC):
     """A value that a notebook shows as a table, its verdict first.
 
-    Jupyter takes ``_repr_html_``, with treescope as the default renderer and without it. Inside
-    another value that treescope renders, the verdict stands for the table, and unfolds to it.
+    Jupyter takes ``_repr_html_``, with treescope as the default renderer and without it. Treescope
+    itself, and whatever other value it renders with this one inside, shows the value's tree if it
+    has one; or else the verdict, which unfolds to the table.
     """
 
     __slots__ = ()
@@ -53,12 +56,23 @@ class NotebookView(abc.ABC):
     def notebook_table(self) -> "TextTable":
         """The table to show."""
 
+    def tree(self, *, collapse: bool = True) -> ReportTree | None:
+        """How it unfolds: its lines with their figures, nested; None if it is a table alone.
+
+        Args:
+            collapse: Show equal blocks as one node with a count.
+        """
+        del collapse
+        return None
+
     def _repr_html_(self) -> str:
         return self.notebook_table().html()
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        """The verdict; treescope itself adds the HTML, folded."""
+        """The tree, or the verdict; treescope itself adds the HTML, folded."""
         del subtree_renderer
+        if (tree := self.tree()) is not None:
+            return treescope_part(tree, path)
         from treescope import rendering_parts
 
         table = self.notebook_table()
@@ -335,17 +349,6 @@ class Report(NotebookView):
 
     def __repr__(self) -> str:
         return str(self.table())
-
-
-def printable(text: str) -> str:
-    r"""Text with control characters written out, so that it cannot steer a terminal.
-
-    >>> printable("a\x1b[31mb")
-    'a\\x1b[31mb'
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def wrapped(text: str, width: int, at_slash: bool = False) -> list[str]:

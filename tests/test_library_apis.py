@@ -141,6 +141,19 @@ def test_messages_between_processes_need_the_coordination_service():
         jax_api.receive_message("key", 1.0)
 
 
+def test_a_part_of_a_tree_in_treescope_may_have_a_style_and_a_text_on_hovering():
+    class Styled:
+        def __treescope_repr__(self, path, subtree_renderer):
+            part = treescope.rendering_parts.text("shown")
+            return treescope_api.StyledPart(part, "one two", ".one{color:red}", 'a "title"')
+
+    page = treescope.render_to_html([Styled(), Styled()], compressed=False)
+    element = '<span class="one two" title="a &quot;title&quot;">shown</span>'
+    assert page.count(element) == 2
+    assert page.count(".one{color:red}") == 1
+    assert treescope.render_to_text([Styled()]) == "[shown]"
+
+
 def test_treescope_and_penzai_read_arrays_through_the_functions_that_are_replaced(monkeypatch):
     """What they then give for arrays of several processes is tested in tests/processes."""
     names = ("faster_array_repr", "summarize_array_data", "get_array_data_with_truncation")

@@ -27,14 +27,13 @@ from penzai_shard.inspection.collective_table import (
     collective_rows,
     owner_groups,
     owners_of,
-    share_text,
 )
 from penzai_shard.inspection.layer_groups import OTHER_OWNERS
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
 from penzai_shard.inspection.transfer_time import least_time
 from penzai_shard.meshes import mesh_text
 from penzai_shard.path_folding import paths_in_ranges
-from penzai_shard.planning import bytes_text
+from penzai_shard.report_trees import bytes_text, share_text
 from penzai_shard.rule_kinds import did_you_mean
 from penzai_shard.text_tables import Report
 from penzai_shard.tree_paths import is_inside

@@ -14,7 +14,7 @@ from penzai_shard.inspection.layer_groups import (
     folded_owners_text,
     group_of,
 )
-from penzai_shard.planning import bytes_text
+from penzai_shard.report_trees import bytes_text, share_text
 from penzai_shard.text_tables import PreparedTable
 from penzai_shard.tree_paths import common_parts
 
@@ -118,20 +118,6 @@ def _sent_text(total: CollectiveTotal) -> str:
         return sent
     each = f"? x {bytes_text(round(total.unknown_wire_bytes))}"
     return f"{sent} + {each}" if total.places else each
-
-
-def share_text(part: float, whole: float) -> str:
-    """A share in percent; ``"-"`` of nothing.
-
-    >>> share_text(1, 3), share_text(1, 1000), share_text(999, 1000), share_text(0, 0)
-    ('33%', '<1%', '>99%', '-')
-    """
-    if not whole:
-        return "-"
-    percent = 100 * part / whole
-    if 0 < percent < 0.5 or 99.5 < percent < 100:
-        return "<1%" if percent < 1 else ">99%"
-    return f"{percent:.0f}%"
 
 
 def owner_groups(parts: Iterable[CollectivePart]) -> list[tuple[str, ...]]:

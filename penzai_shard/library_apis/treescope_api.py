@@ -1,16 +1,22 @@
-"""What this library changes of treescope: views of arrays that are on devices of several processes.
+"""What this library takes from the inside of treescope, and what it changes of it.
 
-Treescope reads the numbers that it shows through three functions. Of an array whose parts are on
-other processes they raise an error, or, of one of a thousand elements and more, compile a program
-in which all processes have to take part, so that one that prints alone waits for good. Penzai's
-named arrays call the same functions, so that nothing could be registered for them beside.
+Taken: the base of a part of a tree, for one with a style of its own and a text on hovering.
+
+Changed: views of arrays that are on devices of several processes. Treescope reads the numbers that
+it shows through three functions. Of an array whose parts are on other processes they raise an
+error, or, of one of a thousand elements and more, compile a program in which all processes have to
+take part, so that one that prints alone waits for good. Penzai's named arrays call the same
+functions, so that nothing could be registered for them beside.
 """
 
+import dataclasses
 import functools
+import html
 from typing import Any
 
 import jax
 import numpy as np
+from treescope._internal.parts import basic_parts, part_interface
 from treescope.external import jax_support
 
 from penzai_shard.library_apis.jax_api import Tracer
@@ -106,3 +112,35 @@ def shown_parts(
         wanted = np.broadcast_to(np.asarray(mask), array.shape)
         is_here &= wanted[np.ix_(*places)]
     return shown, is_here
+
+
+@dataclasses.dataclass(frozen=True)
+class StyledPart(basic_parts.DeferringToChild):
+    """A part of a tree with classes that a style sheet names, and a text on hovering.
+
+    Attributes:
+        child: The part.
+        classes: Names of classes, with spaces between them.
+        rules: The style sheet, which comes into a page once.
+        title: What is shown on hovering; empty for nothing.
+    """
+
+    child: part_interface.RenderableTreePart
+    classes: str
+    rules: str
+    title: str = ""
+
+    def html_setup_parts(self, context: Any) -> Any:
+        """The style sheet, and what the part needs."""
+        return {part_interface.CSSStyleRule(self.rules)} | self.child.html_setup_parts(context)
+
+    def render_to_html(
+        self, stream: Any, *, at_beginning_of_line: bool = False, render_context: Any
+    ) -> None:
+        """Writes the part in an element of its own."""
+        title = f' title="{html.escape(self.title)}"' if self.title else ""
+        stream.write(f'<span class="{html.escape(self.classes)}"{title}>')
+        self.child.render_to_html(
+            stream, at_beginning_of_line=at_beginning_of_line, render_context=render_context
+        )
+        stream.write("</span>")

@@ -13,7 +13,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import PlanError, raise_all
 from penzai_shard.meshes import AnyMesh, mesh_text
-from penzai_shard.planning.plan_table import PlanTable, Row, axes_text, bytes_text, grouped_rows
+from penzai_shard.planning.plan_table import (
+    SCALARS,
+    PlanTable,
+    Row,
+    arrays_text,
+    axes_text,
+    bytes_text,
+    grouped_rows,
+)
+from penzai_shard.report_trees import ReportTree, TreeFigure, TreeRow, tree_of
 from penzai_shard.rule_kinds import LogicalAxis, NameRule
 from penzai_shard.text_tables import NotebookView
 
@@ -192,20 +201,45 @@ class ShardingPlan(NotebookView):
             else _row(leaf)
             for leaf in self.transient
         ]
+        return PlanTable(grouped_rows(rows, collapse), self._verdict(), self._remarks())
+
+    def tree(self, *, collapse: bool = True) -> ReportTree:
+        """The plan as a tree, in the order of the model: every array with its bytes per device.
+
+        Args:
+            collapse: Show equal blocks as one, and all scalars.
+        """
+        leaves = (*self.leaves, *self.transient)
+        scalars = [leaf for leaf in leaves if not leaf.shape]
+        if not collapse or len(scalars) < 2:
+            scalars = []
+        rows = [_tree_row(leaf) for leaf in leaves if leaf.shape or not scalars]
+        rows += [_scalars_row(scalars)] if scalars else []
+        return tree_of(
+            "ShardingPlan",
+            self._verdict(),
+            rows,
+            notes=self._remarks(),
+            wholes={"replicated": self.bytes_per_device},
+            collapse=collapse,
+        )
+
+    def _verdict(self) -> str:
         gradients = f" and {len(self.transient)} gradients" if self.transient else ""
         while_running = (
             f" while a step runs, of which gradients {bytes_text(self.transient_bytes_per_device)}"
             if self.transient
             else ", of which"
         )
-        verdict = (
+        return (
             f"{len(self.leaves)} arrays{gradients}, {bytes_text(self.total_bytes)}; on mesh "
             f"({mesh_text(self.mesh)}) each device holds "
             f"{bytes_text(self.bytes_per_device)}{while_running}"
             f"{',' if self.transient else ''} replicated {bytes_text(self.replicated_bytes)}"
         )
-        remarks = (*self._remarks_on_rules(), *self._remarks_on_others())
-        return PlanTable(grouped_rows(rows, collapse), verdict, remarks)
+
+    def _remarks(self) -> tuple[str, ...]:
+        return (*self._remarks_on_rules(), *self._remarks_on_others())
 
     def _remarks_on_rules(self) -> list[str]:
         """What is to be said of rules that match nothing: of mistakes first, and loudly."""
@@ -259,6 +293,22 @@ class ShardingPlan(NotebookView):
 def _row(leaf: LeafPlan) -> Row:
     dtype = "?" if leaf.dtype is None else str(leaf.dtype)
     return (leaf.path, _axes_text(leaf), dtype, leaf.bytes_per_device, leaf.reason)
+
+
+def _tree_row(leaf: LeafPlan) -> TreeRow:
+    line = f"{_axes_text(leaf)}  {leaf.dtype or '?'}"
+    return TreeRow(leaf.path, line=line, figures=_figures([leaf]), details=(leaf.reason,))
+
+
+def _scalars_row(leaves: Sequence[LeafPlan]) -> TreeRow:
+    return TreeRow(SCALARS, line=arrays_text(len(leaves)), figures=_figures(leaves))
+
+
+def _figures(leaves: Sequence[LeafPlan]) -> tuple[TreeFigure, ...]:
+    figures = [TreeFigure("per device", sum(leaf.bytes_per_device for leaf in leaves))]
+    if replicated := sum(leaf.bytes_per_device for leaf in leaves if leaf.is_replicated):
+        figures.append(TreeFigure("replicated", replicated))
+    return tuple(figures)
 
 
 def _data(leaf: LeafPlan) -> dict[str, Any]:

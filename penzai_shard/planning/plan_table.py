@@ -6,26 +6,13 @@ from jax.sharding import PartitionSpec
 
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.path_folding import folded_path, folding_key
+from penzai_shard.report_trees import bytes_text
 from penzai_shard.rule_kinds import LogicalAxis, dimension_texts
 from penzai_shard.text_tables import PreparedTable
 
 Row = tuple[str, str, str, int, str]
 
 SCALARS = "(scalars)"
-
-
-def bytes_text(count: int) -> str:
-    """A number of bytes for people, in powers of 1024.
-
-    >>> bytes_text(512), bytes_text(3 * 2**20)
-    ('512 B', '3.0 MiB')
-    """
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def arrays_text(count: int) -> str:

@@ -1,0 +1,86 @@
+"""Siblings that are equal but for the numbers in their names, as one node."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from penzai_shard.path_folding import folded_path, folding_key, ranged_paths
+from penzai_shard.report_trees.nodes import TreeNode
+
+
+def folded(nodes: Sequence[TreeNode]) -> tuple[TreeNode, ...]:
+    """Nodes with equal siblings put into one, at every depth.
+
+    Only what is equal in all figures, texts and children goes together, so that a block that
+    differs from the others stays in sight. Its own path in a text does not count as a difference.
+
+    >>> blocks = [TreeNode(f"block_{i}", f"lm/block_{i}", "same") for i in range(3)]
+    >>> [(node.label, node.path, node.count) for node in folded(blocks)]
+    [('block_{0-2}', 'lm/block_{0-2}', 3)]
+    """
+    numbers: dict[Any, int] = {}
+    likenesses: dict[int, int] = {}
+    inside_out = [node for outer in nodes for node in outer.walk()][::-1]
+    for node in inside_out:
+        inside = tuple(likenesses[id(child)] for child in node.children)
+        likenesses[id(node)] = numbers.setdefault((_likeness(node), inside), len(numbers))
+    return _folded_siblings([nodes], likenesses)
+
+
+def _likeness(node: TreeNode) -> tuple[Any, ...]:
+    """What is equal in nodes that go together, but for their children."""
+    figures = tuple((figure.name, figure.value, figure.unit) for figure in node.figures)
+    texts = (node.line, *node.details)
+    if node.path:
+        texts = tuple(text.replace(node.path, "\0") for text in texts)
+    return (folding_key(node.label), node.ok, figures, texts)
+
+
+def _folded_siblings(
+    families: Sequence[Sequence[TreeNode]], likenesses: dict[int, int]
+) -> tuple[TreeNode, ...]:
+    """The children of equal nodes as those of one.
+
+    Args:
+        families: The children of each of them, equal one by one.
+        likenesses: By the identity of a node, a number that equal ones have in common.
+    """
+    groups: dict[int, list[int]] = {}
+    for position, node in enumerate(families[0]):
+        groups.setdefault(likenesses[id(node)], []).append(position)
+    return tuple(
+        _joined([family[position] for family in families for position in positions], likenesses)
+        for positions in groups.values()
+    )
+
+
+def _joined(nodes: Sequence[TreeNode], likenesses: dict[int, int]) -> TreeNode:
+    first = nodes[0]
+    children = _folded_siblings([node.children for node in nodes], likenesses)
+    if len(nodes) == 1:
+        return dataclasses.replace(first, children=children)
+    path = _one_path([node.path for node in nodes])
+    return TreeNode(
+        label=_one_path([node.label for node in nodes]),
+        path=path,
+        line=_with_path(first.line, first.path, path),
+        figures=tuple(
+            dataclasses.replace(figure, value=figure.value * len(nodes)) for figure in first.figures
+        ),
+        details=tuple(_with_path(text, first.path, path) for text in first.details),
+        ok=first.ok,
+        count=first.count * len(nodes),
+        children=children,
+    )
+
+
+def _one_path(paths: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(paths))
+    if len(distinct) == 1:
+        return distinct[0]
+    ranged = ranged_paths(distinct)
+    return ranged[0] if len(ranged) == 1 else folded_path(distinct)
+
+
+def _with_path(text: str, path: str, folded: str) -> str:
+    return text.replace(path, folded) if path else text

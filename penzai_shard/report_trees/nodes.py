@@ -1,0 +1,118 @@
+"""A report as a tree of lines with figures: plain data, for any view to draw."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from penzai_shard.report_trees.readable_text import Unit, printable, quantity_text, share_text
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeFigure:
+    """One number of a node. Those of one name add up: a node has the sum of what is in it.
+
+    Attributes:
+        name: What it is, such as ``"per device"``.
+        value: The exact number.
+        unit: ``"bytes"`` or ``"count"``.
+        share: Its share of the whole report, from 0 to 1; None where there is no whole.
+
+    >>> figure = TreeFigure("per device", 3 * 2**20, "bytes", share=0.25)
+    >>> figure.text, figure.share_text
+    ('3.0 MiB', '25%')
+    """
+
+    name: str
+    value: float
+    unit: Unit = "bytes"
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", printable(self.name))
+
+    @property
+    def text(self) -> str:
+        """The number in a unit that people read."""
+        return quantity_text(self.value, self.unit)
+
+    @property
+    def share_text(self) -> str:
+        """The share in percent; empty if there is none."""
+        return "" if self.share is None else share_text(self.share, 1)
+
+    def each(self, count: int) -> str:
+        """What each of several equal blocks has of it, as text."""
+        return quantity_text(self.value / count, self.unit)
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeNode:
+    """One line of a report, and what is in it. Control characters in its texts are written out.
+
+    Attributes:
+        label: The part of the path that its parent does not have. Equal blocks are one node, their
+            numbers in braces: ``"block_{0-11}"``.
+        path: The whole path, as far as it goes; several equal ones are written the same way.
+        line: One line of text beside the label; may be empty.
+        figures: Its numbers, sums over all that it stands for.
+        details: Sentences to show when it is opened.
+        ok: False if something is wrong with it or in it, True if it was judged and is good, None
+            if it is not judged.
+        count: How many equal places of the report it stands for, those around it multiplied in.
+        children: What is in it, in the order of the model.
+    """
+
+    label: str
+    path: str
+    line: str = ""
+    figures: tuple[TreeFigure, ...] = ()
+    details: tuple[str, ...] = ()
+    ok: bool | None = None
+    count: int = 1
+    children: tuple["TreeNode", ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("label", "path", "line"):
+            object.__setattr__(self, name, printable(getattr(self, name)))
+        object.__setattr__(self, "details", tuple(map(printable, self.details)))
+
+    def figure(self, name: str) -> TreeFigure | None:
+        """The figure of a name; None if it has none."""
+        return next((figure for figure in self.figures if figure.name == name), None)
+
+    def walk(self) -> Iterator["TreeNode"]:
+        """It and everything in it, as it reads from top to bottom."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += node.children[::-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportTree:
+    """A report as a tree, which treescope and HTML pages unfold.
+
+    Attributes:
+        kind: What it is a tree of, such as ``"ShardingPlan"``.
+        verdict: The report in one line.
+        children: The outermost nodes.
+        figures: The numbers of the whole.
+        ok: Whether the verdict is good; None if nothing was judged.
+        notes: What else there is to know, in sentences.
+    """
+
+    kind: str
+    verdict: str
+    children: tuple[TreeNode, ...] = ()
+    figures: tuple[TreeFigure, ...] = ()
+    ok: bool | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "verdict", printable(self.verdict))
+        object.__setattr__(self, "notes", tuple(map(printable, self.notes)))
+
+    def walk(self) -> Iterator[TreeNode]:
+        """Every node, as the tree reads from top to bottom."""
+        for child in self.children:
+            yield from child.walk()
