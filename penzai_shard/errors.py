@@ -145,6 +145,10 @@ class CompilationError(ShardingError, RuntimeError):
     """A program was not compiled; what the compiler said is in the message."""
 
 
+class PropagationError(ShardingError, RuntimeError):
+    """The propagation of layouts cannot be had: not from this jaxlib, or not of this program."""
+
+
 class ProgramError(ShardingError):
     """A compiled program says what moves between devices in a form that is not known."""
 

@@ -29,7 +29,7 @@ from penzai.models.transformer.variants import llamalike_common
 from treescope.external import jax_support
 
 import penzai_shard
-from penzai_shard.errors import ShardingError
+from penzai_shard.errors import PropagationError, ShardingError
 from penzai_shard.library_apis import (
     compiler_api,
     compiler_process,
@@ -38,6 +38,7 @@ from penzai_shard.library_apis import (
     penzai_api,
     penzai_converters,
     python_api,
+    shardy_api,
     treescope_api,
 )
 from penzai_shard.traced_programs import inner_programs
@@ -868,3 +869,92 @@ def test_what_is_not_promised_is_used_in_library_apis_alone():
         for line, name in fragile_uses(path.read_text(encoding="utf-8"))
     ]
     assert found == []
+
+
+# Shardy, by way of jaxlib
+
+
+def lowered_on(mesh, function, *arguments):
+    """A function lowered for structs of the shape and spec that are given."""
+    structs = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+        for shape, spec in arguments
+    ]
+    return jax.jit(function).trace(*structs).lower(lowering_platforms=("cpu",))
+
+
+@pytest.fixture(scope="module")
+def a_product():
+    return lowered_on(
+        AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2),
+        lambda x, w: jnp.tanh(x @ w),
+        ((16, 16), ("data",)),
+        ((16, 8), (None, "model")),
+    )
+
+
+def test_shardy_says_where_layouts_come_from_without_devices(a_product):
+    program = shardy_api.propagated(a_product)
+    assert program.argument_names == ("x", "w")
+    assert program.mesh == {"data": 4, "model": 2}
+    product, tanh = (operation for operation in program.main.operations[:2])
+    assert product.rule.operands == (((0,), (2,)), ((2,), (1,)))
+    assert product.rule.reduced == {2}
+    taken = {(each.mesh_axis, each.source, each.targets) for each in product.edges}
+    result = (("result", 0),)
+    assert taken == {("data", ("operand", 0), result), ("model", ("operand", 1), result)}
+    assert program.values[tanh.results[0]].spec == (("data",), ("model",))
+    assert program.values[tanh.results[0]].origins == {"data": "input: 0", "model": "input: 1"}
+
+
+def test_a_lowered_program_stays_as_it_is_when_its_layouts_are_propagated(a_product):
+    before = a_product.as_text()
+    assert shardy_api.propagated(a_product) == shardy_api.propagated(a_product)
+    assert a_product.as_text() == before
+
+
+def test_operations_of_a_lowered_program_say_where_they_were_written(a_product):
+    operation = shardy_api.propagated(a_product).main.operations[0]
+    frame = operation.frames[0]
+    assert (pathlib.Path(frame.file), frame.function) == (
+        pathlib.Path(__file__),
+        "a_product.<locals>.<lambda>",
+    )
+    assert operation.name == "jit(<lambda>)/dot_general"
+
+
+def test_shardy_splits_mesh_axes_in_parts():
+    program = shardy_api.propagated(
+        lowered_on(
+            AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,)),
+            lambda x: x.reshape(2, 8, 4),
+            ((16, 4), ("data",)),
+        )
+    )
+    assert program.values[1].spec == (("data:(1)2",), ("data:(2)4",), ())
+    assert set(program.values[1].origins) == {"data:(1)2", "data:(2)4"}
+
+
+def test_passes_that_jaxlib_does_not_have_are_refused_by_name(a_product, monkeypatch):
+    def refuse(pipeline):
+        raise ValueError("'sdy-import-pipeline' does not refer to a registered pass")
+
+    monkeypatch.setattr(shardy_api.PassManager, "parse", refuse)
+    with pytest.raises(PropagationError, match=r"jaxlib .*'sdy-import-pipeline' .*collectives"):
+        shardy_api.propagated(a_product)
+    monkeypatch.setattr(shardy_api, "sdy", None)
+    with pytest.raises(PropagationError, match=r"it has no dialect of Shardy\. Plans"):
+        shardy_api.propagated(a_product)
+
+
+def test_a_pass_that_jaxlib_does_not_have_is_a_value_error(a_product, monkeypatch):
+    monkeypatch.setattr(shardy_api, "_PASSES", "builtin.module(sdy-no-such-pass)")
+    with pytest.raises(PropagationError, match="'sdy-no-such-pass' does not refer to a registered"):
+        shardy_api.propagated(a_product)
+
+
+def test_an_option_that_a_pass_does_not_have_is_a_value_error(a_product, monkeypatch):
+    passes = "builtin.module(sdy-user-priority-propagate{no-such-option=true})"
+    monkeypatch.setattr(shardy_api, "_PASSES", passes)
+    with pytest.raises(PropagationError, match="no such option no-such-option"):
+        shardy_api.propagated(a_product)

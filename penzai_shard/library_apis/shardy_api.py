@@ -6,16 +6,26 @@ they write down where each layout came from and from which neighbour it was take
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jaxlib
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
+
+try:
+    # The passes are there once this is imported.
+    from jaxlib.mlir.dialects import sdy
+except ImportError:
+    sdy = None  # type: ignore[assignment]
+
+from penzai_shard.errors import PropagationError
 
 # jaxlib has no types for these.
 MlirObject = Any
+
+_Read = TypeVar("_Read")
 
 # Calls are made parts of the caller, as XLA does before it propagates. The rules, which say what
 # dimensions of an operation belong together, are dropped by propagation and so written down again.
@@ -25,9 +35,28 @@ _PASSES = (
     "func.func(sdy-populate-op-sharding-rules))"
 )
 
+# What is in other operations' regions, such as how two values are summed, has no layout.
+_ENTERED = frozenset(
+    {
+        "sdy.named_computation",
+        "sdy.manual_computation",
+        "stablehlo.while",
+        "stablehlo.case",
+        "stablehlo.if",
+    }
+)
+
 _STEP = re.compile(r"step-(\d+) = \[(.*?\})\]\}")
 _EDGE = re.compile(r'"([^"]+)"(\S*) = (operand|result)-(\d+) -> \[([^]]*)\]')
 _PLACE = re.compile(r"(operand|result)-(\d+)")
+
+
+class PythonFrame(NamedTuple):
+    """A place in Python: a call, or where an operation was written."""
+
+    file: str
+    function: str
+    line: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +125,7 @@ class ShardyOperation:
     Attributes:
         kind: Such as ``stablehlo.dot_general``.
         name: What JAX called it, relative to the call that it is in.
-        location: Where in Python it was written, as MLIR's text.
+        frames: Where in Python it was written, the innermost call first.
         operands: What it takes.
         results: What it makes.
         blocks: Its regions' blocks: branches, the body of a loop or of a call.
@@ -107,7 +136,7 @@ class ShardyOperation:
 
     kind: str
     name: str
-    location: str
+    frames: tuple[PythonFrame, ...]
     operands: tuple[int, ...]
     results: tuple[int, ...]
     blocks: tuple["ShardyBlock", ...]
@@ -152,8 +181,8 @@ def propagated(lowered: jax.stages.Lowered) -> ShardyProgram:
         lowered: What JAX lowered; it stays as it is.
 
     Raises:
-        ValueError: This jaxlib does not have these passes or options.
-        RuntimeError: They failed.
+        PropagationError: This jaxlib does not have these passes or options, or they refuse the
+            program, or some of its shapes are not known.
 
     >>> program = propagated(jax.jit(jax.numpy.sin).lower(1.0))
     >>> [operation.kind for operation in program.main.operations]
@@ -162,25 +191,46 @@ def propagated(lowered: jax.stages.Lowered) -> ShardyProgram:
     module = lowered.compiler_ir("stablehlo")
     assert module is not None
     with module.context:
-        copied = ir.Module.parse(module.operation.get_asm(enable_debug_info=True, binary=False))
-        passes = PassManager.parse(_PASSES)
+        copied = module.operation.clone().operation
+        passes = _passes()
         # Shardy refuses its own notes on where the layout of a loop's values comes from.
         passes.enable_verifier(False)
-        passes.run(copied.operation)
+        try:
+            passes.run(copied)
+        except Exception as error:
+            raise PropagationError(f"Shardy cannot propagate layouts here: {error}") from error
         return _Reader().program(copied)
 
 
+def _passes() -> MlirObject:
+    problem = "it has no dialect of Shardy"
+    if sdy is not None:
+        try:
+            return PassManager.parse(_PASSES)
+        except ValueError as error:
+            problem = str(error).strip()
+    raise PropagationError(
+        f"jaxlib {jaxlib.__version__} does not offer the passes of Shardy that say where layouts "
+        f"come from, which 0.10 to 0.12 do: {problem}. Plans, device_memory, collectives and lint "
+        "work without."
+    )
+
+
 class _Reader:
-    """Reads a module; each value gets a number."""
+    """Reads a module; each value gets a number.
+
+    Attributes in MLIR exist once, however many operations have them, and are read once.
+    """
 
     def __init__(self) -> None:
         self.values: list[ShardyValue] = []
         self._numbers: dict[MlirObject, int] = {}
+        self._seen: dict[tuple[object, MlirObject], Any] = {}
 
     def program(self, module: MlirObject) -> ShardyProgram:
         mesh: dict[str, int] = {}
         main = None
-        for each in module.body.operations:
+        for each in module.regions[0].blocks[0].operations:
             if each.operation.name == "sdy.mesh":
                 axes = sdy.MeshAttr(each.operation.attributes["mesh"]).axes
                 mesh |= {axis.name: axis.size for axis in map(sdy.MeshAxisAttr, axes)}
@@ -198,18 +248,24 @@ class _Reader:
             values=tuple(self.values),
             argument_names=tuple(_name(argument.location) for argument in block.arguments),
             result_values=tuple(
-                _value(value.type, _sharding(attributes), _origins(attributes))
+                self._value(value.type, _sharding(attributes), _origins(attributes))
                 for value, attributes in zip(returned, results, strict=True)
             ),
             result_edges=tuple(_edges(attributes) for attributes in results),
             mesh=mesh,
         )
 
+    def _once(self, read: Callable[[MlirObject], _Read], attribute: MlirObject) -> _Read:
+        key = (read, attribute)
+        if key not in self._seen:
+            self._seen[key] = read(attribute)
+        return self._seen[key]
+
     def _add(
         self, value: MlirObject, attributes: MlirObject, sharding: MlirObject, number: int = 0
     ) -> int:
         self._numbers[value] = len(self.values)
-        self.values.append(_value(value.type, sharding, _origins(attributes, number)))
+        self.values.append(self._value(value.type, sharding, _origins(attributes, number)))
         return self._numbers[value]
 
     def _block(self, block: MlirObject) -> ShardyBlock:
@@ -222,25 +278,51 @@ class _Reader:
 
     def _operation(self, operation: MlirObject) -> ShardyOperation:
         attributes = operation.attributes
+        kind = operation.name
         # A constraint's layout is its own attribute, and so is that of a value that flows.
         of_results = _shardings_of_results(attributes)
         results = tuple(
             self._add(value, attributes, of_results[number] if of_results else None, number)
             for number, value in enumerate(operation.results)
         )
+        location = operation.location
+        regions = operation.regions if kind in _ENTERED else ()
+        rule = "sdy.sharding_rule"
         return ShardyOperation(
-            kind=operation.name,
-            name=_name(operation.location),
-            location=str(operation.location),
+            kind=kind,
+            name=_name(location),
+            frames=self._frames(location),
             operands=tuple(self._numbers[value] for value in operation.operands),
             results=results,
-            blocks=tuple(
-                self._block(block) for region in operation.regions for block in region.blocks
-            ),
-            rule=_rule(attributes),
+            blocks=tuple(self._block(block) for region in regions for block in region.blocks),
+            rule=self._once(_rule, attributes[rule]) if rule in attributes else None,
             edges=_edges(attributes),
             constraint=_text(operation, "sdy.sharding_origin_name"),
         )
+
+    def _value(
+        self, kind: MlirObject, sharding: MlirObject, origins: dict[str, str]
+    ) -> ShardyValue:
+        shape, dtype = self._once(_shape_and_dtype, kind)
+        if sharding is None:
+            return ShardyValue(shape, dtype, None, (True,) * len(shape), origins)
+        return ShardyValue(shape, dtype, *self._once(_spec, sharding), origins)
+
+    def _frames(self, location: MlirObject) -> tuple[PythonFrame, ...]:
+        return self._once(self._read_frames, location.attr)
+
+    def _read_frames(self, attribute: MlirObject) -> tuple[PythonFrame, ...]:
+        location = ir.Location.from_attr(attribute)
+        if isinstance(location, ir.NameLoc):
+            inner = location.child_loc
+            if isinstance(inner, ir.FileLineColLoc):
+                return (PythonFrame(inner.filename, location.name_str, inner.start_line),)
+            return self._frames(inner)
+        if isinstance(location, ir.CallSiteLoc):
+            return self._frames(location.callee) + self._frames(location.caller)
+        if isinstance(location, ir.FusedLoc) and location.locations:
+            return self._frames(location.locations[0])
+        return ()
 
 
 def _shardings_of_results(attributes: MlirObject) -> Sequence[MlirObject]:
@@ -253,21 +335,26 @@ def _shardings_of_results(attributes: MlirObject) -> Sequence[MlirObject]:
     return []
 
 
-def _value(kind: MlirObject, sharding: MlirObject, origins: dict[str, str]) -> ShardyValue:
-    shape = tuple(kind.shape) if isinstance(kind, ir.RankedTensorType) else ()
-    dtype = str(kind.element_type) if isinstance(kind, ir.RankedTensorType) else str(kind)
-    if sharding is None:
-        return ShardyValue(shape, dtype, None, (True,) * len(shape), origins)
+def _shape_and_dtype(kind: MlirObject) -> tuple[tuple[int, ...], str]:
+    if not isinstance(kind, ir.RankedTensorType):
+        return (), str(kind)
+    shape = tuple(kind.shape)
+    if not kind.has_static_shape:
+        raise PropagationError(
+            f"Shardy's propagation is read for known shapes alone, and there is a {kind}: lower "
+            "the step for arguments whose shapes are numbers."
+        )
+    return shape, str(kind.element_type)
+
+
+def _spec(sharding: MlirObject) -> tuple[tuple[tuple[str, ...], ...], tuple[bool, ...]]:
     dimensions = [
         sdy.DimensionShardingAttr(each)
         for each in sdy.TensorShardingAttr(sharding).dimension_shardings
     ]
-    return ShardyValue(
-        shape,
-        dtype,
+    return (
         tuple(tuple(map(_axis_text, dimension.axes)) for dimension in dimensions),
         tuple(not dimension.is_closed for dimension in dimensions),
-        origins,
     )
 
 
@@ -280,10 +367,8 @@ def _axis_text(axis: MlirObject) -> str:
     return f"{axis.name}:({part.pre_size}){part.size}"
 
 
-def _rule(attributes: MlirObject) -> ShardyRule | None:
-    if "sdy.sharding_rule" not in attributes:
-        return None
-    rule = sdy.OpShardingRuleAttr(attributes["sdy.sharding_rule"])
+def _rule(attribute: MlirObject) -> ShardyRule:
+    rule = sdy.OpShardingRuleAttr(attribute)
     return ShardyRule(
         tuple(rule.factor_sizes),
         _mappings(rule.operand_mappings),

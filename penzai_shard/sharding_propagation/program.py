@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 
 from penzai_shard.library_apis.shardy_api import (
+    PythonFrame,
     ShardyBlock,
     ShardyEdge,
     ShardyOperation,
@@ -48,7 +49,7 @@ class Operation:
         number: Its place in the program.
         kind: Such as ``stablehlo.dot_general``, or ``flow``.
         name: What JAX called it, the calls around it in front.
-        location: Where in Python it was written, as MLIR's text.
+        frames: Where in Python it was written, the innermost call first.
         operands: What it takes; of a flow, all that may come in.
         results: What it makes.
         rule: Which dimensions belong together; None where that is not known.
@@ -59,7 +60,7 @@ class Operation:
     number: int
     kind: str
     name: str
-    location: str
+    frames: tuple[PythonFrame, ...]
     operands: tuple[int, ...]
     results: tuple[int, ...]
     rule: ShardyRule | None
@@ -180,7 +181,7 @@ class _Flattening:
         self._find_edges(given.main)
         returned = self._block(given.main, "")
         for value, edges in zip(returned, given.result_edges, strict=True):
-            self._add("func.return", "", "", (value,), (), None, edges)
+            self._add("func.return", "", (), (value,), (), None, edges)
         return PropagatedProgram(
             given.values,
             tuple(self._operations),
@@ -208,7 +209,7 @@ class _Flattening:
         if each.kind in _EDGE_KINDS:
             sources = self._sources.get(each.operands[0], each.operands)
             edges = each.edges
-            self._add(FLOW, name, each.location, self._read(sources), each.results, None, edges)
+            self._add(FLOW, name, each.frames, self._read(sources), each.results, None, edges)
         elif self._hands_on(each):
             self._enter(each, name if each.kind in _CALLS else around)
         else:
@@ -216,7 +217,7 @@ class _Flattening:
             self._add(
                 each.kind,
                 name,
-                each.location,
+                each.frames,
                 operands,
                 each.results,
                 each.rule,
@@ -264,7 +265,7 @@ class _Flattening:
         self,
         kind: str,
         name: str,
-        location: str,
+        frames: tuple[PythonFrame, ...],
         operands: tuple[int, ...],
         results: tuple[int, ...],
         rule: ShardyRule | None,
@@ -286,7 +287,7 @@ class _Flattening:
                 len(self._operations),
                 kind,
                 name,
-                location,
+                frames,
                 operands,
                 results,
                 rule,
