@@ -69,6 +69,7 @@ from penzai_shard.layers import (
     fold_rng_over_axis,
 )
 from penzai_shard.layouts import Layout
+from penzai_shard.linting import Finding, LintReport, lint
 from penzai_shard.meshes import make_mesh
 from penzai_shard.placement import (
     abstract_model,
@@ -150,6 +151,7 @@ __all__ = [
     "ConstrainShardingByName",
     "DynamicLossScaling",
     "EquivalenceReport",
+    "Finding",
     "GatherParameters",
     "InPrecision",
     "Inserted",
@@ -157,6 +159,7 @@ __all__ = [
     "LayerStackPolicy",
     "Layout",
     "LeafPlan",
+    "LintReport",
     "LockReport",
     "LogRecord",
     "MemoryReport",
@@ -203,6 +206,7 @@ __all__ = [
     "insert_after",
     "insert_before",
     "jit_root",
+    "lint",
     "load_safetensors",
     "make_mesh",
     "make_plan",

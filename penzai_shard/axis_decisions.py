@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 from jax.sharding import PartitionSpec
 
@@ -44,6 +45,25 @@ class DimensionDecision:
     reason: str
 
 
+Misfit: TypeAlias = Literal["indivisible", "doubled", "unknown"]
+
+
+@dataclasses.dataclass(frozen=True)
+class UnfitAxis:
+    """Why a logical axis of an array cannot be split as its rules ask.
+
+    Attributes:
+        logical_axis: The logical axis.
+        misfit: Its length does not divide, another dimension has the mesh axis, or the mesh has
+            no such mesh axis.
+        problem: What is wrong, and what to write instead.
+    """
+
+    logical_axis: LogicalAxis
+    misfit: Misfit
+    problem: str
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class SpecExplanation(TextTable):
     """The spec of one array with the reason for each of its dimensions, as a table.
@@ -51,7 +71,7 @@ class SpecExplanation(TextTable):
     Attributes:
         spec: The spec, without trailing ``None``.
         dimensions: One decision per dimension.
-        problems: Why the rules do not fit this array; empty when they do.
+        unfit: The logical axes that the rules do not fit; empty when they fit all.
         notes: What else was decided for the array as a whole.
         is_unnamed: Whether the array has no names, in place of positional dimensions.
     """
@@ -61,9 +81,14 @@ class SpecExplanation(TextTable):
 
     spec: PartitionSpec
     dimensions: tuple[DimensionDecision, ...]
-    problems: tuple[str, ...] = ()
+    unfit: tuple[UnfitAxis, ...] = ()
     notes: tuple[str, ...] = ()
     is_unnamed: bool = False
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why the rules do not fit this array; empty when they do."""
+        return tuple(each.problem for each in self.unfit)
 
     @property
     def reason(self) -> str:
@@ -140,7 +165,7 @@ class _Decider:
     is_unnamed: bool = False
     # The decision for a dimension, by its number.
     decided: dict[int, DimensionDecision] = dataclasses.field(default_factory=dict)
-    problems: list[str] = dataclasses.field(default_factory=list)
+    unfit: list[UnfitAxis] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def explanation(self) -> SpecExplanation:
@@ -157,8 +182,8 @@ class _Decider:
             self.decided.get(i) or self._undecided(i) for i in range(len(self.names))
         )
         spec = canonical_spec(d.mesh_axes for d in dimensions)
-        problems, notes = tuple(self.problems), tuple(self.notes)
-        return SpecExplanation(spec, dimensions, problems, notes, self.is_unnamed)
+        unfit, notes = tuple(self.unfit), tuple(self.notes)
+        return SpecExplanation(spec, dimensions, unfit, notes, self.is_unnamed)
 
     def _undecided(self, i: int) -> DimensionDecision:
         reason = "positional, stays unsharded" if self.names[i] is None else "no rule"
@@ -167,6 +192,9 @@ class _Decider:
 
     def _decide(self, i: int, mesh_axes: tuple[str, ...], rule: Rule, reason: str) -> None:
         self.decided[i] = DimensionDecision(self.names[i], self.sizes[i], mesh_axes, rule, reason)
+
+    def _refuse(self, name: LogicalAxis, misfit: Misfit, problem: str) -> None:
+        self.unfit.append(UnfitAxis(name, misfit, problem))
 
     @property
     def taken(self) -> dict[str, DimensionDecision]:
@@ -207,10 +235,12 @@ class _Decider:
     def _not_in_mesh(self, rule: NameRule, missing: str) -> None:
         known = ", ".join(f"{axis}={size}" for axis, size in self.mesh_shape.items())
         kept = tuple(axis for axis in rule.mesh_axes if axis in self.mesh_shape)
-        self.problems.append(
+        self._refuse(
+            rule.logical_axis,
+            "unknown",
             f"logical axis {rule.logical_axis!r} names mesh axes, and the mesh ({known}) has no "
             f"{missing!r}. Say where it goes: rules={{{rule.logical_axis!r}: "
-            f"{mesh_axes_text(kept)}}}."
+            f"{mesh_axes_text(kept)}}}.",
         )
 
     def _decide_unfit_names(self) -> None:
@@ -252,20 +282,24 @@ class _Decider:
             self._decide(i, (), rule, reason)
             return
         padded = max(parts, -(-size // parts) * parts)
-        self.problems.append(
+        self._refuse(
+            name,
+            "indivisible",
             f"logical axis {name!r} ({size}) does not divide over {over}, asked by rule {rule}. "
-            f"Pad it to {padded}, or map {name!r} to None."
+            f"Pad it to {padded}, or map {name!r} to None.",
         )
 
     def _asked_twice(self, i: int, rule: NameRule) -> None:
         mesh_axis = next(a for a in rule.mesh_axes if a in self.taken)
         other = self.taken[mesh_axis]
         name, size = self.names[i], self.sizes[i]
-        self.problems.append(
+        self._refuse(
+            name,
+            "doubled",
             f"mesh axis {mesh_axis!r} ({self.mesh_shape[mesh_axis]}) is asked for twice: "
             f"by logical axis {other.logical_axis!r} ({other.size}), rule {other.rule}, and "
             f"by logical axis {name!r} ({size}), rule {rule}. "
-            f"Map one of them to another mesh axis, or map {name!r} to None."
+            f"Map one of them to another mesh axis, or map {name!r} to None.",
         )
 
     def _none_fits(self, i: int, candidates: list[NameRule], busy: list[NameRule]) -> None:
@@ -282,9 +316,11 @@ class _Decider:
         if self.on_indivisible == "replicate" and len(busy) < len(candidates):
             self._decide(i, (), candidates[0], f"{name!r} ({size}) replicated: {reasons}")
             return
-        self.problems.append(
+        self._refuse(
+            name,
+            "doubled" if len(busy) == len(candidates) else "indivisible",
             f"logical axis {name!r} ({size}) fits none of its rules: {reasons}. "
-            f"Add ({name!r}, None) as the last of them to leave it unsharded."
+            f"Add ({name!r}, None) as the last of them to leave it unsharded.",
         )
 
     def _apply_largest(self, rule: LargestDimensionRule) -> None:

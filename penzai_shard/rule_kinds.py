@@ -117,7 +117,16 @@ class NameRule:
         False
         """
         # The rules of a preset that yield are alternatives, of which few trees have all.
-        return self.yields or self.for_activations or self.logical_axis in _ACTIVATION_AXES
+        return self.yields or self.is_for_activations
+
+    @property
+    def is_for_activations(self) -> bool:
+        """Whether activations are meant, as a preset says or the name does.
+
+        >>> NameRule("seq", ("model",)).is_for_activations
+        True
+        """
+        return self.for_activations or self.logical_axis in _ACTIVATION_AXES
 
     def __str__(self) -> str:
         return f"{self.logical_axis!r} -> {mesh_axes_text(self.mesh_axes)}"

@@ -201,6 +201,30 @@ class PlanRequest:
         warn_caller(self.doubts(plan.logical_axes))
         return plan
 
+    def examined(
+        self, tree: Any, optimizer_rules: Any = None
+    ) -> tuple[ShardingPlan, tuple[tuple[str, str], ...]]:
+        """The plan of a tree as far as there is one, and what stands in its way, without warnings.
+
+        Args:
+            tree: As for ``plan``; a train state as for ``plan_state``.
+            optimizer_rules: As for ``plan_state``.
+
+        Returns:
+            The plan, in which dimensions that cannot be split stay whole; and every problem with
+            the path of its array.
+
+        >>> import jax
+        >>> from penzai import pz
+        >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
+        >>> request = PlanRequest.read("lint", mesh, {"a": "data"})
+        >>> request.examined({"w": pz.nx.ones({"a": 3})})[1]
+        (('w', "logical axis 'a' (3) does not divide over mesh axis 'data' (2), asked by rule 'a...
+        """
+        refuse_builder(self.called, tree)
+        by_field = self._by_field(optimizer_rules) if is_train_state(tree) else None
+        return self.planner.examined(tree, self.keep_others, by_field)
+
     def _by_field(self, optimizer_rules: Any = None) -> dict[str, Planner]:
         """Who plans the fields of a train state that are not planned like all else."""
         by_field = {_KEYS: dataclasses.replace(self.planner, rules={}, on_unnamed="replicate")}

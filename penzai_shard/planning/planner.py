@@ -100,8 +100,31 @@ class Planner:
         >>> Planner(mesh, {}).plan({}).leaves
         ()
         """
+        plan, found = self.examined(tree, keep_others, by_field, parameters)
+        problems = [f"{path or 'the array'}: {problem}" for path, problem in found]
+        raise_all(PlanError, "no valid layout for some arrays:", problems)
+        return plan
+
+    def examined(
+        self,
+        tree: Any,
+        keep_others: bool = False,
+        by_field: "Mapping[str, Planner] | None" = None,
+        parameters: Any = None,
+    ) -> tuple[ShardingPlan, tuple[tuple[str, str], ...]]:
+        """The plan of a tree, and what stands in its way; takes the arguments of ``plan``.
+
+        Returns:
+            The plan, in which dimensions that cannot be split stay whole; and every problem with
+            the path of its array.
+
+        >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
+        >>> plan, problems = Planner(mesh, {"a": "data"}).examined([{"w": 1}])
+        >>> plan.leaves[0].path, problems
+        ('0/w', ())
+        """
         leaves: list[LeafPlan] = []
-        problems: list[str] = []
+        problems: list[tuple[str, str]] = []
         others: list[str] = []
         statistics: dict[str, DimensionsOf] = {}
         if any(p.rules.splits_unnamed for p in (self, *(by_field or {}).values())):
@@ -114,7 +137,7 @@ class Planner:
             if leaf.path in taken_apart:
                 leaf = dataclasses.replace(leaf, held=taken_apart[leaf.path])
             leaf_plan, found = planner.plan_leaf(leaf, statistics.get(leaf.path))
-            problems.extend(f"{leaf.path or 'the array'}: {problem}" for problem in found)
+            problems.extend((leaf.path, problem) for problem in found)
             leaves.append(leaf_plan)
             return len(leaves) - 1
 
@@ -128,8 +151,7 @@ class Planner:
         numbers = jax.tree_util.tree_map_with_path(
             numbered, tree, is_leaf=lambda node: by_field is None or node is not tree
         )
-        raise_all(PlanError, "no valid layout for some arrays:", problems)
-        return ShardingPlan(
+        plan = ShardingPlan(
             self.mesh,
             self.rules,
             tuple(leaves),
@@ -137,6 +159,7 @@ class Planner:
             tuple(others),
             gradient_plans(numbers, leaves),
         )
+        return plan, tuple(problems)
 
     def plan_leaf(
         self, leaf: NamedLeaf, made_of: DimensionsOf | None = None

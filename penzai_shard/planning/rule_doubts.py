@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.meshes import mesh_text
+from penzai_shard.meshes import AnyMesh, mesh_text
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.planner import NAMELESS_MODULE, Planner
 from penzai_shard.rule_kinds import (
@@ -45,9 +45,17 @@ def rule_doubts(
     ["rule 'neuron' -> 'data' matches no logical axis of this tree, which has 'neurons'. Did ...]
     """
     mesh, rules = planner.mesh, planner.rules
-    doubts = _near_names(planner, present)
+    doubts = [
+        f"rule {rule} matches no logical axis of this tree, which has {name!r}. "
+        f"Did you mean {name!r}?"
+        for rule, name in near_names(rules, present).items()
+    ]
     if rules_given:
-        doubts += _tuples_of_mesh_axes(planner, present)
+        doubts += [
+            f"no rule names logical axis {name!r}, a tuple of mesh axes, which therefore stays "
+            f"whole. If it means these, say so: ({name!r}, {mesh_axes_text(axes)})."
+            for name, axes in tuples_of_mesh_axes(rules, mesh, present).items()
+        ]
     if not present or math.prod(mesh.shape.values()) == 1:
         return doubts
     if not rules_given and not any(IdentityRule.mesh_axes_of(n, mesh.shape) for n in present):
@@ -84,32 +92,39 @@ def _applies_nowhere(rules: AxisRules, present: Collection[LogicalAxis]) -> bool
     return bool(rules.rules) and only_names and not set(rules.logical_axes) & set(present)
 
 
-def _near_names(planner: Planner, present: Collection[LogicalAxis]) -> list[str]:
-    free = set(present) - set(planner.rules.logical_axes)
+def near_names(rules: AxisRules, present: Collection[LogicalAxis]) -> dict[NameRule, str]:
+    """The rules that match nothing, and whose name is nearly that of a logical axis, with that.
+
+    >>> near_names(AxisRules({"neuron": "data", "batch": "data"}), ["neurons"])
+    {NameRule(logical_axis='neuron', mesh_axes=('data',), ...): 'neurons'}
+    """
+    free = set(present) - set(rules.logical_axes)
     near = {
         rule: nearest_name(rule.logical_axis, _not_longer_by_a_word(rule.logical_axis, free))
-        for rule in planner.rules.rules
+        for rule in rules.rules
         if isinstance(rule, NameRule) and rule.logical_axis not in present
     }
-    return [
-        f"rule {rule} matches no logical axis of this tree, which has {name!r}. "
-        f"Did you mean {name!r}?"
-        for rule, name in near.items()
-        if name is not None
-    ]
+    return {rule: name for rule, name in near.items() if name is not None}
 
 
-def _tuples_of_mesh_axes(planner: Planner, present: Collection[LogicalAxis]) -> list[str]:
-    """Names that stand for mesh axes, as Flax reads them, where rules say nothing of them."""
-    if any(isinstance(rule, IdentityRule) for rule in planner.rules.rules):
-        return []
-    free = set(present) - set(planner.rules.logical_axes)
-    return [
-        f"no rule names logical axis {name!r}, a tuple of mesh axes, which therefore stays whole. "
-        f"If it means these, say so: ({name!r}, {mesh_axes_text(axes)})."
+def tuples_of_mesh_axes(
+    rules: AxisRules, mesh: AnyMesh, present: Collection[LogicalAxis]
+) -> dict[LogicalAxis, tuple[str, ...]]:
+    """Names that stand for mesh axes, as Flax reads them, where rules say nothing of them.
+
+    >>> import jax
+    >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    >>> tuples_of_mesh_axes(AxisRules({}), mesh, [("data",), "embed"])
+    {('data',): ('data',)}
+    """
+    if any(isinstance(rule, IdentityRule) for rule in rules.rules):
+        return {}
+    free = set(present) - set(rules.logical_axes)
+    return {
+        name: axes
         for name in sorted(free, key=str)
-        if isinstance(name, tuple) and (axes := IdentityRule.mesh_axes_of(name, planner.mesh.shape))
-    ]
+        if isinstance(name, tuple) and (axes := IdentityRule.mesh_axes_of(name, mesh.shape))
+    }
 
 
 def _not_longer_by_a_word(name: LogicalAxis, others: Collection[LogicalAxis]) -> list[LogicalAxis]:

@@ -1,0 +1,31 @@
+"""All checks, in the order in which their findings are looked for."""
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from penzai_shard.linting.array_checks import other_problems, unfit_axes
+from penzai_shard.linting.findings import Finding
+from penzai_shard.linting.lint_subject import LintSubject
+from penzai_shard.linting.rule_checks import (
+    layout_problems,
+    names_of_mesh_axes,
+    unknown_mesh_axes,
+    unreadable_rules,
+    unused_rules,
+)
+from penzai_shard.linting.waste_checks import idle_mesh_axes, under_sharded
+
+Check: TypeAlias = Callable[[LintSubject], Iterator[Finding]]
+
+CHECKS: tuple[Check, ...] = (
+    unreadable_rules,
+    unknown_mesh_axes,
+    layout_problems,
+    unfit_axes,
+    other_problems,
+    names_of_mesh_axes,
+    unused_rules,
+    under_sharded,
+    idle_mesh_axes,
+)
+"""What ``lint`` looks for; a check gives findings, and changes that may mend each."""

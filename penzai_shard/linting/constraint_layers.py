@@ -1,0 +1,79 @@
+"""What the constraint layers of a model name: logical axes, and mesh axes."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.layers import (
+    ConstrainActivations,
+    ConstrainSharding,
+    ConstrainShardingByName,
+    GatherParameters,
+    ShardMapped,
+)
+from penzai_shard.partition_specs import mesh_axes_by_dimension
+from penzai_shard.rule_kinds import IdentityRule, LogicalAxis
+from penzai_shard.surgery.tree_nodes import nodes_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraints:
+    """What the constraint layers of a model name.
+
+    Attributes:
+        logical_axes: The logical axes that their rules name.
+        mesh_axes: The mesh axes that their rules, and their shardings, name.
+    """
+
+    logical_axes: frozenset[LogicalAxis]
+    mesh_axes: frozenset[str]
+
+
+def constraints_in(model: Any) -> Constraints:
+    """What the constraint layers of a model name.
+
+    >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    >>> constraints_in([ConstrainShardingByName(mesh, {"seq": "data"})])
+    Constraints(logical_axes=frozenset({'seq'}), mesh_axes=frozenset({'data'}))
+    """
+    logical_axes: set[LogicalAxis] = set()
+    mesh_axes: set[str] = set()
+    for _, node in nodes_of(model):
+        for rules in _rules_of(node):
+            logical_axes.update(rules.logical_axes)
+            for rule in rules.rules:
+                # The identity names every mesh axis.
+                named = node.mesh.shape if isinstance(rule, IdentityRule) else rule.mesh_axes
+                mesh_axes.update(named)
+        if isinstance(node, ConstrainSharding):
+            mesh_axes.update(_mesh_axes_of(node.sharding))
+    return Constraints(frozenset(logical_axes), frozenset(mesh_axes))
+
+
+def _rules_of(node: Any) -> Iterator[AxisRules]:
+    match node:
+        case ConstrainShardingByName():
+            given: tuple[Any, ...] = (node.axis_name_to_mesh_name,)
+        case ConstrainActivations():
+            given = (*node.inputs, *node.outputs)
+        case GatherParameters():
+            given = (node.rules, {} if node.stored is None else node.stored)
+        case ShardMapped():
+            given = (node.parameter_rules, node.activation_rules)
+        case _:
+            given = ()
+    return map(AxisRules.of, given)
+
+
+def _mesh_axes_of(shardings: Any) -> Iterator[str]:
+    for leaf in jax.tree_util.tree_leaves(
+        shardings, is_leaf=lambda node: isinstance(node, PartitionSpec)
+    ):
+        spec = leaf.spec if isinstance(leaf, NamedSharding) else leaf
+        if isinstance(spec, PartitionSpec):
+            for mesh_axes in mesh_axes_by_dimension(spec, len(spec)):
+                yield from mesh_axes

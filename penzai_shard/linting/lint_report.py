@@ -1,0 +1,111 @@
+"""The findings of a linter, as a table and for programs."""
+
+import dataclasses
+import json
+from typing import Any
+
+from penzai_shard.linting.findings import KINDS, Finding
+from penzai_shard.meshes import AnyMesh, mesh_text
+from penzai_shard.planning import bytes_text
+from penzai_shard.text_tables import FindingsTable, Report
+
+
+class LintTable(FindingsTable):
+    """Findings, each over two lines where it is long."""
+
+    headings = ("where", "count", "finding", "wasted per device", "what to do")
+    right_aligned = frozenset({"count", "wasted per device"})
+    unwrapped = frozenset({"finding"})
+    paths = frozenset({"where"})
+    below = "what to do"
+    wide = 240
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class LintReport(Report):
+    """What ``lint`` found. It is true if there is nothing.
+
+    Attributes:
+        findings: The findings, the worst first: what keeps a plan from being made, then by the
+            bytes that are wasted.
+        mesh: The mesh.
+        array_count: How many arrays were looked at.
+        notes: What could not be looked at, and why.
+    """
+
+    findings: tuple[Finding, ...]
+    mesh: AnyMesh
+    array_count: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @property
+    def wasted_bytes(self) -> int:
+        """What each device holds for nothing, in bytes; an array over two free mesh axes once."""
+        worst: dict[tuple[str, ...], int] = {}
+        for finding in self.findings:
+            worst[finding.paths] = max(worst.get(finding.paths, 0), finding.wasted_bytes)
+        return sum(worst.values())
+
+    def table(self, *, collapse: bool = True) -> LintTable:
+        """The findings as a table.
+
+        Args:
+            collapse: Show the arrays that a finding is about as one row; otherwise one for each.
+        """
+        rows = []
+        for finding in self.findings:
+            wasted = bytes_text(finding.wasted_bytes) if finding.wasted_bytes else ""
+            count = str(finding.count) if finding.paths else ""
+            if collapse or finding.count == 1:
+                rows.append((finding.path, count, finding.kind, wasted, finding.sentences()))
+                continue
+            each = bytes_text(finding.wasted_bytes // finding.count) if wasted else ""
+            rows += [(path, "1", finding.kind, each, finding.sentences()) for path in finding.paths]
+        return LintTable(tuple(rows), self._verdict(), self.notes, self.ok)
+
+    def _verdict(self) -> str:
+        on = f"on mesh ({mesh_text(self.mesh)})"
+        if self.ok:
+            return f"nothing found: {self.array_count:,} arrays {on}"
+        kinds = [finding.kind for finding in self.findings]
+        listed = ", ".join(f"{kinds.count(kind)} {kind}" for kind in KINDS if kind in kinds)
+        wasted = self.wasted_bytes
+        more = f"; each device holds {bytes_text(wasted)} more than it must" if wasted else ""
+        noun = "finding" if len(kinds) == 1 else "findings"
+        return f"{len(kinds)} {noun} {on}: {listed}{more}"
+
+    def to_json(self) -> str:
+        """All of it as JSON text: one object per finding, with all its paths."""
+        return json.dumps(
+            {
+                "ok": self.ok,
+                "mesh": dict(self.mesh.shape),
+                "arrays": self.array_count,
+                "wasted_bytes": self.wasted_bytes,
+                "findings": list(map(_data, self.findings)),
+                "notes": list(self.notes),
+            },
+            indent=2,
+            default=str,
+        )
+
+
+def _data(finding: Finding) -> dict[str, Any]:
+    return {
+        "kind": finding.kind,
+        "path": finding.path,
+        "count": finding.count,
+        "problem": finding.problem,
+        "fix": finding.fix,
+        "wasted_bytes": finding.wasted_bytes,
+        "figures": dict(finding.figures),
+        "paths": list(finding.paths),
+    }

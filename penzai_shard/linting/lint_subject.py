@@ -1,0 +1,187 @@
+"""What a linter looks at, and the plan of it as far as there is one."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from penzai_shard.axis_decisions import SpecExplanation
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.errors import RuleTypeError, ShardingError, ShardingWarning
+from penzai_shard.layouts import Layout
+from penzai_shard.layouts.model_roles import DEFAULT_NAMES
+from penzai_shard.linting.constraint_layers import Constraints, constraints_in
+from penzai_shard.meshes import AnyMesh
+from penzai_shard.named_leaves import leaves_of
+from penzai_shard.planning import LeafPlan, PlanRequest, ShardingPlan
+from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnUnnamed
+
+# The tables of a layout that are about arrays which are stored, and those about activations.
+_TABLES = ("parameters", "compute", "optimizer", "between_blocks")
+# The field of a train state that a layout has a table of its own for.
+_OPTIMIZER_STATE = "opt_state"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LintSubject:
+    """A model, a mesh, rules and a batch, as they were given to ``lint``.
+
+    What follows from them is worked out when it is asked for, and raises nothing: rules that cannot
+    be followed are left out of the plan, and stand in ``problems``.
+
+    Attributes:
+        model: A model or a train state, concrete or abstract.
+        mesh: The mesh.
+        rules: Rules in any form, or a ``Layout``, or something else.
+        batch: What the model is called with, concrete or abstract; None if it is not known.
+        min_bytes: How large a part a device must hold of an array for it to be called wasteful.
+        on_unnamed: As for ``make_plan``.
+        shared: What depends on ``model`` and ``batch`` alone, kept while other rules are tried.
+    """
+
+    model: Any
+    mesh: AnyMesh
+    rules: Any
+    batch: Any = None
+    min_bytes: int = 2**20
+    on_unnamed: OnUnnamed = "error"
+    shared: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def changed(self, fields: Mapping[str, Any]) -> "LintSubject":
+        """The same with other values of some fields."""
+        shared = {} if {"model", "batch"} & fields.keys() else self.shared
+        return dataclasses.replace(self, **{"shared": shared, **fields})
+
+    @property
+    def given_layout(self) -> Layout | None:
+        """The layout, as it was given; None if rules were."""
+        return self.rules if isinstance(self.rules, Layout) else None
+
+    @functools.cached_property
+    def given_tables(self) -> Mapping[str, AxisRules]:
+        """The rules by the name of their table, as given; one table, ``rules``, without a layout.
+
+        Empty if they cannot be read, which ``unreadable`` says.
+        """
+        if self.given_layout is None:
+            try:
+                return {"rules": AxisRules.of(self.rules)}
+            except RuleTypeError:
+                return {}
+        tables = {name: getattr(self.given_layout, name) for name in _TABLES}
+        return {name: rules for name, rules in tables.items() if rules is not None}
+
+    @functools.cached_property
+    def unreadable(self) -> tuple[str, ...]:
+        """Why the rules cannot be read; empty if they can."""
+        if self.given_layout is not None:
+            return ()
+        try:
+            AxisRules.of(self.rules)
+        except RuleTypeError as error:
+            return error.problems or (str(error),)
+        return ()
+
+    @functools.cached_property
+    def _resolved(self) -> tuple[Mapping[str, AxisRules], tuple[str, ...]]:
+        """The tables that the mesh and the model have everything for, and what they lack."""
+        known: dict[str, Any] = {n: self._known(rules) for n, rules in self.given_tables.items()}
+        layout = self.given_layout
+        if layout is None:
+            return known or {"rules": AxisRules({})}, ()
+        layout = dataclasses.replace(layout, **known)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ShardingWarning)
+            found, problems = _for_model(layout, self.model, self.mesh)
+        doubts = tuple(str(each.message) for each in caught)
+        return {name: getattr(found, name) for name in known}, (*problems, *doubts)
+
+    @property
+    def tables(self) -> Mapping[str, AxisRules]:
+        """The rules by the name of their table, in the model's own names.
+
+        Without rules for mesh axes that there are not. One table, ``rules``, without a layout.
+        """
+        return self._resolved[0]
+
+    @property
+    def layout_problems(self) -> tuple[str, ...]:
+        """Why a layout does not fit the model, beside its mesh axes; empty if it does."""
+        return self._resolved[1]
+
+    @property
+    def storing_tables(self) -> tuple[str, ...]:
+        """The names of the tables that say how arrays are stored."""
+        return tuple(n for n in self.tables if n in ("rules", "parameters", "optimizer"))
+
+    def _known(self, rules: AxisRules) -> AxisRules:
+        return AxisRules.from_rules(
+            rule for rule in rules.rules if set(rule.mesh_axes) <= self.mesh.shape.keys()
+        )
+
+    def table_of(self, path: str) -> str:
+        """The name of the table that decides on the array at a path."""
+        of_optimizer = path == _OPTIMIZER_STATE or path.startswith(f"{_OPTIMIZER_STATE}/")
+        if of_optimizer and "optimizer" in self.tables:
+            return "optimizer"
+        return "rules" if "rules" in self.tables else "parameters"
+
+    @functools.cached_property
+    def _examined(self) -> tuple[ShardingPlan, tuple[tuple[str, str], ...]]:
+        rules = self.tables["rules" if "rules" in self.tables else "parameters"]
+        request = PlanRequest.read("lint", self.mesh, rules, on_unnamed=self.on_unnamed)
+        return request.examined(self.model, self.tables.get("optimizer"))
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """The plan, in which dimensions that cannot be split stay whole."""
+        return self._examined[0]
+
+    @property
+    def problems(self) -> tuple[tuple[str, str], ...]:
+        """What stands in the way of the plan: the path of an array, and what is wrong with it."""
+        return self._examined[1]
+
+    def decision(self, leaf: LeafPlan) -> SpecExplanation:
+        """What its table of rules says of an array of the plan."""
+        rules = self.tables[self.table_of(leaf.path)]
+        return rules.explain(leaf.names, leaf.shape, self.mesh)
+
+    @functools.cached_property
+    def constraints(self) -> Constraints:
+        """What constraint layers in the model name."""
+        if "constraints" not in self.shared:
+            self.shared["constraints"] = constraints_in(self.model)
+        found: Constraints = self.shared["constraints"]
+        return found
+
+    @functools.cached_property
+    def known_axes(self) -> frozenset[LogicalAxis]:
+        """The logical axes that are known to occur: of arrays, the batch and constraint layers."""
+        return self.plan.logical_axes | self.batch_axes | self.constraints.logical_axes
+
+    @functools.cached_property
+    def batch_axes(self) -> frozenset[LogicalAxis]:
+        """The logical axes of the batch."""
+        return frozenset(
+            name for leaf in leaves_of(self.batch) for name in leaf.names or () if name is not None
+        )
+
+    def name_rules(self, table: str) -> tuple[NameRule, ...]:
+        """The rules of a table that name a logical axis, in the model's names."""
+        return tuple(r for r in self.tables[table].rules if isinstance(r, NameRule))
+
+
+def _for_model(layout: Layout, model: Any, mesh: AnyMesh) -> tuple[Layout, tuple[str, ...]]:
+    """A layout in a model's names, and why it does not fit; what does not fit stays whole."""
+    problems: tuple[str, ...] = ()
+    for names in [{}, *({role: None} for role in DEFAULT_NAMES), None]:
+        if names is None:
+            break
+        try:
+            tried = dataclasses.replace(layout, names={**layout.names, **names})
+            return tried.for_model(model, mesh), problems
+        except ShardingError as error:
+            problems = problems or error.problems or (str(error),)
+    return dataclasses.replace(layout, names={}, wanted=()), problems

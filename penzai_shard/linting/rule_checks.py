@@ -1,0 +1,176 @@
+"""Findings about rules by themselves: mesh axes and logical axes that there are not."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.layouts.model_roles import DEFAULT_NAMES, OF_LAYERS
+from penzai_shard.linting.findings import Change, Finding
+from penzai_shard.linting.lint_subject import LintSubject
+from penzai_shard.linting.rule_changes import change_of_table, replaced
+from penzai_shard.planning.rule_doubts import near_names, tuples_of_mesh_axes
+from penzai_shard.rule_kinds import NameRule, Rule, mesh_axes_text, nearest_name
+
+
+def unreadable_rules(subject: LintSubject) -> Iterator[Finding]:
+    """Rules in no form that can be read."""
+    for problem in subject.unreadable:
+        yield Finding("unreadable", "rules", problem, about=problem)
+
+
+def unknown_mesh_axes(subject: LintSubject) -> Iterator[Finding]:
+    """Rules for mesh axes that the mesh does not have."""
+    for table, rules in subject.given_tables.items():
+        for rule in rules.rules:
+            for problem in AxisRules.from_rules([rule]).mesh_problems(subject.mesh):
+                yield Finding(
+                    "unknown",
+                    _name(table),
+                    problem,
+                    about=problem.partition(":")[0],
+                    changes=_for_known_mesh_axes(subject, table, rules, rule),
+                )
+
+
+def _for_known_mesh_axes(
+    subject: LintSubject, table: str, rules: AxisRules, rule: Rule
+) -> Iterator[Change]:
+    """The rule for the mesh axis that was meant, for another one, or for none."""
+    shape = subject.mesh.shape
+
+    def with_axes(mesh_axes: tuple[str, ...]) -> Change:
+        changed: Any = dataclasses.replace(rule, mesh_axes=mesh_axes)
+        return change_of_table(subject, table, replaced(rules.rules, rule, [changed]))
+
+    near = [name if name in shape else nearest_name(name, shape) for name in rule.mesh_axes]
+    if all(near) and len(set(near)) == len(near):
+        yield with_axes(tuple(name for name in near if name))
+    if isinstance(rule, NameRule) and rule.logical_axis in shape and len(rule.mesh_axes) == 1:
+        turned = NameRule(rule.mesh_axes[0], (str(rule.logical_axis),))
+        yield change_of_table(subject, table, replaced(rules.rules, rule, [turned]))
+    kept = tuple(name for name in rule.mesh_axes if name in shape)
+    if kept:
+        yield with_axes(kept)
+    for name in shape:
+        if name not in kept:
+            yield with_axes((*kept, name))
+    if isinstance(rule, NameRule) and not kept:
+        yield with_axes(())
+    yield change_of_table(subject, table, replaced(rules.rules, rule, []))
+
+
+def unused_rules(subject: LintSubject) -> Iterator[Finding]:
+    """Rules whose logical axis neither an array nor the batch nor a constraint layer has."""
+    for table, rules in subject.tables.items():
+        near = near_names(rules, subject.known_axes)
+        for rule in subject.name_rules(table):
+            is_odd = rule in near or not rule.is_expected_to_be_unused
+            if rule.logical_axis not in subject.known_axes and is_odd:
+                meant = near.get(rule)
+                hint = f"Did you mean {meant!r}?" if meant else "Leave it out."
+                yield Finding(
+                    "unused",
+                    _name(table),
+                    f"rule {rule}: no array has logical axis {rule.logical_axis!r}; there are "
+                    f"{_listed(subject.plan.logical_axes)}. {hint}",
+                    about=str(rule),
+                    changes=_for_used_rules(subject, table, rule, meant),
+                )
+        yield from _presets_of_nothing(subject, table)
+
+
+def _presets_of_nothing(subject: LintSubject, table: str) -> Iterator[Finding]:
+    """Presets none of whose alternatives anything has."""
+    alternatives: dict[tuple[str, ...], list[NameRule]] = {}
+    for rule in subject.name_rules(table):
+        if rule.yields and not rule.is_for_activations:
+            alternatives.setdefault(rule.mesh_axes, []).append(rule)
+    for mesh_axes, rules in alternatives.items():
+        names = [rule.logical_axis for rule in rules]
+        if subject.known_axes.isdisjoint(names):
+            kept = [rule for rule in subject.tables[table].rules if rule not in rules]
+            yield Finding(
+                "unused",
+                _name(table),
+                f"rules {_listed(names)} -> {mesh_axes_text(mesh_axes)}: no array has any of these "
+                f"logical axes; there are {_listed(subject.plan.logical_axes)}. Name those that "
+                "are to be split: tensor_parallel(axes=(...)).",
+                about=f"{mesh_axes}: {names}",
+                changes=tuple(
+                    change_of_table(subject, table, [*kept, *added])
+                    for added in (
+                        *([NameRule(name, mesh_axes)] for name in subject.plan.logical_axes),
+                        [],
+                    )
+                ),
+            )
+
+
+def _for_used_rules(
+    subject: LintSubject, table: str, rule: NameRule, meant: str | None
+) -> Iterator[Change]:
+    """The rule for the logical axis that was meant, or no such rule."""
+    rules = subject.tables[table].rules
+    if meant is not None:
+        renamed = dataclasses.replace(rule, logical_axis=meant)
+        yield change_of_table(subject, table, replaced(rules, rule, [renamed]))
+    yield change_of_table(subject, table, replaced(rules, rule, []))
+
+
+def names_of_mesh_axes(subject: LintSubject) -> Iterator[Finding]:
+    """Logical axes that are tuples of mesh axes, and which no rule names."""
+    for table in subject.storing_tables:
+        rules = subject.tables[table]
+        found = tuples_of_mesh_axes(rules, subject.mesh, subject.plan.logical_axes)
+        for name, axes in found.items():
+            known = tuple(axis for axis in axes if axis in subject.mesh.shape)
+            added = NameRule(name, known)
+            yield Finding(
+                "misfit",
+                _name(table),
+                f"no rule names logical axis {name!r}, a tuple of mesh axes, which therefore stays "
+                f"whole. If it means these, say so: ({name!r}, {mesh_axes_text(known)}).",
+                about=str(name),
+                changes=tuple(
+                    change_of_table(subject, table, [*rules.rules, each])
+                    for each in (added, NameRule(name, ()))
+                ),
+            )
+
+
+def layout_problems(subject: LintSubject) -> Iterator[Finding]:
+    """Why a layout does not fit the model."""
+    for problem in subject.layout_problems:
+        yield Finding(
+            "misfit", "layout", problem, about=problem, changes=_for_fitting_layout(subject)
+        )
+
+
+def _for_fitting_layout(subject: LintSubject) -> Iterator[Change]:
+    """Other names for the roles that a layout speaks of."""
+    layout = subject.given_layout
+    assert layout is not None
+    axes = sorted(subject.plan.logical_axes, key=str)
+    tried: list[dict[str, Any]] = []
+    for role in DEFAULT_NAMES:
+        near = nearest_name(layout.names.get(role, role), axes)
+        if near is not None and near not in (role, layout.names.get(role)):
+            tried.append({**layout.names, role: near})
+        tried.append({**layout.names, role: None})
+    whole = dict.fromkeys(OF_LAYERS)
+    tried.append({**layout.names, **whole})
+    tried += [{**layout.names, **whole, role: name} for role in OF_LAYERS for name in axes]
+    for names in tried:
+        changed = dataclasses.replace(layout, names=names)
+        code = f"layout = dataclasses.replace(layout, names={names!r})"
+        yield Change(code, {"rules": changed})
+
+
+def _name(table: str) -> str:
+    """What a table is called in the code of who made it."""
+    return "rules" if table == "rules" else f"layout.{table}"
+
+
+def _listed(names: Iterable[Any]) -> str:
+    return ", ".join(map(repr, sorted(names, key=str))) or "none"
