@@ -123,6 +123,8 @@ from penzai_shard.training import (
     shard_batch,
     train_state_sharding,
 )
+from penzai_shard.views.sharding_drawing import ShardingDrawing
+from penzai_shard.views.showing_shardings import show_sharding
 
 __version__ = "0.1.0"
 
@@ -171,6 +173,7 @@ __all__ = [
     "RunDescription",
     "Scoped",
     "ShardMapped",
+    "ShardingDrawing",
     "ShardingError",
     "ShardingLock",
     "ShardingPlan",
@@ -231,6 +234,7 @@ __all__ = [
     "several_processes",
     "shard_batch",
     "sharded_init",
+    "show_sharding",
     "stack_blocks",
     "strip",
     "tensor_parallel",

@@ -16,6 +16,7 @@ import optax
 import treescope
 from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
+from treescope.external.jax_support import JAXArrayAdapter
 
 import penzai_shard as pzs
 from penzai_shard.cli import demo
@@ -386,6 +387,23 @@ def _views_of_one_process(array):
     ]
     with treescope.active_autovisualizer.set_scoped(treescope.ArrayAutovisualizer()):
         views.append(treescope.render_to_html(model))
+    # Treescope's own function needs the parts of the other process; a drawing needs none.
+    of_treescope = JAXArrayAdapter.get_array_data_with_truncation.__wrapped__
+    with contextlib.suppress(RuntimeError):
+        of_treescope(JAXArrayAdapter(), array.data_array, None, (None, None))
+        raise AssertionError("treescope shows such arrays by itself: shown_parts is not needed")
+    drawing = pzs.show_sharding(array)
+    held = {
+        device.id: (part.indices(8)[:2], (0, 8))
+        for device, (part, _) in array.data_array.sharding.devices_indices_map((8, 8)).items()
+    }
+    assert held == {
+        device: part.intervals for part in drawing.parts.parts for device in part.devices
+    }
+    assert [part.processes for part in drawing.parts.parts] == [(0,), (0,), (1,), (1,)]
+    views += [str(drawing), drawing._repr_html_()]
+    assert "(process 0)" in views[-2]
+    assert "(process 1) *" in views[-2]
     assert all(views)
     return views
 
