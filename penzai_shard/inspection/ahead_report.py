@@ -8,7 +8,7 @@ from penzai_shard.inspection.collective_report import CollectiveReport
 from penzai_shard.inspection.memory_report import MemoryReport
 from penzai_shard.inspection.programs import CompiledProgram
 from penzai_shard.inspection.topologies import Topology
-from penzai_shard.planning import bytes_text
+from penzai_shard.report_trees import ReportTree, bytes_text
 from penzai_shard.text_tables import PreparedTable, Report
 
 OTHER_DEVICES = (
@@ -87,12 +87,25 @@ class AheadReport(Report):
         Args:
             collapse: As of other reports; there is nothing to fold in this one.
         """
-        summary = (
-            f"exact: {'; '.join(self.exact)}",
-            f"estimated: {'; '.join(self.estimated)}",
-            *self.notes,
+        rows = tuple(self._rows())
+        return AheadTable(rows, self.memory.table().verdict, tuple(self._remarks()))
+
+    def tree(self, *, collapse: bool = True) -> ReportTree:
+        """What each layer holds and sends; of a step that is too large, what it would hold.
+
+        Args:
+            collapse: Show equal blocks as one.
+        """
+        found = self.memory if self.program is None else self.program
+        notes = (*(f"{what}: {text}" for what, text in self._rows()), *self._remarks())
+        return dataclasses.replace(
+            found.tree(collapse=collapse), kind="AheadReport", ok=self.fits, notes=notes
         )
-        return AheadTable(tuple(self._rows()), self.memory.table().verdict, summary)
+
+    def _remarks(self) -> Iterator[str]:
+        yield f"exact: {'; '.join(self.exact)}"
+        yield f"estimated: {'; '.join(self.estimated)}"
+        yield from self.notes
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         count = f"{self.device_count:,}"

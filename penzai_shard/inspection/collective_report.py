@@ -30,10 +30,11 @@ from penzai_shard.inspection.collective_table import (
 )
 from penzai_shard.inspection.layer_groups import OTHER_OWNERS
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
+from penzai_shard.inspection.sent_rows import sent_rows
 from penzai_shard.inspection.transfer_time import least_time
 from penzai_shard.meshes import mesh_text
 from penzai_shard.path_folding import paths_in_ranges
-from penzai_shard.report_trees import bytes_text, share_text
+from penzai_shard.report_trees import ReportTree, bytes_text, share_text, tree_of
 from penzai_shard.rule_kinds import did_you_mean
 from penzai_shard.text_tables import Report
 from penzai_shard.tree_paths import is_inside
@@ -185,6 +186,20 @@ class CollectiveReport(Report):
         """
         rows = collective_rows(self.collectives, collapse)
         return CollectiveTable(rows, self._verdict(), (*self._sums(), *self.notes))
+
+    def tree(self, *, collapse: bool = True) -> ReportTree:
+        """The report as a tree: what each layer asks for, then each kind of collective in it.
+
+        Args:
+            collapse: Show equal blocks as one.
+        """
+        return tree_of(
+            "CollectiveReport",
+            self._verdict(),
+            sent_rows(self.collectives),
+            notes=(*self._sums(), *self.notes),
+            collapse=collapse,
+        )
 
     def _verdict(self) -> str:
         if not self.collectives:

@@ -63,7 +63,7 @@ def collective_rows(
         alike.setdefault(key, []).append((one, part))
     rows: list[tuple[Sequence[str], CollectiveTotal]] = [
         (
-            (owners_of(part for _, part in members), *cells, _moves_text(members)),
+            (owners_of(part for _, part in members), *cells, moves_text(members)),
             CollectiveTotal.of_parts(members),
         )
         for (_, *cells), members in alike.items()
@@ -96,7 +96,8 @@ def _axes_text(one: Collective) -> str:
     return names if names == one.axes_text else f"{names}, in part"
 
 
-def _moves_text(members: Iterable[tuple[Collective, CollectivePart]]) -> str:
+def moves_text(members: Iterable[tuple[Collective, CollectivePart]]) -> str:
+    """What some collectives move, by sorts."""
     sorts = {
         next((sort for start, sort in _SORTS.items() if part.moves.startswith(start)), "arguments")
         if part.moves

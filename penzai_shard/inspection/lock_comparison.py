@@ -17,7 +17,7 @@ from penzai_shard.inspection.lock_content import (
 )
 from penzai_shard.meshes import mesh_text
 from penzai_shard.path_folding import folded_rows
-from penzai_shard.planning import bytes_text
+from penzai_shard.report_trees import ReportTree, TreeFigure, TreeRow, bytes_text, tree_of
 from penzai_shard.text_tables import FindingsTable, Report
 
 Effect = Literal["worse", "better", "changed"]
@@ -94,6 +94,27 @@ class LockReport(Report):
         """
         rows = folded_rows(((d.where, d.what, d.effect) for d in self.differences), collapse)
         return LockTable(tuple(rows), self._verdict(), self.notes, self.ok)
+
+    def tree(self, *, collapse: bool = True) -> ReportTree:
+        """The differences as a tree, by the layer or the item that differs.
+
+        Args:
+            collapse: Show equal blocks as one.
+        """
+        failures = set(self.failures)
+        rows = [
+            TreeRow(
+                difference.where,
+                line=difference.effect,
+                figures=(TreeFigure("differences", 1, "count"),),
+                details=(difference.what,),
+                ok=difference not in failures,
+            )
+            for difference in self.differences
+        ]
+        return tree_of(
+            "LockReport", self._verdict(), rows, ok=self.ok, notes=self.notes, collapse=collapse
+        )
 
     def _verdict(self) -> str:
         if not self.differences:

@@ -9,12 +9,22 @@ from typing import Any
 from penzai_shard.inspection.device_figures import DeviceFigures, device_figures
 from penzai_shard.inspection.memory_advice import MemoryAdvice, memory_advice
 from penzai_shard.inspection.memory_groups import MemoryGroup, memory_groups
+from penzai_shard.inspection.memory_rows import (
+    MEMORY,
+    TEMPORARIES,
+    memory_rows,
+    model_order,
+)
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
 from penzai_shard.inspection.step_arrays import StepArray, StepPart
-from penzai_shard.inspection.temporaries import TemporaryGroup, temporary_groups
+from penzai_shard.inspection.temporaries import (
+    TemporaryGroup,
+    of_equal_layers,
+    temporaries_by_layer,
+)
 from penzai_shard.library_apis.compiler_api import ExecutableMemory
 from penzai_shard.meshes import mesh_text
-from penzai_shard.planning import bytes_text
+from penzai_shard.report_trees import ReportTree, TreeRow, bytes_text, tree_of
 from penzai_shard.text_tables import PreparedTable, Report
 
 # So many groups are shown, and the rest in one row.
@@ -193,7 +203,12 @@ class MemoryReport(Report):
         From the order of the program's instructions, since compilers do not say what they put
         where; empty where that does not explain what the compiler needs.
         """
-        return temporary_groups(self.program)
+        return of_equal_layers(self.temporaries_by_layer)
+
+    @functools.cached_property
+    def temporaries_by_layer(self) -> tuple[TemporaryGroup, ...]:
+        """The same estimate, each layer's own, the largest first."""
+        return temporaries_by_layer(self.program)
 
     @functools.cached_property
     def advice(self) -> tuple[MemoryAdvice, ...]:
@@ -208,6 +223,46 @@ class MemoryReport(Report):
         """
         rows = [*self._item_rows(), *_group_rows(self.groups(collapse=collapse), collapse)]
         return MemoryTable(tuple(rows), self._verdict(), tuple(self._remarks()), self.fits)
+
+    def tree(self, *, collapse: bool = True) -> ReportTree:
+        """The report as a tree: what each layer holds, and what belongs to none.
+
+        A parameter has its optimizer's state with it. The figures named ``"memory"`` add up to the
+        total; ``"temporaries (estimated)"`` says which layers have how much of the temporaries.
+
+        Args:
+            collapse: Show equal blocks as one, and all scalars of a part.
+        """
+        return tree_of(
+            "MemoryReport",
+            self._verdict(),
+            self.tree_rows(collapse=collapse),
+            ok=self.fits,
+            notes=self._remarks(),
+            wholes=self.tree_wholes(),
+            order=model_order(self.program.step.scopes),
+            collapse=collapse,
+        )
+
+    def tree_wholes(self) -> dict[str, float]:
+        """What the shares in ``tree`` are of."""
+        return {MEMORY: self.total, TEMPORARIES: self.temporaries}
+
+    def tree_rows(self, *, collapse: bool = True) -> Iterator[TreeRow]:
+        """The rows that ``tree`` nests."""
+        inputs = [
+            (array.path, array.bytes_per_device)
+            for array in self._arguments.values()
+            if array.part in ("inputs", "outputs") and not array.is_on_host
+        ]
+        return memory_rows(
+            self.items(),
+            self.groups(collapse=False),
+            inputs,
+            self.temporaries_by_layer,
+            self.program.step.scopes,
+            collapse,
+        )
 
     def to_json(self) -> str:
         """All of it as JSON text, in bytes: every item, and every parameter of its own."""

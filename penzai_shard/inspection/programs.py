@@ -1,7 +1,8 @@
 """A step compiled and not run: what every report of this package is a view of."""
 
 import dataclasses
-from typing import Any
+import functools
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import AbstractMesh
@@ -20,11 +21,19 @@ from penzai_shard.library_apis.compiler_api import (
     slices_of,
 )
 from penzai_shard.meshes import AnyMesh
+from penzai_shard.report_trees import ReportTree
+from penzai_shard.text_tables import Report, TextTable
+
+if TYPE_CHECKING:
+    from penzai_shard.inspection.program_view import ProgramView
 
 
-@dataclasses.dataclass(frozen=True)
-class CompiledProgram:
+@dataclasses.dataclass(frozen=True, repr=False)
+class CompiledProgram(Report):
     """A step compiled for devices, present or absent.
+
+    It shows itself layer by layer, as a tree in treescope and else as a table: what each layer
+    holds of a device's memory, and what it sends.
 
     Attributes:
         step: What was compiled: its arrays, its mesh, its layers.
@@ -46,6 +55,36 @@ class CompiledProgram:
     def device_count(self) -> int:
         """How many devices it runs on."""
         return 1 if self.step.mesh is None else self.step.mesh.size
+
+    @functools.cached_property
+    def _view(self) -> "ProgramView":
+        # It stands on the reports, which are made of this.
+        from penzai_shard.inspection.program_view import ProgramView
+
+        return ProgramView(self)
+
+    def tree(self, *, collapse: bool = True) -> ReportTree:
+        """Every layer in the order of the model, with its memory and its traffic.
+
+        The figures named ``"memory"`` add up to what ``device_memory`` finds in all, those named
+        ``"sent"`` to what ``collectives`` finds.
+
+        Args:
+            collapse: Show equal blocks as one, and all scalars of a part.
+        """
+        return self._view.tree(collapse)
+
+    def table(self, *, collapse: bool = True) -> TextTable:
+        """The same as a table, without what is in the innermost layers.
+
+        Args:
+            collapse: Show equal blocks as one.
+        """
+        return self._view.table(collapse)
+
+    def to_json(self) -> str:
+        """Memory, collectives and every layer's figures as JSON text."""
+        return self._view.to_json()
 
     @classmethod
     def of(

@@ -1,7 +1,7 @@
 """What is in a step's temporaries at the moment at which most is there: an estimate."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from penzai_shard.compiled_programs.live_values import LiveValue, values_at_peak
@@ -9,7 +9,6 @@ from penzai_shard.compiled_programs.modules import Instruction
 from penzai_shard.compiled_programs.operation_names import merged_names
 from penzai_shard.compiled_programs.value_flow import ValueFlow
 from penzai_shard.inspection.layer_groups import folded_owners_text
-from penzai_shard.inspection.layer_scopes import LayerScopes
 from penzai_shard.inspection.operation_owners import OperationOwners, Phase
 from penzai_shard.inspection.programs import CompiledProgram
 from penzai_shard.path_folding import folded_path, folding_key
@@ -54,8 +53,8 @@ class TemporaryGroup:
         return f"{self.kind}, by {self.label}" if self.label else self.kind
 
 
-def temporary_groups(program: CompiledProgram) -> tuple[TemporaryGroup, ...]:
-    """What is there at the moment at which most is there, the largest first.
+def temporaries_by_layer(program: CompiledProgram) -> tuple[TemporaryGroup, ...]:
+    """What is there at the moment at which most is there, each layer's own, the largest first.
 
     An estimate from the order of the program's instructions, since compilers do not say what they
     put where. Values in the memory of results, before these are written, count too.
@@ -70,24 +69,35 @@ def temporary_groups(program: CompiledProgram) -> tuple[TemporaryGroup, ...]:
     least, most = (share * program.memory.temporaries for share in _PLAUSIBLE)
     if not least <= sum(value.bytes for value in values) <= most + program.memory.outputs:
         return ()
-    origins = _Origins(program)
-    groups: dict[tuple[TemporaryKind, str], list[tuple[str, LiveValue]]] = {}
+    origins, scopes = _Origins(program), program.step.scopes
+    groups: dict[tuple[TemporaryKind, str], list[int]] = {}
     for value in values:
-        layer = origins.owner(value.instruction)
-        key = (origins.kind(value), folding_key(layer))
-        groups.setdefault(key, []).append((layer, value))
-    scopes = program.step.scopes
-    made = [_group(kind, members, scopes) for (kind, _), members in groups.items()]
+        key = (origins.kind(value), origins.owner(value.instruction))
+        groups.setdefault(key, []).append(value.bytes)
+    made = [
+        TemporaryGroup(kind, layer, layer and scopes.label(layer), len(sizes), sum(sizes))
+        for (kind, layer), sizes in groups.items()
+    ]
     return tuple(sorted(made, key=lambda group: -group.bytes))
 
 
-def _group(
-    kind: TemporaryKind, members: Sequence[tuple[str, LiveValue]], scopes: LayerScopes
-) -> TemporaryGroup:
-    layers = list(dict.fromkeys(layer for layer, _ in members))
-    label = folded_owners_text(map(scopes.label, layers)) if layers != [""] else ""
-    total = sum(value.bytes for _, value in members)
-    return TemporaryGroup(kind, folded_path(layers), label, len(members), total)
+def of_equal_layers(groups: Iterable[TemporaryGroup]) -> tuple[TemporaryGroup, ...]:
+    """Groups of single layers as those of equal ones, the largest first."""
+    alike: dict[tuple[TemporaryKind, str], list[TemporaryGroup]] = {}
+    for group in groups:
+        alike.setdefault((group.kind, folding_key(group.layer)), []).append(group)
+    made = [_joined(members) for members in alike.values()]
+    return tuple(sorted(made, key=lambda group: -group.bytes))
+
+
+def _joined(members: Sequence[TemporaryGroup]) -> TemporaryGroup:
+    return TemporaryGroup(
+        kind=members[0].kind,
+        layer=folded_path([group.layer for group in members]),
+        label=folded_owners_text(g.label for g in members) if members[0].layer else "",
+        count=sum(group.count for group in members),
+        bytes=sum(group.bytes for group in members),
+    )
 
 
 class _Origins:

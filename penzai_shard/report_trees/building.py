@@ -26,6 +26,8 @@ class TreeRow:
         figures: Its numbers; what is in a place adds up in it.
         details: Sentences of detail.
         ok: Whether it is good or bad; None if it is not judged.
+        group: What the place is in, as an outermost node of its own; empty for none. Without a
+            path, the row is about that.
     """
 
     path: str
@@ -34,6 +36,7 @@ class TreeRow:
     figures: tuple[TreeFigure, ...] = ()
     details: tuple[str, ...] = ()
     ok: bool | None = None
+    group: str = ""
 
 
 def tree_of(
@@ -44,9 +47,10 @@ def tree_of(
     ok: bool | None = None,
     notes: Iterable[str] = (),
     wholes: Mapping[str, float] | None = None,
+    order: Iterable[str] = (),
     collapse: bool = True,
 ) -> ReportTree:
-    """A tree of rows, in their order, which is that of the model.
+    """A tree of rows in the order of the model.
 
     A reader looks for a layer where it stands in the model, and sees by its share what is large;
     so nothing is sorted by size.
@@ -58,22 +62,26 @@ def tree_of(
         ok: Whether the verdict is good.
         notes: What else there is to know.
         wholes: What shares are of, by the names of figures; by default the sum of all rows.
+        order: Paths in the order of the model; the others follow in the order of the rows.
         collapse: Put siblings that differ only in the numbers of their names, and are equal in all
             that is in them, into one node.
 
     >>> rows = [TreeRow(f"lm/block_{i}/w", figures=(TreeFigure("held", 4),)) for i in range(3)]
     >>> [(node.label, node.count, node.figures[0].value) for node in tree_of("t", "", rows).walk()]
-    [('lm', 1, 12), ('block_{0-2}/w', 3, 12)]
+    [('lm/block_{0-2}/w', 3, 12)]
     """
+    rows = list(rows)
     root = _Draft("", "")
+    for path in order:
+        root.place(TreeRow(path))
     for row in rows:
         root.place(row).add(row)
-    root.sum_up()
+    root.sum_up_and_prune()
     nodes = tuple(child.node() for child in root.compact_children())
     if collapse:
         nodes = folded(nodes)
-    sums = {name: figure.value for name, figure in root.figures.items()}
-    sizes = {**sums, **(wholes or {})}
+    names = dict.fromkeys(figure.name for row in rows for figure in row.figures)
+    sizes = {name: root.figures[name].value for name in names} | dict(wholes or {})
     return ReportTree(
         kind=kind,
         verdict=verdict,
@@ -112,12 +120,12 @@ class _Draft:
 
     def place(self, row: TreeRow) -> "_Draft":
         """The node that a row belongs to."""
-        node = self
+        node = self.child(f"\0{row.group}", row.group, "") if row.group else self
         for part in path_parts(row.path):
             node = node.child(part, part.strip(_SEPARATORS) or part, node.path + part)
         if row.item:
             return node.child(f"\0{row.item}", row.item, node.path)
-        return node if row.path else node.child("\0", THE_ROOT, "")
+        return node if row.path or row.group else node.child("\0", THE_ROOT, "")
 
     def child(self, key: str, label: str, path: str) -> "_Draft":
         return self.children.setdefault(key, _Draft(label, path))
@@ -138,9 +146,14 @@ class _Draft:
             value = _total(figure.value for figure in [*own, *members])
             self.figures[name] = dataclasses.replace(members[0], value=value)
 
-    def sum_up(self) -> None:
-        """Adds what is in each node to it, from the innermost outwards."""
+    def sum_up_and_prune(self) -> None:
+        """Adds what is in each node to it, and takes out what nothing was said of."""
         for draft in reversed(list(self._walk())):
+            draft.children = {
+                key: child
+                for key, child in draft.children.items()
+                if child.is_place or child.children
+            }
             inside = [
                 figure for child in draft.children.values() for figure in child.figures.values()
             ]
@@ -194,15 +207,17 @@ def _total(values: Iterable[float]) -> float:
 
 
 def _shared(figures: Iterable[TreeFigure], sizes: Mapping[str, float]) -> tuple[TreeFigure, ...]:
+    """Figures with their shares, in the order of the sizes; what is taken off has no share."""
+    rank = {name: number for number, name in enumerate(sizes)}
+    ordered = sorted(figures, key=lambda figure: rank[figure.name])
     return tuple(
-        dataclasses.replace(
-            figure,
-            share=min(max(figure.value / sizes[figure.name], 0.0), 1.0)
-            if sizes[figure.name] > 0
-            else None,
-        )
-        for figure in figures
+        dataclasses.replace(figure, share=_share(figure.value, sizes[figure.name]))
+        for figure in ordered
     )
+
+
+def _share(value: float, whole: float) -> float | None:
+    return min(value / whole, 1.0) if whole > 0 and value >= 0 else None
 
 
 def _with_shares(node: TreeNode, sizes: Mapping[str, float]) -> TreeNode:

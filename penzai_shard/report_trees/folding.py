@@ -1,7 +1,7 @@
 """Siblings that are equal but for the numbers in their names, as one node."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penzai_shard.path_folding import folded_path, folding_key, ranged_paths
@@ -22,7 +22,8 @@ def folded(nodes: Sequence[TreeNode]) -> tuple[TreeNode, ...]:
     likenesses: dict[int, int] = {}
     inside_out = [node for outer in nodes for node in outer.walk()][::-1]
     for node in inside_out:
-        inside = tuple(likenesses[id(child)] for child in node.children)
+        # In whatever order: equal blocks may ask for equal things in turn.
+        inside = tuple(sorted(likenesses[id(child)] for child in node.children))
         likenesses[id(node)] = numbers.setdefault((_likeness(node), inside), len(numbers))
     return _folded_siblings([nodes], likenesses)
 
@@ -37,30 +38,28 @@ def _likeness(node: TreeNode) -> tuple[Any, ...]:
 
 
 def _folded_siblings(
-    families: Sequence[Sequence[TreeNode]], likenesses: dict[int, int]
+    families: Iterable[Iterable[TreeNode]], likenesses: dict[int, int]
 ) -> tuple[TreeNode, ...]:
-    """The children of equal nodes as those of one.
+    """The children of equal nodes as those of one, in the order of the first.
 
     Args:
-        families: The children of each of them, equal one by one.
+        families: The children of each of them; of each likeness all have as many.
         likenesses: By the identity of a node, a number that equal ones have in common.
     """
-    groups: dict[int, list[int]] = {}
-    for position, node in enumerate(families[0]):
-        groups.setdefault(likenesses[id(node)], []).append(position)
-    return tuple(
-        _joined([family[position] for family in families for position in positions], likenesses)
-        for positions in groups.values()
-    )
+    groups: dict[int, list[TreeNode]] = {}
+    for family in families:
+        for node in family:
+            groups.setdefault(likenesses[id(node)], []).append(node)
+    return tuple(_joined(group, likenesses) for group in groups.values())
 
 
 def _joined(nodes: Sequence[TreeNode], likenesses: dict[int, int]) -> TreeNode:
     first = nodes[0]
     children = _folded_siblings([node.children for node in nodes], likenesses)
     if len(nodes) == 1:
-        return dataclasses.replace(first, children=children)
+        return _with_only_child(dataclasses.replace(first, children=children))
     path = _one_path([node.path for node in nodes])
-    return TreeNode(
+    node = TreeNode(
         label=_one_path([node.label for node in nodes]),
         path=path,
         line=_with_path(first.line, first.path, path),
@@ -72,6 +71,18 @@ def _joined(nodes: Sequence[TreeNode], likenesses: dict[int, int]) -> TreeNode:
         count=first.count * len(nodes),
         children=children,
     )
+    return _with_only_child(node)
+
+
+def _with_only_child(node: TreeNode) -> TreeNode:
+    """A node that says nothing beside its only child in one with it, and any other as it is."""
+    if len(node.children) != 1 or node.line or node.details:
+        return node
+    (child,) = node.children
+    rest = child.path.removeprefix(node.path)
+    if not node.path or rest in ("", child.path) or child.figures != node.figures:
+        return node
+    return dataclasses.replace(child, label=node.label + rest)
 
 
 def _one_path(paths: Sequence[str]) -> str:

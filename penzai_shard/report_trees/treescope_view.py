@@ -1,7 +1,8 @@
 """A report's tree in treescope: nodes that fold, with bars for shares and figures on hovering."""
 
-from collections import deque
-from collections.abc import Iterator
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from treescope import rendering_parts as parts
@@ -78,7 +79,7 @@ def _bar(figure: TreeFigure, times: int) -> Any:
     text = f"{figure.name} {figure.text}"
     if figure.share is not None:
         text += f" ({figure.share_text})"
-    if times > 1:
+    if times > 1 and figure.unit != "count":
         text += f", each {figure.each(times)}"
     step = round((figure.share or 0) * _STEPS)
     return _styled(parts.text(text), f"pzs-bar pzs-bar-{step}")
@@ -94,7 +95,7 @@ def _sentences(node: TreeNode) -> Iterator[str]:
         text = f"{figure.name}: {figure.text}"
         if figure.share is not None:
             text += f", {figure.share_text} of the whole"
-        if node.count > 1:
+        if node.count > 1 and figure.unit != "count":
             text += f"; each of {node.count}: {figure.each(node.count)}"
         yield text
 
@@ -108,17 +109,26 @@ def _styled(part: Any, classes: str, title: str = "") -> Any:
 
 
 def _opened(tree: ReportTree) -> set[int]:
-    """The nodes that are open at first: from the outside in, as long as it is not much to read."""
+    """The nodes that are open at first: the largest, as long as it is not much to read."""
     left = _LINES_OPEN - len(tree.children) - len(tree.notes)
     opened: set[int] = set()
-    waiting = deque(tree.children)
+    numbers = itertools.count()
+    waiting: list[tuple[bool, float, int, TreeNode]] = []
+
+    def wait(nodes: Iterable[TreeNode]) -> None:
+        for node in nodes:
+            # What is bad comes first, then what is large.
+            largest = max((figure.share or 0.0 for figure in node.figures), default=0.0)
+            heapq.heappush(waiting, (node.ok is not False, -largest, next(numbers), node))
+
+    wait(tree.children)
     while waiting:
-        node = waiting.popleft()
+        *_, node = heapq.heappop(waiting)
         lines = len(node.children) + len(node.details)
         if node.children and lines <= left:
             left -= lines
             opened.add(id(node))
-            waiting += node.children
+            wait(node.children)
     return opened
 
 

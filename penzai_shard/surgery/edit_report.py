@@ -1,9 +1,11 @@
 """What a recipe does to a model, as a table."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from penzai_shard.path_folding import folded_rows
+from penzai_shard.report_trees import ReportTree, TreeFigure, TreeRow, tree_of
 from penzai_shard.surgery.inserted_layers import library_role, original_in
 from penzai_shard.surgery.tree_nodes import children_of, kind_of
 from penzai_shard.text_tables import PreparedTable, TextTable
@@ -119,6 +121,22 @@ class EditReport(TextTable):
                 edit = ""
         return lines
 
+    def tree(self, *, collapse: bool = True) -> ReportTree:
+        """The edits in their order, and in each the places that it changes.
+
+        Args:
+            collapse: Show equal places as one.
+        """
+        rows = [row for number, edit in enumerate(self.rows, 1) for row in _tree_rows(edit, number)]
+        return tree_of(
+            "EditReport",
+            self.text_verdict(),
+            rows,
+            ok=None if self.ok else False,
+            notes=self.text_summary(),
+            collapse=collapse,
+        )
+
     def text_rows(self) -> list[tuple[str, ...]]:
         """The rows, paths alike folded into one."""
         return self.table()
@@ -143,6 +161,29 @@ class EditReport(TextTable):
                 for title in twice
             ),
         ]
+
+
+def _tree_rows(edit: EditRow, number: int) -> Iterator[TreeRow]:
+    """An edit, and each place that it changes."""
+    # With its number: two edits may be the same, and each is a node of its own.
+    group = f"{number}. {edit.title}"
+    problems = (edit.problem,) if edit.problem else ()
+    nothing = (TreeFigure("places", 0, "count"),) * (not edit.paths)
+    yield TreeRow(
+        "",
+        group=group,
+        figures=nothing,
+        details=(edit.edit, *problems),
+        ok=False if problems else None,
+    )
+    for path, before, after in zip(edit.paths, edit.before_types, edit.after_types, strict=True):
+        yield TreeRow(
+            path,
+            item="" if path else "the root",
+            group=group,
+            line=f"{before} -> {after}",
+            figures=(TreeFigure("places", 1, "count"),),
+        )
 
 
 def counted(count: int, what: str) -> str:

@@ -39,6 +39,15 @@ def report():
     return pzs.compile_ahead(step, *ARGUMENTS, topology="cpu:16")
 
 
+def test_it_unfolds_as_its_program_does(report):
+    tree = report.tree()
+    sums = {figure.name: figure.value for figure in tree.figures}
+    assert sums["memory"] == report.memory.total
+    assert sums["sent"] == pytest.approx(report.collectives.wire_bytes)
+    assert tree.kind == "AheadReport"
+    assert any("16 x cpu" in note for note in tree.notes)
+
+
 def test_the_reports_are_those_of_as_many_devices(report):
     # Partial products over the columns that a device has; the sum over the rows of all.
     found = {(one.kind, one.mesh_axes, one.payload_bytes) for one in report.collectives.collectives}

@@ -298,3 +298,22 @@ def test_what_is_worse_and_moves_most_comes_first_and_the_sum_last():
     assert [each.where for each in report.differences] == ["300", "20", "1", "gone"]
     assert report.notes == ("all collectives together: 1 (976.6 KiB) → 3 (321 B)",)
     assert str(report).endswith(report.notes[0])
+
+
+def test_it_unfolds_to_where_it_differs_with_what_is_bad():
+    step = dataclasses.replace(
+        LOCK,
+        arrays={
+            PATH: dataclasses.replace(UP, spec=("data",)),
+            "params/block_1/up": UP,
+        },
+        memory={**LOCK.memory, "temporaries": 6 * MIB},
+    )
+    report = compared(LOCK, step, 0.05, "pass")
+    tree = report.tree(collapse=False)
+    nodes = {node.path: node for node in tree.walk()}
+    assert tree.figures[0].value == len(report.differences) == 3
+    assert tree.ok is False
+    assert (nodes[PATH].ok, nodes["params"].ok, nodes["temporaries"].ok) == (False, False, True)
+    assert nodes[PATH].details == ("spec was P('data', 'model'), is now P('data')",)
+    assert compared(LOCK, LOCK, 0.05, "fail").tree().children == ()

@@ -53,9 +53,7 @@ def test_equal_blocks_are_one_node_with_ranges_count_and_sums():
     rows = [row(f"lm/stage_{s}/block_{b}/w{x}", 2) for s in (0, 1) for b in range(3) for x in "ab"]
     made = tree(rows)
     assert [(node.label, node.count, node.figures[0].value) for node in made.walk()] == [
-        ("lm", 1, 24),
-        ("stage_{0-1}", 2, 24),
-        ("block_{0-2}", 6, 24),
+        ("lm/stage_{0-1}/block_{0-2}", 6, 24),
         ("wa", 6, 12),
         ("wb", 6, 12),
     ]
@@ -116,7 +114,7 @@ def test_what_is_bad_shows_in_all_around_it():
 def test_shares_are_of_a_given_whole_and_there_is_none_of_nothing():
     made = tree([row("a", 5), row("b", -2), row("c", 0, name="sent")], wholes={"held": 20})
     shares = [node.figures[0].share for node in made.walk()]
-    assert shares == [0.25, 0.0, None]
+    assert shares == [0.25, None, None]
     assert [(figure.value, figure.share) for figure in made.figures] == [(3, 0.15), (0, None)]
 
 
@@ -183,3 +181,27 @@ def test_every_path_is_in_the_tree_and_folded_it_counts_for_one(paths):
     folded = tree([row(path, 1) for path in paths])
     leaves = sum(node.count for node in open_tree.walk() if not node.children)
     assert sum(node.count for node in folded.walk() if not node.children) == leaves
+
+
+def test_equal_blocks_are_one_node_in_whatever_order_their_parts_come():
+    rows = [
+        row(f"lm/block_{i}/{x}", size)
+        for i, xs in enumerate(["abc", "cab"])
+        for x, size in zip(xs, ((1, 2, 3), (3, 1, 2))[i], strict=True)
+    ]
+    assert shape(tree(rows).children) == [
+        ("lm/block_{0-1}", 2, 12, [("a", 2, 2, []), ("b", 2, 4, []), ("c", 2, 6, [])])
+    ]
+
+
+def test_a_given_order_comes_first_and_adds_no_nodes():
+    made = tree([row("lm/x"), row("lm/b/w"), row("lm/a/w")], order=["lm/a", "lm/none", "lm/b"])
+    assert [node.path for node in made.walk()] == ["lm", "lm/a/w", "lm/b/w", "lm/x"]
+
+
+def test_figures_are_in_one_order_in_all_nodes():
+    made = tree([row("a/x", name="held"), row("b/y", name="sent"), row("b/y", name="held")])
+    assert [[f.name for f in node.figures] for node in made.children] == [
+        ["held"],
+        ["held", "sent"],
+    ]

@@ -265,6 +265,36 @@ class TestReport:
         ]
         assert repr(report) == str(report) == report.plain_text()
 
+    def test_it_unfolds_to_the_places_that_each_edit_changes(self):
+        twice = insert_after(Block, pz.nn.Identity())
+        report = Recipe(twice, wrap(Block, Checkpointed), twice, jit_root()).report(mlp(2))
+        tree = report.tree()
+        assert [node.label.partition("(")[0] for node in tree.children] == [
+            "1. insert_after",
+            "2. wrap",
+            "3. insert_after",
+            "4. wrap",
+        ]
+        assert [figure.value for node in tree.children for figure in node.figures] == [2, 2, 2, 1]
+        assert tree.figures[0].value == 7
+        (block,) = tree.children[1].children
+        assert (block.path, block.count, block.line) == (
+            "sublayers/{0,2}",
+            2,
+            "Block -> Checkpointed(Block)",
+        )
+        (root,) = tree.children[3].children
+        assert (root.label, root.line) == ("the root", "Sequential -> Jitted(Sequential)")
+        open_paths = {node.path for node in report.tree(collapse=False).walk()}
+        assert {path for row in report.rows for path in row.paths} <= open_paths
+
+    def test_an_edit_that_does_not_fit_is_bad_in_the_tree(self):
+        report = Recipe(wrap(pz.nn.Attention, Jitted), jit_root()).report(mlp(1))
+        tree = report.tree()
+        assert [node.ok for node in tree.children] == [False, None]
+        assert tree.ok is False
+        assert any("nothing matches" in text for text in tree.children[0].details)
+
     def test_rich_shows_the_same(self):
         report = Recipe(wrap(Block, Checkpointed), jit_root()).report(mlp(2))
         shown = shown_by_rich(report)

@@ -1,0 +1,96 @@
+"""What a step needs of a device's memory as rows of a tree: by layer, and what belongs to none."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from penzai_shard.inspection.layer_scopes import LayerScopes
+from penzai_shard.inspection.memory_groups import MemoryGroup
+from penzai_shard.inspection.temporaries import TemporaryGroup
+from penzai_shard.planning.plan_table import SCALARS, arrays_text
+from penzai_shard.report_trees import TreeFigure, TreeRow, bytes_text
+
+MEMORY = "memory"
+# Divided among layers; the memory of all temporaries is the compiler's own figure.
+TEMPORARIES = "temporaries (estimated)"
+
+_OF_THE_PROGRAM = ("padding", "outputs", "donated", "temporaries", "generated_code")
+
+
+def memory_rows(
+    items: Mapping[str, int],
+    held: Iterable[MemoryGroup],
+    inputs: Iterable[tuple[str, int]],
+    temporaries: Iterable[TemporaryGroup],
+    scopes: LayerScopes,
+    collapse: bool = True,
+) -> Iterator[TreeRow]:
+    """The rows; their memory adds up to the step's total.
+
+    Args:
+        items: Every item of the report by its name, in bytes.
+        held: What is resident, each array of its own.
+        inputs: What comes in beside that, with its bytes.
+        temporaries: Each layer's own.
+        scopes: The step's layers.
+        collapse: Put all scalars of a part into one row.
+    """
+    others: dict[str, list[MemoryGroup]] = {}
+    for group in held:
+        if group.part == "parameters":
+            yield _parameter_row(group, scopes)
+        else:
+            others.setdefault(group.part, []).append(group)
+    for part, groups in others.items():
+        yield from _part_rows(part, groups, collapse)
+    for path, size in inputs:
+        yield TreeRow("inputs", item=path.removeprefix("inputs/"), figures=_memory(size))
+    for name in _OF_THE_PROGRAM:
+        if size := items[name]:
+            sign = -1 if name == "donated" else 1
+            yield TreeRow(name.replace("_", " "), figures=_memory(sign * size))
+    for each in temporaries:
+        figures = (TreeFigure(TEMPORARIES, each.bytes),)
+        yield TreeRow(
+            each.label or "temporaries", item=f"temporaries: {each.kind}", figures=figures
+        )
+
+
+def model_path(path: str, scopes: LayerScopes) -> str:
+    """The path of a parameter in its model, where the step's layers are called by that.
+
+    >>> model_path("params/mlp/up.weights", LayerScopes(holders={"mlp/up.weights": {}}))
+    'mlp/up.weights'
+    """
+    _, _, name = path.partition("/")
+    return name if path not in scopes.holders and name in scopes.holders else path
+
+
+def model_order(scopes: LayerScopes) -> Iterable[str]:
+    """The layers of a step's models in their order, by what people call them."""
+    return map(scopes.label, scopes.paths)
+
+
+def _parameter_row(group: MemoryGroup, scopes: LayerScopes) -> TreeRow:
+    details = [f"the array itself {bytes_text(group.array_bytes)}"]
+    if group.optimizer_bytes:
+        details.append(f"the optimizer's state for it {bytes_text(group.optimizer_bytes)}")
+    return TreeRow(
+        model_path(group.path, scopes),
+        line=f"{group.axes_text}  {group.dtype}",
+        figures=_memory(group.bytes),
+        details=("; ".join(details),),
+    )
+
+
+def _part_rows(part: str, groups: list[MemoryGroup], collapse: bool) -> Iterator[TreeRow]:
+    scalars = [group for group in groups if not group.shape]
+    if collapse and len(scalars) > 1:
+        size = sum(group.bytes for group in scalars)
+        yield TreeRow(part, SCALARS, line=arrays_text(len(scalars)), figures=_memory(size))
+        groups = [group for group in groups if group.shape]
+    for group in groups:
+        line = f"{group.axes_text}  {group.dtype}"
+        yield TreeRow(part, item=group.path, line=line, figures=_memory(group.bytes))
+
+
+def _memory(size: int) -> tuple[TreeFigure, ...]:
+    return (TreeFigure(MEMORY, size),)
