@@ -52,6 +52,13 @@ from penzai_shard.inspection.lock_comparison import LockReport
 from penzai_shard.inspection.locks import ShardingLock
 from penzai_shard.inspection.memory_report import MemoryReport, device_memory
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
+from penzai_shard.inspection.sharding_causes import (
+    ShardingCause,
+    ShardingLoss,
+    WhyReport,
+    WhyRow,
+    why,
+)
 from penzai_shard.inspection.topologies import Topology
 from penzai_shard.layers import (
     AxesInPlace,
@@ -173,9 +180,11 @@ __all__ = [
     "RunDescription",
     "Scoped",
     "ShardMapped",
+    "ShardingCause",
     "ShardingDrawing",
     "ShardingError",
     "ShardingLock",
+    "ShardingLoss",
     "ShardingPlan",
     "ShardingWarning",
     "StatefulTrainer",
@@ -184,6 +193,8 @@ __all__ = [
     "TreeFigure",
     "TreeNode",
     "VerifiedArray",
+    "WhyReport",
+    "WhyRow",
     "__version__",
     "abstract_model",
     "any_process",
@@ -241,6 +252,7 @@ __all__ = [
     "train_state_sharding",
     "unstack_blocks",
     "verify_checkpoint",
+    "why",
     "with_params",
     "without_names",
     "wrap",

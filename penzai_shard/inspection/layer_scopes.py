@@ -14,6 +14,8 @@ import jax
 from penzai import pz
 
 from penzai_shard.inspection.layer_labels import layer_labels
+from penzai_shard.inspection.layer_outputs import LayerOutputs
+from penzai_shard.inspection.pinning_layers import PinningLayer
 from penzai_shard.layers import RolledLayerStack, Scoped
 from penzai_shard.model_variables import is_variable, variable_name
 from penzai_shard.surgery.bare_paths import bare_paths, layer_name
@@ -36,6 +38,8 @@ class LayerScopes:
         labels: What people call the layers, by their paths; see ``layer_labels``.
         holders: Which layers hold a variable, by its label, or another array, by its path.
         stack_axes: The logical axes that number the layers of a stack.
+        pinning: The layers that pin layouts themselves, by their paths.
+        outputs: What each layer gave when it was traced.
 
     >>> scopes = LayerScopes()
     >>> marked = scopes.marked(pz.nn.Sequential([pz.nn.Identity()]))
@@ -49,6 +53,8 @@ class LayerScopes:
     labels: dict[str, str] = dataclasses.field(default_factory=dict)
     holders: dict[str, dict[str, None]] = dataclasses.field(default_factory=dict)
     stack_axes: set[Hashable] = dataclasses.field(default_factory=set)
+    pinning: dict[str, PinningLayer] = dataclasses.field(default_factory=dict)
+    outputs: LayerOutputs = dataclasses.field(default_factory=LayerOutputs)
 
     def __post_init__(self) -> None:
         self._numbers = {path: number for number, path in enumerate(self.paths)}
@@ -71,6 +77,8 @@ class LayerScopes:
             path = join_paths(prefix, bare[text] or layer_name(layer))
             if isinstance(layer, pz.nn.LayerStack | RolledLayerStack):
                 self.stack_axes.add(layer.stack_axis)
+            if (pinning := PinningLayer.of(layer)) is not None:
+                self.pinning[path] = pinning
             if text in labels:
                 self.labels.setdefault(path, join_paths(prefix, labels[text]))
             for name in _names_held(layer, (text, bare[text])):
@@ -116,7 +124,7 @@ class LayerScopes:
         number = self._numbers.setdefault(path, len(self.paths))
         if number == len(self.paths):
             self.paths.append(path)
-        return _Marked(layer, f"pzs_layer_{number}")
+        return _Marked(layer, f"pzs_layer_{number}", path, self.outputs)
 
 
 def has_layers(tree: Any) -> bool:
@@ -148,9 +156,14 @@ class _Marked(Scoped):
     Layers may take several arguments, ask each other's types and read each other's private names.
     """
 
+    mark_path: str = dataclasses.field(metadata={"pytree_node": False})
+    mark_outputs: LayerOutputs = dataclasses.field(metadata={"pytree_node": False})
+
     def __call__(self, /, *arguments: Any, **options: Any) -> Any:
         with jax.named_scope(self.name):
-            return self.body(*arguments, **options)
+            output = self.body(*arguments, **options)
+        self.mark_outputs.note(self.mark_path, output)
+        return output
 
     # What isinstance asks beside the type itself.
     @property  # type: ignore[misc]

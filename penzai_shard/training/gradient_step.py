@@ -29,6 +29,8 @@ from penzai_shard.training.update_layout import UpdateLayout
 # What profiles and compiled programs call the operations of a step that are of no layer.
 LOSS_SCOPE = "loss"
 OPTIMIZER_SCOPE = "optimizer"
+# What stands in front of a parameter's name where its gradient is brought to its layout.
+GRADIENT_SCOPE = "gradient"
 
 _FIX_LOSS_STATE = (
     "Return a new_state of the form that came in as state, and pass "
@@ -237,7 +239,8 @@ class Batch:
         def evaluate(carry: Any, index: Any, inputs: Any) -> Any:
             total, carried = carry
             grads, (loss, carried, aux) = gradient_of(trainable, carried, index, inputs)
-            grads = self.layout.for_update(grads)
+            with jax.named_scope(GRADIENT_SCOPE):
+                grads = self.layout.for_update(grads)
             if total is not None:
                 grads = jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, grads)
             return (grads, carried), (loss, aux)

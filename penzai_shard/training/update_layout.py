@@ -128,9 +128,10 @@ def _laid_out(
     for name, value in tree.items():
         leaves, treedef = jax.tree.flatten(value)
         wanted = layouts.get(name) or [None] * len(leaves)
-        placed = [
-            leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
-            for leaf, sharding in zip(leaves, wanted, strict=True)
-        ]
+        with jax.named_scope(name):
+            placed = [
+                leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
+                for leaf, sharding in zip(leaves, wanted, strict=True)
+            ]
         laid_out[name] = jax.tree.unflatten(treedef, placed)
     return laid_out

@@ -1,0 +1,159 @@
+"""Which values of a program are what a layer gives, a parameter's gradient, or a result.
+
+A layer's output is a value of the forward pass that operations of the layer make, that others use,
+and that has the shape of what the layer gave when it was traced. So a layer without operations of
+its own has none: what it gives is what it got.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+
+from penzai_shard.compiled_programs.operation_names import OperationName
+from penzai_shard.inspection.lowered_steps import LoweredStep
+from penzai_shard.inspection.sharding_causes.cause_finding import CauseFinder
+from penzai_shard.inspection.sharding_causes.records import RowKind
+from penzai_shard.inspection.step_arrays import StepArray
+from penzai_shard.sharding_propagation import FLOW, Operation, PropagatedProgram
+from penzai_shard.training.gradient_step import GRADIENT_SCOPE
+
+_RETURN = "func.return"
+# What a loop keeps of each round for later is written into one large array.
+_STORES = frozenset({"stablehlo.dynamic_update_slice"})
+_RESHAPES = frozenset({"stablehlo.reshape", "stablehlo.broadcast_in_dim"})
+_COMPUTED_AGAIN = "rematted_computation"
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundArray:
+    """An array of the step that a row is about.
+
+    Attributes:
+        kind: What it is.
+        path: Its path, or that of its layer.
+        label: What people call it.
+        array: Its shape and its names.
+        value: Its number in the program.
+        result: Its number among the results; None if it is not one.
+    """
+
+    kind: RowKind
+    path: str
+    label: str
+    array: StepArray
+    value: int
+    result: int | None = None
+
+
+def found_arrays(
+    program: PropagatedProgram, step: LoweredStep, finder: CauseFinder
+) -> Iterator[FoundArray]:
+    """The outputs of layers, the gradients of parameters, and the results, in this order.
+
+    Of a train step the results are what it gives beside the next state.
+    """
+    yield from _LayerOutputFinder(program, step).found()
+    yield from _gradients(program, finder)
+    if len(step.results) == len(program.results):
+        for number, (array, value) in enumerate(zip(step.results, program.results, strict=True)):
+            if array.part == "outputs" or not step.scopes.of_step:
+                yield FoundArray("result", array.path, array.path, array, value, number)
+
+
+def _gradients(program: PropagatedProgram, finder: CauseFinder) -> Iterator[FoundArray]:
+    """Those that a train step brings to their layout."""
+    for operation in program.operations:
+        if not operation.constraint or f"/{GRADIENT_SCOPE}/" not in operation.name:
+            continue
+        parameter = finder.parameter_pinned_by(operation)
+        if parameter is not None:
+            label = parameter.path.removeprefix("params/")
+            value = operation.results[0]
+            yield FoundArray("gradient", parameter.path, label, parameter, value)
+
+
+class _LayerOutputFinder:
+    """Finds what layers give by the marks that their operations have."""
+
+    def __init__(self, program: PropagatedProgram, step: LoweredStep) -> None:
+        self._program = program
+        self._scopes = step.scopes
+        self._layers = functools.cache(step.scopes.paths_in)
+        self._is_forward = functools.cache(_is_forward)
+
+    def found(self) -> Iterator[FoundArray]:
+        """The outputs, in the order in which they are made."""
+        certain: dict[tuple[str, StepArray], list[int]] = {}
+        kept: dict[tuple[str, StepArray], list[int]] = {}
+        for operation in self._program.operations:
+            layers = self._layers(operation.name)
+            if not layers or not self._is_forward(operation.name):
+                continue
+            for value in operation.results:
+                for layer in dict.fromkeys(layers):
+                    array = self._given(layer, value)
+                    if array is None:
+                        continue
+                    use = self._use_outside(value, layer, set())
+                    if use:
+                        (certain if use == "used" else kept).setdefault((layer, array), []).append(
+                            value
+                        )
+        for (layer, array), values in {**kept, **certain}.items():
+            label = self._scopes.label(layer)
+            if array.path:
+                label = f"{label}: {array.path}"
+            for value in values:
+                yield FoundArray("output", layer, label, array, value)
+
+    def _given(self, layer: str, value: int) -> StepArray | None:
+        """What a layer gave when it was traced that a value may be."""
+        known = self._program.values[value]
+        for array in self._scopes.outputs.of(layer):
+            dtype = _dtype_text(array.dtype)
+            if array.shape == known.shape and dtype in ("", known.dtype):
+                return array
+        return None
+
+    def _use_outside(self, value: int, layer: str, seen: set[int]) -> str:
+        """Whether others than a layer use a value, or a loop alone that keeps it for later."""
+        found = ""
+        for user in self._program.users.get(value, ()):
+            if user.kind == _RETURN:
+                return "used"
+            if layer in self._layers(user.name) or user.number in seen:
+                continue
+            seen.add(user.number)
+            use = "used"
+            if user.kind == FLOW:
+                use = max((self._use_outside(r, layer, seen) for r in user.results), default="")
+            elif self._keeps(user):
+                use = "kept"
+            found = max(found, use)
+        return found
+
+    def _keeps(self, user: Operation) -> bool:
+        if user.kind in _RESHAPES:
+            users = [u for r in user.results for u in self._program.users.get(r, ())]
+            return bool(users) and all(u.kind in _STORES for u in users)
+        return user.kind in _STORES
+
+
+def _is_forward(name: str) -> bool:
+    read = OperationName.of(name)
+    return not read.is_transposed and _COMPUTED_AGAIN not in read.scopes
+
+
+@functools.cache
+def _dtype_text(dtype: object) -> str:
+    """A dtype as programs' texts have it; empty if that is not known.
+
+    >>> import jax.numpy as jnp
+    >>> _dtype_text(jnp.dtype("bfloat16")), _dtype_text(jnp.dtype("uint8"))
+    ('bf16', 'ui8')
+    """
+    name = re.fullmatch(r"(bfloat|float|uint|int)(\d+)", str(dtype))
+    if name is None:
+        return "i1" if str(dtype) == "bool" else ""
+    return {"bfloat": "bf", "float": "f", "uint": "ui", "int": "i"}[name[1]] + name[2]

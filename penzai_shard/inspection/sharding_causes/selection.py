@@ -1,0 +1,54 @@
+"""Which rows of a report a name stands for."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+
+from penzai_shard.errors import SelectionError
+from penzai_shard.inspection.sharding_causes.records import WhyRow
+from penzai_shard.path_folding import paths_in_ranges
+from penzai_shard.rule_kinds import did_you_mean
+from penzai_shard.tree_paths import path_matches
+
+
+def selected_rows(rows: Sequence[WhyRow], at: str, known: Iterable[str]) -> tuple[WhyRow, ...]:
+    """The rows about a layer and all in it, a parameter or a result.
+
+    Args:
+        rows: All rows.
+        at: The label or the path, or a pattern of one; from the root of the model, or else any
+            part of one.
+        known: The labels and paths of all layers.
+
+    Raises:
+        SelectionError: There is none.
+    """
+    written = at.strip().strip("/")
+    patterns = [written]
+    # As tables of collectives write equal blocks.
+    with contextlib.suppress(ValueError):
+        patterns = [*paths_in_ranges(written)]
+    for begin in ("", "**/"):
+        wanted = [f"{begin}{pattern}/**" for pattern in patterns if pattern]
+        found = tuple(row for row in rows if any(map(_matches(wanted), _names(row))))
+        if found:
+            return found
+    silent = sorted(name for name in known if _matches([f"{one}/**" for one in patterns])(name))
+    if silent:
+        raise SelectionError(
+            f"at={at!r}: the layer {silent[0]} makes no array of its own in the forward pass: it "
+            "gives what it gets, or nothing uses what it gives. Ask for the layer around it."
+        )
+    names = {name for row in rows for name in _names(row)} | set(known)
+    raise SelectionError(
+        f"at={at!r}: the step has no layer, parameter or result of this name."
+        f"{did_you_mean(written, names)} The rows of why(...) without at= name all that there are; "
+        "patterns such as '**/mlp' stand for several."
+    )
+
+
+def _names(row: WhyRow) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((row.label, row.path)))
+
+
+def _matches(patterns: Sequence[str]) -> Callable[[str], bool]:
+    return lambda name: any(path_matches(pattern, name) for pattern in patterns)
