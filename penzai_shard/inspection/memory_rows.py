@@ -49,9 +49,7 @@ def memory_rows(
             yield TreeRow(name.replace("_", " "), figures=_memory(sign * size))
     for each in temporaries:
         figures = (TreeFigure(TEMPORARIES, each.bytes),)
-        yield TreeRow(
-            each.label or "temporaries", item=f"temporaries: {each.kind}", figures=figures
-        )
+        yield TreeRow(each.label or "temporaries", item=each.kind, figures=figures)
 
 
 def model_path(path: str, scopes: LayerScopes) -> str:

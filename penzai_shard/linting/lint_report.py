@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Any
 
-from penzai_shard.linting.findings import KINDS, Finding
+from penzai_shard.linting.findings import KINDS, MARK, Finding
 from penzai_shard.meshes import AnyMesh, mesh_text
-from penzai_shard.planning import bytes_text
+from penzai_shard.report_trees import ReportTree, TreeFigure, TreeRow, bytes_text, tree_of
 from penzai_shard.text_tables import FindingsTable, Report
 
 
@@ -70,6 +71,32 @@ class LintReport(Report):
             each = bytes_text(finding.wasted_bytes // finding.count) if wasted else ""
             rows += [(path, "1", finding.kind, each, finding.sentences()) for path in finding.paths]
         return LintTable(tuple(rows), self._verdict(), self.notes, self.ok)
+
+    def tree(self, *, collapse: bool = True) -> ReportTree:
+        """The findings as a tree, each where its arrays are, the worst first.
+
+        Args:
+            collapse: Show arrays of equal blocks as one.
+        """
+        rows = [row for finding in self.findings for row in self._tree_rows(finding)]
+        return tree_of(
+            "LintReport", self._verdict(), rows, ok=self.ok, notes=self.notes, collapse=collapse
+        )
+
+    def _tree_rows(self, finding: Finding) -> Iterator[TreeRow]:
+        """A row for each place; what is wasted there counts with the worst finding about it."""
+        rivals = [other for other in self.findings if other.paths == finding.paths]
+        counts = finding is max(rivals, key=lambda other: other.wasted_bytes)
+        each, rest = divmod(finding.wasted_bytes if counts else 0, finding.count)
+        for path in finding.paths or (finding.path,):
+            wasted, rest = each + rest, 0
+            yield TreeRow(
+                path,
+                line=finding.kind,
+                figures=(TreeFigure("wasted", wasted),) * (wasted > 0),
+                details=(finding.problem, *[f"{MARK}{finding.fix}"] * bool(finding.fix)),
+                ok=False,
+            )
 
     def _verdict(self) -> str:
         on = f"on mesh ({mesh_text(self.mesh)})"

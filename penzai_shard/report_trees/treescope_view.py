@@ -25,7 +25,8 @@ def treescope_part(tree: ReportTree, path: str | None = None) -> Any:
         path: Where the report is in what treescope renders.
     """
     heading = parts.siblings(
-        parts.text(f"<{tree.kind}: "), _judged(parts.text(tree.verdict), tree.ok)
+        parts.text(f"<{tree.kind}: "),
+        _styled(_judged(parts.text(tree.verdict), tree.ok), "pzs-long"),
     )
     below = [_remark(note) for note in tree.notes]
     if not tree.children and not below:
@@ -101,7 +102,7 @@ def _sentences(node: TreeNode) -> Iterator[str]:
 
 
 def _remark(text: str) -> Any:
-    return _styled(parts.text(f"# {text}"), "pzs-line")
+    return _styled(parts.text(f"# {text}"), "pzs-line pzs-long")
 
 
 def _styled(part: Any, classes: str, title: str = "") -> Any:
@@ -125,7 +126,8 @@ def _opened(tree: ReportTree) -> set[int]:
     while waiting:
         *_, node = heapq.heappop(waiting)
         lines = len(node.children) + len(node.details)
-        if node.children and lines <= left:
+        # Of what is bad the sentences are what people came for.
+        if (node.children or (node.ok is False and lines)) and lines <= left:
             left -= lines
             opened.add(id(node))
             wait(node.children)
@@ -146,6 +148,9 @@ _RULES = "".join(
     (
         ".pzs-bar{border-radius:.25em;padding:0 .4em}",
         ".pzs-line{opacity:.7}",
+        # Treescope breaks no lines itself.
+        ".pzs-long{display:inline-block;max-width:min(110ch,90vw);white-space:pre-wrap;"
+        "vertical-align:top}",
         ".pzs-good{color:#2a9d4a}",
         ".pzs-bad{color:#e5484d;font-weight:600}",
         *_bar_rules(),

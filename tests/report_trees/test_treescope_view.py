@@ -77,6 +77,15 @@ def test_details_are_there_to_be_opened():
     assert "by a rule" not in treescope.render_to_text(blocks(1))
 
 
+def test_what_is_bad_is_open_at_first_with_its_sentences():
+    rows = [row("big/" + "x", 2**20, details=("fine",)), row("small/y", 1, details=("broken",))]
+    assert "broken" not in treescope.render_to_text(tree_of("T", "", rows))
+    rows[1] = row("small/y", 1, details=("broken",), ok=False)
+    text = treescope.render_to_text(tree_of("T", "", rows))
+    assert "# broken" in text
+    assert "fine" not in text
+
+
 def test_what_is_good_or_bad_is_marked():
     good, bad = row("a", 1, ok=True), row("b", 1, ok=False)
     assert {"pzs-good", "pzs-bad"} <= page(tree_of("T", "", [good, bad])).classes
