@@ -4,10 +4,9 @@ Shardy's passes run on a lowered program without devices. With two options for p
 they write down where each layout came from and from which neighbour it was taken.
 """
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jaxlib
@@ -21,6 +20,16 @@ except ImportError:
     sdy = None  # type: ignore[assignment]
 
 from penzai_shard.errors import PropagationError
+from penzai_shard.library_apis.shardy_records import (
+    PythonFrame,
+    ShardyBlock,
+    ShardyBoundary,
+    ShardyEdge,
+    ShardyOperation,
+    ShardyProgram,
+    ShardyRule,
+    ShardyValue,
+)
 
 # jaxlib has no types for these.
 MlirObject = Any
@@ -51,129 +60,6 @@ _EDGE = re.compile(r'"([^"]+)"(\S*) = (operand|result)-(\d+) -> \[([^]]*)\]')
 _PLACE = re.compile(r"(operand|result)-(\d+)")
 
 
-class PythonFrame(NamedTuple):
-    """A place in Python: a call, or where an operation was written."""
-
-    file: str
-    function: str
-    line: int
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardyValue:
-    """What Shardy says of a value.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its data type, as programs' texts have it.
-        spec: The mesh axes of each dimension; None if it has no layout at all.
-        is_open: Whether more mesh axes could have been added to each dimension.
-        origins: Where each mesh axis comes from, as Shardy says it: ``self``, ``input: 1``.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    spec: tuple[tuple[str, ...], ...] | None
-    is_open: tuple[bool, ...]
-    origins: dict[str, str]
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardyEdge:
-    """A mesh axis that was taken from one value of an operation to others.
-
-    Attributes:
-        step: When, counted over the program.
-        mesh_axis: The mesh axis, or a part of one, as ``data:(1)2``.
-        source: ``("operand", 0)`` or ``("result", 0)``.
-        targets: The same of those that got it.
-    """
-
-    step: int
-    mesh_axis: str
-    source: tuple[str, int]
-    targets: tuple[tuple[str, int], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardyRule:
-    """Which dimensions of an operation belong together: each dimension's factors, by number.
-
-    Attributes:
-        sizes: The length of each factor.
-        operands: The factors of each operand's dimensions.
-        results: The factors of each result's dimensions.
-        reduced: The factors that are summed up, or reduced in another way.
-        replicated: The factors that every device needs whole.
-        permuted: The factors along which values are shifted.
-        blocked: The factors along which nothing is propagated.
-    """
-
-    sizes: tuple[int, ...]
-    operands: tuple[tuple[tuple[int, ...], ...], ...]
-    results: tuple[tuple[tuple[int, ...], ...], ...]
-    reduced: frozenset[int]
-    replicated: frozenset[int]
-    permuted: frozenset[int]
-    blocked: frozenset[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardyOperation:
-    """An operation of a program after propagation; values are numbers in ``ShardyProgram.values``.
-
-    Attributes:
-        kind: Such as ``stablehlo.dot_general``.
-        name: What JAX called it, relative to the call that it is in.
-        frames: Where in Python it was written, the innermost call first.
-        operands: What it takes.
-        results: What it makes.
-        blocks: Its regions' blocks: branches, the body of a loop or of a call.
-        rule: Which dimensions belong together; None where Shardy has no rule.
-        edges: Which mesh axes were taken from where to where at it.
-        constraint: What Shardy calls it in origins, if it pins a layout.
-    """
-
-    kind: str
-    name: str
-    frames: tuple[PythonFrame, ...]
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-    blocks: tuple["ShardyBlock", ...]
-    rule: ShardyRule | None
-    edges: tuple[ShardyEdge, ...]
-    constraint: str
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardyBlock:
-    """Operations in order, and the values that they start with."""
-
-    arguments: tuple[int, ...]
-    operations: tuple[ShardyOperation, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardyProgram:
-    """A program after propagation.
-
-    Attributes:
-        values: All its values.
-        main: Its operations; the last one returns the results.
-        argument_names: What JAX calls the arguments.
-        result_values: What Shardy says of the results themselves, behind what is returned.
-        result_edges: The edges at the results.
-        mesh: The mesh axes with their sizes.
-    """
-
-    values: tuple[ShardyValue, ...]
-    main: ShardyBlock
-    argument_names: tuple[str, ...]
-    result_values: tuple[ShardyValue, ...]
-    result_edges: tuple[tuple[ShardyEdge, ...], ...]
-    mesh: dict[str, int]
-
-
 def propagated(lowered: jax.stages.Lowered) -> ShardyProgram:
     """Propagates the layouts of a lowered program, without any device, and reads what came out.
 
@@ -193,13 +79,56 @@ def propagated(lowered: jax.stages.Lowered) -> ShardyProgram:
     with module.context:
         copied = module.operation.clone().operation
         passes = _passes()
+        copied.walk(_give_rule)
         # Shardy refuses its own notes on where the layout of a loop's values comes from.
         passes.enable_verifier(False)
         try:
             passes.run(copied)
         except Exception as error:
             raise PropagationError(f"Shardy cannot propagate layouts here: {error}") from error
+        copied.walk(_give_rule)
         return _Reader().program(copied)
+
+
+def _give_rule(operation: MlirObject) -> ir.WalkResult:
+    """Tells Shardy the rule of an operation that XLA takes apart before it propagates layouts.
+
+    Most of the ``chlo`` dialect, such as ``erf_inv``, acts on each element.
+    """
+    if operation.name.startswith("chlo."):
+        values = [*operation.operands, *operation.results]
+        shapes = [_shape_and_dtype(value.type)[0] for value in values]
+        if operation.name == "chlo.top_k":
+            rule = _rule_text(shapes, ordered=len(shapes[0]) - 1)
+            operation.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
+        elif len(set(shapes)) == 1:
+            operation.attributes["sdy.sharding_rule"] = ir.Attribute.parse(_rule_text(shapes))
+    return ir.WalkResult.ADVANCE
+
+
+def _rule_text(shapes: Sequence[tuple[int, ...]], ordered: int | None = None) -> str:
+    """A rule of an operation with one operand or more, each dimension of which is a factor.
+
+    Args:
+        shapes: Of the first operand, and of all other operands and results.
+        ordered: The dimension along which values are ordered, so that it is needed whole.
+    """
+    names = [chr(ord("i") + number) for number in range(len(shapes[0]))]
+    sizes = dict(zip(names, shapes[0], strict=True))
+    texts = []
+    for shape in shapes:
+        factors = list(names)
+        if ordered is not None and shape[ordered] != shapes[0][ordered]:
+            factors[ordered] = chr(ord("i") + len(names))
+            sizes[factors[ordered]] = shape[ordered]
+        texts.append(f"[{', '.join(factors)}]")
+    text = f"({texts[0]})->({', '.join(texts[1:])})"
+    if ordered is None:
+        # Which are operands and which results makes no difference to what the factors are.
+        text = f"({', '.join(texts[:-1])})->({texts[-1]})"
+    text += f" {{{', '.join(f'{name}={size}' for name, size in sizes.items())}}}" if sizes else ""
+    text += f" need_replication={{{names[ordered]}}}" if ordered is not None else ""
+    return f"#sdy.op_sharding_rule<{text}>"
 
 
 def _passes() -> MlirObject:
@@ -298,6 +227,19 @@ class _Reader:
             rule=self._once(_rule, attributes[rule]) if rule in attributes else None,
             edges=_edges(attributes),
             constraint=_text(operation, "sdy.sharding_origin_name"),
+            taken=self._boundaries(attributes, "in_shardings"),
+            given=self._boundaries(attributes, "out_shardings"),
+        )
+
+    def _boundaries(self, attributes: MlirObject, name: str) -> tuple[ShardyBoundary, ...]:
+        if "manual_axes" not in attributes:
+            return ()
+        manual: MlirObject = sdy.ManualAxesAttr(attributes["manual_axes"])
+        axes = frozenset(manual)
+        shardings = sdy.TensorShardingPerValueAttr(attributes[name]).shardings
+        return tuple(
+            ShardyBoundary(axes, *self._once(_spec, sharding), name == "in_shardings")
+            for sharding in shardings
         )
 
     def _value(

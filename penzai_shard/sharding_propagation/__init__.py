@@ -1,11 +1,19 @@
 """Where the layout of each value of a program comes from, by the compiler's own propagation."""
 
-from penzai_shard.sharding_propagation.program import (
-    FLOW,
-    Edge,
-    Hop,
-    Operation,
-    PropagatedProgram,
-)
+from penzai_shard.sharding_propagation.causes import Cause, CauseKind
+from penzai_shard.sharding_propagation.losses import Loss, LossKind, Standing
+from penzai_shard.sharding_propagation.operations import FLOW, Edge, Hop, Operation
+from penzai_shard.sharding_propagation.program import PropagatedProgram
 
-__all__ = ["FLOW", "Edge", "Hop", "Operation", "PropagatedProgram"]
+__all__ = [
+    "FLOW",
+    "Cause",
+    "CauseKind",
+    "Edge",
+    "Hop",
+    "Loss",
+    "LossKind",
+    "Operation",
+    "PropagatedProgram",
+    "Standing",
+]

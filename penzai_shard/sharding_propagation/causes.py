@@ -1,0 +1,153 @@
+"""Where a mesh axis of a value's layout comes from."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from penzai_shard.sharding_propagation.mesh_axis_parts import overlap
+from penzai_shard.sharding_propagation.operations import Hop, Operation
+
+if TYPE_CHECKING:
+    from penzai_shard.sharding_propagation.program import PropagatedProgram
+
+CauseKind = Literal["argument", "constraint", "output", "manual", "operation"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Where a mesh axis of a value's layout comes from.
+
+    Attributes:
+        kind: ``argument``, the layout that an argument has; ``constraint``, a layout that is
+            pinned in the program; ``output``, the layout that was asked for a result; ``manual``,
+            how a ``shard_map`` takes or gives a value; ``operation``, one that has a layout of its
+            own for another reason.
+        name: The name of the argument, or of the operation; ``result 0`` of the first result.
+        value: The value whose own layout it is.
+        mesh_axis: The mesh axis, or a part of one, as that layout has it.
+        dimension: The dimension of that value.
+        operation: The constraint, or another operation; None of arguments.
+        way: How it came: the hops, the last one first.
+    """
+
+    kind: CauseKind
+    name: str
+    value: int
+    mesh_axis: str
+    dimension: int
+    operation: Operation | None
+    way: tuple[Hop, ...]
+
+
+def causes(program: "PropagatedProgram", value: int, mesh_axis: str) -> tuple[Cause, ...]:
+    """Where a mesh axis of a value comes from, and what proposed the same at once on the way."""
+    found: dict[int, Cause] = {}
+    seen = {value}
+    waiting: list[tuple[int, tuple[Hop, ...]]] = [(value, ())]
+    while waiting:
+        start, behind = waiting.pop(0)
+        way = _whole_way(program, start, mesh_axis, set())
+        if way is None and start != value:
+            continue
+        way = way or program.way(start, mesh_axis)
+        cause = _cause(program, way[-1].source if way else start, mesh_axis, behind + way)
+        found.setdefault(cause.value, cause)
+        for hop, so_far in _agreeing(program, cause, way, mesh_axis):
+            if hop.source not in seen:
+                seen.add(hop.source)
+                waiting.append((hop.source, (*behind, *so_far, hop)))
+    return tuple(found.values())
+
+
+def _whole_way(
+    program: "PropagatedProgram", value: int, mesh_axis: str, seen: set[int]
+) -> tuple[Hop, ...] | None:
+    """The way of a mesh axis, on through the types of values on Explicit meshes.
+
+    There, JAX pins each value to the layout that its type has, which it infers from those of the
+    operands; what comes from no operand, as a constant does, is not where a layout comes from.
+
+    Returns:
+        The way; None if it ends at a type that no operand has given.
+    """
+    way = program.way(value, mesh_axis)
+    end = way[-1].source if way else value
+    pinning = program.makers.get(end)
+    if pinning is None or not pinning.constraint:
+        return way
+    before = pinning.operands[0]
+    maker = program.makers.get(before)
+    # A type's layout goes by the name of what has made the value; one that was asked for does not.
+    if maker is None or maker.constraint or maker.name != pinning.name:
+        return way
+    if end in seen:
+        return None
+    seen.add(end)
+    for operand in _partners(program, maker, before, mesh_axis):
+        found = None
+        if operand in maker.operands:
+            found = _whole_way(program, operand, mesh_axis, seen)
+        if found is not None:
+            hops = (Hop(pinning, before, end, -1), Hop(maker, operand, before, -1))
+            return way + hops + found
+    return None
+
+
+def _cause(program: "PropagatedProgram", value: int, mesh_axis: str, way: tuple[Hop, ...]) -> Cause:
+    """What is known of a value that has a mesh axis of its own."""
+    operation = program.makers.get(value)
+    dimension, own = next(
+        (dimension, each)
+        for dimension, mesh_axes in enumerate(program.values[value].spec or ())
+        for each in mesh_axes
+        if overlap(each, mesh_axis)
+    )
+    kind: CauseKind = "operation"
+    name = operation.name if operation else ""
+    if operation is None:
+        kind, name = "argument", program.argument_names[value]
+    elif value in program.results:
+        kind, name = "output", f"result {program.results.index(value)}"
+    elif operation.constraint:
+        kind = "constraint"
+    elif operation.boundary:
+        kind = "manual"
+    return Cause(kind, name, value, own, dimension, operation, way)
+
+
+def _agreeing(
+    program: "PropagatedProgram", cause: Cause, way: tuple[Hop, ...], mesh_axis: str
+) -> Iterator[tuple[Hop, tuple[Hop, ...]]]:
+    """The other values from which a mesh axis could have been taken on its way, as hops.
+
+    Yields:
+        Each hop, with the way up to there.
+    """
+    for number, hop in enumerate(way):
+        for value in _partners(program, hop.operation, hop.target, mesh_axis):
+            arrival = program.arrival(value, mesh_axis)
+            if value != hop.source and (arrival is None or arrival.step < hop.step):
+                yield dataclasses.replace(hop, source=value), way[:number]
+    if cause.kind == "constraint" and cause.operation:
+        for value in _partners(program, cause.operation, cause.value, mesh_axis):
+            if program.arrival(value, mesh_axis) is None:
+                yield Hop(cause.operation, value, cause.value, -1), way
+
+
+def _partners(
+    program: "PropagatedProgram", operation: Operation, target: int, mesh_axis: str
+) -> Iterator[int]:
+    """The values of an operation that have a mesh axis where one of them has it."""
+    placed = program.placed(operation)
+    factors = {
+        each.factor
+        for value, axes in placed
+        if value == target
+        for each in axes
+        if overlap(each.mesh_axis, mesh_axis)
+    }
+    for value, axes in placed:
+        if value != target and any(
+            each.factor in factors and overlap(each.mesh_axis, mesh_axis) for each in axes
+        ):
+            yield value

@@ -1,0 +1,345 @@
+"""Where layouts get lost: operations whose operand has a mesh axis that their result has not."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from penzai_shard.library_apis.shardy_records import ShardyRule
+from penzai_shard.sharding_propagation.factors import FactorAxis, dimensions_with, rule_of
+from penzai_shard.sharding_propagation.mesh_axis_parts import is_covered, overlap, part_of
+from penzai_shard.sharding_propagation.operations import Operation
+
+if TYPE_CHECKING:
+    from penzai_shard.sharding_propagation.program import PropagatedProgram
+
+LossKind = Literal[
+    "pinned",
+    "used",
+    "conflict",
+    "whole",
+    "unruled",
+    "cut",
+    "absent",
+    "undecided",
+    "reduced",
+]
+
+_NOT_COMPUTED = frozenset({"sdy.sharding_group"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """Mesh axes on a dimension of a value."""
+
+    value: int
+    dimension: int
+    mesh_axes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A mesh axis that an operand of an operation has, and its result has not.
+
+    Attributes:
+        kind: Why. ``pinned``: the result's layout is fixed, by a constraint, by what was asked for
+            an output, or by a ``shard_map``. ``used``: the mesh axis splits another dimension,
+            which is ``rival``. ``conflict``: another value brought another layout for the same
+            dimension, ``rival``; either that won or neither. ``whole``: the operation needs the
+            dimension whole. ``unruled``: Shardy knows nothing of the operation. ``cut``: the
+            operation cuts the dimension in parts, or joins it with others, and the mesh axis does
+            not fit into them.
+            ``absent``: the result does not have the dimension, as after indexing. ``undecided``:
+            another reason. ``reduced``: the dimension is summed up, or reduced in another way, so
+            that nothing is lost: devices then sum up what each has.
+        operation: The operation.
+        mesh_axis: The mesh axis, or the part of it that got lost.
+        operand: The value that has it.
+        dimension: The dimension of the operand.
+        result: The value that does not have it; None if the operation has no such dimension.
+        result_dimension: The dimension of the result.
+        rival: What has its place.
+        rival_won: Whether the result has the rival's layout.
+        rival_came: Whether the rival's layout is the result's ``own``, or came to it ``earlier``
+            than the lost one could, or ``at once`` with it, so that Shardy chose.
+    """
+
+    kind: LossKind
+    operation: Operation
+    mesh_axis: str
+    operand: int
+    dimension: int
+    result: int | None = None
+    result_dimension: int | None = None
+    rival: Standing | None = None
+    rival_won: bool = False
+    rival_came: Literal["own", "earlier", "at once"] | None = None
+
+
+def all_losses(program: "PropagatedProgram") -> Iterator[Loss]:
+    """The losses of a program, in order."""
+    for operation in program.operations:
+        seen: set[tuple[int, int, str]] = set()
+        for loss in _Judge(program, operation).losses():
+            key = (loss.operand, loss.dimension, loss.mesh_axis)
+            if loss.kind == "reduced":
+                # What is reduced together is reduced once.
+                key = (-1, 0, loss.mesh_axis)
+            if key not in seen:
+                seen.add(key)
+                yield loss
+
+
+class _Judge:
+    """Says of one operation which mesh axes do not get through, and why."""
+
+    def __init__(self, program: "PropagatedProgram", operation: Operation) -> None:
+        self._program = program
+        self._operation = operation
+
+    def losses(self) -> Iterator[Loss]:
+        operation = self._operation
+        if not any(any(self._program.values[operand].spec or ()) for operand in operation.operands):
+            return
+        if operation.boundary and operation.boundary.goes_in:
+            yield from self._entering()
+            return
+        rule = rule_of(operation, self._program.values)
+        if rule is None:
+            if operation.kind not in _NOT_COMPUTED:
+                yield from self._unruled()
+            return
+        self._rule = rule
+        self._placed = self._program.placed(operation)
+        for operand, axes in self._placed[: len(operation.operands)]:
+            for axis in axes:
+                loss = self._judged(operand, axis)
+                if loss is not None:
+                    yield loss
+
+    def _entering(self) -> Iterator[Loss]:
+        """What a manual computation does not take as it is."""
+        operation = self._operation
+        assert operation.boundary
+        # What is not handled by the computation itself is propagated into it.
+        inside = self._program.values[operation.results[0]].spec
+        for operand in operation.operands:
+            for dimension, mesh_axes in enumerate(self._program.values[operand].spec or ()):
+                kept = operation.boundary.spec[dimension] + (inside[dimension] if inside else ())
+                for each in mesh_axes:
+                    if not is_covered(each, kept, self._program.mesh):
+                        yield Loss(
+                            "pinned",
+                            operation,
+                            each,
+                            operand,
+                            dimension,
+                            operation.results[0],
+                            dimension,
+                        )
+
+    def _unruled(self) -> Iterator[Loss]:
+        for operand in self._operation.operands:
+            for dimension, mesh_axes in enumerate(self._program.values[operand].spec or ()):
+                for each in mesh_axes:
+                    if not is_covered(each, (), self._program.mesh):
+                        yield Loss("unruled", self._operation, each, operand, dimension)
+
+    def _judged(self, operand: int, axis: FactorAxis) -> Loss | None:
+        """Whether a mesh axis of an operand gets through, and if not, why."""
+        if is_covered(axis.mesh_axis, (), self._program.mesh):
+            return None
+        loss = Loss("cut", self._operation, axis.mesh_axis, operand, axis.dimension)
+        if axis.factor is None:
+            return loss
+        dimensions = self._rule.results
+        results = [
+            (result, places[0], kept)
+            for (result, kept), mapping in zip(
+                self._placed[len(self._operation.operands) :], dimensions, strict=False
+            )
+            if (places := dimensions_with(axis.factor, mapping))
+        ]
+        if not results:
+            return self._without_result(loss, axis)
+        for result, place, kept in results:
+            there = tuple(each.mesh_axis for each in kept if each.factor == axis.factor)
+            if not is_covered(axis.mesh_axis, there, self._program.mesh):
+                loss = dataclasses.replace(loss, result=result, result_dimension=place)
+                return self._with_result(loss, axis, there)
+        return None
+
+    def _with_result(self, loss: Loss, axis: FactorAxis, there: tuple[str, ...]) -> Loss:
+        """Why a result does not have a mesh axis on a dimension that it shares with the operand."""
+        assert loss.result is not None
+        assert loss.result_dimension is not None
+        if not self._program.values[loss.result].is_open[loss.result_dimension]:
+            return dataclasses.replace(loss, kind="pinned")
+        if rival := self._used(loss.result, axis, loss.result_dimension):
+            return self._against(loss, "used", rival, has_won=True)
+        if axis.factor in self._rule.blocked:
+            return dataclasses.replace(loss, kind="whole")
+        mine = self._on_factor(loss.operand, axis.factor)
+        if there and mine[: len(there)] != there:
+            standing = Standing(loss.result, loss.result_dimension, there)
+            return self._against(loss, "conflict", standing, has_won=True)
+        if contested := self._contested(loss, axis):
+            return contested
+        if axis.factor in self._rule.replicated | self._rule.permuted:
+            return dataclasses.replace(loss, kind="whole")
+        joined = len(self._rule.results[self._place_of(loss.result)][loss.result_dimension]) > 1
+        return loss if joined or self._is_split(loss) else _undecided(loss)
+
+    def _without_result(self, loss: Loss, axis: FactorAxis) -> Loss:
+        """Why no result has a dimension that an operand has."""
+        if axis.factor in self._rule.replicated | self._rule.blocked:
+            return dataclasses.replace(loss, kind="whole")
+        if axis.factor not in self._rule.reduced:
+            return dataclasses.replace(loss, kind="absent")
+        return self._contested(loss, axis) or dataclasses.replace(loss, kind="reduced")
+
+    def _contested(self, loss: Loss, axis: FactorAxis) -> Loss | None:
+        """What another operand, or a result, brought against a mesh axis."""
+        # The results first: what got through has won.
+        for value, _ in reversed(self._placed):
+            if value != loss.operand and (rival := self._used(value, axis, None)):
+                has_won = value in self._operation.results
+                return self._against(loss, "used", rival, has_won)
+        mine = self._on_factor(loss.operand, axis.factor)
+        for number, (value, _) in enumerate(self._placed[: len(self._operation.operands)]):
+            other = self._on_factor(value, axis.factor)
+            together = min(len(mine), len(other))
+            if mine[:together] != other[:together]:
+                (place, *_) = dimensions_with(axis.factor or 0, self._rule.operands[number])
+                return self._against(loss, "conflict", Standing(value, place, other), False)
+        return None
+
+    def _used(self, value: int, axis: FactorAxis, but: int | None) -> Standing | None:
+        """Another dimension of a value that has the mesh axis."""
+        for each in self._axes_of(value):
+            if each.factor == axis.factor or each.dimension == but:
+                continue
+            if overlap(each.mesh_axis, axis.mesh_axis):
+                return Standing(value, each.dimension, (each.mesh_axis,))
+        return None
+
+    def _axes_of(self, value: int) -> list[FactorAxis]:
+        return next((axes for each, axes in self._placed if each == value), [])
+
+    def _on_factor(self, value: int, factor: int | None) -> tuple[str, ...]:
+        return tuple(each.mesh_axis for each in self._axes_of(value) if each.factor == factor)
+
+    def _place_of(self, result: int) -> int:
+        return self._operation.results.index(result)
+
+    def _is_split(self, loss: Loss) -> bool:
+        """Whether the operand's dimension has several factors."""
+        place = self._operation.operands.index(loss.operand)
+        return len(self._rule.operands[place][loss.dimension]) > 1
+
+    def _against(self, loss: Loss, kind: LossKind, rival: Standing, has_won: bool) -> Loss:
+        """A loss to a rival, and when that came."""
+        came: Literal["own", "earlier", "at once"] = "at once"
+        arrival = self._program.arrival(rival.value, rival.mesh_axes[0])
+        mine = self._program.arrival(loss.operand, loss.mesh_axis)
+        if arrival is None:
+            came = "own"
+        elif arrival.operation is not self._operation or (mine and mine.step >= arrival.step):
+            came = "earlier" if mine is None or mine.step >= arrival.step else "at once"
+        return dataclasses.replace(loss, kind=kind, rival=rival, rival_won=has_won, rival_came=came)
+
+
+def _undecided(loss: Loss) -> Loss:
+    return dataclasses.replace(loss, kind="undecided")
+
+
+def losses_behind(program: "PropagatedProgram", value: int) -> tuple[Loss, ...]:
+    """What the dimensions of a value would have had: the losses on the way to it.
+
+    From the value back: a mesh axis that it does not have is looked for on the same dimension of
+    what it was made of, and so on, up to the first operation whose operand has it.
+    """
+    lost: dict[tuple[int, int], list[Loss]] = {}
+    for loss in program.losses():
+        lost.setdefault((loss.operation.number, loss.operand), []).append(loss)
+    found = {id(loss): loss for loss in _along_dimensions(program, value, lost)}
+    found |= {id(loss): loss for loss in _ended(program, value, lost)}
+    return tuple(sorted(found.values(), key=lambda loss: loss.operation.number))
+
+
+def _along_dimensions(
+    program: "PropagatedProgram", value: int, lost: dict[tuple[int, int], list[Loss]]
+) -> Iterator[Loss]:
+    """What got lost on dimensions that the value has."""
+    spec = program.values[value].spec
+    waiting = [
+        (value, dimension, name)
+        for dimension in range(len(program.values[value].shape))
+        for name in program.mesh
+        if not any(part_of(each).name == name for each in (spec[dimension] if spec else ()))
+    ]
+    seen = set(waiting)
+    while waiting:
+        value, dimension, name = waiting.pop()
+        operation = program.makers.get(value)
+        if operation is None:
+            continue
+        for operand, place in _sources(program, operation, value, dimension):
+            here = [
+                loss
+                for loss in lost.get((operation.number, operand), ())
+                if loss.dimension == place and part_of(loss.mesh_axis).name == name
+            ]
+            yield from here
+            had = program.values[operand].spec
+            has = had and any(part_of(each).name == name for each in had[place])
+            if not has and (operand, place, name) not in seen:
+                seen.add((operand, place, name))
+                waiting.append((operand, place, name))
+
+
+def _sources(
+    program: "PropagatedProgram", operation: Operation, value: int, dimension: int
+) -> Iterator[tuple[int, int]]:
+    """The dimensions of an operation's operands that belong together with one of a result."""
+    rule: ShardyRule | None = rule_of(operation, program.values)
+    if rule is None:
+        for operand in operation.operands:
+            yield from ((operand, place) for place in range(len(program.values[operand].shape)))
+        return
+    factors = set(rule.results[operation.results.index(value)][dimension])
+    for operand, mapping in zip(operation.operands, rule.operands, strict=False):
+        for place, there in enumerate(mapping):
+            if factors.intersection(there):
+                yield operand, place
+
+
+def _ended(
+    program: "PropagatedProgram", value: int, lost: dict[tuple[int, int], list[Loss]]
+) -> Iterator[Loss]:
+    """What got lost with dimensions that the last operation that ended any has ended."""
+    waiting, seen = [value], {value}
+    while waiting:
+        operation = program.makers.get(waiting.pop())
+        if operation is None:
+            continue
+        here = [
+            loss
+            for operand in operation.operands
+            for loss in lost.get((operation.number, operand), ())
+            if loss.result is None
+        ]
+        yield from here
+        if here or (operation.rule and not _keeps_dimensions(operation.rule)):
+            continue
+        for operand in operation.operands:
+            if operand not in seen:
+                seen.add(operand)
+                waiting.append(operand)
+
+
+def _keeps_dimensions(rule: ShardyRule) -> bool:
+    """Whether each dimension of the operands is one of the results."""
+    kept = {factor for mapping in rule.results for factors in mapping for factor in factors}
+    return kept.issuperset(
+        factor for mapping in rule.operands for factors in mapping for factor in factors
+    )
