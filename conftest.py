@@ -7,16 +7,21 @@ import pathlib
 import tempfile
 from collections.abc import Iterator
 
+from tests.simulated_devices import EIGHT_DEVICES, fast, users_fusions
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        *(
-            flag
-            for flag in os.environ.get("XLA_FLAGS", "").split()
-            if "xla_force_host_platform_device_count" not in flag
-        ),
-        "--xla_force_host_platform_device_count=8",
-    ]
+# Fused operations get other code than those of users: see tests.simulated_devices.
+os.environ["XLA_FLAGS"] = fast(
+    " ".join(
+        [
+            *(
+                flag
+                for flag in os.environ.get("XLA_FLAGS", "").split()
+                if "xla_force_host_platform_device_count" not in flag
+            ),
+            EIGHT_DEVICES,
+        ]
+    )
 )
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # Each program runs a few times: compiling it costs more than running it. What XLA does to whole
@@ -48,12 +53,12 @@ gc.set_threshold(50_000, 10, 10)
 
 @pytest.fixture(scope="module")
 def compiled_as_by_users() -> Iterator[None]:
-    """With all of XLA's optimisations, for tests that compare rounding closely."""
+    """With XLA's optimisations and fusions as users have them, also for what rounds closely."""
     name = "jax_disable_most_optimizations"
     before = jax.config.read(name)
     jax.config.update(name, False)
-    jax.clear_caches()  # Of what other tests have compiled without.
-    yield
+    with users_fusions():
+        yield
     jax.config.update(name, before)
 
 

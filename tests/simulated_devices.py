@@ -1,14 +1,51 @@
-"""What XLA is asked for in the new processes of tests: simulated devices, and fast compilation."""
+"""What XLA is asked for in tests and in the processes that they start: fast compilation.
 
+Named here is all in which tests do not compile as users do.
+"""
+
+import contextlib
 import importlib.metadata
+from collections.abc import Iterator
 
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 # Code for fused operations in the older of XLA's two ways: a train step is compiled in less than
-# half of the time, with the same collectives, and temporaries that differ by less than 0.01%. Later
-# releases have no such flag, and end a process that names it.
+# half of the time. Collectives are the same but for scatters, which become loops, and temporaries
+# differ by less than 0.01%. Later releases have no such flag, and end a process that names it.
 OLDER_FUSIONS = (
     "--xla_cpu_use_fusion_emitters=false"
     if importlib.metadata.version("jaxlib").startswith("0.10.")
     else ""
 )
+# For `compile(compiler_options=...)`: the code for fused operations that users get.
+USERS_FUSIONS = {"xla_cpu_use_fusion_emitters": True} if OLDER_FUSIONS else {}
 EIGHT_DEVICES_FAST = f"{EIGHT_DEVICES} {OLDER_FUSIONS}".strip()
+
+
+def fast(flags: str) -> str:
+    """XLA flags with those that compile fast; what they say of it themselves is left alone."""
+    own = "" if "xla_cpu_use_fusion_emitters" in flags else OLDER_FUSIONS
+    return f"{flags} {own}".strip()
+
+
+@contextlib.contextmanager
+def users_fusions() -> Iterator[None]:
+    """What is compiled within has the code for fused operations that users get.
+
+    Every program goes by the one function that this replaces, also those of threads.
+    """
+    import jax
+    from jax._src import compiler
+
+    asked = compiler.get_compile_options
+
+    def with_users_fusions(*arguments, env_options_overrides=None, **options):
+        overrides = USERS_FUSIONS | (env_options_overrides or {})
+        return asked(*arguments, env_options_overrides=overrides, **options)
+
+    jax.clear_caches()  # Of what other tests have compiled otherwise.
+    compiler.get_compile_options = with_users_fusions
+    try:
+        yield
+    finally:
+        compiler.get_compile_options = asked
+        jax.clear_caches()

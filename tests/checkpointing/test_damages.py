@@ -77,8 +77,6 @@ def put(file, what, copy):
 
 
 SCRIPT = """
-import os
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import sys
 import penzai_shard as pzs
 from penzai import pz

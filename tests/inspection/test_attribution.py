@@ -31,6 +31,7 @@ from penzai_shard.inspection.lowered_steps import LoweredStep
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
 from penzai_shard.inspection.step_arrays import StepArray
 from penzai_shard.library_apis.compiler_api import ExecutableMemory
+from tests.simulated_devices import users_fusions
 
 MESH = make_mesh({"data": 4, "model": 2})
 LAYOUTS = {
@@ -75,9 +76,10 @@ def of_demo(request):
     model, _ = demo.with_constraints(plan.restore_structs(), MESH)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     tokens = pz.nx.wrap(jnp.zeros((16, 65), jnp.int32), "batch", "seq")
-    program = train_step_program(
-        Jitted(model), rules, demo.next_byte_loss, optimizer, tokens=tokens
-    )
+    with users_fusions():  # Without, the gradient of a lookup is a loop that moves it in pieces.
+        program = train_step_program(
+            Jitted(model), rules, demo.next_byte_loss, optimizer, tokens=tokens
+        )
     return request.param, program, attributed(program)
 
 

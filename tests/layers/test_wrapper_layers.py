@@ -19,6 +19,7 @@ from penzai_shard.layers import (
     GatherParameters,
     Jitted,
     Scoped,
+    ShardMapped,
 )
 from penzai_shard.meshes import make_mesh
 
@@ -245,3 +246,33 @@ def test_explicit_inputs_come_out_on_the_auto_twin(small):
         sharding = output.data_array.sharding
         assert isinstance(sharding, NamedSharding)
         assert sharding.mesh.axis_types == small.AUTO.axis_types
+
+
+@pytest.mark.usefixtures("compiled_as_by_users")
+def test_outputs_and_gradients_are_those_of_the_bare_layer_as_users_compile_them(small):
+    """The last of this file, since every test after it is compiled so."""
+    wrappers = WRAPPERS | {
+        "bare": lambda body: body,
+        "per device": lambda body: ShardMapped(
+            body, small.AUTO, {"features_out": "model"}, {"batch": "data"}
+        ),
+    }
+    unbound, parameters = pz.unbind_params(small.placed(small.mlp(), small.AUTO))
+    argument = small.placed(small.features(), small.AUTO, PartitionSpec("data"))
+
+    @jax.jit
+    def all_of_them(values, argument):
+        found = {}
+        for name, wrap in wrappers.items():
+            copies = [value.unfreeze_as_copy() for value in values]
+            model = wrap(pz.bind_variables(unbound, copies))
+            found[name] = model(argument), small.loss_and_gradients(model, argument)
+        return found
+
+    found = all_of_them([parameter.freeze() for parameter in parameters], argument)
+    expected = (
+        small.mlp()(small.features()),
+        small.loss_and_gradients(small.mlp(), small.features()),
+    )
+    for one in found.values():
+        assert_same(one, expected)

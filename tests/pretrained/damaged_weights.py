@@ -15,9 +15,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tests.simulated_devices import EIGHT_DEVICES_FAST
+
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = EIGHT_DEVICES_FAST
 
 import jax
 import numpy as np

@@ -20,6 +20,8 @@ import sys
 import tempfile
 import time
 
+from tests.simulated_devices import fast
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 ATTEMPTS = 3
 
@@ -67,7 +69,7 @@ class Job:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        flags = f"--xla_force_host_platform_device_count={devices // processes}"
+        flags = fast(f"--xla_force_host_platform_device_count={devices // processes}")
         given = [port, processes, begun_by, function, arguments, str(folder), flags]
         self._pids = [starter().ask("start", number, *given) for number in range(processes)]
         self._began = time.monotonic()
