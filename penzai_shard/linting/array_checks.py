@@ -8,6 +8,7 @@ from penzai_shard.axis_decisions import UnfitAxis
 from penzai_shard.linting.findings import Change, Finding, FindingKind, common_path
 from penzai_shard.linting.lint_subject import LintSubject
 from penzai_shard.linting.rule_changes import change_of_table
+from penzai_shard.linting.waste_checks import of_activations
 from penzai_shard.partition_specs import part_count
 from penzai_shard.planning import LeafPlan
 from penzai_shard.planning.rule_doubts import nameless_module_doubts
@@ -51,7 +52,8 @@ def _for_fitting_axes(
         for some in itertools.combinations(wanted, count):
             if size % part_count(some, shape) == 0:
                 yield change(NameRule(name, some))
-    others = [axis for axis in shape if axis not in wanted and shape[axis] > 1]
+    busy = {*wanted, *of_activations(subject)}
+    others = [axis for axis in shape if axis not in busy and shape[axis] > 1]
     if unfit.misfit == "doubled":
         yield from (change(NameRule(name, (axis,))) for axis in others if size % shape[axis] == 0)
         # Where the mesh axis is free it is split all the same.
@@ -98,20 +100,22 @@ def _sizes_beside(subject: LintSubject, name: object) -> dict[object, int]:
 def other_problems(subject: LintSubject) -> Iterator[Finding]:
     """Arrays without names, and what else stands in the way of a plan."""
     leaves = {leaf.path: leaf for leaf in subject.plan.leaves}
-    alike: dict[tuple[FindingKind, str], list[str]] = {}
+    alike: dict[tuple[FindingKind, str], list[tuple[str, str]]] = {}
     for path, problem in subject.problems:
         leaf = leaves[path]
         if leaf.names and problem in subject.decision(leaf).problems:
             continue
-        kind: FindingKind = "unnamed" if leaf.names is None else "misfit"
-        alike.setdefault((kind, problem), []).append(path)
-    for (kind, problem), paths in alike.items():
+        is_unnamed = leaf.names is None
+        key: tuple[FindingKind, str] = ("unnamed", "") if is_unnamed else ("misfit", problem)
+        alike.setdefault(key, []).append((path, problem))
+    for (kind, about), members in alike.items():
+        paths, problem = [path for path, _ in members], members[0][1]
         yield Finding(
             kind,
             common_path(tuple(paths)),
             problem,
             paths=tuple(paths),
-            about=problem,
+            about=about,
             changes=_for_unnamed(subject) if kind == "unnamed" else (),
         )
     for doubt in nameless_module_doubts(subject.plan):

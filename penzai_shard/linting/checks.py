@@ -10,9 +10,9 @@ from penzai_shard.linting.rule_checks import (
     layout_problems,
     names_of_mesh_axes,
     unknown_mesh_axes,
-    unreadable_rules,
     unused_rules,
 )
+from penzai_shard.linting.unreadable_rules import unreadable_rules
 from penzai_shard.linting.waste_checks import idle_mesh_axes, under_sharded
 
 Check: TypeAlias = Callable[[LintSubject], Iterator[Finding]]

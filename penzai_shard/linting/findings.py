@@ -95,13 +95,16 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What makes it the same finding as another one."""
-        return self.kind, self.path, self.about
+        """What makes it the same finding as another one, of other equal blocks too."""
+        return self.kind, folding_key(self.path), self.about
 
     @property
     def where(self) -> str:
         """The path, with how many it stands for."""
-        return self.path if self.count == 1 else f"{self.path} ({self.count} times)"
+        alike = sum(folding_key(path) == folding_key(self.path) for path in self.paths)
+        folded = f"{self.path} ({alike} times)" if "*" in self.path else self.path
+        others = self.count - max(alike, 1)
+        return f"{folded} and {others} more" if others else folded
 
     def __str__(self) -> str:
         return f"{self.where or 'the array'}: {self.sentences()}"

@@ -62,14 +62,19 @@ class LintReport(Report):
             collapse: Show the arrays that a finding is about as one row; otherwise one for each.
         """
         rows = []
+        mended_by: dict[str, str] = {}
         for finding in self.findings:
+            first = mended_by.setdefault(finding.fix, finding.path)
+            text = finding.sentences()
+            if finding.fix and first is not finding.path:
+                text = f"{finding.problem} {MARK}the same as of {first}."
             wasted = bytes_text(finding.wasted_bytes) if finding.wasted_bytes else ""
             count = str(finding.count) if finding.paths else ""
             if collapse or finding.count == 1:
-                rows.append((finding.path, count, finding.kind, wasted, finding.sentences()))
+                rows.append((finding.path, count, finding.kind, wasted, text))
                 continue
             each = bytes_text(finding.wasted_bytes // finding.count) if wasted else ""
-            rows += [(path, "1", finding.kind, each, finding.sentences()) for path in finding.paths]
+            rows += [(path, "1", finding.kind, each, text) for path in finding.paths]
         return LintTable(tuple(rows), self._verdict(), self.notes, self.ok)
 
     def tree(self, *, collapse: bool = True) -> ReportTree:

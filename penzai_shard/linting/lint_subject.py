@@ -4,14 +4,16 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from penzai_shard.axis_decisions import SpecExplanation
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.errors import RuleTypeError, ShardingError, ShardingWarning
+from penzai_shard.errors import PlanError, RuleTypeError, ShardingError, ShardingWarning
 from penzai_shard.layouts import Layout
-from penzai_shard.layouts.model_roles import DEFAULT_NAMES
+from penzai_shard.layouts.model_roles import DEFAULT_NAMES, OF_LAYERS
 from penzai_shard.linting.constraint_layers import Constraints, constraints_in
+from penzai_shard.linting.equal_blocks import without_repeated_blocks
+from penzai_shard.linting.findings import FindingKind
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import LeafPlan, PlanRequest, ShardingPlan
@@ -21,6 +23,8 @@ from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnUnnamed
 _TABLES = ("parameters", "compute", "optimizer", "between_blocks")
 # The field of a train state that a layout has a table of its own for.
 _OPTIMIZER_STATE = "opt_state"
+
+LayoutProblems: TypeAlias = tuple[tuple[FindingKind, str], ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,6 +41,8 @@ class LintSubject:
         batch: What the model is called with, concrete or abstract; None if it is not known.
         min_bytes: How large a part a device must hold of an array for it to be called wasteful.
         on_unnamed: As for ``make_plan``.
+        sampled: Whether one of each of the model's equal blocks stands for all of them, as where
+            changes are tried out.
         shared: What depends on ``model`` and ``batch`` alone, kept while other rules are tried.
     """
 
@@ -46,12 +52,20 @@ class LintSubject:
     batch: Any = None
     min_bytes: int = 2**20
     on_unnamed: OnUnnamed = "error"
+    sampled: bool = False
     shared: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def changed(self, fields: Mapping[str, Any]) -> "LintSubject":
         """The same with other values of some fields."""
         shared = {} if {"model", "batch"} & fields.keys() else self.shared
         return dataclasses.replace(self, **{"shared": shared, **fields})
+
+    @property
+    def sample(self) -> Any:
+        """The arrays of the model, without repeated blocks; not a model."""
+        if "sample" not in self.shared:
+            self.shared["sample"] = without_repeated_blocks(self.model)
+        return self.shared["sample"]
 
     @property
     def given_layout(self) -> Layout | None:
@@ -84,7 +98,7 @@ class LintSubject:
         return ()
 
     @functools.cached_property
-    def _resolved(self) -> tuple[Mapping[str, AxisRules], tuple[str, ...]]:
+    def _resolved(self) -> tuple[Mapping[str, AxisRules], LayoutProblems]:
         """The tables that the mesh and the model have everything for, and what they lack."""
         known: dict[str, Any] = {n: self._known(rules) for n, rules in self.given_tables.items()}
         layout = self.given_layout
@@ -93,8 +107,8 @@ class LintSubject:
         layout = dataclasses.replace(layout, **known)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ShardingWarning)
-            found, problems = _for_model(layout, self.model, self.mesh)
-        doubts = tuple(str(each.message) for each in caught)
+            found, problems = _for_model(layout, self.sample, self.mesh)
+        doubts: LayoutProblems = tuple(("misfit", str(each.message)) for each in caught)
         return {name: getattr(found, name) for name in known}, (*problems, *doubts)
 
     @property
@@ -106,8 +120,8 @@ class LintSubject:
         return self._resolved[0]
 
     @property
-    def layout_problems(self) -> tuple[str, ...]:
-        """Why a layout does not fit the model, beside its mesh axes; empty if it does."""
+    def layout_problems(self) -> LayoutProblems:
+        """Why a layout does not fit the model, beside its mesh axes, each with its kind."""
         return self._resolved[1]
 
     @property
@@ -131,7 +145,8 @@ class LintSubject:
     def _examined(self) -> tuple[ShardingPlan, tuple[tuple[str, str], ...]]:
         rules = self.tables["rules" if "rules" in self.tables else "parameters"]
         request = PlanRequest.read("lint", self.mesh, rules, on_unnamed=self.on_unnamed)
-        return request.examined(self.model, self.tables.get("optimizer"))
+        tree = self.sample if self.sampled else self.model
+        return request.examined(tree, self.tables.get("optimizer"))
 
     @property
     def plan(self) -> ShardingPlan:
@@ -173,15 +188,16 @@ class LintSubject:
         return tuple(r for r in self.tables[table].rules if isinstance(r, NameRule))
 
 
-def _for_model(layout: Layout, model: Any, mesh: AnyMesh) -> tuple[Layout, tuple[str, ...]]:
+def _for_model(layout: Layout, model: Any, mesh: AnyMesh) -> tuple[Layout, LayoutProblems]:
     """A layout in a model's names, and why it does not fit; what does not fit stays whole."""
-    problems: tuple[str, ...] = ()
-    for names in [{}, *({role: None} for role in DEFAULT_NAMES), None]:
-        if names is None:
-            break
+    problems: LayoutProblems = ()
+    whole: Mapping[str, Any]
+    for whole in ({}, *({role: None} for role in DEFAULT_NAMES), dict.fromkeys(OF_LAYERS)):
         try:
-            tried = dataclasses.replace(layout, names={**layout.names, **names})
+            tried = dataclasses.replace(layout, names={**layout.names, **whole})
             return tried.for_model(model, mesh), problems
         except ShardingError as error:
-            problems = problems or error.problems or (str(error),)
+            kind: FindingKind = "indivisible" if isinstance(error, PlanError) else "misfit"
+            texts = error.problems or (str(error),)
+            problems = problems or tuple((kind, text) for text in texts)
     return dataclasses.replace(layout, names={}, wanted=()), problems

@@ -1,8 +1,8 @@
 """``lint``: every check, and of what may mend a finding what does, found by trying it out."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+import functools
+from typing import Any, TypeAlias
 
 from penzai_shard.linting.checks import CHECKS
 from penzai_shard.linting.findings import KINDS, Change, Finding
@@ -11,6 +11,8 @@ from penzai_shard.linting.lint_subject import LintSubject
 from penzai_shard.meshes import AnyMesh, auto_twin, refuse_other_than_mesh
 from penzai_shard.rule_kinds import OnUnnamed, check_option
 from penzai_shard.tree_arguments import refuse_builder
+
+Key: TypeAlias = tuple[str, str, str]
 
 # What follows from other findings, and is looked for once these are mended.
 _OF_WASTE = frozenset({"under-sharded", "idle mesh axis"})
@@ -90,48 +92,76 @@ def _with_fixes(subject: LintSubject) -> list[Finding]:
     Waste may be but the consequence of an error: what is told of it is what is left once the
     errors are mended, one after the other.
     """
-    found = _found(subject)
-    findings = []
+    # Changes are tried out on one of each of the equal blocks.
+    tried = _Trials(subject.changed({"sampled": True}))
+    findings = [tried.fixed(finding) for finding in _errors(subject)]
     mended = subject
-    for finding in found:
-        if finding.kind not in _OF_WASTE:
-            change = _mending(subject, finding, found)
-            findings.append(_fixed(finding, change))
-    errors = {finding.key for finding in findings}
-    while errors:
-        # Each change was made for the subject as given; here they have to go together.
-        left = [each for each in _found(mended) if each.kind not in _OF_WASTE]
-        change = _mending(mended, left[0], left) if left else None
+    while findings:
+        # Each of those changes was made for the subject as given; here they have to go together.
+        change = tried.first_change()
         if change is None:
             break
-        mended = mended.changed(change.fields)
-        errors.discard(left[0].key)
-    found = _found(mended)
-    for finding in found:
-        if finding.kind in _OF_WASTE:
-            findings.append(_fixed(finding, _mending(mended, finding, found)))
-    return findings
+        mended, tried = mended.changed(change.fields), _Trials(tried.subject.changed(change.fields))
+    wasted = [finding for finding in _found(mended) if finding.kind in _OF_WASTE]
+    return findings + [tried.fixed(finding) for finding in wasted]
 
 
-def _fixed(finding: Finding, change: Change | None) -> Finding:
-    fix = finding.fix if change is None else change.code
-    return dataclasses.replace(finding, fix=fix, changes=())
+def _errors(subject: LintSubject) -> list[Finding]:
+    return [finding for finding in _found(subject) if finding.kind not in _OF_WASTE]
 
 
-def _mending(subject: LintSubject, finding: Finding, found: Iterable[Finding]) -> Change | None:
-    """The first change that mends a finding and brings no new one.
+@dataclasses.dataclass
+class _Trials:
+    """Trying changes out.
 
-    If there is none, the one that brings the fewest; None if nothing mends it.
+    Attributes:
+        subject: What is linted, with one of each of its equal blocks.
     """
-    known = {each.key for each in found}
-    best: tuple[int, Change] | None = None
-    for change in finding.changes:
-        left = {each.key for each in _found(subject.changed(change.fields))}
-        if finding.key in left:
-            continue
-        new = len(left - known)
-        if not new:
-            return change
-        if best is None or new < best[0]:
-            best = new, change
-    return None if best is None else best[1]
+
+    subject: LintSubject
+
+    @functools.cached_property
+    def found(self) -> dict[Key, Finding]:
+        """The findings; of errors, if there are any, without waste."""
+        found = _errors(self.subject) or _found(self.subject)
+        return {finding.key: finding for finding in found}
+
+    def fixed(self, finding: Finding) -> Finding:
+        """A finding with the change that mends it, if there is one."""
+        change = self.chosen(finding.key)
+        fix = finding.fix if change is None else change.code
+        return dataclasses.replace(finding, fix=fix, changes=())
+
+    def first_change(self) -> Change | None:
+        """The change that mends the first error; None without one."""
+        first = next(iter(self.found.values()), None)
+        return None if first is None or first.kind in _OF_WASTE else self.chosen(first.key)
+
+    def chosen(self, key: Key) -> Change | None:
+        """The first change that mends a finding and brings no new one.
+
+        If there is none, the one that brings the fewest; None if nothing mends it.
+        """
+        if key not in self.chosen_changes:
+            self.chosen_changes[key] = self._chosen(key)
+        return self.chosen_changes[key]
+
+    @functools.cached_property
+    def chosen_changes(self) -> dict[Key, Change | None]:
+        """What was chosen already."""
+        return {}
+
+    def _chosen(self, key: Key) -> Change | None:
+        best: tuple[int, Change] | None = None
+        tried: set[str] = set()
+        for change in self.found[key].changes if key in self.found else ():
+            if change.code in tried:
+                continue
+            tried.add(change.code)
+            left = {each.key for each in _found(self.subject.changed(change.fields))}
+            new = len(left - self.found.keys())
+            if key not in left and not new:
+                return change
+            if key not in left and (best is None or new < best[0]):
+                best = new, change
+        return None if best is None else best[1]

@@ -1,7 +1,7 @@
 """Changes of rules, layouts and meshes, as lines of code."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -15,15 +15,20 @@ from penzai_shard.rule_kinds import NameRule, Rule, mesh_axes_text
 
 def change_of_table(subject: LintSubject, table: str, rules: Iterable[Rule]) -> Change:
     """Other rules in a table, as an assignment to ``rules`` or ``layout``."""
-    made = AxisRules.from_rules(rules)
+    return change_of_tables(subject, {table: AxisRules.from_rules(rules)})
+
+
+def change_of_tables(subject: LintSubject, tables: Mapping[str, AxisRules]) -> Change:
+    """Other rules in some tables, as one assignment to ``rules`` or ``layout``."""
     if subject.given_layout is not None:
-        tables: dict[str, Any] = {table: made}
-        layout = dataclasses.replace(subject.given_layout, **tables)
-        code = f"layout = dataclasses.replace(layout, {table}={_expression(made)})"
-        return Change(code, {"rules": layout})
-    text = _expression(made)
+        given: dict[str, Any] = dict(tables)
+        layout = dataclasses.replace(subject.given_layout, **given)
+        said = ", ".join(f"{name}={_expression(rules)}" for name, rules in tables.items())
+        return Change(f"layout = dataclasses.replace(layout, {said})", {"rules": layout})
+    (rules,) = tables.values()
+    text = _expression(rules)
     # In brackets it may be broken anywhere.
-    return Change(f"rules = ({text})" if " | " in text else f"rules = {text}", {"rules": made})
+    return Change(f"rules = ({text})" if " | " in text else f"rules = {text}", {"rules": rules})
 
 
 def replaced(rules: Sequence[Rule], old: Rule, new: Sequence[Rule]) -> list[Rule]:

@@ -1,63 +1,86 @@
 """Findings about rules by themselves: mesh axes and logical axes that there are not."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+import difflib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.layouts.model_roles import DEFAULT_NAMES, OF_LAYERS
 from penzai_shard.linting.findings import Change, Finding
 from penzai_shard.linting.lint_subject import LintSubject
-from penzai_shard.linting.rule_changes import change_of_table, replaced
+from penzai_shard.linting.rule_changes import change_of_table, change_of_tables, replaced
 from penzai_shard.planning.rule_doubts import near_names, tuples_of_mesh_axes
 from penzai_shard.rule_kinds import NameRule, Rule, mesh_axes_text, nearest_name
 
 
-def unreadable_rules(subject: LintSubject) -> Iterator[Finding]:
-    """Rules in no form that can be read."""
-    for problem in subject.unreadable:
-        yield Finding("unreadable", "rules", problem, about=problem)
-
-
 def unknown_mesh_axes(subject: LintSubject) -> Iterator[Finding]:
-    """Rules for mesh axes that the mesh does not have."""
+    """Rules for mesh axes that the mesh does not have; for each mesh axis the first of them."""
+    found: dict[str, list[tuple[str, Rule]]] = {}
     for table, rules in subject.given_tables.items():
         for rule in rules.rules:
-            for problem in AxisRules.from_rules([rule]).mesh_problems(subject.mesh):
-                yield Finding(
-                    "unknown",
-                    _name(table),
-                    problem,
-                    about=problem.partition(":")[0],
-                    changes=_for_known_mesh_axes(subject, table, rules, rule),
-                )
+            for missing in rule.mesh_axes:
+                if missing not in subject.mesh.shape:
+                    found.setdefault(missing, []).append((table, rule))
+    for missing, members in found.items():
+        (table, rule), others = members[0], members[1:]
+        single = dataclasses.replace(rule, mesh_axes=(missing,))
+        (problem,) = AxisRules.from_rules([single]).mesh_problems(subject.mesh)
+        also = ", ".join(
+            dict.fromkeys(f"rule {rule}" for _, rule in others if rule != members[0][1])
+        )
+        yield Finding(
+            "unknown",
+            _name(table),
+            problem.replace(str(single), str(rule)) + (f" So do {also}." if also else ""),
+            figures={"mesh_axis": missing, "rules": [str(rule) for _, rule in members]},
+            about=missing,
+            changes=_for_known_mesh_axes(subject, missing, members),
+        )
 
 
 def _for_known_mesh_axes(
-    subject: LintSubject, table: str, rules: AxisRules, rule: Rule
+    subject: LintSubject, missing: str, members: list[tuple[str, Rule]]
 ) -> Iterator[Change]:
-    """The rule for the mesh axis that was meant, for another one, or for none."""
+    """The rules for the mesh axis that was meant, for another one, or for none."""
     shape = subject.mesh.shape
 
-    def with_axes(mesh_axes: tuple[str, ...]) -> Change:
-        changed: Any = dataclasses.replace(rule, mesh_axes=mesh_axes)
-        return change_of_table(subject, table, replaced(rules.rules, rule, [changed]))
+    def change(put: Callable[[Rule], list[Rule]]) -> Change:
+        tables = dict(subject.given_tables)
+        for table, rule in members:
+            changed = replaced(tables[table].rules, rule, put(rule))
+            tables[table] = AxisRules.from_rules(changed)
+        return change_of_tables(subject, {table: tables[table] for table, _ in members})
 
-    near = [name if name in shape else nearest_name(name, shape) for name in rule.mesh_axes]
-    if all(near) and len(set(near)) == len(near):
-        yield with_axes(tuple(name for name in near if name))
-    if isinstance(rule, NameRule) and rule.logical_axis in shape and len(rule.mesh_axes) == 1:
-        turned = NameRule(rule.mesh_axes[0], (str(rule.logical_axis),))
-        yield change_of_table(subject, table, replaced(rules.rules, rule, [turned]))
-    kept = tuple(name for name in rule.mesh_axes if name in shape)
-    if kept:
-        yield with_axes(kept)
-    for name in shape:
-        if name not in kept:
-            yield with_axes((*kept, name))
-    if isinstance(rule, NameRule) and not kept:
-        yield with_axes(())
-    yield change_of_table(subject, table, replaced(rules.rules, rule, []))
+    def with_axes(rule: Rule, *mesh_axes: str) -> list[Rule]:
+        changed: Any = dataclasses.replace(rule, mesh_axes=tuple(dict.fromkeys(mesh_axes)))
+        return [changed]
+
+    def renamed(name: str) -> Change:
+        new = {missing: name}
+        return change(lambda rule: with_axes(rule, *(new.get(a, a) for a in rule.mesh_axes)))
+
+    if near := nearest_name(missing, shape):
+        yield renamed(near)
+    if all(isinstance(rule, NameRule) and rule.logical_axis in shape for _, rule in members):
+        yield change(
+            lambda rule: (
+                [NameRule(missing, (str(rule.logical_axis),))] if isinstance(rule, NameRule) else []
+            )
+        )
+    named = {a for rules in subject.given_tables.values() for r in rules.rules for a in r.mesh_axes}
+    # First those that no rule speaks of.
+    for name in sorted(shape, key=lambda each: each in named):
+        yield renamed(name)
+    kept = {missing: ()}
+    yield change(
+        lambda rule: [
+            made
+            for made in with_axes(rule, *(a for a in rule.mesh_axes if a not in kept))
+            if made.mesh_axes or isinstance(made, NameRule)
+        ]
+    )
+    yield change(lambda rule: [])
 
 
 def unused_rules(subject: LintSubject) -> Iterator[Finding]:
@@ -141,30 +164,41 @@ def names_of_mesh_axes(subject: LintSubject) -> Iterator[Finding]:
 
 def layout_problems(subject: LintSubject) -> Iterator[Finding]:
     """Why a layout does not fit the model."""
-    for problem in subject.layout_problems:
-        yield Finding(
-            "misfit", "layout", problem, about=problem, changes=_for_fitting_layout(subject)
-        )
+    for kind, problem in subject.layout_problems:
+        yield Finding(kind, "layout", problem, about=problem, changes=_for_fitting_layout(subject))
 
 
 def _for_fitting_layout(subject: LintSubject) -> Iterator[Change]:
-    """Other names for the roles that a layout speaks of."""
+    """Other names for the roles that a layout speaks of; None for one that stays whole."""
     layout = subject.given_layout
     assert layout is not None
-    axes = sorted(subject.plan.logical_axes, key=str)
+    present = subject.plan.logical_axes
     tried: list[dict[str, Any]] = []
-    for role in DEFAULT_NAMES:
-        near = nearest_name(layout.names.get(role, role), axes)
-        if near is not None and near not in (role, layout.names.get(role)):
-            tried.append({**layout.names, role: near})
+    for role in (*layout.names, *DEFAULT_NAMES):
+        said = str(layout.names.get(role, role))
+        if layout.names.get(role, role) in present:
+            tried.append({**layout.names, role: None})
+            continue
+        like = sorted(present, key=lambda name: -_likeness(said, name))
+        near = nearest_name(said, present)
+        tried += [{**layout.names, role: near}] if near else []
         tried.append({**layout.names, role: None})
+        tried += [{**layout.names, role: name} for name in like]
     whole = dict.fromkeys(OF_LAYERS)
     tried.append({**layout.names, **whole})
-    tried += [{**layout.names, **whole, role: name} for role in OF_LAYERS for name in axes]
+    tried += [
+        {**layout.names, **whole, role: name}
+        for role in OF_LAYERS
+        for name in sorted(present, key=lambda name: -_likeness(role, name))
+    ]
     for names in tried:
         changed = dataclasses.replace(layout, names=names)
         code = f"layout = dataclasses.replace(layout, names={names!r})"
         yield Change(code, {"rules": changed})
+
+
+def _likeness(name: str, other: Any) -> float:
+    return difflib.SequenceMatcher(None, name, str(other)).ratio()
 
 
 def _name(table: str) -> str:

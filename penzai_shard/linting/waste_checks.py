@@ -17,7 +17,15 @@ from penzai_shard.linting.lint_subject import LintSubject
 from penzai_shard.linting.rule_changes import change_of_mesh, change_of_table, replaced
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.planning import LeafPlan, bytes_text
-from penzai_shard.rule_kinds import LargestDimensionRule, LogicalAxis, NameRule, array_text
+from penzai_shard.rule_kinds import (
+    IdentityRule,
+    LargestDimensionRule,
+    LogicalAxis,
+    NameRule,
+    Rule,
+    array_text,
+)
+from penzai_shard.rule_presets import TRANSFORMER_MODEL_AXES
 
 # What fully_sharded() leaves whole by default.
 _MIN_SIZE = 2**18
@@ -49,8 +57,8 @@ def _under_sharded(subject: LintSubject, table: str, axis: str, leaves: list[Lea
         "under-sharded",
         common_path(paths),
         f"{array_text(first.names or (), first.shape)} of {first.dtype} is whole over mesh axis "
-        f"{axis!r} ({size}), which is free for it: each device holds {bytes_text(held)}{of_each}, "
-        f"and {bytes_text(held - wasted)} would do.",
+        f"{axis!r} ({size}), which is free for it: each device holds {bytes_text(held)}{of_each} "
+        f"where {bytes_text(held - wasted)} would do.",
         wasted_bytes=wasted,
         figures={
             "mesh_axis": axis,
@@ -93,7 +101,11 @@ def said_to_be_whole(subject: LintSubject, table: str) -> frozenset[str]:
 def free_dimensions(
     subject: LintSubject, table: str, leaf: LeafPlan, axis: str
 ) -> list[LogicalAxis]:
-    """The logical axes of an array that would divide and that no rule names, the longest first."""
+    """The logical axes of an array that would divide and that no rule names.
+
+    The longest first; before it, those of which every device can compute a part alone, unless the
+    mesh axis is one of the batch.
+    """
     rules, size = subject.tables[table].rules, subject.mesh.shape[axis]
     for rule in rules:
         if isinstance(rule, LargestDimensionRule) and axis in rule.mesh_axes:
@@ -108,7 +120,8 @@ def free_dimensions(
         for name, length, is_split in zip(leaf.names or (), leaf.shape, split, strict=True)
         if name is not None and name not in named and not is_split and length % size == 0
     ]
-    return [name for _, name in sorted(free, key=lambda each: -each[0])]
+    first = () if axis in of_activations(subject) else TRANSFORMER_MODEL_AXES
+    return [name for _, name in sorted(free, key=lambda each: (each[1] not in first, -each[0]))]
 
 
 def of_activations(subject: LintSubject) -> set[str]:
@@ -142,7 +155,7 @@ def _mesh_axes_not_of(subject: LintSubject, leaf: LeafPlan) -> list[str]:
 
 def _for_splitting(subject: LintSubject, table: str, leaf: LeafPlan, axis: str) -> Iterator[Change]:
     """Rules by which an array is split over a mesh axis too."""
-    rules = subject.tables[table].rules
+    rules = _without_idle_identity(subject, table)
     size = math.prod(leaf.shape)
     for rule in rules:
         if isinstance(rule, LargestDimensionRule) and axis in rule.mesh_axes:
@@ -164,12 +177,12 @@ def idle_mesh_axes(subject: LintSubject) -> Iterator[Finding]:
     used = used_mesh_axes(subject)
     for axis, size in subject.mesh.shape.items():
         if size > 1 and axis not in used:
-            others = "no array, no constraint layer and no activation that a rule names"
             yield Finding(
                 "idle mesh axis",
                 "mesh",
-                f"nothing is split over mesh axis {axis!r} ({size}), {others}: {size} devices "
-                "each hold and compute the same.",
+                f"nothing is split over mesh axis {axis!r} ({size}): no array, nothing that a "
+                "constraint layer pins, and no activation that a rule names. So "
+                f"{size} devices each hold and compute the same.",
                 figures={"mesh_axis": axis, "mesh_axis_size": size},
                 about=axis,
                 changes=_for_using(subject, axis),
@@ -203,7 +216,7 @@ def used_mesh_axes(subject: LintSubject) -> set[str]:
 def _for_using(subject: LintSubject, axis: str) -> Iterator[Change]:
     """Rules that split something over a mesh axis; or a mesh without it."""
     table = subject.storing_tables[0]
-    rules = subject.tables[table].rules
+    rules = _without_idle_identity(subject, table)
     weight: dict[LogicalAxis, int] = {}
     for leaf in subject.plan.leaves:
         for name in free_dimensions(subject, table, leaf, axis) if leaf.names else ():
@@ -224,15 +237,21 @@ def _for_using(subject: LintSubject, axis: str) -> Iterator[Change]:
         yield change_of_mesh(subject, {**shape, other: shape[other] * size})
 
 
+def _without_idle_identity(subject: LintSubject, table: str) -> tuple[Rule, ...]:
+    """The rules of a table, without "each logical axis to its namesake" if there is none."""
+    rules = subject.tables[table].rules
+    if any(IdentityRule.mesh_axes_of(n, subject.mesh.shape) for n in subject.known_axes):
+        return rules
+    return tuple(rule for rule in rules if not isinstance(rule, IdentityRule))
+
+
 def _for_larger_batch(subject: LintSubject, axis: str) -> Iterator[Change]:
     """The batch split over one more mesh axis."""
     table = "compute" if "compute" in subject.tables else "rules"
-    given = subject.given_tables.get(table)
-    if given is None:
-        return
-    of_batch = [r for r in given.rules if isinstance(r, NameRule) and r.logical_axis == "batch"]
+    rules = _without_idle_identity(subject, table)
+    of_batch = [r for r in rules if isinstance(r, NameRule) and r.logical_axis == "batch"]
     if of_batch:
         more = dataclasses.replace(of_batch[0], mesh_axes=(*of_batch[0].mesh_axes, axis))
-        yield change_of_table(subject, table, replaced(given.rules, of_batch[0], [more]))
+        yield change_of_table(subject, table, replaced(rules, of_batch[0], [more]))
     else:
-        yield change_of_table(subject, table, [*given.rules, NameRule("batch", (axis,))])
+        yield change_of_table(subject, table, [*rules, NameRule("batch", (axis,))])
