@@ -2,16 +2,12 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from penzai_shard.report_trees.folding import folded
+from penzai_shard.report_trees.folding import folded, path_parts
 from penzai_shard.report_trees.nodes import ReportTree, TreeFigure, TreeNode
 
 THE_ROOT = "the root"
-# What separates the parts of a path goes with the part after it, and a closing bracket with that
-# before it, so that each part ends where a longer path goes on.
-_PARTS = re.compile(r"[./\[\]]*[^./\[\]]+\]?")
 _SEPARATORS = "./[]"
 
 
@@ -90,19 +86,6 @@ def tree_of(
         ok=ok,
         notes=tuple(notes),
     )
-
-
-def path_parts(path: str) -> list[str]:
-    """A path cut before each separator; joined, they are the path again.
-
-    >>> path_parts("lm/block_0/mlp.up"), path_parts("layers[0].w"), path_parts("//")
-    (['lm', '/block_0', '/mlp', '.up'], ['layers', '[0]', '.w'], ['//'])
-    """
-    parts = _PARTS.findall(path)
-    rest = path[sum(map(len, parts)) :]
-    if not parts:
-        return [path] if path else []
-    return [*parts[:-1], parts[-1] + rest]
 
 
 class _Draft:

@@ -1,18 +1,39 @@
 """Siblings that are equal but for the numbers in their names, as one node."""
 
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penzai_shard.path_folding import folded_path, folding_key, ranged_paths
 from penzai_shard.report_trees.nodes import TreeNode
 
+# What separates the parts of a path goes with the part after it, and a closing bracket with that
+# before it, so that each part ends where a longer path goes on.
+_PARTS = re.compile(r"[./\[\]]*[^./\[\]]+\]?")
+# A path with a slash, and not a length over a mesh axis as in a=8/data.
+_PATHS_IN_TEXT = re.compile(r"(?<![^\s\"'(\[{])[^\s=]*/[^\s=,;]+")
+
+
+def path_parts(path: str) -> list[str]:
+    """A path cut before each separator; joined, they are the path again.
+
+    >>> path_parts("lm/block_0/mlp.up"), path_parts("layers[0].w"), path_parts("//")
+    (['lm', '/block_0', '/mlp', '.up'], ['layers', '[0]', '.w'], ['//'])
+    """
+    parts = _PARTS.findall(path)
+    rest = path[sum(map(len, parts)) :]
+    if not parts:
+        return [path] if path else []
+    return [*parts[:-1], parts[-1] + rest]
+
 
 def folded(nodes: Sequence[TreeNode]) -> tuple[TreeNode, ...]:
     """Nodes with equal siblings put into one, at every depth.
 
     Only what is equal in all figures, texts and children goes together, so that a block that
-    differs from the others stays in sight. Its own path in a text does not count as a difference.
+    differs from the others stays in sight. Of paths in texts, which may be those of the blocks
+    themselves, the numbers do not count.
 
     >>> blocks = [TreeNode(f"block_{i}", f"lm/block_{i}", "same") for i in range(3)]
     >>> [(node.label, node.path, node.count) for node in folded(blocks)]
@@ -31,9 +52,10 @@ def folded(nodes: Sequence[TreeNode]) -> tuple[TreeNode, ...]:
 def _likeness(node: TreeNode) -> tuple[Any, ...]:
     """What is equal in nodes that go together, but for their children."""
     figures = tuple((figure.name, figure.value, figure.unit) for figure in node.figures)
-    texts = (node.line, *node.details)
-    if node.path:
-        texts = tuple(text.replace(node.path, "\0") for text in texts)
+    texts = tuple(
+        _PATHS_IN_TEXT.sub(lambda path: folding_key(path[0]), text)
+        for text in (node.line, *node.details)
+    )
     return (folding_key(node.label), node.ok, figures, texts)
 
 
@@ -58,15 +80,14 @@ def _joined(nodes: Sequence[TreeNode], likenesses: dict[int, int]) -> TreeNode:
     children = _folded_siblings([node.children for node in nodes], likenesses)
     if len(nodes) == 1:
         return _with_only_child(dataclasses.replace(first, children=children))
-    path = _one_path([node.path for node in nodes])
     node = TreeNode(
         label=_one_path([node.label for node in nodes]),
-        path=path,
-        line=_with_path(first.line, first.path, path),
+        path=_one_path([node.path for node in nodes]),
+        line=_one_text([node.line for node in nodes]),
         figures=tuple(
             dataclasses.replace(figure, value=figure.value * len(nodes)) for figure in first.figures
         ),
-        details=tuple(_with_path(text, first.path, path) for text in first.details),
+        details=tuple(map(_one_text, zip(*(node.details for node in nodes), strict=True))),
         ok=first.ok,
         count=first.count * len(nodes),
         children=children,
@@ -93,5 +114,12 @@ def _one_path(paths: Sequence[str]) -> str:
     return ranged[0] if len(ranged) == 1 else folded_path(distinct)
 
 
-def _with_path(text: str, path: str, folded: str) -> str:
-    return text.replace(path, folded) if path else text
+def _one_text(texts: Sequence[str]) -> str:
+    """Texts that differ in the numbers of the paths in them only, as one.
+
+    >>> _one_text(["a=8 as lm/block_0/w", "a=8 as lm/block_1/w"])
+    'a=8 as lm/block_{0-1}/w'
+    """
+    found = zip(*map(_PATHS_IN_TEXT.findall, texts), strict=True)
+    paths = map(_one_path, found)
+    return _PATHS_IN_TEXT.sub(lambda _: next(paths), texts[0])

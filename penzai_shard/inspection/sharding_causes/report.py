@@ -1,14 +1,21 @@
 """Which layout each layer's output and each gradient gets, and why."""
 
+import collections
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
-from penzai_shard.inspection.sharding_causes.cause_table import WhyTable, groups_of, table_rows
+from penzai_shard.inspection.sharding_causes.cause_table import (
+    RowGroup,
+    WhyTable,
+    groups_of,
+    table_rows,
+)
 from penzai_shard.inspection.sharding_causes.records import RowKind, WhyRow
 from penzai_shard.inspection.sharding_causes.selection import selected_rows
 from penzai_shard.meshes import mesh_text
+from penzai_shard.report_trees import ReportTree, TreeFigure, TreeRow, tree_of
 from penzai_shard.text_tables import Report
 
 
@@ -73,6 +80,37 @@ class WhyReport(Report):
         asked = [group for group in groups if any(self._is_asked(row) for row in group.rows)]
         told = [group.sentence(with_way=True) for group in asked or groups] if self.at else []
         return WhyTable(table_rows(groups), self._verdict(), (*told, *self.notes))
+
+    def tree(self, *, collapse: bool = True) -> ReportTree:
+        """The report as a tree of the model: in each layer its output, and its gradients.
+
+        Args:
+            collapse: Show equal blocks as one.
+        """
+        return tree_of(
+            "WhyReport",
+            self._verdict(),
+            self._tree_rows(),
+            ok=False if self.lost else None,
+            notes=self.notes,
+            collapse=collapse,
+        )
+
+    def _tree_rows(self) -> Iterator[TreeRow]:
+        places = collections.Counter((row.kind, row.label) for row in self.rows)
+        for row in self.rows:
+            group = RowGroup((row,))
+            is_only = places[row.kind, row.label] == 1
+            lost = TreeFigure("shardings lost", len(row.losses), "count")
+            yield TreeRow(
+                row.label,
+                # A layer and one in it may be called the same.
+                item="" if is_only else f"{row.kind} of {row.path}",
+                line=f"{f'{row.kind} ' * is_only}[{row.axes}]  {group.short}",
+                figures=(lost,) * bool(row.losses),
+                details=(group.sentence(bool(self.at)),),
+                ok=False if row.losses else None,
+            )
 
     def _is_asked(self, row: WhyRow) -> bool:
         """Whether a row is about what the report was narrowed to itself, not about a part of it."""
