@@ -88,9 +88,9 @@ class TreeNode:
             waiting += node.children[::-1]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ReportTree:
-    """A report as a tree, which treescope and HTML pages unfold.
+    """A report as a tree, which treescope and HTML pages unfold, and ``print`` shows as lines.
 
     Attributes:
         kind: What it is a tree of, such as ``"ShardingPlan"``.
@@ -111,6 +111,11 @@ class ReportTree:
     def __post_init__(self) -> None:
         object.__setattr__(self, "verdict", printable(self.verdict))
         object.__setattr__(self, "notes", tuple(map(printable, self.notes)))
+
+    def __repr__(self) -> str:
+        import treescope
+
+        return treescope.render_to_text(self)
 
     def walk(self) -> Iterator[TreeNode]:
         """Every node, as the tree reads from top to bottom."""

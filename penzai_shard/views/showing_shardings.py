@@ -11,7 +11,7 @@ from penzai_shard.array_kinds import is_abstract, is_concrete, is_traced
 from penzai_shard.errors import PlanError, RuleTypeError
 from penzai_shard.library_apis.treescope_api import show_own_parts
 from penzai_shard.named_leaves import NamedLeaf, leaves_of
-from penzai_shard.planning import LeafPlan
+from penzai_shard.planning import LeafPlan, ShardingPlan
 from penzai_shard.views.array_parts import array_parts
 from penzai_shard.views.sharding_drawing import ShardingDrawing
 
@@ -78,6 +78,11 @@ _Described = tuple[str, Sequence[Any] | None, tuple[int, ...], Any, Sharding]
 
 def _described(array: Any) -> _Described:
     """What an array is called, its names, shape, dtype and sharding."""
+    if isinstance(array, ShardingPlan):
+        raise RuleTypeError(
+            f"a plan is of several arrays ({len(array.leaves)}), and one is drawn at a time. Give "
+            "one of plan.leaves, or a parameter: param_dict(plan.restore_structs())[name]."
+        )
     if isinstance(array, LeafPlan):
         if array.sharding is None:
             raise PlanError(
@@ -128,7 +133,7 @@ def _only_leaf(value: Any) -> NamedLeaf:
     shown = ", ".join(leaf.path for leaf in leaves[:3]) + (", ..." if len(leaves) > 3 else "")
     raise RuleTypeError(
         f"{kind} holds {len(leaves)} arrays, and one is drawn at a time: {shown}. Give one of "
-        "them; make_plan(tree, mesh, rules) shows the layout of all."
+        "them, such as a parameter by its name: param_dict(model)[name]."
     )
 
 

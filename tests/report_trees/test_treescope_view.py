@@ -46,7 +46,8 @@ def page(value):
 
 
 def test_text_has_a_line_for_each_node_with_its_figures():
-    assert treescope.render_to_text(blocks(3)).splitlines() == [
+    assert str(blocks(3)) == treescope.render_to_text(blocks(3))
+    assert str(blocks(3)).splitlines() == [
         "<Plan: all of it",
         "  lm  held 7.0 MiB (100%)",
         "    block_{0-2} x 3  held 6.0 MiB (86%), each 2.0 MiB",
