@@ -8,7 +8,6 @@ no checkpoint is without it; there is one for each process, which has batches of
 import contextlib
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Mapping
 from types import TracebackType
@@ -25,6 +24,7 @@ from penzai_shard.fitting.batch_sources import Position
 from penzai_shard.fitting.log_records import EVALUATION
 from penzai_shard.processes import failing_together
 from penzai_shard.training.train_state import to_flat
+from penzai_shard.whole_files import write_whole
 
 _BATCHES = re.compile(r"step_(\d{8,})\.batches-(\d+)-of-(\d+)\.json")
 
@@ -174,10 +174,5 @@ def _write_whole(folder: Any, name: str, text: str) -> None:
     """Writes a file so that there is all of it under its name, or nothing."""
     if is_remote(str(folder)):
         (folder / name).write_text(text)
-        return
-    beside = folder / f".{name}.writing"
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, folder / name)
+    else:
+        write_whole(folder / name, text)

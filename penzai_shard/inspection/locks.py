@@ -28,6 +28,7 @@ from penzai_shard.inspection.lock_files import lock_from_text, lock_to_text
 from penzai_shard.inspection.memory_report import MemoryReport
 from penzai_shard.inspection.programs import compile_step
 from penzai_shard.meshes import mesh_text
+from penzai_shard.whole_files import write_whole
 
 # What turns a step into a program. XLA is a part of jaxlib, or of the accelerator's own package.
 _MAKERS = ("jax", "jaxlib")
@@ -154,13 +155,7 @@ class ShardingLock:
         Returns:
             The file.
         """
-        path = pathlib.Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Nobody reads half a lock, also if several processes write.
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(self.to_json(), encoding="utf-8", newline="\n")
-        beside.replace(path)
-        return path
+        return write_whole(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "ShardingLock":

@@ -1,0 +1,34 @@
+"""Files that are written whole: whoever reads one finds all of it, or what was there before."""
+
+import os
+import pathlib
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> pathlib.Path:
+    """Writes a text file in the place of one that is there.
+
+    Args:
+        path: The file; its folder is made if there is none.
+        text: What it shall hold, in UTF-8; lines end as they do in the text.
+
+    Returns:
+        The file.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_whole(f"{folder}/new/file.txt", "all of it").read_text()
+    'all of it'
+    """
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Nobody reads half of it, also if several processes write.
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(beside, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path
