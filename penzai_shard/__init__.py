@@ -130,6 +130,7 @@ from penzai_shard.training import (
     shard_batch,
     train_state_sharding,
 )
+from penzai_shard.views.report_page import report
 from penzai_shard.views.sharding_drawing import ShardingDrawing
 from penzai_shard.views.showing_shardings import show_sharding
 
@@ -234,6 +235,7 @@ __all__ = [
     "published_model",
     "rematerialise_blocks",
     "replace",
+    "report",
     "restore_params",
     "restore_structs",
     "restore_train_state",

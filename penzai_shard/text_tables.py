@@ -160,24 +160,33 @@ class TextTable(NotebookView):
     def html(self) -> str:
         """The table as a piece of HTML that needs nothing else, for light and dark pages."""
         rows = self.text_rows()
+        parts = [f"<style>{_CSS}</style>"]
+        if verdict := self.text_verdict():
+            # A code host that drops styles shows it in bold all the same.
+            shown = _element("strong", verdict, "", self.verdict_style())
+            parts.append(f"<div>{shown}</div>")
+        if rows or self.has_headings_alone:
+            parts += self._html_table(rows, styled=True)
+        parts += [_element("div", line) for line in (*self.text_summary(), *_left_out(rows))]
+        return "".join(parts)
+
+    def html_rows(self) -> str:
+        """The rows alone as HTML, for a page that has a style and shows the rest itself.
+
+        Its classes are ``pzs-table``, ``r`` for cells of numbers, ``n`` for what is not wrapped,
+        and the words of rich's styles, such as ``green``.
+        """
+        rows = self.text_rows()
+        if not rows and not self.has_headings_alone:
+            return ""
+        parts = [*self._html_table(rows, styled=False)]
+        return "".join([*parts, *(_element("div", line) for line in _left_out(rows))])
+
+    def _html_table(self, rows: Sequence[tuple[str, ...]], styled: bool) -> Iterator[str]:
         classes = [
             "r n" if heading in self.right_aligned else "n" if heading in self.unwrapped else ""
             for heading in self.headings
         ]
-        parts = [f"<style>{_CSS}</style>"]
-        if verdict := self.text_verdict():
-            # A code host that drops styles shows it in bold all the same.
-            shown = _element("strong", verdict, style=self.verdict_style())
-            parts.append(f"<div>{shown}</div>")
-        if rows or self.has_headings_alone:
-            parts += self._html_table(rows, classes)
-        notes = list(self.text_summary())
-        if len(rows) > NOTEBOOK_ROWS:
-            notes.append(f"and {len(rows) - NOTEBOOK_ROWS:,} more rows; print shows them all")
-        parts += [_element("div", line) for line in notes]
-        return "".join(parts)
-
-    def _html_table(self, rows: Sequence[tuple[str, ...]], classes: Sequence[str]) -> Iterator[str]:
         yield '<table class="pzs-table"><thead><tr>'
         for heading, kind in zip(self.headings, classes, strict=True):
             yield _element("th", heading, kind)
@@ -186,7 +195,7 @@ class TextTable(NotebookView):
             yield "<tr>"
             for heading, kind, cell in zip(self.headings, classes, row, strict=True):
                 style = self.style_of(number, heading)
-                yield _element("td", cell, kind, style, heading in self.paths)
+                yield _element("td", cell, kind, style, styled, heading in self.paths)
             yield "</tr>"
         yield "</tbody></table>"
 
@@ -384,8 +393,24 @@ def _total(widths: Iterable[int]) -> int:
     return sum(widths) + len(_GAP) * max(len(widths) - 1, 0)
 
 
-def _element(tag: str, text: str, kind: str = "", style: str = "", path: bool = False) -> str:
-    css = ";".join(_HTML_STYLES[word] for word in style.split() if word in _HTML_STYLES)
+def _left_out(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """What is said of rows that are not shown."""
+    more = len(rows) - NOTEBOOK_ROWS
+    return [f"and {more:,} more rows; print shows them all"] if more > 0 else []
+
+
+def _element(
+    tag: str,
+    text: str,
+    kind: str = "",
+    style: str = "",
+    styled: bool = True,
+    path: bool = False,
+) -> str:
+    known = [word for word in style.split() if word in _HTML_STYLES]
+    css = ";".join(_HTML_STYLES[word] for word in known) if styled else ""
+    if not styled:
+        kind = " ".join([kind, *known]).strip()
     attributes = (f' class="{kind}"' if kind else "") + (f' style="{css}"' if css else "")
     words = []
     for word in printable(text).split(" "):

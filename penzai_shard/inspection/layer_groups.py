@@ -53,12 +53,21 @@ def group_of(labels: Sequence[str], root: Sequence[str]) -> tuple[str, ...]:
     >>> group_of(["model/lm_head", "loss"], ["model"])
     ('model/lm_head', 'loss')
     """
+    return tuple(map(folding_key, parts_of_model(labels, root)))
+
+
+def parts_of_model(labels: Sequence[str], root: Sequence[str]) -> tuple[str, ...]:
+    """The same, with the numbers of blocks: the part of the model around layers side by side.
+
+    >>> parts_of_model(["model/block_3/mlp/up"], ["model"])
+    ('model/block_3/mlp',)
+    """
     layers = [label.split("/") for label in labels if label not in OTHER_OWNERS]
     around = common_parts(layers)
     if len(layers) == 1 and len(around) > len(root) + 1:
         around = around[:-1]
     others = [name for name in OTHER_OWNERS if name in labels]
-    return (*([folding_key("/".join(around))] if layers else []), *others)
+    return (*(["/".join(around)] if layers else []), *others)
 
 
 def _joined(layers: Sequence[str], labels: Collection[str], count: int) -> str:

@@ -53,7 +53,7 @@ def layer_labels(model: Any) -> dict[str, str]:
 def _add_owners(owners: dict[Keys, list[str]], node: Any, keys: Keys) -> list[str] | None:
     """Adds what the names of the parameters in each node have in common; None if it has none."""
     if is_parameter(node):
-        return _owner(variable_name(node, keys_text(keys)))
+        return layer_of_parameter(variable_name(node, keys_text(keys)))
     below = [_add_owners(owners, child, (*keys, key)) for key, child in children_of(node)]
     found = [parts for parts in below if parts is not None]
     if not found:
@@ -62,8 +62,12 @@ def _add_owners(owners: dict[Keys, list[str]], node: Any, keys: Keys) -> list[st
     return owners[keys]
 
 
-def _owner(name: str) -> list[str]:
-    """The parts of a parameter's name without its own: of ``"mlp/up.weights"`` mlp and up."""
+def layer_of_parameter(name: str) -> list[str]:
+    """The parts of a parameter's name without its own.
+
+    >>> layer_of_parameter("mlp/up.weights")
+    ['mlp', 'up']
+    """
     *around, last = name.split("/")
     layer, dot, _ = last.rpartition(".")
     return [*around, layer] if dot else around

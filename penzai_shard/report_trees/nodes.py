@@ -1,7 +1,9 @@
 """A report as a tree of lines with figures: plain data, for any view to draw."""
 
 import dataclasses
-from collections.abc import Iterator
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator
 
 from penzai_shard.report_trees.readable_text import Unit, printable, quantity_text, share_text
 
@@ -121,3 +123,34 @@ class ReportTree:
         """Every node, as the tree reads from top to bottom."""
         for child in self.children:
             yield from child.walk()
+
+    def opened(self, lines: int) -> set[int]:
+        """The nodes that a view opens at first: the largest, as long as it is not much to read.
+
+        Args:
+            lines: How much may be shown at first.
+
+        Returns:
+            The identities of the nodes.
+        """
+        left = lines - len(self.children) - len(self.notes)
+        found: set[int] = set()
+        numbers = itertools.count()
+        waiting: list[tuple[bool, float, int, TreeNode]] = []
+
+        def wait(nodes: Iterable[TreeNode]) -> None:
+            for node in nodes:
+                # What is bad comes first, then what is large.
+                largest = max((figure.share or 0.0 for figure in node.figures), default=0.0)
+                heapq.heappush(waiting, (node.ok is not False, -largest, next(numbers), node))
+
+        wait(self.children)
+        while waiting:
+            *_, node = heapq.heappop(waiting)
+            below = len(node.children) + len(node.details)
+            # Of what is bad the sentences are what people came for.
+            if (node.children or (node.ok is False and below)) and below <= left:
+                left -= below
+                found.add(id(node))
+                wait(node.children)
+        return found

@@ -1,8 +1,6 @@
 """A report's tree in treescope: nodes that fold, with bars for shares and figures on hovering."""
 
-import heapq
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from treescope import rendering_parts as parts
@@ -31,7 +29,7 @@ def treescope_part(tree: ReportTree, path: str | None = None) -> Any:
     below = [_remark(note) for note in tree.notes]
     if not tree.children and not below:
         return parts.build_one_line_tree_node(parts.siblings(heading, parts.text(">")), path)
-    opened = _opened(tree)
+    opened = tree.opened(_LINES_OPEN)
     return parts.build_foldable_tree_node_from_children(
         prefix=heading,
         children=[*(_node(child, 1, opened) for child in tree.children), *below],
@@ -107,31 +105,6 @@ def _remark(text: str) -> Any:
 
 def _styled(part: Any, classes: str, title: str = "") -> Any:
     return StyledPart(part, classes, _RULES, title)
-
-
-def _opened(tree: ReportTree) -> set[int]:
-    """The nodes that are open at first: the largest, as long as it is not much to read."""
-    left = _LINES_OPEN - len(tree.children) - len(tree.notes)
-    opened: set[int] = set()
-    numbers = itertools.count()
-    waiting: list[tuple[bool, float, int, TreeNode]] = []
-
-    def wait(nodes: Iterable[TreeNode]) -> None:
-        for node in nodes:
-            # What is bad comes first, then what is large.
-            largest = max((figure.share or 0.0 for figure in node.figures), default=0.0)
-            heapq.heappush(waiting, (node.ok is not False, -largest, next(numbers), node))
-
-    wait(tree.children)
-    while waiting:
-        *_, node = heapq.heappop(waiting)
-        lines = len(node.children) + len(node.details)
-        # Of what is bad the sentences are what people came for.
-        if (node.children or (node.ok is False and lines)) and lines <= left:
-            left -= lines
-            opened.add(id(node))
-            wait(node.children)
-    return opened
 
 
 def _bar_rules() -> Iterator[str]:

@@ -1,0 +1,64 @@
+"""HTML that cannot be broken by what it shows: all text is escaped unless it is HTML already."""
+
+import html
+
+from penzai_shard.text_tables import printable
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+# These have no end tag.
+_VOID = frozenset({"br", "link", "meta", "wbr"})
+
+
+def element(tag: str, *children: str | None, **attributes: str | bool | None) -> Markup:
+    """An element with what is in it.
+
+    Args:
+        tag: Its name.
+        *children: ``Markup``, or text, which is escaped; None is left out.
+        **attributes: Its attributes, their values escaped; a ``_`` at the end of a name is
+            dropped, and one within it becomes ``-``. False or None leaves an attribute out, True
+            is one without a value.
+
+    >>> element("p", "a < b ", element("b", "c"), class_="x", title='"')
+    '<p class="x" title="&quot;">a &lt; b <b>c</b></p>'
+    """
+    written = [tag]
+    for name, value in attributes.items():
+        name = name.removesuffix("_").replace("_", "-")
+        if value is True:
+            written.append(name)
+        elif value is not None and value is not False:
+            written.append(f'{name}="{escaped(value)}"')
+    start = f"<{' '.join(written)}>"
+    if tag in _VOID:
+        return Markup(start)
+    return Markup(f"{start}{joined(children)}</{tag}>")
+
+
+def joined(children: "tuple[str | None, ...] | list[Markup]") -> Markup:
+    """Pieces one after the other; text among them is escaped."""
+    return Markup("".join(escaped(child) for child in children if child is not None))
+
+
+def escaped(text: str) -> Markup:
+    r"""Text as HTML, control characters written out; what is HTML already as it is.
+
+    >>> escaped("a\x1b<b>"), escaped(Markup("<br>"))
+    ('a\\x1b&lt;b&gt;', '<br>')
+    """
+    return text if isinstance(text, Markup) else Markup(html.escape(printable(text)))
+
+
+def path_markup(path: str) -> Markup:
+    """A path that is broken after slashes, and nowhere else if there is room.
+
+    >>> path_markup("a/b<c")
+    'a/<wbr>b&lt;c'
+    """
+    return Markup(escaped(path).replace("/", "/<wbr>"))
