@@ -26,6 +26,7 @@ from penzai_shard.errors import (
 from penzai_shard.inspection.ahead_report import OTHER_DEVICES
 from penzai_shard.inspection.collective_report import CollectiveReport
 from penzai_shard.inspection.compile_ahead import compile_ahead
+from penzai_shard.inspection.lowered_steps import LoweredStep, lower_step
 from penzai_shard.inspection.memory_report import MemoryReport
 from penzai_shard.inspection.programs import CompiledProgram, compile_step
 from penzai_shard.inspection.topologies import Topology
@@ -36,16 +37,18 @@ _OF_MODELS = (
 )
 
 
-def add_asked_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the model or the step, its layout, and the devices."""
+def add_asked_arguments(parser: argparse.ArgumentParser, is_compiled: bool = True) -> None:
+    """Adds the model or the step, its layout, and, if it is compiled, the devices."""
     add_model_arguments(
         parser,
-        "; or one that returns (step, args) or (step, args, kwargs), to price any step; --mesh "
+        "; or one that returns (step, args) or (step, args, kwargs), for any step; --mesh "
         "and what else concerns a model is then left out",
     )
     add_layout_arguments(parser, mesh_required=False)
     add_step_arguments(parser)
     parser.set_defaults(of_models={name: parser.get_default(name) for name in _OF_MODELS})
+    if not is_compiled:
+        return
     parser.add_argument(
         "--topology",
         metavar="v5e:16x16",
@@ -142,6 +145,19 @@ class AskedStep:
             report.estimated,
             (f"Compiled by {report.compiler} in {report.seconds:.1f} s.", *report.notes),
         )
+
+    def lowered(self) -> LoweredStep:
+        """Lowers it, without compiling it.
+
+        Raises:
+            PlanError: Something has no valid layout.
+            ShardingError: Something does not go together.
+        """
+        with _warnings_as(self.notes):
+            step = self._step(None)
+            _progress(f"tracing {step.text.partition(';')[0]}")
+            with self._naming_what_is_called():
+                return lower_step(step.step, step.args, step.kwargs)
 
     @contextlib.contextmanager
     def _naming_what_is_called(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from penzai_shard.cli.mesh_arguments import mesh_shape
 from penzai_shard.cli.plan_commands import add_plan_commands
 from penzai_shard.cli.price_commands import add_price_commands
 from penzai_shard.cli.processes import is_started, joined, start_processes
+from penzai_shard.cli.why_command import add_why_command
 from penzai_shard.errors import MeshError, MissingExtraError, ShardingError
 
 
@@ -32,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     add_checkpoint_commands(commands)
     add_plan_commands(commands)
     add_price_commands(commands)
+    add_why_command(commands)
     return parser
 
 

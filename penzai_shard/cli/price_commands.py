@@ -78,7 +78,7 @@ def _price(options: argparse.Namespace) -> int:
     try:
         found = asked.compiled()
     except PlanError as error:
-        return _without_layout(asked, options, error)
+        return print_without_layout(asked, options, error)
     if limit is not None:
         found = found.with_limit(limit)
     seconds = None
@@ -117,7 +117,7 @@ def _lock(options: argparse.Namespace) -> int:
     try:
         program = asked.compiled().program
     except PlanError as error:
-        return _without_layout(asked, options, error)
+        return print_without_layout(asked, options, error)
     if program is None:
         raise CompilationError(
             "the step does not fit into the devices, and so has no program to lock. penzai-shard "
@@ -136,7 +136,8 @@ def _lock(options: argparse.Namespace) -> int:
     return 0
 
 
-def _without_layout(asked: AskedStep, options: argparse.Namespace, error: PlanError) -> int:
+def print_without_layout(asked: AskedStep, options: argparse.Namespace, error: PlanError) -> int:
+    """Says that a step has no valid layout; gives the exit status."""
     findings = list(error.problems) or [str(error)]
     if options.json:
         print(json.dumps({**asked.said(), "fits": False, "findings": findings}, indent=2))
