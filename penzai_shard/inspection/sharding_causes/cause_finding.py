@@ -1,6 +1,7 @@
 """Where each mesh axis of a value comes from: an argument, a constraint, what is declared."""
 
-import re
+import dataclasses
+import functools
 from collections.abc import Sequence
 
 from jax.sharding import NamedSharding
@@ -13,15 +14,12 @@ from penzai_shard.inspection.sharding_causes.operation_words import (
     source_line,
 )
 from penzai_shard.inspection.sharding_causes.records import CauseKind, ShardingCause, WayStep
-from penzai_shard.inspection.step_arrays import StepArray
+from penzai_shard.inspection.step_arrays import Names, StepArray
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.rule_kinds import IdentityRule, LogicalAxis, NameRule
-from penzai_shard.sharding_propagation import FLOW, Hop, Operation, PropagatedProgram
+from penzai_shard.sharding_propagation import FLOW, Cause, Hop, Operation, PropagatedProgram
 from penzai_shard.training.gradient_step import GRADIENT_SCOPE
 
-Spec = tuple[tuple[str, ...], ...]
-
-_NUMBERED = re.compile(r"(input|output): (\d+)$")
 _KINDS: dict[str, CauseKind] = {"parameters": "parameter", "inputs": "input"}
 _WORDS = {
     "parameters": "the parameter",
@@ -30,6 +28,18 @@ _WORDS = {
     "state variables": "the state",
     "constants": "the model's array",
 }
+# What hands on one array, at most in another form.
+_SAME_ARRAY = frozenset(
+    {
+        FLOW,
+        "stablehlo.convert",
+        "stablehlo.dynamic_slice",
+        "stablehlo.reshape",
+        "stablehlo.slice",
+        "stablehlo.transpose",
+        "sdy.sharding_constraint",
+    }
+)
 
 
 class CauseFinder:
@@ -43,13 +53,9 @@ class CauseFinder:
     def __init__(self, program: PropagatedProgram, step: LoweredStep) -> None:
         self._program = program
         self._step = step
-        self._arguments = {
-            value: step.arguments[name]
-            for name, value in program.arguments.items()
-            if name in step.arguments
-        }
-        self._by_number = tuple(program.arguments.values())
+        self._scopes = step.scopes
         self._constraints = {op.constraint: op for op in program.operations if op.constraint}
+        self._cause = functools.cache(self._computed_cause)
         self._parameters = {
             array.path.removeprefix("params/"): array
             for array in step.arguments.values()
@@ -64,190 +70,203 @@ class CauseFinder:
             for mesh_axis in dimension
         )
 
-    def of_result(self, number: int) -> tuple[ShardingCause, ...]:
-        """The causes of all mesh axes of a result, as it comes out."""
-        returned = self._program.returned[number]
-        value = self._program.results[number]
-        own = _axes_in(self._program.values[value].spec or ())
-        return tuple(
-            self._declared(number, mesh_axis)
-            if mesh_axis not in own
-            or returned.origins.get(mesh_axis) in ("self", f"output: {number}")
-            else self.cause(value, mesh_axis)
-            for dimension in returned.spec or ()
-            for mesh_axis in dimension
-        )
-
     def cause(self, value: int, mesh_axis: str) -> ShardingCause:
         """Where a mesh axis of a value comes from."""
-        hops = self._program.way(value, mesh_axis)
-        way = self._told(hops)
-        end = hops[-1].source if hops else value
-        if end in self._arguments:
-            return self._of_argument(end, mesh_axis, way)
-        maker = self._program.makers.get(end)
-        if maker is not None and maker.constraint:
-            return self._of_constraint(maker, mesh_axis, way)
-        # A constraint also lays out what it takes, and what is declared of a result what is given.
-        origin = self._program.values[end].origins.get(mesh_axis, "")
-        if origin in self._constraints:
-            return self._of_constraint(self._constraints[origin], mesh_axis, way)
-        if numbered := _NUMBERED.match(origin):
-            number = int(numbered[2])
-            if numbered[1] == "input":
-                return self._of_argument(self._by_number[number], mesh_axis, way)
-            return self._declared(number, mesh_axis, way)
-        for user in self._program.users.get(end, ()):
-            if user.constraint:
-                return self._of_constraint(user, mesh_axis, way)
-        return self._of_region(maker, mesh_axis, way)
+        return self._cause(value, mesh_axis)
 
-    def _told(self, hops: Sequence[Hop]) -> tuple[WayStep, ...]:
-        steps = [
-            self.step_of(hop.operation) for hop in reversed(hops) if hop.operation.kind != FLOW
-        ]
-        return tuple(dict.fromkeys(steps))
+    def _computed_cause(self, value: int, mesh_axis: str) -> ShardingCause:
+        first, *others = self._program.causes(value, mesh_axis)
+        first = self._by_origin(value, mesh_axis, first)
+        found = self._read(first, mesh_axis)
+        also = dict.fromkeys(self._read(other, mesh_axis).source for other in others)
+        return found.with_others(source for source in also if source != found.source)
+
+    def _by_origin(self, value: int, mesh_axis: str, cause: Cause) -> Cause:
+        """A cause as Shardy says it of the value, where the way to it cannot be right.
+
+        Shardy writes down the hops at the results of a program all for the first one.
+        """
+        kind, _, number = self._program.values[value].origins.get(mesh_axis, "").partition(": ")
+        if cause.kind not in ("output", "operation") or kind == "self":
+            return cause
+        if kind == "output" and cause.name == f"result {number}":
+            return cause
+        found: int | None = None
+        if kind == "input":
+            found, name = list(self._program.arguments.items())[int(number)][::-1]
+            made = dataclasses.replace(cause, kind="argument", name=name, operation=None)
+        elif kind == "output":
+            found = self._program.results[int(number)]
+            made = dataclasses.replace(cause, kind="output", name=f"result {number}")
+        elif kind in self._constraints:
+            operation = self._constraints[kind]
+            found = operation.results[0]
+            made = dataclasses.replace(cause, kind="constraint", operation=operation)
+        if found is None or (place := self._place_of(found, mesh_axis)) is None:
+            return cause
+        way = () if cause.value != found else cause.way
+        dimension, own = place
+        return dataclasses.replace(made, value=found, mesh_axis=own, dimension=dimension, way=way)
+
+    def _place_of(self, value: int, mesh_axis: str) -> tuple[int, str] | None:
+        """The dimension of a value that is on a mesh axis or a part of it, and what it is on."""
+        name = mesh_axis.partition(":")[0]
+        for dimension, axes in enumerate(self._program.values[value].spec or ()):
+            for axis in axes:
+                if axis.partition(":")[0] == name:
+                    return dimension, axis
+        return None
 
     def step_of(self, operation: Operation) -> WayStep:
         """An operation in words, with its layer and its line."""
         return WayStep(
             operation_text(operation),
-            layer_of(operation, self._step.scopes),
+            layer_of(operation, self._scopes),
             source_line(operation.frames),
         )
 
-    def _of_argument(self, value: int, mesh_axis: str, way: tuple[WayStep, ...]) -> ShardingCause:
-        array = self._arguments.get(value)
-        if array is None:
-            text = "an argument that the step does not name"
-            return ShardingCause(mesh_axis, "other argument", "", None, "", text, way)
-        spec = _spec_of(array, self._program.values[value].spec)
-        where, logical_axis = _where(spec, array.names, mesh_axis)
-        path = array.path.removeprefix("params/").removeprefix("inputs/")
-        text = f"{_WORDS.get(array.part, 'the argument')} {path}, whose {where}"
-        kind = _KINDS.get(array.part, "other argument")
-        return ShardingCause(mesh_axis, kind, array.path, logical_axis, "", text, way)
+    def _read(self, cause: Cause, mesh_axis: str) -> ShardingCause:
+        found = self._found(cause)
+        return found.on_its_way(mesh_axis, cause.mesh_axis, cause.dimension, self._told(cause.way))
 
-    def _declared(
-        self, number: int, mesh_axis: str, way: tuple[WayStep, ...] = ()
-    ) -> ShardingCause:
+    def _told(self, hops: Sequence[Hop]) -> tuple[WayStep, ...]:
+        operations = [hop.operation for hop in reversed(hops) if hop.operation.kind != FLOW]
+        return tuple(dict.fromkeys(map(self.step_of, operations)))
+
+    def _found(self, cause: Cause) -> ShardingCause:
+        """What the cause is, without its way."""
+        match cause.kind:
+            case "argument":
+                return _of_argument(self._step.arguments.get(cause.name), cause.dimension)
+            case "output":
+                return self._of_result(self._program.results.index(cause.value), cause.dimension)
+            case "constraint" if cause.operation is not None:
+                return self._of_constraint(cause.operation, cause)
+        at = self._place(cause.operation)
+        if cause.kind == "manual":
+            return ShardingCause("shard_map", at, f"the specs of a jax.shard_map{at}")
+        return ShardingCause("unknown", at, f"nothing that Shardy names{at}")
+
+    def constraint_text(self, operation: Operation) -> str:
+        """What a constraint is, in words."""
+        cause = Cause("constraint", "", operation.results[0], "", 0, operation, ())
+        return self._of_constraint(operation, cause).source
+
+    def _place(self, operation: Operation | None) -> str:
+        step = None if operation is None else self.step_of(operation)
+        if step is None or not (step.layer or step.line):
+            return ""
+        return f" in {step.layer}" if step.layer else f" at {step.line}"
+
+    def _of_result(self, number: int, dimension: int) -> ShardingCause:
         """What is declared of a result: by ``out_shardings``, or by a train step."""
         result = self._step.results[number]
-        where, logical_axis = _where(
-            self._program.returned[number].spec or (), result.names, mesh_axis
-        )
         kind: CauseKind = "declared result"
-        text = f"the layout that the step declares for its result {result.path}, whose {where}"
-        if result.part == "parameters" and self._step.scopes.of_step:
-            kind = "parameter"
-        if result.part != "outputs" and self._step.scopes.of_step:
-            text = f"the train step, which gives {result.path} back as it got it: its {where}"
-        return ShardingCause(mesh_axis, kind, result.path, logical_axis, "", text, way)
+        source = f"the layout that the step declares for its result {result.path}"
+        if result.part != "outputs" and self._scopes.of_step:
+            kind = _KINDS.get(result.part, kind)
+            source = f"the train step, which gives {result.path} back as it got it"
+        return ShardingCause(kind, result.path, source, _name(result.names, dimension))
 
-    def _of_constraint(
-        self, operation: Operation, mesh_axis: str, way: tuple[WayStep, ...]
-    ) -> ShardingCause:
-        layers = self._step.scopes.paths_in(operation.name)
-        if layers and layers[-1] in self._step.scopes.pinning:
-            return self._of_constraint_layer(layers[-1], operation, mesh_axis, way)
+    def _of_constraint(self, operation: Operation, cause: Cause) -> ShardingCause:
+        layers = self._scopes.paths_in(operation.name)
+        if layers and layers[-1] in self._scopes.pinning:
+            return self._of_pinning_layer(layers[-1], operation, cause)
         parameter = self.parameter_pinned_by(operation)
-        spec = self._spec(operation)
         if parameter is not None:
-            where, logical_axis = _where(spec, parameter.names, mesh_axis)
             name = parameter.path.removeprefix("params/")
             of = "gradient" if f"/{GRADIENT_SCOPE}/" in operation.name else "update"
             kind: CauseKind = "train step"
-            text = f"the train step, which lays out the {of} of {name} as the optimizer keeps its "
-            text += f"moments: its {where}"
-            if _spec_of(parameter, None) == _padded(spec, len(parameter.shape)):
+            source = f"the train step, which lays out the {of} of {name} as the optimizer keeps "
+            source += "its moments"
+            if _spec_of(parameter) == self._program.values[cause.value].spec:
                 kind = "parameter"
-                text = (
-                    f"the parameter {name}, as which the train step lays out its {of}: its {where}"
-                )
-            return ShardingCause(mesh_axis, kind, parameter.path, logical_axis, "", text, way)
-        where, _ = _where(spec, None, mesh_axis)
-        layer = layer_of(operation, self._step.scopes)
+                source = f"the parameter {name}, as which the train step lays out its {of}"
+            logical_axis = _name(parameter.names, cause.dimension)
+            return ShardingCause(kind, parameter.path, source, logical_axis)
         line = source_line(operation.frames, by_user=True)
-        text = "jax.lax.with_sharding_constraint" + (f" at {line}" if line else "")
-        text += f" in layer {layer}" if layers else ""
-        return ShardingCause(
-            mesh_axis, "constraint", line or layer, None, "", f"{text}, whose {where}", way
-        )
+        source = "jax.lax.with_sharding_constraint" + (f" at {line}" if line else "")
+        layer = self._scopes.label(layers[-1]) if layers else ""
+        source += f" in layer {layer}" if layers else ""
+        return ShardingCause("constraint", line or layer, source)
 
-    def _of_constraint_layer(
-        self, path: str, operation: Operation, mesh_axis: str, way: tuple[WayStep, ...]
-    ) -> ShardingCause:
-        scopes = self._step.scopes
-        layer, label = scopes.pinning[path], scopes.label(path)
-        if [scopes.label(other) for other in scopes.pinning].count(label) > 1:
+    def _of_pinning_layer(self, path: str, operation: Operation, cause: Cause) -> ShardingCause:
+        layer, label = self._scopes.pinning[path], self._scopes.label(path)
+        if [self._scopes.label(other) for other in self._scopes.pinning].count(label) > 1:
             label = path
-        spec = self._spec(operation)
-        shape = self._program.values[operation.results[0]].shape
-        names = next((a.names for a in scopes.outputs.of(path) if a.shape == shape), None)
-        where, logical_axis = _where(spec, names, mesh_axis)
-        texts = (_rule_text(rules, logical_axis, mesh_axis) for rules in layer.rules)
+        shape = self._program.values[cause.value].shape
+        outputs = self._scopes.outputs.of(path)
+        names = next((array.names for array in outputs if array.shape == shape), None)
+        source = f"the constraint layer {label} ({layer.kind})"
+        held = self.parameter_behind(operation.operands[0])
+        if held is not None:
+            names = self._names_of_one(held, shape)
+            source += f", which uses {held.path.removeprefix('params/')}"
+        logical_axis = _name(names, cause.dimension)
+        texts = (_rule_text(rules, logical_axis, cause.mesh_axis) for rules in layer.rules)
         rule = next(filter(None, texts), "")
-        text = f"the constraint layer {label} ({layer.kind})"
-        text += f", by its rule {rule}" if rule else f", whose {where}"
-        return ShardingCause(mesh_axis, "constraint layer", label, logical_axis, rule, text, way)
-
-    def _of_region(
-        self, operation: Operation | None, mesh_axis: str, way: tuple[WayStep, ...]
-    ) -> ShardingCause:
-        """What neither an argument nor a constraint has: the edge of a ``shard_map``, if any."""
-        if operation is None or "manual_computation" not in operation.kind:
-            text = "nothing that Shardy names"
-            return ShardingCause(mesh_axis, "unknown", "", None, "", text, way)
-        step = self.step_of(operation)
-        at = f" in {step.layer}" if step.layer else f" at {step.line}" if step.line else ""
-        text = f"the specs of a jax.shard_map{at}"
-        return ShardingCause(mesh_axis, "shard_map", step.layer or step.line, None, "", text, way)
+        return ShardingCause("constraint layer", label, source, logical_axis, rule)
 
     def parameter_pinned_by(self, operation: Operation) -> StepArray | None:
         """The parameter whose gradient or update a train step brings to its layout there."""
-        if self._step.scopes.paths_in(operation.name):
+        if self._scopes.paths_in(operation.name):
             return None
         parts = operation.name.split("/")[:-1]
         names = ("/".join(parts[i:]) for i in range(1, len(parts)))
         return next((self._parameters[name] for name in names if name in self._parameters), None)
 
-    def _spec(self, operation: Operation) -> Spec:
-        return self._program.values[operation.results[0]].spec or ()
+    def parameter_behind(self, value: int) -> StepArray | None:
+        """The parameter that a value is, whole or one layer of a stack of it."""
+        seen: set[int] = set()
+        while value not in seen:
+            seen.add(value)
+            name = self._program.argument_names.get(value)
+            if name is not None:
+                array = self._step.arguments.get(name)
+                return array if array is not None and array.part == "parameters" else None
+            maker = self._program.makers.get(value)
+            if maker is not None and maker.kind in _SAME_ARRAY and maker.operands:
+                value = maker.operands[0]
+        return None
+
+    def _names_of_one(self, array: StepArray, shape: tuple[int, ...]) -> Names:
+        """The names of a parameter's dimensions; of one layer of a stack, without that of it."""
+        if array.shape == shape or array.names is None:
+            return array.names
+        kept = [number for number, name in enumerate(array.names) if name not in self._stacked]
+        return tuple(array.names[number] for number in kept) if len(kept) == len(shape) else None
+
+    @property
+    def _stacked(self) -> frozenset[LogicalAxis]:
+        return frozenset(self._scopes.stack_axes)
 
 
-def _where(
-    spec: Spec, names: Sequence[LogicalAxis | None] | None, mesh_axis: str
-) -> tuple[str, LogicalAxis | None]:
-    """Which dimension is on a mesh axis, in words, and its logical axis."""
-    whole = mesh_axis.partition(":")[0]
-    for number, mesh_axes in enumerate(spec):
-        if mesh_axis in mesh_axes or whole in {axis.partition(":")[0] for axis in mesh_axes}:
-            name = names[number] if names is not None and number < len(names) else None
-            what = f"dimension {number}" if name is None else f"logical axis {str(name)!r}"
-            return f"{what} is on mesh axis {whole!r}", name
-    return f"layout has mesh axis {whole!r}", None
+def _of_argument(array: StepArray | None, dimension: int) -> ShardingCause:
+    if array is None:
+        return ShardingCause("other argument", "", "an argument that the step does not name")
+    path = array.path.removeprefix("params/").removeprefix("inputs/")
+    source = f"{_WORDS.get(array.part, 'the argument')} {path}"
+    kind = _KINDS.get(array.part, "other argument")
+    return ShardingCause(kind, array.path, source, _name(array.names, dimension))
+
+
+def _name(names: Names, dimension: int) -> LogicalAxis | None:
+    return names[dimension] if names is not None and dimension < len(names) else None
 
 
 def _rule_text(rules: AxisRules, logical_axis: LogicalAxis | None, mesh_axis: str) -> str:
-    whole = mesh_axis.partition(":")[0]
+    """The rule that puts a logical axis on a mesh axis; empty where several may."""
+    name = mesh_axis.partition(":")[0]
+    found = []
     for rule in rules.rules:
-        if isinstance(rule, NameRule):
-            if logical_axis in (None, rule.logical_axis) and whole in rule.mesh_axes:
-                return str(rule)
-        elif isinstance(rule, IdentityRule) or whole in rule.mesh_axes:
-            return str(rule)
-    return ""
+        is_of_axis = isinstance(rule, IdentityRule) or name in rule.mesh_axes
+        is_of_name = not isinstance(rule, NameRule) or logical_axis in (None, rule.logical_axis)
+        if is_of_axis and is_of_name:
+            found.append(str(rule))
+    return found[0] if found and (len(found) == 1 or logical_axis is not None) else ""
 
 
-def _spec_of(array: StepArray, otherwise: Spec | None) -> Spec:
+def _spec_of(array: StepArray) -> tuple[tuple[str, ...], ...] | None:
     if not isinstance(array.sharding, NamedSharding):
-        return otherwise or ()
-    return tuple(map(tuple, mesh_axes_by_dimension(array.spec, len(array.shape))))
-
-
-def _padded(spec: Spec, rank: int) -> Spec:
-    return (*spec, *((),) * (rank - len(spec)))
-
-
-def _axes_in(spec: Spec) -> set[str]:
-    return {axis for dimension in spec for axis in dimension}
+        return None
+    return mesh_axes_by_dimension(array.spec, len(array.shape))

@@ -84,13 +84,16 @@ def _short(row: WhyRow) -> str:
         parts.append(WHOLE)
     for loss in row.losses:
         where = f" in {loss.layer}" if loss.layer else ""
-        parts.append(f"{loss.mesh_axis} lost at {loss.operation}{where}")
+        what = f"{loss.gathered} gathered over {loss.mesh_axis}"
+        if not loss.gathered:
+            what = f"{loss.mesh_axis} lost"
+        parts.append(f"{what} at {loss.operation}{where}")
     return "; ".join(parts)
 
 
 def _short_cause(cause: ShardingCause) -> str:
     if cause.kind == "unknown":
-        return cause.text
+        return cause.source
     kind = "" if cause.kind == "other argument" else f"{cause.kind} "
     text = kind + cause.path.removeprefix("params/").removeprefix("inputs/")
     if cause.rule:
@@ -101,16 +104,28 @@ def _short_cause(cause: ShardingCause) -> str:
 def _sentence(row: WhyRow, with_way: bool) -> str:
     text = f"{row.what} [{row.axes}]"
     text = text[0].upper() + text[1:]
-    parts = []
+    groups: dict[tuple[str, str], list[ShardingCause]] = {}
     for cause in row.causes:
-        part = str(cause)
-        if with_way and cause.way:
-            part += f", through {_way_text(cause.way)}"
-        parts.append(part)
+        more = _more_text(cause) if with_way else ""
+        groups.setdefault((cause.source, more), []).append(cause)
+    parts = []
+    for (source, more), causes in groups.items():
+        axes = " and ".join(repr(cause.mesh_axis) for cause in causes)
+        verb = "comes" if len(causes) == 1 else "come"
+        reasons = ", ".join(cause.reason for cause in causes)
+        parts.append(f"{axes} {verb} from {source}: {reasons}{more}")
     if row.is_whole:
         parts.append(f"it is {WHOLE}")
     parts += map(str, row.losses)
     return f"{text}: {'; '.join(parts)}".removesuffix(".") + "."
+
+
+def _more_text(cause: ShardingCause) -> str:
+    """Through what it came, and what else has proposed the same."""
+    text = f"; it came through {_way_text(cause.way)}" if cause.way else ""
+    if cause.also:
+        text += f"; {' and '.join(cause.also)} would have given the same"
+    return text
 
 
 def _way_text(way: Sequence[WayStep]) -> str:

@@ -18,7 +18,6 @@ from penzai_shard.inspection.step_arrays import StepArray
 from penzai_shard.sharding_propagation import FLOW, Operation, PropagatedProgram
 from penzai_shard.training.gradient_step import GRADIENT_SCOPE
 
-_RETURN = "func.return"
 # What a loop keeps of each round for later is written into one large array.
 _STORES = frozenset({"stablehlo.dynamic_update_slice"})
 _RESHAPES = frozenset({"stablehlo.reshape", "stablehlo.broadcast_in_dim"})
@@ -35,7 +34,6 @@ class FoundArray:
         label: What people call it.
         array: Its shape and its names.
         value: Its number in the program.
-        result: Its number among the results; None if it is not one.
     """
 
     kind: RowKind
@@ -43,7 +41,6 @@ class FoundArray:
     label: str
     array: StepArray
     value: int
-    result: int | None = None
 
 
 def found_arrays(
@@ -56,9 +53,9 @@ def found_arrays(
     yield from _LayerOutputFinder(program, step).found()
     yield from _gradients(program, finder)
     if len(step.results) == len(program.results):
-        for number, (array, value) in enumerate(zip(step.results, program.results, strict=True)):
+        for array, value in zip(step.results, program.results, strict=True):
             if array.part == "outputs" or not step.scopes.of_step:
-                yield FoundArray("result", array.path, array.path, array, value, number)
+                yield FoundArray("result", array.path, array.path, array, value)
 
 
 def _gradients(program: PropagatedProgram, finder: CauseFinder) -> Iterator[FoundArray]:
@@ -78,6 +75,7 @@ class _LayerOutputFinder:
 
     def __init__(self, program: PropagatedProgram, step: LoweredStep) -> None:
         self._program = program
+        self._results = frozenset(program.results)
         self._scopes = step.scopes
         self._layers = functools.cache(step.scopes.paths_in)
         self._is_forward = functools.cache(_is_forward)
@@ -118,10 +116,8 @@ class _LayerOutputFinder:
 
     def _use_outside(self, value: int, layer: str, seen: set[int]) -> str:
         """Whether others than a layer use a value, or a loop alone that keeps it for later."""
-        found = ""
+        found = "used" if value in self._results else ""
         for user in self._program.users.get(value, ()):
-            if user.kind == _RETURN:
-                return "used"
             if layer in self._layers(user.name) or user.number in seen:
                 continue
             seen.add(user.number)

@@ -1,6 +1,7 @@
 """What is said of a layout: where each mesh axis of it comes from, and where one was lost."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal
 
 from jax.sharding import PartitionSpec
@@ -46,26 +47,58 @@ class ShardingCause:
     """Where a mesh axis of a layout comes from.
 
     Attributes:
-        mesh_axis: The mesh axis, or a part of one, as ``data:(1)2``.
         kind: What it comes from.
         path: Which: the path of a parameter, an input or a result, the label of a constraint layer,
             the line of a constraint that a user wrote.
+        source: The same in words.
         logical_axis: The logical axis there that is on the mesh axis, if it has a name.
         rule: The rule that put it there, of a constraint layer by name; empty if not known.
-        text: All of that in words, to be read after "comes from".
-        way: The operations that it came through, from where it comes from on.
+        mesh_axis: The mesh axis, or a part of one, as ``data:(1)2``.
+        source_mesh_axis: As the source has it, which may have more of it.
+        dimension: The dimension of the source that is on it.
+        way: The operations that it came through, from the source on.
+        also: What has proposed the same at once, in words, and would be the cause without this.
     """
 
-    mesh_axis: str
     kind: CauseKind
     path: str
-    logical_axis: LogicalAxis | None
-    rule: str
-    text: str
+    source: str
+    logical_axis: LogicalAxis | None = None
+    rule: str = ""
+    mesh_axis: str = ""
+    source_mesh_axis: str = ""
+    dimension: int = 0
     way: tuple[WayStep, ...] = ()
+    also: tuple[str, ...] = ()
+
+    def on_its_way(
+        self, mesh_axis: str, source_mesh_axis: str, dimension: int, way: tuple[WayStep, ...]
+    ) -> "ShardingCause":
+        """The cause of a mesh axis that came on some way."""
+        return dataclasses.replace(
+            self,
+            mesh_axis=mesh_axis,
+            source_mesh_axis=source_mesh_axis,
+            dimension=dimension,
+            way=way,
+        )
+
+    def with_others(self, also: Iterable[str]) -> "ShardingCause":
+        """The cause, and what has proposed the same."""
+        return dataclasses.replace(self, also=tuple(also))
+
+    @property
+    def reason(self) -> str:
+        """Why the source has the mesh axis: a rule, or one of its dimensions."""
+        if self.rule:
+            return f"its rule {self.rule}"
+        what = f"dimension {self.dimension}"
+        if self.logical_axis is not None:
+            what = f"logical axis {str(self.logical_axis)!r}"
+        return f"its {what} is on mesh axis {self.source_mesh_axis!r}"
 
     def __str__(self) -> str:
-        return f"{self.mesh_axis!r} comes from {self.text}"
+        return f"{self.mesh_axis!r} comes from {self.source}: {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +113,9 @@ class ShardingLoss:
         line: Where it was written; empty if that is not known.
         reason: Why it was dropped, in words.
         fix: What brings it back, to be pasted; empty if nothing is known to.
+        kind: Why, in one word, as ``penzai_shard.sharding_propagation`` has it.
+        gathered: The parameter whose parts are only brought together for the operation, since
+            something else of it is on the mesh axis, as in fully sharded training; empty for none.
     """
 
     mesh_axis: str
@@ -89,11 +125,16 @@ class ShardingLoss:
     line: str
     reason: str
     fix: str = ""
+    kind: str = ""
+    gathered: str = ""
 
     def __str__(self) -> str:
         what = "" if self.logical_axis is None else f" of {str(self.logical_axis)!r}"
         where = f" in layer {self.layer}" if self.layer else ""
         line = f" ({self.line})" if self.line else ""
+        if self.gathered:
+            text = f"the parameter {self.gathered} is gathered over {self.mesh_axis!r} at "
+            return f"{text}{self.operation}{where}{line}: {self.reason}"
         text = f"the sharding{what} over {self.mesh_axis!r} was lost at {self.operation}{where}"
         text += f"{line}: {self.reason}"
         return f"{text}. {self.fix}" if self.fix else text

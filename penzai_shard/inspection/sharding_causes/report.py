@@ -17,6 +17,7 @@ from penzai_shard.inspection.sharding_causes.selection import selected_rows
 from penzai_shard.meshes import mesh_text
 from penzai_shard.report_trees import ReportTree, TreeFigure, TreeRow, tree_of
 from penzai_shard.text_tables import Report
+from penzai_shard.tree_paths import name_matches
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -51,8 +52,9 @@ class WhyReport(Report):
 
     @property
     def lost(self) -> tuple[WhyRow, ...]:
-        """The rows of arrays on whose way a sharding was lost."""
-        return tuple(row for row in self.rows if row.losses)
+        """The rows of arrays on whose way a sharding was lost; parameters that are gathered for use
+        do not count."""
+        return tuple(row for row in self.rows if any(not loss.gathered for loss in row.losses))
 
     @property
     def unexplained(self) -> tuple[WhyRow, ...]:
@@ -114,7 +116,7 @@ class WhyReport(Report):
 
     def _is_asked(self, row: WhyRow) -> bool:
         """Whether a row is about what the report was narrowed to itself, not about a part of it."""
-        return self.at in (row.label, row.path)
+        return any(name_matches(self.at, name) for name in (row.label, row.path))
 
     def _verdict(self) -> str:
         where = f"on mesh ({mesh_text(self.mesh_shape)})" if self.mesh_shape else "without a mesh"
@@ -125,7 +127,8 @@ class WhyReport(Report):
         if self.at:
             text = f"{self.at} {text}"
         if self.lost:
-            places = {(loss.operation, loss.layer) for row in self.lost for loss in row.losses}
+            losses = [loss for row in self.lost for loss in row.losses if not loss.gathered]
+            places = {(loss.operation, loss.layer) for loss in losses}
             text += f"; shardings were lost at {len(places)} place{'s' * (len(places) != 1)}"
         return text
 

@@ -8,6 +8,7 @@ from penzai_shard.inspection.lowered_steps import LoweredStep, lower_step
 from penzai_shard.inspection.programs import CompiledProgram
 from penzai_shard.inspection.sharding_causes.cause_finding import CauseFinder
 from penzai_shard.inspection.sharding_causes.found_arrays import FoundArray, found_arrays
+from penzai_shard.inspection.sharding_causes.loss_telling import LossTeller
 from penzai_shard.inspection.sharding_causes.records import ShardingCause, WhyRow
 from penzai_shard.inspection.sharding_causes.report import WhyReport
 from penzai_shard.sharding_propagation import PropagatedProgram
@@ -51,8 +52,9 @@ def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyRe
     lowered = _lowered(step, args, kwargs)
     program = PropagatedProgram.of(lowered.lowered)
     finder = CauseFinder(program, lowered)
+    teller = LossTeller(program, finder)
     rows = _distinct(
-        _row(found, program, finder) for found in found_arrays(program, lowered, finder)
+        _row(found, program, finder, teller) for found in found_arrays(program, lowered, finder)
     )
     report = WhyReport(
         rows=tuple(rows),
@@ -76,12 +78,10 @@ def _lowered(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowere
     return step
 
 
-def _row(found: FoundArray, program: PropagatedProgram, finder: CauseFinder) -> WhyRow:
+def _row(
+    found: FoundArray, program: PropagatedProgram, finder: CauseFinder, teller: LossTeller
+) -> WhyRow:
     value = program.values[found.value]
-    causes = finder.of_value(found.value)
-    if found.result is not None:
-        value = program.returned[found.result]
-        causes = finder.of_result(found.result)
     return WhyRow(
         kind=found.kind,
         path=found.path,
@@ -90,7 +90,8 @@ def _row(found: FoundArray, program: PropagatedProgram, finder: CauseFinder) -> 
         shape=value.shape,
         dtype=value.dtype,
         spec=value.spec or ((),) * len(value.shape),
-        causes=causes,
+        causes=finder.of_value(found.value),
+        losses=teller.of_value(found.value, found.label),
     )
 
 

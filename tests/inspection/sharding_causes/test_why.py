@@ -99,7 +99,7 @@ def test_constraint_layer_is_named_with_its_rule() -> None:
     (cause,) = row_of(why(model, named(P(), batch=8, a=8)), "l").causes
     assert (cause.kind, cause.rule) == ("constraint layer", "'batch' -> 'data'")
     assert cause.path == "l/sequential/constrain_sharding_by_name"
-    assert "ConstrainShardingByName), by its rule 'batch' -> 'data'" in str(cause)
+    assert "ConstrainShardingByName): its rule 'batch' -> 'data'" in str(cause)
 
 
 def test_unpinned_results_follow_and_declared_ones_say_so() -> None:
@@ -127,7 +127,7 @@ def test_at_narrows_and_says_the_whole_way(mlp_report: WhyReport) -> None:
         "output of block_0/down",
         "gradient of block_0/down.weights",
     }
-    assert "through a matrix product in block_0/down" in str(narrowed)
+    assert "came through a matrix product in block_0/down" in str(narrowed)
     assert {row.label for row in mlp_report.narrowed("**/up").rows} > {"block_1/up"}
     assert mlp_report.narrowed("params/block_0/up.weights").rows[0].kind == "gradient"
     with pytest.raises(SelectionError, match="Did you mean 'block_0/down'"):
