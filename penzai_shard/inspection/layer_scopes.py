@@ -124,7 +124,7 @@ class LayerScopes:
         number = self._numbers.setdefault(path, len(self.paths))
         if number == len(self.paths):
             self.paths.append(path)
-        return _Marked(layer, f"pzs_layer_{number}", path, self.outputs)
+        return MarkedLayer(layer, f"pzs_layer_{number}", path, self.outputs)
 
 
 def has_layers(tree: Any) -> bool:
@@ -150,7 +150,7 @@ def _names_held(layer: Any, paths: Iterable[str]) -> Iterator[str]:
 
 
 @pz.pytree_dataclass(has_implicitly_inherited_fields=True)
-class _Marked(Scoped):
+class MarkedLayer(Scoped):
     """A layer that writes its mark, and that no other layer can tell from the one in it.
 
     Layers may take several arguments, ask each other's types and read each other's private names.
@@ -168,7 +168,7 @@ class _Marked(Scoped):
     # What isinstance asks beside the type itself.
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return self.__dict__["body"].__class__ if "body" in self.__dict__ else _Marked
+        return self.__dict__["body"].__class__ if "body" in self.__dict__ else MarkedLayer
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and not name.startswith("__") and "body" in self.__dict__:
@@ -177,4 +177,4 @@ class _Marked(Scoped):
 
 
 def _is_mark(node: Any) -> bool:
-    return type(node) is _Marked
+    return type(node) is MarkedLayer
