@@ -124,7 +124,7 @@ class LayerScopes:
         number = self._numbers.setdefault(path, len(self.paths))
         if number == len(self.paths):
             self.paths.append(path)
-        return MarkedLayer(layer, f"pzs_layer_{number}", path, self.outputs)
+        return _Marked(layer, f"pzs_layer_{number}", path, self.outputs)
 
 
 def has_layers(tree: Any) -> bool:
@@ -150,11 +150,26 @@ def _names_held(layer: Any, paths: Iterable[str]) -> Iterator[str]:
 
 
 @pz.pytree_dataclass(has_implicitly_inherited_fields=True)
-class MarkedLayer(Scoped):
-    """A layer that writes its mark, and that no other layer can tell from the one in it.
+class DisguisedLayer(Scoped):
+    """A layer around another that no other layer can tell from the one in it.
 
     Layers may take several arguments, ask each other's types and read each other's private names.
     """
+
+    # What isinstance asks beside the type itself.
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self.__dict__["body"].__class__ if "body" in self.__dict__ else type(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and not name.startswith("__") and "body" in self.__dict__:
+            return getattr(self.__dict__["body"], name)
+        return super().__getattr__(name)
+
+
+@pz.pytree_dataclass(has_implicitly_inherited_fields=True)
+class _Marked(DisguisedLayer):
+    """A layer that writes its mark, and notes what comes out of it."""
 
     mark_path: str = dataclasses.field(metadata={"pytree_node": False})
     mark_outputs: LayerOutputs = dataclasses.field(metadata={"pytree_node": False})
@@ -165,16 +180,6 @@ class MarkedLayer(Scoped):
         self.mark_outputs.note(self.mark_path, output)
         return output
 
-    # What isinstance asks beside the type itself.
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return self.__dict__["body"].__class__ if "body" in self.__dict__ else MarkedLayer
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") and not name.startswith("__") and "body" in self.__dict__:
-            return getattr(self.__dict__["body"], name)
-        return super().__getattr__(name)
-
 
 def _is_mark(node: Any) -> bool:
-    return type(node) is MarkedLayer
+    return type(node) is _Marked

@@ -4,6 +4,18 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from penzai_shard.linting.array_checks import other_problems, unfit_axes
+from penzai_shard.linting.batch_checks import (
+    batches_that_do_not_fit,
+    uncallable_models,
+    whole_batches,
+)
+from penzai_shard.linting.conflict_checks import conflicts
+from penzai_shard.linting.constraint_checks import (
+    constraints_in_a_row,
+    constraints_of_nothing,
+    constraints_of_other_meshes,
+    constraints_that_split_nothing,
+)
 from penzai_shard.linting.findings import Finding
 from penzai_shard.linting.lint_subject import LintSubject
 from penzai_shard.linting.rule_checks import (
@@ -25,6 +37,14 @@ CHECKS: tuple[Check, ...] = (
     other_problems,
     names_of_mesh_axes,
     unused_rules,
+    constraints_of_other_meshes,
+    uncallable_models,
+    batches_that_do_not_fit,
+    whole_batches,
+    constraints_that_split_nothing,
+    constraints_of_nothing,
+    constraints_in_a_row,
+    conflicts,
     under_sharded,
     idle_mesh_axes,
 )

@@ -13,7 +13,11 @@ FindingKind: TypeAlias = Literal[
     "indivisible",
     "misfit",
     "unnamed",
+    "other mesh",
+    "uncallable",
     "conflict",
+    "contradiction",
+    "whole batch",
     "idle constraint",
     "under-sharded",
     "unused",
@@ -57,7 +61,11 @@ class Finding:
             - ``"unnamed"``: an array has no logical axes, so that no rule speaks of it;
             - ``"conflict"``: an activation and a parameter that meet are split over one mesh axis
               in different ways;
-            - ``"idle constraint"``: a constraint layer names no axis of what flows through it;
+            - ``"other mesh"``: a layer lays something out over another mesh;
+            - ``"uncallable"``: the model cannot be called with the batch;
+            - ``"contradiction"``: a constraint layer undoes what the one before it asks for;
+            - ``"whole batch"``: every device computes the whole batch;
+            - ``"idle constraint"``: a constraint layer pins nothing of what flows through it;
             - ``"under-sharded"``: a large array is whole over a mesh axis that is free for it;
             - ``"unused"``: a rule whose logical axis nothing has;
             - ``"idle mesh axis"``: a mesh axis that nothing is split over.

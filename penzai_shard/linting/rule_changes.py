@@ -23,10 +23,10 @@ def change_of_tables(subject: LintSubject, tables: Mapping[str, AxisRules]) -> C
     if subject.given_layout is not None:
         given: dict[str, Any] = dict(tables)
         layout = dataclasses.replace(subject.given_layout, **given)
-        said = ", ".join(f"{name}={_expression(rules)}" for name, rules in tables.items())
+        said = ", ".join(f"{name}={rules_text(rules)}" for name, rules in tables.items())
         return Change(f"layout = dataclasses.replace(layout, {said})", {"rules": layout})
     (rules,) = tables.values()
-    text = _expression(rules)
+    text = rules_text(rules)
     # In brackets it may be broken anywhere.
     return Change(f"rules = ({text})" if " | " in text else f"rules = {text}", {"rules": rules})
 
@@ -40,7 +40,7 @@ def replaced(rules: Sequence[Rule], old: Rule, new: Sequence[Rule]) -> list[Rule
     return [each for rule in rules for each in (new if rule == old else [rule])]
 
 
-def _expression(rules: AxisRules) -> str:
+def rules_text(rules: AxisRules) -> str:
     """Rules as code, as plainly as they can be written."""
     names = [rule for rule in rules.rules if isinstance(rule, NameRule) and not rule.yields]
     if len(names) < len(rules.rules):

@@ -1,0 +1,254 @@
+"""What flows through the model of a ``LintSubject``, traced once."""
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from penzai_shard.array_kinds import is_abstract, is_concrete
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.errors import ShardingError, ShardingWarning
+from penzai_shard.layers import ConstrainActivations, GatherParameters, ShardMapped
+from penzai_shard.linting.flow_layouts import LaidOutCall, laid_out_calls
+from penzai_shard.linting.lint_subject import LintSubject
+from penzai_shard.linting.model_flows import PASSERS, FlowingArray, ModelFlows, flows_through
+from penzai_shard.linting.pins import is_same_mesh
+from penzai_shard.meshes import mesh_shape_of
+from penzai_shard.named_leaves import NamedLeaf, leaves_of
+from penzai_shard.partition_specs import mesh_axes_by_dimension, mesh_axes_used
+from penzai_shard.path_folding import folding_key
+from penzai_shard.planning import LeafPlan
+from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.surgery.tree_nodes import is_layer, nodes_of
+from penzai_shard.training import TrainState
+
+# Axes of activations along which a model does not compute independently.
+_ALONG_A_SEQUENCE = frozenset(
+    {"seq", "sequence", "kv_seq", "tokens", "kv_tokens", "positions", "time", "length"}
+)
+
+LAYING_OUT = (*PASSERS, ConstrainActivations, GatherParameters, ShardMapped)
+"""Layers that say how something is laid out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SubjectFlows:
+    """What flows through a subject's model, and how it is laid out under its rules.
+
+    Attributes:
+        subject: The subject.
+        model: The model that was looked at: that of a train state, edited by the layout if it was
+            not yet.
+        is_edited_here: Whether it was edited here, so that its edits are not the user's.
+        flows: What flows; None without a batch, or without a model that can be called.
+        missing: Why there is nothing, in a sentence; empty if there is.
+    """
+
+    subject: LintSubject
+    model: Any
+    is_edited_here: bool
+    flows: ModelFlows | None
+    missing: str = ""
+
+    @classmethod
+    def of(cls, subject: LintSubject) -> "SubjectFlows":
+        """What flows through a subject's model; found once for equal models and batches."""
+        known: list[Any] = subject.shared.setdefault("flows", [])
+        layout = subject.given_layout
+        key = None if layout is None else (layout, subject.mesh)
+        for given, found in known:
+            if given == key:
+                return dataclasses.replace(found, subject=subject)
+        found = _found(subject)
+        known.append((key, found))
+        return found
+
+    @functools.cached_property
+    def calls(self) -> tuple[LaidOutCall, ...]:
+        """The calls of its layers; none without a batch."""
+        if self.flows is None:
+            return ()
+        return laid_out_calls(self.flows, self._of_input, self.of_parameter)
+
+    @functools.cached_property
+    def _leaves(self) -> dict[str, LeafPlan]:
+        # Of equal blocks the plan may have one alone.
+        leaves = self.subject.plan.leaves
+        return {folding_key(leaf.path): leaf for leaf in leaves} | {
+            leaf.path: leaf for leaf in leaves
+        }
+
+    def leaf_of(self, label: str) -> LeafPlan | None:
+        """The plan of a parameter, or of the same one in an equal block, by its label."""
+        path = self.path_of(label)
+        return self._leaves.get(path) or self._leaves.get(folding_key(path))
+
+    def path_of(self, label: str) -> str:
+        """The path of a parameter in the plan, by its label."""
+        return f"params/{label}" if isinstance(self.subject.model, TrainState) else label
+
+    def of_parameter(self, label: str) -> Mapping[LogicalAxis, tuple[str, ...]]:
+        """How a parameter is stored, by its label."""
+        leaf = self.leaf_of(label)
+        if leaf is None or leaf.spec is None:
+            return {}
+        return split_of(leaf.names, leaf.spec, self.sizes)
+
+    def batch_axis(self, leaf: NamedLeaf) -> LogicalAxis | None:
+        """The logical axis of an array of the batch that counts its examples; None without one."""
+        names = [name for name in leaf.names or () if name is not None]
+        layout = self.subject.given_layout
+        called = "batch" if layout is None else layout.names.get("batch", "batch")
+        if called in names:
+            return called
+        of_model = self.subject.plan.logical_axes
+        others = [name for name in names if name not in of_model and name not in _ALONG_A_SEQUENCE]
+        return others[0] if others else None
+
+    @functools.cached_property
+    def batch_axes(self) -> frozenset[LogicalAxis]:
+        """The logical axes that count examples."""
+        found = map(self.batch_axis, self.batch_leaves)
+        return frozenset(name for name in found if name is not None)
+
+    @functools.cached_property
+    def used_mesh_axes(self) -> frozenset[str]:
+        """The mesh axes that an array, the batch or what flows is split over."""
+        used: set[str] = set()
+        for leaf in self.subject.plan.leaves:
+            used |= mesh_axes_used(leaf.spec or PartitionSpec())
+        for of_batch in self.batch_leaves:
+            used.update(*self.of_batch(of_batch).values())
+        for call in self.calls:
+            for one in call.pinned:
+                used.update(*(split.mesh_axes for split in one.after.values()))
+        return frozenset(used)
+
+    @property
+    def free_mesh_axes(self) -> list[str]:
+        """The mesh axes of more than one device that nothing is split over."""
+        return [a for a, size in self.sizes.items() if size > 1 and a not in self.used_mesh_axes]
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The lengths of the mesh axes."""
+        return mesh_shape_of(self.subject.mesh)
+
+    @functools.cached_property
+    def batch_rules(self) -> AxisRules:
+        """The rules that the batch is placed by."""
+        tables = self.subject.tables
+        layout = self.subject.given_layout
+        if layout is None:
+            return tables["rules"]
+        return dataclasses.replace(layout, compute=tables["compute"]).batch_rules
+
+    @functools.cached_property
+    def batch_leaves(self) -> tuple[NamedLeaf, ...]:
+        """The arrays of the batch."""
+        return tuple(leaf for leaf in leaves_of(self.subject.batch) if leaf.dtype is not None)
+
+    def of_batch(self, leaf: NamedLeaf) -> Mapping[LogicalAxis, tuple[str, ...]]:
+        """How an array of the batch is laid out: as it is placed, or else by the rules."""
+        placed = placed_on(leaf.array, self.subject.mesh)
+        if placed is not None:
+            return split_of(leaf.names, placed.spec, self.sizes)
+        explained = self.batch_rules.explain(leaf.names, leaf.shape, self.subject.mesh)
+        return split_of(leaf.names, explained.spec, self.sizes)
+
+    def _of_input(self, number: int, array: FlowingArray) -> Mapping[LogicalAxis, tuple[str, ...]]:
+        same = [leaf for leaf in self.batch_leaves if leaf.names == array.names]
+        fitting = [leaf for leaf in same if leaf.shape == array.shape]
+        return self.of_batch(fitting[0]) if fitting else {}
+
+
+def placed_on(array: Any, mesh: Any) -> NamedSharding | None:
+    """How an array says that it is laid out over a mesh; None if it does not say."""
+    if is_concrete(array) and not array.committed:
+        return None
+    if not is_concrete(array) and not is_abstract(array):
+        return None
+    sharding = getattr(array, "sharding", None)
+    fits = isinstance(sharding, NamedSharding) and is_same_mesh(sharding.mesh, mesh)
+    return sharding if fits else None
+
+
+def split_of(
+    names: Iterable[LogicalAxis | None] | None, spec: Any, sizes: Mapping[str, int]
+) -> dict[LogicalAxis, tuple[str, ...]]:
+    """The mesh axes of each logical axis that is split, without those of size 1.
+
+    >>> from jax.sharding import PartitionSpec
+    >>> split_of(("a", "b"), PartitionSpec(None, "data"), {"data": 2})
+    {'b': ('data',)}
+    """
+    names = tuple(names or ())
+    entries = mesh_axes_by_dimension(spec, max(len(names), len(spec)))
+    return {
+        name: split
+        for name, axes in zip(names, entries, strict=False)
+        if name is not None and (split := tuple(axis for axis in axes if sizes[axis] > 1))
+    }
+
+
+def moved_bytes(
+    nbytes: int,
+    before: Mapping[LogicalAxis, tuple[str, ...]],
+    after: Mapping[LogicalAxis, tuple[str, ...]],
+    sizes: Mapping[str, int],
+) -> int:
+    """What each device receives when an array goes from one layout to another, in bytes.
+
+    What it holds already it does not receive. Where the mesh axes of a logical axis change to
+    others, what it holds by chance is the mean over the devices.
+
+    >>> moved_bytes(64, {"b": ("x",)}, {}, {"x": 4}), moved_bytes(64, {}, {"b": ("x",)}, {"x": 4})
+    (48, 0)
+    """
+    part, kept = 1.0, 1.0
+    for name in {*before, *after}:
+        old, new = before.get(name, ()), after.get(name, ())
+        counts = [math.prod(sizes[axis] for axis in axes) for axes in (old, new)]
+        part /= counts[1]
+        is_finer = old == new[: len(old)] or new == old[: len(new)]
+        kept /= max(counts) if is_finer else counts[0] * counts[1]
+    return round(nbytes * (part - kept))
+
+
+def _found(subject: LintSubject) -> SubjectFlows:
+    model = subject.model
+    if isinstance(model, TrainState):
+        model = model.model
+    if subject.batch is None:
+        return SubjectFlows(subject, model, False, None, NO_BATCH)
+    if not is_layer(model):
+        return SubjectFlows(subject, model, False, None, NOT_CALLABLE.format(type(model).__name__))
+    edited, is_edited_here = _edited(subject, model)
+    return SubjectFlows(subject, edited, is_edited_here, flows_through(edited, subject.batch))
+
+
+NO_BATCH = (
+    "what flows through the model was not looked at: no batch was given. Give what the model is "
+    "called with, or structs of it: lint(model, mesh, rules, batch=tokens)"
+)
+NOT_CALLABLE = (
+    "what flows through the model was not looked at: {} is not a layer that can be called with "
+    "the batch"
+)
+
+
+def _edited(subject: LintSubject, model: Any) -> tuple[Any, bool]:
+    """The model with the edits of its layout, unless it has some already."""
+    layout = subject.given_layout
+    if layout is None or any(isinstance(node, LAYING_OUT) for _, node in nodes_of(model)):
+        return model, False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ShardingWarning)
+            return layout.recipe(model, subject.mesh).apply(model), True
+    except ShardingError:  # What does not fit is found in the rules and the plan.
+        return model, False
