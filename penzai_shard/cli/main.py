@@ -11,6 +11,7 @@ import penzai_shard
 from penzai_shard.cli.answers import OneLineParser, answer
 from penzai_shard.cli.checkpoint_commands import add_checkpoint_commands
 from penzai_shard.cli.demo_failure import DemoFailure
+from penzai_shard.cli.lint_commands import add_lint_command
 from penzai_shard.cli.mesh_arguments import mesh_shape
 from penzai_shard.cli.plan_commands import add_plan_commands
 from penzai_shard.cli.price_commands import add_price_commands
@@ -34,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     add_plan_commands(commands)
     add_price_commands(commands)
     add_why_command(commands)
+    add_lint_command(commands)
     return parser
 
 

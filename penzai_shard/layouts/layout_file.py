@@ -247,6 +247,24 @@ def _written(layout: Any) -> str:
     return "\n".join([*lines, *in_tables]).strip() + "\n"
 
 
+def table_line(name: str, content: Any) -> str:
+    """A table of a file of rules in one line.
+
+    Args:
+        name: Its name, such as ``"compute"``.
+        content: Its rules; or what is in the table ``names``.
+
+    >>> table_line("compute", AxisRules({"batch": "data"}))
+    'compute = [["batch", "data"]]'
+    >>> table_line("names", {"heads": None})
+    'names = { heads = [] }'
+    """
+    if isinstance(content, AxisRules):
+        return f"{name} = [{', '.join(_items(content.rules))}]"
+    items = ", ".join(f"{_key(role)} = {_value(own)}" for role, own in content.items())
+    return f"{name} = {{ {items} }}"
+
+
 def _unknown(key: str) -> str:
     near = nearest_name(key, _KEYS)
     return f"{key}: is not known. " + (

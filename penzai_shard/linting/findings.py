@@ -107,12 +107,17 @@ class Finding:
         return self.kind, folding_key(self.path), self.about
 
     @property
+    def others(self) -> int:
+        """How many arrays or layers it is about that ``path`` does not stand for."""
+        alike = sum(folding_key(path) == folding_key(self.path) for path in self.paths)
+        return self.count - max(alike, 1)
+
+    @property
     def where(self) -> str:
         """The path, with how many it stands for."""
-        alike = sum(folding_key(path) == folding_key(self.path) for path in self.paths)
+        alike = self.count - self.others
         folded = f"{self.path} ({alike} times)" if "*" in self.path else self.path
-        others = self.count - max(alike, 1)
-        return f"{folded} and {others} more" if others else folded
+        return f"{folded} and {self.others} more" if self.others else folded
 
     def __str__(self) -> str:
         return f"{self.where or 'the array'}: {self.sentences()}"

@@ -71,7 +71,8 @@ class LintReport(Report):
             wasted = bytes_text(finding.wasted_bytes) if finding.wasted_bytes else ""
             count = str(finding.count) if finding.paths else ""
             if collapse or finding.count == 1:
-                rows.append((finding.path, count, finding.kind, wasted, text))
+                place = f"{finding.path} and others" if finding.others else finding.path
+                rows.append((place, count, finding.kind, wasted, text))
                 continue
             each = bytes_text(finding.wasted_bytes // finding.count) if wasted else ""
             rows += [(path, "1", finding.kind, each, text) for path in finding.paths]

@@ -220,11 +220,12 @@ def _for_using(subject: LintSubject, axis: str) -> Iterator[Change]:
     table = subject.storing_tables[0]
     rules = _without_idle_identity(subject, table)
     weight: dict[LogicalAxis, int] = {}
+    is_waste = axis not in said_to_be_whole(subject, table)
     for leaf in subject.plan.leaves:
         for name in free_dimensions(subject, table, leaf, axis) if leaf.names else ():
             weight[name] = weight.get(name, 0) + leaf.bytes_per_device
     by_weight = sorted(weight, key=lambda name: -weight[name])
-    if any(weight[name] >= subject.min_bytes for name in by_weight):
+    if is_waste and any(weight[name] >= subject.min_bytes for name in by_weight):
         for name in by_weight:
             yield change_of_table(subject, table, [*rules, NameRule(name, (axis,))])
     yield from _for_larger_batch(subject, axis)

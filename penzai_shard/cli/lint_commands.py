@@ -1,0 +1,144 @@
+"""``penzai-shard lint``: what in a model's layout is probably a mistake or a waste."""
+
+import argparse
+import ast
+import dataclasses
+import json
+import re
+from typing import Any
+
+from penzai_shard.cli.answers import add_answer_options, print_lines, print_table
+from penzai_shard.cli.chosen_layouts import ChosenLayout, add_layout_arguments, chosen_layout
+from penzai_shard.cli.chosen_models import add_model_arguments, chosen_model
+from penzai_shard.cli.quantities import read_bytes
+from penzai_shard.layouts import Layout
+from penzai_shard.layouts.layout_file import table_line
+from penzai_shard.layouts.rule_expressions import read_rules_expression
+from penzai_shard.linting import Finding, lint
+from penzai_shard.planning import bytes_text
+
+_MIN_BYTES = 2**20
+
+
+def add_lint_command(commands: Any) -> None:
+    """Adds the command to the parser's."""
+    parser = commands.add_parser(
+        "lint",
+        help="what in a model's rules and layout is probably a mistake or a waste",
+        description=(
+            "Looks for rules that cannot be followed or match nothing, for large arrays that are "
+            "whole over a mesh axis which is free for them, and for mesh axes that nothing is "
+            "split over, without devices and without memory. Exit status 0 if nothing is found, 1 "
+            "if something is, 2 after a mistake in the command line."
+        ),
+        epilog=(
+            "For example: penzai-shard lint llama-3-70b --mesh data=16,model=8 --rules "
+            "batch=data,embedding=data,neurons=model; penzai-shard lint model.py:build --mesh "
+            "data=8 --layout fully_sharded --optimizer adamw"
+        ),
+    )
+    add_model_arguments(parser)
+    add_layout_arguments(parser)
+    parser.add_argument(
+        "--optimizer",
+        metavar="adamw",
+        help="also look at the state of this optimizer of optax, and at the gradients",
+    )
+    parser.add_argument(
+        "--stacked",
+        action="store_true",
+        help="the blocks of a published model as one pz.nn.LayerStack, as price has them",
+    )
+    parser.add_argument(
+        "--on-unnamed",
+        choices=("error", "replicate", "infer"),
+        default="error",
+        help="what becomes of arrays without names; by default they are findings",
+    )
+    parser.add_argument(
+        "--min-bytes",
+        metavar="1MiB",
+        help="the part of an array in each device from which on it is called wasteful (default "
+        f"{bytes_text(_MIN_BYTES)})",
+    )
+    add_answer_options(parser)
+    parser.set_defaults(run=_lint)
+
+
+def _lint(options: argparse.Namespace) -> int:
+    given = options.min_bytes
+    min_bytes = _MIN_BYTES if given is None else read_bytes(given, "--min-bytes")
+    chosen = chosen_model(options.model, options.dtype, stacked=options.stacked)
+    layout = chosen_layout(options, chosen.model)
+    tree = chosen.model
+    if options.optimizer is not None:
+        from penzai_shard.cli.chosen_steps import abstract_state
+
+        tree = abstract_state(tree, options.optimizer, layout.layout)
+    found = lint(
+        tree,
+        layout.mesh,
+        _as_given(layout, options),
+        min_bytes=min_bytes,
+        on_unnamed=options.on_unnamed,
+    )
+    findings = [_for_shell(finding, options) for finding in found.findings]
+    report = dataclasses.replace(found, findings=tuple(findings))
+    if options.json:
+        said = {**chosen.said(), **layout.said(), "lint": json.loads(report.to_json())}
+        print(json.dumps(said, indent=2))
+    else:
+        print_lines(chosen.headline(), layout.line())
+        print_table(report.table(collapse=not options.all))
+    return 0 if report.ok else 1
+
+
+def _as_given(layout: ChosenLayout, options: argparse.Namespace) -> Any:
+    """One table of rules where one was given, so that what is found is said of it."""
+    rules = layout.layout.parameters
+    is_one_table = options.rules is not None and layout.layout == Layout.of_rules(rules)
+    return rules if is_one_table and not _is_file(options) else layout.layout
+
+
+def _is_file(options: argparse.Namespace) -> bool:
+    return options.rules is not None and ("/" in options.rules or ".toml" in options.rules)
+
+
+def _for_shell(finding: Finding, options: argparse.Namespace) -> Finding:
+    """A finding with what to write on the command line in place of code."""
+    if not finding.fix:
+        return finding
+    (line,) = ast.parse(finding.fix).body
+    assert isinstance(line, ast.Assign)
+    target, value = ast.unparse(line.targets[0]), line.value
+    fix = finding.fix
+    if target == "rules":
+        rules = ast.unparse(value)
+        fix = f'--rules "{rules if rules[0] not in "[{" else f"AxisRules({rules})"}"'
+    elif target == "mesh" and isinstance(value, ast.Call):
+        shape = ast.literal_eval(value.args[0])
+        fix = f"--mesh {','.join(f'{name}={size}' for name, size in shape.items())}"
+    elif target == "layout" and isinstance(value, ast.Call):
+        fix = _layout_fix(value.keywords, options) or fix
+    return dataclasses.replace(finding, fix=fix)
+
+
+def _layout_fix(changed: list[ast.keyword], options: argparse.Namespace) -> str:
+    """What to write in a file of rules, or in the options of a preset; empty for neither."""
+    names = {each.arg: ast.unparse(each.value) for each in changed}
+    if _is_file(options):
+        lines = []
+        for name, text in names.items():
+            if name == "names":
+                lines.append(table_line(name, ast.literal_eval(text)))
+            elif name is not None:
+                expression = f"AxisRules({text})" if text[0] in "[{" else text
+                lines.append(table_line(name, read_rules_expression(expression)))
+        return f"in {options.rules}: {'; '.join(lines)}"
+    preset = re.fullmatch(r"(\w+)(?:\((.*)\))?", (options.layout or "").strip(), re.DOTALL)
+    if preset is None or list(names) != ["names"]:
+        return ""
+    call = ast.parse(f"{preset[1]}({preset[2] or ''})", mode="eval").body
+    assert isinstance(call, ast.Call)
+    call.keywords = [each for each in call.keywords if each.arg != "names"] + changed
+    return f'--layout "{ast.unparse(call)}"'

@@ -1,0 +1,96 @@
+"""``penzai-shard lint`` as a shell sees it."""
+
+import json
+import re
+import shlex
+
+import pytest
+
+RULES = """
+[parameters]
+in = "dta"
+out = "model"
+
+[compute]
+batch = "data"
+"""
+
+
+def findings(printed):
+    return json.loads(printed)["lint"]["findings"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "chosen", "kinds"),
+    [
+        ("data=4,model=2", "--rules in=data,out=modle", ["unknown"]),
+        ("data=4,model=2", "--rules in=data,outs=model", ["unused"]),
+        ("data=4,model=2", "--rules in=data,out=data", ["doubled"]),
+        ("data=4,model=8", "--rules in=data,out=model", ["indivisible", "idle mesh axis"]),
+        ("data=4,model=2", "--rules data_parallel()", ["idle mesh axis"]),
+        ("data=4,model=2", "--layout tensor_parallel(names={'heads':None})", ["misfit"]),
+    ],
+)
+def test_what_is_found_is_mended_by_what_is_said_to_the_shell(mesh, chosen, kinds, shell):
+    command = ["lint", "own.py:build", "--mesh", mesh, "--json"]
+    status, printed, errors = shell(*command, *chosen.split(" ", 1))
+    found = findings(printed)
+    assert (status, errors, [each["kind"] for each in found]) == (1, "", kinds)
+    for _ in kinds:
+        fixed = shlex.split(found[0]["fix"])
+        assert fixed[0] in ("--rules", "--layout")
+        status, printed, _ = shell(*command, *fixed)
+        found = findings(printed)
+    assert (status, found) == (0, [])
+
+
+def test_in_a_file_of_rules_a_line_is_changed(shell, tmp_path):
+    path = tmp_path / "rules.toml"
+    path.write_text(RULES)
+    command = ("lint", "own.py:build", "--mesh", "data=4,model=2", "--rules", "rules.toml")
+    status, printed, _ = shell(*command, "--json")
+    (finding,) = findings(printed)
+    assert (status, finding["kind"], finding["path"]) == (1, "unknown", "layout.parameters")
+    where, _, line = finding["fix"].partition(": ")
+    assert where == "in rules.toml"
+    path.write_text(re.sub(r"\[parameters\].*?\n\n", f"{line}\n", RULES, flags=re.DOTALL))
+    assert shell(*command)[0] == 0
+
+
+def test_the_text_says_model_layout_and_findings_with_their_fix(shell):
+    command = ("lint", "own.py:build(1024)", "--mesh", "data=4,model=2", "--min-bytes", "4KiB")
+    status, printed, errors = shell(*command, "--rules", "batch=data,in=model,out=none")
+    assert (status, errors) == (0, "")
+    status, printed, errors = shell(*command, "--rules", "in=model", "--layout", "zero1")
+    assert (status, printed) == (2, "")
+    assert "--rules and --layout are two ways" in errors
+    status, printed, errors = shell(*command, "--rules", "in=data", "--optimizer", "adamw")
+    said = " ".join(printed.split())
+    assert (status, errors) == (1, "")
+    assert said.startswith(
+        "own.py:build(1024): 8,192 parameters, float32 --rules in=data 2 findings"
+    )
+    assert "[in=8, out=1024] of float32 is whole over mesh axis 'model' (2)" in said
+    assert "Fix: --rules \"AxisRules({'in': 'data', 'out': 'model'})\"" in said
+    assert "each device holds 16.0 KiB more than it must" in said
+
+
+def test_a_train_state_is_linted_with_its_optimizer(shell):
+    rules = ("--mesh", "data=4,model=2", "--rules", "in=dat")
+    assert shell("lint", "own.py:state", *rules)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--mesh", "data"),
+        ("--mesh", "data=4", "--rules", "in"),
+        ("--mesh", "data=4", "--rules", "in=data", "--min-bytes", "many"),
+        ("--mesh", "data=4", "--layout", "sharded"),
+        ("--rules", "in=data"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_status_2(arguments, shell):
+    status, printed, errors = shell("lint", "own.py:build", *arguments)
+    assert (status, printed) == (2, "")
+    assert errors.startswith("penzai-shard: ")
