@@ -1,5 +1,6 @@
 """A compiled step layer by layer: what each holds of a device's memory, and what it sends."""
 
+import functools
 import json
 from collections.abc import Iterable, Iterator
 
@@ -30,7 +31,7 @@ class ProgramView:
         self.memory = MemoryReport.of(program)
         self.collectives = CollectiveReport.of(program)
 
-    @property
+    @functools.cached_property
     def _verdict(self) -> str:
         total = self.collectives.total
         sent = f"sends {bytes_text(round(total.wire_bytes))} in {total.executed:,} collectives"

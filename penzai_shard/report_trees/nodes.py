@@ -45,6 +45,16 @@ class TreeFigure:
         """What each of several equal blocks has of it, as text."""
         return quantity_text(self.value / count, self.unit)
 
+    def described(self, times: int = 1) -> str:
+        """Name, number and share, and of bytes in several equal blocks those of each.
+
+        >>> TreeFigure("per device", 3 * 2**20, share=0.25).described(3)
+        'per device 3.0 MiB (25%), each 1.0 MiB'
+        """
+        share = f" ({self.share_text})" if self.share is not None else ""
+        each = f", each {self.each(times)}" if times > 1 and self.unit == "bytes" else ""
+        return f"{self.name} {self.text}{share}{each}"
+
 
 @dataclasses.dataclass(frozen=True)
 class TreeNode:
@@ -76,6 +86,21 @@ class TreeNode:
         for name in ("label", "path", "line"):
             object.__setattr__(self, name, printable(getattr(self, name)))
         object.__setattr__(self, "details", tuple(map(printable, self.details)))
+
+    def described(self, around: int = 1) -> str:
+        """The whole line as text, without its details.
+
+        Args:
+            around: How many places the node around it stands for.
+        """
+        times = self.count // around
+        figures = (figure.described(times) for figure in self.figures)
+        return "  ".join(filter(None, (self.title(around), *figures, self.line)))
+
+    def title(self, around: int = 1) -> str:
+        """The label, and how many there are of it in the node around it."""
+        times = self.count // around
+        return f"{self.label} x {times}" if times > 1 else self.label
 
     def figure(self, name: str) -> TreeFigure | None:
         """The figure of a name; None if it has none."""
@@ -114,11 +139,6 @@ class ReportTree:
         object.__setattr__(self, "verdict", printable(self.verdict))
         object.__setattr__(self, "notes", tuple(map(printable, self.notes)))
 
-    def __repr__(self) -> str:
-        import treescope
-
-        return treescope.render_to_text(self)
-
     def walk(self) -> Iterator[TreeNode]:
         """Every node, as the tree reads from top to bottom."""
         for child in self.children:
@@ -154,3 +174,15 @@ class ReportTree:
                 found.add(id(node))
                 wait(node.children)
         return found
+
+    def __str__(self) -> str:
+        lines = [self.verdict] if self.verdict else []
+        waiting = [(child, 1, 0) for child in self.children[::-1]]
+        while waiting:
+            node, around, depth = waiting.pop()
+            lines.append("  " * depth + node.described(around))
+            waiting += [(child, node.count, depth + 1) for child in node.children[::-1]]
+        return "\n".join((*lines, *self.notes))
+
+    def __repr__(self) -> str:
+        return str(self)

@@ -24,7 +24,7 @@ def treescope_part(tree: ReportTree, path: str | None = None) -> Any:
     """
     heading = parts.siblings(
         parts.text(f"<{tree.kind}: "),
-        _styled(_judged(parts.text(tree.verdict), tree.ok), "pzs-long"),
+        _styled(_judged(parts.text(tree.verdict), tree.ok), "pzs-verdict"),
     )
     below = [_remark(note) for note in tree.notes]
     if not tree.children and not below:
@@ -62,12 +62,9 @@ def _node(node: TreeNode, around: int, opened: set[int]) -> Any:
 
 
 def _line(node: TreeNode, around: int) -> Any:
-    times = node.count // around
-    pieces = [_judged(parts.text(node.label), node.ok)]
-    if times > 1:
-        pieces.append(parts.text(f" x {times}"))
+    pieces = [_judged(parts.text(node.title(around)), node.ok)]
     for figure in node.figures:
-        pieces += [parts.text("  "), _bar(figure, times)]
+        pieces += [parts.text("  "), _bar(figure, node.count // around)]
     if node.line:
         pieces += [parts.text("  "), _styled(parts.text(node.line), "pzs-line")]
     return _styled(parts.siblings(*pieces), "pzs-node", "\n".join((node.path, *_sentences(node))))
@@ -75,13 +72,8 @@ def _line(node: TreeNode, around: int) -> Any:
 
 def _bar(figure: TreeFigure, times: int) -> Any:
     """A figure over a bar as long as its share, which is the stronger the longer it is."""
-    text = f"{figure.name} {figure.text}"
-    if figure.share is not None:
-        text += f" ({figure.share_text})"
-    if times > 1 and figure.unit != "count":
-        text += f", each {figure.each(times)}"
     step = round((figure.share or 0) * _STEPS)
-    return _styled(parts.text(text), f"pzs-bar pzs-bar-{step}")
+    return _styled(parts.text(figure.described(times)), f"pzs-bar pzs-bar-{step}")
 
 
 def _judged(part: Any, ok: bool | None) -> Any:
@@ -122,6 +114,7 @@ _RULES = "".join(
         ".pzs-bar{border-radius:.25em;padding:0 .4em}",
         ".pzs-line{opacity:.7}",
         # Treescope breaks no lines itself.
+        ".pzs-verdict{white-space:pre-wrap}",
         ".pzs-long{display:inline-block;max-width:min(110ch,90vw);white-space:pre-wrap;"
         "vertical-align:top}",
         ".pzs-good{color:#2a9d4a}",

@@ -46,8 +46,7 @@ def page(value):
 
 
 def test_text_has_a_line_for_each_node_with_its_figures():
-    assert str(blocks(3)) == treescope.render_to_text(blocks(3))
-    assert str(blocks(3)).splitlines() == [
+    assert treescope.render_to_text(blocks(3)).splitlines() == [
         "<Plan: all of it",
         "  lm  held 7.0 MiB (100%)",
         "    block_{0-2} x 3  held 6.0 MiB (86%), each 2.0 MiB",
@@ -57,6 +56,21 @@ def test_text_has_a_line_for_each_node_with_its_figures():
         "  # noted",
         ">",
     ]
+
+
+def test_it_prints_as_the_same_lines_all_of_them_open():
+    tree = blocks(3)
+    assert str(tree).splitlines() == [
+        "all of it",
+        "lm  held 7.0 MiB (100%)",
+        "  block_{0-2} x 3  held 6.0 MiB (86%), each 2.0 MiB",
+        "    up.weights  held 3.0 MiB (43%)  embedding=4/data",
+        "    down.weights  held 3.0 MiB (43%)  embedding=4/data",
+        "  head  held 1.0 MiB (14%)",
+        "noted",
+    ]
+    assert repr(tree) == str(tree)
+    assert len(str(blocks(60, collapse=False)).splitlines()) == 184
 
 
 def test_hovering_gives_the_path_and_the_figures_in_words():
