@@ -103,15 +103,16 @@ class WhyReport(Report):
         for row in self.rows:
             group = RowGroup((row,))
             is_only = places[row.kind, row.label] == 1
-            lost = TreeFigure("shardings lost", len(row.losses), "count")
+            # Parameters that are gathered for use do not count.
+            lost = sum(not loss.gathered for loss in row.losses)
             yield TreeRow(
                 row.label,
                 # A layer and one in it may be called the same.
                 item="" if is_only else f"{row.kind} of {row.path}",
                 line=f"{f'{row.kind} ' * is_only}[{row.axes}]  {group.short}",
-                figures=(lost,) * bool(row.losses),
+                figures=(TreeFigure("shardings lost", lost, "count"),) * bool(lost),
                 details=(group.sentence(bool(self.at)),),
-                ok=False if row.losses else None,
+                ok=False if lost else None,
             )
 
     def _is_asked(self, row: WhyRow) -> bool:
