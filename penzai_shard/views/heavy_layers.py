@@ -2,14 +2,14 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from penzai_shard.inspection.collective_report import CollectiveReport
-from penzai_shard.inspection.layer_groups import OTHER_OWNERS, group_of, parts_of_model
+from penzai_shard.inspection.layer_groups import OTHER_OWNERS, parts_of_model
 from penzai_shard.inspection.layer_labels import layer_of_parameter
 from penzai_shard.inspection.memory_report import MemoryReport
 from penzai_shard.inspection.step_parts import StepPart, part_of_field
-from penzai_shard.path_folding import ranged_paths
+from penzai_shard.path_folding import folding_key, ranged_paths
 from penzai_shard.planning import ShardingPlan, bytes_text
 from penzai_shard.tree_paths import common_parts
 
@@ -104,21 +104,37 @@ def _grouped(parts: Sequence[_Part]) -> list[HeavyLayer]:
     """Bytes by parts of the model, equal blocks together; what the bytes are is listed."""
     own = {label for part in parts for label in part.labels}.difference(OTHER_OWNERS)
     root = common_parts([label.split("/") for label in sorted(own)])
-    groups: dict[tuple[str, ...], list[_Part]] = {}
-    for part in parts:
-        key = (part.aside,) if part.aside else ("", *group_of(part.labels, root))
-        groups.setdefault(key, []).append(part)
+    places = [parts_of_model(part.labels, root) for part in parts]
+    # What a layer without parameters has goes to the one around it that has some.
+    homes = {
+        path
+        for part, paths in zip(parts, places, strict=True)
+        if part.what == "parameters"
+        for path in paths
+    }
+    groups: dict[tuple[str, ...], list[tuple[_Part, list[str]]]] = {}
+    for part, paths in zip(parts, places, strict=True):
+        at = [_within(path, homes) for path in paths]
+        key = (part.aside,) if part.aside else ("", *map(folding_key, at))
+        groups.setdefault(key, []).append((part, at))
     found = []
     for (aside, *_), members in groups.items():
-        paths = {path for part in members for path in parts_of_model(part.labels, root)}
-        layers = ranged_paths(path for path in paths if path not in OTHER_OWNERS)
-        names = [*layers, *(name for name in OTHER_OWNERS if name in paths)]
+        inside = {path for _, at in members for path in at}
+        layers = ranged_paths(path for path in inside if path not in OTHER_OWNERS)
+        names = [*layers, *(name for name in OTHER_OWNERS if name in inside)]
         sums: dict[str, float] = collections.defaultdict(float)
-        for part in members:
+        for part, _ in members:
             sums[part.what] += part.bytes
-        text = aside or " + ".join(filter(None, names)) or (_WHOLE if paths else _UNKNOWN)
+        text = aside or " + ".join(filter(None, names)) or (_WHOLE if inside else _UNKNOWN)
         found.append(HeavyLayer(text, _listed(sums), sum(sums.values()), 0.0))
     return found
+
+
+def _within(path: str, homes: Collection[str]) -> str:
+    """The innermost of some layers that a layer is or is in; itself if it is in none."""
+    names = path.split("/")
+    around = ("/".join(names[:n]) for n in range(len(names), 0, -1))
+    return next((each for each in around if each in homes), path)
 
 
 def _listed(sums: Mapping[str, float]) -> str:

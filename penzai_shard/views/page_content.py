@@ -115,9 +115,11 @@ class PageContent:
     def verdict(self) -> tuple[State, str]:
         """Whether all is well, as far as that is known, and in a sentence what comes of it."""
         state, text = self._need()
-        if isinstance(self.lint, LintReport) and not self.lint.ok:
-            return "bad", text
-        return state, text
+        if not isinstance(self.lint, LintReport) or self.lint.ok:
+            return state, text
+        found = len(self.lint.findings)
+        there_are = "There is 1 finding" if found == 1 else f"There are {found:,} findings"
+        return "bad" if state == "bad" else "", f"{text} {there_are}."
 
     def _need(self) -> tuple[State, str]:
         if isinstance(self.memory, Missing):
@@ -201,11 +203,14 @@ def _plan_figure(plan: ShardingPlan) -> KeyFigure:
 
 def _lint_figure(lint: LintReport) -> KeyFigure:
     wasted = lint.wasted_bytes
+    remark = f"{bytes_text(wasted)} wasted per device"
+    if not wasted:
+        remark = "nothing found" if lint.ok else f"the worst: {lint.findings[0].kind}"
     return KeyFigure(
         "Findings",
         f"{len(lint.findings):,}",
         exact_text(wasted, "bytes") + " wasted" if wasted else "",
-        f"{bytes_text(wasted)} wasted per device" if wasted else "nothing wasted",
+        remark,
         "good" if lint.ok else "bad",
         section="findings",
     )

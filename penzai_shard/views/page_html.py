@@ -9,7 +9,7 @@ from penzai_shard.text_tables import Report
 from penzai_shard.views.heavy_layers import HeavyLayer
 from penzai_shard.views.markup import Markup, element, path_markup
 from penzai_shard.views.page_content import KeyFigure, Missing, PageContent, Ranking
-from penzai_shard.views.page_trees import TreeMarkup, exact_text
+from penzai_shard.views.page_trees import TreeMarkup, exact_text, place_of
 
 # Nothing but the page's own style: what a path or a name says is never run or loaded.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -46,7 +46,7 @@ class Section:
     Attributes:
         title: Its title.
         key: What links to it call it.
-        anchors: What links call the places of its tree, by their paths.
+        anchors: What links to the nodes of its tree call them, by ``place_of`` their paths.
         markup: The HTML.
     """
 
@@ -112,7 +112,8 @@ def _ranking(ranking: Ranking, anchors: Mapping[str, str]) -> Markup:
         link = element("a", f"and {ranking.rest} more", href=f"#{ranking.section}")
         more = element("p", link, class_="what")
     rows = [
-        _heavy_layer(layer, anchors.get(layer.layer, ranking.section)) for layer in ranking.layers
+        _heavy_layer(layer, anchors.get(place_of(layer.layer), ranking.section))
+        for layer in ranking.layers
     ]
     nothing = None if ranking.layers else element("p", "Nothing.", class_="quiet")
     return element("section", element("h2", ranking.title), nothing, element("ol", *rows), more)

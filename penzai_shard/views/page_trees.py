@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from penzai_shard.linting.findings import MARK
+from penzai_shard.path_folding import folding_key, paths_in_ranges
 from penzai_shard.report_trees import ReportTree, TreeFigure, TreeNode
 from penzai_shard.views.markup import Markup, element, path_markup
 
@@ -14,11 +16,13 @@ class TreeMarkup:
 
     Attributes:
         markup: The tree.
-        anchors: By the paths of nodes the names of the places that links may go to.
+        anchors: What links to nodes call them, by ``place_of`` their paths.
     """
 
     def __init__(self, tree: ReportTree, section: str) -> None:
         self.anchors: dict[str, str] = {}
+        self._counts: dict[str, int] = {}
+        self._count = 0
         self._section = section
         figures = (*tree.figures, *(figure for node in tree.walk() for figure in node.figures))
         self._names = list(dict.fromkeys(figure.name for figure in figures))
@@ -27,11 +31,14 @@ class TreeMarkup:
         self.markup = element("div", _heading(self._names), *lines, class_="tree")
 
     def _node(self, node: TreeNode, around: int) -> Markup:
-        name = f"{self._section}-{len(self.anchors)}"
-        # Of what is at one place, the place itself comes first.
-        anchor = name if self.anchors.setdefault(node.path, name) == name else None
+        self._count += 1
+        anchor = f"{self._section}-{self._count}"
+        # Of blocks that are not all equal, a link to all goes to the most that are.
+        place = place_of(node.path)
+        if node.count > self._counts.get(place, 0):
+            self._counts[place], self.anchors[place] = node.count, anchor
         line = self._line(node, around)
-        below = [element("p", text, class_="detail quiet") for text in node.details]
+        below = [_detail(text) for text in node.details]
         below += [self._node(child, node.count) for child in node.children]
         if not below:
             return element("div", line, class_="leaf", id=anchor)
@@ -57,6 +64,26 @@ class TreeMarkup:
         figures = {figure.name: figure for figure in node.figures}
         cells = [_cell(name, figures.get(name), node.count) for name in self._names]
         return element("span", label, *cells, class_="line")
+
+
+def place_of(path: str) -> str:
+    """What paths have in common that differ in the numbers of equal blocks only.
+
+    >>> place_of("lm/block_{1-11}/mlp") == place_of("lm/block_0/mlp")
+    True
+    """
+    try:
+        return folding_key(next(paths_in_ranges(path)))
+    except ValueError:
+        return folding_key(path)
+
+
+def _detail(text: str) -> Markup:
+    if not text.startswith(MARK):
+        return element("p", text, class_="detail quiet")
+    # One click selects it all, to be pasted.
+    code = element("code", text.removeprefix(MARK))
+    return element("p", MARK, code, class_="detail")
 
 
 def _heading(names: Sequence[str]) -> Markup:
