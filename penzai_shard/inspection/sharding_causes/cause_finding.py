@@ -144,8 +144,8 @@ class CauseFinder:
                 return self._of_constraint(cause.operation, cause)
         at = self._place(cause.operation)
         if cause.kind == "manual":
-            return ShardingCause("shard_map", at, f"the specs of a jax.shard_map{at}")
-        return ShardingCause("unknown", at, f"nothing that Shardy names{at}")
+            return ShardingCause("shard_map", at[4:], f"the specs of a jax.shard_map{at}")
+        return ShardingCause("unknown", at[4:], f"nothing that Shardy names{at}")
 
     def constraint_text(self, operation: Operation) -> str:
         """What a constraint is, in words."""
@@ -153,6 +153,7 @@ class CauseFinder:
         return self._of_constraint(operation, cause).source
 
     def _place(self, operation: Operation | None) -> str:
+        """Where an operation is: `` in `` its layer, or `` at `` its line."""
         step = None if operation is None else self.step_of(operation)
         if step is None or not (step.layer or step.line):
             return ""
