@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from penzai_shard.array_kinds import is_abstract
+from penzai_shard.errors import MeshError
 from penzai_shard.inspection.layer_scopes import LayerScopes
 from penzai_shard.inspection.step_arguments import (
     check_arrays,
@@ -187,8 +188,18 @@ def _lowered(
     """What was traced, lowered, and the mesh that it is for."""
     if platform is None and isinstance(mesh, AbstractMesh):
         platform = "cpu"
-    with auto_context():
-        lowered = traced.lower(lowering_platforms=None if platform is None else (platform,))
+    platforms = None if platform is None else (platform,)
+    try:
+        with auto_context():
+            lowered = traced.lower(lowering_platforms=platforms)
+    except ValueError as error:
+        if "devices to be present" not in str(error):
+            raise
+        raise MeshError(
+            "the step calls back into Python, as jax.debug.print and jax.pure_callback do, which "
+            "JAX cannot lower for a mesh without devices. Take these calls out, or lay its arrays "
+            "out on make_mesh({...}) of as many devices, which may be simulated."
+        ) from error
     if mesh is None:
         # No argument is on one, but layers may pin activations on one.
         mesh = one_mesh([("the program", sharding) for sharding in shardings_of(lowered)])

@@ -147,10 +147,18 @@ class CauseFinder:
             return ShardingCause("shard_map", at[4:], f"the specs of a jax.shard_map{at}")
         return ShardingCause("unknown", at[4:], f"nothing that Shardy names{at}")
 
-    def constraint_text(self, operation: Operation) -> str:
-        """What a constraint is, in words."""
-        cause = Cause("constraint", "", operation.results[0], "", 0, operation, ())
-        return self._of_constraint(operation, cause).source
+    def cause_of_constraint(self, operation: Operation) -> str:
+        """What lays out an array at a constraint, in words."""
+        value = operation.results[0]
+        return self._of_constraint(
+            operation, Cause("constraint", "", value, "", 0, operation, ())
+        ).source
+
+    def is_by_name(self, operation: Operation) -> bool:
+        """Whether a constraint is that of a layer with rules."""
+        layers = self._scopes.paths_in(operation.name)
+        pinning = self._scopes.pinning.get(layers[-1]) if layers else None
+        return pinning is not None and bool(pinning.rules)
 
     def _place(self, operation: Operation | None) -> str:
         """Where an operation is: `` in `` its layer, or `` at `` its line."""

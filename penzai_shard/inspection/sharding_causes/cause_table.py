@@ -81,7 +81,7 @@ def _short(row: WhyRow) -> str:
         by_source.setdefault(_short_cause(cause), []).append(cause.mesh_axis)
     parts = [f"{', '.join(axes)}: {source}" for source, axes in by_source.items()]
     if row.is_whole:
-        parts.append(WHOLE)
+        parts.append(f"{WHOLE}{_because(row)}")
     for loss in row.losses:
         where = f" in {loss.layer}" if loss.layer else ""
         what = f"{loss.gathered} gathered over {loss.mesh_axis}"
@@ -115,9 +115,14 @@ def _sentence(row: WhyRow, with_way: bool) -> str:
         reasons = ", ".join(cause.reason for cause in causes)
         parts.append(f"{axes} {verb} from {source}: {reasons}{more}")
     if row.is_whole:
-        parts.append(f"it is {WHOLE}")
+        parts.append(f"it is {WHOLE}{_because(row)}")
     parts += map(str, row.losses)
     return f"{text}: {'; '.join(parts)}".removesuffix(".") + "."
+
+
+def _because(row: WhyRow) -> str:
+    """Why an array is whole, to be read after that it is."""
+    return f": {row.whole_because}" if row.whole_because else ""
 
 
 def _more_text(cause: ShardingCause) -> str:

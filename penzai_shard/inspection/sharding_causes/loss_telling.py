@@ -9,6 +9,7 @@ from penzai_shard.sharding_propagation import FLOW, Loss, PropagatedProgram, Sta
 
 # What a reduction leaves behind is summed up by devices: nothing is lost.
 _NO_LOSS = "reduced"
+_CONTESTED = ("used", "conflict")
 
 
 class LossTeller:
@@ -24,7 +25,7 @@ class LossTeller:
         self._finder = finder
         self._known: dict[int, ShardingLoss] = {}
 
-    def of_value(self, value: int, layer: str = "") -> tuple[ShardingLoss, ...]:
+    def of_value(self, value: int, layer: str | None = None) -> tuple[ShardingLoss, ...]:
         """The losses on the way to a value.
 
         Of what another mesh axis has taken the place, as where the parts of a parameter are
@@ -35,16 +36,42 @@ class LossTeller:
             layer: The label of the layer that gives it, if one does.
         """
         own = {axis for axes in self._program.values[value].spec or () for axis in axes}
-        found = {
-            told: None
-            for loss in self._program.losses(value)
-            if loss.kind != _NO_LOSS
-            and (
-                (told := self._told(loss)).layer == layer
-                or (loss.mesh_axis not in own and not told.gathered)
-            )
-        }
-        return tuple(found)
+
+        def counts(loss: Loss, told: ShardingLoss) -> bool:
+            if loss.kind in _CONTESTED and told.layer == layer:
+                return True
+            if loss.mesh_axis in own and (layer is not None or loss.result is None):
+                return False
+            return not told.gathered
+
+        losses = self._program.losses(value)
+        told = [(loss, self._told(loss)) for loss in losses if loss.kind != _NO_LOSS]
+        return tuple(dict.fromkeys(text for loss, text in told if counts(loss, text)))
+
+    def why_whole(self, value: int) -> str:
+        """Why every device holds all of a value on whose way nothing was lost, if that is known."""
+        maker = self._program.makers.get(value)
+        if maker is not None and maker.constraint:
+            source = self._finder.cause_of_constraint(maker)
+            return f"laid out so by {source}"
+        sums = [loss for loss in self._program.losses(value) if loss.kind == _NO_LOSS]
+        for loss in sums:
+            where = self._finder.step_of(loss.operation)
+            return f"devices sum up what they have over {loss.mesh_axis!r} at {where}"
+        return "" if self._is_of_split(value) else "nothing that it is made of is split"
+
+    def _is_of_split(self, value: int) -> bool:
+        """Whether anything that a value is computed from is split."""
+        waiting, seen = [value], {value}
+        while waiting:
+            value = waiting.pop()
+            if any(self._program.values[value].spec or ()):
+                return True
+            maker = self._program.makers.get(value)
+            new = [one for one in (maker.operands if maker else ()) if one not in seen]
+            seen.update(new)
+            waiting += new
+        return False
 
     def _told(self, loss: Loss) -> ShardingLoss:
         if id(loss) not in self._known:
@@ -54,7 +81,10 @@ class LossTeller:
     def _computed_telling(self, loss: Loss) -> ShardingLoss:
         operation = self._finder.step_of(loss.operation)
         logical_axis = self._finder.cause(loss.operand, loss.mesh_axis).logical_axis
-        reason, fix = self._reason(loss), self._fix(loss, logical_axis, operation.layer)
+        reason, fix = (
+            self._reason(loss, logical_axis),
+            self._fix(loss, logical_axis, operation.layer),
+        )
         return ShardingLoss(
             mesh_axis=loss.mesh_axis,
             logical_axis=logical_axis,
@@ -74,16 +104,22 @@ class LossTeller:
         parameter = self._finder.parameter_behind(loss.operand)
         return "" if parameter is None else parameter.path.removeprefix("params/")
 
-    def _reason(self, loss: Loss) -> str:
+    def _reason(self, loss: Loss, logical_axis: LogicalAxis | None) -> str:
         size = self._program.values[loss.operand].shape[loss.dimension]
-        dimension = f"the dimension of length {size}"
+        dimension = f"dimension {loss.dimension} of length {size}"
+        if logical_axis is not None:
+            dimension = f"{str(logical_axis)!r} ({size})"
         rival = " and ".join(map(repr, loss.rival.mesh_axes)) if loss.rival else ""
         behind = "".join(self._behind(loss.rival)) if loss.rival else ""
         match loss.kind:
+            case "pinned" if loss.operation.constraint:
+                return f"it pins another layout of {dimension}"
+            case "pinned" if loss.operation.boundary:
+                return f"the specs of the jax.shard_map have another layout of {dimension}"
             case "pinned":
-                return f"{self._pinned_by(loss)} pins another layout of {dimension}"
+                return f"another layout of {dimension} is declared of what comes out"
             case "used":
-                return f"{rival} splits another dimension there{behind}, and a mesh axis splits one"
+                return f"{rival} already splits another dimension there{behind}"
             case "conflict" if loss.rival_won:
                 return f"{dimension} is on {rival} there{behind}, which came first"
             case "conflict":
@@ -93,25 +129,16 @@ class LossTeller:
             case "unruled":
                 return "Shardy does not know which dimensions of it belong together"
             case "cut":
-                return f"{dimension} is cut or joined there, and the mesh axis does not fit"
+                return f"{dimension} is cut or joined there, and the parts do not fit"
             case "absent":
                 return f"what comes out does not have {dimension}"
         return f"Shardy does not take it on along {dimension}"
 
     def _behind(self, rival: Standing) -> Iterator[str]:
-        """Where what won comes from."""
+        """Where what has its place comes from."""
         cause = self._finder.cause(rival.value, rival.mesh_axes[0])
         if cause.kind != "unknown":
             yield f" (from {cause.source}: {cause.reason})"
-
-    def _pinned_by(self, loss: Loss) -> str:
-        if loss.operation.constraint:
-            return self._finder.constraint_text(loss.operation)
-        if loss.operation.boundary:
-            return "the jax.shard_map"
-        if loss.result in self._program.results:
-            return "what is declared of the result"
-        return "the program"
 
     def _fix(self, loss: Loss, logical_axis: LogicalAxis | None, layer: str) -> str:
         """What lays the array out again behind the operation, if that has the dimension still."""
@@ -119,6 +146,10 @@ class LossTeller:
         after = f"after {layer}" if layer else "on what it gives"
         if loss.result is None or loss.result_dimension is None:
             return ""
+        if loss.kind == "pinned" and loss.operation.constraint:
+            rule = f"{str(logical_axis)!r}: {name!r}" if logical_axis is not None else ""
+            by_name = rule and self._finder.is_by_name(loss.operation)
+            return f"Give {layer} the rule {rule}" if by_name else ""
         if loss.kind == "pinned" or loss.operation.kind == FLOW:
             return ""
         if loss.kind == "used":

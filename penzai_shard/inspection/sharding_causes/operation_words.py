@@ -58,6 +58,7 @@ def _folder(file: str | None, *parts: str) -> str:
 # wrote an operation.
 _OURS = os.path.join(os.path.normpath(_folder(__file__, "..", "..")), "")
 _START = os.path.join(_OURS, "inspection", "")
+_MARKS = os.path.join(_START, "layer_scopes.py")
 _PASSED = (_folder(jax.__file__), _folder(penzai.__file__, "core"), _OURS)
 _PASSED_OF_USERS = (*_PASSED, _folder(penzai.__file__))
 
@@ -71,7 +72,8 @@ def source_line(frames: Sequence[PythonFrame], by_user: bool = False) -> str:
     """
     passed = _PASSED_OF_USERS if by_user else _PASSED
     for frame in frames:
-        if frame.file.startswith(_START) and "layer_scopes" not in frame.file:
+        # Behind a layer's mark is what calls it, behind what traces the step what asks for that.
+        if frame.file.startswith(_START) and not (by_user and frame.file == _MARKS):
             break
         if not frame.file.startswith(passed):
             return f"{_short(frame.file)}:{frame.line}"

@@ -155,6 +155,7 @@ class WhyRow:
         spec: The mesh axes of each dimension, major first.
         causes: Where each of them comes from.
         losses: What was lost on the way to it.
+        whole_because: Of one that is whole without a loss why it is, in words; empty if not known.
     """
 
     kind: RowKind
@@ -166,11 +167,17 @@ class WhyRow:
     spec: tuple[tuple[str, ...], ...]
     causes: tuple[ShardingCause, ...]
     losses: tuple[ShardingLoss, ...] = ()
+    whole_because: str = ""
 
     @property
     def is_whole(self) -> bool:
         """Whether every device holds all of it."""
         return not any(self.spec)
+
+    @property
+    def lost(self) -> tuple[ShardingLoss, ...]:
+        """The losses without the parameters that are only gathered for use."""
+        return tuple(loss for loss in self.losses if not loss.gathered)
 
     @property
     def what(self) -> str:

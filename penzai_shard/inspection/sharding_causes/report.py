@@ -54,7 +54,7 @@ class WhyReport(Report):
     def lost(self) -> tuple[WhyRow, ...]:
         """The rows of arrays on whose way a sharding was lost; parameters that are gathered for use
         do not count."""
-        return tuple(row for row in self.rows if any(not loss.gathered for loss in row.losses))
+        return tuple(row for row in self.rows if row.lost)
 
     @property
     def unexplained(self) -> tuple[WhyRow, ...]:
@@ -103,16 +103,15 @@ class WhyReport(Report):
         for row in self.rows:
             group = RowGroup((row,))
             is_only = places[row.kind, row.label] == 1
-            # Parameters that are gathered for use do not count.
-            lost = sum(not loss.gathered for loss in row.losses)
+            lost = TreeFigure("shardings lost", len(row.lost), "count")
             yield TreeRow(
                 row.label,
                 # A layer and one in it may be called the same.
                 item="" if is_only else f"{row.kind} of {row.path}",
                 line=f"{f'{row.kind} ' * is_only}[{row.axes}]  {group.short}",
-                figures=(TreeFigure("shardings lost", lost, "count"),) * bool(lost),
+                figures=(lost,) * bool(row.lost),
                 details=(group.sentence(bool(self.at)),),
-                ok=False if lost else None,
+                ok=False if row.lost else None,
             )
 
     def _is_asked(self, row: WhyRow) -> bool:
@@ -128,8 +127,7 @@ class WhyReport(Report):
         if self.at:
             text = f"{self.at} {text}"
         if self.lost:
-            losses = [loss for row in self.lost for loss in row.losses if not loss.gathered]
-            places = {(loss.operation, loss.layer) for loss in losses}
+            places = {(loss.operation, loss.layer) for row in self.lost for loss in row.lost}
             text += f"; shardings were lost at {len(places)} place{'s' * (len(places) != 1)}"
         return text
 

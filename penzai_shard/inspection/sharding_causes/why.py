@@ -82,6 +82,8 @@ def _row(
     found: FoundArray, program: PropagatedProgram, finder: CauseFinder, teller: LossTeller
 ) -> WhyRow:
     value = program.values[found.value]
+    losses = teller.of_value(found.value, found.label if found.kind == "output" else None)
+    is_whole = not any(value.spec or ()) and not losses
     return WhyRow(
         kind=found.kind,
         path=found.path,
@@ -91,7 +93,8 @@ def _row(
         dtype=value.dtype,
         spec=value.spec or ((),) * len(value.shape),
         causes=finder.of_value(found.value),
-        losses=teller.of_value(found.value, found.label),
+        losses=losses,
+        whole_because=teller.why_whole(found.value) if is_whole else "",
     )
 
 

@@ -26,6 +26,7 @@ def test_every_row_is_where_its_layer_is_with_its_axes_and_its_causes(report):
             if node.path == row.label
             and f"[{row.axes}]" in node.line
             and all(cause.source in node.details[0] for cause in row.causes)
+            and all(cause.reason in node.details[0] for cause in row.causes)
         ]
         assert found
         assert any(node.line.startswith(row.kind) or row.path in node.label for node in found)

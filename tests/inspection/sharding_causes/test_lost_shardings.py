@@ -1,0 +1,136 @@
+"""Programs that lose a sharding: operation and layer are named, and the fix brings it back."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from penzai import pz
+
+from penzai_shard import ConstrainShardingByName, WhyReport, why
+from tests.inspection.sharding_causes.laid_out_programs import (
+    MESH,
+    P,
+    linear,
+    planned,
+    struct,
+    train_step,
+    x,
+)
+
+SOURCE = pathlib.Path(__file__).read_text().splitlines()
+
+
+@pz.pytree_dataclass
+class OfData(pz.nn.Layer):
+    """A layer of a user, which does something with the data of a named array."""
+
+    function: Callable[..., Any] = dataclasses.field(metadata={"pytree_node": False})
+
+    def __call__(self, value, /, **_):
+        data = self.function(value.data_array)
+        return dataclasses.replace(value, data_array=data)
+
+
+def behind(function, *more):
+    """A layer, something that a user does with what it gives, and more."""
+    return pz.nn.Sequential([linear("up"), OfData(function), pz.nn.Elementwise(jnp.sin), *more])
+
+
+def reshaped(y):
+    return y.reshape(3, 4, 8).transpose(1, 0, 2).reshape(12, 8)
+
+
+def joined(y):
+    return jnp.concatenate([y[i] for i in range(12)]).reshape(12, 8)
+
+
+def batch():
+    return x(P("data"), batch=12, a=8)
+
+
+def losses_of(report: WhyReport, label: str, kind: str = "output"):
+    rows = [row for row in report.rows if (row.label, row.kind) == (label, kind)]
+    assert rows, [row.what for row in report.rows]
+    return [loss for row in rows for loss in row.losses]
+
+
+def axes_of(report: WhyReport, label: str) -> set[str]:
+    rows = [row for row in report.rows if (row.label, row.kind) == (label, "output")]
+    assert rows
+    return {axis for row in rows for axes in row.spec for axis in axes}
+
+
+@pytest.mark.parametrize(
+    ("function", "operation"), [(reshaped, "reshape"), (joined, "squeeze")], ids=["cut", "indexed"]
+)
+def test_operation_and_layer_are_named_and_the_fix_mends_what_is_behind(function, operation):
+    report = why(behind(function), batch())
+    assert axes_of(report, "up") == {"data"}
+    assert axes_of(report, "up/elementwise") == set()
+    (loss, *others) = losses_of(report, "up/elementwise")
+    assert (loss.operation, loss.layer, loss.mesh_axis) == (operation, "up/of_data", "data")
+    assert loss.logical_axis == "batch"
+    file, _, line = loss.line.rpartition(":")
+    assert __file__.endswith(file)
+    assert SOURCE[int(line) - 1].strip().startswith("return ")
+    assert {other.layer for other in others} <= {"up/of_data"}
+    mended = behind(function, ConstrainShardingByName(MESH, {"batch": "data"}))
+    assert axes_of(why(mended, batch()), "up/elementwise") == {"data"}
+    if loss.fix:
+        assert loss.fix == "Put ConstrainShardingByName(mesh, {'batch': 'data'}) after up/of_data"
+
+
+def test_constraint_that_pins_another_layout_is_named_with_its_missing_rule():
+    def model(rules):
+        return pz.nn.Sequential([linear("up"), ConstrainShardingByName(MESH, rules)])
+
+    (loss,) = losses_of(why(model({"batch": None}), x(P("data"))), "up/constrain_sharding_by_name")
+    assert (loss.operation, loss.layer) == ("a constraint", "up/constrain_sharding_by_name")
+    assert loss.fix == "Give up/constrain_sharding_by_name the rule 'batch': 'data'"
+    assert losses_of(why(model({"batch": "data"}), x(P("data"))), "up") == []
+
+
+def test_two_that_want_the_same_mesh_axis_are_both_named():
+    def step(x, y):
+        return x * y
+
+    on_data = struct(8, 8, spec=P("data"))
+    report = why(step, on_data, struct(8, 8, spec=P(None, "data")))
+    (row,) = report.rows
+    assert (row.label, row.spec) == ("result", (("data",), ()))
+    (loss,) = row.losses
+    assert loss.operation == "mul"
+    assert "'data' already splits another dimension there (from the input x" in loss.reason
+    report = why(step, on_data, struct(8, 8, spec=P("model")))
+    (row,) = report.rows
+    assert row.is_whole
+    assert {loss.mesh_axis for loss in row.losses} == {"data", "model"}
+
+
+def test_parameter_that_is_gathered_for_use_is_said_where_it_is_and_is_no_loss():
+    block = pz.nn.Sequential([linear("up"), pz.nn.Elementwise(jnp.tanh)])
+    report = why(planned(block, {"b": "data"}), x(P("data")))
+    (loss,) = losses_of(report, "up")
+    assert loss.gathered == "model/up.weights"
+    assert (loss.operation, loss.layer) == ("a matrix product", "up")
+    assert losses_of(report, "up/elementwise") == []
+    assert not report.lost
+    assert "is gathered over 'data' at a matrix product in layer up" in str(loss)
+
+
+def test_arrays_that_are_whole_say_why():
+    step, args, kwargs = train_step(linear("up"), {}, split=P("data"))
+    report = why(step, *args, **kwargs)
+    (gradient,) = report.of_kind("gradient")
+    assert gradient.is_whole
+    assert "as which the train step lays out its gradient" in gradient.whole_because
+    (total,) = why(lambda x: x.sum(0), struct(8, 8, spec=P("data"))).rows
+    assert (
+        total.whole_because == "devices sum up what they have over 'data' at a sum over dimensions"
+    )
+    (alone,) = why(lambda x: x + 1, struct(8, 8, spec=P())).rows
+    assert alone.whole_because == "nothing that it is made of is split"
+    assert not alone.losses
