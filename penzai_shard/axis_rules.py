@@ -356,8 +356,13 @@ def _mesh_axis_fix(rule: Rule, name: str, mesh_shape: Mapping[str, int]) -> str:
 def _kind_of_run(rule: Rule) -> Any:
     """Rules next to each other of the same kind are written as one expression."""
     if isinstance(rule, NameRule):
-        return ("preset", rule.mesh_axes) if rule.yields else "names"
+        return ("preset", rule.mesh_axes) if rule.yields else (rule if _is_own(rule) else "names")
     return rule
+
+
+def _is_own(rule: NameRule) -> bool:
+    """Whether a preset says that a rule is for activations, and its logical axis does not."""
+    return rule.for_activations and not NameRule(rule.logical_axis, ()).is_for_activations
 
 
 def _run_expression(kind: Any, run: list[Any]) -> str:
@@ -366,6 +371,9 @@ def _run_expression(kind: Any, run: list[Any]) -> str:
     if isinstance(kind, LargestDimensionRule):
         also = ", unnamed='largest'" if kind.splits_unnamed else ""
         return f"fully_sharded({mesh_axes_text(kind.mesh_axes)}, min_size={kind.min_size}{also})"
+    if isinstance(kind, NameRule):
+        over = mesh_axes_text(kind.mesh_axes)
+        return f"data_parallel({over}, batch_axis={kind.logical_axis!r})"
     names = [rule.logical_axis for rule in run]
     if isinstance(kind, tuple):
         return f"tensor_parallel({mesh_axes_text(kind[1])}, axes={tuple(names)!r})"

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from penzai_shard import AxisRules, fully_sharded, make_mesh, tensor_parallel
+from penzai_shard import AxisRules, data_parallel, fully_sharded, make_mesh, tensor_parallel
 from penzai_shard.errors import MeshError, PlanError, RuleTypeError
 from penzai_shard.rule_kinds import LargestDimensionRule, NameRule
 
@@ -304,6 +304,14 @@ def test_rules_survive_pickling_and_copying(rules):
 )
 def test_the_repr_of_rules_makes_them_again(rules):
     assert eval(repr(rules)) == rules
+
+
+def test_the_repr_of_rules_says_that_a_preset_means_activations():
+    rules = data_parallel(batch_axis="examples") | {"neurons": "model"}
+    again = eval(repr(rules))
+    assert again == rules
+    assert [rule.is_for_activations for rule in again.rules] == [True, False]
+    assert repr(data_parallel()) == "AxisRules({'batch': 'data'})"
 
 
 def test_rules_serve_as_a_static_argument_of_jit():

@@ -115,9 +115,6 @@ def _for_shell(finding: Finding, options: argparse.Namespace) -> Finding:
     if target == "rules":
         rules = ast.unparse(value)
         fix = f'--rules "{rules if rules[0] not in "[{" else f"AxisRules({rules})"}"'
-    elif target == "mesh" and isinstance(value, ast.Call):
-        shape = ast.literal_eval(value.args[0])
-        fix = f"--mesh {','.join(f'{name}={size}' for name, size in shape.items())}"
     elif target == "layout" and isinstance(value, ast.Call):
         fix = _layout_fix(value.keywords, options) or fix
     return dataclasses.replace(finding, fix=fix)

@@ -45,7 +45,7 @@ def _for_fitting_axes(
     wanted = tuple(dict.fromkeys(axis for rule in own for axis in rule.mesh_axes))
 
     def change(*added: NameRule) -> Change:
-        return change_of_table(subject, table, _in_place(subject.tables[table].rules, name, added))
+        return change_of_table(subject, table, _in_place(subject.usable_rules(table), name, added))
 
     # Some of the mesh axes that it asked for.
     for count in reversed(range(1, len(wanted))):
@@ -105,7 +105,7 @@ def other_problems(subject: LintSubject) -> Iterator[Finding]:
         leaf = leaves[path]
         if leaf.names and problem in subject.decision(leaf).problems:
             continue
-        is_unnamed = leaf.names is None
+        is_unnamed = leaf.names is None and leaf.dtype is not None
         key: tuple[FindingKind, str] = ("unnamed", "") if is_unnamed else ("misfit", problem)
         alike.setdefault(key, []).append((path, problem))
     for (kind, about), members in alike.items():
@@ -125,7 +125,7 @@ def other_problems(subject: LintSubject) -> Iterator[Finding]:
 def _for_unnamed(subject: LintSubject) -> Iterator[Change]:
     """Rules that split arrays without names too, along their largest dimension."""
     for table in subject.storing_tables[:1]:
-        rules = subject.tables[table].rules
+        rules = subject.usable_rules(table)
         largest = [rule for rule in rules if isinstance(rule, LargestDimensionRule)]
         if largest:
             changed = [

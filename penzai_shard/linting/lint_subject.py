@@ -17,7 +17,7 @@ from penzai_shard.linting.findings import FindingKind
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import LeafPlan, PlanRequest, ShardingPlan
-from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnUnnamed
+from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnUnnamed, Rule
 
 # The tables of a layout that are about arrays which are stored, and those about activations.
 _TABLES = ("parameters", "compute", "optimizer", "between_blocks")
@@ -182,6 +182,13 @@ class LintSubject:
         return frozenset(
             name for leaf in leaves_of(self.batch) for name in leaf.names or () if name is not None
         )
+
+    def usable_rules(self, table: str) -> tuple[Rule, ...]:
+        """The rules of a table as given, but for those of mesh axes that there are not.
+
+        What a fix begins with: of a layout they speak of roles, where ``tables`` has the names.
+        """
+        return self._known(self.given_tables.get(table, AxisRules({}))).rules
 
     def name_rules(self, table: str) -> tuple[NameRule, ...]:
         """The rules of a table that name a logical axis, in the model's names."""

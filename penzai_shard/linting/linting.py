@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import numbers
 from typing import Any, TypeAlias
 
+from penzai_shard.errors import RuleTypeError
 from penzai_shard.linting.checks import CHECKS
 from penzai_shard.linting.findings import KINDS, Change, Finding
 from penzai_shard.linting.lint_report import LintReport
@@ -56,7 +58,8 @@ def lint(
         The findings, the worst first. The report is true if there is none.
 
     Raises:
-        RuleTypeError: The mesh is not a mesh, or the model is a function.
+        RuleTypeError: The mesh is not a mesh, the model is a function, or ``min_bytes`` is not a
+            number.
 
     >>> import jax
     >>> from penzai import pz
@@ -70,6 +73,11 @@ def lint(
     refuse_other_than_mesh(mesh)
     refuse_builder("lint", model_or_state)
     check_option("on_unnamed", on_unnamed)
+    if not isinstance(min_bytes, numbers.Real):
+        raise RuleTypeError(
+            f"lint: min_bytes is a number of bytes, for instance min_bytes=2**20, not "
+            f"{min_bytes!r}."
+        )
     subject = LintSubject(model_or_state, auto_twin(mesh), rules, batch, min_bytes, on_unnamed)
     findings = _with_fixes(subject)
     findings.sort(key=_badness)

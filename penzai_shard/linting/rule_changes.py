@@ -4,13 +4,12 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jax.sharding import Mesh
-
 from penzai_shard.axis_rules import AxisRules
+from penzai_shard.errors import RuleTypeError
+from penzai_shard.layouts.rule_expressions import read_rules_expression
 from penzai_shard.linting.findings import Change
 from penzai_shard.linting.lint_subject import LintSubject
-from penzai_shard.meshes import make_mesh
-from penzai_shard.rule_kinds import NameRule, Rule, mesh_axes_text
+from penzai_shard.rule_kinds import Rule
 
 
 def change_of_table(subject: LintSubject, table: str, rules: Iterable[Rule]) -> Change:
@@ -20,41 +19,43 @@ def change_of_table(subject: LintSubject, table: str, rules: Iterable[Rule]) -> 
 
 def change_of_tables(subject: LintSubject, tables: Mapping[str, AxisRules]) -> Change:
     """Other rules in some tables, as one assignment to ``rules`` or ``layout``."""
+    texts = {name: rules_text(rules) for name, rules in tables.items()}
+    # What is tried out is what the code says.
+    said: dict[str, Any] = {name: _read(texts[name], rules) for name, rules in tables.items()}
     if subject.given_layout is not None:
-        given: dict[str, Any] = dict(tables)
-        layout = dataclasses.replace(subject.given_layout, **given)
-        said = ", ".join(f"{name}={rules_text(rules)}" for name, rules in tables.items())
-        return Change(f"layout = dataclasses.replace(layout, {said})", {"rules": layout})
-    (rules,) = tables.values()
-    text = rules_text(rules)
+        layout = dataclasses.replace(subject.given_layout, **said)
+        arguments = ", ".join(f"{name}={text}" for name, text in texts.items())
+        return Change(f"layout = dataclasses.replace(layout, {arguments})", {"rules": layout})
+    ((name, text),) = texts.items()
     # In brackets it may be broken anywhere.
-    return Change(f"rules = ({text})" if " | " in text else f"rules = {text}", {"rules": rules})
+    text = f"({text})" if " | " in text else text
+    return Change(f"rules = {text}", {"rules": said[name]})
+
+
+def _read(text: str, rules: AxisRules) -> AxisRules:
+    """The rules that a text says; those that it was made of, if they have names not of literals."""
+    try:
+        return read_rules_expression(f"AxisRules({text})" if text[0] in "[{" else text)
+    except RuleTypeError:
+        return rules
 
 
 def replaced(rules: Sequence[Rule], old: Rule, new: Sequence[Rule]) -> list[Rule]:
     """Rules with others in the place of one.
 
-    >>> replaced([NameRule("a", ()), NameRule("b", ())], NameRule("a", ()), [])
-    [NameRule(logical_axis='b', mesh_axes=(), yields=False, for_activations=False)]
+    >>> rules = AxisRules({"a": "data", "b": "model"}).rules
+    >>> replaced(rules, rules[0], []) == [rules[1]]
+    True
     """
     return [each for rule in rules for each in (new if rule == old else [rule])]
 
 
 def rules_text(rules: AxisRules) -> str:
-    """Rules as code, as plainly as they can be written."""
-    names = [rule for rule in rules.rules if isinstance(rule, NameRule) and not rule.yields]
-    if len(names) < len(rules.rules):
-        return repr(rules)
-    pairs = [(rule.logical_axis, mesh_axes_text(rule.mesh_axes)) for rule in names]
-    if len({name for name, _ in pairs}) == len(pairs):
-        return "{" + ", ".join(f"{name!r}: {axes}" for name, axes in pairs) + "}"
-    return "[" + ", ".join(f"({name!r}, {axes})" for name, axes in pairs) + "]"
+    """Rules as code, as plainly as they can be written.
 
-
-def change_of_mesh(subject: LintSubject, shape: dict[str, int]) -> Change:
-    """Another mesh, abstract or of the same devices."""
-    if isinstance(subject.mesh, Mesh):
-        mesh = make_mesh(shape, list(subject.mesh.devices.flat))
-        return Change(f"mesh = make_mesh({shape!r}, list(mesh.devices.flat))", {"mesh": mesh})
-    abstract = make_mesh(shape, abstract=True)
-    return Change(f"mesh = make_mesh({shape!r}, abstract=True)", {"mesh": abstract})
+    >>> rules_text(AxisRules({"neurons": "model"}))
+    "{'neurons': 'model'}"
+    """
+    text = repr(rules)
+    is_plain = " | " not in text and text.startswith(("AxisRules({", "AxisRules(["))
+    return text.removeprefix("AxisRules(").removesuffix(")") if is_plain else text

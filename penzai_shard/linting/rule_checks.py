@@ -112,7 +112,7 @@ def _presets_of_nothing(subject: LintSubject, table: str) -> Iterator[Finding]:
     for mesh_axes, rules in alternatives.items():
         names = [rule.logical_axis for rule in rules]
         if subject.known_axes.isdisjoint(names):
-            kept = [rule for rule in subject.tables[table].rules if rule not in rules]
+            kept = [rule for rule in subject.usable_rules(table) if rule not in rules]
             yield Finding(
                 "unused",
                 _name(table),
@@ -134,7 +134,7 @@ def _for_used_rules(
     subject: LintSubject, table: str, rule: NameRule, meant: str | None
 ) -> Iterator[Change]:
     """The rule for the logical axis that was meant, or no such rule."""
-    rules = subject.tables[table].rules
+    rules = subject.usable_rules(table)
     if meant is not None:
         renamed = dataclasses.replace(rule, logical_axis=meant)
         yield change_of_table(subject, table, replaced(rules, rule, [renamed]))
@@ -156,7 +156,7 @@ def names_of_mesh_axes(subject: LintSubject) -> Iterator[Finding]:
                 f"whole. If it means these, say so: ({name!r}, {mesh_axes_text(known)}).",
                 about=str(name),
                 changes=tuple(
-                    change_of_table(subject, table, [*rules.rules, each])
+                    change_of_table(subject, table, [*subject.usable_rules(table), each])
                     for each in (added, NameRule(name, ()))
                 ),
             )

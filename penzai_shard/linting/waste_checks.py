@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from penzai_shard.linting.findings import Change, Finding, common_path
 from penzai_shard.linting.lint_subject import LintSubject
-from penzai_shard.linting.rule_changes import change_of_mesh, change_of_table, replaced
+from penzai_shard.linting.rule_changes import change_of_table, replaced
 from penzai_shard.linting.subject_flows import SubjectFlows
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.planning import LeafPlan, bytes_text
@@ -216,7 +216,7 @@ def used_mesh_axes(subject: LintSubject) -> set[str]:
 
 
 def _for_using(subject: LintSubject, axis: str) -> Iterator[Change]:
-    """Rules that split something over a mesh axis; or a mesh without it."""
+    """Rules that split something over a mesh axis."""
     table = subject.storing_tables[0]
     rules = _without_idle_identity(subject, table)
     weight: dict[LogicalAxis, int] = {}
@@ -234,15 +234,11 @@ def _for_using(subject: LintSubject, axis: str) -> Iterator[Change]:
     for name in by_weight:
         split = [NameRule(name, (axis,)), NameRule(name, ())]
         yield change_of_table(subject, table, [*rules, *split])
-    shape = dict(subject.mesh.shape)
-    size = shape.pop(axis)
-    for other in shape:
-        yield change_of_mesh(subject, {**shape, other: shape[other] * size})
 
 
 def _without_idle_identity(subject: LintSubject, table: str) -> tuple[Rule, ...]:
     """The rules of a table, without "each logical axis to its namesake" if there is none."""
-    rules = subject.tables[table].rules
+    rules = subject.usable_rules(table)
     if any(IdentityRule.mesh_axes_of(n, subject.mesh.shape) for n in subject.known_axes):
         return rules
     return tuple(rule for rule in rules if not isinstance(rule, IdentityRule))

@@ -91,6 +91,12 @@ MISTAKES = {
         D8,
         pzs.Layout(**OPTIMIZER_ALONE, optimizer={"embedding": "dta"}),
     ),
+    "beside a batch with a name of its own": (
+        "unknown",
+        SMALL,
+        D4M2,
+        pzs.data_parallel(batch_axis="examples") | {"neurons": "modle"},
+    ),
     # One mesh axis twice.
     "doubled": (
         "doubled",
@@ -182,6 +188,12 @@ MISTAKES = {
         D4M2,
         pzs.Layout.tensor_parallel(blocks=()),
     ),
+    "layout with names of its own": (
+        "unknown",
+        OTHER_NAMES,
+        D4M2,
+        pzs.Layout.tensor_parallel(model="modle", names={"neurons": "mlp", "heads": None}),
+    ),
     # Waste.
     "forgotten table": ("under-sharded", LARGE, D4M2, {"batch": "data", "neurons": "model"}),
     "forgotten mesh axis": ("under-sharded", LARGE, D4M2, {"embedding": "data"}),
@@ -203,6 +215,12 @@ MISTAKES = {
         lambda: state_of(LARGE),
         D8,
         pzs.Layout(**OPTIMIZER_ALONE, optimizer={"neurons": "data"}),
+    ),
+    "waste beside a preset": (
+        "under-sharded",
+        LARGE,
+        D4M2,
+        pzs.fully_sharded("model") | pzs.AxisRules({"vocabulary": "model"}),
     ),
     "waste in a train state": (
         "under-sharded",

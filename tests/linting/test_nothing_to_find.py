@@ -209,3 +209,22 @@ def test_nothing_is_wasteful_that_is_smaller_than_was_said():
     wasted = 4096 * 512 * 4
     assert not pzs.lint(LARGE, D4M2, rules, min_bytes=wasted).ok
     assert pzs.lint(LARGE, D4M2, rules, min_bytes=wasted + 1).ok
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"min_bytes": "1MiB"}, "min_bytes is a number of bytes, for instance min_bytes=2\\*\\*20"),
+        ({"on_unnamed": "ignore"}, "on_unnamed must be 'error', 'replicate' or 'infer'"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options, said):
+    with pytest.raises(pzs.errors.RuleTypeError, match=said):
+        pzs.lint(SMALL, D8, {"embedding": "data"}, **options)
+
+
+def test_a_mesh_and_a_model_have_to_be_given():
+    with pytest.raises(pzs.errors.RuleTypeError, match="a mesh is needed, not dict"):
+        pzs.lint(SMALL, {"embedding": "data"}, D8)
+    with pytest.raises(pzs.errors.RuleTypeError, match="lint takes a model or another tree"):
+        pzs.lint(small_transformer, D8, {"embedding": "data"})
