@@ -59,6 +59,16 @@ def mesh_axes_used(spec: PartitionSpec) -> frozenset[str]:
     return frozenset(axis for entry in spec for axis in _mesh_axes(entry))
 
 
+def decided_spec(spec: PartitionSpec) -> PartitionSpec:
+    """A spec without what it leaves to JAX: those dimensions are whole in it.
+
+    >>> decided_spec(PartitionSpec("data", PartitionSpec.UNCONSTRAINED, "model"))
+    P('data', None, 'model')
+    """
+    left = PartitionSpec.UNCONSTRAINED
+    return canonical_spec(None if entry is left else entry for entry in spec)
+
+
 def restricted_spec(spec: PartitionSpec, mesh_axes: Container[str]) -> PartitionSpec:
     """The canonical spec over some mesh axes alone; what is left to JAX stays so.
 

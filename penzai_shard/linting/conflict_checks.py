@@ -136,7 +136,11 @@ def _is_undecided(flows: SubjectFlows, one: _Meeting, pinned: set[tuple[LogicalA
         return not is_batch
     if (one.axis, one.mesh_axis) in pinned:
         return False
-    return one.is_lookup or isinstance(_rule_of(flows, one), NameRule)
+    if isinstance(_rule_of(flows, one), NameRule):
+        return True
+    # A preset is meant as it is, except for where it is known to cost much.
+    outputs = one.call.call.outputs
+    return one.is_lookup and any(out.nbytes >= flows.subject.min_bytes for out in outputs)
 
 
 def _rule_of(flows: SubjectFlows, one: _Meeting) -> Any:

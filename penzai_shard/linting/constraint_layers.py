@@ -15,7 +15,7 @@ from penzai_shard.layers import (
     GatherParameters,
     ShardMapped,
 )
-from penzai_shard.partition_specs import mesh_axes_by_dimension
+from penzai_shard.partition_specs import mesh_axes_used
 from penzai_shard.rule_kinds import IdentityRule, LogicalAxis
 from penzai_shard.surgery.tree_nodes import nodes_of
 
@@ -75,5 +75,4 @@ def _mesh_axes_of(shardings: Any) -> Iterator[str]:
     ):
         spec = leaf.spec if isinstance(leaf, NamedSharding) else leaf
         if isinstance(spec, PartitionSpec):
-            for mesh_axes in mesh_axes_by_dimension(spec, len(spec)):
-                yield from mesh_axes
+            yield from mesh_axes_used(spec)

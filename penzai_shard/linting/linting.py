@@ -48,8 +48,11 @@ def lint(
             concrete or abstract.
         mesh: The mesh, concrete or abstract.
         rules: Rules in any form that ``AxisRules`` reads, or a ``Layout``.
-        batch: What the model is called with, concrete or abstract: a tree of named arrays. With it
-            also what flows through the model is looked at.
+        batch: What the model is called with, concrete or abstract: one input; a tuple of inputs,
+            whose last may be a dictionary of side inputs; or a dictionary, whose first entry is the
+            input, unless the model has a parameter of its name, and whose others are side inputs,
+            as in the batch of a loss function. With it the model is traced, and what flows through
+            it is looked at too; without it the report's ``notes`` say that it was not.
         min_bytes: An array of which each device holds less than this, in bytes, is not called
             wasteful. By default 1 MiB, which is what ``fully_sharded()`` leaves whole in float32.
         on_unnamed: As for ``make_plan``; arrays without names are findings by default.

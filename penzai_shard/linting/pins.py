@@ -11,7 +11,7 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.layers import ConstrainActivations, ConstrainSharding, ConstrainShardingByName
 from penzai_shard.linting.model_flows import FlowingArray
 from penzai_shard.meshes import AnyMesh, auto_twin, mesh_shape_of
-from penzai_shard.partition_specs import mesh_axes_by_dimension, mesh_axes_used
+from penzai_shard.partition_specs import decided_spec, mesh_axes_by_dimension, mesh_axes_used
 from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnIndivisible
 
 Side: TypeAlias = Literal["inputs", "outputs"]
@@ -50,11 +50,7 @@ class Pin:
     def _specs(self) -> list[PartitionSpec]:
         """The specs, in which what is left to JAX is whole."""
         return [
-            PartitionSpec(
-                *(None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in each.spec)
-            )
-            if isinstance(each, NamedSharding)
-            else PartitionSpec()
+            decided_spec(each.spec) if isinstance(each, NamedSharding) else PartitionSpec()
             for each in self.sharding
         ]
 

@@ -4,11 +4,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from penzai import pz
 
 import penzai_shard as pzs
+from tests.model_families import TRANSFORMERS, transformer
 
 MESH = AbstractMesh((4, 2), ("data", "model"))
 DATA = AbstractMesh((8,), ("data",))
@@ -180,3 +182,174 @@ def test_a_mistake_is_found_and_its_fix_mends_it(mistake):
     after = pzs.lint(model, mesh, rules, batch=batch)
     before = {each.key for each in report.findings}
     assert {each.key for each in after.findings} <= before - {finding.key}, after
+
+
+def with_pinned_batch(mesh, model=MODEL):
+    places = (pz.nn.EmbeddingLookup, pz.nn.Residual)
+    return pzs.constrain_blocks(places, mesh, BATCH).apply(model)
+
+
+LARGE = struct(batch=2**14, seq=8)
+BY_EMBEDDING = {"batch": "data", "embedding": "data"}
+FSDP = pzs.data_parallel() | pzs.fully_sharded(min_size=1)
+EVERYWHERE = NamedSharding(MESH, PartitionSpec("data", PartitionSpec.UNCONSTRAINED))
+
+HARMLESS = {
+    "data parallel": (MODEL, DATA, BATCH, TOKENS),
+    "fully sharded by a preset": (MODEL, DATA, FSDP, TOKENS),
+    "fully sharded by name, the batch pinned": (with_pinned_batch(DATA), DATA, BY_EMBEDDING, LARGE),
+    "fully sharded by name, gathered": (
+        pzs.Recipe(
+            pzs.wrap(pz.nn.Residual, pzs.GatherParameters, mesh=DATA, rules={}),
+            pzs.wrap((pz.nn.EmbeddingLookup, pz.nn.Linear), pzs.GatherParameters, mesh=DATA,
+                     rules={}, outside=pz.nn.Residual),
+        ).apply(MODEL), DATA, BY_EMBEDDING, TOKENS,
+    ),
+    "fully sharded by name, per device": (
+        pzs.manual_fsdp((pz.nn.EmbeddingLookup, pz.nn.Residual), DATA, BY_EMBEDDING).apply(
+            with_pinned_batch(DATA)), DATA, BY_EMBEDDING, TOKENS,
+    ),
+    "tensor parallel": (MODEL, MESH, RULES, TOKENS),
+    "tensor parallel, pinned around blocks": (
+        around_blocks(inputs=(RULES,), outputs=(RULES,)), MESH, RULES, TOKENS,
+    ),
+    "sequences split between blocks, and gathered before them": (
+        around_blocks(inputs=({"batch": "data", "seq": "model"}, BATCH),
+                      outputs=(BATCH, {"batch": "data", "seq": "model"})), MESH, RULES, TOKENS,
+    ),
+    "a constraint that adds to the one before": (
+        after_blocks(by_name({"batch": "data", "seq": "model"}), by_name(BATCH)),
+        MESH, BATCH, TOKENS,
+    ),
+    "a constraint that leaves dimensions to the compiler": (
+        after_blocks(pzs.ConstrainSharding(EVERYWHERE)), MESH, RULES, TOKENS,
+    ),
+    "copies that were asked for": (
+        after_blocks(by_name({"batch": None}, DATA)), DATA, BATCH, TOKENS,
+    ),
+    "what does not divide left whole on purpose": (
+        after_blocks(by_name({"batch": "data", "seq": "model"}, on_indivisible="replicate")),
+        MESH, RULES, struct(batch=16, seq=7),
+    ),
+    "one device": (
+        after_blocks(by_name(BATCH, THIN)), THIN, BATCH, TOKENS,
+    ),
+    "a batch that is placed": (
+        MODEL, DATA, {"neurons": None}, pzs.shard_batch(TOKENS, DATA, BATCH),
+    ),
+    "a compiled model": (pzs.Jitted(with_pinned_batch(MESH)), MESH, RULES, TOKENS),
+    "side inputs": (MODEL, MESH, RULES, {"tokens": TOKENS, "targets": TOKENS}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", HARMLESS)
+def test_what_is_meant_is_not_found(model):
+    model, mesh, rules, batch = HARMLESS[model]
+    report = pzs.lint(model, mesh, rules, batch=batch)
+    assert report.ok, report
+    assert not report.notes
+
+
+PRESETS = {
+    "data_parallel": (DATA, {}),
+    "zero1": (DATA, {"min_size": 1}),
+    "fully_sharded": (DATA, {"min_size": 1}),
+    "tensor_parallel": (MESH, {}),
+    "sequence_parallel": (MESH, {"vocabulary": "model"}),
+    "two_dimensional": (MESH, {"min_size": 1, "rematerialise": "dots"}),
+    "hybrid": (AbstractMesh((2, 4), ("replica", "data")), {"min_size": 1}),
+}
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_nothing_is_found_in_models_of_penzai_under_presets(family):
+    model = pzs.abstract_model(lambda key: transformer(family, key), jax.random.key(0))
+    # Each preset with some families, and before and after the model is edited.
+    turn = TRANSFORMERS.index(family)
+    for name in list(PRESETS)[turn % 2 :: 2]:
+        mesh, options = PRESETS[name]
+        layout = getattr(pzs.Layout, name)(**options)
+        edited = layout.recipe(model, mesh).apply(model) if turn % 4 < 2 else model
+        report = pzs.lint(edited, mesh, layout, batch=struct(batch=16, seq=8))
+        assert report.ok, (name, report)
+        assert not report.notes
+
+
+def test_without_a_batch_the_report_says_what_was_not_looked_at():
+    (note,) = pzs.lint(MODEL, DATA, BATCH).notes
+    assert "what flows through the model was not looked at: no batch was given" in note
+    (note,) = pzs.lint({"w": struct(neurons=8)}, DATA, {"neurons": "data"}, batch=TOKENS).notes
+    assert "dict is not a layer that can be called with the batch" in note
+
+
+def test_a_train_state_is_looked_at_as_its_model_is():
+    optimizer = optax.sgd(0.1)
+    state = pzs.TrainState.initial_state(MODEL, optimizer, jax.random.key(0))
+    report = pzs.lint(state, DATA, BY_EMBEDDING, batch=TOKENS)
+    (finding,) = report.findings
+    assert finding.kind == "conflict"
+    assert finding.paths[0] == "params/table.embeddings"
+    assert finding.fix == "rules = {'batch': 'data', 'embedding': None}"
+
+
+def moved(model, rules, mesh, batch):
+    """What a device sends in one call of a model, as compiled, in bytes."""
+    structs = pzs.make_plan(model, mesh, rules).restore_structs()
+    batch = pzs.shard_batch(batch, mesh, {"batch": rules["batch"]})
+    call = jax.jit(lambda model, batch: model(batch))
+    return pzs.collectives(call, structs, batch).wire_bytes
+
+
+def of_devices(mesh):
+    return pzs.make_mesh(dict(mesh.shape))
+
+
+@pytest.mark.parametrize(
+    ("rules", "between"),
+    [
+        ({"batch": "data", "neurons": "data"}, None),
+        (RULES, {"batch": "data", "seq": "model"}),
+        ({"batch": ("data", "model"), "neurons": "model"}, None),
+    ],
+)
+def test_the_compiler_moves_as_many_bytes_of_parameters_as_a_conflict_says(rules, between):
+    mesh = of_devices(MESH)
+    places = (pz.nn.EmbeddingLookup, pz.nn.Residual)
+    model = MODEL
+    if between is not None:
+        model = pzs.constrain_blocks(places, mesh, between).apply(MODEL)
+    (finding,) = pzs.lint(model, mesh, rules, batch=TOKENS).findings
+    assert moved(model, rules, mesh, TOKENS) == finding.figures["moved_parameter_bytes"] > 0
+
+
+def test_pinning_the_batch_keeps_whole_activations_from_being_summed():
+    mesh = of_devices(DATA)
+    (finding,) = pzs.lint(MODEL, mesh, BY_EMBEDDING, batch=struct(batch=64, seq=8)).findings
+    assert "insert" in finding.fix or "constrain_blocks" in finding.fix
+    model, *_ = pasted(finding, MODEL, mesh, BY_EMBEDDING, None)
+    batch = struct(batch=64, seq=8)
+    before, after = (moved(each, BY_EMBEDDING, mesh, batch) for each in (MODEL, model))
+    assert before > 10 * after
+    # All that is left is the gathering of parameters.
+    assert after <= 1.2 * finding.figures["moved_parameter_bytes"]
+
+
+def test_a_preset_is_found_only_where_a_lookup_would_sum_large_activations():
+    mesh = of_devices(DATA)
+    wide = pz.nn.EmbeddingTable.from_config("wide", jax.random.key(0), 8, {"embedding": 64})
+    model = pzs.abstract_model(lambda: pz.nn.Sequential([pz.nn.EmbeddingLookup(wide)]))
+    assert kinds_of(pzs.lint(model, mesh, FSDP, batch=LARGE)) == ["conflict"]
+    assert pzs.lint(model, mesh, FSDP, batch=TOKENS).ok
+    assert pzs.lint(MODEL, mesh, FSDP, batch=LARGE).ok
+    rules = {"batch": "data", "vocabulary": "data", "neurons": "data"}
+    pinned = with_pinned_batch(mesh)
+    assert moved(MODEL, rules, mesh, TOKENS) == moved(pinned, rules, mesh, TOKENS)
+
+
+def test_a_contradiction_moves_as_many_bytes_as_it_says():
+    mesh = of_devices(DATA)
+    layers = [by_name(BATCH, mesh), by_name({"seq": "data"}, mesh)]
+    model = pz.nn.Sequential(layers)
+    batch = struct("float32", batch=16, seq=8)
+    (finding,) = pzs.lint(model, mesh, BATCH, batch=batch).findings
+    assert moved(model, BATCH, mesh, batch) == finding.figures["moved_bytes"] > 0
