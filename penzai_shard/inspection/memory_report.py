@@ -250,15 +250,13 @@ class MemoryReport(Report):
 
     def tree_rows(self, *, collapse: bool = True) -> Iterator[TreeRow]:
         """The rows that ``tree`` nests."""
-        inputs = [
-            (array.path, array.bytes_per_device)
-            for array in self._arguments.values()
-            if array.part in ("inputs", "outputs") and not array.is_on_host
-        ]
+        arrays = [array for array in self._arguments.values() if not array.is_on_host]
+        held = memory_groups(arrays, collapse=False)
+        # The order of the arguments, not by size.
+        rank = {array.path: number for number, array in enumerate(arrays)}
         return memory_rows(
             self.items(),
-            self.groups(collapse=False),
-            inputs,
+            sorted(held, key=lambda group: rank[group.path]),
             self.temporaries_by_layer,
             self.program.step.scopes,
             collapse,

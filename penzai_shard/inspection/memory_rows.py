@@ -18,7 +18,6 @@ _OF_THE_PROGRAM = ("padding", "outputs", "donated", "temporaries", "generated_co
 def memory_rows(
     items: Mapping[str, int],
     held: Iterable[MemoryGroup],
-    inputs: Iterable[tuple[str, int]],
     temporaries: Iterable[TemporaryGroup],
     scopes: LayerScopes,
     collapse: bool = True,
@@ -27,8 +26,7 @@ def memory_rows(
 
     Args:
         items: Every item of the report by its name, in bytes.
-        held: What is resident, each array of its own.
-        inputs: What comes in beside that, with its bytes.
+        held: What is resident and what comes in beside that, each array of its own.
         temporaries: Each layer's own.
         scopes: The step's layers.
         collapse: Put all scalars of a part into one row.
@@ -40,9 +38,9 @@ def memory_rows(
         else:
             others.setdefault(group.part, []).append(group)
     for part, groups in others.items():
-        yield from _part_rows(part, groups, collapse)
-    for path, size in inputs:
-        yield TreeRow("inputs", item=path.removeprefix("inputs/"), figures=_memory(size))
+        # Of a function without layers its arguments are what owns collectives.
+        is_outermost = part == "inputs" and not scopes.paths
+        yield from _part_rows("" if is_outermost else part, groups, collapse)
     for name in _OF_THE_PROGRAM:
         if size := items[name]:
             sign = -1 if name == "donated" else 1
@@ -80,14 +78,16 @@ def _parameter_row(group: MemoryGroup, scopes: LayerScopes) -> TreeRow:
 
 
 def _part_rows(part: str, groups: list[MemoryGroup], collapse: bool) -> Iterator[TreeRow]:
+    """The rows of what is no parameter, below its part, if that has a name."""
     scalars = [group for group in groups if not group.shape]
     if collapse and len(scalars) > 1:
         size = sum(group.bytes for group in scalars)
-        yield TreeRow(part, SCALARS, line=arrays_text(len(scalars)), figures=_memory(size))
+        line = arrays_text(len(scalars))
+        yield TreeRow(SCALARS, group=part, line=line, figures=_memory(size))
         groups = [group for group in groups if group.shape]
     for group in groups:
-        line = f"{group.axes_text}  {group.dtype}"
-        yield TreeRow(part, item=group.path, line=line, figures=_memory(group.bytes))
+        path, line = group.path.removeprefix("inputs/"), f"{group.axes_text}  {group.dtype}"
+        yield TreeRow(path, group=part, line=line, figures=_memory(group.bytes))
 
 
 def _memory(size: int) -> tuple[TreeFigure, ...]:

@@ -33,7 +33,8 @@ def sent_rows(collectives: Iterable[Collective]) -> Iterator[TreeRow]:
         yield TreeRow(
             path,
             item,
-            line=f"{moves_text(members)}, {times}",
+            # What is not one of the known sorts goes without a word.
+            line=f"{moves_text(members)}, {times}".removeprefix("others, "),
             figures=(TreeFigure(SENT, total.wire_bytes),),
             details=tuple(dict.fromkeys(part.moves for _, part in members if part.moves)),
         )

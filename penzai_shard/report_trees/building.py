@@ -103,7 +103,10 @@ class _Draft:
 
     def place(self, row: TreeRow) -> "_Draft":
         """The node that a row belongs to."""
-        node = self.child(f"\0{row.group}", row.group, "") if row.group else self
+        node = self
+        if row.group:
+            node = self.child(f"\0{row.group}", row.group, "")
+            node.is_place = True
         for part in path_parts(row.path):
             node = node.child(part, part.strip(_SEPARATORS) or part, node.path + part)
         if row.item:

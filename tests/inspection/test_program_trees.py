@@ -145,3 +145,22 @@ def test_no_number_of_bytes_is_shown_without_a_unit(program):
     for size in (report.total, report.resident, report.parameters):
         assert str(size) not in shown
         assert f"{size:,}" not in shown
+
+
+def test_arguments_of_a_function_without_layers_are_nodes_with_memory_and_traffic(plain):
+    nodes = {node.path: node for node in plain.tree().walk()}
+    arrays = {array.path: array for array in plain.step.arguments.values()}
+    assert len(arrays) == 2
+    for path, array in arrays.items():
+        name = path.removeprefix("inputs/")
+        assert total(nodes[name], "memory") == array.bytes_per_device
+        owned = sum(
+            part.labels == (name,) for one in collectives(plain).collectives for part in one.parts
+        )
+        assert (total(nodes[name], "sent") is not None) == bool(owned)
+
+
+def test_what_comes_in_beside_a_model_is_in_a_node_of_its_own(program):
+    (inputs,) = (node for node in program.tree().children if node.label == "inputs")
+    assert total(inputs, "memory") == device_memory(program).inputs > 0
+    assert [node.label for node in inputs.children] == ["x"]

@@ -205,3 +205,16 @@ def test_figures_are_in_one_order_in_all_nodes():
         ["held"],
         ["held", "sent"],
     ]
+
+
+def test_a_group_is_a_node_of_its_own_around_paths():
+    rows = [
+        TreeRow("a/b.c", group="1. first (of 2)", figures=(TreeFigure("held", 1),)),
+        TreeRow("", group="2. nothing", details=("said",)),
+        TreeRow("a/b.c", group="3. last", figures=(TreeFigure("held", 2),)),
+    ]
+    assert shape(tree(rows).children) == [
+        ("1. first (of 2)", 1, 1, [("a/b.c", 1, 1, [])]),
+        ("2. nothing", 1, 0, []),
+        ("3. last", 1, 2, [("a/b.c", 1, 2, [])]),
+    ]
