@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Self
 
-from penzai_shard.cli.chosen_layouts import add_layout_arguments, chosen_layout
-from penzai_shard.cli.chosen_models import add_model_arguments, chosen_model
+from penzai_shard.cli.chosen_layouts import ChosenLayout, add_layout_arguments, chosen_layout
+from penzai_shard.cli.chosen_models import ChosenModel, add_model_arguments, chosen_model
 from penzai_shard.cli.chosen_steps import (
     ChosenStep,
     add_step_arguments,
@@ -75,6 +75,7 @@ class StepPrice:
         exact: What is as in a run on them.
         estimated: What is an estimate.
         notes: What else there is to know.
+        compiled_by: What compiled it, and how long that took; empty for the compiler of this JAX.
     """
 
     memory: MemoryReport
@@ -84,6 +85,7 @@ class StepPrice:
     exact: tuple[str, ...]
     estimated: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    compiled_by: str = ""
 
     @classmethod
     def of(cls, program: CompiledProgram) -> Self:
@@ -104,6 +106,10 @@ class StepPrice:
         """Whether it fits; None if it is not known."""
         return False if self.program is None else self.memory.fits
 
+    def certainty(self) -> tuple[str, str]:
+        """What of it is exact, and what is an estimate, in sentences."""
+        return f"Exact: {'; '.join(self.exact)}.", f"Estimated: {'; '.join(self.estimated)}."
+
     def with_limit(self, limit: int) -> Self:
         """The same on devices of so much memory, in bytes."""
         program = dataclasses.replace(self.memory.program, memory_limit=limit)
@@ -111,12 +117,20 @@ class StepPrice:
 
 
 class AskedStep:
-    """What was asked for: a model's step, or one that a function gives."""
+    """What was asked for: a model's step, or one that a function gives.
+
+    Attributes:
+        model: The model, once it is built; None of a step that a function gives.
+        layout: The same of its layout.
+        notes: What was warned of.
+    """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._said: dict[str, Any] = {}
         self._lines: list[str] = []
+        self.model: ChosenModel | None = None
+        self.layout: ChosenLayout | None = None
         self.notes: list[str] = []
 
     def compiled(self) -> StepPrice:
@@ -143,7 +157,8 @@ class AskedStep:
             f"{report.device_count:,} x {report.device_kind} ({topology.name})",
             report.exact,
             report.estimated,
-            (f"Compiled by {report.compiler} in {report.seconds:.1f} s.", *report.notes),
+            report.notes,
+            f"Compiled by {report.compiler} in {report.seconds:.1f} s.",
         )
 
     def lowered(self) -> LoweredStep:
@@ -211,6 +226,7 @@ class AskedStep:
             topology.refuse_mesh(layout.mesh.shape)
         self._said = {**chosen.said(), **layout.said()}
         self._lines = [chosen.headline(), layout.line()]
+        self.model, self.layout = chosen, layout
         step = training_step(chosen, layout, options)
         self._said["step"] = step.text
         self._lines.append(step.text)

@@ -14,7 +14,7 @@ from penzai_shard.cli.quantities import read_bytes
 from penzai_shard.layouts import Layout
 from penzai_shard.layouts.layout_file import table_line
 from penzai_shard.layouts.rule_expressions import read_rules_expression
-from penzai_shard.linting import Finding, lint
+from penzai_shard.linting import Finding, LintReport, lint
 from penzai_shard.planning import bytes_text
 
 _MIN_BYTES = 2**20
@@ -75,15 +75,7 @@ def _lint(options: argparse.Namespace) -> int:
         from penzai_shard.cli.chosen_steps import abstract_state
 
         tree = abstract_state(tree, options.optimizer, layout.layout)
-    found = lint(
-        tree,
-        layout.mesh,
-        _as_given(layout, options),
-        min_bytes=min_bytes,
-        on_unnamed=options.on_unnamed,
-    )
-    findings = [_for_shell(finding, options) for finding in found.findings]
-    report = dataclasses.replace(found, findings=tuple(findings))
+    report = linted(tree, layout, options, min_bytes=min_bytes, on_unnamed=options.on_unnamed)
     if options.json:
         said = {**chosen.said(), **layout.said(), "lint": json.loads(report.to_json())}
         print(json.dumps(said, indent=2))
@@ -91,6 +83,20 @@ def _lint(options: argparse.Namespace) -> int:
         print_lines(chosen.headline(), layout.line())
         print_table(report.table(collapse=not options.all))
     return 0 if report.ok else 1
+
+
+def linted(tree: Any, layout: ChosenLayout, options: argparse.Namespace, **how: Any) -> LintReport:
+    """What ``lint`` finds in a model or a state, with what to write on the command line.
+
+    Args:
+        tree: The model, or its train state.
+        layout: Its mesh and layout.
+        options: What was parsed.
+        **how: Further arguments of ``lint``.
+    """
+    found = lint(tree, layout.mesh, _as_given(layout, options), **how)
+    findings = [_for_shell(finding, options) for finding in found.findings]
+    return dataclasses.replace(found, findings=tuple(findings))
 
 
 def _as_given(layout: ChosenLayout, options: argparse.Namespace) -> Any:

@@ -7,9 +7,11 @@ from typing import Any
 from penzai_shard.cli.answers import add_answer_options, print_lines, print_report, print_table
 from penzai_shard.cli.asked_steps import AskedStep, StepPrice, add_asked_arguments
 from penzai_shard.cli.mesh_arguments import mesh_shape
+from penzai_shard.cli.price_pages import write_price_page
 from penzai_shard.cli.quantities import read_bandwidths, read_bytes
 from penzai_shard.errors import CompilationError, MeshError, PlanError
 from penzai_shard.inspection.locks import ShardingLock
+from penzai_shard.views.report_page import refuse_folder
 
 
 def add_price_commands(commands: Any) -> None:
@@ -39,6 +41,11 @@ def add_price_commands(commands: Any) -> None:
         "--limit",
         metavar="80GB",
         help="the memory of a device, if it is not known or not all of it",
+    )
+    price.add_argument(
+        "--report",
+        metavar="out.html",
+        help="also write all of it, with plan, findings and why, as one page that a browser opens",
     )
     add_answer_options(price)
     price.set_defaults(run=_price)
@@ -74,16 +81,23 @@ def _price(options: argparse.Namespace) -> int:
                 f"--bandwidth: mesh ({options.mesh}) has no mesh axis {' and '.join(others)}. Give "
                 "what a device can send over each of its own: data=25GB,model=450GB."
             )
+    if options.report is not None:
+        refuse_folder(options.report, "--report ")
     asked = AskedStep(options)
     try:
         found = asked.compiled()
     except PlanError as error:
+        if options.report is not None:
+            write_price_page(asked, None, options, [])
         return print_without_layout(asked, options, error)
     if limit is not None:
         found = found.with_limit(limit)
     seconds = None
     if bandwidth is not None and found.moved is not None:
         seconds = found.moved.time(bandwidth)
+    bounds = [] if seconds is None else [_time_text(seconds)]
+    if options.report is not None:
+        write_price_page(asked, found, options, bounds)
     if options.json:
         print(json.dumps({**asked.said(), **_data(found), "time_at_least_s": seconds}, indent=2))
     else:
@@ -92,9 +106,7 @@ def _price(options: argparse.Namespace) -> int:
         if found.moved is not None:
             print()
             print_table(found.moved.table(collapse=not options.all))
-        print_lines("", *([] if seconds is None else [_time_text(seconds)]))
-        print_lines(f"Exact: {'; '.join(found.exact)}.")
-        print_lines(f"Estimated: {'; '.join(found.estimated)}.", *asked.notes, *found.notes)
+        print_lines("", *bounds, *found.certainty(), *asked.notes, *_compiler_notes(found))
     return 1 if found.fits is False else 0
 
 
@@ -106,8 +118,12 @@ def _data(found: StepPrice) -> dict[str, Any]:
         "estimated": list(found.estimated),
         "memory": json.loads(found.memory.to_json()),
         "collectives": None if found.moved is None else json.loads(found.moved.to_json()),
-        "compiler_notes": list(found.notes),
+        "compiler_notes": _compiler_notes(found),
     }
+
+
+def _compiler_notes(found: StepPrice) -> list[str]:
+    return [*filter(None, [found.compiled_by]), *found.notes]
 
 
 def _lock(options: argparse.Namespace) -> int:

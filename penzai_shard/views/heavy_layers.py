@@ -15,6 +15,8 @@ from penzai_shard.tree_paths import common_parts
 
 _UNKNOWN = "of no known layer"
 _WHOLE = "the whole model"
+# So many are named of what a layer's bytes are.
+_LISTED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +144,9 @@ def _listed(sums: Mapping[str, float]) -> str:
     ordered = sorted(sums.items(), key=lambda item: (-item[1], item[0]))
     if len(ordered) == 1:
         return ordered[0][0]
-    return ", ".join(f"{what} {bytes_text(round(size))}" for what, size in ordered if size)
+    shown = [f"{what} {bytes_text(round(size))}" for what, size in ordered if size]
+    others = len(shown) - _LISTED
+    return ", ".join([*shown[:_LISTED], *([f"{others} others"] if others > 0 else [])])
 
 
 def _heaviest(found: Iterable[HeavyLayer], whole: float) -> tuple[HeavyLayer, ...]:

@@ -84,7 +84,7 @@ class PageContent:
 
     Attributes:
         title: What it is about.
-        mesh: The mesh in words.
+        mesh: The mesh in words; empty without one.
         plan: The layout of the model.
         memory: What the step needs of each device.
         collectives: What it moves.

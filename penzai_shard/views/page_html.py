@@ -26,7 +26,7 @@ def page_html(content: PageContent) -> str:
         element("meta", name="color-scheme", content="light dark"),
         element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         element("link", rel="icon", href="data:,"),
-        element("title", f"{content.title} on mesh ({content.mesh})"),
+        element("title", content.title + _where(content)),
         element("style", Markup(style)),
     )
     sections = [Section(title, shown) for title, shown in content.sections().items()]
@@ -76,9 +76,13 @@ class Section:
         yield element("details", element("summary", "The same as a table"), rows)
 
 
+def _where(content: PageContent) -> str:
+    return f" on mesh ({content.mesh})" if content.mesh else ""
+
+
 def _headline(content: PageContent, anchors: Mapping[str, Mapping[str, str]]) -> Markup:
     title = element("span", content.title)
-    where = element("small", f" on mesh ({content.mesh})")
+    where = element("small", _where(content)) if content.mesh else None
     state, verdict = content.verdict()
     rankings = (_ranking(each, anchors.get(each.section, {})) for each in content.rankings())
     return element(

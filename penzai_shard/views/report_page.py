@@ -70,7 +70,7 @@ def report(
     6
     """
     refuse_other_than_mesh(mesh)
-    _refuse_folder(path)
+    refuse_folder(path, "path=")
     if step is None and (args or kwargs):
         raise RuleTypeError(
             f"no step is given, and {', '.join(kwargs) or 'its arguments'} would be what it is "
@@ -87,7 +87,7 @@ def report(
         memory=_NO_STEP if program is None else MemoryReport.of(program),
         collectives=_NO_STEP if program is None else _collectives(program),
         lint=lint(model, mesh, rules, on_unnamed="replicate"),
-        why=_NO_STEP if program is None else _why(program),
+        why=_NO_STEP if program is None else why_for_page(program),
     )
     return write_page(content, path)
 
@@ -124,19 +124,25 @@ def _collectives(program: CompiledProgram) -> CollectiveReport | Missing:
         return Missing(str(error))
 
 
-def _why(program: CompiledProgram) -> WhyReport | Missing:
+def why_for_page(program: CompiledProgram) -> WhyReport | Missing:
+    """Where the layouts in a program come from; or why that cannot be said here."""
     try:
         return why(program.step)
     except PropagationError as error:
         return Missing(str(error))
 
 
-def _refuse_folder(path: str | os.PathLike[str]) -> None:
-    """Before anything is compiled."""
+def refuse_folder(path: str | os.PathLike[str], option: str) -> None:
+    """Refuses a folder in place of a file, to be called before anything is compiled.
+
+    Args:
+        path: Where the page is to be written.
+        option: How that is said.
+    """
     if os.path.isdir(path):
         raise RuleTypeError(
             f"{os.fspath(path)} is a folder, and the page is one file. "
-            f"Give path={os.path.join(os.fspath(path), 'report.html')!r}."
+            f"Give {option}{os.path.join(os.fspath(path), 'report.html')!r}."
         )
 
 
