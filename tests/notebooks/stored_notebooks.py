@@ -99,11 +99,30 @@ def _stored_data(data):
 def _clipped(text):
     lines = text.splitlines()
     if len(lines) > STORED_LINES:
-        lines[STORED_LINES - 1 :] = [f"... and {len(lines) - STORED_LINES + 1} more lines"]
+        kept = _outermost(lines)
+        lines = [*kept, f"... and {len(lines) - len(kept)} more lines"]
     return "\n".join(
         line if len(line) <= STORED_COLUMNS else f"{line[: STORED_COLUMNS - 3]}..."
         for line in lines
     )
+
+
+def _outermost(lines):
+    """Of many lines the outermost, and what is in them where there is room for all of it."""
+    within, parents = {None: []}, []
+    for number, line in enumerate(lines):
+        indent = len(line) - len(line.lstrip())
+        while parents and parents[-1][0] >= indent:
+            parents.pop()
+        within[parents[-1][1] if parents else None].append(number)
+        within[number] = []
+        parents.append((indent, number))
+    kept, waiting = [], [None]
+    for outer in waiting:
+        if len(kept) + len(within[outer]) < STORED_LINES:
+            kept += within[outer]
+            waiting += within[outer]
+    return [lines[number] for number in sorted(kept)] or lines[: STORED_LINES - 1]
 
 
 def main():

@@ -62,6 +62,20 @@ def test_notebook_is_stored_as_run_from_top_to_bottom_with_small_outputs(path):
     assert path.stat().st_size < 300_000
 
 
+def test_of_a_long_tree_the_outermost_lines_are_stored():
+    lines = ["lm"]
+    for i in range(10):
+        lines += [f"  block_{i}", f"    mlp_{i}", "      up", "    attention"]
+    shown = nbformat.v4.new_output("execute_result", {"text/plain": "\n".join([*lines, "total"])})
+    cell = nbformat.v4.new_code_cell(outputs=[shown])
+    (stored,) = as_stored(nbformat.v4.new_notebook(cells=[cell])).cells[0].outputs
+    expected = ["lm"]
+    for i in range(10):
+        # What is in the first six blocks has room, and what is in that has not.
+        expected += [f"  block_{i}", *([f"    mlp_{i}", "    attention"] if i < 6 else [])]
+    assert stored.data["text/plain"].splitlines() == [*expected, "total", "... and 18 more lines"]
+
+
 @each_notebook
 def test_notebook_shows_pictures_and_tables_on_a_code_host(path):
     outputs = [output for cell in read(path).cells for output in cell.get("outputs", [])]
