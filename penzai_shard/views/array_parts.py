@@ -5,6 +5,7 @@ sharding by its map of devices to indices.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -110,7 +111,7 @@ class ArrayParts:
         """How many elements the largest part has."""
         return max(part.size for part in self.parts)
 
-    @property
+    @functools.cached_property
     def is_on_others(self) -> bool:
         """Whether other processes have devices that hold a part."""
         return any({*part.processes} - {self.own_process} for part in self.parts)

@@ -62,11 +62,13 @@ class ShardingDrawing(Report):
         parts: The dimensions of the array, and its parts with the devices that hold them.
         dtype: The dtype of the array, or None where only a shape is known.
         path: What the array is called, such as the label of a parameter; empty for none.
+        is_traced: Whether it is one in a traced function, of which its type says the layout.
     """
 
     parts: ArrayParts
     dtype: Any = None
     path: str = ""
+    is_traced: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -184,7 +186,9 @@ class ShardingDrawing(Report):
         if parts.replicating:
             axes = _axes_text(parts.replicating, mesh)
             copies = math.prod(mesh[axis] for axis in parts.replicating)
-            yield f"replicated over {axes}: {copies} devices hold the same part"
+            text = f"replicated over {axes}: {copies} devices hold the same part"
+            # A type does not say how the dimension is split that jax.vmap has taken off.
+            yield text + ", unless jax.vmap splits what it maps over" * self.is_traced
         if parts.manual:
             axes = _axes_text(parts.manual, mesh)
             yield f"manual over {axes}: this is the array of one place along them"

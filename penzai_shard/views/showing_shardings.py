@@ -2,7 +2,7 @@
 
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType, PartitionSpec, Sharding
@@ -66,18 +66,32 @@ def show_sharding(array: Any) -> ShardingDrawing:
     0:8          │ 0, 2, 4, 6 │ 1, 3, 5, 7 │
                  └────────────┴────────────┘
     """
-    path, names, shape, dtype, sharding = _described(array)
-    parts = array_parts(shape, sharding, names)
+    described = _described(array)
+    parts = array_parts(described.shape, described.sharding, described.names)
     if parts.is_on_others:
         show_own_parts()
-    return ShardingDrawing(parts, dtype, path)
+    return ShardingDrawing(parts, described.dtype, described.path, described.is_traced)
 
 
-_Described = tuple[str, Sequence[Any] | None, tuple[int, ...], Any, Sharding]
+class _Described(NamedTuple):
+    """What is known of an array without its data."""
+
+    shape: tuple[int, ...]
+    sharding: Sharding
+    names: Sequence[Any] | None = None
+    dtype: Any = None
+    path: str = ""
+    is_traced: bool = False
+
+    @classmethod
+    def of(cls, leaf: NamedLeaf | LeafPlan, sharding: Sharding) -> "_Described":
+        """An array of a tree or of a plan."""
+        is_traced_leaf = isinstance(leaf, NamedLeaf) and is_traced(leaf.array)
+        return cls(leaf.shape, sharding, leaf.names, leaf.dtype, leaf.path, is_traced_leaf)
 
 
 def _described(array: Any) -> _Described:
-    """What an array is called, its names, shape, dtype and sharding."""
+    """What is known of an array without its data, from all that stands for one."""
     if isinstance(array, ShardingPlan):
         raise RuleTypeError(
             f"a plan is of several arrays ({len(array.leaves)}), and one is drawn at a time. Give "
@@ -89,13 +103,12 @@ def _described(array: Any) -> _Described:
                 f"{array.path}: the plan leaves its layout to JAX, so that there is nothing to "
                 "draw before it is placed. Draw the placed array, or give its axes rules."
             )
-        return array.path, array.names, array.shape, array.dtype, array.sharding
+        return _Described.of(array, array.sharding)
     if len(_items(array)) == 2 and isinstance(array[1], Sharding):
         what, sharding = array
         if _is_shape(what):
-            return "", None, tuple(map(int, what)), None, sharding
-        leaf = _only_leaf(what)
-        return leaf.path, leaf.names, leaf.shape, leaf.dtype, sharding
+            return _Described(tuple(map(int, what)), sharding)
+        return _Described.of(_only_leaf(what), sharding)
     if isinstance(array, Sharding):
         raise RuleTypeError(
             f"{array} has no shape, so that it has no parts to draw. Give the shape of an array "
@@ -107,7 +120,7 @@ def _described(array: Any) -> _Described:
             "show_sharding((shape, NamedSharding(mesh, spec)))."
         )
     leaf = _only_leaf(array)
-    return leaf.path, leaf.names, leaf.shape, leaf.dtype, _sharding_of(leaf)
+    return _Described.of(leaf, _sharding_of(leaf))
 
 
 def _items(value: Any) -> tuple[Any, ...]:

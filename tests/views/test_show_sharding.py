@@ -320,6 +320,7 @@ def test_traced_arrays_are_drawn_where_their_type_says_the_layout():
     struct = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(explicit, P("data")))
     jax.eval_shape(draw, struct)
     assert [part.devices for part in drawn[0].parts.parts] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert "replicated over model=2: 2 devices hold the same part, unless jax.vmap" in str(drawn[0])
     mapped = jax.shard_map(draw, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
     jax.eval_shape(mapped, struct.update(sharding=None))
     assert drawn[1].parts.manual == ("data", "model")
