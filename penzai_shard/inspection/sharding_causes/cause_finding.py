@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.inspection.lowered_steps import LoweredStep
+from penzai_shard.inspection.pinning_layers import PinningLayer
 from penzai_shard.inspection.sharding_causes.operation_words import (
     layer_of,
     operation_text,
@@ -15,6 +16,7 @@ from penzai_shard.inspection.sharding_causes.operation_words import (
 )
 from penzai_shard.inspection.sharding_causes.records import CauseKind, ShardingCause, WayStep
 from penzai_shard.inspection.step_arrays import Names, StepArray
+from penzai_shard.layers import GatherParameters
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.rule_kinds import IdentityRule, LogicalAxis, NameRule
 from penzai_shard.sharding_propagation import FLOW, Cause, Hop, Operation, PropagatedProgram
@@ -156,9 +158,17 @@ class CauseFinder:
 
     def is_by_name(self, operation: Operation) -> bool:
         """Whether a constraint is that of a layer with rules."""
-        layers = self._scopes.paths_in(operation.name)
-        pinning = self._scopes.pinning.get(layers[-1]) if layers else None
+        pinning = self._pinning(operation)
         return pinning is not None and bool(pinning.rules)
+
+    def gathers(self, operation: Operation) -> bool:
+        """Whether a constraint is that of a layer which gathers parameters where they are used."""
+        pinning = self._pinning(operation)
+        return pinning is not None and pinning.kind == GatherParameters.__name__
+
+    def _pinning(self, operation: Operation) -> PinningLayer | None:
+        layers = self._scopes.paths_in(operation.name) if operation.constraint else ()
+        return self._scopes.pinning.get(layers[-1]) if layers else None
 
     def _place(self, operation: Operation | None) -> str:
         """Where an operation is: `` in `` its layer, or `` at `` its line."""

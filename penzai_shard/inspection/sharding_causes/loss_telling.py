@@ -99,7 +99,8 @@ class LossTeller:
 
     def _gathered(self, loss: Loss) -> str:
         """The parameter whose parts are brought together there for another use of its mesh axis."""
-        if loss.kind != "used" or not loss.rival_won:
+        is_for_use = loss.kind == "pinned" and self._finder.gathers(loss.operation)
+        if not is_for_use and not (loss.kind == "used" and loss.rival_won):
             return ""
         parameter = self._finder.parameter_behind(loss.operand)
         return "" if parameter is None else parameter.path.removeprefix("params/")

@@ -9,7 +9,7 @@ from penzai_shard.inspection.programs import CompiledProgram
 from penzai_shard.inspection.sharding_causes.cause_finding import CauseFinder
 from penzai_shard.inspection.sharding_causes.found_arrays import FoundArray, found_arrays
 from penzai_shard.inspection.sharding_causes.loss_telling import LossTeller
-from penzai_shard.inspection.sharding_causes.records import ShardingCause, WhyRow
+from penzai_shard.inspection.sharding_causes.records import ShardingCause, ShardingLoss, WhyRow
 from penzai_shard.inspection.sharding_causes.report import WhyReport
 from penzai_shard.sharding_propagation import PropagatedProgram
 
@@ -82,7 +82,11 @@ def _row(
     found: FoundArray, program: PropagatedProgram, finder: CauseFinder, teller: LossTeller
 ) -> WhyRow:
     value = program.values[found.value]
-    losses = teller.of_value(found.value, found.label if found.kind == "output" else None)
+    losses: tuple[ShardingLoss, ...] = ()
+    if found.kind != "gradient":
+        # A gradient is brought to its layout, whatever was lost before.
+        layer = found.label if found.kind == "output" else None
+        losses = teller.of_value(found.value, layer)
     is_whole = not any(value.spec or ()) and not losses
     return WhyRow(
         kind=found.kind,
