@@ -1,6 +1,7 @@
 """Where layouts get lost: operations whose operand has a mesh axis that their result has not."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -258,43 +259,75 @@ def losses_behind(program: "PropagatedProgram", value: int) -> tuple[Loss, ...]:
     From the value back: a mesh axis that it does not have is looked for on the same dimension of
     what it was made of, and so on, up to the first operation whose operand has it.
     """
-    lost: dict[tuple[int, int], list[Loss]] = {}
-    for loss in program.losses():
-        lost.setdefault((loss.operation.number, loss.operand), []).append(loss)
-    found = {id(loss): loss for loss in _along_dimensions(program, value, lost)}
-    found |= {id(loss): loss for loss in _ended(program, value, lost)}
-    return tuple(sorted(found.values(), key=lambda loss: loss.operation.number))
-
-
-def _along_dimensions(
-    program: "PropagatedProgram", value: int, lost: dict[tuple[int, int], list[Loss]]
-) -> Iterator[Loss]:
-    """What got lost on dimensions that the value has."""
-    spec = program.values[value].spec
-    waiting = [
-        (value, dimension, name)
+    found = {
+        number
         for dimension in range(len(program.values[value].shape))
         for name in program.mesh
-        if not any(part_of(each).name == name for each in (spec[dimension] if spec else ()))
+        for number in program.lost_on_dimensions.get((value, dimension, name), ())
+    }
+    found.update(_ended(program, value))
+    losses = program.losses()
+    return tuple(losses[number] for number in sorted(found))
+
+
+def lost_on_dimensions(
+    program: "PropagatedProgram",
+) -> dict[tuple[int, int, str], frozenset[int]]:
+    """For each dimension of a value and each mesh axis that it does not have, what lost it.
+
+    Returns:
+        The numbers of the losses, by value, dimension and name of the mesh axis.
+    """
+    found: dict[tuple[int, int, str], frozenset[int]] = {}
+    sources = [
+        (value, dimension, [*_sources(program, operation, value, dimension)], operation.number)
+        for operation in program.operations
+        for value in operation.results
+        for dimension in range(len(program.values[value].shape))
     ]
-    seen = set(waiting)
-    while waiting:
-        value, dimension, name = waiting.pop()
-        operation = program.makers.get(value)
-        if operation is None:
-            continue
-        for operand, place in _sources(program, operation, value, dimension):
-            here = [
-                loss
-                for loss in lost.get((operation.number, operand), ())
-                if loss.dimension == place and part_of(loss.mesh_axis).name == name
-            ]
-            yield from here
-            had = program.values[operand].spec
-            has = had and any(part_of(each).name == name for each in had[place])
-            if not has and (operand, place, name) not in seen:
-                seen.add((operand, place, name))
-                waiting.append((operand, place, name))
+    changed = True
+    # In their order values come after what they are made of, but for what goes round in loops.
+    while changed:
+        changed = False
+        for (value, dimension, places, operation), name in itertools.product(sources, program.mesh):
+            key = (value, dimension, name)
+            if not _has(program, *key):
+                lost = frozenset[int]().union(
+                    *(_lost_here(program, operation, *place, name) for place in places),
+                    # What has the mesh axis has none here.
+                    *(found.get((*place, name), ()) for place in places),
+                )
+                if lost and lost != found.get(key):
+                    found[key] = lost
+                    changed = True
+    return found
+
+
+def losses_by_place(
+    program: "PropagatedProgram",
+) -> dict[tuple[int, int], tuple[int, ...]]:
+    """The numbers of the losses at each operation, by its number and by the operand."""
+    lost: dict[tuple[int, int], tuple[int, ...]] = {}
+    for number, loss in enumerate(program.losses()):
+        key = (loss.operation.number, loss.operand)
+        lost[key] = (*lost.get(key, ()), number)
+    return lost
+
+
+def _lost_here(
+    program: "PropagatedProgram", operation: int, operand: int, place: int, name: str
+) -> frozenset[int]:
+    losses = program.losses()
+    return frozenset(
+        number
+        for number in program.losses_by_place.get((operation, operand), ())
+        if losses[number].dimension == place and part_of(losses[number].mesh_axis).name == name
+    )
+
+
+def _has(program: "PropagatedProgram", value: int, dimension: int, name: str) -> bool:
+    spec = program.values[value].spec
+    return spec is not None and any(part_of(each).name == name for each in spec[dimension])
 
 
 def _sources(
@@ -313,20 +346,19 @@ def _sources(
                 yield operand, place
 
 
-def _ended(
-    program: "PropagatedProgram", value: int, lost: dict[tuple[int, int], list[Loss]]
-) -> Iterator[Loss]:
+def _ended(program: "PropagatedProgram", value: int) -> Iterator[int]:
     """What got lost with dimensions that the last operation that ended any has ended."""
+    losses = program.losses()
     waiting, seen = [value], {value}
     while waiting:
         operation = program.makers.get(waiting.pop())
         if operation is None:
             continue
         here = [
-            loss
+            number
             for operand in operation.operands
-            for loss in lost.get((operation.number, operand), ())
-            if loss.result is None
+            for number in program.losses_by_place.get((operation.number, operand), ())
+            if losses[number].result is None
         ]
         yield from here
         if here or (operation.rule and not _keeps_dimensions(operation.rule)):

@@ -11,7 +11,13 @@ from penzai_shard.library_apis.shardy_records import ShardyValue
 from penzai_shard.sharding_propagation.causes import Cause, causes
 from penzai_shard.sharding_propagation.factors import FactorAxis, factor_axes, rule_of
 from penzai_shard.sharding_propagation.flattening import flattened
-from penzai_shard.sharding_propagation.losses import Loss, all_losses, losses_behind
+from penzai_shard.sharding_propagation.losses import (
+    Loss,
+    all_losses,
+    losses_behind,
+    losses_by_place,
+    lost_on_dimensions,
+)
 from penzai_shard.sharding_propagation.mesh_axis_parts import overlap
 from penzai_shard.sharding_propagation.operations import Edge, Hop, Operation
 
@@ -149,6 +155,16 @@ class PropagatedProgram:
             (value, factor_axes(self.values[value], each, rule.sizes, self.mesh))
             for value, each in zip(values, dimensions, strict=False)
         ]
+
+    @functools.cached_property
+    def lost_on_dimensions(self) -> Mapping[tuple[int, int, str], frozenset[int]]:
+        """What lost a mesh axis that a dimension of a value does not have: numbers of losses."""
+        return lost_on_dimensions(self)
+
+    @functools.cached_property
+    def losses_by_place(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
+        """The numbers of the losses at an operation, by its number and by the operand."""
+        return losses_by_place(self)
 
     @functools.cached_property
     def _losses(self) -> tuple[Loss, ...]:
