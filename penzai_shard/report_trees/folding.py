@@ -29,7 +29,7 @@ def path_parts(path: str) -> list[str]:
 
 
 def folded(nodes: Sequence[TreeNode]) -> tuple[TreeNode, ...]:
-    """Nodes with equal siblings put into one, at every depth.
+    """Nodes, each for one place, with equal siblings put into one, at every depth.
 
     Only what is equal in all figures, texts and children goes together, so that a block that
     differs from the others stays in sight. Of paths in texts, which may be those of the blocks
@@ -89,7 +89,7 @@ def _joined(nodes: Sequence[TreeNode], likenesses: dict[int, int]) -> TreeNode:
         ),
         details=tuple(map(_one_text, zip(*(node.details for node in nodes), strict=True))),
         ok=first.ok,
-        count=first.count * len(nodes),
+        count=len(nodes),
         children=children,
     )
     return _with_only_child(node)

@@ -47,6 +47,11 @@ def test_a_node_that_only_leads_to_another_is_written_with_it():
     assert [(node.label, node.path) for node in made.walk()] == [("model/body[0].w",) * 2]
     made = tree([row("a/b", line="of its own"), row("a/b/c/d")])
     assert [node.label for node in made.walk()] == ["a/b", "c/d"]
+    for said in ({"line": "of its own"}, {"details": ("of its own",)}):
+        made = tree([TreeRow("a/b", **said), row("a/b/c/d")])
+        assert [node.label for node in made.walk()] == ["a/b", "c/d"]
+    made = tree([row("a/b", item="c/d")])
+    assert [node.label for node in made.walk()] == ["a/b", "c/d"]
 
 
 def test_equal_blocks_are_one_node_with_ranges_count_and_sums():
@@ -116,6 +121,8 @@ def test_shares_are_of_a_given_whole_and_there_is_none_of_nothing():
     shares = [node.figures[0].share for node in made.walk()]
     assert shares == [0.25, None, None]
     assert [(figure.value, figure.share) for figure in made.figures] == [(3, 0.15), (0, None)]
+    more_than_all = tree([row("a", 5)], wholes={"held": 4})
+    assert [figure.share for figure in more_than_all.figures] == [1.0]
 
 
 def test_no_rows_and_rows_without_a_path():
