@@ -45,6 +45,7 @@ placed = pzs.place(build(96), mesh, rules)
 state = pzs.TrainState.initial_state(placed, optax.adamw(1e-3), jax.random.key(0))
 trainer = pzs.StatefulTrainer.build(jax.random.key(0), small, optax.adamw(1e-3), lambda: None)
 explained = rules.explain(("batch", "seq"), (8, 5), mesh)
+drawn = pzs.show_sharding(plan.leaves[0])
 """
 
 # What is shown, with the start of its verdict and something of its table.
@@ -62,6 +63,7 @@ VIEWS = {
     "trainer": ("TrainState at step 0, 2 trainable, 0 frozen", "model/block_0/mlp/up.weights"),
     "recipe": ("Recipe of 2 edits", "Scoped"),
     "explained": ("P(", "no rule"),
+    "drawn": ("model/block_0/mlp/up.weights: float32[", "1, 3, 5, 7"),
 }
 # Run in the kernel: how much and how long each view is.
 MEASURED = """
