@@ -26,7 +26,7 @@ from penzai_shard.tree_paths import join_paths
 
 def batches_that_do_not_fit(subject: LintSubject) -> Iterator[Finding]:
     """Arrays of the batch that the rules cannot lay out."""
-    flows = SubjectFlows.of(subject)
+    flows = subject.flows
     rules = flows.batch_rules
     table = "rules" if subject.given_layout is None else "compute"
     for leaf in flows.batch_leaves:
@@ -95,7 +95,7 @@ def _padded(flows: SubjectFlows, leaf: NamedLeaf, name: LogicalAxis) -> Iterator
 
 def whole_batches(subject: LintSubject) -> Iterator[Finding]:
     """Batches that no mesh axis splits, though one is free."""
-    flows = SubjectFlows.of(subject)
+    flows = subject.flows
     free = flows.free_mesh_axes
     if not free or flows.flows is None or _says_copies(subject):
         return
@@ -164,7 +164,7 @@ def _path(leaf: NamedLeaf) -> str:
 
 def uncallable_models(subject: LintSubject) -> Iterator[Finding]:
     """Models that cannot be called with the batch."""
-    flows = SubjectFlows.of(subject)
+    flows = subject.flows
     if flows.flows is None or flows.flows.error is None:
         return
     error, failed = flows.flows.error, flows.flows.failed

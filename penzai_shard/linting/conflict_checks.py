@@ -68,7 +68,7 @@ def conflicts(subject: LintSubject) -> Iterator[Finding]:
     flows on sent five times the bytes of the same with the activations pinned; tensor parallel
     layers between activations that are split along the sequence sent 1.7 times as much.
     """
-    flows = SubjectFlows.of(subject)
+    flows = subject.flows
     pinned = {
         (name, axis)
         for call in flows.calls

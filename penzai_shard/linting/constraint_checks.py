@@ -76,7 +76,7 @@ def _grouped(found: Iterable[tuple[str, str, _Group]], table: str = "") -> Itera
 
 def constraints_of_other_meshes(subject: LintSubject) -> Iterator[Finding]:
     """Layers that lay something out over another mesh than that of the subject."""
-    flows = SubjectFlows.of(subject)
+    flows = subject.flows
     if not flows.is_edited_here:
         yield from _grouped(_of_other_meshes(subject, flows.model))
 
@@ -157,7 +157,7 @@ def _for_mesh(subject: LintSubject, rules: AxisRules) -> Iterator[AxisRules]:
 def constraints_that_split_nothing(subject: LintSubject) -> Iterator[Finding]:
     """Constraint layers all of whose mesh axes have size 1, on a mesh with longer ones."""
     shape = mesh_shape_of(subject.mesh)
-    flows = SubjectFlows.of(subject)
+    flows = subject.flows
     if max(shape.values(), default=1) == 1 or flows.is_edited_here:
         return
     yield from _grouped(_splitting_nothing(subject, flows.model))
@@ -200,7 +200,7 @@ def _with_mesh_axis(pin: Pin, axis: str) -> Iterator[AxisRules]:
 
 def constraints_of_nothing(subject: LintSubject) -> Iterator[Finding]:
     """Constraint layers whose rules do not fit what flows through them."""
-    flows = SubjectFlows.of(subject)
+    flows = subject.flows
 
     def found() -> Iterator[tuple[str, str, _Group]]:
         for call in flows.calls:
@@ -312,7 +312,7 @@ def _meant(flows: SubjectFlows, one: PinnedArray) -> Iterator[AxisRules]:
 
 def constraints_in_a_row(subject: LintSubject) -> Iterator[Finding]:
     """Constraint layers that follow each other and say the same, or undo each other."""
-    flows = SubjectFlows.of(subject)
+    flows = subject.flows
     if not flows.is_edited_here:
         yield from _grouped(_in_a_row(flows))
 

@@ -14,6 +14,7 @@ from penzai_shard.layouts.model_roles import DEFAULT_NAMES, OF_LAYERS
 from penzai_shard.linting.constraint_layers import Constraints, constraints_in
 from penzai_shard.linting.equal_blocks import without_repeated_blocks
 from penzai_shard.linting.findings import FindingKind
+from penzai_shard.linting.subject_flows import SubjectFlows
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import LeafPlan, PlanRequest, ShardingPlan
@@ -57,7 +58,10 @@ class LintSubject:
 
     def changed(self, fields: Mapping[str, Any]) -> "LintSubject":
         """The same with other values of some fields."""
-        shared = {} if {"model", "batch"} & fields.keys() else self.shared
+        shared = self.shared
+        if {"model", "batch"} & fields.keys():
+            # What was traced says itself of which model and batch.
+            shared = {"traces": self.shared.setdefault("traces", [])}
         return dataclasses.replace(self, **{"shared": shared, **fields})
 
     @property
@@ -162,6 +166,11 @@ class LintSubject:
         """What its table of rules says of an array of the plan."""
         rules = self.tables[self.table_of(leaf.path)]
         return rules.explain(leaf.names, leaf.shape, self.mesh)
+
+    @functools.cached_property
+    def flows(self) -> SubjectFlows:
+        """What flows through the model, and how it is laid out."""
+        return SubjectFlows.of(self)
 
     @functools.cached_property
     def constraints(self) -> Constraints:

@@ -10,7 +10,6 @@ from penzai_shard.linting.checks import CHECKS
 from penzai_shard.linting.findings import KINDS, Change, Finding
 from penzai_shard.linting.lint_report import LintReport
 from penzai_shard.linting.lint_subject import LintSubject
-from penzai_shard.linting.subject_flows import SubjectFlows
 from penzai_shard.meshes import AnyMesh, auto_twin, refuse_other_than_mesh
 from penzai_shard.rule_kinds import OnUnnamed, check_option
 from penzai_shard.tree_arguments import refuse_builder
@@ -84,7 +83,7 @@ def lint(
     subject = LintSubject(model_or_state, auto_twin(mesh), rules, batch, min_bytes, on_unnamed)
     findings = _with_fixes(subject)
     findings.sort(key=_badness)
-    missing = SubjectFlows.of(subject).missing
+    missing = subject.flows.missing
     notes = (missing,) if missing else ()
     return LintReport(tuple(findings), subject.mesh, len(subject.plan.leaves), notes)
 

@@ -5,7 +5,7 @@ import functools
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -14,7 +14,6 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import ShardingError, ShardingWarning
 from penzai_shard.layers import ConstrainActivations, GatherParameters, ShardMapped
 from penzai_shard.linting.flow_layouts import LaidOutCall, laid_out_calls
-from penzai_shard.linting.lint_subject import LintSubject
 from penzai_shard.linting.model_flows import PASSERS, FlowingArray, ModelFlows, flows_through
 from penzai_shard.linting.pins import is_same_mesh
 from penzai_shard.meshes import mesh_shape_of
@@ -25,6 +24,9 @@ from penzai_shard.planning import LeafPlan
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.surgery.tree_nodes import is_layer, nodes_of
 from penzai_shard.training import TrainState
+
+if TYPE_CHECKING:
+    from penzai_shard.linting.lint_subject import LintSubject
 
 # Axes of activations along which a model does not compute independently.
 _ALONG_A_SEQUENCE = frozenset(
@@ -48,23 +50,23 @@ class SubjectFlows:
         missing: Why there is nothing, in a sentence; empty if there is.
     """
 
-    subject: LintSubject
+    subject: "LintSubject"
     model: Any
     is_edited_here: bool
     flows: ModelFlows | None
     missing: str = ""
 
     @classmethod
-    def of(cls, subject: LintSubject) -> "SubjectFlows":
-        """What flows through a subject's model; found once for equal models and batches."""
-        known: list[Any] = subject.shared.setdefault("flows", [])
+    def of(cls, subject: "LintSubject") -> "SubjectFlows":
+        """What flows through a subject's model; each model is traced once per batch."""
         layout = subject.given_layout
-        key = None if layout is None else (layout, subject.mesh)
-        for given, found in known:
-            if given == key:
+        by = None if layout is None else (layout, subject.mesh)
+        traces: list[Any] = subject.shared.setdefault("traces", [])
+        for model, batch, known_by, found in traces:
+            if model is subject.model and batch is subject.batch and known_by == by:
                 return dataclasses.replace(found, subject=subject)
         found = _found(subject)
-        known.append((key, found))
+        traces.append((subject.model, subject.batch, by, found))
         return found
 
     @functools.cached_property
@@ -219,7 +221,7 @@ def moved_bytes(
     return round(nbytes * (part - kept))
 
 
-def _found(subject: LintSubject) -> SubjectFlows:
+def _found(subject: "LintSubject") -> SubjectFlows:
     model = subject.model
     if isinstance(model, TrainState):
         model = model.model
@@ -241,7 +243,7 @@ NOT_CALLABLE = (
 )
 
 
-def _edited(subject: LintSubject, model: Any) -> tuple[Any, bool]:
+def _edited(subject: "LintSubject", model: Any) -> tuple[Any, bool]:
     """The model with the edits of its layout, unless it has some already."""
     layout = subject.given_layout
     if layout is None or any(isinstance(node, LAYING_OUT) for _, node in nodes_of(model)):

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 from penzai_shard.linting.findings import Change, Finding, common_path
 from penzai_shard.linting.lint_subject import LintSubject
 from penzai_shard.linting.rule_changes import change_of_table, replaced
-from penzai_shard.linting.subject_flows import SubjectFlows
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.planning import LeafPlan, bytes_text
 from penzai_shard.rule_kinds import (
@@ -194,7 +193,7 @@ def used_mesh_axes(subject: LintSubject) -> set[str]:
     """The mesh axes that something is split over, or that a rule asks for which is mended first."""
     used = {axis for leaf in subject.plan.leaves for axis in _mesh_axes_of(leaf)}
     used |= of_activations(subject) | subject.constraints.mesh_axes
-    used |= SubjectFlows.of(subject).used_mesh_axes
+    used |= subject.flows.used_mesh_axes
     unfit = {
         (subject.table_of(leaf.path), each.logical_axis)
         for leaf in subject.plan.leaves

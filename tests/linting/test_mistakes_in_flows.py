@@ -12,8 +12,8 @@ from penzai import pz
 import penzai_shard as pzs
 from tests.model_families import TRANSFORMERS, transformer
 
-MESH = AbstractMesh((4, 2), ("data", "model"))
-DATA = AbstractMesh((8,), ("data",))
+MESH = pzs.make_mesh({"data": 4, "model": 2}, abstract=True)
+DATA = pzs.make_mesh({"data": 8}, abstract=True)
 BATCH = {"batch": "data"}
 RULES = {"batch": "data", "neurons": "model"}
 
@@ -73,7 +73,7 @@ def pasted(finding, model, mesh, rules, batch):
 
 
 SPLIT = NamedSharding(DATA, PartitionSpec("data"))
-THIN = AbstractMesh((8, 1), ("data", "pipe"))
+THIN = pzs.make_mesh({"data": 8, "pipe": 1}, abstract=True)
 
 MISTAKES = {
     "a misspelt logical axis": (
@@ -257,7 +257,7 @@ PRESETS = {
     "tensor_parallel": (MESH, {}),
     "sequence_parallel": (MESH, {"vocabulary": "model"}),
     "two_dimensional": (MESH, {"min_size": 1, "rematerialise": "dots"}),
-    "hybrid": (AbstractMesh((2, 4), ("replica", "data")), {"min_size": 1}),
+    "hybrid": (pzs.make_mesh({"replica": 2, "data": 4}, abstract=True), {"min_size": 1}),
 }
 
 
