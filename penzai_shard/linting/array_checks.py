@@ -45,7 +45,7 @@ def _for_fitting_axes(
     wanted = tuple(dict.fromkeys(axis for rule in own for axis in rule.mesh_axes))
 
     def change(*added: NameRule) -> Change:
-        return change_of_table(subject, table, _in_place(subject.usable_rules(table), name, added))
+        return change_of_table(subject, table, _in_place(subject.given_rules(table), name, added))
 
     # Some of the mesh axes that it asked for.
     for count in reversed(range(1, len(wanted))):
@@ -125,7 +125,7 @@ def other_problems(subject: LintSubject) -> Iterator[Finding]:
 def _for_unnamed(subject: LintSubject) -> Iterator[Change]:
     """Rules that split arrays without names too, along their largest dimension."""
     for table in subject.storing_tables[:1]:
-        rules = subject.usable_rules(table)
+        rules = subject.given_rules(table)
         largest = [rule for rule in rules if isinstance(rule, LargestDimensionRule)]
         if largest:
             changed = [

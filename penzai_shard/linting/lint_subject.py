@@ -192,12 +192,12 @@ class LintSubject:
             name for leaf in leaves_of(self.batch) for name in leaf.names or () if name is not None
         )
 
-    def usable_rules(self, table: str) -> tuple[Rule, ...]:
-        """The rules of a table as given, but for those of mesh axes that there are not.
+    def given_rules(self, table: str) -> tuple[Rule, ...]:
+        """The rules of a table as given, which is what a fix changes.
 
-        What a fix begins with: of a layout they speak of roles, where ``tables`` has the names.
+        Of a layout they speak of roles, where ``tables`` has the model's names.
         """
-        return self._known(self.given_tables.get(table, AxisRules({}))).rules
+        return self.given_tables.get(table, AxisRules({})).rules
 
     def name_rules(self, table: str) -> tuple[NameRule, ...]:
         """The rules of a table that name a logical axis, in the model's names."""

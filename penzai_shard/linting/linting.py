@@ -16,6 +16,9 @@ from penzai_shard.tree_arguments import refuse_builder
 
 Key: TypeAlias = tuple[str, str, str]
 
+# A fix may need another one, where one mistake hides the next; so many are tried together.
+_MOST_IN_A_ROW = 3
+
 # What follows from other findings, and is looked for once these are mended.
 _OF_WASTE = frozenset({"under-sharded", "idle mesh axis"})
 
@@ -129,9 +132,11 @@ class _Trials:
 
     Attributes:
         subject: What is linted, with one of each of its equal blocks.
+        choices: The changes that were chosen, by what they mend.
     """
 
     subject: LintSubject
+    choices: dict[Key, Change | None] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def found(self) -> dict[Key, Finding]:
@@ -153,28 +158,43 @@ class _Trials:
     def chosen(self, key: Key) -> Change | None:
         """The first change that mends a finding and brings no new one.
 
-        If there is none, the one that brings the fewest; None if nothing mends it.
+        If there is none, the one that brings the fewest, with what mends these; None if nothing
+        mends it.
         """
-        if key not in self.chosen_changes:
-            self.chosen_changes[key] = self._chosen(key)
-        return self.chosen_changes[key]
+        if key not in self.choices:
+            self.choices[key] = self._chosen(key, _MOST_IN_A_ROW)
+        return self.choices[key]
 
-    @functools.cached_property
-    def chosen_changes(self) -> dict[Key, Change | None]:
-        """What was chosen already."""
-        return {}
-
-    def _chosen(self, key: Key) -> Change | None:
+    def _chosen(self, key: Key, in_a_row: int) -> Change | None:
+        changes = self.found[key].changes if key in self.found else ()
         best: tuple[int, Change] | None = None
-        tried: set[str] = set()
-        for change in self.found[key].changes if key in self.found else ():
-            if change.code in tried:
-                continue
-            tried.add(change.code)
-            left = {each.key for each in _found(self.subject.changed(change.fields))}
-            new = len(left - self.found.keys())
-            if key not in left and not new:
+        for change in {change.code: change for change in changes}.values():
+            new = self._new_after(change, key)
+            if new is not None and not new:
                 return change
-            if key not in left and (best is None or new < best[0]):
-                best = new, change
-        return None if best is None else best[1]
+            if new is not None and (best is None or len(new) < best[0]):
+                best = len(new), change
+        if best is None or in_a_row == 1:
+            return None if best is None else best[1]
+        return self._with_next(*best, key, in_a_row - 1)
+
+    def _new_after(self, change: Change, key: Key) -> set[Key] | None:
+        """The findings that a change brings; None if it does not mend the one that it is for."""
+        left = {each.key for each in _found(self.subject.changed(change.fields))}
+        return None if key in left else left - self.found.keys()
+
+    def _with_next(self, new: int, change: Change, key: Key, in_a_row: int) -> Change:
+        """A change together with the one that mends what it brings, if that is better."""
+        after = _Trials(self.subject.changed(change.fields))
+        brought = [
+            key
+            for key, finding in after.found.items()
+            if key not in self.found and finding.kind not in _OF_WASTE
+        ]
+        following = after._chosen(brought[0], in_a_row) if brought else None
+        # Another assignment to all rules says what the first one did too.
+        if following is not None and following.code.startswith("rules = "):
+            left = self._new_after(following, key)
+            if left is not None and len(left) < new:
+                return following
+        return change

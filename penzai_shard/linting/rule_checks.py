@@ -87,19 +87,23 @@ def unused_rules(subject: LintSubject) -> Iterator[Finding]:
     """Rules whose logical axis neither an array nor the batch nor a constraint layer has."""
     for table, rules in subject.tables.items():
         near = near_names(rules, subject.known_axes)
+        unused: dict[Any, list[NameRule]] = {}
         for rule in subject.name_rules(table):
             is_odd = rule in near or not rule.is_expected_to_be_unused
             if rule.logical_axis not in subject.known_axes and is_odd:
-                meant = near.get(rule)
-                hint = f"Did you mean {meant!r}?" if meant else "Leave it out."
-                yield Finding(
-                    "unused",
-                    _name(table),
-                    f"rule {rule}: no array has logical axis {rule.logical_axis!r}; there are "
-                    f"{_listed(subject.plan.logical_axes)}. {hint}",
-                    about=str(rule),
-                    changes=_for_used_rules(subject, table, rule, meant),
-                )
+                unused.setdefault(rule.logical_axis, []).append(rule)
+        for name, alike in unused.items():
+            meant = near.get(alike[0])
+            hint = f"Did you mean {meant!r}?" if meant else "Leave it out."
+            listed = ", ".join(dict.fromkeys(f"rule {rule}" for rule in alike))
+            yield Finding(
+                "unused",
+                _name(table),
+                f"{listed}: no array has logical axis {name!r}; there are "
+                f"{_listed(subject.plan.logical_axes)}. {hint}",
+                about=repr(name),
+                changes=_for_used_rules(subject, table, name, meant),
+            )
         yield from _presets_of_nothing(subject, table)
 
 
@@ -112,7 +116,7 @@ def _presets_of_nothing(subject: LintSubject, table: str) -> Iterator[Finding]:
     for mesh_axes, rules in alternatives.items():
         names = [rule.logical_axis for rule in rules]
         if subject.known_axes.isdisjoint(names):
-            kept = [rule for rule in subject.usable_rules(table) if rule not in rules]
+            kept = [rule for rule in subject.given_rules(table) if rule not in rules]
             yield Finding(
                 "unused",
                 _name(table),
@@ -131,14 +135,20 @@ def _presets_of_nothing(subject: LintSubject, table: str) -> Iterator[Finding]:
 
 
 def _for_used_rules(
-    subject: LintSubject, table: str, rule: NameRule, meant: str | None
+    subject: LintSubject, table: str, name: Any, meant: str | None
 ) -> Iterator[Change]:
-    """The rule for the logical axis that was meant, or no such rule."""
-    rules = subject.usable_rules(table)
+    """The rules for the logical axis that was meant, or no such rules."""
+    rules = subject.given_rules(table)
+    unused = {rule for rule in rules if isinstance(rule, NameRule) and rule.logical_axis == name}
     if meant is not None:
-        renamed = dataclasses.replace(rule, logical_axis=meant)
-        yield change_of_table(subject, table, replaced(rules, rule, [renamed]))
-    yield change_of_table(subject, table, replaced(rules, rule, []))
+        renamed: list[Any] = [
+            dataclasses.replace(rule, logical_axis=meant)
+            if isinstance(rule, NameRule) and rule in unused
+            else rule
+            for rule in rules
+        ]
+        yield change_of_table(subject, table, renamed)
+    yield change_of_table(subject, table, [rule for rule in rules if rule not in unused])
 
 
 def names_of_mesh_axes(subject: LintSubject) -> Iterator[Finding]:
@@ -156,7 +166,7 @@ def names_of_mesh_axes(subject: LintSubject) -> Iterator[Finding]:
                 f"whole. If it means these, say so: ({name!r}, {mesh_axes_text(known)}).",
                 about=str(name),
                 changes=tuple(
-                    change_of_table(subject, table, [*subject.usable_rules(table), each])
+                    change_of_table(subject, table, [*subject.given_rules(table), each])
                     for each in (added, NameRule(name, ()))
                 ),
             )

@@ -237,19 +237,22 @@ def _for_using(subject: LintSubject, axis: str) -> Iterator[Change]:
 
 def _without_idle_identity(subject: LintSubject, table: str) -> tuple[Rule, ...]:
     """The rules of a table, without "each logical axis to its namesake" if there is none."""
-    rules = subject.usable_rules(table)
+    rules = subject.given_rules(table)
     if any(IdentityRule.mesh_axes_of(n, subject.mesh.shape) for n in subject.known_axes):
         return rules
     return tuple(rule for rule in rules if not isinstance(rule, IdentityRule))
 
 
 def _for_larger_batch(subject: LintSubject, axis: str) -> Iterator[Change]:
-    """The batch split over one more mesh axis."""
+    """The batch split over one more mesh axis, or over all that nothing is split over."""
     table = "compute" if "compute" in subject.tables else "rules"
     rules = _without_idle_identity(subject, table)
     of_batch = [r for r in rules if isinstance(r, NameRule) and r.logical_axis == "batch"]
-    if of_batch:
-        more = dataclasses.replace(of_batch[0], mesh_axes=(*of_batch[0].mesh_axes, axis))
-        yield change_of_table(subject, table, replaced(rules, of_batch[0], [more]))
-    else:
-        yield change_of_table(subject, table, [*rules, NameRule("batch", (axis,))])
+    used = used_mesh_axes(subject)
+    idle = tuple(each for each, size in subject.mesh.shape.items() if size > 1 and each not in used)
+    for added in dict.fromkeys([(axis,), idle]):
+        if of_batch:
+            more = dataclasses.replace(of_batch[0], mesh_axes=(*of_batch[0].mesh_axes, *added))
+            yield change_of_table(subject, table, replaced(rules, of_batch[0], [more]))
+        else:
+            yield change_of_table(subject, table, [*rules, NameRule("batch", added)])
