@@ -6,11 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from penzai_shard.library_apis.shardy_records import (
     ShardyBlock,
     ShardyBoundary,
+    ShardyEdge,
     ShardyOperation,
     ShardyProgram,
     ShardyValue,
 )
 from penzai_shard.sharding_propagation.operations import FLOW, Edge, Operation
+
+# Later than any step of Shardy's.
+_LAST = 1 << 62
 
 _EDGE_KINDS = ("sdy.data_flow_edge", "sdy.func_data_flow_edge")
 _CALLS = ("sdy.named_computation", "sdy.manual_computation")
@@ -50,20 +54,46 @@ class _Flattening:
         self._sources: dict[int, tuple[int, ...]] = {}
         self._edge_of: dict[int, int] = {}
         self._boundaries: dict[int, ShardyBoundary] = {}
+        self._first_taken: dict[tuple[int, str], int] = {}
 
     def flat(self) -> FlatProgram:
         given = self._program
         self._find_edges(given.main)
         returned = self._block(given.main, "")
         results = tuple(range(len(given.values), len(given.values) + len(returned)))
-        for value, result, edges in zip(returned, results, given.result_edges, strict=True):
+        values = given.values + given.result_values
+        for number, (value, result) in enumerate(zip(returned, results, strict=True)):
+            edges = tuple(self._edges_of_result(number, value, values[value], values[result]))
             self._add(ShardyOperation(FLOW, "", (), (value,), (result,), (), None, edges, ""))
         return FlatProgram(
-            given.values + given.result_values,
+            values,
             tuple(self._operations),
             dict(zip(_distinct(given.argument_names), given.main.arguments, strict=True)),
             results,
         )
+
+    def _edges_of_result(
+        self, number: int, value: int, handed: ShardyValue, result: ShardyValue
+    ) -> Iterator[ShardyEdge]:
+        """The edges between a result and the value that is handed out as such.
+
+        Shardy notes those of all results in one place, and not whose each is.
+        """
+        for mesh_axis in (each for mesh_axes in result.spec or () for each in mesh_axes):
+            if result.origins.get(mesh_axis) != "self":
+                yield ShardyEdge(_LAST, mesh_axis, ("operand", 0), (("result", 0),))
+            elif handed.origins.get(mesh_axis) == f"output: {number}":
+                # Not later than it was taken on from there.
+                before = [
+                    edge.step
+                    for edges in self._program.result_edges
+                    for edge in edges
+                    if edge.mesh_axis == mesh_axis
+                    and edge.source[0] == "result"
+                    and edge.step < self._first_taken.get((value, mesh_axis), _LAST)
+                ]
+                step = max(before, default=-1)
+                yield ShardyEdge(step, mesh_axis, ("result", 0), (("operand", 0),))
 
     def _find_edges(self, block: ShardyBlock) -> None:
         for each in block.operations:
@@ -145,6 +175,8 @@ class _Flattening:
             targets = tuple(t for t in map(value, edge.targets) if t is not None)
             if source is not None:
                 edges.append(Edge(edge.step, edge.mesh_axis, source, targets))
+                key = (source, edge.mesh_axis)
+                self._first_taken[key] = min(edge.step, self._first_taken.get(key, _LAST))
         self._operations.append(
             Operation(
                 number=len(self._operations),

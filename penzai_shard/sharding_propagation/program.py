@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -144,17 +144,24 @@ class PropagatedProgram:
         """The name of each value that goes in."""
         return {value: name for name, value in self.arguments.items()}
 
-    def placed(self, operation: Operation) -> list[tuple[int, list[FactorAxis]]]:
+    def placed(self, operation: Operation) -> Sequence[tuple[int, list[FactorAxis]]]:
         """The operands of an operation, then its results, with the factors of their mesh axes."""
-        rule = rule_of(operation, self.values)
-        if rule is None:
-            return []
-        values = (*operation.operands, *operation.results)
-        dimensions = (*rule.operands, *rule.results)
-        return [
-            (value, factor_axes(self.values[value], each, rule.sizes, self.mesh))
-            for value, each in zip(values, dimensions, strict=False)
-        ]
+        if operation.number not in self._placed:
+            rule = rule_of(operation, self.values)
+            values = (*operation.operands, *operation.results)
+            self._placed[operation.number] = (
+                [
+                    (value, factor_axes(self.values[value], each, rule.sizes, self.mesh))
+                    for value, each in zip(values, (*rule.operands, *rule.results), strict=False)
+                ]
+                if rule
+                else []
+            )
+        return self._placed[operation.number]
+
+    @functools.cached_property
+    def _placed(self) -> dict[int, list[tuple[int, list[FactorAxis]]]]:
+        return {}
 
     @functools.cached_property
     def lost_on_dimensions(self) -> Mapping[tuple[int, int, str], frozenset[int]]:
