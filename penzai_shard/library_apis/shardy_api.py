@@ -36,13 +36,17 @@ MlirObject = Any
 
 _Read = TypeVar("_Read")
 
-# Calls are made parts of the caller, as XLA does before it propagates. The rules, which say what
-# dimensions of an operation belong together, are dropped by propagation and so written down again.
-_PASSES = (
-    "builtin.module(sdy-import-pipeline,sdy-import-func-calls,sdy-user-priority-propagate{"
-    "debug-sharding-origins=true debug-propagation-edge-sharding=true},"
-    "func.func(sdy-populate-op-sharding-rules))"
+# What XLA runs, up to where layouts are propagated; these are the passes behind it that change the
+# layouts of what goes in and comes out.
+_PIPELINE = "builtin.module(sdy-propagation-pipeline)"
+_PROPAGATION = re.compile(r".*sdy-user-priority-propagate\{[^{}]*\}", re.DOTALL)
+_AT_THE_ENDS = (
+    "sdy-update-non-divisible-input-output-shardings",
+    "sdy-remove-sub-axes-in-input-output-shardings",
 )
+# For people who debug XLA, and not known by its own name.
+_WRITES_FILES = re.compile(r"sdy-save-module(\{[^{}]*\})?,")
+_NOTES = ("debug-sharding-origins", "debug-propagation-edge-sharding", "keep-sharding-rules")
 
 # What is in other operations' regions, such as how two values are summed, has no layout.
 _ENTERED = frozenset(
@@ -56,6 +60,7 @@ _ENTERED = frozenset(
 )
 
 _STEP = re.compile(r"step-(\d+) = \[(.*?\})\]\}")
+_ORIGIN = "sdy.sharding_origin_name"
 _EDGE = re.compile(r'"([^"]+)"(\S*) = (operand|result)-(\d+) -> \[([^]]*)\]')
 _PLACE = re.compile(r"(operand|result)-(\d+)")
 
@@ -80,14 +85,22 @@ def propagated(lowered: jax.stages.Lowered) -> ShardyProgram:
         copied = module.operation.clone().operation
         passes = _passes()
         copied.walk(_give_rule)
+        main = _main(copied)
+        given = _dictionaries(main, "arg_attrs", len(main.regions[0].blocks[0].arguments))
+        laid_out = tuple(_sharding(attributes) is not None for attributes in given)
         # Shardy refuses its own notes on where the layout of a loop's values comes from.
         passes.enable_verifier(False)
         try:
             passes.run(copied)
         except Exception as error:
             raise PropagationError(f"Shardy cannot propagate layouts here: {error}") from error
-        copied.walk(_give_rule)
-        return _Reader().program(copied)
+        return _Reader().program(copied, laid_out)
+
+
+def _main(module: MlirObject) -> MlirObject:
+    """The function of a module that is run."""
+    functions = (each.operation for each in module.regions[0].blocks[0].operations)
+    return next(each for each in functions if _text(each.attributes, "sym_name") == "main")
 
 
 def _give_rule(operation: MlirObject) -> ir.WalkResult:
@@ -132,17 +145,30 @@ def _rule_text(shapes: Sequence[tuple[int, ...]], ordered: int | None = None) ->
 
 
 def _passes() -> MlirObject:
+    """The passes that XLA runs to propagate layouts, with notes on where each comes from."""
     problem = "it has no dialect of Shardy"
     if sdy is not None:
         try:
-            return PassManager.parse(_PASSES)
+            return PassManager.parse(_with_notes(str(PassManager.parse(_PIPELINE))))
         except ValueError as error:
-            problem = str(error).strip()
+            problem = str(error).partition("\n")[0]
     raise PropagationError(
         f"jaxlib {jaxlib.__version__} does not offer the passes of Shardy that say where layouts "
         f"come from, which 0.10 to 0.12 do: {problem}. Plans, device_memory, collectives and lint "
         "work without."
     )
+
+
+def _with_notes(pipeline: str) -> str:
+    found = _PROPAGATION.match(pipeline)
+    if found is None:
+        raise ValueError("'sdy-user-priority-propagate' is not among them")
+    propagation = found[0]
+    for option in _NOTES:
+        if option not in propagation:
+            raise ValueError(f"'sdy-user-priority-propagate' has no option '{option}'")
+        propagation = propagation.replace(f"{option}=false", f"{option}=true")
+    return _WRITES_FILES.sub("", ",".join([propagation, *_AT_THE_ENDS]) + ")")
 
 
 class _Reader:
@@ -156,26 +182,24 @@ class _Reader:
         self._numbers: dict[MlirObject, int] = {}
         self._seen: dict[tuple[object, MlirObject], Any] = {}
 
-    def program(self, module: MlirObject) -> ShardyProgram:
+    def program(self, module: MlirObject, laid_out: tuple[bool, ...]) -> ShardyProgram:
         mesh: dict[str, int] = {}
-        main = None
         for each in module.regions[0].blocks[0].operations:
             if each.operation.name == "sdy.mesh":
                 axes = sdy.MeshAttr(each.operation.attributes["mesh"]).axes
                 mesh |= {axis.name: axis.size for axis in map(sdy.MeshAxisAttr, axes)}
-            elif each.operation.name == "func.func" and _text(each, "sym_name") == "main":
-                main = each
-        assert main is not None
+        main = _main(module)
         block = main.regions[0].blocks[0]
-        given = _dictionaries(main.operation, "arg_attrs", len(block.arguments))
+        given = _dictionaries(main, "arg_attrs", len(block.arguments))
         for argument, attributes in zip(block.arguments, given, strict=True):
             self._add(argument, attributes, _sharding(attributes))
         returned = list(block.operations[len(block.operations) - 1].operation.operands)
-        results = _dictionaries(main.operation, "res_attrs", len(returned))
+        results = _dictionaries(main, "res_attrs", len(returned))
         return ShardyProgram(
             main=self._block(block),
             values=tuple(self.values),
             argument_names=tuple(_name(argument.location) for argument in block.arguments),
+            laid_out=laid_out,
             result_values=tuple(
                 self._value(value.type, _sharding(attributes), _origins(attributes))
                 for value, attributes in zip(returned, results, strict=True)
@@ -226,7 +250,7 @@ class _Reader:
             blocks=tuple(self._block(block) for region in regions for block in region.blocks),
             rule=self._once(_rule, attributes[rule]) if rule in attributes else None,
             edges=_edges(attributes),
-            constraint=_text(operation, "sdy.sharding_origin_name"),
+            constraint=_text(attributes, _ORIGIN),
             taken=self._boundaries(attributes, "in_shardings"),
             given=self._boundaries(attributes, "out_shardings"),
         )
@@ -237,9 +261,11 @@ class _Reader:
         manual: MlirObject = sdy.ManualAxesAttr(attributes["manual_axes"])
         axes = frozenset(manual)
         shardings = sdy.TensorShardingPerValueAttr(attributes[name]).shardings
+        goes_in = name == "in_shardings"
+        origin = _text(attributes, _ORIGIN) + ("_input" if goes_in else "_output")
         return tuple(
-            ShardyBoundary(axes, *self._once(_spec, sharding), name == "in_shardings")
-            for sharding in shardings
+            ShardyBoundary(axes, *self._once(_spec, sharding), goes_in, f"{origin}: {number}")
+            for number, sharding in enumerate(shardings)
         )
 
     def _value(
@@ -381,8 +407,7 @@ def _dictionaries(operation: MlirObject, name: str, count: int) -> list[MlirObje
     return [ir.DictAttr(each) for each in ir.ArrayAttr(operation.attributes[name])]
 
 
-def _text(operation: MlirObject, name: str) -> str:
-    attributes = operation.attributes
+def _text(attributes: MlirObject, name: str) -> str:
     return str(ir.StringAttr(attributes[name]).value) if name in attributes else ""
 
 

@@ -80,12 +80,14 @@ class ShardyBoundary:
         spec: The mesh axes of each dimension.
         is_open: Whether more mesh axes could have been added to each dimension.
         goes_in: Whether the value goes in.
+        origin: What Shardy calls it in origins, as ``mc_0_input: 1``.
     """
 
     axes: frozenset[str]
     spec: tuple[tuple[str, ...], ...]
     is_open: tuple[bool, ...]
     goes_in: bool
+    origin: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +137,7 @@ class ShardyProgram:
         values: All its values.
         main: Its operations; the last one returns the results.
         argument_names: What JAX calls the arguments.
+        laid_out: Which arguments had a layout before propagation, which nothing changes.
         result_values: What Shardy says of the results themselves, behind what is returned.
         result_edges: The edges at the results.
         mesh: The mesh axes with their sizes.
@@ -143,6 +146,7 @@ class ShardyProgram:
     values: tuple[ShardyValue, ...]
     main: ShardyBlock
     argument_names: tuple[str, ...]
+    laid_out: tuple[bool, ...]
     result_values: tuple[ShardyValue, ...]
     result_edges: tuple[tuple[ShardyEdge, ...], ...]
     mesh: dict[str, int]

@@ -1,9 +1,10 @@
 """Where a mesh axis of a value's layout comes from."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from penzai_shard.sharding_propagation.factors import FactorAxis
 from penzai_shard.sharding_propagation.mesh_axis_parts import overlap
 from penzai_shard.sharding_propagation.operations import Hop, Operation
 
@@ -41,7 +42,7 @@ class Cause:
 
 def causes(program: "PropagatedProgram", value: int, mesh_axis: str) -> tuple[Cause, ...]:
     """Where a mesh axis of a value comes from, and what proposed the same at once on the way."""
-    found: dict[int, Cause] = {}
+    found: dict[tuple[str, int], Cause] = {}
     seen = {value}
     waiting: list[tuple[int, tuple[Hop, ...]]] = [(value, ())]
     while waiting:
@@ -51,7 +52,9 @@ def causes(program: "PropagatedProgram", value: int, mesh_axis: str) -> tuple[Ca
             continue
         way = way or program.way(start, mesh_axis)
         cause = _cause(program, way[-1].source if way else start, mesh_axis, behind + way)
-        found.setdefault(cause.value, cause)
+        # A constraint and what it takes have the same layout from the start.
+        place = cause.operation.number if cause.operation else cause.value
+        found.setdefault((cause.kind, place), cause)
         for hop, so_far in _agreeing(program, cause, way, mesh_axis):
             if hop.source not in seen:
                 seen.add(hop.source)
@@ -72,7 +75,7 @@ def _whole_way(
     """
     way = program.way(value, mesh_axis)
     end = way[-1].source if way else value
-    pinning = program.makers.get(end)
+    pinning = program.pinning(end)
     if pinning is None or not pinning.constraint:
         return way
     before = pinning.operands[0]
@@ -88,30 +91,32 @@ def _whole_way(
         if operand in maker.operands:
             found = _whole_way(program, operand, mesh_axis, seen)
         if found is not None:
-            hops = (Hop(pinning, before, end, -1), Hop(maker, operand, before, -1))
-            return way + hops + found
+            hops = (Hop(maker, operand, before, -1), *found)
+            return way + (hops if end == before else (Hop(pinning, before, end, -1), *hops))
     return None
 
 
 def _cause(program: "PropagatedProgram", value: int, mesh_axis: str, way: tuple[Hop, ...]) -> Cause:
     """What is known of a value that has a mesh axis of its own."""
     operation = program.makers.get(value)
+    known = program.values[value]
     dimension, own = next(
         (dimension, each)
-        for dimension, mesh_axes in enumerate(program.values[value].spec or ())
+        for dimension, mesh_axes in enumerate(known.spec or ())
         for each in mesh_axes
         if overlap(each, mesh_axis)
     )
     kind: CauseKind = "operation"
     name = operation.name if operation else ""
-    if operation is None:
+    pinning = program.pinning(value)
+    if value in program.laid_out:
         kind, name = "argument", program.argument_names[value]
     elif value in program.results:
         kind, name = "output", f"result {program.results.index(value)}"
-    elif operation.constraint:
-        kind = "constraint"
-    elif operation.boundary:
-        kind = "manual"
+    elif pinning is not None:
+        kind, name, operation = "constraint", pinning.name, pinning
+        if pinning.boundary:
+            kind = "manual"
     return Cause(kind, name, value, own, dimension, operation, way)
 
 
@@ -137,17 +142,23 @@ def _agreeing(
 def _partners(
     program: "PropagatedProgram", operation: Operation, target: int, mesh_axis: str
 ) -> Iterator[int]:
-    """The values of an operation that have a mesh axis where one of them has it."""
+    """The values of an operation that have a mesh axis where one of them has it.
+
+    Where a factor is split over several, those in front of it are the same.
+    """
     placed = program.placed(operation)
-    factors = {
-        each.factor
-        for value, axes in placed
-        if value == target
-        for each in axes
-        if overlap(each.mesh_axis, mesh_axis)
-    }
+    wanted = {run for value, axes in placed if value == target for run in _runs(axes, mesh_axis)}
     for value, axes in placed:
-        if value != target and any(
-            each.factor in factors and overlap(each.mesh_axis, mesh_axis) for each in axes
-        ):
+        if value != target and not wanted.isdisjoint(_runs(axes, mesh_axis)):
             yield value
+
+
+def _runs(axes: Sequence[FactorAxis], mesh_axis: str) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The factors that a mesh axis splits, each with the mesh axes that split it before."""
+    before: dict[int, tuple[str, ...]] = {}
+    for each in axes:
+        if each.factor is not None:
+            found = before.get(each.factor, ())
+            if overlap(each.mesh_axis, mesh_axis):
+                yield each.factor, found
+            before[each.factor] = (*found, each.mesh_axis)

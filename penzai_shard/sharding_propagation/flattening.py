@@ -1,6 +1,7 @@
 """One list of a program's operations: calls, loops and branches are laid open."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from penzai_shard.library_apis.shardy_records import (
@@ -28,12 +29,14 @@ class FlatProgram:
         values: What is known of each value; the last ones are the results as they come out.
         operations: The operations.
         arguments: The values that go in, by name.
+        laid_out: Those of them that had a layout before propagation.
         results: The values that come out.
     """
 
     values: tuple[ShardyValue, ...]
     operations: tuple[Operation, ...]
     arguments: Mapping[str, int]
+    laid_out: frozenset[int]
     results: tuple[int, ...]
 
 
@@ -69,6 +72,7 @@ class _Flattening:
             values,
             tuple(self._operations),
             dict(zip(_distinct(given.argument_names), given.main.arguments, strict=True)),
+            frozenset(itertools.compress(given.main.arguments, given.laid_out)),
             results,
         )
 

@@ -21,6 +21,7 @@ LossKind = Literal[
     "unruled",
     "cut",
     "absent",
+    "uneven",
     "undecided",
     "reduced",
 ]
@@ -49,10 +50,13 @@ class Loss:
             dimension whole. ``unruled``: Shardy knows nothing of the operation. ``cut``: the
             operation cuts the dimension in parts, or joins it with others, and the mesh axis does
             not fit into them.
-            ``absent``: the result does not have the dimension, as after indexing. ``undecided``:
+            ``absent``: the result does not have the dimension, as after indexing. ``uneven``:
+            what comes out of a program is split evenly, and by whole mesh axes. ``undecided``:
             another reason. ``reduced``: the dimension is summed up, or reduced in another way, so
             that nothing is lost: devices then sum up what each has.
-        operation: The operation.
+        operation: The operation that drops it; of a ``pinned`` one, what fixes the layout.
+        made_by: The operation that takes the operand and makes the result. It is another than
+            ``operation`` where XLA lays out a value at once as a constraint behind it wants it.
         mesh_axis: The mesh axis, or the part of it that got lost.
         operand: The value that has it.
         dimension: The dimension of the operand.
@@ -66,6 +70,7 @@ class Loss:
 
     kind: LossKind
     operation: Operation
+    made_by: Operation
     mesh_axis: str
     operand: int
     dimension: int
@@ -79,12 +84,16 @@ class Loss:
 def all_losses(program: "PropagatedProgram") -> Iterator[Loss]:
     """The losses of a program, in order."""
     for operation in program.operations:
-        seen: set[tuple[int, int, str]] = set()
+        seen: set[tuple[LossKind, int | None, int, str]] = set()
         for loss in _Judge(program, operation).losses():
-            key = (loss.operand, loss.dimension, loss.mesh_axis)
+            place: tuple[int | None, int] = loss.operand, loss.dimension
             if loss.kind == "reduced":
                 # What is reduced together is reduced once.
-                key = (-1, 0, loss.mesh_axis)
+                place = None, 0
+            elif loss.operation is not operation:
+                # And what is pinned behind was lost there, whatever it is made of.
+                place = None, loss.result_dimension or 0
+            key = (loss.kind, *place, loss.mesh_axis)
             if key not in seen:
                 seen.add(key)
                 yield loss
@@ -128,14 +137,9 @@ class _Judge:
                 kept = operation.boundary.spec[dimension] + (inside[dimension] if inside else ())
                 for each in mesh_axes:
                     if not is_covered(each, kept, self._program.mesh):
-                        yield Loss(
-                            "pinned",
-                            operation,
-                            each,
-                            operand,
-                            dimension,
-                            operation.results[0],
-                            dimension,
+                        loss = self._loss("pinned", each, operand, dimension)
+                        yield dataclasses.replace(
+                            loss, result=operation.results[0], result_dimension=dimension
                         )
 
     def _unruled(self) -> Iterator[Loss]:
@@ -143,13 +147,16 @@ class _Judge:
             for dimension, mesh_axes in enumerate(self._program.values[operand].spec or ()):
                 for each in mesh_axes:
                     if not is_covered(each, (), self._program.mesh):
-                        yield Loss("unruled", self._operation, each, operand, dimension)
+                        yield self._loss("unruled", each, operand, dimension)
+
+    def _loss(self, kind: LossKind, mesh_axis: str, operand: int, dimension: int) -> Loss:
+        return Loss(kind, self._operation, self._operation, mesh_axis, operand, dimension)
 
     def _judged(self, operand: int, axis: FactorAxis) -> Loss | None:
         """Whether a mesh axis of an operand gets through, and if not, why."""
         if is_covered(axis.mesh_axis, (), self._program.mesh):
             return None
-        loss = Loss("cut", self._operation, axis.mesh_axis, operand, axis.dimension)
+        loss = self._loss("cut", axis.mesh_axis, operand, axis.dimension)
         if axis.factor is None:
             return loss
         dimensions = self._rule.results
@@ -174,7 +181,8 @@ class _Judge:
         assert loss.result is not None
         assert loss.result_dimension is not None
         if not self._program.values[loss.result].is_open[loss.result_dimension]:
-            return dataclasses.replace(loss, kind="pinned")
+            pinning = self._program.pinning(loss.result) or self._operation
+            return dataclasses.replace(loss, kind="pinned", operation=pinning)
         if rival := self._used(loss.result, axis, loss.result_dimension):
             return self._against(loss, "used", rival, has_won=True)
         if axis.factor in self._rule.blocked:
@@ -187,12 +195,15 @@ class _Judge:
             return contested
         if axis.factor in self._rule.replicated | self._rule.permuted:
             return dataclasses.replace(loss, kind="whole")
+        if loss.result in self._program.results:
+            return dataclasses.replace(loss, kind="uneven")
         joined = len(self._rule.results[self._place_of(loss.result)][loss.result_dimension]) > 1
         return loss if joined or self._is_split(loss) else _undecided(loss)
 
     def _without_result(self, loss: Loss, axis: FactorAxis) -> Loss:
         """Why no result has a dimension that an operand has."""
-        if axis.factor in self._rule.replicated | self._rule.blocked:
+        is_whole = axis.factor in self._rule.replicated | self._rule.blocked
+        if is_whole and self._program.values[loss.operand].shape[loss.dimension] > 1:
             return dataclasses.replace(loss, kind="whole")
         if axis.factor not in self._rule.reduced:
             return dataclasses.replace(loss, kind="absent")
@@ -309,7 +320,7 @@ def losses_by_place(
     """The numbers of the losses at each operation, by its number and by the operand."""
     lost: dict[tuple[int, int], tuple[int, ...]] = {}
     for number, loss in enumerate(program.losses()):
-        key = (loss.operation.number, loss.operand)
+        key = (loss.made_by.number, loss.operand)
         lost[key] = (*lost.get(key, ()), number)
     return lost
 

@@ -30,6 +30,7 @@ class PropagatedProgram:
         values: What is known of each value.
         operations: The operations, in order; those of a call or a loop stand where it stands.
         arguments: The values that go in, by the name that JAX gives them.
+        laid_out: Those of them that had a layout before propagation, which nothing changes.
         results: The values that come out, as they come out: the last operations return them.
         mesh: The mesh axes with their sizes.
     """
@@ -37,6 +38,7 @@ class PropagatedProgram:
     values: tuple[ShardyValue, ...]
     operations: tuple[Operation, ...]
     arguments: Mapping[str, int]
+    laid_out: frozenset[int]
     results: tuple[int, ...]
     mesh: Mapping[str, int]
 
@@ -53,7 +55,9 @@ class PropagatedProgram:
         """
         read = propagated(lowered)
         flat = flattened(read)
-        return cls(flat.values, flat.operations, flat.arguments, flat.results, read.mesh)
+        return cls(
+            flat.values, flat.operations, flat.arguments, flat.laid_out, flat.results, read.mesh
+        )
 
     @functools.cached_property
     def makers(self) -> Mapping[int, Operation]:
@@ -143,6 +147,34 @@ class PropagatedProgram:
     def argument_names(self) -> Mapping[int, str]:
         """The name of each value that goes in."""
         return {value: name for name, value in self.arguments.items()}
+
+    def pinning(self, value: int) -> Operation | None:
+        """What gives a value a layout of its own: a constraint, or where a ``shard_map`` begins.
+
+        That is what makes the value, or what takes it: then Shardy lays out the value at once.
+        None of an argument that had its layout before.
+        """
+        maker = self.makers.get(value)
+        if maker is not None and (maker.constraint or maker.boundary or value in self.results):
+            return maker
+        known = self.values[value]
+        if value in self.laid_out or (all(known.is_open) and not known.origins):
+            return None
+        origins = set(known.origins.values())
+        same = None
+        for user in self.users.get(value, ()):
+            boundary = user.boundary
+            if user.constraint:
+                origin, taken = user.constraint, self.values[user.results[0]].spec
+            elif boundary and boundary.goes_in:
+                origin, taken = boundary.origin, boundary.spec
+            else:
+                continue
+            if origin in origins:
+                return user
+            if not all(known.is_open) and taken == known.spec:
+                same = same or user
+        return same
 
     def placed(self, operation: Operation) -> Sequence[tuple[int, list[FactorAxis]]]:
         """The operands of an operation, then its results, with the factors of their mesh axes."""

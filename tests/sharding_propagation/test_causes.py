@@ -149,11 +149,6 @@ TABLE = {
         [array("data"), array(("data", "model"))],
         {"data": ["argument y", "argument x"], "model": ["argument y"]},
     ),
-    "a part of a mesh axis": (
-        lambda x: jnp.sin(x.reshape(2, 8, 16)),
-        [array("data")],
-        {"data:(1)2": ["argument x"], "data:(2)2": ["argument x"]},
-    ),
     "parts that came together again": (
         lambda x: jnp.sin(x.reshape(2, 8, 16)).reshape(16, 16) + 1,
         [array("data")],
@@ -173,6 +168,14 @@ TABLE = {
 def test_the_cause_of_a_layout_is_named(name):
     function, arguments, expected = TABLE[name]
     assert causes_of_result(propagate(function, *arguments)) == expected
+
+
+def test_parts_of_a_mesh_axis_have_their_causes():
+    program = propagate(lambda x: jnp.sin(x.reshape(2, 8, 16)), array("data"))
+    value = program.operations[-1].operands[0]
+    assert program.values[value].spec == (("data:(1)2",), ("data:(2)2",), ())
+    for part in ("data:(1)2", "data:(2)2", "data"):
+        assert [cause.name for cause in program.causes(value, part)] == ["x"]
 
 
 def test_a_layout_asked_for_an_output_is_the_cause_of_what_is_laid_out_for_it():

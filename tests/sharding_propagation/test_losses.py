@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from penzai_shard.sharding_propagation import Standing
@@ -32,7 +32,11 @@ TABLE = {
     "summed along": (lambda x: jnp.cumsum(x, 0), [array("data")], []),
     "joined": (lambda x, y: jnp.concatenate([x, y]), [array("data"), array("data")], []),
     "cut where the mesh axis is": (lambda x: x.reshape(4, 4, 16), [array("data")], []),
-    "cut within the mesh axis": (lambda x: x.reshape(2, 8, 16), [array("data")], []),
+    "cut within the mesh axis": (
+        lambda x: x.reshape(2, 8, 16).sum(2).sum((0, 1)),
+        [array("data")],
+        ["reduced data:(1)2 reduce", "reduced data:(2)2 reduce"],
+    ),
     "more of the same": (lambda x, y: x + y, [array("data"), array(("data", "model"))], []),
     "inverse error function": (lambda x: jax.lax.erf_inv(x), [array("data")], []),
     "a gradient": (lambda x: jax.grad(lambda x: jnp.sin(x).sum())(x), [array("data")], []),
@@ -58,6 +62,11 @@ TABLE = {
     "pinned whole": (
         lambda x: jnp.sin(pinned(jnp.sin(x))),
         [array("data")],
+        ["pinned data sharding_constraint"],
+    ),
+    "two of them pinned whole": (
+        lambda x, y: pinned(x + y),
+        [array("data"), array("data")],
         ["pinned data sharding_constraint"],
     ),
     "pinned otherwise": (
@@ -125,6 +134,12 @@ TABLE = {
         ["cut data reshape"],
     ),
     "cut in the middle": (lambda x: x.reshape(2, 3, 16), [array(("model",), shape=(6, 16))], []),
+    "a part of a mesh axis coming out": (
+        lambda x: x.reshape(2, 8, 16),
+        [array("data")],
+        ["uneven data:(1)2 flow", "uneven data:(2)2 flow"],
+    ),
+    "uneven coming out": (lambda x: x[:5], [array("data")], ["uneven data flow"]),
     # No such dimension.
     "one of it": (lambda x: x[3], [array("data")], ["absent data reshape"]),
     "a piece of it": (
@@ -229,8 +244,18 @@ def test_a_value_that_has_a_mesh_axis_again_did_not_lose_it():
 
 
 def test_mesh_axes_of_one_device_are_never_lost():
-    mesh = jax.sharding.AbstractMesh((1, 2), ("data", "model"))
+    auto = (AxisType.Auto,) * 2
+    mesh = AbstractMesh((1, 2), ("data", "model"), axis_types=auto)
     program = propagate(
         lambda x: pinned(x, None, "model", mesh=mesh).sum(0), array("data", mesh=mesh)
     )
     assert program.losses() == ()
+
+
+def test_what_a_constraint_pins_was_lost_at_the_operation_before_it():
+    program = propagate(lambda x: pinned(jnp.sin(x)), array("data"))
+    loss = only(program.losses())
+    assert loss.operation.constraint
+    assert loss.made_by.kind == "stablehlo.sine"
+    assert (loss.operand, loss.result) == (program.arguments["x"], loss.operation.operands[0])
+    assert program.losses(loss.result) == program.losses(program.results[0]) == (loss,)
