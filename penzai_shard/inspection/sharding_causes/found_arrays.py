@@ -17,6 +17,7 @@ from penzai_shard.inspection.sharding_causes.records import RowKind
 from penzai_shard.inspection.step_arrays import StepArray
 from penzai_shard.sharding_propagation import FLOW, Operation, PropagatedProgram
 from penzai_shard.training.gradient_step import GRADIENT_SCOPE
+from penzai_shard.tree_paths import path_endings
 
 # What a loop keeps of each round for later is written into one large array.
 _STORES = frozenset({"stablehlo.dynamic_update_slice"})
@@ -50,8 +51,10 @@ def found_arrays(
 
     Of a train step the results are what it gives beside the next state.
     """
-    yield from _LayerOutputFinder(program, step).found()
-    yield from _gradients(program, finder)
+    layers = _LayerValues(program, step)
+    yield from layers.outputs()
+    pinned = tuple(_gradients(program, finder))
+    yield from pinned or layers.gradients(step)
     if len(step.results) == len(program.results):
         for array, value in zip(step.results, program.results, strict=True):
             if array.part == "outputs" or not step.scopes.of_step:
@@ -70,8 +73,8 @@ def _gradients(program: PropagatedProgram, finder: CauseFinder) -> Iterator[Foun
             yield FoundArray("gradient", parameter.path, label, parameter, value)
 
 
-class _LayerOutputFinder:
-    """Finds what layers give by the marks that their operations have."""
+class _LayerValues:
+    """Finds what layers give, in both directions, by the marks that their operations have."""
 
     def __init__(self, program: PropagatedProgram, step: LoweredStep) -> None:
         self._program = program
@@ -80,7 +83,7 @@ class _LayerOutputFinder:
         self._layers = functools.cache(step.scopes.paths_in)
         self._is_forward = functools.cache(_is_forward)
 
-    def found(self) -> Iterator[FoundArray]:
+    def outputs(self) -> Iterator[FoundArray]:
         """The outputs, in the order in which they are made."""
         certain: dict[tuple[str, StepArray], list[int]] = {}
         kept: dict[tuple[str, StepArray], list[int]] = {}
@@ -104,6 +107,41 @@ class _LayerOutputFinder:
                 label = f"{label}: {array.path}"
             for value in values:
                 yield FoundArray("output", layer, label, array, value)
+
+    def gradients(self, step: LoweredStep) -> Iterator[FoundArray]:
+        """The gradients of parameters in a function that a user wrote, as far as they are certain.
+
+        That is, if a layer gives one array of a parameter's shape alone, in the backward pass, that
+        no other layer uses.
+        """
+        holders = self._scopes.holders
+        by_shape: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
+        for operation in self._program.operations:
+            layers = self._layers(operation.name)
+            if layers and OperationName.of(operation.name).is_transposed:
+                for value in operation.results:
+                    known = self._program.values[value]
+                    if self._use_outside(value, layers[-1], set()) and self._is_final(value):
+                        key = (layers[-1], known.shape, known.dtype)
+                        by_shape.setdefault(key, []).append(value)
+        for array in step.arguments.values():
+            if array.part != "parameters":
+                continue
+            name = next((end for end in path_endings(array.path) if end in holders), None)
+            values = [
+                value
+                for layer in holders.get(name or "", ())
+                for value in by_shape.get((layer, array.shape, _dtype_text(array.dtype)), ())
+            ]
+            if len(values) == 1:
+                yield FoundArray("gradient", array.path, array.path, array, values[0])
+
+    def _is_final(self, value: int) -> bool:
+        """Whether no layer goes on with a value in the backward pass."""
+        return not any(
+            self._layers(user.name) and OperationName.of(user.name).is_transposed
+            for user in self._program.users.get(value, ())
+        )
 
     def _given(self, layer: str, value: int) -> StepArray | None:
         """What a layer gave when it was traced that a value may be."""

@@ -49,7 +49,7 @@ class LossTeller:
         return tuple(dict.fromkeys(text for loss, text in told if counts(loss, text)))
 
     def why_whole(self, value: int) -> str:
-        """Why every device holds all of a value on whose way nothing was lost, if that is known."""
+        """Why every device holds all of a value on whose way nothing was lost."""
         maker = self._program.makers.get(value)
         if maker is not None and maker.constraint:
             source = self._finder.cause_of_constraint(maker)
@@ -58,7 +58,11 @@ class LossTeller:
         for loss in sums:
             where = self._finder.step_of(loss.operation)
             return f"devices sum up what they have over {loss.mesh_axis!r} at {where}"
-        return "" if self._is_of_split(value) else "nothing that it is made of is split"
+        if not self._is_of_split(value):
+            return "nothing that it is made of is split"
+        if not self._program.values[value].shape:
+            return "it is one number"
+        return "of what it is made of only dimensions are split that it does not have"
 
     def _is_of_split(self, value: int) -> bool:
         """Whether anything that a value is computed from is split."""

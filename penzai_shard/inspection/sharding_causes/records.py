@@ -155,7 +155,7 @@ class WhyRow:
         spec: The mesh axes of each dimension, major first.
         causes: Where each of them comes from.
         losses: What was lost on the way to it.
-        whole_because: Of one that is whole without a loss why it is, in words; empty if not known.
+        whole_because: Of one that is whole without a loss why it is, in words; empty of others.
     """
 
     kind: RowKind

@@ -53,20 +53,30 @@ def on(is_there, **rules):
     return rules if is_there else {}
 
 
-def train_step(model, rules, optimizer_rules=None, split=WHOLE, **options):
-    """A train step of a model of the axes a and b."""
+def train_step(model, rules, *, optimizer_rules=None, split=WHOLE, gives="b", trainable=None, **of):
+    """A train step of a model that takes the axis a; ``of`` are its options."""
 
     def loss(*, model, rng, state, x):
-        return jnp.mean(model(x).unwrap("batch", "b") ** 2), state, {}
+        return jnp.mean(model(x).unwrap("batch", gives) ** 2), state, {}
 
-    state = TrainState.initial_state(planned(model, rules), optax.adam(0.1), jax.random.key(0))
+    state = TrainState.initial_state(
+        planned(model, rules), optax.adam(0.1), jax.random.key(0), trainable=trainable
+    )
+    return (
+        build_train_step_fn(loss, **of),
+        (laid_out_state(state, rules, optimizer_rules),),
+        {"x": x(split)},
+    )
+
+
+def laid_out_state(state, rules, optimizer_rules=None):
+    """A train state of structs with layouts."""
     shardings = train_state_sharding(state, MESH, rules, optimizer_rules)
-    state = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+    return jax.tree.map(
+        lambda leaf, sharding: struct(*leaf.shape, spec=sharding.spec, dtype=leaf.dtype),
         state,
         shardings,
     )
-    return build_train_step_fn(loss, **options), (state,), {"x": x(split)}
 
 
 def stacked(rules):
