@@ -66,14 +66,14 @@ def model_order(scopes: LayerScopes) -> Iterable[str]:
 
 
 def _parameter_row(group: MemoryGroup, scopes: LayerScopes) -> TreeRow:
-    details = [f"the array itself {bytes_text(group.array_bytes)}"]
+    detail = f"{bytes_text(group.array_bytes)} for each such array"
     if group.optimizer_bytes:
-        details.append(f"the optimizer's state for it {bytes_text(group.optimizer_bytes)}")
+        detail += f", and {bytes_text(group.optimizer_bytes)} for the optimizer's state of it"
     return TreeRow(
         model_path(group.path, scopes),
         line=f"{group.axes_text}  {group.dtype}",
         figures=_memory(group.bytes),
-        details=("; ".join(details),),
+        details=(detail,),
     )
 
 

@@ -76,6 +76,9 @@ def test_each_layer_has_its_parameters_their_state_and_its_traffic(program):
     for group in parameters:
         name = group.path.removeprefix("params/")
         assert total(nodes[name], "memory") == group.array_bytes + group.optimizer_bytes
+        assert nodes[name].details == (
+            "256 B for each such array, and 512 B for the optimizer's state of it",
+        )
     for label in ("block_0/up", "block_0/down", "block_1/up", "block_1/down"):
         owned = [
             one.times * one.wire_bytes * part.payload_bytes / one.payload_bytes
