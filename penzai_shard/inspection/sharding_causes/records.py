@@ -89,7 +89,7 @@ class ShardingCause:
 
     @property
     def reason(self) -> str:
-        """Why the source has the mesh axis: a rule, or one of its dimensions."""
+        """The rule, or the dimension of the source, that put the mesh axis there."""
         if self.rule:
             return f"its rule {self.rule}"
         what = f"dimension {self.dimension}"
