@@ -1,6 +1,7 @@
 """Findings about the batch: what every device would compute whole, and what does not fit."""
 
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -174,7 +175,8 @@ def uncallable_models(subject: LintSubject) -> Iterator[Finding]:
         for array in (failed.inputs if failed is not None else ())
     )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = f"{type(error).__name__}: {' '.join(lines[:3])}"
+    # What stands for an array while the model is traced.
+    said = f"{type(error).__name__}: {_TRACER.sub('array', ' '.join(lines[:3]))}"
     has_names = any(leaf.names for leaf in flows.batch_leaves)
     unnamed = "" if has_names else ". No array of the batch has logical axes."
     layer = "it" if failed is None else f"this {type(failed.layer).__name__}"
@@ -189,6 +191,9 @@ def uncallable_models(subject: LintSubject) -> Iterator[Finding]:
     )
 
 
+_TRACER = re.compile(r"\b\w+Tracer\b")
+
+
 def _for_calling(flows: SubjectFlows) -> Iterator[Change]:
     """The batch with other names for its axes, or with names."""
     batch = flows.subject.batch
@@ -200,6 +205,8 @@ def _for_calling(flows: SubjectFlows) -> Iterator[Change]:
             if near is not None:
                 code = f"batch = batch.untag({name!r}).tag({near!r})"
                 yield Change(code, {"batch": batch.untag(name).tag(near)})
+    elif isinstance(batch, list):
+        yield Change("batch = tuple(batch)", {"batch": tuple(batch)})
     elif is_array_like(batch) or is_abstract(batch):
         for names in _likely_names(flows, batch):
             wrapped = f"pz.nx.wrap(batch, {', '.join(map(repr, names))})"

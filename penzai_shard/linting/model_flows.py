@@ -215,7 +215,7 @@ def _run(layer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any
         return _as_new_values(arguments[0])
     if isinstance(layer, ConstrainActivations):
         first, *others = map(_as_new_values, arguments)
-        return _as_new_values(layer.body(first, *others, **options))
+        return layer.body(first, *others, **options)
     if isinstance(layer, _RUNNING) or (isinstance(layer, ShardMapped) and not layer.per_device):
         return layer.body(*arguments, **options)
     return layer(*arguments, **options)
@@ -243,9 +243,9 @@ def flows_through(model: Any, batch: Any) -> ModelFlows:
     """
     recorder = _Recorder()
     args, kwargs = inputs_of(model, batch)
-    tree, variables = pz.unbind_variables(recorder.marked(model))
-    frozen = [variable.freeze() for variable in variables]
-    given = tree, frozen, args, kwargs
+    # Side inputs may hold variables too, such as a stream of random keys.
+    tree, variables = pz.unbind_variables((recorder.marked(model), args, dict(kwargs)))
+    given = tree, [variable.freeze() for variable in variables]
     leaves, structure = jax.tree_util.tree_flatten(given)
     arrays = [
         described_array(leaf, None) if is_array and is_array_like(leaf) else StaticLeaf(leaf)
@@ -253,8 +253,9 @@ def flows_through(model: Any, batch: Any) -> ModelFlows:
     ]
 
     def run(arguments: Any) -> None:
-        tree, frozen, args, kwargs = fill_slots(arguments, {})
-        pz.bind_variables(tree, list(map(thawed, frozen)))(*args, **kwargs)
+        tree, frozen = fill_slots(arguments, {})
+        called, args, kwargs = pz.bind_variables(tree, list(map(thawed, frozen)))
+        called(*args, **kwargs)
 
     error = None
     try:

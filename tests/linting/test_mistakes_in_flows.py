@@ -166,6 +166,7 @@ MISTAKES = {
         pz.nn.Sequential([MODEL.sublayers[1]]), MESH, RULES,
         jax.ShapeDtypeStruct((8, 16), "float32"), "uncallable", "has logical axes",
     ),
+    "a list of inputs": (MODEL, DATA, BATCH, [TOKENS], "uncallable", "wrapping array"),
 }  # fmt: skip
 
 
@@ -280,6 +281,32 @@ def test_without_a_batch_the_report_says_what_was_not_looked_at():
     assert "what flows through the model was not looked at: no batch was given" in note
     (note,) = pzs.lint({"w": struct(neurons=8)}, DATA, {"neurons": "data"}, batch=TOKENS).notes
     assert "dict is not a layer that can be called with the batch" in note
+
+
+def test_what_is_pinned_where_each_device_runs_by_itself_pins_nothing():
+    model, mesh, *_ = MISTAKES["a constraint where each device runs by itself"]
+    report = pzs.lint(model, mesh, BY_EMBEDDING, batch=TOKENS)
+    assert sorted(kinds_of(report)) == ["conflict", "idle constraint"]
+
+
+def test_tracing_leaves_the_variables_of_side_inputs_alone():
+    model = pz.nn.Sequential([pz.nn.StochasticDropout(0.5)])
+    stream = pz.RandomStream.from_base_key(jax.random.key(0))
+    batch = pz.nx.ones({"batch": 16}), {"random_stream": stream}
+    report = pzs.lint(model, DATA, BATCH, batch=batch)
+    assert report.ok, report
+    assert int(stream.offset.value) == 0
+
+
+def test_a_layer_that_sums_over_devices_by_itself_can_be_called():
+    class Total(pz.nn.Layer):
+        def __call__(self, value, /, **side_inputs):
+            return pz.nx.nmap(lambda array: jax.lax.psum(array, "data"))(value)
+
+    layer = pz.pytree_dataclass(Total)()
+    model = pz.nn.Sequential([pzs.ShardMapped(layer, of_devices(DATA), {}, {}, per_device=True)])
+    report = pzs.lint(model, DATA, BATCH, batch=struct("float32", batch=16))
+    assert report.ok, report
 
 
 def test_a_train_state_is_looked_at_as_its_model_is():
