@@ -163,7 +163,7 @@ def fold_rng_over_axis(rng: jax.Array, mesh_axis: str | Sequence[str]) -> jax.Ar
         raise RuleTypeError(
             f"rng must be a random key, not a {type(rng).__name__}. Pass a key, such as the rng "
             "of a loss function, and make streams of what comes back: "
-            "pz.random_stream_from_key(fold_rng_over_axis(rng, mesh_axis))."
+            "pz.RandomStream.from_base_key(fold_rng_over_axis(rng, mesh_axis))."
         )
     try:
         position = device_position(mesh_axes)
