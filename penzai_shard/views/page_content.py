@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from penzai_shard.inspection.collective_report import CollectiveReport
-from penzai_shard.inspection.collective_table import share_text
 from penzai_shard.inspection.memory_report import MemoryReport
 from penzai_shard.inspection.sharding_causes import WhyReport
 from penzai_shard.linting import LintReport
 from penzai_shard.planning import ShardingPlan, bytes_text
+from penzai_shard.report_trees import share_text
 from penzai_shard.text_tables import Report
 from penzai_shard.views.heavy_layers import (
     HeavyLayer,

@@ -3,8 +3,8 @@
 import importlib.resources
 from collections.abc import Iterable, Iterator, Mapping
 
-from penzai_shard.inspection.collective_table import share_text
 from penzai_shard.planning import ShardingPlan, bytes_text
+from penzai_shard.report_trees import share_text
 from penzai_shard.text_tables import Report
 from penzai_shard.views.heavy_layers import HeavyLayer
 from penzai_shard.views.markup import Markup, element, path_markup

@@ -84,9 +84,11 @@ def outputs(tmp_path_factory):
         SET_UP,
         *VIEWS,
         MEASURED.replace("EXPRESSIONS", repr(list(VIEWS))),
+        "treescope.display(plan)",
         "treescope.basic_interactive_setup(autovisualize_arrays=True)",
         *(f"{view} # with treescope" for view in VIEWS),
         "{'plan': plan, 'rules': rules, 'report': report}",
+        "plan.tree(collapse=False)",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     run(notebook, tmp_path_factory.mktemp("views"))
@@ -126,3 +128,13 @@ def test_inside_another_value_treescope_shows_verdicts(outputs):
     assert sum(len(output.data["text/html"]) for output in shown) < 200_000
     (last,) = [output for output in shown if output.output_type == "execute_result"]
     assert "2 edits of Sequential, 288 places" in last.data["text/plain"]
+
+
+@pytest.mark.parametrize("cell", ["treescope.display(plan)", "plan.tree(collapse=False)"])
+def test_a_tree_of_96_blocks_unfolds_and_is_small(outputs, cell):
+    """Shown by treescope, also where it is not the default renderer."""
+    shown = [
+        each.data["text/html"] for each in outputs[cell] if "text/html" in each.get("data", {})
+    ]
+    assert sum(map(len, shown)) < 100_000
+    assert any("treescope" in html for html in shown)
