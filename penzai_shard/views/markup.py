@@ -1,6 +1,7 @@
 """HTML that cannot be broken by what it shows: all text is escaped unless it is HTML already."""
 
 import html
+import re
 
 from penzai_shard.text_tables import printable
 
@@ -11,6 +12,9 @@ class Markup(str):
     __slots__ = ()
 
 
+# A browser would break a line after the hyphen in them: arrows, and the numbers of equal blocks.
+_UNBROKEN = re.compile(r"-&gt;|\{[\d,-]+\}")
+_NOT_WRAPPED = r'<span class="n">\g<0></span>'
 # These have no end tag.
 _VOID = frozenset({"br", "link", "meta", "wbr"})
 
@@ -41,9 +45,13 @@ def element(tag: str, *children: str | None, **attributes: str | bool | None) ->
     return Markup(f"{start}{joined(children)}</{tag}>")
 
 
-def joined(children: "tuple[str | None, ...] | list[Markup]") -> Markup:
-    """Pieces one after the other; text among them is escaped."""
-    return Markup("".join(escaped(child) for child in children if child is not None))
+def joined(children: "tuple[str | None, ...]") -> Markup:
+    """Pieces one after the other; text among them is escaped, and arrows are not broken."""
+    return Markup("".join(_of_text(child) for child in children if child is not None))
+
+
+def _of_text(text: str) -> str:
+    return text if isinstance(text, Markup) else _UNBROKEN.sub(_NOT_WRAPPED, escaped(text))
 
 
 def escaped(text: str) -> Markup:
@@ -61,4 +69,4 @@ def path_markup(path: str) -> Markup:
     >>> path_markup("a/b<c")
     'a/<wbr>b&lt;c'
     """
-    return Markup(escaped(path).replace("/", "/<wbr>"))
+    return Markup(_UNBROKEN.sub(_NOT_WRAPPED, escaped(path).replace("/", "/<wbr>")))

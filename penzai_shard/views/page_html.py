@@ -7,7 +7,7 @@ from penzai_shard.planning import ShardingPlan, bytes_text
 from penzai_shard.report_trees import share_text
 from penzai_shard.text_tables import Report
 from penzai_shard.views.heavy_layers import HeavyLayer
-from penzai_shard.views.markup import Markup, element, path_markup
+from penzai_shard.views.markup import Markup, element, escaped, path_markup
 from penzai_shard.views.page_content import KeyFigure, Missing, PageContent, Ranking
 from penzai_shard.views.page_trees import TreeMarkup, exact_text, place_of
 
@@ -26,7 +26,7 @@ def page_html(content: PageContent) -> str:
         element("meta", name="color-scheme", content="light dark"),
         element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         element("link", rel="icon", href="data:,"),
-        element("title", content.title + _where(content)),
+        element("title", escaped(content.title + _where(content))),
         element("style", Markup(style)),
     )
     sections = [Section(title, shown) for title, shown in content.sections().items()]

@@ -2,10 +2,8 @@
 
 import argparse
 import dataclasses
-import html
 import json
 import pathlib
-import re
 
 import jax
 import pytest
@@ -21,6 +19,7 @@ from penzai_shard.inspection.locks import ShardingLock
 from penzai_shard.inspection.lowered_steps import lower_step
 from penzai_shard.layers import RolledLayerStack
 from penzai_shard.training import TrainStep
+from tests.views.page_words import words_of
 
 SMALL = (
     "llama-3-8b(num_hidden_layers=3, hidden_size=64, intermediate_size=128, vocab_size=256, "
@@ -234,17 +233,12 @@ def test_a_step_that_is_too_large_says_what_it_needs_and_has_no_program_to_lock(
     assert "the step does not fit into the devices" in errors
 
 
-def page(name):
-    text = pathlib.Path(name).read_text(encoding="utf-8").replace("<wbr>", "")
-    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", text.partition("<body>")[2])).split())
-
-
 def test_a_price_is_written_as_a_page_with_all_that_is_printed(shell):
     arguments = (*TRAINED, "--limit", "10KiB", "--bandwidth", "data=1GB,model=2GB")
     status, printed, errors = shell(*arguments, "--report", "made/out.html")
     assert status == 1
     assert errors.endswith("penzai-shard: the page is made/out.html\n")
-    words = page("made/out.html")
+    words = words_of(pathlib.Path("made/out.html"))
     assert words.startswith("llama-3-8b(num_hidden_layers=3,")
     assert "The step does not fit: it needs" in words
     for line in printed.splitlines():
@@ -257,7 +251,7 @@ def test_a_price_is_written_as_a_page_with_all_that_is_printed(shell):
 
 def test_the_page_of_a_step_alone_says_that_its_model_is_not_known(shell):
     assert shell("price", "own.py:matmul", "--report", "out.html")[0] == 0
-    words = page("out.html")
+    words = words_of(pathlib.Path("out.html"))
     assert words.startswith("own.py:matmul on mesh (data=4, model=2)")
     assert words.count("The step was given without its model and rules.") == 2
     assert "1 collective in one step" in words
@@ -268,7 +262,7 @@ def test_a_model_without_a_valid_layout_has_a_page_with_what_to_write(shell):
     status, printed, _ = shell(*arguments, "--report", "out.html")
     assert status == 1
     assert "NO VALID LAYOUT" in printed
-    words = page("out.html")
+    words = words_of(pathlib.Path("out.html"))
     assert "There is no valid layout. There is 1 finding." in words
     assert words.count("Without a valid layout there is no step to be priced.") == 3
     assert "--rules" in words.partition("Findings")[2]

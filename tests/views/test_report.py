@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import html
 import json
 import re
 
@@ -28,6 +27,7 @@ from penzai_shard.inspection.collective_report import CollectiveReport
 from penzai_shard.views import report_page
 from penzai_shard.views.heavy_layers import heavy_in_memory, heavy_in_plan, heavy_in_traffic
 from tests.small_train_steps import EVERYTHING, build_mlp, report_of
+from tests.views.page_words import words_of
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +46,9 @@ def page_of(tmp_path):
     """Writes a page: its text without elements."""
 
     def written(*args, **kwargs):
-        found = report(*args, path=tmp_path / "report.html", **kwargs)
-        return words_of(found.read_text(encoding="utf-8"))
+        return words_of(report(*args, path=tmp_path / "report.html", **kwargs))
 
     return written
-
-
-def words_of(text):
-    body = text.partition("<body>")[2].replace("<wbr>", "")
-    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", body)).split())
 
 
 def test_the_same_input_gives_the_same_bytes_and_one_file(memory, model, tmp_path):
