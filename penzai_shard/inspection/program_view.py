@@ -55,7 +55,7 @@ class ProgramView:
     def table(self, collapse: bool) -> ProgramTable:
         """The same without what is in the innermost layers."""
         rows = tuple(
-            (node.path, f"{node.count:,}", *_cells(node)) for node in _layers(self.tree(collapse))
+            (_name(node), f"{node.count:,}", *_cells(node)) for node in _layers(self.tree(collapse))
         )
         notes = ("device_memory(program) and collectives(program) say more of each",)
         return ProgramTable(rows, self._verdict, (*self.collectives.notes, *notes))
@@ -79,10 +79,15 @@ def _layers(tree: ReportTree) -> Iterator[TreeNode]:
         yield from (node for node in outermost.walk() if node.children and node is not outermost)
 
 
+def _name(node: TreeNode) -> str:
+    """Where it is; parts of a step beside its layers are no paths."""
+    return node.path or node.label
+
+
 def _cells(node: TreeNode) -> Iterable[str]:
     figures = map(node.figure, _FIGURES)
     return ("" if figure is None else figure.text for figure in figures)
 
 
 def _data(node: TreeNode) -> dict[str, str | float]:
-    return {"path": node.path, **{figure.name: figure.value for figure in node.figures}}
+    return {"path": _name(node), **{figure.name: figure.value for figure in node.figures}}

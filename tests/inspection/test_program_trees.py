@@ -121,7 +121,7 @@ def test_a_program_shows_itself_layer_by_layer(program):
     assert "block_" in text
     assert " sends " in text
     table = program.table(collapse=False)
-    assert {"block_0/up", "block_1/down", "temporaries"} <= {row[0] for row in table.rows}
+    assert {"block_0/up", "block_1/down", "inputs", "temporaries"} <= {row[0] for row in table.rows}
     assert str(program).splitlines()[0].startswith("needs ")
     assert "<table" in program._repr_html_()
     data = json.loads(program.to_json())
