@@ -7,6 +7,7 @@ its own has none: what it gives is what it got.
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -53,7 +54,9 @@ def found_arrays(
     """
     layers = _LayerValues(program, step)
     yield from layers.outputs()
-    pinned = tuple(_gradients(program, finder))
+    # In the order of the state, which is always the same.
+    order = {array.path: number for number, array in enumerate(step.arguments.values())}
+    pinned = sorted(_gradients(program, finder), key=lambda found: order[found.path])
     yield from pinned or layers.gradients(step)
     if len(step.results) == len(program.results):
         for array, value in zip(step.results, program.results, strict=True):
@@ -85,28 +88,23 @@ class _LayerValues:
 
     def outputs(self) -> Iterator[FoundArray]:
         """The outputs, in the order in which they are made."""
-        certain: dict[tuple[str, StepArray], list[int]] = {}
-        kept: dict[tuple[str, StepArray], list[int]] = {}
+        found: dict[tuple[str, StepArray], dict[tuple[str, bool], list[FoundArray]]] = {}
         for operation in self._program.operations:
             layers = self._layers(operation.name)
             if not layers or not self._is_forward(operation.name):
                 continue
-            for value in operation.results:
-                for layer in dict.fromkeys(layers):
-                    array = self._given(layer, value)
-                    if array is None:
-                        continue
-                    use = self._use_outside(value, layer, set())
-                    if use:
-                        (certain if use == "used" else kept).setdefault((layer, array), []).append(
-                            value
-                        )
-        for (layer, array), values in {**kept, **certain}.items():
-            label = self._scopes.label(layer)
-            if array.path:
-                label = f"{label}: {array.path}"
-            for value in values:
-                yield FoundArray("output", layer, label, array, value)
+            for value, layer in itertools.product(operation.results, dict.fromkeys(layers)):
+                given = self._given(layer, value)
+                use = self._use_outside(value, layer, set()) if given else ""
+                if given and use:
+                    traced, array = given
+                    label = self._scopes.label(layer) + (f": {array.path}" if array.path else "")
+                    how = (use, array is traced)
+                    same = found.setdefault((layer, traced), {}).setdefault(how, [])
+                    same.append(FoundArray("output", layer, label, array, value))
+        for ways in found.values():
+            # What others use rather than what is kept, and as it was traced rather than turned.
+            yield from ways[max(ways)]
 
     def gradients(self, step: LoweredStep) -> Iterator[FoundArray]:
         """The gradients of parameters in a function that a user wrote, as far as they are certain.
@@ -143,14 +141,21 @@ class _LayerValues:
             for user in self._program.users.get(value, ())
         )
 
-    def _given(self, layer: str, value: int) -> StepArray | None:
-        """What a layer gave when it was traced that a value may be."""
+    def _given(self, layer: str, value: int) -> tuple[StepArray, StepArray] | None:
+        """What a layer gave when it was traced that a value may be, and the same as it is now.
+
+        Shardy leaves out two transpositions that cancel each other, of which one is in the layer.
+        """
         known = self._program.values[value]
+        turned = None
         for array in self._scopes.outputs.of(layer):
-            dtype = _dtype_text(array.dtype)
-            if array.shape == known.shape and dtype in ("", known.dtype):
-                return array
-        return None
+            if _dtype_text(array.dtype) not in ("", known.dtype):
+                continue
+            if array.shape == known.shape:
+                return array, array
+            if sorted(array.shape) == sorted(known.shape):
+                turned = turned or (array, _turned(array, known.shape))
+        return turned
 
     def _use_outside(self, value: int, layer: str, seen: set[int]) -> str:
         """Whether others than a layer use a value, or a loop alone that keeps it for later."""
@@ -172,6 +177,20 @@ class _LayerValues:
             users = [u for r in user.results for u in self._program.users.get(r, ())]
             return bool(users) and all(u.kind in _STORES for u in users)
         return user.kind in _STORES
+
+
+def _turned(array: StepArray, shape: tuple[int, ...]) -> StepArray:
+    """An array with its dimensions in another order; of those equally long it is not known which.
+
+    >>> _turned(StepArray("", "outputs", (2, 3), None, None, names=("a", "b")), (3, 2)).names
+    ('b', 'a')
+    """
+    names = array.names
+    if names is not None:
+        by_size = dict(zip(array.shape, names, strict=True))
+        alone = {size for size in array.shape if array.shape.count(size) == 1}
+        names = tuple(by_size[size] if size in alone else None for size in shape)
+    return dataclasses.replace(array, shape=shape, names=names)
 
 
 def _is_forward(name: str) -> bool:
