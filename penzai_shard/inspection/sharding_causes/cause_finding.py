@@ -129,11 +129,29 @@ class CauseFinder:
 
     def _read(self, cause: Cause, mesh_axis: str) -> ShardingCause:
         found = self._found(cause)
-        return found.on_its_way(mesh_axis, cause.mesh_axis, cause.dimension, self._told(cause.way))
+        return found.on_its_way(
+            mesh_axis, cause.mesh_axis, cause.dimension, self._told(cause.way, mesh_axis)
+        )
 
-    def _told(self, hops: Sequence[Hop]) -> tuple[WayStep, ...]:
-        operations = [hop.operation for hop in reversed(hops) if hop.operation.kind != FLOW]
-        return tuple(dict.fromkeys(map(self.step_of, operations)))
+    def _told(self, hops: Sequence[Hop], mesh_axis: str) -> tuple[WayStep, ...]:
+        steps = []
+        for hop in reversed(hops):
+            if hop.operation.kind != FLOW:
+                step = self.step_of(hop.operation)
+                if self._needs_whole(hop, mesh_axis):
+                    text = f"{step.operation} (which needs it whole, and splits it again)"
+                    step = dataclasses.replace(step, operation=text)
+                steps.append(step)
+        return tuple(dict.fromkeys(steps))
+
+    def _needs_whole(self, hop: Hop, mesh_axis: str) -> bool:
+        """Whether an operation gathers what it takes along the mesh axis, though it hands it on."""
+        rule = hop.operation.rule
+        if rule is None or hop.source not in hop.operation.operands:
+            return False
+        place = self._place_of(hop.source, mesh_axis)
+        factors = rule.operands[hop.operation.operands.index(hop.source)]
+        return place is not None and not rule.replicated.isdisjoint(factors[place[0]])
 
     def _found(self, cause: Cause) -> ShardingCause:
         """What the cause is, without its way."""

@@ -134,3 +134,14 @@ def test_arrays_that_are_whole_say_why():
     (alone,) = why(lambda x: x + 1, struct(8, 8, spec=P())).rows
     assert alone.whole_because == "nothing that it is made of is split"
     assert not alone.losses
+
+
+def test_operation_that_needs_a_dimension_whole_and_splits_it_again_is_named_on_the_way():
+    report = why(behind(lambda y: jnp.sort(y, axis=0)), batch())
+    (row,) = [row for row in report.rows if row.label == "up/elementwise"]
+    ((cause,),) = [row.causes]
+    assert [str(step) for step in cause.way] == [
+        "a matrix product in up",
+        "sort (which needs it whole, and splits it again) in up/of_data",
+        "sin in up/elementwise",
+    ]
