@@ -56,7 +56,6 @@ class CauseFinder:
         self._program = program
         self._step = step
         self._scopes = step.scopes
-        self._constraints = {op.constraint: op for op in program.operations if op.constraint}
         self._cause = functools.cache(self._computed_cause)
         self._parameters = {
             array.path.removeprefix("params/"): array
@@ -78,37 +77,9 @@ class CauseFinder:
 
     def _computed_cause(self, value: int, mesh_axis: str) -> ShardingCause:
         first, *others = self._program.causes(value, mesh_axis)
-        first = self._by_origin(value, mesh_axis, first)
         found = self._read(first, mesh_axis)
         also = dict.fromkeys(self._read(other, mesh_axis).source for other in others)
         return found.with_others(source for source in also if source != found.source)
-
-    def _by_origin(self, value: int, mesh_axis: str, cause: Cause) -> Cause:
-        """A cause as Shardy says it of the value, where the way to it cannot be right.
-
-        Shardy writes down the hops at the results of a program all for the first one.
-        """
-        kind, _, number = self._program.values[value].origins.get(mesh_axis, "").partition(": ")
-        if cause.kind not in ("output", "operation") or kind == "self":
-            return cause
-        if kind == "output" and cause.name == f"result {number}":
-            return cause
-        found: int | None = None
-        if kind == "input":
-            found, name = list(self._program.arguments.items())[int(number)][::-1]
-            made = dataclasses.replace(cause, kind="argument", name=name, operation=None)
-        elif kind == "output":
-            found = self._program.results[int(number)]
-            made = dataclasses.replace(cause, kind="output", name=f"result {number}")
-        elif kind in self._constraints:
-            operation = self._constraints[kind]
-            found = operation.results[0]
-            made = dataclasses.replace(cause, kind="constraint", operation=operation)
-        if found is None or (place := self._place_of(found, mesh_axis)) is None:
-            return cause
-        way = () if cause.value != found else cause.way
-        dimension, own = place
-        return dataclasses.replace(made, value=found, mesh_axis=own, dimension=dimension, way=way)
 
     def _place_of(self, value: int, mesh_axis: str) -> tuple[int, str] | None:
         """The dimension of a value that is on a mesh axis or a part of it, and what it is on."""
