@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -49,6 +50,20 @@ class MemoryGroup:
     def axes_text(self) -> str:
         """The dimensions of each, with the mesh axes that they are split over."""
         return axes_text(self.names, self.shape, self.spec)
+
+    def data(self) -> dict[str, Any]:
+        """All but the count, for programs."""
+        return {
+            "path": self.path,
+            "part": self.part,
+            "names": self.names and [None if name is None else str(name) for name in self.names],
+            "shape": self.shape,
+            "dtype": self.dtype,
+            "spec": list(self.spec),
+            "is_replicated": self.is_replicated,
+            "array_bytes": self.array_bytes,
+            "optimizer_bytes": self.optimizer_bytes,
+        }
 
 
 def memory_groups(arrays: Iterable[StepArray], collapse: bool = True) -> tuple[MemoryGroup, ...]:

@@ -273,7 +273,7 @@ class MemoryReport(Report):
                 "host": self.host,
                 "limit": self.limit,
                 "fits": self.fits,
-                "groups": [_data(group) for group in self.groups(collapse=False)],
+                "groups": [group.data() for group in self.groups(collapse=False)],
                 "temporaries_estimated": [
                     dataclasses.asdict(group) for group in self.temporary_groups
                 ],
@@ -442,17 +442,3 @@ def _temporary_remarks(groups: Sequence[TemporaryGroup]) -> Iterator[str]:
 def _advice_data(advice: MemoryAdvice) -> dict[str, Any]:
     rules = {str(axis): mesh_axis for axis, mesh_axis in advice.rules.items()}
     return {**dataclasses.asdict(advice), "rules": rules}
-
-
-def _data(group: MemoryGroup) -> dict[str, Any]:
-    return {
-        "path": group.path,
-        "part": group.part,
-        "names": group.names and [None if name is None else str(name) for name in group.names],
-        "shape": group.shape,
-        "dtype": group.dtype,
-        "spec": list(group.spec),
-        "is_replicated": group.is_replicated,
-        "array_bytes": group.array_bytes,
-        "optimizer_bytes": group.optimizer_bytes,
-    }
