@@ -183,8 +183,6 @@ class _Judge:
         if not self._program.values[loss.result].is_open[loss.result_dimension]:
             pinning = self._program.pinning(loss.result) or self._operation
             return dataclasses.replace(loss, kind="pinned", operation=pinning)
-        if rival := self._used(loss.result, axis, loss.result_dimension):
-            return self._against(loss, "used", rival, has_won=True)
         if axis.factor in self._rule.blocked:
             return dataclasses.replace(loss, kind="whole")
         mine = self._on_factor(loss.operand, axis.factor)
@@ -213,7 +211,7 @@ class _Judge:
         """What another operand, or a result, brought against a mesh axis."""
         # The results first: what got through has won.
         for value, _ in reversed(self._placed):
-            if value != loss.operand and (rival := self._used(value, axis, None)):
+            if value != loss.operand and (rival := self._used(value, axis)):
                 has_won = value in self._operation.results
                 return self._against(loss, "used", rival, has_won)
         mine = self._on_factor(loss.operand, axis.factor)
@@ -225,12 +223,10 @@ class _Judge:
                 return self._against(loss, "conflict", Standing(value, place, other), False)
         return None
 
-    def _used(self, value: int, axis: FactorAxis, but: int | None) -> Standing | None:
+    def _used(self, value: int, axis: FactorAxis) -> Standing | None:
         """Another dimension of a value that has the mesh axis."""
         for each in self._axes_of(value):
-            if each.factor == axis.factor or each.dimension == but:
-                continue
-            if overlap(each.mesh_axis, axis.mesh_axis):
+            if each.factor != axis.factor and overlap(each.mesh_axis, axis.mesh_axis):
                 return Standing(value, each.dimension, (each.mesh_axis,))
         return None
 

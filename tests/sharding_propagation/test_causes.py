@@ -72,6 +72,14 @@ TABLE = {
         [array("data")],
         {"data": ["constraint sharding_constraint", "argument x"]},
     ),
+    "a constraint that does not agree": (
+        lambda x: jnp.sin(pinned(x, ("data", "model"))),
+        [array("model")],
+        {
+            "data": ["constraint sharding_constraint"],
+            "model": ["constraint sharding_constraint"],
+        },
+    ),
     "a shard_map": (
         lambda x: manual(jnp.sin, P("data"), P("data"))(x) + 1,
         [undecided()],

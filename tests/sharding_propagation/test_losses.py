@@ -41,6 +41,11 @@ TABLE = {
     "inverse error function": (lambda x: jax.lax.erf_inv(x), [array("data")], []),
     "a gradient": (lambda x: jax.grad(lambda x: jnp.sin(x).sum())(x), [array("data")], []),
     "all of it": (lambda x: jnp.sin(x).reshape(256), [array("data")], []),
+    "kept in a shard_map of another mesh axis": (
+        lambda x: manual(jnp.sin, P("data"), P("data"), axes={"data"})(x),
+        [array("data", "model")],
+        [],
+    ),
     # Reductions, which are no losses.
     "a sum": (lambda x: x.sum(0), [array("data")], ["reduced data reduce"]),
     "both of it summed": (
@@ -96,6 +101,11 @@ TABLE = {
         ["used data dot_general"],
     ),
     "added across": (lambda x, y: x + y, [array("data"), array(None, "data")], ["used data add"]),
+    "added across where another mesh axis is": (
+        lambda x, y: x + y,
+        [array("data", "model"), array(None, "data")],
+        ["conflict model add", "used data add"],
+    ),
     "gathered in each turn": (
         scanned,
         [array("data"), array(None, "data", shape=(3, 16, 16))],
