@@ -18,6 +18,7 @@ from penzai_shard.linting.constraint_checks import (
 )
 from penzai_shard.linting.findings import Finding
 from penzai_shard.linting.lint_subject import LintSubject
+from penzai_shard.linting.region_checks import regions_of_nothing
 from penzai_shard.linting.rule_checks import (
     layout_problems,
     names_of_mesh_axes,
@@ -44,6 +45,7 @@ CHECKS: tuple[Check, ...] = (
     constraints_that_split_nothing,
     constraints_of_nothing,
     constraints_in_a_row,
+    regions_of_nothing,
     conflicts,
     under_sharded,
     idle_mesh_axes,

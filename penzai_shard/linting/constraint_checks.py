@@ -1,97 +1,41 @@
 """Findings about constraint layers: what each says, and what flows through it."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax.sharding import Mesh
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.inspection.layer_labels import layer_labels
 from penzai_shard.layers import ConstrainActivations, GatherParameters, ShardMapped
-from penzai_shard.linting.findings import Change, Finding, FindingKind, common_path
+from penzai_shard.linting.findings import Change, Finding, FindingKind
+from penzai_shard.linting.findings_in_layers import (
+    FindingInLayers,
+    FoundInLayer,
+    grouped,
+    layers_laying_out,
+)
 from penzai_shard.linting.flow_layouts import PinnedArray
 from penzai_shard.linting.layer_changes import on_mesh, with_other_rules, without_pin
 from penzai_shard.linting.lint_subject import LintSubject
 from penzai_shard.linting.model_flows import PASSERS
 from penzai_shard.linting.pins import Pin, is_same_mesh, names_of, pins_of
 from penzai_shard.linting.rule_changes import change_of_table, rules_text
-from penzai_shard.linting.subject_flows import LAYING_OUT, SubjectFlows, moved_bytes
+from penzai_shard.linting.subject_flows import SubjectFlows, moved_bytes
 from penzai_shard.meshes import mesh_shape_of, mesh_text
 from penzai_shard.planning import PlanRequest, bytes_text
 from penzai_shard.rule_kinds import LogicalAxis, NameRule, array_text, mesh_axes_text, nearest_name
-from penzai_shard.surgery.bare_paths import bare_paths
-from penzai_shard.surgery.tree_nodes import keys_text, nodes_of
-
-Changes = Callable[[tuple[str, ...]], Iterator[Change]]
-
-
-@dataclasses.dataclass
-class _Group:
-    """Constraint layers with the same finding.
-
-    Attributes:
-        kind: What was found.
-        problem: In sentences.
-        about: What it is about.
-        figures: Figures of one of them.
-        changes: Gives changes for their places.
-        labels: What people call the layers, by their places.
-    """
-
-    kind: FindingKind
-    problem: str
-    about: str
-    figures: dict[str, Any]
-    changes: Changes
-    labels: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def finding(self, table: str = "") -> Finding:
-        """What was found of all of them, or of the table of rules that they were made by."""
-        paths = () if table else tuple(self.labels.values())
-        return Finding(
-            self.kind,
-            table or common_path(paths),
-            self.problem,
-            figures=self.figures,
-            paths=paths,
-            about=self.about,
-            changes=tuple(self.changes(tuple(self.labels))),
-        )
-
-
-def _grouped(found: Iterable[tuple[str, str, _Group]], table: str = "") -> Iterator[Finding]:
-    """One finding for layers that have the same.
-
-    Args:
-        found: For each layer its place, its label, and what was found.
-        table: The table of rules that the layers were made by, if they are not the user's.
-    """
-    groups: dict[tuple[str, str], _Group] = {}
-    for place, label, group in found:
-        groups.setdefault((group.kind, group.about), group).labels[place] = label
-    for group in groups.values():
-        yield group.finding(table)
 
 
 def constraints_of_other_meshes(subject: LintSubject) -> Iterator[Finding]:
     """Layers that lay something out over another mesh than that of the subject."""
     flows = subject.flows
     if not flows.is_edited_here:
-        yield from _grouped(_of_other_meshes(subject, flows.model))
+        yield from grouped(_of_other_meshes(subject, flows.model))
 
 
-def _layers_laying_out(model: Any) -> Iterator[tuple[str, str, Any]]:
-    """The place, the label and the layer of each layer that says how something is laid out."""
-    labels, bare = layer_labels(model), bare_paths(model)
-    for keys, layer in nodes_of(model):
-        if isinstance(layer, LAYING_OUT):
-            place = keys_text(keys)
-            yield place, labels.get(place) or bare.get(place, place), layer
-
-
-def _of_other_meshes(subject: LintSubject, model: Any) -> Iterator[tuple[str, str, _Group]]:
-    for place, label, layer in _layers_laying_out(model):
+def _of_other_meshes(subject: LintSubject, model: Any) -> Iterator[FoundInLayer]:
+    for place, label, layer in layers_laying_out(model):
         meshes = [pin.mesh for pin in pins_of(layer)]
         if isinstance(layer, GatherParameters | ShardMapped | ConstrainActivations):
             meshes = [layer.mesh]
@@ -118,7 +62,7 @@ def _of_other_meshes(subject: LintSubject, model: Any) -> Iterator[tuple[str, st
             yield from without_pin(subject, layer, Pin(subject.mesh), places)
 
         about = f"{type(layer).__name__} {mesh_text(other)} {rules}"
-        yield place, label, _Group("other mesh", problem, about, {}, changes)
+        yield place, label, FindingInLayers("other mesh", problem, about, {}, changes)
 
 
 def _for_mesh(subject: LintSubject, rules: AxisRules) -> Iterator[AxisRules]:
@@ -160,12 +104,12 @@ def constraints_that_split_nothing(subject: LintSubject) -> Iterator[Finding]:
     flows = subject.flows
     if max(shape.values(), default=1) == 1 or flows.is_edited_here:
         return
-    yield from _grouped(_splitting_nothing(subject, flows.model))
+    yield from grouped(_splitting_nothing(subject, flows.model))
 
 
-def _splitting_nothing(subject: LintSubject, model: Any) -> Iterator[tuple[str, str, _Group]]:
+def _splitting_nothing(subject: LintSubject, model: Any) -> Iterator[FoundInLayer]:
     shape = mesh_shape_of(subject.mesh)
-    for place, label, layer in _layers_laying_out(model):
+    for place, label, layer in layers_laying_out(model):
         for pin in pins_of(layer):
             if not pin.mesh_axes or not is_same_mesh(pin.mesh, subject.mesh):
                 continue
@@ -186,7 +130,7 @@ def _splitting_nothing(subject: LintSubject, model: Any) -> Iterator[tuple[str, 
                 yield from without_pin(subject, layer, pin, places)
 
             about = f"{_about(layer, pin)} size 1"
-            yield place, label, _Group("idle constraint", problem, about, {}, changes)
+            yield place, label, FindingInLayers("idle constraint", problem, about, {}, changes)
 
 
 def _with_mesh_axis(pin: Pin, axis: str) -> Iterator[AxisRules]:
@@ -202,7 +146,7 @@ def constraints_of_nothing(subject: LintSubject) -> Iterator[Finding]:
     """Constraint layers whose rules do not fit what flows through them."""
     flows = subject.flows
 
-    def found() -> Iterator[tuple[str, str, _Group]]:
+    def found() -> Iterator[FoundInLayer]:
         for call in flows.calls:
             for one in call.pinned:
                 if not is_same_mesh(one.pin.mesh, subject.mesh):
@@ -210,12 +154,12 @@ def constraints_of_nothing(subject: LintSubject) -> Iterator[Finding]:
                 for group in _unfit(flows, call.call.layer, one, call.call.manual):
                     yield call.call.place, call.call.label, group
 
-    yield from _grouped(found(), "layout.compute" if flows.is_edited_here else "")
+    yield from grouped(found(), "layout.compute" if flows.is_edited_here else "")
 
 
 def _unfit(
     flows: SubjectFlows, layer: Any, one: PinnedArray, manual: frozenset[str]
-) -> Iterator[_Group]:
+) -> Iterator[FindingInLayers]:
     """What is wrong with one pin of one array."""
     pin, array = one.pin, one.array
     about = _about(layer, pin)
@@ -241,7 +185,7 @@ def _unfit(
         def removed(places: tuple[str, ...]) -> Iterator[Change]:
             yield from without_pin(flows.subject, layer, pin, places)
 
-        yield _Group("idle constraint", problem, f"{about} manual", {}, removed)
+        yield FindingInLayers("idle constraint", problem, f"{about} manual", {}, removed)
         return
     if pin.rules is None:
         return
@@ -251,7 +195,7 @@ def _unfit(
                 f"{_constraint_text(pin)} is by name, and what flows through it, {flowing}, has "
                 "no names."
             )
-            yield _Group("unnamed", problem, about, {}, changes)
+            yield FindingInLayers("unnamed", problem, about, {}, changes)
         return
     present = frozenset(array.sizes)
     request = PlanRequest.read("lint", pin.mesh, pin.rules)
@@ -260,13 +204,13 @@ def _unfit(
         said = doubt.replace("of this tree, which has", "of what flows through, which has")
         figures = {"flows": flowing, "flowing_bytes": array.nbytes}
         problem = f"{said} {flowing} flows through, {bytes_text(array.nbytes)}."
-        yield _Group("idle constraint", problem, f"{about} {doubt}", figures, changes)
+        yield FindingInLayers("idle constraint", problem, f"{about} {doubt}", figures, changes)
     if pin.on_indivisible == "error":
         explained = pin.rules.explain(array.names, array.shape, pin.mesh)
         for unfit in explained.unfit:
             text = f"{flowing} flows through {_constraint_text(pin)}: {unfit.problem}"
             what = f"{about} {unfit.logical_axis!r}"
-            yield _Group(unfit.misfit, text, what, {"flows": flowing}, changes)
+            yield FindingInLayers(unfit.misfit, text, what, {"flows": flowing}, changes)
 
 
 def _split(flows: SubjectFlows, array: Any) -> dict[LogicalAxis, tuple[str, ...]]:
@@ -314,10 +258,10 @@ def constraints_in_a_row(subject: LintSubject) -> Iterator[Finding]:
     """Constraint layers that follow each other and say the same, or undo each other."""
     flows = subject.flows
     if not flows.is_edited_here:
-        yield from _grouped(_in_a_row(flows))
+        yield from grouped(_in_a_row(flows))
 
 
-def _in_a_row(flows: SubjectFlows) -> Iterator[tuple[str, str, _Group]]:
+def _in_a_row(flows: SubjectFlows) -> Iterator[FoundInLayer]:
     last: dict[int, tuple[str, PinnedArray]] = {}
     for found in flows.calls:
         call = found.call
@@ -335,7 +279,7 @@ def _in_a_row(flows: SubjectFlows) -> Iterator[tuple[str, str, _Group]]:
 
 def _undone(
     flows: SubjectFlows, layer: Any, before: tuple[str, PinnedArray], one: PinnedArray
-) -> _Group | None:
+) -> FindingInLayers | None:
     """What is wrong with a constraint right after another one."""
     label, first = before
     old, new = ({n: split.mesh_axes for n, split in each.after.items()} for each in (first, one))
@@ -360,7 +304,7 @@ def _undone(
         yield from without_pin(flows.subject, layer, one.pin, places)
 
     about = f"{_about(layer, one.pin)} after {first.pin.rules}"
-    return _Group(kind, problem, about, {"moved_bytes": moved}, changes)
+    return FindingInLayers(kind, problem, about, {"moved_bytes": moved}, changes)
 
 
 def _about(layer: Any, pin: Pin) -> str:

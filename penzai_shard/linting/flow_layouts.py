@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
-from penzai_shard.layers import ConstrainActivations, GatherParameters, ShardMapped
+from penzai_shard.layers import ConstrainActivations, GatherParameters
 from penzai_shard.linting.model_flows import PASSERS, FlowingArray, LayerCall, ModelFlows
 from penzai_shard.linting.pins import Pin, pins_of
 from penzai_shard.model_variables import is_parameter, value_of, variable_name
@@ -60,7 +60,7 @@ class LaidOutCall:
         outputs: The layout of each array that comes out.
         pinned: For a constraint layer, what each of its pins gives the arrays, before and after.
         parameters: The parameters that the layer itself holds.
-        gathers: The layers around it that gather parameters or run per device.
+        gathers: The layers around it that gather parameters, the outermost first.
     """
 
     call: LayerCall
@@ -68,7 +68,7 @@ class LaidOutCall:
     outputs: tuple[Layout, ...]
     pinned: tuple["PinnedArray", ...] = ()
     parameters: tuple[HeldParameter, ...] = ()
-    gathers: tuple[GatherParameters | ShardMapped, ...] = ()
+    gathers: tuple[GatherParameters, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ class _Following:
         around = self._inside.get(-1 if call.around is None else call.around, [])
         inputs = [self._layout(array, around) for array in call.inputs]
         gathers = () if call.around is None else self._found[call.around].gathers
-        if isinstance(call.layer, GatherParameters | ShardMapped):
+        if isinstance(call.layer, GatherParameters):
             gathers = (*gathers, call.layer)
         pinned = _pinned(call, "inputs", call.inputs, inputs)
         inside = list(zip(call.inputs, inputs, strict=True))

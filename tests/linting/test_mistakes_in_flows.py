@@ -166,6 +166,16 @@ MISTAKES = {
         pz.nn.Sequential([MODEL.sublayers[1]]), MESH, RULES,
         jax.ShapeDtypeStruct((8, 16), "float32"), "uncallable", "has logical axes",
     ),
+    "a misspelt logical axis of what runs per device": (
+        pzs.Recipe(pzs.wrap(pz.nn.Residual, pzs.ShardMapped, mesh=DATA, parameter_rules={},
+                            activation_rules={"bach": "data"})).apply(MODEL),
+        DATA, BATCH, TOKENS, "idle constraint", "of what flows into this ShardMapped",
+    ),
+    "a misspelt logical axis of what is gathered": (
+        pzs.Recipe(pzs.wrap(pz.nn.Residual, pzs.GatherParameters, mesh=MESH,
+                            rules={"neuron": "model"})).apply(MODEL),
+        MESH, RULES, TOKENS, "idle constraint", "of the parameters in this GatherParameters",
+    ),
     "a list of inputs": (MODEL, DATA, BATCH, [TOKENS], "uncallable", "wrapping array"),
 }  # fmt: skip
 
