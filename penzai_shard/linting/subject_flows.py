@@ -21,7 +21,7 @@ from penzai_shard.named_leaves import NamedLeaf, leaves_of
 from penzai_shard.partition_specs import mesh_axes_by_dimension, mesh_axes_used
 from penzai_shard.path_folding import folding_key
 from penzai_shard.planning import LeafPlan
-from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.rule_kinds import LargestDimensionRule, LogicalAxis
 from penzai_shard.surgery.tree_nodes import is_layer, nodes_of
 from penzai_shard.training import TrainState
 
@@ -119,8 +119,17 @@ class SubjectFlows:
 
     @functools.cached_property
     def used_mesh_axes(self) -> frozenset[str]:
-        """The mesh axes that an array, the batch or what flows is split over."""
-        used: set[str] = set()
+        """The mesh axes that an array, the batch or what flows is split over.
+
+        Those too that ``fully_sharded`` splits large arrays over, whether there is one or not.
+        """
+        used = {
+            axis
+            for rules in self.subject.tables.values()
+            for rule in rules.rules
+            if isinstance(rule, LargestDimensionRule)
+            for axis in rule.mesh_axes
+        }
         for leaf in self.subject.plan.leaves:
             used |= mesh_axes_used(leaf.spec or PartitionSpec())
         for of_batch in self.batch_leaves:

@@ -1,5 +1,6 @@
 """Set-ups with nothing wrong: the presets over every family, and what users mean as it is."""
 
+import collections
 import functools
 
 import jax
@@ -74,6 +75,14 @@ def test_the_presets_have_no_findings_over_any_family(preset):
     assert not pzs.lint(small_transformer(), on, rules).findings
 
 
+@pytest.mark.parametrize("preset", ["fully_sharded", "Layout.two_dimensional"])
+def test_the_presets_have_no_findings_where_a_batch_is_given(preset):
+    tokens = jax.ShapeDtypeStruct((8, 8), "int32")
+    batch = pz.nx.NamedArray(collections.OrderedDict(batch=8, seq=8), tokens)
+    on, rules = PRESETS[preset]
+    assert not pzs.lint(small_transformer(), on, rules, batch=batch).findings
+
+
 def test_the_wide_families_have_waste_to_be_found():
     """Without this the test above would show nothing."""
     for family in model_families.TRANSFORMERS:
@@ -113,7 +122,7 @@ HARMLESS = {
     "every dimension said to be whole": (
         LARGE,
         D4M2,
-        {"batch": ("data", "model"), "embedding": None, "neurons": None, "vocabulary": None},
+        {"batch": "data", "vocabulary": "model", "embedding": None, "neurons": None},
     ),
     "data parallel by hand": (LARGE, D8, {"batch": "data"}),
     "megatron by hand": (
@@ -202,6 +211,12 @@ def test_a_rule_for_the_batch_alone_is_used_if_the_batch_is_given():
     (finding,) = pzs.lint(SMALL, D4M2, rules).findings[:1]
     assert (finding.kind, finding.about) == ("unused", "'rows'")
     assert pzs.lint(SMALL, D4M2, rules, batch=batch).ok
+
+
+def test_rules_that_are_empty_say_that_copies_are_wanted():
+    (finding,) = pzs.lint(LARGE, D8, {}).findings
+    assert finding.kind == "idle mesh axis"
+    assert pzs.lint(LARGE, D8, pzs.Layout(parameters={}, compute={"batch": "data"})).ok
 
 
 def test_nothing_is_wasteful_that_is_smaller_than_was_said():
