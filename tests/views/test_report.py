@@ -1,6 +1,7 @@
 """What a page says, against the reports that it is a view of; and what it leaves alone."""
 
 import collections
+import dataclasses
 import functools
 import json
 import re
@@ -155,6 +156,16 @@ def test_what_sends_most_adds_up(memory):
             sent[owner] += part["payload_bytes"] / one["payload_bytes"] * one["wire_bytes"]
     assert heavy["block_{0-2}"].bytes == pytest.approx(sent["block"])
     assert sum(layer.share for layer in heavy.values()) == pytest.approx(1)
+
+
+def test_what_runs_in_a_loop_counts_as_often_as_it_runs_and_what_is_not_known_does_not(memory):
+    found = CollectiveReport.of(memory.program)
+    first, second, *_ = found.collectives
+    looped = dataclasses.replace(first, times=3)
+    unknown = dataclasses.replace(second, times=None)
+    report_of_loops = dataclasses.replace(found, collectives=(looped, unknown))
+    (heavy,) = heavy_in_traffic(report_of_loops)
+    assert (heavy.bytes, heavy.share) == (pytest.approx(3 * first.wire_bytes), pytest.approx(1))
 
 
 def test_without_a_step_the_page_says_what_is_missing(model, memory, page_of):
