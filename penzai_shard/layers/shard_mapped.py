@@ -187,10 +187,7 @@ class ShardMapped(WrapperLayer):
             if not isinstance(value := getattr(self, option), kind):
                 raise RuleTypeError(f"{option} must be {kind.__name__}, not {value!r}.")
         mesh = auto_twin(self.mesh)
-        every = tuple(mesh.axis_names)
-        wanted = (
-            every if self.manual_axes is None else mesh_axis_names("manual_axes", self.manual_axes)
-        )
+        wanted = taken_over(self)
         check_manual_axes(wanted, mesh)
         return Region(
             mesh=mesh,
@@ -203,6 +200,13 @@ class ShardMapped(WrapperLayer):
             assume_independent=_names("assume_independent", self.assume_independent),
             only_where_split=self.only_where_split,
         )
+
+
+def taken_over(layer: ShardMapped) -> tuple[str, ...]:
+    """The mesh axes that a layer takes over from the compiler."""
+    if layer.manual_axes is None:
+        return tuple(layer.mesh.axis_names)
+    return mesh_axis_names("manual_axes", layer.manual_axes)
 
 
 def _names(option: str, names: Any) -> tuple[str, ...]:

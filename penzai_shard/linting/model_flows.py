@@ -28,8 +28,9 @@ from penzai_shard.layers import (
     Jitted,
     ShardMapped,
 )
+from penzai_shard.layers.shard_mapped import taken_over
 from penzai_shard.library_apis.jax_api import manual_mesh_axes
-from penzai_shard.meshes import auto_context, mesh_shape_of
+from penzai_shard.meshes import auto_context
 from penzai_shard.model_variables import thawed
 from penzai_shard.model_variables.slots import StaticLeaf, fill_slots
 from penzai_shard.named_leaves import leaves_of
@@ -186,12 +187,7 @@ class _Recorder:
 
 def _taken_over(layer: Any) -> frozenset[str]:
     """The mesh axes that a layer takes over for what is in it."""
-    if not isinstance(layer, ShardMapped):
-        return frozenset()
-    axes = layer.manual_axes
-    if axes is None:
-        return frozenset(mesh_shape_of(layer.mesh))
-    return frozenset((axes,) if isinstance(axes, str) else axes)
+    return frozenset(taken_over(layer) if isinstance(layer, ShardMapped) else ())
 
 
 @pz.pytree_dataclass(has_implicitly_inherited_fields=True)
