@@ -1,6 +1,9 @@
 """Small programs on an abstract mesh, for tests of where layouts come from."""
 
 import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,17 @@ from penzai_shard import (
 P = PartitionSpec
 WHOLE = P()
 MESH = make_mesh({"data": 4, "model": 2}, abstract=True)
+
+
+@pz.pytree_dataclass
+class OfData(pz.nn.Layer):
+    """A layer of a user, which does something with the data of a named array."""
+
+    function: Callable[..., Any] = dataclasses.field(metadata={"pytree_node": False})
+
+    def __call__(self, value, /, **_):
+        data = self.function(value.data_array)
+        return dataclasses.replace(value, data_array=data)
 
 
 def laid_out(spec=WHOLE):

@@ -1,10 +1,8 @@
 """Programs that lose a sharding: operation and layer are named, and the fix brings it back."""
 
-import dataclasses
 import pathlib
-from collections.abc import Callable
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from penzai import pz
@@ -12,6 +10,7 @@ from penzai import pz
 from penzai_shard import ConstrainShardingByName, WhyReport, why
 from tests.inspection.sharding_causes.laid_out_programs import (
     MESH,
+    OfData,
     P,
     linear,
     planned,
@@ -21,17 +20,6 @@ from tests.inspection.sharding_causes.laid_out_programs import (
 )
 
 SOURCE = pathlib.Path(__file__).read_text().splitlines()
-
-
-@pz.pytree_dataclass
-class OfData(pz.nn.Layer):
-    """A layer of a user, which does something with the data of a named array."""
-
-    function: Callable[..., Any] = dataclasses.field(metadata={"pytree_node": False})
-
-    def __call__(self, value, /, **_):
-        data = self.function(value.data_array)
-        return dataclasses.replace(value, data_array=data)
 
 
 def behind(function, *more):
@@ -89,6 +77,7 @@ def test_constraint_that_pins_another_layout_is_named_with_its_missing_rule():
 
     (loss,) = losses_of(why(model({"batch": None}), x(P("data"))), "up/constrain_sharding_by_name")
     assert (loss.operation, loss.layer) == ("a constraint", "up/constrain_sharding_by_name")
+    assert loss.line == ""  # It is written in this library.
     assert loss.fix == "Give up/constrain_sharding_by_name the rule 'batch': 'data'"
     assert losses_of(why(model({"batch": "data"}), x(P("data"))), "up") == []
 
@@ -112,12 +101,20 @@ def test_two_that_want_the_same_mesh_axis_are_both_named():
 
 def test_parameter_that_is_gathered_for_use_is_said_where_it_is_and_is_no_loss():
     block = pz.nn.Sequential([linear("up"), pz.nn.Elementwise(jnp.tanh)])
-    report = why(planned(block, {"b": "data"}), x(P("data")))
+    model = planned(block, {"b": "data"})
+    report = why(model, x(P("data")))
     (loss,) = losses_of(report, "up")
     assert loss.gathered == "model/up.weights"
     assert (loss.operation, loss.layer) == ("a matrix product", "up")
     assert losses_of(report, "up/elementwise") == []
     assert not report.lost
+
+    def total(model, x):
+        return model(x).untag("batch").sum()
+
+    (result,) = why(jax.jit(total), pz.freeze_params(model), x(P("data"))).of_kind("result")
+    assert result.is_whole
+    assert not result.losses
     assert "is gathered over 'data' at a matrix product in layer up" in str(loss)
 
 

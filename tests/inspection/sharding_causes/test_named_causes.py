@@ -95,7 +95,7 @@ def _bias(there):
 
 
 def _constraint_by_name(there):
-    rules = {"batch": "data"} if there else {"batch": None}
+    rules = {"length": "data", "batch": "data" if there else None}
     return pz.nn.Sequential([linear("up"), ConstrainShardingByName(MESH, rules)]), (x(),)
 
 

@@ -24,6 +24,7 @@ from penzai_shard.cli import demo
 from penzai_shard.inspection import programs
 from tests.inspection.sharding_causes.laid_out_programs import (
     MESH,
+    OfData,
     P,
     laid_out_state,
     linear,
@@ -106,11 +107,28 @@ def test_gradients_in_functions_of_users_are_found_where_they_are_certain() -> N
     assert causes_of(report, "model/up.weights", "gradient") == {
         "model": {("parameter", "model/up.weights")}
     }
+    # What goes back to the layer before has the shape of these weights too.
+    assert causes_of(report, "model/down.weights", "gradient")
     assert {row.label for row in report.of_kind("result")} == {
         "result/up.weights",
         "result/down.weights",
     }
     assert report.unexplained == ()
+
+
+def test_what_a_layer_gives_is_not_what_it_lets_out_by_the_way() -> None:
+    let_out = []
+
+    def twice(y):
+        let_out.append(y.T + 1)
+        return y * 2
+
+    def step(model, x):
+        return model(x).data_array.sum() + let_out.pop().sum()
+
+    model = pz.nn.Sequential([linear("up"), OfData(twice)])
+    report = why(step, model, x(P("data"), batch=12, a=8))
+    assert [row.shape for row in report.rows if row.label == "up/of_data"] == [(12, 8)]
 
 
 def test_microbatches_scaled_losses_and_loops_have_their_gradients_once() -> None:

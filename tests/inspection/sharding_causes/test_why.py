@@ -129,6 +129,7 @@ def test_at_narrows_and_says_the_whole_way(mlp_report: WhyReport) -> None:
     }
     assert "came through a matrix product in block_0/down" in str(narrowed)
     assert {row.label for row in mlp_report.narrowed("**/up").rows} > {"block_1/up"}
+    assert mlp_report.narrowed("up").rows == mlp_report.narrowed("**/up").rows
     assert mlp_report.narrowed("params/block_0/up.weights").rows[0].kind == "gradient"
     with pytest.raises(SelectionError, match="Did you mean 'block_0/down'"):
         mlp_report.narrowed("block_0/donw")
