@@ -182,8 +182,9 @@ class LintSubject:
 
     @functools.cached_property
     def known_axes(self) -> frozenset[LogicalAxis]:
-        """The logical axes that are known to occur: of arrays, the batch and constraint layers."""
-        return self.plan.logical_axes | self.batch_axes | self.constraints.logical_axes
+        """The logical axes that occur: in arrays, the batch, constraint layers and what flows."""
+        named = self.plan.logical_axes | self.batch_axes | self.constraints.logical_axes
+        return named | self.flows.logical_axes
 
     @functools.cached_property
     def batch_axes(self) -> frozenset[LogicalAxis]:

@@ -118,6 +118,13 @@ class SubjectFlows:
         return frozenset(name for name in found if name is not None)
 
     @functools.cached_property
+    def logical_axes(self) -> frozenset[LogicalAxis]:
+        """The logical axes of what flows."""
+        calls = () if self.flows is None else self.flows.calls
+        arrays = (array for call in calls for array in (*call.inputs, *call.outputs))
+        return frozenset(name for array in arrays for name in array.sizes)
+
+    @functools.cached_property
     def used_mesh_axes(self) -> frozenset[str]:
         """The mesh axes that an array, the batch or what flows is split over.
 

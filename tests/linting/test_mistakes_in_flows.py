@@ -293,6 +293,18 @@ def test_without_a_batch_the_report_says_what_was_not_looked_at():
     assert "dict is not a layer that can be called with the batch" in note
 
 
+def test_a_batch_that_the_rules_keep_whole_is_not_found():
+    rules = {"batch": None, "neurons": "model"}
+    assert "whole batch" not in kinds_of(pzs.lint(MODEL, MESH, rules, batch=TOKENS))
+
+
+def test_a_rule_for_what_only_flows_is_used():
+    model = pz.nn.Sequential([pz.nn.RenameAxes(old="seq", new="positions_kept"), pz.nn.Identity()])
+    rules = {"batch": "data", "positions_kept": "model"}
+    assert "unused" in kinds_of(pzs.lint(model, MESH, rules))
+    assert pzs.lint(model, MESH, rules, batch=TOKENS).ok
+
+
 def test_what_is_pinned_where_each_device_runs_by_itself_pins_nothing():
     model, mesh, *_ = MISTAKES["a constraint where each device runs by itself"]
     report = pzs.lint(model, mesh, BY_EMBEDDING, batch=TOKENS)
