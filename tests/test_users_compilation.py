@@ -6,7 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 
-from tests.simulated_devices import OLDER_FUSIONS, USERS_FUSIONS, fast, users_fusions
+from tests.simulated_devices import OLDER_FUSIONS, ONE_PIECE, USERS_FUSIONS, fast, users_fusions
 
 
 def test_within_users_fusions_programs_are_those_of_users_and_others_before_and_after():
@@ -31,7 +31,8 @@ def test_within_users_fusions_programs_are_those_of_users_and_others_before_and_
     assert (within != before) is bool(OLDER_FUSIONS)
 
 
-def test_a_choice_of_fusions_in_the_environment_is_kept():
-    chosen = "--xla_cpu_use_fusion_emitters=true --xla_cpu_enable_fast_math=false"
+def test_choices_in_the_environment_are_kept():
+    chosen = "--xla_cpu_use_fusion_emitters=true --xla_cpu_parallel_codegen_split_count=32"
     assert fast(chosen) == chosen
-    assert fast("--xla_dump_to=x").split() == ["--xla_dump_to=x", *OLDER_FUSIONS.split()]
+    added = [*OLDER_FUSIONS.split(), ONE_PIECE]
+    assert fast("--xla_dump_to=x").split() == ["--xla_dump_to=x", *added]
