@@ -127,7 +127,7 @@ def training_step(
     model = described(pz.freeze_variables(edited), shardings, "price")
     parts = _batch_parts(used, mesh.shape)
     batch = parts if options.batch is None else options.batch
-    tokens = _tokens(batch, options.seq + (not options.inference))
+    tokens = batch_of_tokens(batch, options.seq + (not options.inference))
     tokens = used.shard_batch({"tokens": tokens}, mesh)["tokens"]
     size = f"batch {batch:,} x {options.seq:,} tokens"
     if options.inference:
@@ -214,7 +214,8 @@ def _edited(
     return recipe.apply(model), used, ", ".join(said)
 
 
-def _tokens(batch: int, length: int) -> Any:
+def batch_of_tokens(batch: int, length: int) -> Any:
+    """Tokens without their values, by the names that Penzai's transformers give their axes."""
     struct = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     return pz.nx.NamedArray(collections.OrderedDict(batch=batch, seq=length), struct)
 

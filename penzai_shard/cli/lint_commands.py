@@ -11,13 +11,17 @@ from penzai_shard.cli.answers import add_answer_options, print_lines, print_tabl
 from penzai_shard.cli.chosen_layouts import ChosenLayout, add_layout_arguments, chosen_layout
 from penzai_shard.cli.chosen_models import add_model_arguments, chosen_model
 from penzai_shard.cli.quantities import read_bytes
+from penzai_shard.errors import RuleTypeError, raise_all
 from penzai_shard.layouts import Layout
 from penzai_shard.layouts.layout_file import table_line
 from penzai_shard.layouts.rule_expressions import read_rules_expression
 from penzai_shard.linting import Finding, LintReport, lint
+from penzai_shard.linting.subject_flows import NO_BATCH
 from penzai_shard.planning import bytes_text
 
 _MIN_BYTES = 2**20
+_SEQUENCE_LENGTH = 128
+_NO_BATCH = "what flows through the model was not looked at: see --batch"
 
 
 def add_lint_command(commands: Any) -> None:
@@ -56,6 +60,19 @@ def add_lint_command(commands: Any) -> None:
         help="what becomes of arrays without names; by default they are findings",
     )
     parser.add_argument(
+        "--batch",
+        type=int,
+        metavar="N",
+        help="also look at what flows through a model of tokens, called with N sequences",
+    )
+    parser.add_argument(
+        "--seq",
+        type=int,
+        default=_SEQUENCE_LENGTH,
+        metavar="N",
+        help=f"tokens in each of these sequences (default {_SEQUENCE_LENGTH})",
+    )
+    parser.add_argument(
         "--min-bytes",
         metavar="1MiB",
         help="the part of an array in each device from which on it is called wasteful (default "
@@ -75,7 +92,10 @@ def _lint(options: argparse.Namespace) -> int:
         from penzai_shard.cli.chosen_steps import abstract_state
 
         tree = abstract_state(tree, options.optimizer, layout.layout)
-    report = linted(tree, layout, options, min_bytes=min_bytes, on_unnamed=options.on_unnamed)
+    how = {"min_bytes": min_bytes, "on_unnamed": options.on_unnamed, "batch": _batch(options)}
+    found = linted(tree, layout, options, **how)
+    notes = tuple(_NO_BATCH if note == NO_BATCH else note for note in found.notes)
+    report = dataclasses.replace(found, notes=notes)
     if options.json:
         said = {**chosen.said(), **layout.said(), "lint": json.loads(report.to_json())}
         print(json.dumps(said, indent=2))
@@ -97,6 +117,24 @@ def linted(tree: Any, layout: ChosenLayout, options: argparse.Namespace, **how: 
     found = lint(tree, layout.mesh, _as_given(layout, options), **how)
     findings = [_for_shell(finding, options) for finding in found.findings]
     return dataclasses.replace(found, findings=tuple(findings))
+
+
+def _batch(options: argparse.Namespace) -> Any:
+    """The batch that a model of tokens is called with; None if none is asked for."""
+    if options.batch is None:
+        return None
+    from penzai_shard.cli.chosen_steps import batch_of_tokens
+
+    raise_all(
+        RuleTypeError,
+        "this cannot be linted:",
+        [
+            f"--{name} must be at least 1, not {getattr(options, name)}."
+            for name in ("batch", "seq")
+            if getattr(options, name) < 1
+        ],
+    )
+    return batch_of_tokens(options.batch, options.seq)
 
 
 def _as_given(layout: ChosenLayout, options: argparse.Namespace) -> Any:

@@ -75,6 +75,19 @@ def test_the_text_says_model_layout_and_findings_with_their_fix(shell):
     assert "each device holds 16.0 KiB more than it must" in said
 
 
+def test_what_flows_is_looked_at_if_the_batch_is_said(shell):
+    small = "pythia-14m(num_hidden_layers=1)"
+    command = ("lint", small, "--mesh", "data=2", "--rules", "embedding=data")
+    status, printed, _ = shell(*command)
+    assert (status, "not looked at: see --batch" in printed) == (0, True)
+    status, printed, _ = shell(*command, "--batch", "3", "--seq", "8")
+    said = " ".join(printed.split())
+    assert "not looked at" not in said
+    status, printed, errors = shell(*command, "--batch", "0")
+    assert (status, printed) == (2, "")
+    assert "--batch must be at least 1, not 0." in errors
+
+
 def test_a_train_state_is_linted_with_its_optimizer(shell):
     rules = ("--mesh", "data=4,model=2", "--rules", "in=dat")
     assert shell("lint", "own.py:state", *rules)[0] == 1
