@@ -19,7 +19,7 @@ try:
 except ImportError:
     sdy = None  # type: ignore[assignment]
 
-from penzai_shard.errors import PropagationError
+from penzai_shard.errors import PropagationError, raise_all
 from penzai_shard.library_apis.shardy_records import (
     PythonFrame,
     ShardyBlock,
@@ -86,7 +86,9 @@ def propagated(lowered: jax.stages.Lowered) -> ShardyProgram:
         passes = _passes()
         copied.walk(_give_rule)
         main = _main(copied)
-        given = _dictionaries(main, "arg_attrs", len(main.regions[0].blocks[0].arguments))
+        arguments = main.regions[0].blocks[0].arguments
+        _refuse_unknown_shapes(arguments)
+        given = _dictionaries(main, "arg_attrs", len(arguments))
         laid_out = tuple(_sharding(attributes) is not None for attributes in given)
         # Shardy refuses its own notes on where the layout of a loop's values comes from.
         passes.enable_verifier(False)
@@ -95,6 +97,15 @@ def propagated(lowered: jax.stages.Lowered) -> ShardyProgram:
         except Exception as error:
             raise PropagationError(f"Shardy cannot propagate layouts here: {error}") from error
         return _Reader().program(copied, laid_out)
+
+
+def _refuse_unknown_shapes(arguments: Iterable[MlirObject]) -> None:
+    problems = [
+        f"{_name(argument.location)}: is a {argument.type}. Lower the step for a shape of numbers."
+        for argument in arguments
+        if isinstance(argument.type, ir.RankedTensorType) and not argument.type.has_static_shape
+    ]
+    raise_all(PropagationError, "Shardy propagates layouts of known shapes alone:", problems)
 
 
 def _main(module: MlirObject) -> MlirObject:
@@ -201,7 +212,7 @@ class _Reader:
             argument_names=tuple(_name(argument.location) for argument in block.arguments),
             laid_out=laid_out,
             result_values=tuple(
-                self._value(value.type, _sharding(attributes), _origins(attributes))
+                self._value(value.type, _sharding(attributes), self._origins(attributes))
                 for value, attributes in zip(returned, results, strict=True)
             ),
             result_edges=tuple(_edges(attributes) for attributes in results),
@@ -218,7 +229,8 @@ class _Reader:
         self, value: MlirObject, attributes: MlirObject, sharding: MlirObject, number: int = 0
     ) -> int:
         self._numbers[value] = len(self.values)
-        self.values.append(self._value(value.type, sharding, _origins(attributes, number)))
+        origins = self._origins(attributes, number)
+        self.values.append(self._value(value.type, sharding, origins))
         return self._numbers[value]
 
     def _block(self, block: MlirObject) -> ShardyBlock:
@@ -276,6 +288,14 @@ class _Reader:
             return ShardyValue(shape, dtype, None, (True,) * len(shape), origins)
         return ShardyValue(shape, dtype, *self._once(_spec, sharding), origins)
 
+    def _origins(self, attributes: MlirObject, number: int = 0) -> dict[str, str]:
+        if "sdy.sharding_origins" not in attributes:
+            return {}
+        origins = attributes["sdy.sharding_origins"]
+        if isinstance(origins, ir.ArrayAttr):
+            origins = origins[number]
+        return self._once(_origins, origins)
+
     def _frames(self, location: MlirObject) -> tuple[PythonFrame, ...]:
         return self._once(self._read_frames, location.attr)
 
@@ -306,13 +326,7 @@ def _shardings_of_results(attributes: MlirObject) -> Sequence[MlirObject]:
 def _shape_and_dtype(kind: MlirObject) -> tuple[tuple[int, ...], str]:
     if not isinstance(kind, ir.RankedTensorType):
         return (), str(kind)
-    shape = tuple(kind.shape)
-    if not kind.has_static_shape:
-        raise PropagationError(
-            f"Shardy's propagation is read for known shapes alone, and there is a {kind}: lower "
-            "the step for arguments whose shapes are numbers."
-        )
-    return shape, str(kind.element_type)
+    return tuple(kind.shape), str(kind.element_type)
 
 
 def _spec(sharding: MlirObject) -> tuple[tuple[tuple[str, ...], ...], tuple[bool, ...]]:
@@ -381,13 +395,8 @@ def _read_edges(text: str) -> Iterator[ShardyEdge]:
             )
 
 
-def _origins(attributes: MlirObject, number: int = 0) -> dict[str, str]:
-    if "sdy.sharding_origins" not in attributes:
-        return {}
-    origins = attributes["sdy.sharding_origins"]
-    if isinstance(origins, ir.ArrayAttr):
-        origins = origins[number]
-    return {name: ir.StringAttr(origins[name]).value for name in _keys(origins)}
+def _origins(attribute: MlirObject) -> dict[str, str]:
+    return {name: ir.StringAttr(attribute[name]).value for name in _keys(attribute)}
 
 
 def _keys(dictionary: MlirObject) -> list[str]:

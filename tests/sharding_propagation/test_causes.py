@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from penzai_shard.errors import PropagationError
 from tests.sharding_propagation.small_programs import (
     MESH,
     array,
@@ -256,3 +257,10 @@ def test_programs_for_absent_devices_are_propagated(platform):
         lambda x, w: jax.nn.softmax(x @ w), array("data"), array(None, "model"), platform=platform
     )
     assert causes_of_result(program) == {"data": ["argument x"], "model": ["argument w"]}
+
+
+def test_shapes_that_are_not_known_are_refused_by_name():
+    (length,) = jax.export.symbolic_shape("length")
+    struct = jax.ShapeDtypeStruct((length, 16), jnp.float32)
+    with pytest.raises(PropagationError, match=r"alone:\n  x: is a tensor<\?x16xf32>\. Lower the"):
+        propagate(lambda x: x + 1, struct)

@@ -102,3 +102,27 @@ def test_layouts_are_those_of_the_compiled_program(name):
         expected = NamedSharding(MESH, P(*spec))
         assert sharding.shard_shape(shape) == expected.shard_shape(shape)
         assert sharding.is_equivalent_to(expected, len(shape))
+
+
+def test_a_function_on_the_host_takes_its_operand_whole():
+    def function(x):
+        jax.debug.print("{}", x)
+        return x * 2
+
+    program = PropagatedProgram.of(jax.jit(function).lower(on("data")))
+    lost = [(loss.kind, loss.operation.kind, loss.mesh_axis) for loss in program.losses()]
+    assert lost == [("unruled", "stablehlo.custom_call", "data")]
+    assert program.cause(program.results[0], "data").name == "x"
+
+
+def test_what_keeps_functions_on_the_host_in_order_has_no_layout():
+    def function(x):
+        jax.debug.print("{}", x, ordered=True)
+        return x * 2
+
+    mesh = make_mesh({"data": 1}, jax.devices()[:1])
+    program = PropagatedProgram.of(jax.jit(function).lower(array("data", mesh=mesh)))
+    assert program.losses() == ()
+    token, result = (program.values[value] for value in program.results)
+    assert (token.dtype, token.spec) == ("!stablehlo.token", None)
+    assert result.shape == (16, 16)
