@@ -133,8 +133,13 @@ def mesh_shape_of(mesh: AnyMesh | Mapping[str, int]) -> Mapping[str, int]:
     return mesh if isinstance(mesh, Mapping) else mesh.shape
 
 
-def refuse_other_than_mesh(mesh: Any) -> None:
+def refuse_other_than_mesh(mesh: Any, called: str = "", beside: Sequence[Any] = ()) -> None:
     """Refuses what is given in the place of a mesh and is none.
+
+    Args:
+        mesh: What is given.
+        called: How the function is called, for messages: ``"lint(model, mesh, rules)"``.
+        beside: What else is given, one of which may be the mesh.
 
     Raises:
         RuleTypeError: It is something else.
@@ -143,11 +148,19 @@ def refuse_other_than_mesh(mesh: Any) -> None:
     Traceback (most recent call last):
     penzai_shard.errors.RuleTypeError: a mesh is needed, not dict: {'data': 8}. Make one: make_m...
     """
-    if not hasattr(mesh, "axis_types") or not hasattr(mesh, "shape"):
+    if not _is_mesh(mesh):
+        if any(map(_is_mesh, beside)):
+            raise RuleTypeError(
+                f"the arguments are mixed up: the mesh comes second. Write {called}."
+            )
         raise RuleTypeError(
             f"a mesh is needed, not {type(mesh).__name__}: {reprlib.repr(mesh)}. "
             "Make one: make_mesh({'data': 4, 'model': 2})."
         )
+
+
+def _is_mesh(value: Any) -> bool:
+    return hasattr(value, "axis_types") and hasattr(value, "shape")
 
 
 def mesh_text(mesh: AnyMesh | Mapping[str, int]) -> str:

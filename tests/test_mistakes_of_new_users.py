@@ -1040,6 +1040,109 @@ def parameters_that_lack_one(directory):
     )
 
 
+# Looking at layouts
+
+
+def called():
+    return pzs.place(model(), mesh(), RULES), pzs.shard_batch(features(), mesh(), RULES)
+
+
+@answered(
+    errors.RuleTypeError,
+    "the arguments are mixed up: the mesh comes second. Write lint(model, mesh, rules).",
+)
+def model_and_mesh_swapped_in_lint(directory):
+    return (
+        lambda: pzs.lint(mesh(), abstract(), RULES),
+        lambda: pzs.lint(abstract(), mesh(), RULES),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "the arguments are mixed up: the mesh comes second. Write report(model, mesh, rules, step, "
+    "...).",
+)
+def rules_and_mesh_swapped_in_report(directory):
+    path = directory / "page.html"
+    return (
+        lambda: pzs.report(abstract(), RULES, mesh(), path=path),
+        lambda: pzs.report(abstract(), mesh(), RULES, path=path),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "the file is given in the place of the step. Name it: path='TMP/page.html'.",
+)
+def a_report_with_its_path_by_position(directory):
+    path = directory / "page.html"
+    return (
+        lambda: pzs.report(abstract(), mesh(), RULES, path),
+        lambda: pzs.report(abstract(), mesh(), RULES, path=path),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "report takes a model or another tree of arrays, not the function build. Give what it builds: "
+    "abstract_model(build, ...), without memory, to plan or to restore; sharded_init(build, ..., "
+    "mesh=mesh, rules=rules) to have it on a mesh.",
+)
+def a_report_of_a_function_that_builds_a_model(directory):
+    path = directory / "page.html"
+    return (
+        lambda: pzs.report(build, mesh(), RULES, path=path),
+        lambda: pzs.report(abstract(), mesh(), RULES, path=path),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "a step is something to call, not a NamedArray. Give a function under jax.jit and its "
+    "arguments, a train step and its state, or a layer and its input: step, state, x=x, not what "
+    "the step gives, step(state, x=x).",
+)
+def why_of_what_a_step_gives(directory):
+    layer, x = called()
+    return lambda: pzs.why(x), lambda: pzs.why(layer, x)
+
+
+@answered(
+    errors.SelectionError,
+    "at='blocks/3/Linear': the step has no layer, parameter or result of this name. Did you mean "
+    "'**/Linear', which is mlp/Affine_{0-1}/Linear? Without at= the table names all that there "
+    "are; patterns such as '**/mlp' stand for several.",
+)
+def why_of_a_layer_that_does_not_exist(directory):
+    return (
+        lambda: pzs.why(*called(), at="blocks/3/Linear"),
+        lambda: pzs.why(*called(), at="**/Linear"),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "at= is what the table calls a layer, a parameter or a result, or a pattern as '**/mlp', not "
+    "the class Linear. Leave it out to see all names.",
+)
+def why_at_a_type_of_layer(directory):
+    return lambda: pzs.why(*called(), at=pz.nn.Linear), lambda: pzs.why(*called())
+
+
+@answered(
+    errors.RuleTypeError,
+    "the sharding comes after the shape: show_sharding((shape, sharding)), not "
+    "show_sharding((sharding, shape)).",
+)
+def a_drawing_with_the_sharding_first(directory):
+    sharding = jax.NamedSharding(mesh(), jax.P("data", "model"))
+    return (
+        lambda: pzs.show_sharding((sharding, (8, 8))),
+        lambda: pzs.show_sharding(((8, 8), sharding)),
+    )
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_message_says_what_is_wrong_and_its_fix_works(name, tmp_path):
     mistake = MISTAKES[name]

@@ -86,11 +86,11 @@ def lower_step(
     if isinstance(getattr(step, "__self__", None), StatefulTrainer):
         step = step.__self__
     if isinstance(step, StatefulTrainer):
-        refuse_positional(tuple(args), "collectives(trainer, ")
+        refuse_positional(tuple(args), "...(trainer, ")
         inputs = step.placed_inputs(_abstract(_read(kwargs)))
         return _lower_state_step(step.step_fn, step.current_state, inputs, platform)
     if isinstance(step, CompiledStep):
-        refuse_positional(tuple(args[1:]), "collectives(step, state, ")
+        refuse_positional(tuple(args[1:]), "...(step, state, ")
         state = args[0] if args else None
         return _lower_state_step(step, state, _read(kwargs), platform)
     return _lower_function(step, args, kwargs, platform)

@@ -161,7 +161,7 @@ def check_callable(step: Any) -> None:
         raise RuleTypeError(
             f"a step is something to call, not a {type(step).__name__}. Give a function under "
             "jax.jit and its arguments, a train step and its state, or a layer and its input: "
-            "collectives(step, state, x=x), not collectives(step(state, x=x))."
+            "step, state, x=x, not what the step gives, step(state, x=x)."
         )
 
 
@@ -181,11 +181,11 @@ def check_call(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Non
         signature.bind(*args, **kwargs)
     except TypeError as error:
         name = getattr(step, "__name__", type(step).__name__)
-        fix = "Give what it is called with, arrays or structs: collectives(step, x, y=y)."
+        fix = "Give what it is called with, arrays or structs, after it: step, x, y=y."
         if {"model", "rng", "state"} <= signature.parameters.keys():
             fix = (
                 "If it is a loss function, give the step that is made of it: "
-                f"collectives(build_train_step_fn({name}), state, ...)."
+                f"build_train_step_fn({name}), state and inputs."
             )
         raise RuleTypeError(
             f"these are not the arguments of {name}{signature}: {error}. {fix}"

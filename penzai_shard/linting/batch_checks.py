@@ -207,7 +207,7 @@ def _for_calling(flows: SubjectFlows) -> Iterator[Change]:
                 yield Change(code, {"batch": batch.untag(name).tag(near)})
     elif isinstance(batch, list):
         yield Change("batch = tuple(batch)", {"batch": tuple(batch)})
-    elif is_array_like(batch) or is_abstract(batch):
+    elif getattr(batch, "shape", ()) and (is_array_like(batch) or is_abstract(batch)):
         for names in _likely_names(flows, batch):
             wrapped = f"pz.nx.wrap(batch, {', '.join(map(repr, names))})"
             made = jax.eval_shape(functools.partial(_wrapped, names=names), batch)

@@ -107,7 +107,8 @@ class LintReport(Report):
     def _verdict(self) -> str:
         on = f"on mesh ({mesh_text(self.mesh)})"
         if self.ok:
-            return f"nothing found: {self.array_count:,} arrays {on}"
+            s = "s" * (self.array_count != 1)
+            return f"nothing found: {self.array_count:,} array{s} {on}"
         kinds = [finding.kind for finding in self.findings]
         listed = ", ".join(f"{kinds.count(kind)} {kind}" for kind in KINDS if kind in kinds)
         wasted = self.wasted_bytes

@@ -75,7 +75,7 @@ def lint(
     rules: rule 'neurons' -> 'modle': the mesh (data=4, model=2) has no mesh axis 'modle'. Did you
     mean 'model'? Fix: rules = {'embedding': 'data', 'neurons': 'model'}
     """
-    refuse_other_than_mesh(mesh)
+    refuse_other_than_mesh(mesh, "lint(model, mesh, rules)", (model_or_state, rules))
     refuse_builder("lint", model_or_state)
     check_option("on_unnamed", on_unnamed)
     if not isinstance(min_bytes, numbers.Real):

@@ -146,7 +146,8 @@ def _listed(sums: Mapping[str, float]) -> str:
         return ordered[0][0]
     shown = [f"{what} {bytes_text(round(size))}" for what, size in ordered if size]
     others = len(shown) - _LISTED
-    return ", ".join([*shown[:_LISTED], *([f"{others} others"] if others > 0 else [])])
+    more = [f"{others} other{'s' * (others > 1)}"] if others > 0 else []
+    return ", ".join([*shown[:_LISTED], *more])
 
 
 def _heaviest(found: Iterable[HeavyLayer], whole: float) -> tuple[HeavyLayer, ...]:

@@ -15,6 +15,7 @@ from penzai_shard.linting import lint
 from penzai_shard.meshes import AnyMesh, mesh_text, refuse_other_than_mesh
 from penzai_shard.planning import ShardingPlan, make_plan
 from penzai_shard.training import TrainState
+from penzai_shard.tree_arguments import refuse_builder
 from penzai_shard.views.page_content import Missing, PageContent
 from penzai_shard.views.page_html import page_html
 from penzai_shard.whole_files import write_whole
@@ -69,7 +70,9 @@ def report(
     ...     page.read_text().count("<section")
     6
     """
-    refuse_other_than_mesh(mesh)
+    refuse_other_than_mesh(mesh, "report(model, mesh, rules, step, ...)", (model, rules))
+    refuse_builder("report", model)
+    _refuse_path_as_step(step)
     refuse_folder(path, "path=")
     if step is None and (args or kwargs):
         raise RuleTypeError(
@@ -143,6 +146,13 @@ def refuse_folder(path: str | os.PathLike[str], option: str) -> None:
         raise RuleTypeError(
             f"{os.fspath(path)} is a folder, and the page is one file. "
             f"Give {option}{os.path.join(os.fspath(path), 'report.html')!r}."
+        )
+
+
+def _refuse_path_as_step(step: Any) -> None:
+    if isinstance(step, str | os.PathLike):
+        raise RuleTypeError(
+            f"the file is given in the place of the step. Name it: path={os.fspath(step)!r}."
         )
 
 

@@ -109,6 +109,11 @@ def _described(array: Any) -> _Described:
         if _is_shape(what):
             return _Described(tuple(map(int, what)), sharding)
         return _Described.of(_only_leaf(what), sharding)
+    if len(_items(array)) == 2 and isinstance(array[0], Sharding):
+        raise RuleTypeError(
+            "the sharding comes after the shape: show_sharding((shape, sharding)), not "
+            "show_sharding((sharding, shape))."
+        )
     if isinstance(array, Sharding):
         raise RuleTypeError(
             f"{array} has no shape, so that it has no parts to draw. Give the shape of an array "

@@ -286,6 +286,13 @@ def test_nothing_is_found_in_models_of_penzai_under_presets(family):
         assert not report.notes
 
 
+@pytest.mark.parametrize("batch", [5.0, "tokens", object(), [1, 2]])
+def test_a_batch_without_arrays_is_a_finding(batch):
+    (finding,) = pzs.lint(MODEL, MESH, RULES, batch=batch).findings
+    assert finding.kind == "uncallable"
+    assert "No array of the batch has logical axes" in str(finding)
+
+
 def test_without_a_batch_the_report_says_what_was_not_looked_at():
     (note,) = pzs.lint(MODEL, DATA, BATCH).notes
     assert "what flows through the model was not looked at: no batch was given" in note

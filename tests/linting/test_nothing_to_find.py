@@ -240,6 +240,6 @@ def test_options_that_cannot_be_meant_are_refused(options, said):
 
 def test_a_mesh_and_a_model_have_to_be_given():
     with pytest.raises(pzs.errors.RuleTypeError, match="a mesh is needed, not dict"):
-        pzs.lint(SMALL, {"embedding": "data"}, D8)
+        pzs.lint(SMALL, {"data": 8}, {"embedding": "data"})
     with pytest.raises(pzs.errors.RuleTypeError, match="lint takes a model or another tree"):
         pzs.lint(small_transformer, D8, {"embedding": "data"})

@@ -3,9 +3,9 @@
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
-from penzai_shard.errors import SelectionError
+from penzai_shard.errors import RuleTypeError, SelectionError
 from penzai_shard.inspection.sharding_causes.records import WhyRow
-from penzai_shard.path_folding import paths_in_ranges
+from penzai_shard.path_folding import paths_in_ranges, ranged_paths
 from penzai_shard.rule_kinds import did_you_mean
 from penzai_shard.tree_paths import path_matches
 
@@ -20,8 +20,15 @@ def selected_rows(rows: Sequence[WhyRow], at: str, known: Iterable[str]) -> tupl
         known: The labels and paths of all layers.
 
     Raises:
+        RuleTypeError: It is not a name.
         SelectionError: There is none.
     """
+    if not isinstance(at, str):
+        what = f"class {at.__name__}" if isinstance(at, type) else type(at).__name__
+        raise RuleTypeError(
+            "at= is what the table calls a layer, a parameter or a result, or a pattern as "
+            f"'**/mlp', not the {what}. Leave it out to see all names."
+        )
     written = at.strip().strip("/")
     patterns = [written]
     # As tables of collectives write equal blocks.
@@ -39,11 +46,20 @@ def selected_rows(rows: Sequence[WhyRow], at: str, known: Iterable[str]) -> tupl
             "gives what it gets, or nothing uses what it gives. Ask for the layer around it."
         )
     names = {name for row in rows for name in _names(row)} | set(known)
+    hint = did_you_mean(written, names) or _of_the_same_end(written, rows)
     raise SelectionError(
-        f"at={at!r}: the step has no layer, parameter or result of this name."
-        f"{did_you_mean(written, names)} The rows of why(...) without at= name all that there are; "
-        "patterns such as '**/mlp' stand for several."
+        f"at={at!r}: the step has no layer, parameter or result of this name.{hint} Without at= "
+        "the table names all that there are; patterns such as '**/mlp' stand for several."
     )
+
+
+def _of_the_same_end(written: str, rows: Sequence[WhyRow]) -> str:
+    """A pattern for what has the same last part, if there is any."""
+    pattern = f"**/{written.rpartition('/')[2]}"
+    found = list(dict.fromkeys(row.label for row in rows if path_matches(pattern, row.label)))
+    if not found:
+        return ""
+    return f" Did you mean {pattern!r}, which is {' and '.join(ranged_paths(found)[:3])}?"
 
 
 def _names(row: WhyRow) -> tuple[str, ...]:
