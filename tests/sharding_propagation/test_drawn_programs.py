@@ -70,7 +70,9 @@ def test_layouts_are_those_of_the_propagation_that_xla_runs(drawn):
         for value in operation.results
         if is_compared(operation.kind) and any(spec := program.values[value].spec or ())
     )
-    assert found == operations
+    assert set(found) == set(operations)
+    # Calls of one function with the same layouts have become one function again.
+    assert found >= operations
     ends = [program.values[v].spec for v in (*program.arguments.values(), *program.results)]
     assert [spec for spec in ends if any(spec or ())] == outer
 
