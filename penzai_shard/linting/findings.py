@@ -38,10 +38,13 @@ class Change:
     Attributes:
         code: An assignment, such as ``rules = {'embedding': 'data'}``.
         fields: The new values of the fields of a ``LintSubject``, which are what was linted.
+        is_meant: Whether it says what was probably meant, such as a name that was misspelt; other
+            changes are not preferred to it for wasting less.
     """
 
     code: str
     fields: Mapping[str, Any]
+    is_meant: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import numbers
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from penzai_shard.errors import RuleTypeError
@@ -126,6 +127,10 @@ def _errors(subject: LintSubject) -> list[Finding]:
     return [finding for finding in _found(subject) if finding.kind not in _OF_WASTE]
 
 
+def _is_waste(keys: Iterable[Key]) -> bool:
+    return all(kind in _OF_WASTE for kind, *_ in keys)
+
+
 @dataclasses.dataclass
 class _Trials:
     """Trying changes out.
@@ -168,9 +173,13 @@ class _Trials:
     def _chosen(self, key: Key, in_a_row: int) -> Change | None:
         changes = self.found[key].changes if key in self.found else ()
         best: tuple[int, Change] | None = None
-        for change in {change.code: change for change in changes}.values():
+        tried: set[str] = set()
+        for change in changes:
+            if change.code in tried:
+                continue
+            tried.add(change.code)
             new = self._new_after(change, key)
-            if new is not None and not new:
+            if new is not None and (not new or (change.is_meant and _is_waste(new))):
                 return change
             if new is not None and (best is None or len(new) < best[0]):
                 best = len(new), change

@@ -61,7 +61,7 @@ def _for_known_mesh_axes(
         return change(lambda rule: with_axes(rule, *(new.get(a, a) for a in rule.mesh_axes)))
 
     if near := nearest_name(missing, shape):
-        yield renamed(near)
+        yield dataclasses.replace(renamed(near), is_meant=True)
     if all(isinstance(rule, NameRule) and rule.logical_axis in shape for _, rule in members):
         yield change(
             lambda rule: (
@@ -147,7 +147,7 @@ def _for_used_rules(
             else rule
             for rule in rules
         ]
-        yield change_of_table(subject, table, renamed)
+        yield dataclasses.replace(change_of_table(subject, table, renamed), is_meant=True)
     yield change_of_table(subject, table, [rule for rule in rules if rule not in unused])
 
 

@@ -97,6 +97,12 @@ MISTAKES = {
         D4M2,
         pzs.data_parallel(batch_axis="examples") | {"neurons": "modle"},
     ),
+    "misspelt beside an idle mesh axis": (
+        "unknown",
+        SMALL,
+        mesh(data=2, model=2, expert=2),
+        {"batch": "data", "embedding": "dta", "neurons": "model"},
+    ),
     # One mesh axis twice.
     "doubled": (
         "doubled",

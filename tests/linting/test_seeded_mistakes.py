@@ -64,6 +64,25 @@ def test_fixes_pasted_one_after_the_other_leave_nothing_to_be_found(name):
     raise AssertionError(f"still found: {report}")
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("misspelt mesh axis", {"embedding": "data", "neurons": "model"}),
+        (
+            "misspelt beside an idle mesh axis",
+            {"batch": "data", "embedding": "data", "neurons": "model"},
+        ),
+        ("reversed rule", {"embedding": "data", "neurons": "model"}),
+        ("misspelt logical axis", {"embedding": "data", "neurons": "model"}),
+        ("singular", {"embedding": "data", "neurons": "model"}),
+    ],
+)
+def test_the_fix_says_what_was_probably_meant(name, meant):
+    _, subject = seeded(name)
+    finding = linted(subject).findings[0]
+    assert pzs.AxisRules(pasted(subject, finding)["rules"]) == pzs.AxisRules(meant)
+
+
 def held_bytes(tree, mesh, rules):
     """What a device holds, by JAX's own shard shapes."""
     placed = jax.tree.leaves(pzs.make_plan(tree, mesh, rules).restore_structs())
