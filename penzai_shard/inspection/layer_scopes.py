@@ -120,6 +120,32 @@ class LayerScopes:
         """
         return self.labels.get(owner, owner)
 
+    def label_of_one(self, layer: str) -> str:
+        """What people call a layer that pins layouts, by its path, and where it is if its label
+        does not say.
+
+        >>> pinning = {f"before_{n}/pin": PinningLayer("Pin", ()) for n in (1, 2)}
+        >>> labels = dict.fromkeys(pinning, "pin") | {"0": "up", "1": "down"}
+        >>> LayerScopes(labels=labels, pinning=pinning).label_of_one("before_2/pin")
+        'pin after down'
+        """
+        alike = [each for each in self.pinning if self.label(each) == self.label(layer)]
+        if len(alike) < 2:
+            return self.label(layer)
+        beside = self._label_beside(layer)
+        is_one = [self._label_beside(each) for each in alike].count(beside) == 1
+        return beside if is_one else layer
+
+    def _label_beside(self, layer: str) -> str:
+        """The label of a layer that was put in, with that of the layer before it or behind it."""
+        parent, _, behind = layer.rpartition("/")[0].rpartition("before_")
+        if not behind.isdecimal():
+            return layer
+        for word, number in (("after", int(behind) - 1), ("before", int(behind))):
+            if other := self.labels.get(f"{parent}{number}"):
+                return f"{self.label(layer)} {word} {other}"
+        return layer
+
     def _marked_layer(self, layer: Any, path: str) -> Any:
         number = self._numbers.setdefault(path, len(self.paths))
         if number == len(self.paths):

@@ -199,9 +199,7 @@ class CauseFinder:
         return ShardingCause("constraint", line or layer, source)
 
     def _of_pinning_layer(self, path: str, operation: Operation, cause: Cause) -> ShardingCause:
-        layer, label = self._scopes.pinning[path], self._scopes.label(path)
-        if [self._scopes.label(other) for other in self._scopes.pinning].count(label) > 1:
-            label = path
+        layer, label = self._scopes.pinning[path], self._scopes.label_of_one(path)
         shape = self._program.values[cause.value].shape
         outputs = self._scopes.outputs.of(path)
         names = next((array.names for array in outputs if array.shape == shape), None)

@@ -102,6 +102,25 @@ def test_constraint_layer_is_named_with_its_rule() -> None:
     assert "ConstrainShardingByName): its rule 'batch' -> 'data'" in str(cause)
 
 
+def test_constraint_layers_that_are_called_the_same_are_told_by_the_layer_before_them() -> None:
+    def linear(name: str, old: str, new: str) -> pz.nn.Linear:
+        return pz.nn.Linear.from_config(name, jax.random.key(0), {old: 8}, {new: 8})
+
+    layers = [linear("m/up", "a", "b"), linear("m/down", "b", "c"), pz.nn.Elementwise(jnp.tanh)]
+    model = pz.nn.Sequential(layers)
+    constraint = ConstrainShardingByName(MESH, {"batch": "data"})
+    model = Recipe(insert_after(pz.nn.Linear, constraint)).apply(model)
+    causes = [
+        row.causes[0]
+        for row in why(model, named(P(), batch=8, a=8)).rows
+        if row.label == "m/constrain_sharding_by_name"
+    ]
+    assert [cause.path for cause in causes] == [
+        "m/constrain_sharding_by_name after m/up",
+        "m/constrain_sharding_by_name after m/down",
+    ]
+
+
 def test_unpinned_results_follow_and_declared_ones_say_so() -> None:
     x, w = struct(8, 8, spec=P("data")), struct(8, 8, spec=P(None, "model"))
     declared = NamedSharding(MESH, P(("data", "model")))
