@@ -186,6 +186,7 @@ def _lowered(
     traced: jax.stages.Traced, platform: str | None, mesh: AnyMesh | None
 ) -> tuple[jax.stages.Lowered, AnyMesh | None]:
     """What was traced, lowered, and the mesh that it is for."""
+    is_ahead = platform is not None
     if platform is None and isinstance(mesh, AbstractMesh):
         platform = "cpu"
     platforms = None if platform is None else (platform,)
@@ -193,7 +194,8 @@ def _lowered(
         with auto_context():
             lowered = traced.lower(lowering_platforms=platforms)
     except ValueError as error:
-        if "devices to be present" not in str(error):
+        # Whoever compiles ahead says it of the absent devices.
+        if is_ahead or "devices to be present" not in str(error):
             raise
         raise MeshError(
             "the step calls back into Python, as jax.debug.print and jax.pure_callback do, which "
