@@ -499,7 +499,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "a step that was called": (
         lambda b: ((b.state, {}), (), {}),
         RuleTypeError,
-        r"not a tuple.*not collectives\(step\(state, x=x\)\)",
+        r"not a tuple.*step, state, x=x, not what the step gives",
     ),
     "a class": (lambda b: (pz.nn.Linear, (b.x,), {}), RuleTypeError, "Linear is a class"),
     "an optimizer": (
