@@ -68,8 +68,13 @@ def grouped(found: Iterable[FoundInLayer], table: str = "") -> Iterator[Finding]
 
 def layers_laying_out(model: Any) -> Iterator[tuple[str, str, Any]]:
     """The place, the label and the layer of each layer that says how something is laid out."""
+    found = [(keys_text(keys), layer) for keys, layer in nodes_of(model) if _lays_out(layer)]
+    if not found:
+        return  # Labels take longer than all else.
     labels, bare = layer_labels(model), bare_paths(model)
-    for keys, layer in nodes_of(model):
-        if isinstance(layer, LAYING_OUT):
-            place = keys_text(keys)
-            yield place, labels.get(place) or bare.get(place, place), layer
+    for place, layer in found:
+        yield place, labels.get(place) or bare.get(place, place), layer
+
+
+def _lays_out(layer: Any) -> bool:
+    return isinstance(layer, LAYING_OUT)
