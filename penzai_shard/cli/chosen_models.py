@@ -34,12 +34,14 @@ class ChosenModel:
         model: It, with structs in place of arrays.
         dtype: The dtype of its parameters; several if it has several.
         published: What is published of it, if it is a published one.
+        called_with: What its function says that it is called with, as ``lint`` takes it.
     """
 
     name: str
     model: Any
     dtype: str
     published: PublishedModel | None = None
+    called_with: Any = None
 
     @property
     def parameter_count(self) -> int:
@@ -95,7 +97,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, others: str = "") -> No
 
 
 def chosen_model(
-    text: str, dtype: str | None = None, *, stacked: bool | None = False
+    text: str, dtype: str | None = None, *, stacked: bool | None = False, is_called: bool = False
 ) -> ChosenModel:
     """Builds the model that was asked for.
 
@@ -103,6 +105,7 @@ def chosen_model(
         text: As for ``MODEL`` on the command line.
         dtype: The dtype of the parameters of a published model.
         stacked: Whether its blocks are one ``pz.nn.LayerStack``; None where they can be.
+        is_called: Whether its function may say too what the model is called with.
 
     Raises:
         RuleTypeError: There is no such model, or it cannot be built.
@@ -119,8 +122,8 @@ def chosen_model(
                 f"--stacked: is for published models, and {text} says itself how its blocks are "
                 "kept. Leave it out."
             )
-        model = reference.model()
-        return ChosenModel(text, model, _dtypes(model))
+        model, called_with = reference.called_model() if is_called else (reference.model(), None)
+        return ChosenModel(text, model, _dtypes(model), called_with=called_with)
     match = _NAME.fullmatch(text.strip())
     if match is None:
         raise RuleTypeError(

@@ -12,7 +12,7 @@ from penzai import pz
 
 from penzai_shard.cli.chosen_layouts import ChosenLayout
 from penzai_shard.cli.chosen_models import ChosenModel
-from penzai_shard.cli.model_references import ModelReference, is_step
+from penzai_shard.cli.model_references import ModelReference, is_step, step_arguments
 from penzai_shard.errors import PlanError, RuleTypeError, raise_all, require_extra
 from penzai_shard.layers import resolve_stack_policy
 from penzai_shard.layouts import Layout
@@ -32,7 +32,7 @@ from penzai_shard.training import (
 
 _OPTIMIZER_EXAMPLE = "Write for instance adamw, or 'adamw(1e-3, weight_decay=0.1)'."
 _LEARNING_RATE = 1e-3
-_SEQUENCE_LENGTH = 2048
+SEQUENCE_LENGTH = 2048
 # What full rematerialisation of blocks is called for a stack of them, and for each of them.
 _KEEPS_INPUTS = {"carries": "nothing"}
 
@@ -65,9 +65,9 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seq",
         type=int,
-        default=_SEQUENCE_LENGTH,
+        default=SEQUENCE_LENGTH,
         metavar="N",
-        help=f"tokens in a sequence (default {_SEQUENCE_LENGTH})",
+        help=f"tokens in a sequence (default {SEQUENCE_LENGTH})",
     )
     parser.add_argument(
         "--optimizer",
@@ -125,8 +125,7 @@ def training_step(
     laid_out = used.for_model(chosen.model, mesh)
     shardings = laid_out.plan(edited, mesh).sharding_tree()
     model = described(pz.freeze_variables(edited), shardings, "price")
-    parts = _batch_parts(used, mesh.shape)
-    batch = parts if options.batch is None else options.batch
+    batch = sequences(layout, options)
     tokens = batch_of_tokens(batch, options.seq + (not options.inference))
     tokens = used.shard_batch({"tokens": tokens}, mesh)["tokens"]
     size = f"batch {batch:,} x {options.seq:,} tokens"
@@ -173,10 +172,7 @@ def step_of_reference(text: str) -> ChosenStep | None:
     if made is None or not is_step(made):
         return None
     step, *rest = made
-    if len(rest) == 1 and not isinstance(rest[0], tuple | list):
-        rest = [(rest[0],)]  # One argument, which is not in a tuple of its own.
-    args, kwargs = (*rest, {})[:2]
-    return ChosenStep(f"the step of {text}", step, tuple(args), dict(kwargs))
+    return ChosenStep(f"the step of {text}", step, *step_arguments(rest))
 
 
 def _next_token_loss(model: Any, rng: Any, state: Any, tokens: Any) -> tuple[Any, Any, Any]:
@@ -220,15 +216,17 @@ def batch_of_tokens(batch: int, length: int) -> Any:
     return pz.nx.NamedArray(collections.OrderedDict(batch=batch, seq=length), struct)
 
 
-def _batch_parts(layout: Layout, mesh_shape: Mapping[str, int]) -> int:
-    """In how many parts a layout splits a batch."""
+def sequences(layout: ChosenLayout, options: argparse.Namespace) -> int:
+    """How many sequences a batch has; one for each part that it is split into if not said."""
+    if options.batch is not None:
+        return int(options.batch)
     axes = [
         name
-        for rule in layout.batch_rules.rules
+        for rule in layout.layout.batch_rules.rules
         if isinstance(rule, NameRule)
         for name in rule.mesh_axes
     ]
-    return part_count(tuple(dict.fromkeys(axes)), mesh_shape)
+    return part_count(tuple(dict.fromkeys(axes)), layout.mesh.shape)
 
 
 def _check_numbers(options: argparse.Namespace) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from penzai_shard.cli.answers import add_answer_options, print_lines, print_table
 from penzai_shard.cli.chosen_layouts import ChosenLayout, add_layout_arguments, chosen_layout
-from penzai_shard.cli.chosen_models import add_model_arguments, chosen_model
+from penzai_shard.cli.chosen_models import ChosenModel, add_model_arguments, chosen_model
+from penzai_shard.cli.chosen_steps import SEQUENCE_LENGTH, abstract_state, batch_of_tokens
 from penzai_shard.cli.quantities import read_bytes
 from penzai_shard.errors import RuleTypeError, raise_all
 from penzai_shard.layouts import Layout
@@ -20,7 +21,6 @@ from penzai_shard.linting.subject_flows import NO_BATCH
 from penzai_shard.planning import bytes_text
 
 _MIN_BYTES = 2**20
-_SEQUENCE_LENGTH = 128
 _NO_BATCH = "what flows through the model was not looked at: see --batch"
 
 
@@ -63,14 +63,14 @@ def add_lint_command(commands: Any) -> None:
         "--batch",
         type=int,
         metavar="N",
-        help="also look at what flows through a model of tokens, called with N sequences",
+        help="also look at what flows through a model of tokens, called with N sequences; for any "
+        "other, MODEL may be a function that returns (model, args), or (model, args, kwargs)",
     )
     parser.add_argument(
         "--seq",
         type=int,
-        default=_SEQUENCE_LENGTH,
         metavar="N",
-        help=f"tokens in each of these sequences (default {_SEQUENCE_LENGTH})",
+        help=f"tokens in each of these sequences (default {SEQUENCE_LENGTH:,})",
     )
     parser.add_argument(
         "--min-bytes",
@@ -85,15 +85,17 @@ def add_lint_command(commands: Any) -> None:
 def _lint(options: argparse.Namespace) -> int:
     given = options.min_bytes
     min_bytes = _MIN_BYTES if given is None else read_bytes(given, "--min-bytes")
-    chosen = chosen_model(options.model, options.dtype, stacked=options.stacked)
+    tokens = _tokens(options)
+    chosen = chosen_model(options.model, options.dtype, stacked=options.stacked, is_called=True)
+    batch = _batch(chosen, tokens)
     layout = chosen_layout(options, chosen.model)
     tree = chosen.model
     if options.optimizer is not None:
-        from penzai_shard.cli.chosen_steps import abstract_state
-
         tree = abstract_state(tree, options.optimizer, layout.layout)
-    how = {"min_bytes": min_bytes, "on_unnamed": options.on_unnamed, "batch": _batch(options)}
+    how = {"min_bytes": min_bytes, "on_unnamed": options.on_unnamed, "batch": batch}
     found = linted(tree, layout, options, **how)
+    if tokens is not None and chosen.published is None:
+        _refuse_other_than_tokens(chosen, found)
     notes = tuple(_NO_BATCH if note == NO_BATCH else note for note in found.notes)
     report = dataclasses.replace(found, notes=notes)
     if options.json:
@@ -119,22 +121,41 @@ def linted(tree: Any, layout: ChosenLayout, options: argparse.Namespace, **how: 
     return dataclasses.replace(found, findings=tuple(findings))
 
 
-def _batch(options: argparse.Namespace) -> Any:
-    """The batch that a model of tokens is called with; None if none is asked for."""
+def _tokens(options: argparse.Namespace) -> Any:
+    """The tokens that are asked for; None if there are none."""
+    given = {name: getattr(options, name) for name in ("batch", "seq")}
+    problems = [
+        f"--{name} must be at least 1, not {value}."
+        for name, value in given.items()
+        if value is not None and value < 1
+    ]
+    if options.seq is not None and options.batch is None:
+        problems.append("--seq says how long the sequences of --batch are. Give --batch 8 too.")
+    raise_all(RuleTypeError, "this cannot be linted:", problems)
     if options.batch is None:
         return None
-    from penzai_shard.cli.chosen_steps import batch_of_tokens
+    return batch_of_tokens(options.batch, options.seq or SEQUENCE_LENGTH)
 
-    raise_all(
-        RuleTypeError,
-        "this cannot be linted:",
-        [
-            f"--{name} must be at least 1, not {getattr(options, name)}."
-            for name in ("batch", "seq")
-            if getattr(options, name) < 1
-        ],
-    )
-    return batch_of_tokens(options.batch, options.seq)
+
+def _batch(chosen: ChosenModel, tokens: Any) -> Any:
+    """What the model is called with, as far as that is said."""
+    if tokens is not None and chosen.called_with is not None:
+        raise RuleTypeError(
+            f"{chosen.name} says itself what its model is called with. Leave out --batch."
+        )
+    return chosen.called_with if tokens is None else tokens
+
+
+def _refuse_other_than_tokens(chosen: ChosenModel, found: LintReport) -> None:
+    """Refuses --batch for a model that cannot be called with tokens."""
+    for finding in found.findings:
+        if finding.kind == "uncallable":
+            raise RuleTypeError(
+                f"{chosen.name} cannot be called with numbers of tokens that have the logical axes "
+                f"batch and seq: at {finding.path}, {finding.problem.rstrip('.:')}. For any other "
+                "model leave out --batch, and give a function that returns (model, args), or "
+                "(model, args, kwargs)."
+            )
 
 
 def _as_given(layout: ChosenLayout, options: argparse.Namespace) -> Any:

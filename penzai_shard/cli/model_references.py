@@ -6,7 +6,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from penzai_shard.layouts.rule_expressions import read_call
 from penzai_shard.placement import abstract_model
 from penzai_shard.placement.builders import is_model
 from penzai_shard.rule_kinds import nearest_name
+from penzai_shard.surgery.tree_nodes import is_layer
 from penzai_shard.training import TrainState
 
 _FORM = re.compile(
@@ -35,6 +36,18 @@ def is_step(made: Any) -> bool:
     (True, False, False)
     """
     return isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])
+
+
+def step_arguments(rest: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a step is called with, by what a function gives after it.
+
+    >>> step_arguments([(1, 2)]), step_arguments([1]), step_arguments([(), {"x": 1}])
+    (((1, 2), {}), ((1,), {}), ((), {'x': 1}))
+    """
+    if len(rest) == 1 and not isinstance(rest[0], tuple | list):
+        rest = [(rest[0],)]  # One argument, which is not in a tuple of its own.
+    args, kwargs = (*rest, {})[:2]
+    return tuple(args), dict(kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +102,28 @@ class ModelReference:
                 "penzai-shard price takes both."
             )
         return built
+
+    def called_model(self) -> tuple[Any, Any]:
+        """The model, and what it is called with: of a function that gives both, or one of them.
+
+        Returns:
+            The model; and a tuple of its inputs, the last a dictionary of side inputs, or None if
+            the function gives the model alone.
+
+        Raises:
+            RuleTypeError: As ``model`` does; or what is called is not a layer.
+        """
+        made = self.built()
+        if not is_step(made):
+            return made, None
+        model, *rest = made
+        if not is_layer(model):
+            raise RuleTypeError(
+                f"{self.text}: it gives a step with its arguments, and a model is needed, alone or "
+                "with what it is called with: return (model, args), or (model, args, kwargs)."
+            )
+        args, kwargs = step_arguments(rest)
+        return model, (*args, kwargs)
 
     def built(self) -> Any:
         """What ``model`` gives; or a step with its arguments, as the function gives them."""

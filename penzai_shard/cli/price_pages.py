@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penzai_shard.cli.asked_steps import AskedStep, StepPrice
+from penzai_shard.cli.chosen_steps import batch_of_tokens, sequences
 from penzai_shard.cli.lint_commands import linted
 from penzai_shard.meshes import mesh_text
 from penzai_shard.views.page_content import Missing, PageContent
@@ -36,7 +37,10 @@ def write_price_page(
     if asked.model is not None and asked.layout is not None:
         model, layout = asked.model.model, asked.layout
         plan = plan_for_page(model, layout.mesh, layout.layout)
-        lint = linted(model, layout, options, on_unnamed="replicate")
+        # A model that is not a published one may take anything, unless it was called with tokens.
+        takes_tokens = found is not None or asked.model.published is not None
+        batch = batch_of_tokens(sequences(layout, options), options.seq) if takes_tokens else None
+        lint = linted(model, layout, options, on_unnamed="replicate", batch=batch)
         of_layout = {"plan": plan, "lint": lint}
     of_step: dict[str, Any] = dict.fromkeys(("memory", "collectives", "why"), _NO_LAYOUT)
     if found is not None:

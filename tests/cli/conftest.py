@@ -19,6 +19,9 @@ def state():
     import optax
     return pzs.TrainState.initial_state(build(), optax.adam(1e-2), jax.random.key(0))
 
+def called(names=("batch", "in")):
+    return build(), pz.nx.ones(dict(zip(names, (4, 8))))
+
 def plain():
     return {"w": jax.numpy.zeros((4, 2))}
 

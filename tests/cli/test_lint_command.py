@@ -83,9 +83,36 @@ def test_what_flows_is_looked_at_if_the_batch_is_said(shell):
     status, printed, _ = shell(*command, "--batch", "3", "--seq", "8")
     said = " ".join(printed.split())
     assert "not looked at" not in said
-    status, printed, errors = shell(*command, "--batch", "0")
-    assert (status, printed) == (2, "")
-    assert "--batch must be at least 1, not 0." in errors
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        ("pythia-14m", "--batch 0", "--batch must be at least 1, not 0."),
+        ("pythia-14m", "--batch 2 --seq 0", "--seq must be at least 1, not 0."),
+        ("pythia-14m", "--seq 8", "Give --batch 8 too."),
+        ("own.py:build", "--batch 2", "l, the model cannot be called with this batch: this Linear"),
+        ("own.py:build", "--batch 2", "leave out --batch, and give a function that returns (model"),
+        ("own.py:called", "--batch 2", "says itself what its model is called with."),
+        ("own.py:matmul", "--batch 2", "return (model, args), or (model, args, kwargs)."),
+    ],
+)
+def test_a_batch_that_is_no_batch_of_the_model_is_a_mistake_of_one_line(
+    model, options, said, shell
+):
+    status, printed, errors = shell("lint", model, "--mesh", "data=2", *options.split())
+    assert (status, printed, errors.count("\n")) == (2, "", 1)
+    assert said in errors
+
+
+def test_a_function_may_say_what_its_model_is_called_with(shell):
+    command = ("--mesh", "data=2,model=3", "--rules", "batch=model,out=data")
+    status, printed, _ = shell("lint", "own.py:called", *command)
+    said = " ".join(printed.split())
+    assert (status, "not looked at" in said) == (1, False)
+    assert "[batch=4, in=8]: logical axis 'batch' (4) does not divide" in said
+    status, printed, _ = shell("lint", "own.py:called(('batch', 'on'))", *command)
+    assert (status, "the model cannot be called with this batch" in printed) == (1, True)
 
 
 def test_a_train_state_is_linted_with_its_optimizer(shell):

@@ -246,6 +246,7 @@ def test_a_price_is_written_as_a_page_with_all_that_is_printed(shell):
             assert line in words
     for section in ("Most memory", "Most traffic", "Findings nothing found: ", "Why on mesh"):
         assert section in words
+    assert "not looked at" not in words
     assert json.loads(shell(*TRAINED, "--json", "--report", "made/out.html")[1])["fits"] is None
 
 
