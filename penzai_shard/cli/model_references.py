@@ -129,6 +129,11 @@ class ModelReference:
         """What ``model`` gives; or a step with its arguments, as the function gives them."""
         built = self._named()
         if not callable(built) or is_model(built):
+            if jax.tree_util.all_leaves([built]) and not hasattr(built, "shape"):
+                raise RuleTypeError(
+                    f"{self.text}: {self.name} is a {type(built).__name__}, not a model or a "
+                    f"function that builds one. {_EXAMPLE}"
+                )
             return built
         returned: list[Any] = []
 

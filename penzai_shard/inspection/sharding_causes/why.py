@@ -13,6 +13,11 @@ from penzai_shard.inspection.sharding_causes.records import ShardingCause, Shard
 from penzai_shard.inspection.sharding_causes.report import WhyReport
 from penzai_shard.sharding_propagation import PropagatedProgram
 
+_WITHOUT_A_MESH = (
+    "no argument has a layout on a mesh, so that nothing is split; place(model, mesh, rules) or "
+    "its plan's restore_structs(), and shard_batch(batch, mesh, rules), give arguments with one"
+)
+
 
 def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyReport:
     """Which layout each layer's output and each gradient of a step gets, and where it comes from.
@@ -59,7 +64,7 @@ def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyRe
     report = WhyReport(
         rows=tuple(rows),
         mesh_shape={} if lowered.mesh is None else dict(lowered.mesh.shape),
-        notes=lowered.notes,
+        notes=lowered.notes if lowered.mesh is not None else (*lowered.notes, _WITHOUT_A_MESH),
         known=frozenset((*lowered.scopes.paths, *lowered.scopes.labels.values())),
     )
     return report if at is None else report.narrowed(at)

@@ -135,6 +135,14 @@ def test_unpinned_results_follow_and_declared_ones_say_so() -> None:
     assert causes_of(z)["model"] == ("declared result", "result/z")
 
 
+def test_without_a_mesh_it_is_said_what_gives_one() -> None:
+    report = why(jax.jit(jnp.tanh), jax.ShapeDtypeStruct((8,), jnp.float32))
+    assert report.mesh_shape == {}
+    assert "place(model, mesh, rules)" in report.notes[-1]
+    placed = why(jax.jit(jnp.tanh), struct(8, spec=P("data")))
+    assert placed.notes == ()
+
+
 def test_lowered_step_is_taken_without_arguments_alone(mlp_step: LoweredStep) -> None:
     with pytest.raises(RuleTypeError, match="lowered already"):
         why(mlp_step, 1)
