@@ -204,6 +204,21 @@ def auto_twin(mesh: AnyMesh) -> AnyMesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
 
 
+def is_same_mesh(own: AnyMesh, other: AnyMesh) -> bool:
+    """Whether what is laid out over one mesh is laid out over the other too.
+
+    Two meshes of devices must have the same devices, in the same order; where one is abstract,
+    the same mesh axes will do. Whether mesh axes are Auto or Explicit makes no difference.
+
+    >>> mesh, abstract = (make_mesh({"data": 8}, abstract=kind) for kind in (False, True))
+    >>> is_same_mesh(mesh, abstract), is_same_mesh(mesh, make_mesh({"model": 8}))
+    (True, False)
+    """
+    if isinstance(own, Mesh) and isinstance(other, Mesh):
+        return auto_twin(own) == auto_twin(other)
+    return mesh_shape_of(own) == mesh_shape_of(other)
+
+
 def shardings_on_auto_twin(shardings: Any) -> Any:
     """The same tree of shardings, each ``NamedSharding`` of an Explicit mesh on its Auto twin.
 

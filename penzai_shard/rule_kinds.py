@@ -15,10 +15,13 @@ OnUnnamed: TypeAlias = Literal["error", "replicate", "infer"]
 
 _OPTIONS = {"on_indivisible": OnIndivisible, "on_unnamed": OnUnnamed}
 
-# Logical axes that activations of most models have and parameters have not.
-_ACTIVATION_AXES = frozenset(
-    {"batch", "seq", "sequence", "kv_seq", "tokens", "kv_tokens", "positions", "time", "length"}
+SEQUENCE_AXES = frozenset(
+    {"seq", "sequence", "kv_seq", "tokens", "kv_tokens", "positions", "time", "length"}
 )
+"""Usual names of the logical axis of activations along which a model's results depend on others."""
+
+# Logical axes that activations of most models have and parameters have not.
+_ACTIVATION_AXES = SEQUENCE_AXES | {"batch"}
 
 # A name this similar to one that exists is probably misspelt.
 _NEAR = 0.8

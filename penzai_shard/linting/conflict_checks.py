@@ -25,7 +25,8 @@ from penzai_shard.linting.layer_changes import with_other_rules
 from penzai_shard.linting.lint_subject import LintSubject
 from penzai_shard.linting.model_flows import FlowingArray
 from penzai_shard.linting.rule_changes import change_of_table, rules_text
-from penzai_shard.linting.subject_flows import SubjectFlows, moved_bytes, split_of
+from penzai_shard.linting.split_axes import moved_bytes, split_of
+from penzai_shard.linting.subject_flows import SubjectFlows
 from penzai_shard.planning import bytes_text
 from penzai_shard.rule_kinds import LogicalAxis, NameRule, array_text
 from penzai_shard.surgery import constrain_blocks

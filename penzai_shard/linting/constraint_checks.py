@@ -19,10 +19,11 @@ from penzai_shard.linting.flow_layouts import PinnedArray
 from penzai_shard.linting.layer_changes import on_mesh, with_other_rules, without_pin
 from penzai_shard.linting.lint_subject import LintSubject
 from penzai_shard.linting.model_flows import PASSERS
-from penzai_shard.linting.pins import Pin, is_same_mesh, names_of, pins_of
+from penzai_shard.linting.pins import Pin, names_of, pins_of
 from penzai_shard.linting.rule_changes import change_of_table, rules_text
-from penzai_shard.linting.subject_flows import SubjectFlows, moved_bytes
-from penzai_shard.meshes import mesh_shape_of, mesh_text
+from penzai_shard.linting.split_axes import moved_bytes
+from penzai_shard.linting.subject_flows import SubjectFlows
+from penzai_shard.meshes import is_same_mesh, mesh_shape_of, mesh_text
 from penzai_shard.planning import PlanRequest, bytes_text
 from penzai_shard.rule_kinds import LogicalAxis, NameRule, array_text, mesh_axes_text, nearest_name
 

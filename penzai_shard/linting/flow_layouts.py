@@ -5,6 +5,7 @@ mesh axes meet it does not decide, as it only has to know what was said.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
@@ -13,6 +14,7 @@ from penzai_shard.linting.model_flows import PASSERS, FlowingArray, LayerCall, M
 from penzai_shard.linting.pins import Pin, pins_of
 from penzai_shard.model_variables import is_parameter, value_of, variable_name
 from penzai_shard.named_leaves import leaves_of
+from penzai_shard.planning.plan import itemsize
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.surgery.tree_nodes import children_of, is_layer
 
@@ -241,10 +243,7 @@ def _parameters_of(layer: object) -> Iterable[HeldParameter]:
                     for name, size in zip(leaf.names or (), leaf.shape, strict=False)
                     if name is not None
                 }
-                count = 1 if leaf.dtype is None else leaf.dtype.itemsize
-                for size in leaf.shape:
-                    count *= size
-                nbytes += count
+                nbytes += math.prod(leaf.shape) * itemsize(leaf.dtype)
             yield HeldParameter(variable_name(node, ""), sizes, nbytes)
         elif not is_layer(node):
             waiting += [child for _, child in children_of(node)]

@@ -8,6 +8,7 @@ comes after it from being seen.
 import contextlib
 import dataclasses
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ from penzai_shard.model_variables import thawed
 from penzai_shard.model_variables.slots import StaticLeaf, fill_slots
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.placement import described_array
+from penzai_shard.planning.plan import itemsize
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.surgery.bare_paths import bare_paths, layer_name
 from penzai_shard.surgery.places import find_predicate
@@ -77,10 +79,7 @@ class FlowingArray:
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        count: int = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape) * itemsize(self.dtype)
 
 
 @dataclasses.dataclass
@@ -112,13 +111,11 @@ class ModelFlows:
 
     Attributes:
         calls: Every call of a layer, in the order in which they began.
-        ended: Their numbers, in the order in which they ended.
         error: What went wrong, if the model cannot be called so.
         failed: The call in which it did.
     """
 
     calls: tuple[LayerCall, ...]
-    ended: tuple[int, ...]
     error: Exception | None = None
     failed: LayerCall | None = None
 
@@ -129,7 +126,6 @@ class _Recorder:
 
     layers: list[tuple[Any, str, str]] = dataclasses.field(default_factory=list)
     calls: list[LayerCall] = dataclasses.field(default_factory=list)
-    ended: list[int] = dataclasses.field(default_factory=list)
     running: list[int] = dataclasses.field(default_factory=list)
     failed: LayerCall | None = None
     # Values by their ids, which must not be used again.
@@ -182,7 +178,7 @@ class _Recorder:
             self.failed = self.failed or call
             raise
         finally:
-            self.ended.append(self.running.pop())
+            self.running.pop()
 
 
 def _taken_over(layer: Any) -> frozenset[str]:
@@ -260,7 +256,7 @@ def flows_through(model: Any, batch: Any) -> ModelFlows:
     except Exception as raised:  # A layer may fail in any way.
         error = raised
     recorder.values.clear()
-    return ModelFlows(tuple(recorder.calls), tuple(recorder.ended), error, recorder.failed)
+    return ModelFlows(tuple(recorder.calls), error, recorder.failed)
 
 
 def inputs_of(model: Any, batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

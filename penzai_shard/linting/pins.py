@@ -10,8 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.layers import ConstrainActivations, ConstrainSharding, ConstrainShardingByName
 from penzai_shard.linting.model_flows import FlowingArray
+from penzai_shard.linting.split_axes import split_of
 from penzai_shard.meshes import AnyMesh, auto_twin, mesh_shape_of
-from penzai_shard.partition_specs import decided_spec, mesh_axes_by_dimension, mesh_axes_used
+from penzai_shard.partition_specs import decided_spec, mesh_axes_used
 from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnIndivisible
 
 Side: TypeAlias = Literal["inputs", "outputs"]
@@ -66,18 +67,11 @@ class Pin:
             spec = specs[min(number, len(specs) - 1)]
             if len(spec) > len(array.shape):
                 return {}
-            entries = mesh_axes_by_dimension(spec, len(array.shape))
         elif array.names is None:
             return {}
         else:
-            explained = self.rules.explain(array.names, array.shape, self.mesh)
-            entries = tuple(decision.mesh_axes for decision in explained.dimensions)
-        sizes = mesh_shape_of(self.mesh)
-        return {
-            name: split
-            for name, axes in zip(array.names or (), entries, strict=False)
-            if name is not None and (split := tuple(axis for axis in axes if sizes[axis] > 1))
-        }
+            spec = self.rules.explain(array.names, array.shape, self.mesh).spec
+        return split_of(array.names, spec, mesh_shape_of(self.mesh))
 
 
 def pins_of(layer: Any) -> tuple[Pin, ...]:
@@ -106,16 +100,6 @@ def pins_of(layer: Any) -> tuple[Pin, ...]:
         if named:
             return (Pin(auto_twin(named[0].mesh), None, tuple(leaves), needs_names=False),)
     return ()
-
-
-def is_same_mesh(own: AnyMesh, other: AnyMesh) -> bool:
-    """Whether a constraint for one mesh is one for the other too.
-
-    Meshes of devices must have the same, in the same order; an abstract one only the same shape.
-    """
-    if isinstance(own, jax.sharding.Mesh) and isinstance(other, jax.sharding.Mesh):
-        return auto_twin(own) == auto_twin(other)
-    return dict(mesh_shape_of(own)) == dict(mesh_shape_of(other))
 
 
 def names_of(rules: AxisRules) -> tuple[NameRule, ...]:

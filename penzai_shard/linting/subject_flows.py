@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -15,23 +14,18 @@ from penzai_shard.errors import ShardingError, ShardingWarning
 from penzai_shard.layers import ConstrainActivations, GatherParameters, ShardMapped
 from penzai_shard.linting.flow_layouts import LaidOutCall, laid_out_calls
 from penzai_shard.linting.model_flows import PASSERS, FlowingArray, ModelFlows, flows_through
-from penzai_shard.linting.pins import is_same_mesh
-from penzai_shard.meshes import mesh_shape_of
+from penzai_shard.linting.split_axes import split_of
+from penzai_shard.meshes import is_same_mesh, mesh_shape_of
 from penzai_shard.named_leaves import NamedLeaf, leaves_of
-from penzai_shard.partition_specs import mesh_axes_by_dimension, mesh_axes_used
+from penzai_shard.partition_specs import mesh_axes_used
 from penzai_shard.path_folding import folding_key
 from penzai_shard.planning import LeafPlan
-from penzai_shard.rule_kinds import LargestDimensionRule, LogicalAxis
+from penzai_shard.rule_kinds import SEQUENCE_AXES, LargestDimensionRule, LogicalAxis
 from penzai_shard.surgery.tree_nodes import is_layer, nodes_of
 from penzai_shard.training import TrainState
 
 if TYPE_CHECKING:
     from penzai_shard.linting.lint_subject import LintSubject
-
-# Axes of activations along which a model does not compute independently.
-_ALONG_A_SEQUENCE = frozenset(
-    {"seq", "sequence", "kv_seq", "tokens", "kv_tokens", "positions", "time", "length"}
-)
 
 LAYING_OUT = (*PASSERS, ConstrainActivations, GatherParameters, ShardMapped)
 """Layers that say how something is laid out."""
@@ -108,7 +102,7 @@ class SubjectFlows:
         if called in names:
             return called
         of_model = self.subject.plan.logical_axes
-        others = [name for name in names if name not in of_model and name not in _ALONG_A_SEQUENCE]
+        others = [name for name in names if name not in of_model and name not in SEQUENCE_AXES]
         return others[0] if others else None
 
     @functools.cached_property
@@ -193,48 +187,6 @@ def placed_on(array: Any, mesh: Any) -> NamedSharding | None:
     sharding = getattr(array, "sharding", None)
     fits = isinstance(sharding, NamedSharding) and is_same_mesh(sharding.mesh, mesh)
     return sharding if fits else None
-
-
-def split_of(
-    names: Iterable[LogicalAxis | None] | None, spec: Any, sizes: Mapping[str, int]
-) -> dict[LogicalAxis, tuple[str, ...]]:
-    """The mesh axes of each logical axis that is split, without those of size 1.
-
-    >>> from jax.sharding import PartitionSpec
-    >>> split_of(("a", "b"), PartitionSpec(None, "data"), {"data": 2})
-    {'b': ('data',)}
-    """
-    names = tuple(names or ())
-    entries = mesh_axes_by_dimension(spec, max(len(names), len(spec)))
-    return {
-        name: split
-        for name, axes in zip(names, entries, strict=False)
-        if name is not None and (split := tuple(axis for axis in axes if sizes[axis] > 1))
-    }
-
-
-def moved_bytes(
-    nbytes: int,
-    before: Mapping[LogicalAxis, tuple[str, ...]],
-    after: Mapping[LogicalAxis, tuple[str, ...]],
-    sizes: Mapping[str, int],
-) -> int:
-    """What each device receives when an array goes from one layout to another, in bytes.
-
-    What it holds already it does not receive. Where the mesh axes of a logical axis change to
-    others, what it holds by chance is the mean over the devices.
-
-    >>> moved_bytes(64, {"b": ("x",)}, {}, {"x": 4}), moved_bytes(64, {}, {"b": ("x",)}, {"x": 4})
-    (48, 0)
-    """
-    part, kept = 1.0, 1.0
-    for name in {*before, *after}:
-        old, new = before.get(name, ()), after.get(name, ())
-        counts = [math.prod(sizes[axis] for axis in axes) for axes in (old, new)]
-        part /= counts[1]
-        is_finer = old == new[: len(old)] or new == old[: len(new)]
-        kept /= max(counts) if is_finer else counts[0] * counts[1]
-    return round(nbytes * (part - kept))
 
 
 def _found(subject: "LintSubject") -> SubjectFlows:

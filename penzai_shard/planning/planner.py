@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from penzai_shard.axis_decisions import SpecExplanation, decide
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import PlanError, ShardingError, raise_all
 from penzai_shard.library_apis.jax_api import is_weakly_typed
-from penzai_shard.meshes import AnyMesh, auto_twin, mesh_shape_of, mesh_text, refuse_other_than_mesh
+from penzai_shard.meshes import AnyMesh, auto_twin, is_same_mesh, mesh_text, refuse_other_than_mesh
 from penzai_shard.model_variables import held_by_templates
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.partition_specs import canonical_spec
@@ -239,7 +239,7 @@ class Planner:
         self, held: ReadArray, leaf: NamedLeaf, spec: PartitionSpec
     ) -> tuple[str, ...]:
         """Why an array cannot be laid out so: its library lays it out otherwise when it is used."""
-        if held.mesh is not None and not _is_same_mesh(held.mesh, self.mesh):
+        if held.mesh is not None and not is_same_mesh(held.mesh, self.mesh):
             return (
                 f"it has a mesh of its own ({mesh_text(held.mesh)}), on which it is laid out when "
                 f"it is used, and this is another one ({mesh_text(self.mesh)}). Leave mesh= out "
@@ -297,14 +297,6 @@ class Planner:
         explained = self.decide(made_of.names, made_of.sizes)
         kept = made_of.of_kept([dimension.mesh_axes for dimension in explained.dimensions])
         return canonical_spec(kept), explained
-
-
-def _is_same_mesh(own: AnyMesh, mesh: AnyMesh) -> bool:
-    """Whether two meshes have the same axes, and the same devices if both have any."""
-    own = auto_twin(own)
-    if isinstance(own, Mesh) and isinstance(mesh, Mesh):
-        return own == mesh
-    return mesh_shape_of(own) == mesh_shape_of(mesh)
 
 
 def number_arrays(
