@@ -20,8 +20,8 @@ from penzai_shard.checkpointing.manifest import read_manifest
 from penzai_shard.checkpointing.restoring import refuse_other_arrays
 from penzai_shard.errors import CheckpointMismatchError, grouped_problems
 from penzai_shard.path_folding import folded_rows
-from penzai_shard.planning.plan_table import arrays_text
 from penzai_shard.readers import without_repeats
+from penzai_shard.report_trees import count_text
 from penzai_shard.text_tables import FindingsTable, Report, TextTable
 from penzai_shard.training import TrainState
 
@@ -104,23 +104,24 @@ class CheckpointComparison(Report):
 
     def _verdict(self) -> str:
         total = len(self.differences) + len(self.same) + len(self.not_compared)
+        arrays = count_text(total, "array")
         if self.differences:
-            return f"different: {len(self.differences):,} of {arrays_text(total)}"
+            return f"different: {len(self.differences):,} of {arrays}"
         if self.are_different:
-            return f"of different kinds, with {arrays_text(total)} alike"
+            return f"of different kinds, with {arrays} alike"
         if self.not_compared:
-            return f"{arrays_text(total)} alike in axes, sizes and dtypes; not all values compared"
-        return f"equal: {arrays_text(total)}, values compared by checksum"
+            return f"{arrays} alike in axes, sizes and dtypes; not all values compared"
+        return f"equal: {arrays}, values compared by checksum"
 
     def _remarks(self) -> Iterator[str]:
         for which, path, kind in zip(("first", "second"), self.paths, self.kinds, strict=True):
             yield f"{which}: {KINDS[kind]}, {shown_path(path)}"
         if self.differences and self.same:
-            yield f"the same in both: {arrays_text(len(self.same))}"
+            yield f"the same in both: {count_text(len(self.same), 'array')}"
         if self.not_compared:
             yield (
-                f"values not compared: {arrays_text(len(self.not_compared))}, of which not both "
-                "have checksums"
+                f"values not compared: {count_text(len(self.not_compared), 'array')}, of which not "
+                "both have checksums"
             )
         yield from self.notes
 
@@ -167,7 +168,7 @@ class ModelComparison(Report):
             collapse: Show those that differ only in the numbers in their names as one row.
         """
         if self.fits:
-            verdict = f"fits: {arrays_text(self.count)} of the {self.what} can be restored"
+            verdict = f"fits: {count_text(self.count, 'array')} of the {self.what} can be restored"
             return ProblemsTable((), verdict, (f"checkpoint: {shown_path(self.path)}",))
         lines = self.problems
         if collapse:

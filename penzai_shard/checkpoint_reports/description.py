@@ -17,7 +17,8 @@ from penzai_shard.checkpoint_reports.stored_arrays import (
 from penzai_shard.checkpointing.locations import PathLike, shown_path
 from penzai_shard.meshes import mesh_text
 from penzai_shard.path_folding import folding_key
-from penzai_shard.planning.plan_table import arrays_text, axes_text, bytes_text, grouped_rows
+from penzai_shard.planning.plan_table import axes_text, bytes_text, grouped_rows
+from penzai_shard.report_trees import count_text
 from penzai_shard.text_tables import PreparedTable, Report
 
 # More parts than this, or parts of one array each, are as long to read as the table.
@@ -83,7 +84,7 @@ class CheckpointDescription(Report):
         )
         where = f"; saved {_on(mesh)}" if mesh is not None else ""
         verdict = (
-            f"{KINDS[self.contents.kind]}: {arrays_text(len(self.arrays))}, "
+            f"{KINDS[self.contents.kind]}: {count_text(len(self.arrays), 'array')}, "
             f"{bytes_text(self.total_bytes)}{where}"
         )
         return StoredArraysTable(tuple(row[:5] for row in rows), verdict, tuple(self._remarks()))
@@ -185,7 +186,8 @@ def _totals(arrays: Sequence[StoredArray], key: Callable[[StoredArray], str]) ->
         sizes.setdefault(key(array), []).append(array.record.nbytes)
     ordered = sorted(sizes.items(), key=lambda item: -sum(item[1]))
     return ", ".join(
-        f"{name} {bytes_text(sum(each))} ({arrays_text(len(each))})" for name, each in ordered
+        f"{name} {bytes_text(sum(each))} ({count_text(len(each), 'array')})"
+        for name, each in ordered
     )
 
 

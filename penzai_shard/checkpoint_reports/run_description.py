@@ -16,6 +16,7 @@ from penzai_shard.checkpointing.locations import (
 )
 from penzai_shard.errors import CheckpointDamagedError, CheckpointNotFoundError, ShardingError
 from penzai_shard.planning.plan_table import bytes_text
+from penzai_shard.report_trees import count_text
 from penzai_shard.text_tables import PreparedTable, Report
 
 
@@ -79,8 +80,7 @@ class RunDescription(Report):
             )
             for each in self.checkpoints
         ]
-        count = len(rows)
-        verdict = f"run: {count} checkpoint{'s' * (count != 1)}, in {shown_path(self.path)}"
+        verdict = f"run: {count_text(len(rows), 'checkpoint')}, in {shown_path(self.path)}"
         whole = [each for each in self.checkpoints if not each.problem]
         newest = (f"the newest: {shown_path(whole[-1].path)}",) if whole else ()
         return NumberedCheckpointsTable(tuple(rows), verdict, newest)

@@ -14,7 +14,8 @@ from penzai_shard.checkpointing.locations import PathLike, shown_path
 from penzai_shard.checkpointing.manifest import read_manifest
 from penzai_shard.checkpointing.value_checksums import checksums_of
 from penzai_shard.path_folding import folded_rows
-from penzai_shard.planning.plan_table import arrays_text, bytes_text
+from penzai_shard.planning.plan_table import bytes_text
+from penzai_shard.report_trees import count_text
 from penzai_shard.text_tables import FindingsTable, Report
 
 Finding = Literal["ok", "damaged", "unreadable", "unchecked"]
@@ -112,7 +113,7 @@ class CheckpointVerification(Report):
 
     def _verdict(self) -> str:
         size = bytes_text(sum(each.record.nbytes for each in self.arrays))
-        total = f"{arrays_text(len(self.arrays))}, {size}, in {shown_path(self.path)}"
+        total = f"{count_text(len(self.arrays), 'array')}, {size}, in {shown_path(self.path)}"
         if self.damaged:
             return f"DAMAGED: {len(self.damaged):,} of {total}"
         if self.unchecked:

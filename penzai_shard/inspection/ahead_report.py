@@ -118,10 +118,8 @@ class AheadReport(Report):
         yield "while it runs", bytes_text(self.memory.total)
         if self.collectives is not None:
             total = self.collectives.total
-            sent = f"{bytes_text(round(total.wire_bytes))}, in {total.executed:,} collectives"
-            if total.unknown_places:
-                sent += f", and {total.unknown_places} that run an unknown number of times"
-            yield "sent in a step", sent
+            sent = bytes_text(round(total.wire_bytes))
+            yield "sent in a step", f"{sent}, in {total.executed_text()}"
         yield "compiled by", f"{self.compiler}, in {self.seconds:.1f} s"
 
     def _slices_text(self) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from penzai_shard.inspection.layer_groups import owners_text
 from penzai_shard.inspection.operation_owners import Phase
+from penzai_shard.report_trees import count_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,17 @@ class CollectiveTotal:
     wire_bytes: float = 0.0
     unknown_places: int = 0
     unknown_wire_bytes: float = 0.0
+
+    def executed_text(self, where: str = "") -> str:
+        """How often they are executed, for people.
+
+        >>> CollectiveTotal(executed=1, unknown_places=2).executed_text(" in one step")
+        '1 collective in one step, and 2 that run an unknown number of times'
+        """
+        text = count_text(self.executed, "collective") + where
+        if self.unknown_places:
+            text += f", and {self.unknown_places} that run an unknown number of times"
+        return text
 
     @classmethod
     def of(cls, collectives: Iterable[Collective]) -> "CollectiveTotal":

@@ -205,11 +205,10 @@ class CollectiveReport(Report):
         if not self.collectives:
             return "no collectives: the step moves nothing between devices"
         total = self.total
-        executed = f"{total.executed:,} collective{'s' * (total.executed != 1)} in one step"
-        if total.unknown_places:
-            executed += f", and {total.unknown_places} that run an unknown number of times"
-        sent = f"{executed}: on mesh ({mesh_text(self.mesh_shape)}) each device sends "
-        sent += bytes_text(round(total.wire_bytes))
+        sent = (
+            f"{total.executed_text(' in one step')}: on mesh ({mesh_text(self.mesh_shape)}) each "
+            f"device sends {bytes_text(round(total.wire_bytes))}"
+        )
         if not total.wire_bytes:
             return sent
         (what, most), *_ = self._totals(lambda one, _: f"{one.kind} over {one.axes_text}").items()

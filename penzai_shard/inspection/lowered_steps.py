@@ -30,7 +30,7 @@ from penzai_shard.library_apis.compiler_api import shardings_of, traced_argument
 from penzai_shard.meshes import AnyMesh, auto_context
 from penzai_shard.placement import described_array
 from penzai_shard.readers import without_bare_arrays
-from penzai_shard.surgery.edit_report import counted
+from penzai_shard.report_trees import count_text
 from penzai_shard.training.compiled_step import CompiledStep, flat_of
 from penzai_shard.training.gradient_step import LOSS_SCOPE, OPTIMIZER_SCOPE
 from penzai_shard.training.stateful_trainer import StatefulTrainer
@@ -242,7 +242,7 @@ def _note_on_state(without: Sequence[str], mesh: AnyMesh | None) -> list[str]:
     if mesh is None or mesh.size == 1 or not without:
         return []
     return [
-        f"{counted(len(without), 'array')} of the state without a layout, such as {without[0]}, "
+        f"{count_text(len(without), 'array')} of the state without a layout, such as {without[0]}, "
         "counted as a copy on every device; TrainState.initial_state(make_plan(model, mesh, "
         "rules).restore_structs(), ...) makes a state with all layouts"
     ]

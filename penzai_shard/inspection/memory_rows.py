@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from penzai_shard.inspection.layer_scopes import LayerScopes
 from penzai_shard.inspection.memory_groups import MemoryGroup
 from penzai_shard.inspection.temporaries import TemporaryGroup
-from penzai_shard.planning.plan_table import SCALARS, arrays_text
-from penzai_shard.report_trees import TreeFigure, TreeRow, bytes_text
+from penzai_shard.planning.plan_table import SCALARS
+from penzai_shard.report_trees import TreeFigure, TreeRow, bytes_text, count_text
 
 MEMORY = "memory"
 # Divided among layers; the memory of all temporaries is the compiler's own figure.
@@ -82,7 +82,7 @@ def _part_rows(part: str, groups: list[MemoryGroup], collapse: bool) -> Iterator
     scalars = [group for group in groups if not group.shape]
     if collapse and len(scalars) > 1:
         size = sum(group.bytes for group in scalars)
-        line = arrays_text(len(scalars))
+        line = count_text(len(scalars), "array")
         yield TreeRow(SCALARS, group=part, line=line, figures=_memory(size))
         groups = [group for group in groups if group.shape]
     for group in groups:

@@ -34,10 +34,11 @@ class ProgramView:
     @functools.cached_property
     def _verdict(self) -> str:
         total = self.collectives.total
-        sent = f"sends {bytes_text(round(total.wire_bytes))} in {total.executed:,} collectives"
+        sent = bytes_text(round(total.wire_bytes))
+        sends = f"sends {sent} in {total.executed_text(' in one step')}"
         if not self.collectives.collectives:
-            sent = "sends nothing"
-        return f"{self.memory.table().verdict}; {sent} in one step"
+            sends = "sends nothing in one step"
+        return f"{self.memory.table().verdict}; {sends}"
 
     def tree(self, collapse: bool) -> ReportTree:
         """Every layer with its memory, its temporaries and what it sends."""

@@ -32,7 +32,7 @@ from penzai_shard.model_variables import thawed
 from penzai_shard.model_variables.slots import StaticLeaf, fill_slots
 from penzai_shard.placement import described_array
 from penzai_shard.planning import bytes_text
-from penzai_shard.surgery.edit_report import counted
+from penzai_shard.report_trees import count_text
 from penzai_shard.surgery.tree_nodes import is_layer
 from penzai_shard.traced_programs import opened
 from penzai_shard.training.train_state import TrainState, peek
@@ -384,9 +384,10 @@ def notes_on(traced: jax.stages.Traced) -> list[str]:
     if size >= MUCH_HELD:
         largest = max(held, key=lambda constant: constant.nbytes)
         notes.append(
-            f"the function closes over {counted(len(held), 'array')} ({bytes_text(size)}), such as "
-            f"{largest.dtype}{list(largest.shape)}, in the program itself, whole on every device "
-            "and in no figure of arguments; give them, or the model that has them, as arguments"
+            f"the function closes over {count_text(len(held), 'array')} ({bytes_text(size)}), such "
+            f"as {largest.dtype}{list(largest.shape)}, in the program itself, whole on every "
+            "device and in no figure of arguments; give them, or the model that has them, as "
+            "arguments"
         )
     if options := compiler_options_of(traced):
         notes.append(

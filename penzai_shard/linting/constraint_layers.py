@@ -1,20 +1,15 @@
 """What the constraint layers of a model name: logical axes, and mesh axes."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.layers import (
-    ConstrainActivations,
-    ConstrainSharding,
-    ConstrainShardingByName,
-    GatherParameters,
-    ShardMapped,
-)
+from penzai_shard.inspection.pinning_layers import PinningLayer
+from penzai_shard.layers import ConstrainSharding, ShardMapped
 from penzai_shard.partition_specs import mesh_axes_used
 from penzai_shard.rule_kinds import IdentityRule, LogicalAxis
 from penzai_shard.surgery.tree_nodes import nodes_of
@@ -36,6 +31,7 @@ class Constraints:
 def constraints_in(model: Any) -> Constraints:
     """What the constraint layers of a model name.
 
+    >>> from penzai_shard.layers import ConstrainShardingByName
     >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
     >>> constraints_in([ConstrainShardingByName(mesh, {"seq": "data"})])
     Constraints(logical_axes=frozenset({'seq'}), mesh_axes=frozenset({'data'}))
@@ -54,19 +50,11 @@ def constraints_in(model: Any) -> Constraints:
     return Constraints(frozenset(logical_axes), frozenset(mesh_axes))
 
 
-def _rules_of(node: Any) -> Iterator[AxisRules]:
-    match node:
-        case ConstrainShardingByName():
-            given: tuple[Any, ...] = (node.axis_name_to_mesh_name,)
-        case ConstrainActivations():
-            given = (*node.inputs, *node.outputs)
-        case GatherParameters():
-            given = (node.rules, {} if node.stored is None else node.stored)
-        case ShardMapped():
-            given = (node.parameter_rules, node.activation_rules)
-        case _:
-            given = ()
-    return map(AxisRules.of, given)
+def _rules_of(node: Any) -> Iterable[AxisRules]:
+    if isinstance(node, ShardMapped):
+        return map(AxisRules.of, (node.parameter_rules, node.activation_rules))
+    pinning = PinningLayer.of(node)
+    return () if pinning is None else pinning.rules
 
 
 def _mesh_axes_of(shardings: Any) -> Iterator[str]:

@@ -7,7 +7,14 @@ from typing import Any
 
 from penzai_shard.linting.findings import KINDS, MARK, Finding
 from penzai_shard.meshes import AnyMesh, mesh_text
-from penzai_shard.report_trees import ReportTree, TreeFigure, TreeRow, bytes_text, tree_of
+from penzai_shard.report_trees import (
+    ReportTree,
+    TreeFigure,
+    TreeRow,
+    bytes_text,
+    count_text,
+    tree_of,
+)
 from penzai_shard.text_tables import FindingsTable, Report
 
 
@@ -107,14 +114,12 @@ class LintReport(Report):
     def _verdict(self) -> str:
         on = f"on mesh ({mesh_text(self.mesh)})"
         if self.ok:
-            s = "s" * (self.array_count != 1)
-            return f"nothing found: {self.array_count:,} array{s} {on}"
+            return f"nothing found: {count_text(self.array_count, 'array')} {on}"
         kinds = [finding.kind for finding in self.findings]
         listed = ", ".join(f"{kinds.count(kind)} {kind}" for kind in KINDS if kind in kinds)
         wasted = self.wasted_bytes
         more = f"; each device holds {bytes_text(wasted)} more than it must" if wasted else ""
-        noun = "finding" if len(kinds) == 1 else "findings"
-        return f"{len(kinds)} {noun} {on}: {listed}{more}"
+        return f"{count_text(len(kinds), 'finding')} {on}: {listed}{more}"
 
     def to_json(self) -> str:
         """All of it as JSON text: one object per finding, with all its paths."""

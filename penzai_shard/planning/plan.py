@@ -17,12 +17,11 @@ from penzai_shard.planning.plan_table import (
     SCALARS,
     PlanTable,
     Row,
-    arrays_text,
     axes_text,
     bytes_text,
     grouped_rows,
 )
-from penzai_shard.report_trees import ReportTree, TreeFigure, TreeRow, tree_of
+from penzai_shard.report_trees import ReportTree, TreeFigure, TreeRow, count_text, tree_of
 from penzai_shard.rule_kinds import LogicalAxis, NameRule
 from penzai_shard.text_tables import NotebookView
 
@@ -301,7 +300,7 @@ def _tree_row(leaf: LeafPlan) -> TreeRow:
 
 
 def _scalars_row(leaves: Sequence[LeafPlan]) -> TreeRow:
-    return TreeRow(SCALARS, line=arrays_text(len(leaves)), figures=_figures(leaves))
+    return TreeRow(SCALARS, line=count_text(len(leaves), "array"), figures=_figures(leaves))
 
 
 def _figures(leaves: Sequence[LeafPlan]) -> tuple[TreeFigure, ...]:

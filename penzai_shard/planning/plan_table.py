@@ -15,15 +15,6 @@ Row = tuple[str, str, str, int, str]
 SCALARS = "(scalars)"
 
 
-def arrays_text(count: int) -> str:
-    """A number of arrays for people.
-
-    >>> arrays_text(1), arrays_text(1200)
-    ('1 array', '1,200 arrays')
-    """
-    return f"{count:,} array{'s' * (count != 1)}"
-
-
 def axes_text(
     names: Sequence[LogicalAxis | None] | None,
     shape: Sequence[int],

@@ -8,6 +8,7 @@ from penzai_shard.report_trees.building import TreeRow, tree_of
 from penzai_shard.report_trees.nodes import ReportTree, TreeFigure, TreeNode
 from penzai_shard.report_trees.readable_text import (
     bytes_text,
+    count_text,
     printable,
     quantity_text,
     share_text,
@@ -20,6 +21,7 @@ __all__ = [
     "TreeNode",
     "TreeRow",
     "bytes_text",
+    "count_text",
     "printable",
     "quantity_text",
     "share_text",

@@ -44,6 +44,15 @@ def quantity_text(value: float, unit: Unit) -> str:
     return "-" * (value < 0) + bytes_text(abs(value))
 
 
+def count_text(count: int, what: str) -> str:
+    """A number of things for people.
+
+    >>> count_text(1, "array"), count_text(1200, "array")
+    ('1 array', '1,200 arrays')
+    """
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
 def printable(text: str) -> str:
     r"""Text with control characters written out, so that it cannot steer a terminal.
 

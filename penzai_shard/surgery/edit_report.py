@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from penzai_shard.path_folding import folded_rows
-from penzai_shard.report_trees import ReportTree, TreeFigure, TreeRow, tree_of
+from penzai_shard.report_trees import ReportTree, TreeFigure, TreeRow, count_text, tree_of
 from penzai_shard.surgery.inserted_layers import library_role, original_in
 from penzai_shard.surgery.tree_nodes import children_of, kind_of
 from penzai_shard.text_tables import PreparedTable, TextTable
@@ -143,9 +143,9 @@ class EditReport(TextTable):
 
     def text_verdict(self) -> str:
         """Whether the recipe fits, and how much it does."""
-        places = counted(sum(row.count for row in self.rows), "place")
+        places = count_text(sum(row.count for row in self.rows), "place")
         fits = "" if self.ok else ": does NOT fit"
-        return f"{counted(len(self.rows), 'edit')} of {self.model}, {places}{fits}"
+        return f"{count_text(len(self.rows), 'edit')} of {self.model}, {places}{fits}"
 
     def verdict_style(self) -> str:
         """Red where an edit does not fit."""
@@ -184,15 +184,6 @@ def _tree_rows(edit: EditRow, number: int) -> Iterator[TreeRow]:
             line=f"{before} -> {after}",
             figures=(TreeFigure("places", 1, "count"),),
         )
-
-
-def counted(count: int, what: str) -> str:
-    """A number of things in words.
-
-    >>> counted(1, "edit"), counted(3, "edit")
-    ('1 edit', '3 edits')
-    """
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _is_twice(before: Any, after: tuple[Any, ...]) -> bool:

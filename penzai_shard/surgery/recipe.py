@@ -7,7 +7,8 @@ from typing import Any, overload
 from jax.sharding import AbstractMesh, Mesh
 
 from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
-from penzai_shard.surgery.edit_report import EditReport, EditRow, RecipeTable, counted
+from penzai_shard.report_trees import count_text
+from penzai_shard.surgery.edit_report import EditReport, EditRow, RecipeTable
 from penzai_shard.surgery.edits import Edit, Outcome
 from penzai_shard.surgery.recipe_json import edits_from_json, edits_to_json
 from penzai_shard.surgery.refusals import EditRefused
@@ -96,7 +97,7 @@ class Recipe(NotebookView):
     def notebook_table(self) -> RecipeTable:
         """The edits as a table."""
         rows = tuple(edit.cells for edit in self.edits)
-        return RecipeTable(rows, f"Recipe of {counted(len(rows), 'edit')}")
+        return RecipeTable(rows, f"Recipe of {count_text(len(rows), 'edit')}")
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         """The text of ``repr`` inside of other values, with an edit a line."""

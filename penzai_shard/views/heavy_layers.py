@@ -11,6 +11,7 @@ from penzai_shard.inspection.memory_report import MemoryReport
 from penzai_shard.inspection.step_parts import StepPart, part_of_field
 from penzai_shard.path_folding import folding_key, ranged_paths
 from penzai_shard.planning import ShardingPlan, bytes_text
+from penzai_shard.report_trees import count_text
 from penzai_shard.tree_paths import common_parts
 
 _UNKNOWN = "of no known layer"
@@ -146,7 +147,7 @@ def _listed(sums: Mapping[str, float]) -> str:
         return ordered[0][0]
     shown = [f"{what} {bytes_text(round(size))}" for what, size in ordered if size]
     others = len(shown) - _LISTED
-    more = [f"{others} other{'s' * (others > 1)}"] if others > 0 else []
+    more = [count_text(others, "other")] if others > 0 else []
     return ", ".join([*shown[:_LISTED], *more])
 
 

@@ -9,7 +9,7 @@ from penzai_shard.inspection.memory_report import MemoryReport
 from penzai_shard.inspection.sharding_causes import WhyReport
 from penzai_shard.linting import LintReport
 from penzai_shard.planning import ShardingPlan, bytes_text
-from penzai_shard.report_trees import share_text
+from penzai_shard.report_trees import count_text, share_text
 from penzai_shard.text_tables import Report
 from penzai_shard.views.heavy_layers import (
     HeavyLayer,
@@ -118,7 +118,7 @@ class PageContent:
         if not isinstance(self.lint, LintReport) or self.lint.ok:
             return state, text
         found = len(self.lint.findings)
-        there_are = "There is 1 finding" if found == 1 else f"There are {found:,} findings"
+        there_are = f"There {'is' if found == 1 else 'are'} {count_text(found, 'finding')}"
         return "bad" if state == "bad" else "", f"{text} {there_are}."
 
     def _need(self) -> tuple[State, str]:
@@ -178,14 +178,11 @@ def _memory_figure(memory: MemoryReport) -> KeyFigure:
 
 def _traffic_figure(collectives: CollectiveReport) -> KeyFigure:
     total = collectives.total
-    remark = f"{total.executed:,} collective{'s' * (total.executed != 1)}"
-    if total.unknown_places:
-        remark += f", and {total.unknown_places} that run an unknown number of times"
     return KeyFigure(
         "Sent per device and step",
         bytes_text(round(collectives.wire_bytes)),
         exact_text(collectives.wire_bytes, "bytes"),
-        remark,
+        total.executed_text(),
         section="collectives",
     )
 

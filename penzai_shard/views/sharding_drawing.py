@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from penzai_shard.meshes import mesh_text
 from penzai_shard.planning.plan import itemsize
-from penzai_shard.report_trees import bytes_text
+from penzai_shard.report_trees import bytes_text, count_text
 from penzai_shard.rule_kinds import PositionalDimension
 from penzai_shard.text_tables import PreparedTable, Report, Segments, TextTable
 from penzai_shard.views.array_parts import ArrayDimension, ArrayPart, ArrayParts
@@ -141,7 +142,7 @@ class ShardingDrawing(Report):
         apart = math.prod((parts.mesh or {})[axis] for axis in (*parts.manual, *parts.unreduced))
         copies = max(len(part.devices) for part in parts.parts) // apart
         if any(dimension.is_left_to_compiler for dimension in parts.dimensions):
-            known = f"at least {len(parts.parts)} part{'s' * (len(parts.parts) > 1)}"
+            known = f"at least {count_text(len(parts.parts), 'part')}"
             return f"{what}, {total}, is in {known}; the compiler decides"
         if len(parts.parts) > 1:
             held = f"{copies} devices hold each" if copies > 1 else "one device holds each"
@@ -152,7 +153,7 @@ class ShardingDrawing(Report):
 
     def _size(self, elements: int) -> str:
         if self.dtype is None:
-            return f"{elements:,} element{'s' * (elements != 1)}"
+            return count_text(elements, "element")
         return bytes_text(elements * itemsize(self.dtype))
 
     def _dimension_row(self, dimension: ArrayDimension) -> tuple[str, ...]:
@@ -217,12 +218,8 @@ class ShardingDrawing(Report):
 
 
 def _axes_text(mesh_axes: tuple[str, ...], mesh: Mapping[str, int]) -> str:
-    """Mesh axes with their sizes.
-
-    >>> _axes_text(("data", "model"), {"data": 4, "model": 2}), _axes_text((), {})
-    ('data=4, model=2', '')
-    """
-    return ", ".join(f"{axis}={mesh[axis]}" for axis in mesh_axes)
+    """Mesh axes with their sizes."""
+    return mesh_text({axis: mesh[axis] for axis in mesh_axes})
 
 
 def _dimension_data(dimension: ArrayDimension) -> dict[str, Any]:

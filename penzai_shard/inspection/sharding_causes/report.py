@@ -15,7 +15,7 @@ from penzai_shard.inspection.sharding_causes.cause_table import (
 from penzai_shard.inspection.sharding_causes.records import RowKind, WhyRow
 from penzai_shard.inspection.sharding_causes.selection import selected_rows
 from penzai_shard.meshes import mesh_text
-from penzai_shard.report_trees import ReportTree, TreeFigure, TreeRow, tree_of
+from penzai_shard.report_trees import ReportTree, TreeFigure, TreeRow, count_text, tree_of
 from penzai_shard.text_tables import Report
 from penzai_shard.tree_paths import name_matches
 
@@ -128,7 +128,7 @@ class WhyReport(Report):
             text = f"{self.at} {text}"
         if self.lost:
             places = {(loss.operation, loss.layer) for row in self.lost for loss in row.lost}
-            text += f"; shardings were lost at {len(places)} place{'s' * (len(places) != 1)}"
+            text += f"; shardings were lost at {count_text(len(places), 'place')}"
         return text
 
     def to_json(self) -> str:
@@ -146,7 +146,7 @@ class WhyReport(Report):
 
 def _counted(kind: str, rows: Sequence[WhyRow]) -> str:
     split = sum(not row.is_whole for row in rows)
-    return f"{split} of {len(rows)} {kind}{'s' * (len(rows) != 1)} split"
+    return f"{split:,} of {count_text(len(rows), kind)} split"
 
 
 def _data(row: WhyRow) -> dict[str, Any]:
