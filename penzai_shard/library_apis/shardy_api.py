@@ -286,7 +286,11 @@ class _Reader:
         shape, dtype = self._once(_shape_and_dtype, kind)
         if sharding is None:
             return ShardyValue(shape, dtype, None, (True,) * len(shape), origins)
-        return ShardyValue(shape, dtype, *self._once(_spec, sharding), origins)
+        spec, is_open = self._once(_spec, sharding)
+        # What is on one device alone, as for a call to Python, has no dimensions in its layout.
+        missing = len(shape) - len(spec)
+        spec, is_open = (*spec, *[()] * missing), (*is_open, *[False] * missing)
+        return ShardyValue(shape, dtype, spec, is_open, origins)
 
     def _origins(self, attributes: MlirObject, number: int = 0) -> dict[str, str]:
         if "sdy.sharding_origins" not in attributes:

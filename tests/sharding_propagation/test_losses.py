@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import io_callback
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from penzai_shard.sharding_propagation import Standing
+from penzai_shard.sharding_propagation import PropagatedProgram, Standing
 from tests.sharding_propagation.small_programs import (
     MESH,
     array,
@@ -269,3 +270,19 @@ def test_what_a_constraint_pins_was_lost_at_the_operation_before_it():
     assert loss.made_by.kind == "stablehlo.sine"
     assert (loss.operand, loss.result) == (program.arguments["x"], loss.operation.operands[0])
     assert program.losses(loss.result) == program.losses(program.results[0]) == (loss,)
+
+
+def test_what_calls_back_to_python_is_on_one_device_and_loses_the_layout():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    like = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+
+    def function(x):
+        return jnp.sin(io_callback(lambda data: data, like, x))
+
+    lowered = jax.jit(function).lower(array("data", mesh=mesh))
+    program = PropagatedProgram.of(lowered)
+    loss = only(program.losses())
+    assert (loss.kind, loss.mesh_axis, loss.operand) == ("unruled", "data", program.arguments["x"])
+    given = program.values[loss.operation.results[0]]
+    assert (given.shape, given.spec) == ((16, 16), ((), ()))
+    assert program.losses(program.results[0]) == (loss,)
