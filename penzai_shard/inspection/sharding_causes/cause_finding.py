@@ -56,6 +56,7 @@ class CauseFinder:
         self._program = program
         self._step = step
         self._scopes = step.scopes
+        self._results = frozenset(program.results)
         self._cause = functools.cache(self._computed_cause)
         self._parameters = {
             array.path.removeprefix("params/"): array
@@ -92,8 +93,9 @@ class CauseFinder:
 
     def step_of(self, operation: Operation) -> WayStep:
         """An operation in words, with its layer and its line."""
+        comes_out = operation.kind == FLOW and self._results.issuperset(operation.results)
         return WayStep(
-            operation_text(operation),
+            "the end of the step" if comes_out else operation_text(operation),
             layer_of(operation, self._scopes),
             source_line(operation.frames),
         )

@@ -137,6 +137,10 @@ class LossTeller:
                 return f"{dimension} is cut or joined there, and the parts do not fit"
             case "absent":
                 return f"what comes out does not have {dimension}"
+            case "uneven" if ":" in loss.mesh_axis:
+                return "what comes out of a step is split over whole mesh axes alone"
+            case "uneven":
+                return f"what comes out of a step is split evenly, and {dimension} does not divide"
         return f"Shardy does not take it on along {dimension}"
 
     def _behind(self, rival: Standing) -> Iterator[str]:

@@ -39,7 +39,8 @@ def operation_text(operation: Operation) -> str:
     if operation.kind == FLOW:
         return "a loop, a branch or a call"
     primitive = operation.name.rpartition("/")[2] or operation.kind.rpartition(".")[2]
-    return _WORDS.get(primitive, primitive)
+    # Calls back to Python end in a colon.
+    return _WORDS.get(primitive, primitive.removesuffix(":"))
 
 
 def layer_of(operation: Operation, scopes: LayerScopes) -> str:

@@ -12,6 +12,7 @@ from tests.inspection.sharding_causes.laid_out_programs import (
     MESH,
     OfData,
     P,
+    laid_out,
     linear,
     planned,
     struct,
@@ -97,6 +98,22 @@ def test_two_that_want_the_same_mesh_axis_are_both_named():
     (row,) = report.rows
     assert row.is_whole
     assert {loss.mesh_axis for loss in row.losses} == {"data", "model"}
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: x[:6], "split evenly, and dimension 0 of length 6 does not divide"),
+        (lambda x: x.reshape(2, 4, 8), "split over whole mesh axes alone"),
+        (jax.jit(lambda x: x, out_shardings=laid_out()), "dimension 0 of length 8 is declared"),
+    ],
+    ids=["uneven", "parts", "declared"],
+)
+def test_what_is_lost_as_it_comes_out_is_lost_at_the_end_and_at_no_loop(function, reason):
+    (row,) = why(function, struct(8, 8, spec=P("data"))).rows
+    assert row.is_whole
+    assert {loss.operation for loss in row.losses} == {"the end of the step"}
+    assert all(reason in loss.reason for loss in row.losses), row.losses
 
 
 def test_parameter_that_is_gathered_for_use_is_said_where_it_is_and_is_no_loss():
