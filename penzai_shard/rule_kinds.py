@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -25,6 +26,9 @@ _ACTIVATION_AXES = SEQUENCE_AXES | {"batch"}
 
 # A name this similar to one that exists is probably misspelt.
 _NEAR = 0.8
+
+# One letter or two begin too many names to stand for one of them.
+_SHORTEST = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +63,24 @@ def nearest_name(name: Any, names: Iterable[Any]) -> str | None:
     """
     found = difflib.get_close_matches(str(name), [str(other) for other in names], 1, _NEAR)
     return found[0] if found else None
+
+
+def meant_name(name: Any, names: Iterable[Any]) -> str | None:
+    """The name most like a given one, or else the only one that it shortens, or that shortens it.
+
+    A word more or less makes it the name of another thing.
+
+    >>> meant_name("vocab", ["vocabulary", "embedding"]), meant_name("heads", ["heads_of_keys"])
+    ('vocabulary', None)
+    """
+    listed = [str(other) for other in names]
+    begun = [
+        other
+        for other in listed
+        for shorter, longer in [sorted((str(name), other), key=len)]
+        if len(shorter) >= _SHORTEST and re.match(rf"{re.escape(shorter)}[a-z]", longer)
+    ]
+    return nearest_name(name, listed) or (begun[0] if len(begun) == 1 else None)
 
 
 def did_you_mean(name: Any, names: Iterable[Any]) -> str:

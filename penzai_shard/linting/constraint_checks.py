@@ -25,7 +25,14 @@ from penzai_shard.linting.split_axes import moved_bytes
 from penzai_shard.linting.subject_flows import SubjectFlows
 from penzai_shard.meshes import is_same_mesh, mesh_shape_of, mesh_text
 from penzai_shard.planning import PlanRequest, bytes_text
-from penzai_shard.rule_kinds import LogicalAxis, NameRule, array_text, mesh_axes_text, nearest_name
+from penzai_shard.rule_kinds import (
+    LogicalAxis,
+    NameRule,
+    array_text,
+    meant_name,
+    mesh_axes_text,
+    nearest_name,
+)
 
 
 def constraints_of_other_meshes(subject: LintSubject) -> Iterator[Finding]:
@@ -235,7 +242,7 @@ def _meant(flows: SubjectFlows, one: PinnedArray) -> Iterator[AxisRules]:
             fitting.append(rule)
             continue
         assert isinstance(rule, NameRule)
-        near = nearest_name(name, (str(n) for n in sizes if n not in one.pin.rules.logical_axes))
+        near = meant_name(name, (str(n) for n in sizes if n not in one.pin.rules.logical_axes))
         fitting.append(rule if near is None else dataclasses.replace(rule, logical_axis=near))
     if tuple(fitting) != rules:
         yield AxisRules.from_rules(fitting)

@@ -19,7 +19,7 @@ from penzai_shard.linting.layer_changes import change_of_layers
 from penzai_shard.linting.lint_subject import LintSubject
 from penzai_shard.linting.rule_changes import rules_text
 from penzai_shard.planning import PlanRequest
-from penzai_shard.rule_kinds import LogicalAxis, NameRule, nearest_name
+from penzai_shard.rule_kinds import LogicalAxis, NameRule, meant_name
 
 
 def regions_of_nothing(subject: LintSubject) -> Iterator[Finding]:
@@ -83,7 +83,7 @@ def _meant(
     for rule in rules.rules:
         name = rule.logical_axis if isinstance(rule, NameRule) else None
         others = [str(other) for other in present if other not in rules.logical_axes]
-        near = None if name is None or name in present else nearest_name(name, others)
+        near = None if name is None or name in present else meant_name(name, others)
         changed: Any = rule
         made.append(changed if near is None else dataclasses.replace(changed, logical_axis=near))
     yield AxisRules.from_rules(made)

@@ -11,7 +11,7 @@ from penzai_shard.linting.findings import Change, Finding
 from penzai_shard.linting.lint_subject import LintSubject
 from penzai_shard.linting.rule_changes import change_of_table, change_of_tables, replaced
 from penzai_shard.planning.rule_doubts import near_names, tuples_of_mesh_axes
-from penzai_shard.rule_kinds import NameRule, Rule, mesh_axes_text, nearest_name
+from penzai_shard.rule_kinds import NameRule, Rule, meant_name, mesh_axes_text, nearest_name
 
 
 def unknown_mesh_axes(subject: LintSubject) -> Iterator[Finding]:
@@ -87,13 +87,14 @@ def unused_rules(subject: LintSubject) -> Iterator[Finding]:
     """Rules whose logical axis neither an array nor the batch nor a constraint layer has."""
     for table, rules in subject.tables.items():
         near = near_names(rules, subject.known_axes)
+        free = subject.known_axes - set(rules.logical_axes)
         unused: dict[Any, list[NameRule]] = {}
         for rule in subject.name_rules(table):
             is_odd = rule in near or not rule.is_expected_to_be_unused
             if rule.logical_axis not in subject.known_axes and is_odd:
                 unused.setdefault(rule.logical_axis, []).append(rule)
         for name, alike in unused.items():
-            meant = near.get(alike[0])
+            meant = near.get(alike[0]) or meant_name(name, free)
             hint = f"Did you mean {meant!r}?" if meant else "Leave it out."
             listed = ", ".join(dict.fromkeys(f"rule {rule}" for rule in alike))
             yield Finding(

@@ -83,6 +83,17 @@ def test_the_fix_says_what_was_probably_meant(name, meant):
     assert pzs.AxisRules(pasted(subject, finding)["rules"]) == pzs.AxisRules(meant)
 
 
+@pytest.mark.parametrize("short", ["embed", "emb", "embedding"])
+def test_a_logical_axis_that_is_cut_short_is_written_out(short):
+    meant = "embedding" if short != "embedding" else "embed"
+    weights = seeded_mistakes.weights(up={meant: 8, "neurons": 16})
+    rules = {short: "data", "neurons": "model"}
+    (finding,) = pzs.lint(weights, seeded_mistakes.D4M2, rules).findings
+    assert finding.kind == "unused"
+    assert f"Did you mean {meant!r}?" in str(finding)
+    assert finding.fix == f"rules = { ({meant: 'data', 'neurons': 'model'})!r}"
+
+
 def held_bytes(tree, mesh, rules):
     """What a device holds, by JAX's own shard shapes."""
     placed = jax.tree.leaves(pzs.make_plan(tree, mesh, rules).restore_structs())
