@@ -5,6 +5,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from penzai_shard.errors import MeshError, PlanError, ProgramError, PropagationError, RuleTypeError
 from penzai_shard.inspection.collective_report import CollectiveReport
 from penzai_shard.inspection.memory_report import MemoryReport
@@ -13,7 +15,9 @@ from penzai_shard.inspection.sharding_causes import WhyReport, why
 from penzai_shard.layouts import Layout
 from penzai_shard.linting import lint
 from penzai_shard.meshes import AnyMesh, mesh_text, refuse_other_than_mesh
+from penzai_shard.model_variables import is_variable, variable_name
 from penzai_shard.planning import ShardingPlan, make_plan
+from penzai_shard.surgery.tree_nodes import is_layer
 from penzai_shard.training import TrainState
 from penzai_shard.tree_arguments import refuse_builder
 from penzai_shard.views.page_content import Missing, PageContent
@@ -52,7 +56,10 @@ def report(
         path: The file to write, in the place of one that is there; its folder is made if there is
             none. It is the page's, so an input of the step of that name is given by way of
             ``compile_step(step, ..., path=...)``.
-        **kwargs: What the step is called with by keyword.
+        **kwargs: What the step is called with by keyword. Without a step, or with one that is
+            compiled, ``batch=`` is what the model is called with, as for ``lint``, so that what
+            flows through it is looked at too. If the step is a layer that has the model's
+            parameters, it is what that is called with.
 
     Returns:
         The file. The same input gives the same bytes.
@@ -74,6 +81,7 @@ def report(
     refuse_builder("report", model)
     _refuse_path_as_step(step)
     refuse_folder(path, "path=")
+    batch, kwargs = _batch_of(model, step, args, kwargs)
     if step is None and (args or kwargs):
         raise RuleTypeError(
             f"no step is given, and {', '.join(kwargs) or 'its arguments'} would be what it is "
@@ -89,10 +97,30 @@ def report(
         plan=plan,
         memory=_NO_STEP if program is None else MemoryReport.of(program),
         collectives=_NO_STEP if program is None else _collectives(program),
-        lint=lint(model, mesh, rules, on_unnamed="replicate"),
+        lint=lint(model, mesh, rules, on_unnamed="replicate", batch=batch),
         why=_NO_STEP if program is None else why_for_page(program),
     )
     return write_page(content, path)
+
+
+def _batch_of(
+    model: Any, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """What the model is called with, None if it is not known; and what the step is by keyword.
+
+    A step may have an input of its own that is called batch, and need not call the model with it.
+    """
+    if step is None or isinstance(step, CompiledProgram):
+        return kwargs.get("batch"), {name: kwargs[name] for name in kwargs if name != "batch"}
+    model = model.model if isinstance(model, TrainState) else model
+    is_model = is_layer(step) and _variables(step) == _variables(model) != frozenset()
+    return ((*args, kwargs) if is_model else None), kwargs
+
+
+def _variables(tree: Any) -> frozenset[str]:
+    """The names of the variables of a model, which stay whatever is put around its layers."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_variable)
+    return frozenset(variable_name(leaf) for leaf in leaves if is_variable(leaf)) - {""}
 
 
 def plan_for_page(model: Any, mesh: AnyMesh, rules: Any) -> ShardingPlan | Missing:

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh
 from penzai import pz
 
 from penzai_shard import (
+    Jitted,
     Layout,
     TrainState,
     abstract_model,
@@ -225,6 +226,37 @@ def test_a_step_with_arrays_is_compiled_once_and_not_run(page_of, monkeypatch):
     assert "no collectives" in words
     assert compiled == [step]
     assert not array.is_deleted()
+
+
+def test_what_flows_is_looked_at_where_it_is_known_what_the_model_is_called_with(
+    memory, model, page_of, monkeypatch
+):
+    mesh = memory.program.step.mesh
+    fits, does_not = pz.nx.ones({"batch": 8, "embedding": 16}), pz.nx.ones({"batch": 6})
+    assert "not looked at" in page_of(model, mesh, EVERYTHING)
+    assert "not looked at" in page_of(model, mesh, EVERYTHING, memory.program)
+    for step in (None, memory.program):
+        words = page_of(model, mesh, EVERYTHING, step, batch=fits)
+        assert ("not looked at" in words, "Findings nothing found" in words) == (False, True)
+        words = page_of(model, mesh, EVERYTHING, step, batch=does_not)
+        assert "logical axis 'batch' (6) does not divide" in words
+    # A step's own inputs are its own, unless it is the model.
+    called = []
+
+    def compiled(step, *args, **kwargs):
+        called.append((args, kwargs))
+        return memory.program
+
+    monkeypatch.setattr(report_page, "compile_step", compiled)
+    for step, args, kwargs, is_known in (
+        (jax.jit(lambda batch: batch), (), {"batch": does_not}, False),
+        (pz.nn.Identity(), (does_not,), {}, False),
+        (abstract_model(build_mlp, blocks=2), (does_not,), {}, False),
+        (Jitted(model), (does_not,), {}, True),
+    ):
+        words = page_of(model, mesh, EVERYTHING, step, *args, **kwargs)
+        assert ("(6) does not divide" in words) == is_known != ("not looked at" in words)
+        assert called.pop() == (args, kwargs)
 
 
 def test_a_mistake_in_the_call_is_refused_and_nothing_is_written(memory, model, tmp_path):
