@@ -1,6 +1,8 @@
 """``why``: where the layouts of a step come from."""
 
+import collections
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from penzai_shard.errors import RuleTypeError
@@ -62,7 +64,7 @@ def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyRe
         _row(found, program, finder, teller) for found in found_arrays(program, lowered, finder)
     )
     report = WhyReport(
-        rows=tuple(rows),
+        rows=tuple(_told_apart(rows, lowered.scopes.labels)),
         mesh_shape={} if lowered.mesh is None else dict(lowered.mesh.shape),
         notes=lowered.notes if lowered.mesh is not None else (*lowered.notes, _WITHOUT_A_MESH),
         known=frozenset((*lowered.scopes.paths, *lowered.scopes.labels.values())),
@@ -116,5 +118,21 @@ def _distinct(rows: Any) -> list[WhyRow]:
     found: dict[WhyRow, WhyRow] = {}
     for row in rows:
         causes = tuple(map(without_way, row.causes))
-        found[dataclasses.replace(row, path=row.label, causes=causes)] = row
+        # The outermost comes first.
+        found.setdefault(dataclasses.replace(row, path=row.label, causes=causes), row)
     return list(found.values())
+
+
+def _told_apart(rows: Sequence[WhyRow], labels: Mapping[str, str]) -> Iterator[WhyRow]:
+    """Rows of layers in others of the same label, with their places in those at its end."""
+    outermost: dict[str, str] = {}
+    for path, label in labels.items():
+        outermost[label] = min(path, outermost.get(label, path), key=len)
+    many = collections.Counter(row.label for row in rows if row.kind == "output")
+    for row in rows:
+        around = outermost.get(row.label, row.path)
+        if many[row.label] > 1 and row.kind == "output" and row.path.startswith(f"{around}/"):
+            place = row.path.removeprefix(around)
+            yield dataclasses.replace(row, label=row.label + place)
+        else:
+            yield row

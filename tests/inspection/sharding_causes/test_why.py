@@ -102,6 +102,22 @@ def test_constraint_layer_is_named_with_its_rule() -> None:
     assert "ConstrainShardingByName): its rule 'batch' -> 'data'" in str(cause)
 
 
+def test_layers_in_others_of_the_same_name_are_told_apart() -> None:
+    def linear(name: str, old: str, new: str) -> pz.nn.Linear:
+        return pz.nn.Linear.from_config(name, jax.random.key(0), {old: 8}, {new: 8})
+
+    block = pz.nn.Residual(pz.nn.Sequential([linear("b/up", "a", "h"), linear("b/down", "h", "a")]))
+    report = why(
+        pz.nn.Sequential([block, linear("head", "a", "c")]), named(P("data"), batch=8, a=8)
+    )
+    paths = {row.label: row.path for row in report.of_kind("output")}
+    assert len(paths) == len(report.of_kind("output"))
+    assert (paths["b"], paths["b/delta"]) == ("sublayers/0", "sublayers/0/delta")
+    told = str(report.narrowed("b"))
+    assert "Output of b [" in told
+    assert "Output of b/delta" not in told
+
+
 def test_constraint_layers_that_are_called_the_same_are_told_by_the_layer_before_them() -> None:
     def linear(name: str, old: str, new: str) -> pz.nn.Linear:
         return pz.nn.Linear.from_config(name, jax.random.key(0), {old: 8}, {new: 8})
