@@ -230,17 +230,26 @@ def sequences(layout: ChosenLayout, options: argparse.Namespace) -> int:
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
-    problems = [
-        f"--{name} must be at least 1, not {value}."
-        for name in ("batch", "seq", "microbatches")
-        if (value := getattr(options, name)) is not None and value < 1
-    ]
+    problems = less_than_one(options, "batch", "seq", "microbatches")
     raise_all(RuleTypeError, "this cannot be priced:", problems)
     if options.batch is not None and options.batch % options.microbatches:
         raise PlanError(
             f"--batch {options.batch} cannot be divided into {options.microbatches} microbatches. "
             f"Give --batch {-(-options.batch // options.microbatches) * options.microbatches}."
         )
+
+
+def less_than_one(options: argparse.Namespace, *names: str) -> list[str]:
+    """What is said of options that are less than 1; those that were not given are not looked at.
+
+    >>> less_than_one(argparse.Namespace(batch=0, seq=None), "batch", "seq")
+    ['--batch must be at least 1, not 0.']
+    """
+    return [
+        f"--{name} must be at least 1, not {value}."
+        for name in names
+        if (value := getattr(options, name)) is not None and value < 1
+    ]
 
 
 def optimizer_of(text: str) -> Any:

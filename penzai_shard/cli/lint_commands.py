@@ -8,9 +8,10 @@ import re
 from typing import Any
 
 from penzai_shard.cli.answers import add_answer_options, print_lines, print_table
-from penzai_shard.cli.chosen_layouts import ChosenLayout, add_layout_arguments, chosen_layout
-from penzai_shard.cli.chosen_models import ChosenModel, add_model_arguments, chosen_model
-from penzai_shard.cli.chosen_steps import SEQUENCE_LENGTH, abstract_state, batch_of_tokens
+from penzai_shard.cli.chosen_layouts import ChosenLayout
+from penzai_shard.cli.chosen_models import ChosenModel
+from penzai_shard.cli.chosen_steps import SEQUENCE_LENGTH, batch_of_tokens, less_than_one
+from penzai_shard.cli.chosen_trees import add_tree_arguments, chosen_tree
 from penzai_shard.cli.quantities import read_bytes
 from penzai_shard.errors import RuleTypeError, raise_all
 from penzai_shard.layouts import Layout
@@ -41,24 +42,7 @@ def add_lint_command(commands: Any) -> None:
             "data=8 --layout fully_sharded --optimizer adamw"
         ),
     )
-    add_model_arguments(parser)
-    add_layout_arguments(parser)
-    parser.add_argument(
-        "--optimizer",
-        metavar="adamw",
-        help="also look at the state of this optimizer of optax, and at the gradients",
-    )
-    parser.add_argument(
-        "--stacked",
-        action="store_true",
-        help="the blocks of a published model as one pz.nn.LayerStack, as price has them",
-    )
-    parser.add_argument(
-        "--on-unnamed",
-        choices=("error", "replicate", "infer"),
-        default="error",
-        help="what becomes of arrays without names; by default they are findings",
-    )
+    add_tree_arguments(parser, also="look at", unnamed="they are findings")
     parser.add_argument(
         "--batch",
         type=int,
@@ -86,12 +70,8 @@ def _lint(options: argparse.Namespace) -> int:
     given = options.min_bytes
     min_bytes = _MIN_BYTES if given is None else read_bytes(given, "--min-bytes")
     tokens = _tokens(options)
-    chosen = chosen_model(options.model, options.dtype, stacked=options.stacked, is_called=True)
+    chosen, layout, tree = chosen_tree(options, is_called=True)
     batch = _batch(chosen, tokens)
-    layout = chosen_layout(options, chosen.model)
-    tree = chosen.model
-    if options.optimizer is not None:
-        tree = abstract_state(tree, options.optimizer, layout.layout)
     how = {"min_bytes": min_bytes, "on_unnamed": options.on_unnamed, "batch": batch}
     found = linted(tree, layout, options, **how)
     if tokens is not None and chosen.published is None:
@@ -123,12 +103,7 @@ def linted(tree: Any, layout: ChosenLayout, options: argparse.Namespace, **how: 
 
 def _tokens(options: argparse.Namespace) -> Any:
     """The tokens that are asked for; None if there are none."""
-    given = {name: getattr(options, name) for name in ("batch", "seq")}
-    problems = [
-        f"--{name} must be at least 1, not {value}."
-        for name, value in given.items()
-        if value is not None and value < 1
-    ]
+    problems = less_than_one(options, "batch", "seq")
     if options.seq is not None and options.batch is None:
         problems.append("--seq says how long the sequences of --batch are. Give --batch 8 too.")
     raise_all(RuleTypeError, "this cannot be linted:", problems)

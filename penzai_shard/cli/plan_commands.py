@@ -6,12 +6,9 @@ import warnings
 from typing import Any
 
 from penzai_shard.cli.answers import add_answer_options, print_lines, print_table
-from penzai_shard.cli.chosen_layouts import ChosenLayout, add_layout_arguments, chosen_layout
-from penzai_shard.cli.chosen_models import (
-    ChosenModel,
-    add_model_arguments,
-    chosen_model,
-)
+from penzai_shard.cli.chosen_layouts import ChosenLayout
+from penzai_shard.cli.chosen_models import ChosenModel
+from penzai_shard.cli.chosen_trees import add_tree_arguments, chosen_tree
 from penzai_shard.errors import PlanError, ShardingWarning
 from penzai_shard.layouts.layout_file import EXAMPLE
 from penzai_shard.planning import ShardingPlan
@@ -33,24 +30,7 @@ def add_plan_commands(commands: Any) -> None:
             "penzai-shard plan model.py:build --mesh data=8 --rules embedding=data,batch=data"
         ),
     )
-    add_model_arguments(plan)
-    add_layout_arguments(plan)
-    plan.add_argument(
-        "--optimizer",
-        metavar="adamw",
-        help="also plan the state of this optimizer of optax, and the gradients",
-    )
-    plan.add_argument(
-        "--stacked",
-        action="store_true",
-        help="the blocks of a published model as one pz.nn.LayerStack, as price has them",
-    )
-    plan.add_argument(
-        "--on-unnamed",
-        choices=("error", "replicate", "infer"),
-        default="error",
-        help="what becomes of arrays without names; by default an error",
-    )
+    add_tree_arguments(plan, also="plan", unnamed="an error")
     plan.add_argument(
         "--on-indivisible",
         choices=("error", "replicate"),
@@ -78,13 +58,7 @@ def _rules(_: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    chosen = chosen_model(options.model, options.dtype, stacked=options.stacked)
-    layout = chosen_layout(options, chosen.model)
-    tree = chosen.model
-    if options.optimizer is not None:
-        from penzai_shard.cli.chosen_steps import abstract_state
-
-        tree = abstract_state(tree, options.optimizer, layout.layout)
+    chosen, layout, tree = chosen_tree(options)
     plan, findings = None, []
     try:
         # Rules that match nothing are found below, those that are nearly a name among them.
