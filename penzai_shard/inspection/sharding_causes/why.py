@@ -118,8 +118,9 @@ def _distinct(rows: Any) -> list[WhyRow]:
     found: dict[WhyRow, WhyRow] = {}
     for row in rows:
         causes = tuple(map(without_way, row.causes))
-        # The outermost comes first.
-        found.setdefault(dataclasses.replace(row, path=row.label, causes=causes), row)
+        key = dataclasses.replace(row, path=row.label, causes=causes)
+        # The outermost layer, in whose place in the program it is first made.
+        found[key] = min(row, found.get(key, row), key=lambda each: len(each.path))
     return list(found.values())
 
 

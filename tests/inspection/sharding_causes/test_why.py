@@ -106,16 +106,16 @@ def test_layers_in_others_of_the_same_name_are_told_apart() -> None:
     def linear(name: str, old: str, new: str) -> pz.nn.Linear:
         return pz.nn.Linear.from_config(name, jax.random.key(0), {old: 8}, {new: 8})
 
-    block = pz.nn.Residual(pz.nn.Sequential([linear("b/up", "a", "h"), linear("b/down", "h", "a")]))
-    report = why(
-        pz.nn.Sequential([block, linear("head", "a", "c")]), named(P("data"), batch=8, a=8)
-    )
+    inner = pz.nn.Sequential([linear("b/up", "a", "h"), linear("b/more", "h", "g")])
+    block = pz.nn.Sequential([inner, linear("b/down", "g", "a")])
+    model = pz.nn.Sequential([block, linear("head", "a", "c")])
+    report = why(model, named(P("data"), batch=8, a=8))
     paths = {row.label: row.path for row in report.of_kind("output")}
     assert len(paths) == len(report.of_kind("output"))
-    assert (paths["b"], paths["b/delta"]) == ("sublayers/0", "sublayers/0/delta")
+    assert (paths["b"], paths["b/sublayers/0"]) == ("sublayers/0", "sublayers/0/sublayers/0")
     told = str(report.narrowed("b"))
     assert "Output of b [" in told
-    assert "Output of b/delta" not in told
+    assert "Output of b/sublayers/0" not in told
 
 
 def test_constraint_layers_that_are_called_the_same_are_told_by_the_layer_before_them() -> None:
