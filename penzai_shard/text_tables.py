@@ -48,6 +48,10 @@ class NotebookView(abc.ABC):
     Jupyter takes ``_repr_html_``, with treescope as the default renderer and without it. Treescope
     itself, and whatever other value it renders with this one inside, shows the value's tree if it
     has one; or else the verdict, which unfolds to the table.
+
+    At the end of a cell ``tree()`` is the tree that unfolds, if treescope is the default renderer
+    (``treescope.basic_interactive_setup()``), and its lines as text if not.
+    ``treescope.display(value)`` shows the tree either way.
     """
 
     __slots__ = ()

@@ -119,6 +119,9 @@ class TreeNode:
 class ReportTree:
     """A report as a tree, which treescope and HTML pages unfold, and ``print`` shows as lines.
 
+    A notebook shows it so that it unfolds if treescope is its default renderer, and as lines if
+    not; ``treescope.display(tree)`` unfolds it either way.
+
     Attributes:
         kind: What it is a tree of, such as ``"ShardingPlan"``.
         verdict: The report in one line.

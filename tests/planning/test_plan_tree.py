@@ -1,8 +1,12 @@
 """A plan unfolds as the model does, with its figures to the byte."""
 
+import types
+
+import IPython
 import jax
 import pytest
 import treescope
+from IPython.core.formatters import DisplayFormatter
 from penzai import pz
 
 from penzai_shard import (
@@ -104,3 +108,18 @@ def test_treescope_shows_the_tree_and_then_the_table(plan):
     assert "# Rich HTML representation" in shown.text
     assert any(title.startswith("lm/block_{0-3}\nper device: ") for title in shown.titles)
     assert "<table" in plan._repr_html_()
+
+
+def test_at_the_end_of_a_cell_a_tree_unfolds_and_without_treescope_it_is_its_lines(
+    plan, monkeypatch
+):
+    formatter = DisplayFormatter()
+    tree = plan.tree()
+    assert formatter.format(tree)[0] == {"text/plain": str(tree)}
+    assert "lm/block_{0-3} x 4  per device" in str(tree)
+    shell = types.SimpleNamespace(display_formatter=formatter)
+    monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
+    treescope.register_as_default(streaming=False, compress_html=False)
+    html = formatter.format(tree)[0]["text/html"]
+    assert all(text in html for text in ("lm/block_{0-3} x 4", "pzs-bar"))
+    assert "<table" in formatter.format(plan)[0]["text/html"]
