@@ -1,6 +1,8 @@
 """Which rows of a report a name stands for."""
 
 import contextlib
+import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from penzai_shard.errors import RuleTypeError, SelectionError
@@ -9,6 +11,9 @@ from penzai_shard.path_folding import paths_in_ranges, ranged_paths
 from penzai_shard.rule_kinds import did_you_mean
 from penzai_shard.tree_paths import path_matches
 
+# A list of blocks and its number, as most frameworks write them.
+_NUMBERED = re.compile(r"\b(\w*?[a-z])s?/(\d+|\*)(?=/|$)")
+
 
 def selected_rows(rows: Sequence[WhyRow], at: str, known: Iterable[str]) -> tuple[WhyRow, ...]:
     """The rows about a layer and all in it, a parameter or a result.
@@ -16,7 +21,7 @@ def selected_rows(rows: Sequence[WhyRow], at: str, known: Iterable[str]) -> tupl
     Args:
         rows: All rows.
         at: The label or the path, or a pattern of one; from the root of the model, or else any
-            part of one.
+            part of one. ``blocks/3`` also stands for a layer that is called ``block_3``.
         known: The labels and paths of all layers.
 
     Raises:
@@ -34,8 +39,10 @@ def selected_rows(rows: Sequence[WhyRow], at: str, known: Iterable[str]) -> tupl
     # As tables of collectives write equal blocks.
     with contextlib.suppress(ValueError):
         patterns = [*paths_in_ranges(written)]
-    for begin in ("", "**/"):
-        wanted = [f"{begin}{pattern}/**" for pattern in patterns if pattern]
+    # In Penzai's own models the number is part of the name: block_3.
+    numbered = [_NUMBERED.sub(r"\1_\2", pattern) for pattern in patterns]
+    for tried, begin in itertools.product((patterns, numbered), ("", "**/")):
+        wanted = [f"{begin}{pattern}/**" for pattern in tried if pattern]
         found = tuple(row for row in rows if any(map(_matches(wanted), _names(row))))
         if found:
             return found
@@ -46,7 +53,10 @@ def selected_rows(rows: Sequence[WhyRow], at: str, known: Iterable[str]) -> tupl
             "gives what it gets, or nothing uses what it gives. Ask for the layer around it."
         )
     names = {name for row in rows for name in _names(row)} | set(known)
-    hint = did_you_mean(written, names) or _of_the_same_end(written, rows)
+    # A name may begin with any of its parts.
+    parts = 1 + written.count("/")
+    ends = {"/".join(name.split("/")[-parts:]) for name in names}
+    hint = did_you_mean(written, names | ends) or _of_the_same_end(written, rows)
     raise SelectionError(
         f"at={at!r}: the step has no layer, parameter or result of this name.{hint} Without at= "
         "the table names all that there are; patterns such as '**/mlp' stand for several."

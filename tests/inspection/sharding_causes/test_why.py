@@ -176,6 +176,16 @@ def test_at_narrows_and_says_the_whole_way(mlp_report: WhyReport) -> None:
     assert mlp_report.narrowed("params/block_0/up.weights").rows[0].kind == "gradient"
     with pytest.raises(SelectionError, match="Did you mean 'block_0/down'"):
         mlp_report.narrowed("block_0/donw")
+    with pytest.raises(SelectionError, match=r"Did you mean 'up\.weights'"):
+        mlp_report.narrowed("up.wieghts")
+
+
+@pytest.mark.parametrize("at", ["blocks/1/up", "block/1/up", "params/blocks/1", "blocks/*/up"])
+def test_numbered_blocks_are_found_by_number(mlp_report: WhyReport, at: str) -> None:
+    named = at.replace("blocks/", "block_").replace("block/", "block_")
+    assert mlp_report.narrowed(at).rows == mlp_report.narrowed(named).rows
+    with pytest.raises(SelectionError, match="no layer, parameter or result of this name"):
+        mlp_report.narrowed(at.replace("block", "stage"))
 
 
 def test_equal_blocks_are_one_row_and_all_is_in_the_json(mlp_report: WhyReport) -> None:
