@@ -11,7 +11,7 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.inspection.pinning_layers import PinningLayer
 from penzai_shard.layers import ConstrainSharding, ShardMapped
 from penzai_shard.partition_specs import mesh_axes_used
-from penzai_shard.rule_kinds import IdentityRule, LogicalAxis
+from penzai_shard.rule_kinds import IdentityRule, LogicalAxis, NameRule
 from penzai_shard.surgery.tree_nodes import nodes_of
 
 
@@ -22,10 +22,12 @@ class Constraints:
     Attributes:
         logical_axes: The logical axes that their rules name.
         mesh_axes: The mesh axes that their rules, and their shardings, name.
+        rules: Their rules that name a logical axis, each once.
     """
 
     logical_axes: frozenset[LogicalAxis]
     mesh_axes: frozenset[str]
+    rules: tuple[NameRule, ...] = ()
 
 
 def constraints_in(model: Any) -> Constraints:
@@ -33,11 +35,12 @@ def constraints_in(model: Any) -> Constraints:
 
     >>> from penzai_shard.layers import ConstrainShardingByName
     >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
-    >>> constraints_in([ConstrainShardingByName(mesh, {"seq": "data"})])
-    Constraints(logical_axes=frozenset({'seq'}), mesh_axes=frozenset({'data'}))
+    >>> constraints_in([ConstrainShardingByName(mesh, {"seq": "data"})]).mesh_axes
+    frozenset({'data'})
     """
     logical_axes: set[LogicalAxis] = set()
     mesh_axes: set[str] = set()
+    named_rules: dict[NameRule, None] = {}
     for _, node in nodes_of(model):
         for rules in _rules_of(node):
             logical_axes.update(rules.logical_axes)
@@ -45,9 +48,10 @@ def constraints_in(model: Any) -> Constraints:
                 # The identity names every mesh axis.
                 named = node.mesh.shape if isinstance(rule, IdentityRule) else rule.mesh_axes
                 mesh_axes.update(named)
+            named_rules |= {rule: None for rule in rules.rules if isinstance(rule, NameRule)}
         if isinstance(node, ConstrainSharding):
             mesh_axes.update(_mesh_axes_of(node.sharding))
-    return Constraints(frozenset(logical_axes), frozenset(mesh_axes))
+    return Constraints(frozenset(logical_axes), frozenset(mesh_axes), tuple(named_rules))
 
 
 def _rules_of(node: Any) -> Iterable[AxisRules]:

@@ -125,9 +125,14 @@ def free_dimensions(
 
 
 def of_activations(subject: LintSubject) -> set[str]:
-    """The mesh axes that the rules split activations over, such as the batch."""
+    """The mesh axes that rules and constraint layers split activations over, such as the batch."""
     arrays = subject.plan.logical_axes
+    flowing = subject.batch_axes | subject.flows.logical_axes
     found: set[str] = set()
+    for rule in subject.constraints.rules:
+        # Without a batch it is not known what flows.
+        if rule.logical_axis not in arrays and (rule.logical_axis in flowing or not flowing):
+            found.update(rule.mesh_axes)
     for table in subject.tables:
         for rule in subject.name_rules(table):
             name = rule.logical_axis

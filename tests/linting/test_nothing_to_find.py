@@ -163,6 +163,11 @@ HARMLESS = {
     ),
     "scalars": ({"scale": jax.ShapeDtypeStruct((), "float32")}, D8, {"batch": "data"}),
     "an axis that only a constraint layer splits": (constrained, D4M2, {}),
+    "a batch that a constraint layer alone splits": (
+        lambda: {**LARGE, "pin": pzs.ConstrainShardingByName(D4M2, {"batch": "data"})},
+        D4M2,
+        {"neurons": "model", "vocabulary": "model"},
+    ),
     "constraints in blocks": (in_blocks, mesh(data=2), pzs.Layout.data_parallel()),
     "a train state by one table": (
         lambda: state_of(SMALL),
