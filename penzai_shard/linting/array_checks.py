@@ -8,6 +8,7 @@ from penzai_shard.axis_decisions import UnfitAxis
 from penzai_shard.linting.findings import Change, Finding, FindingKind, common_path
 from penzai_shard.linting.lint_subject import LintSubject
 from penzai_shard.linting.rule_changes import change_of_table
+from penzai_shard.linting.split_axes import axis_sizes
 from penzai_shard.linting.waste_checks import of_activations
 from penzai_shard.partition_specs import part_count
 from penzai_shard.planning import LeafPlan
@@ -23,7 +24,7 @@ def unfit_axes(subject: LintSubject) -> Iterator[Finding]:
             alike.setdefault((subject.table_of(leaf.path), unfit), []).append(leaf)
     for (table, unfit), leaves in alike.items():
         paths = tuple(leaf.path for leaf in leaves)
-        sizes = dict(zip(leaves[0].names or (), leaves[0].shape, strict=True))
+        sizes = axis_sizes(leaves[0].names, leaves[0].shape)
         yield Finding(
             unfit.misfit,
             common_path(paths),

@@ -15,6 +15,7 @@ from penzai_shard.linting.findings import Change, Finding
 from penzai_shard.linting.lint_subject import LintSubject
 from penzai_shard.linting.pins import names_of
 from penzai_shard.linting.rule_changes import change_of_table, rules_text
+from penzai_shard.linting.split_axes import axis_sizes
 from penzai_shard.linting.subject_flows import SubjectFlows, placed_on
 from penzai_shard.meshes import auto_context
 from penzai_shard.named_leaves import NamedLeaf
@@ -29,12 +30,12 @@ def batches_that_do_not_fit(subject: LintSubject) -> Iterator[Finding]:
     """Arrays of the batch that the rules cannot lay out."""
     flows = subject.flows
     rules = flows.batch_rules
-    table = "rules" if subject.given_layout is None else "compute"
+    table = subject.table_of_activations
     for leaf in flows.batch_leaves:
         if leaf.names is None or placed_on(leaf.array, subject.mesh) is not None:
             continue
         explained = rules.explain(leaf.names, leaf.shape, subject.mesh)
-        sizes = dict(zip(leaf.names, leaf.shape, strict=True))
+        sizes = axis_sizes(leaf.names, leaf.shape)
         for unfit in explained.unfit:
             name = unfit.logical_axis
             yield Finding(
@@ -54,7 +55,7 @@ def _for_fitting(
     """Rules by which an axis of the batch goes to mesh axes that it divides over, or to none."""
     subject = flows.subject
     given = subject.given_tables[table].rules
-    size = dict(zip(leaf.names or (), leaf.shape, strict=True))[name]
+    size = axis_sizes(leaf.names, leaf.shape)[name]
 
     def with_axes(mesh_axes: tuple[str, ...]) -> Change:
         kept = [r for r in given if not isinstance(r, NameRule) or r.logical_axis != name]
@@ -71,7 +72,7 @@ def _padded(flows: SubjectFlows, leaf: NamedLeaf, name: LogicalAxis) -> Iterator
     """The batch with more examples, if all of its arrays have as many."""
     batch = flows.subject.batch
     arrays = jax.tree.leaves(batch, is_leaf=pz.nx.is_namedarray)
-    size = dict(zip(leaf.names or (), leaf.shape, strict=True))[name]
+    size = axis_sizes(leaf.names, leaf.shape)[name]
     if any(not pz.nx.is_namedarray(x) or x.named_shape.get(name) != size for x in arrays):
         return
     rules = [rule for rule in names_of(flows.batch_rules) if rule.logical_axis == name]
@@ -104,7 +105,7 @@ def whole_batches(subject: LintSubject) -> Iterator[Finding]:
         name = flows.batch_axis(leaf)
         if name is None or flows.of_batch(leaf).get(name):
             continue
-        size = dict(zip(leaf.names or (), leaf.shape, strict=True))[name]
+        size = axis_sizes(leaf.names, leaf.shape)[name]
         rules = _rules_of_activations(subject)
         # One that is nearly called so is found among the rules.
         named = [rule for rule in rules if nearest_name(rule.logical_axis, [name])]
@@ -139,7 +140,7 @@ def _for_splitting(
     flows: SubjectFlows, name: LogicalAxis, free: list[str], is_placed: bool
 ) -> Iterator[Change]:
     subject = flows.subject
-    table = "rules" if subject.given_layout is None else "compute"
+    table = subject.table_of_activations
     given = subject.given_tables.get(table, AxisRules({})).rules
     for axis in free:
         if is_placed:
@@ -155,7 +156,7 @@ def _says_copies(subject: LintSubject) -> bool:
 
 
 def _rules_of_activations(subject: LintSubject) -> list[NameRule]:
-    table = "rules" if subject.given_layout is None else "compute"
+    table = subject.table_of_activations
     return [r for r in subject.tables[table].rules if isinstance(r, NameRule)]
 
 

@@ -28,6 +28,7 @@ from penzai_shard.linting.rule_changes import change_of_table, rules_text
 from penzai_shard.linting.split_axes import moved_bytes, split_of
 from penzai_shard.linting.subject_flows import SubjectFlows
 from penzai_shard.planning import bytes_text
+from penzai_shard.report_trees import count_text
 from penzai_shard.rule_kinds import LogicalAxis, NameRule, array_text
 from penzai_shard.surgery import constrain_blocks
 from penzai_shard.surgery.tree_nodes import nodes_of
@@ -164,8 +165,40 @@ def _finding(flows: SubjectFlows, meetings: Sequence[_Meeting]) -> Finding:
          if one.axis in array.sizes),
         key=lambda array: array.nbytes,
     )  # fmt: skip
-    size = flows.sizes[axis]
-    others = f", as {len(distinct) - 1} other parameters are" if len(distinct) > 1 else ""
+    paths = tuple(flows.path_of(one.parameter.label) for one in distinct)
+    return Finding(
+        "conflict",
+        common_path(paths),
+        _problem(flows, distinct, gathered, largest),
+        figures={
+            "mesh_axis": axis,
+            "mesh_axis_size": flows.sizes[axis],
+            "moved_parameter_bytes": gathered,
+            "activation_bytes": largest.nbytes,
+        },
+        paths=paths,
+        about=f"{worst.axis!r} over {axis!r}",
+        changes=tuple(_changes(flows, distinct)),
+    )
+
+
+def _problem(
+    flows: SubjectFlows, distinct: Sequence[_Meeting], gathered: int, largest: FlowingArray
+) -> str:
+    """What is wrong, in sentences.
+
+    Args:
+        flows: What flows.
+        distinct: One meeting of each parameter, the worst first.
+        gathered: What each device receives if the parameters are moved, in bytes.
+        largest: The largest of the activations.
+    """
+    worst = distinct[0]
+    axis, size = worst.mesh_axis, flows.sizes[worst.mesh_axis]
+    more = len(distinct) - 1
+    others = f", as {count_text(more, 'other parameter')} {'is' if more == 1 else 'are'}" * (
+        more > 0
+    )
     flowing = array_text(worst.activation.names or (), worst.activation.shape)
     said = {
         "batch": "as the batch is, and no layer pins or gathers anything",
@@ -179,27 +212,12 @@ def _finding(flows: SubjectFlows, meetings: Sequence[_Meeting]) -> Finding:
         if worst.is_lookup
         else ""
     )
-    problem = (
+    return (
         f"mesh axis {axis!r} ({size}) splits logical axis {worst.parameter_axis!r} "
         f"({worst.parameter.sizes[worst.parameter_axis]}) of this parameter, rule "
         f"{_rule_of(flows, worst)}{others}, and {worst.axis!r} of what flows into its layer, "
         f"{flowing}, {said}. One has to be moved in every step: each device receives "
         f"{bytes_text(gathered)} of parameters, or activations.{after}"
-    )
-    paths = tuple(flows.path_of(one.parameter.label) for one in distinct)
-    return Finding(
-        "conflict",
-        common_path(paths),
-        problem,
-        figures={
-            "mesh_axis": axis,
-            "mesh_axis_size": size,
-            "moved_parameter_bytes": gathered,
-            "activation_bytes": largest.nbytes,
-        },
-        paths=paths,
-        about=f"{worst.axis!r} over {axis!r}",
-        changes=tuple(_changes(flows, distinct)),
     )
 
 
@@ -226,7 +244,7 @@ def _with_parameters_over(
 ) -> Iterator[Change]:
     """Rules by which the parameters are split over other mesh axes, or not."""
     subject = flows.subject
-    table = "rules" if subject.given_layout is None else "parameters"
+    table = subject.table_of_parameters
     count = math.prod(flows.sizes[axis] for axis in mesh_axes)
     split = {one.parameter_axis: one.parameter.sizes[one.parameter_axis] for one in meetings}
     if any(size % count for size in split.values()):

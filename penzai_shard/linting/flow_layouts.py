@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 from penzai_shard.layers import ConstrainActivations, GatherParameters
 from penzai_shard.linting.model_flows import PASSERS, FlowingArray, LayerCall, ModelFlows
 from penzai_shard.linting.pins import Pin, pins_of
+from penzai_shard.linting.split_axes import axis_sizes
 from penzai_shard.model_variables import is_parameter, value_of, variable_name
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning.plan import itemsize
@@ -238,11 +239,7 @@ def _parameters_of(layer: object) -> Iterable[HeldParameter]:
             sizes: dict[LogicalAxis, int] = {}
             nbytes = 0
             for leaf in leaves_of(value_of(node)):
-                sizes |= {
-                    name: size
-                    for name, size in zip(leaf.names or (), leaf.shape, strict=False)
-                    if name is not None
-                }
+                sizes |= axis_sizes(leaf.names, leaf.shape)
                 nbytes += math.prod(leaf.shape) * itemsize(leaf.dtype)
             yield HeldParameter(variable_name(node, ""), sizes, nbytes)
         elif not is_layer(node):

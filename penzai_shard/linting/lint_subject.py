@@ -143,11 +143,21 @@ class LintSubject:
         of_optimizer = path == _OPTIMIZER_STATE or path.startswith(f"{_OPTIMIZER_STATE}/")
         if of_optimizer and "optimizer" in self.tables:
             return "optimizer"
-        return "rules" if "rules" in self.tables else "parameters"
+        return self.table_of_parameters
+
+    @property
+    def table_of_parameters(self) -> str:
+        """The name of the table that parameters are stored by."""
+        return "rules" if self.given_layout is None else "parameters"
+
+    @property
+    def table_of_activations(self) -> str:
+        """The name of the table that the batch and what flows are laid out by."""
+        return "rules" if self.given_layout is None else "compute"
 
     @functools.cached_property
     def _examined(self) -> tuple[ShardingPlan, tuple[tuple[str, str], ...]]:
-        rules = self.tables["rules" if "rules" in self.tables else "parameters"]
+        rules = self.tables[self.table_of_parameters]
         request = PlanRequest.read("lint", self.mesh, rules, on_unnamed=self.on_unnamed)
         tree = self.sample if self.sampled else self.model
         return request.examined(tree, self.tables.get("optimizer"))

@@ -31,6 +31,7 @@ from penzai_shard.layers import (
 )
 from penzai_shard.layers.shard_mapped import taken_over
 from penzai_shard.library_apis.jax_api import manual_mesh_axes
+from penzai_shard.linting.split_axes import axis_sizes
 from penzai_shard.meshes import auto_context
 from penzai_shard.model_variables import thawed
 from penzai_shard.model_variables.slots import StaticLeaf, fill_slots
@@ -70,11 +71,7 @@ class FlowingArray:
     @property
     def sizes(self) -> dict[LogicalAxis, int]:
         """The lengths of its logical axes."""
-        return {
-            name: size
-            for name, size in zip(self.names or (), self.shape, strict=False)
-            if name is not None
-        }
+        return axis_sizes(self.names, self.shape)
 
     @property
     def nbytes(self) -> int:

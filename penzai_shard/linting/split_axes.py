@@ -8,6 +8,17 @@ from penzai_shard.partition_specs import mesh_axes_by_dimension, part_count
 from penzai_shard.rule_kinds import LogicalAxis
 
 
+def axis_sizes(
+    names: Iterable[LogicalAxis | None] | None, shape: Iterable[int]
+) -> dict[LogicalAxis, int]:
+    """The length of each logical axis; positional dimensions are left out.
+
+    >>> axis_sizes(("a", None), (2, 3)), axis_sizes(None, (2,))
+    ({'a': 2}, {})
+    """
+    return {name: size for name, size in zip(names or (), shape, strict=False) if name is not None}
+
+
 def split_of(
     names: Iterable[LogicalAxis | None] | None, spec: PartitionSpec, sizes: Mapping[str, int]
 ) -> dict[LogicalAxis, tuple[str, ...]]:
