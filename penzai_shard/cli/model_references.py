@@ -131,8 +131,8 @@ class ModelReference:
         if not callable(built) or is_model(built):
             if jax.tree_util.all_leaves([built]) and not hasattr(built, "shape"):
                 raise RuleTypeError(
-                    f"{self.text}: {self.name} is a {type(built).__name__}, not a model or a "
-                    f"function that builds one. {_EXAMPLE}"
+                    f"{self.text}: {self.name} is of type {type(built).__name__}, not a model "
+                    f"or a function that builds one. {_EXAMPLE}"
                 )
             return built
         returned: list[Any] = []

@@ -96,6 +96,8 @@ def unused_rules(subject: LintSubject) -> Iterator[Finding]:
         for name, alike in unused.items():
             meant = near.get(alike[0]) or meant_name(name, free)
             hint = f"Did you mean {meant!r}?" if meant else "Leave it out."
+            if not subject.plan.logical_axes:
+                hint = "Give names to the arrays, name_axes(tree, {...}), or leave it out."
             listed = ", ".join(dict.fromkeys(f"rule {rule}" for rule in alike))
             yield Finding(
                 "unused",

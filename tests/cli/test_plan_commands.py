@@ -170,7 +170,7 @@ MISTAKES = {
     ("plan", "llama-3-8b(num_attention_heads=5)", "--mesh", "data=8"): "does not divide hidden",
     ("plan", "own.py", "--mesh", "data=8"): "own.py:build_model",
     ("plan", "absent.py:build", "--mesh", "data=8"): "there is no file absent.py",
-    ("plan", "own.py:jax", "--mesh", "data=8"): "jax is a module, not a model or a function",
+    ("plan", "own.py:jax", "--mesh", "data=8"): "jax is of type module, not a model",
     ("plan", "own.py:biuld", "--mesh", "data=8"): "Did you mean own.py:build?",
     ("plan", "own.py:build(wide=3)", "--mesh", "data=8"): "fails with TypeError",
     ("plan", "absent_module:build", "--mesh", "data=8"): "cannot import absent_module",

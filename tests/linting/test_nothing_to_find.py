@@ -218,6 +218,13 @@ def test_a_rule_for_the_batch_alone_is_used_if_the_batch_is_given():
     assert pzs.lint(SMALL, D4M2, rules, batch=batch).ok
 
 
+def test_a_rule_for_arrays_without_names_is_mended_by_naming_them():
+    weights = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
+    unnamed, unused = pzs.lint(weights, D8, {"embedding": "data"}).findings
+    assert (unnamed.kind, unused.kind) == ("unnamed", "unused")
+    assert "Give names to the arrays, name_axes(tree, {...}), or leave it out" in unused.problem
+
+
 def test_rules_that_are_empty_say_that_copies_are_wanted():
     (finding,) = pzs.lint(LARGE, D8, {}).findings
     assert finding.kind == "idle mesh axis"
