@@ -16,6 +16,11 @@ from penzai_shard.views.report_page import refuse_folder
 
 def add_price_commands(commands: Any) -> None:
     """Adds the commands to the parser's."""
+    _add_price(commands)
+    _add_lock(commands)
+
+
+def _add_price(commands: Any) -> None:
     price = commands.add_parser(
         "price",
         help="what a training step of a model needs and moves, before it runs",
@@ -49,6 +54,9 @@ def add_price_commands(commands: Any) -> None:
     )
     add_answer_options(price)
     price.set_defaults(run=_price)
+
+
+def _add_lock(commands: Any) -> None:
     lock = commands.add_parser(
         "lock",
         help="keep what a step needs and moves in a file, or compare it with such a file",

@@ -196,9 +196,9 @@ def _problem(
     worst = distinct[0]
     axis, size = worst.mesh_axis, flows.sizes[worst.mesh_axis]
     more = len(distinct) - 1
-    others = f", as {count_text(more, 'other parameter')} {'is' if more == 1 else 'are'}" * (
-        more > 0
-    )
+    others = ""
+    if more:
+        others = f", as {count_text(more, 'other parameter')} {'is' if more == 1 else 'are'}"
     flowing = array_text(worst.activation.names or (), worst.activation.shape)
     said = {
         "batch": "as the batch is, and no layer pins or gathers anything",
