@@ -167,7 +167,7 @@ class ShardingDrawing(Report):
         if dimension.is_left_to_compiler:
             mesh_axes = "left to the compiler"
         elif dimension.mesh_axes is None:
-            mesh_axes = "?"
+            mesh_axes = "" if len(lengths) == 1 else "?"
         else:
             mesh_axes = _axes_text(dimension.mesh_axes, self.parts.mesh or {})
         return str(dimension.name), f"{dimension.length:,}", split, mesh_axes

@@ -259,6 +259,7 @@ def test_one_device_scalars_and_empty_arrays():
     drawing = pzs.show_sharding(on_one)
     assert_drawn(drawing, {5: {"dimension 0": (0, 2), "dimension 1": (0, 3)}}, (2, 3), names)
     assert "24 B, is on one device" in str(drawing)
+    assert "?" not in str(drawing)
     everywhere = pzs.show_sharding(jax.device_put(1.0, NamedSharding(MESH, P())))
     assert_drawn(everywhere, {i: {} for i in range(8)}, (), [])
     assert "is whole on each of 8 devices, 4 B on each" in str(everywhere)
