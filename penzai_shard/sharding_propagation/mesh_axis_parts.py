@@ -41,6 +41,19 @@ def part_of(mesh_axis: str) -> MeshAxisPart:
     return MeshAxisPart(mesh_axis, 1, None)
 
 
+def part_text(mesh_axis: str) -> str:
+    """What a part of a mesh axis is, in a sentence; empty of a whole mesh axis.
+
+    >>> part_text("data:(2)4")
+    "'data:(2)4' is a part of mesh axis 'data': 4 groups of its devices in each of 2."
+    """
+    name, before, size = part_of(mesh_axis)
+    if size is None:
+        return ""
+    within = f" in each of {before}" if before > 1 else ""
+    return f"{mesh_axis!r} is a part of mesh axis {name!r}: {size} groups of its devices{within}."
+
+
 def overlap(one: str, other: str) -> bool:
     """Whether two mesh axes, or parts of them, have devices' numbers in common.
 

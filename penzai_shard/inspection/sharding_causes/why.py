@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from penzai_shard.errors import RuleTypeError
@@ -14,6 +14,7 @@ from penzai_shard.inspection.sharding_causes.loss_telling import LossTeller
 from penzai_shard.inspection.sharding_causes.records import ShardingCause, ShardingLoss, WhyRow
 from penzai_shard.inspection.sharding_causes.report import WhyReport
 from penzai_shard.sharding_propagation import PropagatedProgram
+from penzai_shard.sharding_propagation.mesh_axis_parts import part_text
 
 _WITHOUT_A_MESH = (
     "no argument has a layout on a mesh, so that nothing is split; place(model, mesh, rules) or "
@@ -66,7 +67,10 @@ def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyRe
     report = WhyReport(
         rows=tuple(_told_apart(rows, lowered.scopes.labels)),
         mesh_shape={} if lowered.mesh is None else dict(lowered.mesh.shape),
-        notes=lowered.notes if lowered.mesh is not None else (*lowered.notes, _WITHOUT_A_MESH),
+        notes=(
+            *lowered.notes,
+            *(_part_notes(rows) if lowered.mesh is not None else [_WITHOUT_A_MESH]),
+        ),
         known=frozenset((*lowered.scopes.paths, *lowered.scopes.labels.values())),
     )
     return report if at is None else report.narrowed(at)
@@ -107,6 +111,13 @@ def _row(
         losses=losses,
         whole_because=teller.why_whole(found.value) if is_whole else "",
     )
+
+
+def _part_notes(rows: Iterable[WhyRow]) -> list[str]:
+    """What the parts of mesh axes are that the rows name."""
+    named = {axis for row in rows for axes in row.spec for axis in axes}
+    named |= {loss.mesh_axis for row in rows for loss in row.losses}
+    return [text for axis in sorted(named) if (text := part_text(axis))]
 
 
 def _distinct(rows: Any) -> list[WhyRow]:

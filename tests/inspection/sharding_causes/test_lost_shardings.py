@@ -159,3 +159,14 @@ def test_operation_that_needs_a_dimension_whole_and_splits_it_again_is_named_on_
         "sort (which needs it whole, and splits it again) in up/of_data",
         "sin in up/elementwise",
     ]
+
+
+def test_a_part_of_a_mesh_axis_is_explained_where_it_is_named():
+    report = why(jax.jit(lambda x: x.reshape(2, 4, 6)), struct(8, 6, spec=P("data")))
+    (row,) = report.rows
+    assert {loss.mesh_axis for loss in row.losses} == {"data:(1)2", "data:(2)2"}
+    assert report.notes == (
+        "'data:(1)2' is a part of mesh axis 'data': 2 groups of its devices.",
+        "'data:(2)2' is a part of mesh axis 'data': 2 groups of its devices in each of 2.",
+    )
+    assert why(jax.jit(jnp.sin), struct(8, 6, spec=P("data"))).notes == ()
