@@ -96,7 +96,7 @@ class AxisRules(NotebookView):
         object.__setattr__(self, "rules", rules)
         # Where no rule gives way to another the order says nothing, and does not count for
         # equality.
-        name_rules = [rule for rule in rules if isinstance(rule, NameRule)]
+        name_rules = self.name_rules
         ordered = (
             len(self.logical_axes) < len(name_rules)
             or any(rule.yields for rule in name_rules)
@@ -162,13 +162,24 @@ class AxisRules(NotebookView):
         return rule_table(self.rules, repr(self))
 
     @property
+    def name_rules(self) -> tuple[NameRule, ...]:
+        """The rules for one logical axis each, without those for whatever an array has.
+
+        >>> from penzai_shard import fully_sharded
+        >>> rules = AxisRules({"batch": "data"}) | fully_sharded()
+        >>> [rule.logical_axis for rule in rules.name_rules]
+        ['batch']
+        """
+        return tuple(rule for rule in self.rules if isinstance(rule, NameRule))
+
+    @property
     def logical_axes(self) -> tuple[LogicalAxis, ...]:
         """The logical axes that a rule names, in the order of the rules.
 
         >>> AxisRules({"batch": "data", "neurons": None}).logical_axes
         ('batch', 'neurons')
         """
-        names = (rule.logical_axis for rule in self.rules if isinstance(rule, NameRule))
+        names = (rule.logical_axis for rule in self.name_rules)
         return tuple(dict.fromkeys(names))
 
     @property

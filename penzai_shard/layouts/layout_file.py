@@ -106,7 +106,7 @@ class LayoutFiles:
         AxisRules({'batch': 'data', 'neurons': 'model'})
         """
         parameters = AxisRules.of(rules)
-        names = [rule for rule in parameters.rules if isinstance(rule, NameRule)]
+        names = parameters.name_rules
         taken = {name for rule in names if rule.logical_axis == "batch" for name in rule.mesh_axes}
         compute = AxisRules.from_rules(
             rule

@@ -13,7 +13,6 @@ from penzai_shard.array_kinds import is_abstract, is_array_like
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.linting.findings import Change, Finding
 from penzai_shard.linting.lint_subject import LintSubject
-from penzai_shard.linting.pins import names_of
 from penzai_shard.linting.rule_changes import change_of_table, rules_text
 from penzai_shard.linting.split_axes import axis_sizes
 from penzai_shard.linting.subject_flows import SubjectFlows, placed_on
@@ -75,7 +74,7 @@ def _padded(flows: SubjectFlows, leaf: NamedLeaf, name: LogicalAxis) -> Iterator
     size = axis_sizes(leaf.names, leaf.shape)[name]
     if any(not pz.nx.is_namedarray(x) or x.named_shape.get(name) != size for x in arrays):
         return
-    rules = [rule for rule in names_of(flows.batch_rules) if rule.logical_axis == name]
+    rules = [rule for rule in flows.batch_rules.name_rules if rule.logical_axis == name]
     missing = -size % part_count(rules[0].mesh_axes, flows.sizes)
 
     def padded(x: Any) -> Any:
@@ -106,7 +105,7 @@ def whole_batches(subject: LintSubject) -> Iterator[Finding]:
         if name is None or flows.of_batch(leaf).get(name):
             continue
         size = axis_sizes(leaf.names, leaf.shape)[name]
-        rules = _rules_of_activations(subject)
+        rules = subject.name_rules(subject.table_of_activations)
         # One that is nearly called so is found among the rules.
         named = [rule for rule in rules if nearest_name(rule.logical_axis, [name])]
         placed = placed_on(leaf.array, subject.mesh)
@@ -153,11 +152,6 @@ def _for_splitting(
 def _says_copies(subject: LintSubject) -> bool:
     """Whether the rules are empty, by which it is said that all is copied."""
     return not any(rules.rules for rules in subject.given_tables.values())
-
-
-def _rules_of_activations(subject: LintSubject) -> list[NameRule]:
-    table = subject.table_of_activations
-    return [r for r in subject.tables[table].rules if isinstance(r, NameRule)]
 
 
 def _path(leaf: NamedLeaf) -> str:

@@ -19,7 +19,7 @@ from penzai_shard.linting.flow_layouts import PinnedArray
 from penzai_shard.linting.layer_changes import on_mesh, with_other_rules, without_pin
 from penzai_shard.linting.lint_subject import LintSubject
 from penzai_shard.linting.model_flows import PASSERS
-from penzai_shard.linting.pins import Pin, names_of, pins_of
+from penzai_shard.linting.pins import Pin, pins_of
 from penzai_shard.linting.rule_changes import change_of_table, rules_text
 from penzai_shard.linting.split_axes import moved_bytes
 from penzai_shard.linting.subject_flows import SubjectFlows
@@ -249,14 +249,14 @@ def _meant(flows: SubjectFlows, one: PinnedArray) -> Iterator[AxisRules]:
     batch = _split(flows, one.array)
     if batch:
         yield AxisRules.from_rules(NameRule(name, axes) for name, axes in batch.items())
-    for rule in names_of(one.pin.rules):
+    for rule in one.pin.rules.name_rules:
         if rule.logical_axis in sizes and rule.mesh_axes:
             # What does not divide, or is wanted twice, is left whole.
             yield AxisRules.from_rules(
                 dataclasses.replace(other, mesh_axes=()) if other == rule else other
                 for other in rules
             )
-    for rule in names_of(one.pin.rules):
+    for rule in one.pin.rules.name_rules:
         for name in sizes:
             if rule.mesh_axes and rule.logical_axis not in sizes:
                 yield AxisRules.from_rules([NameRule(name, rule.mesh_axes)])

@@ -212,7 +212,7 @@ class LintSubject:
 
     def name_rules(self, table: str) -> tuple[NameRule, ...]:
         """The rules of a table that name a logical axis, in the model's names."""
-        return tuple(r for r in self.tables[table].rules if isinstance(r, NameRule))
+        return self.tables[table].name_rules
 
 
 def _for_model(layout: Layout, model: Any, mesh: AnyMesh) -> tuple[Layout, LayoutProblems]:

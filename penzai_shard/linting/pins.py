@@ -13,7 +13,7 @@ from penzai_shard.linting.model_flows import FlowingArray
 from penzai_shard.linting.split_axes import split_of
 from penzai_shard.meshes import AnyMesh, auto_twin, mesh_shape_of
 from penzai_shard.partition_specs import decided_spec, mesh_axes_used
-from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnIndivisible
+from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible
 
 Side: TypeAlias = Literal["inputs", "outputs"]
 
@@ -100,8 +100,3 @@ def pins_of(layer: Any) -> tuple[Pin, ...]:
         if named:
             return (Pin(auto_twin(named[0].mesh), None, tuple(leaves), needs_names=False),)
     return ()
-
-
-def names_of(rules: AxisRules) -> tuple[NameRule, ...]:
-    """The rules that name a logical axis."""
-    return tuple(rule for rule in rules.rules if isinstance(rule, NameRule))
