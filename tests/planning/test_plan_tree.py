@@ -4,6 +4,7 @@ import types
 
 import IPython
 import jax
+import optax
 import pytest
 import treescope
 from IPython.core.formatters import DisplayFormatter
@@ -81,7 +82,6 @@ def test_equal_blocks_are_one_node_and_scalars_another(plan):
 
 
 def test_gradients_of_a_train_state_count_too():
-    optax = pytest.importorskip("optax")
     mesh = make_mesh({"data": 4, "model": 2})
     state = TrainState.initial_state(build(2), optax.adam(1e-3), jax.random.key(0))
     plan = make_plan(state, mesh, RULES, on_unnamed="replicate")
