@@ -93,13 +93,17 @@ class TreeNode:
         Args:
             around: How many places the node around it stands for.
         """
-        times = self.count // around
+        times = self.times(around)
         figures = (figure.described(times) for figure in self.figures)
         return "  ".join(filter(None, (self.title(around), *figures, self.line)))
 
+    def times(self, around: int = 1) -> int:
+        """How many of it there are in each of the places that the node around it stands for."""
+        return self.count // around
+
     def title(self, around: int = 1) -> str:
         """The label, and how many there are of it in the node around it."""
-        times = self.count // around
+        times = self.times(around)
         return f"{self.label} x {times}" if times > 1 else self.label
 
     def figure(self, name: str) -> TreeFigure | None:

@@ -64,7 +64,7 @@ def _node(node: TreeNode, around: int, opened: set[int]) -> Any:
 def _line(node: TreeNode, around: int) -> Any:
     pieces = [_judged(parts.text(node.title(around)), node.ok)]
     for figure in node.figures:
-        pieces += [parts.text("  "), _bar(figure, node.count // around)]
+        pieces += [parts.text("  "), _bar(figure, node.times(around))]
     if node.line:
         pieces += [parts.text("  "), _styled(parts.text(node.line), "pzs-line")]
     return _styled(parts.siblings(*pieces), "pzs-node", "\n".join((node.path, *_sentences(node))))

@@ -51,7 +51,7 @@ class TreeMarkup:
         )
 
     def _line(self, node: TreeNode, around: int) -> Markup:
-        times = node.count // around
+        times = node.times(around)
         judged = {None: "path", True: "path good", False: "path bad"}[node.ok]
         label = element(
             "span",
