@@ -23,6 +23,9 @@ TRANSFORMER_MODEL_AXES: tuple[str, ...] = (
 OfUnnamed: TypeAlias = Literal["largest"] | None
 """What ``fully_sharded`` splits of an array without names: its largest dimension, or nothing."""
 
+# Arrays with fewer elements than this fully_sharded() leaves whole by default.
+MIN_SIZE = 2**18
+
 
 def data_parallel(
     mesh_axis: str | tuple[str, ...] = "data", batch_axis: LogicalAxis = "batch"
@@ -41,14 +44,13 @@ def data_parallel(
     """
     return AxisRules.from_rules(
         dataclasses.replace(rule, for_activations=True)
-        for rule in AxisRules([(batch_axis, mesh_axis)]).rules
-        if isinstance(rule, NameRule)
+        for rule in AxisRules([(batch_axis, mesh_axis)]).name_rules
     )
 
 
 def fully_sharded(
     mesh_axis: str | tuple[str, ...] = "data",
-    min_size: int = 2**18,
+    min_size: int = MIN_SIZE,
     unnamed: OfUnnamed = None,
 ) -> AxisRules:
     """Of each large array, the largest dimension that divides and is free is split.

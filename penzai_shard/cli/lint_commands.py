@@ -18,10 +18,10 @@ from penzai_shard.layouts import Layout
 from penzai_shard.layouts.layout_file import table_line
 from penzai_shard.layouts.rule_expressions import read_rules_expression
 from penzai_shard.linting import Finding, LintReport, lint
+from penzai_shard.linting.lint_subject import MIN_BYTES
 from penzai_shard.linting.subject_flows import NO_BATCH
 from penzai_shard.planning import bytes_text
 
-_MIN_BYTES = 2**20
 _NO_BATCH = "what flows through the model was not looked at: see --batch"
 
 
@@ -60,7 +60,7 @@ def add_lint_command(commands: Any) -> None:
         "--min-bytes",
         metavar="1MiB",
         help="the part of an array in each device from which on it is called wasteful (default "
-        f"{bytes_text(_MIN_BYTES)})",
+        f"{bytes_text(MIN_BYTES)})",
     )
     add_answer_options(parser)
     parser.set_defaults(run=_lint)
@@ -68,7 +68,7 @@ def add_lint_command(commands: Any) -> None:
 
 def _lint(options: argparse.Namespace) -> int:
     given = options.min_bytes
-    min_bytes = _MIN_BYTES if given is None else read_bytes(given, "--min-bytes")
+    min_bytes = MIN_BYTES if given is None else read_bytes(given, "--min-bytes")
     tokens = _tokens(options)
     chosen, layout, tree = chosen_tree(options, is_called=True)
     batch = _batch(chosen, tokens)

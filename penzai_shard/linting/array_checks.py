@@ -14,6 +14,7 @@ from penzai_shard.partition_specs import part_count
 from penzai_shard.planning import LeafPlan
 from penzai_shard.planning.rule_doubts import nameless_module_doubts
 from penzai_shard.rule_kinds import LargestDimensionRule, NameRule, Rule
+from penzai_shard.rule_presets import MIN_SIZE
 
 
 def unfit_axes(subject: LintSubject) -> Iterator[Finding]:
@@ -138,5 +139,5 @@ def _for_unnamed(subject: LintSubject) -> Iterator[Change]:
             continue
         for axis, size in subject.mesh.shape.items():
             if size > 1:
-                added = LargestDimensionRule((axis,), 2**18, splits_unnamed=True)
+                added = LargestDimensionRule((axis,), MIN_SIZE, splits_unnamed=True)
                 yield change_of_table(subject, table, [*rules, added])

@@ -20,6 +20,8 @@ from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import LeafPlan, PlanRequest, ShardingPlan
 from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnUnnamed, Rule
 
+# From so large a part of an array in each device on, it is called wasteful by default.
+MIN_BYTES = 2**20
 # The tables of a layout that are about arrays which are stored, and those about activations.
 _TABLES = ("parameters", "compute", "optimizer", "between_blocks")
 # The field of a train state that a layout has a table of its own for.
@@ -51,7 +53,7 @@ class LintSubject:
     mesh: AnyMesh
     rules: Any
     batch: Any = None
-    min_bytes: int = 2**20
+    min_bytes: int = MIN_BYTES
     on_unnamed: OnUnnamed = "error"
     sampled: bool = False
     shared: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -10,7 +10,7 @@ from penzai_shard.errors import RuleTypeError
 from penzai_shard.linting.checks import CHECKS
 from penzai_shard.linting.findings import KINDS, Change, Finding
 from penzai_shard.linting.lint_report import LintReport
-from penzai_shard.linting.lint_subject import LintSubject
+from penzai_shard.linting.lint_subject import MIN_BYTES, LintSubject
 from penzai_shard.meshes import AnyMesh, auto_twin, refuse_other_than_mesh
 from penzai_shard.rule_kinds import OnUnnamed, check_option
 from penzai_shard.tree_arguments import refuse_builder
@@ -30,7 +30,7 @@ def lint(
     rules: Any = None,
     *,
     batch: Any = None,
-    min_bytes: int = 2**20,
+    min_bytes: int = MIN_BYTES,
     on_unnamed: OnUnnamed = "error",
 ) -> LintReport:
     """Finds what in a model, its rules and its batch is probably a mistake or a waste.

@@ -25,10 +25,7 @@ from penzai_shard.rule_kinds import (
     Rule,
     array_text,
 )
-from penzai_shard.rule_presets import TRANSFORMER_MODEL_AXES
-
-# What fully_sharded() leaves whole by default.
-_MIN_SIZE = 2**18
+from penzai_shard.rule_presets import MIN_SIZE, TRANSFORMER_MODEL_AXES
 
 
 def under_sharded(subject: LintSubject) -> Iterator[Finding]:
@@ -111,7 +108,7 @@ def free_dimensions(
         if isinstance(rule, LargestDimensionRule) and axis in rule.mesh_axes:
             # It was looked at, and either is as small as the rule says, or does not divide.
             is_small = math.prod(leaf.shape) < rule.min_size
-            if not is_small or rule.min_size <= _MIN_SIZE:
+            if not is_small or rule.min_size <= MIN_SIZE:
                 return []
     named = set(subject.tables[table].logical_axes)
     split = [bool(axes) for axes in _by_dimension(leaf)]
@@ -164,7 +161,7 @@ def _for_splitting(subject: LintSubject, table: str, leaf: LeafPlan, axis: str) 
     size = math.prod(leaf.shape)
     for rule in rules:
         if isinstance(rule, LargestDimensionRule) and axis in rule.mesh_axes:
-            smaller = dataclasses.replace(rule, min_size=min(_MIN_SIZE, size))
+            smaller = dataclasses.replace(rule, min_size=min(MIN_SIZE, size))
             yield change_of_table(subject, table, replaced(rules, rule, [smaller]))
     names = free_dimensions(subject, table, leaf, axis)
     for name in names:
@@ -173,7 +170,7 @@ def _for_splitting(subject: LintSubject, table: str, leaf: LeafPlan, axis: str) 
         # Whole where another dimension has the mesh axis.
         split = [NameRule(name, (axis,)), NameRule(name, ())]
         yield change_of_table(subject, table, [*rules, *split])
-    largest = LargestDimensionRule((axis,), min(_MIN_SIZE, size))
+    largest = LargestDimensionRule((axis,), min(MIN_SIZE, size))
     yield change_of_table(subject, table, [*rules, largest])
 
 
