@@ -1,7 +1,7 @@
 """Where a mesh axis of a value's layout comes from."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from penzai_shard.sharding_propagation.factors import FactorAxis
@@ -55,7 +55,7 @@ def causes(program: "PropagatedProgram", value: int, mesh_axis: str) -> tuple[Ca
         # A constraint and what it takes have the same layout from the start.
         place = cause.operation.number if cause.operation else cause.value
         found.setdefault((cause.kind, place), cause)
-        for hop, so_far in _agreeing(program, cause, way, mesh_axis):
+        for hop, so_far in _agreeing(program, cause, way, mesh_axis, seen):
             if hop.source not in seen:
                 seen.add(hop.source)
                 waiting.append((hop.source, (*behind, *so_far, hop)))
@@ -121,22 +121,37 @@ def _cause(program: "PropagatedProgram", value: int, mesh_axis: str, way: tuple[
 
 
 def _agreeing(
-    program: "PropagatedProgram", cause: Cause, way: tuple[Hop, ...], mesh_axis: str
+    program: "PropagatedProgram",
+    cause: Cause,
+    way: tuple[Hop, ...],
+    mesh_axis: str,
+    seen: Collection[int],
 ) -> Iterator[tuple[Hop, tuple[Hop, ...]]]:
-    """The other values from which a mesh axis could have been taken on its way, as hops.
+    """The other values, not seen yet, of which a mesh axis could have come, as hops.
 
     Yields:
         Each hop, with the way up to there.
     """
     for number, hop in enumerate(way):
-        for value in _partners(program, hop.operation, hop.target, mesh_axis):
-            arrival = program.arrival(value, mesh_axis)
-            if value != hop.source and (arrival is None or arrival.step < hop.step):
+        # Ways from many values have most hops in common.
+        key = (hop.operation.number, hop.source, hop.target, hop.step, mesh_axis)
+        if key not in program.proposals:
+            program.proposals[key] = tuple(_proposing(program, hop, mesh_axis))
+        for value in program.proposals[key]:
+            if value not in seen:
                 yield dataclasses.replace(hop, source=value), way[:number]
     if cause.kind == "constraint" and cause.operation:
         for value in _partners(program, cause.operation, cause.value, mesh_axis):
             if program.arrival(value, mesh_axis) is None:
                 yield Hop(cause.operation, value, cause.value, -1), way
+
+
+def _proposing(program: "PropagatedProgram", hop: Hop, mesh_axis: str) -> Iterator[int]:
+    """The other values that had the mesh axis before it came by a hop."""
+    for value in _partners(program, hop.operation, hop.target, mesh_axis):
+        arrival = program.arrival(value, mesh_axis)
+        if value != hop.source and (arrival is None or arrival.step < hop.step):
+            yield value
 
 
 def _partners(

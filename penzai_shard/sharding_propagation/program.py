@@ -192,6 +192,11 @@ class PropagatedProgram:
         return self._placed[operation.number]
 
     @functools.cached_property
+    def proposals(self) -> dict[tuple[int, int, int, int, str], tuple[int, ...]]:
+        """Of hops by which a mesh axis came: the other values that had it before."""
+        return {}
+
+    @functools.cached_property
     def _placed(self) -> dict[int, list[tuple[int, list[FactorAxis]]]]:
         return {}
 
