@@ -80,7 +80,9 @@ def _lowered(
     step: Any, args: Sequence[Any], kwargs: Mapping[str, Any], topology: Topology
 ) -> LoweredStep:
     try:
-        lowered = lower_step(step, args, kwargs, platform=topology.platform)
+        lowered = lower_step(
+            step, args, kwargs, platform=topology.platform, called="compile_ahead("
+        )
     except ValueError as error:
         if is_lacking_devices(error):
             raise CompilationError(_CALLS_BACK) from error

@@ -63,7 +63,11 @@ class LoweredStep:
 
 
 def lower_step(
-    step: Any, args: Sequence[Any], kwargs: Mapping[str, Any], platform: str | None = None
+    step: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    platform: str | None = None,
+    called: str = "...(",
 ) -> LoweredStep:
     """Lowers a step for abstract arguments, its layers marked.
 
@@ -74,6 +78,7 @@ def lower_step(
         kwargs: The same by keyword.
         platform: What it is compiled for: ``"cpu"``, ``"tpu"``, ``"cuda"``; by default that of
             the mesh's devices, and the CPU if the mesh is abstract.
+        called: How the call begins that the step was given in, for messages: ``"why("``.
 
     Returns:
         The lowered step.
@@ -86,11 +91,11 @@ def lower_step(
     if isinstance(getattr(step, "__self__", None), StatefulTrainer):
         step = step.__self__
     if isinstance(step, StatefulTrainer):
-        refuse_positional(tuple(args), "...(trainer, ")
+        refuse_positional(tuple(args), f"{called}trainer, ")
         inputs = step.placed_inputs(_abstract(_read(kwargs)))
         return _lower_state_step(step.step_fn, step.current_state, inputs, platform)
     if isinstance(step, CompiledStep):
-        refuse_positional(tuple(args[1:]), "...(step, state, ")
+        refuse_positional(tuple(args[1:]), f"{called}step, state, ")
         state = args[0] if args else None
         return _lower_state_step(step, state, _read(kwargs), platform)
     return _lower_function(step, args, kwargs, platform)

@@ -424,7 +424,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "inputs by position": (
         lambda b: (b.step, (b.state, b.x), {}),
         RuleTypeError,
-        "inputs by keyword, and got 1 by position",
+        r"inputs by keyword, and got 1 by position\. Write why\(step, state, x=x, y=y\)",
     ),
     "a trainer's inputs by position": (
         lambda b: (StatefulTrainer(b.state, squared), (b.x,), {}),
@@ -690,7 +690,7 @@ def test_mistakes_of_newcomers_are_named_with_a_fix(mistake: str, built: Built) 
     make, error, message = MISTAKES[mistake]
     step, args, kwargs = make(built)
     with pytest.raises(error, match=message) as caught:
-        lower_step(step, args, kwargs)
+        lower_step(step, args, kwargs, called="why(")
     if error is jax.errors.TracerBoolConversionError:
         assert "functools.partial(function, train=True)" in caught.value.__notes__[-1]
 

@@ -80,7 +80,7 @@ def _lowered(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowere
     if isinstance(step, CompiledProgram):
         step = step.step
     if not isinstance(step, LoweredStep):
-        return lower_step(step, args, kwargs)
+        return lower_step(step, args, kwargs, called="why(")
     if args or kwargs:
         raise RuleTypeError(
             "this step is lowered already, for the arguments that it was lowered for, and takes no "
