@@ -40,18 +40,13 @@ from penzai_shard.errors import (
     ShardingWarning,
 )
 from penzai_shard.fitting import LogRecord, fit
-from penzai_shard.inspection.ahead_report import AheadReport
-from penzai_shard.inspection.collective_records import (
-    Collective,
-    CollectivePart,
-    CollectiveTotal,
-)
-from penzai_shard.inspection.collective_report import CollectiveReport, collectives
-from penzai_shard.inspection.compile_ahead import compile_ahead
-from penzai_shard.inspection.lock_comparison import LockReport
-from penzai_shard.inspection.locks import ShardingLock
-from penzai_shard.inspection.memory_report import MemoryReport, device_memory
-from penzai_shard.inspection.programs import CompiledProgram, compile_step
+from penzai_shard.inspection.ahead.ahead_report import AheadReport
+from penzai_shard.inspection.ahead.compile_ahead import compile_ahead
+from penzai_shard.inspection.devices.topologies import Topology
+from penzai_shard.inspection.locks.lock_comparison import LockReport
+from penzai_shard.inspection.locks.locks import ShardingLock
+from penzai_shard.inspection.memory.memory_report import MemoryReport, device_memory
+from penzai_shard.inspection.program_view import CompiledProgram, compile_step
 from penzai_shard.inspection.sharding_causes import (
     ShardingCause,
     ShardingLoss,
@@ -59,7 +54,12 @@ from penzai_shard.inspection.sharding_causes import (
     WhyRow,
     why,
 )
-from penzai_shard.inspection.topologies import Topology
+from penzai_shard.inspection.traffic.collective_records import (
+    Collective,
+    CollectivePart,
+    CollectiveTotal,
+)
+from penzai_shard.inspection.traffic.collective_report import CollectiveReport, collectives
 from penzai_shard.layers import (
     AxesInPlace,
     Checkpointed,

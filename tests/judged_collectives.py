@@ -4,10 +4,10 @@ import pytest
 
 from benchmarks.compiled_collectives import bytes_by_kind, read_collectives
 from penzai_shard.compiled_programs import Module
-from penzai_shard.inspection.collective_report import CollectiveReport
-from penzai_shard.inspection.layer_scopes import LayerScopes
-from penzai_shard.inspection.lowered_steps import LoweredStep
-from penzai_shard.inspection.programs import CompiledProgram
+from penzai_shard.inspection.program_view import CompiledProgram
+from penzai_shard.inspection.steps.layer_scopes import LayerScopes
+from penzai_shard.inspection.steps.lowered_steps import LoweredStep
+from penzai_shard.inspection.traffic.collective_report import CollectiveReport
 
 
 def report_of_text(text, mesh):

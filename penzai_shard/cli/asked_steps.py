@@ -23,13 +23,13 @@ from penzai_shard.errors import (
     ShardingError,
     ShardingWarning,
 )
-from penzai_shard.inspection.ahead_report import OTHER_DEVICES
-from penzai_shard.inspection.collective_report import CollectiveReport
-from penzai_shard.inspection.compile_ahead import compile_ahead
-from penzai_shard.inspection.lowered_steps import LoweredStep, lower_step
-from penzai_shard.inspection.memory_report import MemoryReport
-from penzai_shard.inspection.programs import CompiledProgram, compile_step
-from penzai_shard.inspection.topologies import Topology
+from penzai_shard.inspection.ahead.ahead_report import OTHER_DEVICES
+from penzai_shard.inspection.ahead.compile_ahead import compile_ahead
+from penzai_shard.inspection.devices.topologies import Topology
+from penzai_shard.inspection.memory.memory_report import MemoryReport
+from penzai_shard.inspection.program_view import CompiledProgram, compile_step
+from penzai_shard.inspection.steps.lowered_steps import LoweredStep, lower_step
+from penzai_shard.inspection.traffic.collective_report import CollectiveReport
 
 _OF_MODELS = (
     *("mesh", "rules", "layout", "dtype", "batch", "seq", "optimizer", "microbatches", "remat"),

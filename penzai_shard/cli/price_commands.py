@@ -10,7 +10,7 @@ from penzai_shard.cli.mesh_arguments import mesh_shape
 from penzai_shard.cli.price_pages import write_price_page
 from penzai_shard.cli.quantities import read_bandwidths, read_bytes
 from penzai_shard.errors import CompilationError, MeshError, PlanError
-from penzai_shard.inspection.locks import ShardingLock
+from penzai_shard.inspection.locks.locks import ShardingLock
 from penzai_shard.views.report_page import refuse_folder
 
 

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.inspection.pinning_layers import PinningLayer
+from penzai_shard.inspection.steps.pinning_layers import PinningLayer
 from penzai_shard.layers import ConstrainSharding, ShardMapped
 from penzai_shard.partition_specs import mesh_axes_used
 from penzai_shard.rule_kinds import IdentityRule, LogicalAxis, NameRule

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
-from penzai_shard.inspection.layer_labels import layer_labels
+from penzai_shard.inspection.steps.layer_labels import layer_labels
 from penzai_shard.linting.findings import Change, Finding, FindingKind, common_path
 from penzai_shard.linting.subject_flows import LAYING_OUT
 from penzai_shard.surgery.bare_paths import bare_paths

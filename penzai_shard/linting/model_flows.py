@@ -17,8 +17,8 @@ from penzai import pz
 
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.equinox_modules import are_arrays
-from penzai_shard.inspection.layer_labels import layer_labels
-from penzai_shard.inspection.layer_scopes import DisguisedLayer
+from penzai_shard.inspection.steps.layer_labels import layer_labels
+from penzai_shard.inspection.steps.layer_scopes import DisguisedLayer
 from penzai_shard.layers import (
     AxesInPlace,
     Checkpointed,

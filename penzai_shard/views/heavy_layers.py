@@ -4,11 +4,11 @@ import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from penzai_shard.inspection.collective_report import CollectiveReport
-from penzai_shard.inspection.layer_groups import OTHER_OWNERS, parts_of_model
-from penzai_shard.inspection.layer_labels import layer_of_parameter
-from penzai_shard.inspection.memory_report import MemoryReport
-from penzai_shard.inspection.step_parts import StepPart, part_of_field
+from penzai_shard.inspection.memory.memory_report import MemoryReport
+from penzai_shard.inspection.steps.layer_groups import OTHER_OWNERS, parts_of_model
+from penzai_shard.inspection.steps.layer_labels import layer_of_parameter
+from penzai_shard.inspection.steps.step_parts import StepPart, part_of_field
+from penzai_shard.inspection.traffic.collective_report import CollectiveReport
 from penzai_shard.path_folding import folding_key, ranged_paths
 from penzai_shard.planning import ShardingPlan, bytes_text
 from penzai_shard.report_trees import count_text

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from penzai_shard.inspection.collective_report import CollectiveReport
-from penzai_shard.inspection.memory_report import MemoryReport
+from penzai_shard.inspection.memory.memory_report import MemoryReport
 from penzai_shard.inspection.sharding_causes import WhyReport
+from penzai_shard.inspection.traffic.collective_report import CollectiveReport
 from penzai_shard.linting import LintReport
 from penzai_shard.planning import ShardingPlan, bytes_text
 from penzai_shard.report_trees import count_text, share_text

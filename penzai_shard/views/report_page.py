@@ -8,10 +8,11 @@ from typing import Any
 import jax
 
 from penzai_shard.errors import MeshError, PlanError, ProgramError, PropagationError, RuleTypeError
-from penzai_shard.inspection.collective_report import CollectiveReport
-from penzai_shard.inspection.memory_report import MemoryReport
-from penzai_shard.inspection.programs import CompiledProgram, compile_step
+from penzai_shard.inspection.memory.memory_report import MemoryReport
+from penzai_shard.inspection.program_view import CompiledProgram, compile_step
 from penzai_shard.inspection.sharding_causes import WhyReport, why
+from penzai_shard.inspection.steps.programs import StepProgram
+from penzai_shard.inspection.traffic.collective_report import CollectiveReport
 from penzai_shard.layouts import Layout
 from penzai_shard.linting import lint
 from penzai_shard.meshes import AnyMesh, mesh_text, refuse_other_than_mesh
@@ -110,7 +111,7 @@ def _batch_of(
 
     A step may have an input of its own that is called batch, and need not call the model with it.
     """
-    if step is None or isinstance(step, CompiledProgram):
+    if step is None or isinstance(step, StepProgram):
         return kwargs.get("batch"), {name: kwargs[name] for name in kwargs if name != "batch"}
     model = model.model if isinstance(model, TrainState) else model
     is_model = is_layer(step) and _variables(step) == _variables(model) != frozenset()

@@ -15,8 +15,8 @@ from penzai_shard.cli.chosen_models import chosen_model
 from penzai_shard.cli.chosen_steps import training_step
 from penzai_shard.cli.quantities import read_bandwidths, read_bytes
 from penzai_shard.errors import RuleTypeError
-from penzai_shard.inspection.locks import ShardingLock
-from penzai_shard.inspection.lowered_steps import lower_step
+from penzai_shard.inspection.locks.locks import ShardingLock
+from penzai_shard.inspection.steps.lowered_steps import lower_step
 from penzai_shard.layers import RolledLayerStack
 from penzai_shard.training import TrainStep
 from tests.views.page_words import words_of

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from penzai_shard.cli import asked_steps
-from penzai_shard.inspection import programs
+from penzai_shard.inspection.steps import programs
 from penzai_shard.training import TrainStep
 
 SMALL = (

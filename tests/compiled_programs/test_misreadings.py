@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.compiled_programs import Module, read_collectives, unknown_communication
 from penzai_shard.errors import ProgramError
-from penzai_shard.inspection.collective_report import CollectiveReport
-from penzai_shard.inspection.programs import compile_step
+from penzai_shard.inspection.program_view import compile_step
+from penzai_shard.inspection.traffic.collective_report import CollectiveReport
 
 PROGRAM = """
 HloModule jit_step, num_partitions=8

@@ -16,8 +16,8 @@ from penzai import pz
 
 import penzai_shard as pzs
 from benchmarks import compiled_collectives
-from penzai_shard.inspection.lowered_steps import lower_step
-from penzai_shard.inspection.programs import CompiledProgram
+from penzai_shard.inspection.program_view import CompiledProgram
+from penzai_shard.inspection.steps.lowered_steps import lower_step
 from penzai_shard.library_apis.compiler_api import bytecode_of, compile_bytecode
 
 RULES = {"embedding": "data", "neurons": "model"}

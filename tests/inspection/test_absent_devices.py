@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from penzai_shard.compiled_programs import Module, read_collectives
 from penzai_shard.errors import CompilationError
-from penzai_shard.inspection.absent_devices import CompilerProcess
-from penzai_shard.inspection.topologies import Topology
+from penzai_shard.inspection.devices.absent_devices import CompilerProcess
+from penzai_shard.inspection.devices.topologies import Topology
 from penzai_shard.library_apis.compiler_api import (
     bytecode_of,
     compile_bytecode,

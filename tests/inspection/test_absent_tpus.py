@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import penzai_shard as pzs
 from penzai_shard.errors import CompilationError, MeshError
-from penzai_shard.inspection.device_figures import device_figures
+from penzai_shard.inspection.devices.device_figures import device_figures
 
 # Importing it would set a variable of the environment.
 if importlib.util.find_spec("libtpu") is None:

@@ -24,12 +24,12 @@ from penzai_shard import (
 )
 from penzai_shard.cli import demo
 from penzai_shard.compiled_programs import Module, read_collectives
-from penzai_shard.inspection.attribution import attribute
-from penzai_shard.inspection.collective_report import CollectiveReport
-from penzai_shard.inspection.layer_scopes import LayerScopes
-from penzai_shard.inspection.lowered_steps import LoweredStep
-from penzai_shard.inspection.programs import CompiledProgram, compile_step
-from penzai_shard.inspection.step_arrays import StepArray
+from penzai_shard.inspection.program_view import CompiledProgram, compile_step
+from penzai_shard.inspection.steps.layer_scopes import LayerScopes
+from penzai_shard.inspection.steps.lowered_steps import LoweredStep
+from penzai_shard.inspection.steps.step_arrays import StepArray
+from penzai_shard.inspection.traffic.attribution import attribute
+from penzai_shard.inspection.traffic.collective_report import CollectiveReport
 from penzai_shard.library_apis.compiler_api import ExecutableMemory
 from tests.simulated_devices import users_fusions
 

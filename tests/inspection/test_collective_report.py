@@ -13,15 +13,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scipy.optimize import linprog
 
 from penzai_shard.errors import MeshError, RuleTypeError, SelectionError
-from penzai_shard.inspection.collective_records import (
+from penzai_shard.inspection.program_view import compile_step
+from penzai_shard.inspection.traffic.collective_records import (
     Collective,
     CollectivePart,
     CollectiveTotal,
     ring_bytes,
 )
-from penzai_shard.inspection.collective_report import CollectiveReport, collectives
-from penzai_shard.inspection.collective_table import MOST_ROWS
-from penzai_shard.inspection.programs import compile_step
+from penzai_shard.inspection.traffic.collective_report import CollectiveReport, collectives
+from penzai_shard.inspection.traffic.collective_table import MOST_ROWS
 from penzai_shard.meshes import make_mesh
 
 P = PartitionSpec

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from penzai_shard.inspection.collective_report import collectives
+from penzai_shard.inspection.traffic.collective_report import collectives
 from penzai_shard.meshes import make_mesh
 
 D, M = 4, 2

@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import penzai_shard as pzs
 from penzai_shard.errors import CompilationError, MeshError, MissingExtraError
-from penzai_shard.inspection import compile_ahead as module
-from penzai_shard.inspection.absent_devices import (
+from penzai_shard.inspection.ahead import compile_ahead as module
+from penzai_shard.inspection.devices.absent_devices import (
     CompilerProcess,
     TooLargeError,
     memory_figures,

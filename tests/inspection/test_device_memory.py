@@ -18,9 +18,9 @@ from penzai_shard import (
     device_memory,
     shard_batch,
 )
-from penzai_shard.inspection.device_figures import device_figures
-from penzai_shard.inspection.memory_report import MemoryReport
-from penzai_shard.inspection.programs import CompiledProgram
+from penzai_shard.inspection.devices.device_figures import device_figures
+from penzai_shard.inspection.memory.memory_report import MemoryReport
+from penzai_shard.inspection.program_view import CompiledProgram
 from penzai_shard.library_apis.compiler_api import ExecutableMemory
 from tests.small_train_steps import (
     EVERYTHING,

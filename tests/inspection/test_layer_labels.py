@@ -4,8 +4,8 @@ import jax
 from penzai import pz
 
 from penzai_shard import Checkpointed, Recipe, abstract_model, wrap
-from penzai_shard.inspection.layer_labels import layer_labels
-from penzai_shard.inspection.layer_scopes import LayerScopes
+from penzai_shard.inspection.steps.layer_labels import layer_labels
+from penzai_shard.inspection.steps.layer_scopes import LayerScopes
 from penzai_shard.surgery.tree_nodes import is_layer, keys_text, nodes_of
 from tests.model_families import transformer
 

@@ -19,7 +19,7 @@ from penzai_shard import (
     mixed_precision,
     wrap,
 )
-from penzai_shard.inspection.layer_scopes import LayerScopes
+from penzai_shard.inspection.steps.layer_scopes import LayerScopes
 from tests.layers.test_first_api_effects import Writes
 from tests.model_families import drawn_transformer
 

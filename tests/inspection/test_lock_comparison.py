@@ -7,8 +7,8 @@ import re
 import pytest
 
 from penzai_shard.errors import LockError, RuleTypeError
-from penzai_shard.inspection.lock_comparison import LockReport, compared
-from penzai_shard.inspection.lock_content import (
+from penzai_shard.inspection.locks.lock_comparison import LockReport, compared
+from penzai_shard.inspection.locks.lock_content import (
     CollectiveCount,
     CollectiveGroup,
     LockContent,

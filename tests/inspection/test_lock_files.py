@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penzai_shard.errors import LockError
-from penzai_shard.inspection.lock_content import (
+from penzai_shard.inspection.locks.lock_content import (
     CollectiveCount,
     CollectiveGroup,
     LockContent,
     LockedArray,
     locked_arrays,
 )
-from penzai_shard.inspection.lock_files import lock_from_text, lock_to_text
-from penzai_shard.inspection.step_arrays import StepArray
+from penzai_shard.inspection.locks.lock_files import lock_from_text, lock_to_text
+from penzai_shard.inspection.steps.step_arrays import StepArray
 from penzai_shard.path_folding import paths_in_ranges, ranged_paths
 
 UP = LockedArray("parameters", ("data", None, ("x", "y")), (32, 4, 64), "float32", donated=True)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import penzai_shard
-from penzai_shard.inspection.lock_content import (
+from penzai_shard.inspection.locks.lock_content import (
     CollectiveCount,
     CollectiveGroup,
     LockContent,

@@ -16,7 +16,7 @@ from penzai import pz
 import penzai_shard as pzs
 from penzai_shard.compiled_programs import Module
 from penzai_shard.errors import LockError
-from penzai_shard.inspection.programs import compile_step
+from penzai_shard.inspection.program_view import compile_step
 from tests.inspection.locked_jobs import (
     ACTIVATIONS,
     RULES,

@@ -29,8 +29,8 @@ from penzai_shard import (
     train_state_sharding,
 )
 from penzai_shard.errors import MeshError, RuleTypeError, ShardingError
-from penzai_shard.inspection.lowered_steps import LoweredStep, lower_step
-from penzai_shard.inspection.programs import CompiledProgram, compile_step
+from penzai_shard.inspection.program_view import CompiledProgram, compile_step
+from penzai_shard.inspection.steps.lowered_steps import LoweredStep, lower_step
 from penzai_shard.library_apis.compiler_api import kept_arguments
 from penzai_shard.library_apis.jax_api import is_weakly_typed
 from penzai_shard.training.train_state import is_donated

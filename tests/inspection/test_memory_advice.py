@@ -16,7 +16,7 @@ from penzai_shard import (
     rematerialise_blocks,
     roll_layer_stacks,
 )
-from penzai_shard.inspection.memory_advice import memory_advice
+from penzai_shard.inspection.memory.memory_advice import memory_advice
 from tests.small_train_steps import MESH, build_mlp, report_of
 
 

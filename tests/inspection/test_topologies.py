@@ -7,7 +7,7 @@ import pytest
 
 from penzai_shard import Topology
 from penzai_shard.errors import MeshError
-from penzai_shard.inspection.topologies import TPU_GENERATIONS, topologies_of
+from penzai_shard.inspection.devices.topologies import TPU_GENERATIONS, topologies_of
 
 
 def test_devices_are_counted_as_jax_counts_them():

@@ -25,7 +25,7 @@ from penzai_shard import (
     whole_files,
 )
 from penzai_shard.errors import MeshError, PropagationError, RuleTypeError
-from penzai_shard.inspection.collective_report import CollectiveReport
+from penzai_shard.inspection.traffic.collective_report import CollectiveReport
 from penzai_shard.views import report_page
 from penzai_shard.views.heavy_layers import heavy_in_memory, heavy_in_plan, heavy_in_traffic
 from tests.small_train_steps import EVERYTHING, build_mlp, report_of

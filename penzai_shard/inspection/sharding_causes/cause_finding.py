@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from jax.sharding import NamedSharding
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.inspection.lowered_steps import LoweredStep
-from penzai_shard.inspection.pinning_layers import PinningLayer
 from penzai_shard.inspection.sharding_causes.operation_words import (
     layer_of,
     operation_text,
     source_line,
 )
 from penzai_shard.inspection.sharding_causes.records import CauseKind, ShardingCause, WayStep
-from penzai_shard.inspection.step_arrays import Names, StepArray
+from penzai_shard.inspection.steps.lowered_steps import LoweredStep
+from penzai_shard.inspection.steps.pinning_layers import PinningLayer
+from penzai_shard.inspection.steps.step_arrays import Names, StepArray
 from penzai_shard.layers import GatherParameters
 from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.rule_kinds import IdentityRule, LogicalAxis, NameRule

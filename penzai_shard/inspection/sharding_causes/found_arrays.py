@@ -12,10 +12,10 @@ import re
 from collections.abc import Iterator
 
 from penzai_shard.compiled_programs.operation_names import OperationName
-from penzai_shard.inspection.lowered_steps import LoweredStep
 from penzai_shard.inspection.sharding_causes.cause_finding import CauseFinder
 from penzai_shard.inspection.sharding_causes.records import RowKind
-from penzai_shard.inspection.step_arrays import StepArray
+from penzai_shard.inspection.steps.lowered_steps import LoweredStep
+from penzai_shard.inspection.steps.step_arrays import StepArray
 from penzai_shard.sharding_propagation import FLOW, Operation, PropagatedProgram
 from penzai_shard.training.gradient_step import GRADIENT_SCOPE
 from penzai_shard.tree_paths import path_endings

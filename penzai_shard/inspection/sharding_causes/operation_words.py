@@ -7,7 +7,7 @@ import jax
 import penzai
 
 from penzai_shard.compiled_programs.operation_names import OperationName
-from penzai_shard.inspection.layer_scopes import LayerScopes
+from penzai_shard.inspection.steps.layer_scopes import LayerScopes
 from penzai_shard.library_apis.shardy_api import PythonFrame
 from penzai_shard.sharding_propagation import FLOW, Operation
 from penzai_shard.training.gradient_step import GRADIENT_SCOPE

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from penzai_shard.errors import RuleTypeError
-from penzai_shard.inspection.lowered_steps import LoweredStep, lower_step
-from penzai_shard.inspection.programs import CompiledProgram
 from penzai_shard.inspection.sharding_causes.cause_finding import CauseFinder
 from penzai_shard.inspection.sharding_causes.found_arrays import FoundArray, found_arrays
 from penzai_shard.inspection.sharding_causes.loss_telling import LossTeller
 from penzai_shard.inspection.sharding_causes.records import ShardingCause, ShardingLoss, WhyRow
 from penzai_shard.inspection.sharding_causes.report import WhyReport
+from penzai_shard.inspection.steps.lowered_steps import LoweredStep, lower_step
+from penzai_shard.inspection.steps.programs import StepProgram
 from penzai_shard.sharding_propagation import PropagatedProgram
 from penzai_shard.sharding_propagation.mesh_axis_parts import part_text
 
@@ -77,7 +77,7 @@ def why(step: Any, /, *args: Any, at: str | None = None, **kwargs: Any) -> WhyRe
 
 
 def _lowered(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LoweredStep:
-    if isinstance(step, CompiledProgram):
+    if isinstance(step, StepProgram):
         step = step.step
     if not isinstance(step, LoweredStep):
         return lower_step(step, args, kwargs, called="why(")

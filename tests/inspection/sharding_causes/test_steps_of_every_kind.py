@@ -21,7 +21,7 @@ from penzai_shard import (
     why,
 )
 from penzai_shard.cli import demo
-from penzai_shard.inspection import programs
+from penzai_shard.inspection.steps import programs
 from tests.inspection.sharding_causes.laid_out_programs import (
     MESH,
     OfData,

@@ -27,7 +27,7 @@ from penzai_shard import (
     why,
 )
 from penzai_shard.errors import RuleTypeError, SelectionError
-from penzai_shard.inspection.lowered_steps import LoweredStep, lower_step
+from penzai_shard.inspection.steps.lowered_steps import LoweredStep, lower_step
 from tests.small_train_steps import build_mlp, squares
 
 P = PartitionSpec

@@ -1,0 +1,1 @@
+"""A step compiled for devices that are not there."""

@@ -1,0 +1,1 @@
+"""A step lowered and compiled, its layers marked; nothing runs."""

@@ -1,0 +1,1 @@
+"""What a compiled step moves between devices, and whose it is."""
