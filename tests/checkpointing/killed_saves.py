@@ -219,6 +219,15 @@ def started(act: Callable[[Callable[..., None]], None]) -> Process:
         def say(*what: Any) -> None:
             os.write(write, json.dumps(what).encode() + b"\n")
 
+        def unraisable(what: Any) -> None:
+            # Python drops an interrupt that comes in a callback of its garbage collector (JAX has
+            # one), whatever the program does.
+            if issubclass(what.exc_type, KeyboardInterrupt):
+                say("dropped", repr(what.object))
+            else:
+                sys.__unraisablehook__(what)
+
+        sys.unraisablehook = unraisable
         act(say)
         status = 0
     except BaseException:
@@ -274,6 +283,10 @@ def killed(folder: pathlib.Path, place: str, name: str, rng: random.Random, befo
     os.kill(process.number, getattr(signal, name))
     for what, content in process.said(MOST_SECONDS):
         _take(kill, before, what, content)
+        if what == "dropped":
+            # As a person presses Ctrl-C again, once what it came into has ended.
+            time.sleep(0.2)
+            os.kill(process.number, getattr(signal, name))
     kill.seconds = time.monotonic() - start
     if kill.seconds >= MOST_SECONDS:
         kill.problems.append(f"goes on for {MOST_SECONDS} s after {name}")

@@ -52,6 +52,35 @@ def restored(path, wide):
     return float(value)
 
 
+DROPS_AN_INTERRUPT = """
+import pathlib, random, sys, time
+from tests.checkpointing import killed_saves
+
+class Dropped:
+    def __del__(self):
+        time.sleep(10)
+
+class Place(killed_saves.OnePath):
+    def versions(self):
+        return []
+
+    def save(self, version, tree):
+        Dropped()
+        time.sleep(10)
+
+killed_saves.PLACES["a place"] = Place
+kill = killed_saves.killed(
+    pathlib.Path(sys.argv[1]), "a place", "SIGINT", random.Random(1), killed_saves.Kill("", "")
+)
+print(kill.problems)
+"""
+
+
+def test_an_interrupt_that_python_drops_is_sent_again(tmp_path):
+    done = run_python("-c", DROPS_AN_INTERRUPT, tmp_path)
+    assert done.stdout == "[]\n", done.stdout + done.stderr[-2000:]
+
+
 @pytest.fixture(scope="module")
 def stopped_saves(tmp_path_factory):
     """What saves left that were stopped, for both ways of replacing a directory."""
