@@ -1,0 +1,67 @@
+"""What a layout is looked for: a model, its loss, its optimizer and its batch, all abstract."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+from penzai import pz
+
+from penzai_shard.layouts import Layout
+from penzai_shard.meshes import AnyMesh
+from penzai_shard.placement import described
+from penzai_shard.training import TrainState, TrainStep, build_train_step_fn, train_state_sharding
+
+if TYPE_CHECKING:
+    import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingProblem:
+    """A training step that a layout is looked for.
+
+    Attributes:
+        model: The model, its arrays ``jax.ShapeDtypeStruct``.
+        loss_fn: As for ``build_train_step_fn``.
+        optimizer: An optax optimizer.
+        inputs: What the loss function gets beside model, key and state, by keyword: named arrays
+            of structs, with the logical axes of the batch.
+    """
+
+    model: Any
+    loss_fn: Callable[..., Any]
+    optimizer: "optax.GradientTransformation"
+    inputs: Mapping[str, Any]
+
+    def built(
+        self, layout: Layout, mesh: AnyMesh, microbatches: int = 1
+    ) -> tuple[TrainStep, TrainState, dict[str, Any]]:
+        """The step in a layout, with its state and its inputs, in structs that are laid out.
+
+        Args:
+            layout: The layout.
+            mesh: The mesh, which may be abstract.
+            microbatches: In how many parts, one after the other, the batch is computed.
+
+        Returns:
+            The step, and what it is called with: ``step(state, **inputs)``.
+
+        Raises:
+            ShardingError: As ``Layout.build`` does.
+        """
+        laid_out = layout.for_model(self.model, mesh)
+        edited = layout.recipe(self.model, mesh).apply(self.model)
+        shardings = laid_out.plan(edited, mesh).sharding_tree()
+        model = described(pz.freeze_variables(edited), shardings, "choose_layout")
+        state = TrainState.initial_state(
+            model, self.optimizer, jax.random.key(0), optimizer_rules=laid_out.optimizer
+        )
+        step = build_train_step_fn(
+            layout.computing(self.loss_fn, mesh),
+            train_state_shardings=train_state_sharding(
+                state, mesh, laid_out.parameters, laid_out.optimizer
+            ),
+            donate_params_and_state=True,
+            accumulate_steps=microbatches,
+        )
+        return step, state, layout.shard_batch(dict(self.inputs), mesh)
