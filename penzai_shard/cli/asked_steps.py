@@ -17,7 +17,6 @@ from penzai_shard.cli.chosen_steps import (
     training_step,
 )
 from penzai_shard.errors import (
-    MeshError,
     MissingExtraError,
     RuleTypeError,
     ShardingError,
@@ -44,7 +43,7 @@ def add_asked_arguments(parser: argparse.ArgumentParser, is_compiled: bool = Tru
         "; or one that returns (step, args) or (step, args, kwargs), for any step; --mesh "
         "and what else concerns a model is then left out",
     )
-    add_layout_arguments(parser, mesh_required=False)
+    add_layout_arguments(parser)
     add_step_arguments(parser)
     parser.set_defaults(of_models={name: parser.get_default(name) for name in _OF_MODELS})
     if not is_compiled:
@@ -216,8 +215,6 @@ class AskedStep:
             self._said = {"step": given.text}
             self._lines = [given.text]
             return given
-        if options.mesh is None:
-            raise MeshError("the mesh is needed too: --mesh data=8,model=4.")
         chosen = chosen_model(
             options.model, options.dtype, stacked=False if options.unroll else None
         )

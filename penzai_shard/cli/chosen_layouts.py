@@ -12,9 +12,9 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.cli.mesh_arguments import mesh_shape
 from penzai_shard.errors import MeshError, PlanError, RuleTypeError
 from penzai_shard.layouts import Layout
-from penzai_shard.layouts.layout_file import PRESETS
+from penzai_shard.layouts.layout_file import PRESETS, LayoutFile
 from penzai_shard.layouts.rule_expressions import read_rules_expression
-from penzai_shard.meshes import make_mesh
+from penzai_shard.meshes import make_mesh, mesh_text
 
 _PAIR = re.compile(r"\s*(?P<logical>[\w.-]+)\s*=\s*(?P<mesh>[\w.+-]*)\s*")
 _RULES_EXAMPLE = (
@@ -23,13 +23,12 @@ _RULES_EXAMPLE = (
 )
 
 
-def add_layout_arguments(parser: argparse.ArgumentParser, mesh_required: bool = True) -> None:
+def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the mesh, the rules and the layout."""
     parser.add_argument(
         "--mesh",
-        required=mesh_required,
         metavar="data=8,model=4",
-        help="sizes of the mesh axes; no devices are needed",
+        help="sizes of the mesh axes, unless the file of rules says them; no devices are needed",
     )
     parser.add_argument(
         "--rules",
@@ -55,12 +54,17 @@ class ChosenLayout:
         layout: The layout.
         mesh: The mesh, without devices.
         notes: What was decided, in sentences.
+        microbatches: In how many parts a batch is computed, if the file of rules says it.
+        says_step: Whether the file of rules says the mesh, as those of ``choose_layout`` do, and
+            with it all of the step: where it is silent of rematerialisation, all is kept.
     """
 
     text: str
     layout: Layout
     mesh: AbstractMesh
     notes: tuple[str, ...] = ()
+    microbatches: int | None = None
+    says_step: bool = False
 
     def line(self) -> str:
         """What it is, in a line."""
@@ -85,34 +89,51 @@ def chosen_layout(options: argparse.Namespace, model: Any) -> ChosenLayout:
     Raises:
         ShardingError: They cannot be read, or do not belong together.
     """
-    shape = mesh_shape(options.mesh)
-    mesh = make_mesh(shape, abstract=True)
     if options.rules is not None and options.layout is not None:
         raise RuleTypeError(
             "--rules and --layout are two ways to say the same. Leave one of them out."
         )
+    said = LayoutFile(None)
+    if options.rules is not None and _is_file(options.rules):
+        said = Layout.read_toml(options.rules)
+    if options.mesh is None and said.mesh_shape is None:
+        raise MeshError("the mesh is needed too: --mesh data=8,model=4.")
+    asked = None if options.mesh is None else mesh_shape(options.mesh)
+    mesh = make_mesh(asked or said.mesh_shape, abstract=True)
     if options.layout is not None:
         layout = Layout.of_expression(options.layout)
         return ChosenLayout(f"--layout {_quoted(options.layout)}", layout, mesh)
-    if options.rules is not None:
-        return ChosenLayout(f"--rules {_quoted(options.rules)}", read_rules(options.rules), mesh)
-    return _by_default(model, mesh)
+    if options.rules is None:
+        return _by_default(model, mesh)
+    notes = []
+    if said.mesh_shape is not None and list(mesh.shape.items()) != list(said.mesh_shape.items()):
+        notes.append(f"which is for mesh ({mesh_text(said.mesh_shape)})")
+    return ChosenLayout(
+        f"--rules {_quoted(options.rules)}",
+        said.layout or read_rules(options.rules),
+        mesh,
+        tuple(notes),
+        said.microbatches,
+        said.mesh_shape is not None,
+    )
+
+
+def _is_file(text: str) -> bool:
+    return os.path.isfile(text) or text.endswith(".toml") or os.sep in text
 
 
 def read_rules(text: str) -> Layout:
     """Reads rules as they stand on the command line.
 
     Args:
-        text: The path of a file, pairs, or an expression.
+        text: Pairs, or an expression.
 
     Raises:
-        RuleTypeError: It is none of these.
+        RuleTypeError: It is neither.
 
     >>> read_rules("embedding=data,neurons=model,projection=none,batch=data+model").parameters
     AxisRules({'embedding': 'data', 'neurons': 'model', 'projection': None, 'batch': ('data', ...
     """
-    if os.path.isfile(text) or text.endswith(".toml") or os.sep in text:
-        return Layout.from_toml(text)
     if not text.strip():
         raise RuleTypeError(f"--rules is empty. {_RULES_EXAMPLE}")
     if "=" in text and "(" not in text:

@@ -78,9 +78,9 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--microbatches",
         type=int,
-        default=1,
         metavar="N",
-        help="in how many parts, one after the other, a batch is computed (default 1)",
+        help="in how many parts, one after the other, a batch is computed (default 1, or what the "
+        "file of rules says)",
     )
     parser.add_argument(
         "--remat",
@@ -115,6 +115,7 @@ def training_step(
         ShardingError: Something does not go together; the model or the batch has no valid layout.
     """
     _check_numbers(options)
+    microbatches = options.microbatches or layout.microbatches or 1
     mesh = layout.mesh
     if isinstance(chosen.model, TrainState):
         raise RuleTypeError(
@@ -126,6 +127,7 @@ def training_step(
     shardings = laid_out.plan(edited, mesh).sharding_tree()
     model = described(pz.freeze_variables(edited), shardings, "price")
     batch = sequences(layout, options)
+    _refuse_indivisible(batch, microbatches)
     tokens = batch_of_tokens(batch, options.seq + (not options.inference))
     tokens = used.shard_batch({"tokens": tokens}, mesh)["tokens"]
     size = f"batch {batch:,} x {options.seq:,} tokens"
@@ -140,10 +142,10 @@ def training_step(
         used.computing(_next_token_loss, mesh),
         train_state_shardings=of_state,
         donate_params_and_state=True,
-        accumulate_steps=options.microbatches,
+        accumulate_steps=microbatches,
     )
-    if options.microbatches > 1:
-        size += f" in {options.microbatches} microbatches"
+    if microbatches > 1:
+        size += f" in {microbatches} microbatches"
     text = f"one training step of {size} with {options.optimizer}, donated; {how}"
     return ChosenStep(text, step, (state,), {"tokens": tokens})
 
@@ -191,7 +193,8 @@ def _edited(
     has_stack = bool(pz.select(model).at_instances_of(pz.nn.LayerStack).count())
     if not has_blocks and used.blocks is None:
         used = dataclasses.replace(used, blocks=())
-    remat = options.remat or ("none" if used.rematerialise is not None else "carries")
+    is_said = used.rematerialise is not None or layout.says_step
+    remat = options.remat or ("none" if is_said else "carries")
     keeps_all = remat == "none" or options.inference
     if not keeps_all:
         resolve_stack_policy(remat)
@@ -232,10 +235,13 @@ def sequences(layout: ChosenLayout, options: argparse.Namespace) -> int:
 def _check_numbers(options: argparse.Namespace) -> None:
     problems = less_than_one(options, "batch", "seq", "microbatches")
     raise_all(RuleTypeError, "this cannot be priced:", problems)
-    if options.batch is not None and options.batch % options.microbatches:
+
+
+def _refuse_indivisible(batch: int, microbatches: int) -> None:
+    if batch % microbatches:
         raise PlanError(
-            f"--batch {options.batch} cannot be divided into {options.microbatches} microbatches. "
-            f"Give --batch {-(-options.batch // options.microbatches) * options.microbatches}."
+            f"--batch {batch} cannot be divided into {microbatches} microbatches. "
+            f"Give --batch {-(-batch // microbatches) * microbatches}."
         )
 
 

@@ -67,6 +67,13 @@ vocabulary = "model"
 #   rematerialise = "nothing"      # what blocks keep for the backward pass; left out: all
 #   reshard_after_forward = false  # gather parameters again in the backward pass
 #   manual = false                 # blocks run per device, with jax.shard_map
+#   blocks = []                    # leave activations between layers to the compiler
+#
+# A file may say the rest of a step too, as those of choose_layout do; --mesh and --microbatches
+# are then left out:
+#
+#   mesh = { data = 8, model = 4 }
+#   microbatches = 2               # parts of a batch, one after the other
 #
 #   [names]                        # what the model calls its axes, if not as Penzai's transformers
 #   neurons = "mlp"
@@ -75,7 +82,8 @@ vocabulary = "model"
 
 _TABLES = ("parameters", "compute", "optimizer", "between_blocks")
 _OPTIONS: dict[str, type] = {"rematerialise": str, "reshard_after_forward": bool, "manual": bool}
-_KEYS = ("layout", *_TABLES, *_OPTIONS, "names")
+_OF_STEP = ("mesh", "microbatches")
+_KEYS = ("layout", *_OF_STEP, *_TABLES, *_OPTIONS, "blocks", "names")
 _PRESET_EXAMPLE = "Write for instance two_dimensional(vocabulary='model')."
 
 
@@ -85,6 +93,21 @@ PRESETS = tuple(
     if isinstance(value, classmethod) and not name.startswith("_")
 )
 """The names of the presets of ``Layout``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutFile:
+    """What a file says: a layout, and perhaps of which step.
+
+    Attributes:
+        layout: The layout, a ``Layout``.
+        mesh_shape: Name and size of each mesh axis; None if the file does not say.
+        microbatches: In how many parts a batch is computed; None if the file does not say.
+    """
+
+    layout: Any
+    mesh_shape: dict[str, int] | None = None
+    microbatches: int | None = None
 
 
 class LayoutFiles:
@@ -146,10 +169,24 @@ class LayoutFiles:
             path: The file.
 
         Returns:
-            The layout. A file with parameters' rules alone is read as ``of_rules`` says.
+            The layout. A file with parameters' rules alone is read as ``of_rules`` says. What it
+            says beyond the layout, ``mesh`` and ``microbatches``, is in ``read_toml``.
 
         Raises:
             RuleTypeError: The file cannot be read; with one line per key that is wrong.
+        """
+        layout: Self = cls.read_toml(path).layout
+        return layout
+
+    @classmethod
+    def read_toml(cls, path: str | os.PathLike[str]) -> LayoutFile:
+        """All that a TOML file says, the mesh and the microbatches of a step included.
+
+        Args:
+            path: The file.
+
+        Raises:
+            RuleTypeError: As ``from_toml`` does.
         """
         try:
             with open(path, "rb") as file:
@@ -165,8 +202,14 @@ class LayoutFiles:
             ) from error
         return _read(cls, found, os.fspath(path))
 
-    def to_toml(self) -> str:
+    def to_toml(
+        self, mesh_shape: Mapping[str, int] | None = None, microbatches: int | None = None
+    ) -> str:
         """The layout as the text of a file, which ``from_toml`` reads.
+
+        Args:
+            mesh_shape: What to say of the mesh too: the size of each mesh axis by name.
+            microbatches: And of how many parts a batch is computed in.
 
         Raises:
             RuleTypeError: It has something that a text cannot say, such as layers in ``blocks``.
@@ -180,15 +223,15 @@ class LayoutFiles:
           "data_parallel('data', batch_axis='batch')",
         ]
         """
-        return _written(self)
+        return _written(self, mesh_shape, microbatches)
 
 
 def _made(cls: Any, **arguments: Any) -> Any:
     return cls(**arguments)
 
 
-def _read(cls: Any, found: Mapping[str, Any], source: str) -> Any:
-    """The layout that a file says; ``source`` is what messages call it."""
+def _read(cls: Any, found: Mapping[str, Any], source: str) -> LayoutFile:
+    """What a file says; ``source`` is what messages call it."""
     problems = [_unknown(key) for key in found if key not in _KEYS]
     tables: dict[str, AxisRules] = {}
     for name in _TABLES:
@@ -205,6 +248,9 @@ def _read(cls: Any, found: Mapping[str, Any], source: str) -> Any:
             problems.append(f"{name}: is {value!r}, and has to be {kind}.")
     if isinstance(names := options.get("names"), dict):
         options["names"] = {role: _name(own) for role, own in names.items()}
+    problems += _problems_of_step(found)
+    if "blocks" in found:
+        options["blocks"] = ()
     if "layout" not in found and "parameters" not in found:
         problems.append(
             'it says neither layout nor parameters. Write layout = "fully_sharded", or a table '
@@ -216,15 +262,45 @@ def _read(cls: Any, found: Mapping[str, Any], source: str) -> Any:
             layout = cls.of_expression(str(found["layout"]))
         else:
             layout = cls.of_rules(tables["parameters"])
-        return dataclasses.replace(layout, **tables, **options)
+        layout = dataclasses.replace(layout, **tables, **options)
+        return LayoutFile(layout, found.get("mesh"), found.get("microbatches"))
     except RuleTypeError as error:
         raise RuleTypeError(f"{source}: {error}") from error
 
 
-def _written(layout: Any) -> str:
+def _problems_of_step(found: Mapping[str, Any]) -> list[str]:
+    """What is wrong with what a file says of the step, and of blocks."""
+    problems = []
+    mesh = found.get("mesh", {"data": 1})
+    if not isinstance(mesh, dict) or not mesh or not all(map(_is_count, mesh.values())):
+        problems.append(
+            f"mesh: is {mesh!r}, and has to say the size of each mesh axis: "
+            "mesh = { data = 8, model = 4 }."
+        )
+    if not _is_count(found.get("microbatches", 1)):
+        problems.append(f"microbatches: is {found['microbatches']!r}, and has to be at least 1.")
+    if found.get("blocks", []) != []:
+        problems.append(
+            f"blocks: is {found['blocks']!r}, and a file can say [] alone, which leaves "
+            "activations to the compiler. Layers are named in Python: Layout(blocks=...)."
+        )
+    return problems
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _written(layout: Any, mesh_shape: Mapping[str, int] | None, microbatches: int | None) -> str:
     problems: list[str] = []
     lines: list[str] = []
-    if layout.blocks is not None:
+    if mesh_shape is not None:
+        lines.append(table_line("mesh", mesh_shape))
+    if microbatches is not None:
+        lines.append(f"microbatches = {microbatches}")
+    if layout.blocks == ():
+        lines.append("blocks = []")
+    elif layout.blocks is not None:
         problems.append("blocks: layers cannot be written to a file. Leave it out.")
     for name in _OPTIONS:
         if (value := getattr(layout, name)) not in (None, False):

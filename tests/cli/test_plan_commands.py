@@ -153,14 +153,14 @@ def test_arrays_without_names_are_found_with_the_option_that_allows_them(shell):
 
 
 MISTAKES = {
-    ("plan",): "the following arguments are required: MODEL, --mesh",
-    ("plan", "llama-3-8b"): "the following arguments are required: --mesh",
+    ("plan",): "the following arguments are required: MODEL",
+    ("plan", SMALL): "the mesh is needed too: --mesh data=8,model=4",
     ("plan", "--mesh", "data=8"): "the following arguments are required: MODEL",
     ("paln", "llama-3-8b"): "invalid choice: 'paln'",
     ("plan", SMALL, "--mesh", "data"): "write for instance data=4,model=2",
     ("plan", SMALL, "--mesh", "data=0"): "write for instance data=4,model=2",
     ("plan", SMALL, "--mesh", "data=4,data=2"): "has the mesh axis 'data' twice",
-    ("plan", SMALL, "--mehs", "data=4"): "required: --mesh",
+    ("plan", SMALL, "--mehs", "data=4"): "Did you mean --mesh",
     ("plan", SMALL, "--mesh", "data=4", "--rule=in=data", "--jsom"): "Did you mean --json",
     ("plan", "llama-3-9b", "--mesh", "data=8"): "Did you mean llama-3-",
     ("plan", "llama-3-8b(layers=2)", "--mesh", "data=8"): "Did you mean num_hidden_layers",

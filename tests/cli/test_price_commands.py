@@ -14,10 +14,11 @@ from penzai_shard.cli.chosen_layouts import chosen_layout
 from penzai_shard.cli.chosen_models import chosen_model
 from penzai_shard.cli.chosen_steps import training_step
 from penzai_shard.cli.quantities import read_bandwidths, read_bytes
-from penzai_shard.errors import RuleTypeError
+from penzai_shard.errors import MeshError, PlanError, RuleTypeError
 from penzai_shard.inspection.locks.locks import ShardingLock
 from penzai_shard.inspection.steps.lowered_steps import lower_step
 from penzai_shard.layers import RolledLayerStack
+from penzai_shard.layouts import Layout
 from penzai_shard.training import TrainStep
 from tests.views.page_words import words_of
 
@@ -184,6 +185,28 @@ def test_the_batch_is_by_default_one_sequence_for_each_part(shell):
     tokens = step.kwargs["tokens"]
     assert dict(tokens.named_shape) == {"batch": 4, "seq": 17}
     assert tokens.data_array.sharding.shard_shape((4, 17)) == (1, 17)
+
+
+def test_a_file_of_rules_says_the_mesh_the_microbatches_and_what_is_kept(tmp_path):
+    path = str(tmp_path / "rules.toml")
+    layout = Layout.two_dimensional(rematerialise="dots")
+    (tmp_path / "rules.toml").write_text(layout.to_toml({"data": 2, "model": 2}, microbatches=4))
+    asked = ("price", SMALL, "--rules", path, "--seq", "16")
+    step, _ = step_of(*asked, "--batch", "8")
+    assert dict(step.args[0].step.sharding.mesh.shape) == {"data": 2, "model": 2}
+    assert "batch 8 x 16 tokens in 4 microbatches" in step.text
+    assert "they keep dots" in step.text
+    with pytest.raises(PlanError, match="--batch 6 cannot be divided into 4 microbatches"):
+        step_of(*asked, "--batch", "6")
+    assert "in 2 microbatches" in step_of(*asked, "--batch", "6", "--microbatches", "2")[0].text
+    (tmp_path / "rules.toml").write_text(Layout.fully_sharded().to_toml({"data": 4}))
+    assert "they keep all" in step_of(*asked)[0].text
+    step, _ = step_of(*asked, "--mesh", "data=2")
+    assert dict(step.args[0].step.sharding.mesh.shape) == {"data": 2}
+    (tmp_path / "rules.toml").write_text(Layout.fully_sharded().to_toml())
+    with pytest.raises(MeshError, match="the mesh is needed too"):
+        step_of(*asked)
+    assert "keep what 'carries' says" in step_of(*asked, "--mesh", "data=2")[0].text
 
 
 @pytest.mark.parametrize("options", [("model=2",), ("data=2", "--rules", "neurons=data")])

@@ -77,6 +77,19 @@ def test_what_is_not_a_table_of_rules_is_written_too(read):
     assert read(pzs.Layout.fully_sharded(manual=True).to_toml()).manual
 
 
+def test_a_file_says_the_mesh_and_the_microbatches_of_a_step_too(tmp_path):
+    layout = pzs.Layout.zero1(blocks=(), rematerialise=None)
+    mesh = {"data": 8, "a b": 4}
+    (tmp_path / "rules.toml").write_text(layout.to_toml(mesh, microbatches=2))
+    found = pzs.Layout.read_toml(tmp_path / "rules.toml")
+    assert (found.layout, found.mesh_shape, found.microbatches) == (layout, mesh, 2)
+    assert list(found.mesh_shape) == list(mesh)
+    assert pzs.Layout.from_toml(tmp_path / "rules.toml") == layout
+    (tmp_path / "rules.toml").write_text(layout.to_toml())
+    found = pzs.Layout.read_toml(tmp_path / "rules.toml")
+    assert (found.mesh_shape, found.microbatches) == (None, None)
+
+
 def test_the_example_reads_and_says_what_it_means(read):
     layout = read(EXAMPLE)
     assert layout.parameters == pzs.AxisRules(
@@ -136,6 +149,11 @@ MISTAKES = {
     "names = 3\n[parameters]\na = 'b'": "names: is 3, and has to be a table",
     "manual = 'yes'\n[parameters]\na = 'b'": "manual: is 'yes', and has to be true or false",
     "rematerialise = 'dotz'\n[parameters]\na = 'b'": "dotz",
+    "mesh = 8\n[parameters]\na = 'b'": r"mesh: is 8, .* mesh = \{ data = 8, model = 4 \}",
+    "[mesh]\n[parameters]\na = 'b'": "mesh: is {}, and has to say the size of each mesh axis",
+    "mesh = {data = true}\n[parameters]\na = 'b'": "has to say the size of each mesh axis",
+    "microbatches = 0\n[parameters]\na = 'b'": "microbatches: is 0, and has to be at least 1",
+    "blocks = ['b']\n[parameters]\na = 'b'": r"blocks: is \['b'\], and a file can say \[\] alone",
     "[parameters]\na = = 'b'": r"is not TOML: .*line 2",
     "[parameters]\na = 'b'\na = 'c'": "is not TOML: Cannot overwrite a value",
 }
@@ -164,7 +182,7 @@ def test_a_file_that_is_not_there_is_said_to_be_none(tmp_path):
 
 def test_layers_and_names_that_are_no_texts_cannot_be_written():
     with pytest.raises(RuleTypeError, match="blocks: layers cannot be written"):
-        pzs.Layout.fully_sharded(blocks=()).to_toml()
+        pzs.Layout.fully_sharded(blocks="**/block").to_toml()
     with pytest.raises(RuleTypeError, match=r"logical axis \('a', 'b'\) is a tuple"):
         pzs.Layout(parameters={("a", "b"): "data"}, compute={}).to_toml()
 
