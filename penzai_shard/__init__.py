@@ -40,6 +40,7 @@ from penzai_shard.errors import (
     ShardingWarning,
 )
 from penzai_shard.fitting import LogRecord, fit
+from penzai_shard.fused_axes import FusedAxes
 from penzai_shard.inspection.ahead.ahead_report import AheadReport
 from penzai_shard.inspection.ahead.compile_ahead import compile_ahead
 from penzai_shard.inspection.devices.topologies import Topology
@@ -162,6 +163,7 @@ __all__ = [
     "DynamicLossScaling",
     "EquivalenceReport",
     "Finding",
+    "FusedAxes",
     "GatherParameters",
     "InPrecision",
     "Inserted",

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 from jax.sharding import PartitionSpec
 
+from penzai_shard.fused_axes import divided_length, factors_of, lengths_of_fused, why_whole
 from penzai_shard.partition_specs import canonical_spec, part_count
 from penzai_shard.rule_kinds import (
     IdentityRule,
@@ -119,7 +120,6 @@ class SpecExplanation(TextTable):
         return [*self.notes, *(f"problem: {problem}" for problem in self.problems)]
 
 
-@functools.lru_cache(maxsize=65536)
 def decide(
     rules: tuple[Rule, ...],
     names: tuple[LogicalAxis | None, ...] | None,
@@ -143,6 +143,20 @@ def decide(
     >>> decide((NameRule("b", ("data",)),), ("a", "b"), (3, 4), (("data", 2),), "error").spec
     P(None, 'data')
     """
+    lengths = lengths_of_fused(names)
+    return _decided(rules, names, sizes, mesh_items, on_indivisible, lengths)
+
+
+@functools.lru_cache(maxsize=65536)
+def _decided(
+    rules: tuple[Rule, ...],
+    names: tuple[LogicalAxis | None, ...] | None,
+    sizes: tuple[int, ...],
+    mesh_items: tuple[tuple[str, int], ...],
+    on_indivisible: OnIndivisible,
+    lengths: tuple[tuple[int, ...] | None, ...],
+) -> SpecExplanation:
+    """As ``decide``; names that are equal and were fused of other lengths are told apart."""
     mesh_shape = dict(mesh_items)
     if names is not None:
         return _Decider(rules, names, sizes, mesh_shape, on_indivisible).explanation()
@@ -201,36 +215,60 @@ class _Decider:
         """The mesh axes that some dimension is sharded over already, and which."""
         return {axis: d for d in self.decided.values() for axis in d.mesh_axes}
 
-    def _divides(self, i: int, mesh_axes: Sequence[str]) -> bool:
-        return self.sizes[i] % part_count(mesh_axes, self.mesh_shape) == 0
+    @functools.cached_property
+    def _ruled(self) -> frozenset[LogicalAxis]:
+        """The logical axes that have rules of their own."""
+        return frozenset(rule.logical_axis for rule in self.rules if isinstance(rule, NameRule))
+
+    def _length(self, i: int, rule: NameRule) -> int | None:
+        """The length that a rule must divide to split a dimension; None if it is not for it."""
+        name = self.names[i]
+        # Of a fused dimension the rule for its whole name says more than those for its parts.
+        if name is None or (name in self._ruled and name != rule.logical_axis):
+            return None
+        return divided_length(name, self.sizes[i], rule.logical_axis)
+
+    def _divides(self, length: int, mesh_axes: Sequence[str]) -> bool:
+        return length % part_count(mesh_axes, self.mesh_shape) == 0
 
     def _apply_name_rule(self, rule: NameRule) -> None:
-        if rule.logical_axis not in self.names:
-            return
-        i = self.names.index(rule.logical_axis)
-        if i in self.decided:
-            return
-        if all(name not in self.taken for name in rule.mesh_axes) and self._divides(
-            i, rule.mesh_axes
-        ):
-            self._decide(i, rule.mesh_axes, rule, str(rule))
+        for i in range(len(self.names)):
+            length = None if i in self.decided else self._length(i, rule)
+            is_free = all(name not in self.taken for name in rule.mesh_axes)
+            if length is not None and is_free and self._divides(length, rule.mesh_axes):
+                self._decide(i, rule.mesh_axes, rule, self._reason(i, rule))
+
+    def _reason(self, i: int, rule: NameRule) -> str:
+        name = self.names[i]
+        return str(rule) if rule.logical_axis == name else f"{rule}, the major part of {name!r}"
 
     def _apply_identity(self, rule: IdentityRule) -> None:
-        named = {r.logical_axis for r in self.rules if isinstance(r, NameRule)}
         for i, name in enumerate(self.names):
-            mesh_axes = rule.mesh_axes_of(name, self.mesh_shape)
-            if i in self.decided or name in named or not mesh_axes:
-                continue
-            same = NameRule(name, mesh_axes)
-            missing = [axis for axis in mesh_axes if axis not in self.mesh_shape]
-            if missing:
-                self._not_in_mesh(same, missing[0])
-            elif any(axis in self.taken for axis in mesh_axes):
-                self._asked_twice(i, same)
-            elif self._divides(i, mesh_axes):
-                self._decide(i, mesh_axes, same, str(same))
-            else:
-                self._indivisible(i, same)
+            for part in (name, *factors_of(name)):
+                mesh_axes = rule.mesh_axes_of(part, self.mesh_shape)
+                if i not in self.decided and part not in self._ruled and mesh_axes:
+                    self._apply_same_name(i, NameRule(part, mesh_axes))
+
+    def _apply_same_name(self, i: int, same: NameRule) -> None:
+        length = self._length(i, same)
+        missing = [axis for axis in same.mesh_axes if axis not in self.mesh_shape]
+        if missing:
+            self._not_in_mesh(same, missing[0])
+        elif length is None:
+            if self.names[i] not in self._ruled:
+                self._leave_whole(i, same)
+        elif any(axis in self.taken for axis in same.mesh_axes):
+            self._asked_twice(i, same)
+        elif self._divides(length, same.mesh_axes):
+            self._decide(i, same.mesh_axes, same, self._reason(i, same))
+        else:
+            self._indivisible(i, same)
+
+    def _leave_whole(self, i: int, rule: NameRule) -> None:
+        """A rule for a part of a fused dimension of which equal parts of it are not whole parts."""
+        name, why = self.names[i], why_whole(self.names[i], self.sizes[i], rule.logical_axis)
+        fix = f"to split it anyway, map {name!r} to {mesh_axes_text(rule.mesh_axes)}"
+        self._decide(i, (), rule, f"{name!r} stays whole: {why}, rule {rule}; {fix}")
 
     def _not_in_mesh(self, rule: NameRule, missing: str) -> None:
         known = ", ".join(f"{axis}={size}" for axis, size in self.mesh_shape.items())
@@ -248,12 +286,12 @@ class _Decider:
         for i, name in enumerate(self.names):
             if name is None or i in self.decided:
                 continue
-            candidates = [
-                rule
-                for rule in self.rules
-                if isinstance(rule, NameRule) and rule.logical_axis == name
-            ]
+            rules = [rule for rule in self.rules if isinstance(rule, NameRule)]
+            candidates = [rule for rule in rules if self._length(i, rule) is not None]
             if not candidates:
+                of_parts = [r for r in rules if r.logical_axis in factors_of(name) and r.mesh_axes]
+                if of_parts:
+                    self._leave_whole(i, of_parts[0])
                 continue
             busy = [rule for rule in candidates if any(a in self.taken for a in rule.mesh_axes)]
             if len(busy) == len(candidates) and all(rule.yields for rule in busy):
@@ -275,17 +313,22 @@ class _Decider:
 
     def _indivisible(self, i: int, rule: NameRule) -> None:
         name, size = self.names[i], self.sizes[i]
+        length = self._length(i, rule)
+        assert length is not None
+        what = f"{rule.logical_axis!r} ({length})"
+        if rule.logical_axis != name:
+            what += f" of {name!r} ({size})"
         parts = part_count(rule.mesh_axes, self.mesh_shape)
         over = sized_mesh_axes_text(rule.mesh_axes, self.mesh_shape)
         if self.on_indivisible == "replicate":
-            reason = f"{name!r} ({size}) replicated: does not divide over {over}, rule {rule}"
+            reason = f"{what} replicated: does not divide over {over}, rule {rule}"
             self._decide(i, (), rule, reason)
             return
-        padded = max(parts, -(-size // parts) * parts)
+        padded = max(parts, -(-length // parts) * parts)
         self._refuse(
             name,
             "indivisible",
-            f"logical axis {name!r} ({size}) does not divide over {over}, asked by rule {rule}. "
+            f"logical axis {what} does not divide over {over}, asked by rule {rule}. "
             f"Pad it to {padded}, or map {name!r} to None.",
         )
 
@@ -345,7 +388,7 @@ class _Decider:
             for i, name in enumerate(self.names)
             if (name is not None or self.is_unnamed)
             and i not in self.decided
-            and self._divides(i, rule.mesh_axes)
+            and self._divides(self.sizes[i], rule.mesh_axes)
         ]
         if not free:
             self.notes.append(f"no free dimension divides over {over}")

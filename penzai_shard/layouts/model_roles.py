@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import PlanError, RuleTypeError, raise_all, warn_caller
+from penzai_shard.fused_axes import divided_length, factors_of
 from penzai_shard.meshes import AnyMesh, mesh_shape_of
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.partition_specs import part_count
@@ -54,7 +55,7 @@ class FoundAxis:
 
 
 def logical_axes_of(tree: Any) -> dict[LogicalAxis, FoundAxis]:
-    """The logical axes of a tree's arrays.
+    """The logical axes of a tree's arrays, and those that are the major ones of fused dimensions.
 
     >>> from penzai import pz
     >>> logical_axes_of({"w": pz.nx.ones({"neurons": 4})})
@@ -63,9 +64,11 @@ def logical_axes_of(tree: Any) -> dict[LogicalAxis, FoundAxis]:
     found: dict[LogicalAxis, FoundAxis] = {}
     for leaf in leaves_of(tree):
         for name, size in zip(leaf.names or (), leaf.shape, strict=False):
-            if name is not None:
-                first = found.get(name, FoundAxis(leaf.path, frozenset()))
-                found[name] = FoundAxis(first.path, first.sizes | {size})
+            for part in () if name is None else (name, *factors_of(name)):
+                length = divided_length(name, size, part)
+                if length is not None:
+                    first = found.get(part, FoundAxis(leaf.path, frozenset()))
+                    found[part] = FoundAxis(first.path, first.sizes | {length})
     return found
 
 

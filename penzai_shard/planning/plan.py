@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import PlanError, raise_all
+from penzai_shard.fused_axes import with_factors
 from penzai_shard.meshes import AnyMesh, mesh_text
 from penzai_shard.planning.plan_table import (
     SCALARS,
@@ -168,10 +169,9 @@ class ShardingPlan(NotebookView):
 
     @functools.cached_property
     def logical_axes(self) -> frozenset[LogicalAxis]:
-        """The logical axes that the arrays have."""
-        return frozenset(
-            name for leaf in self.leaves for name in leaf.names or () if name is not None
-        )
+        """The logical axes that the arrays have, those that a dimension is fused of among them."""
+        names = {name for leaf in self.leaves for name in leaf.names or () if name is not None}
+        return frozenset(with_factors(names))
 
     @functools.cached_property
     def unused_rules(self) -> tuple[NameRule, ...]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from penzai import pz
 
+from penzai_shard.fused_axes import factors_of
 from penzai_shard.named_arrays import dimension_names
 from penzai_shard.planning.plan import shared_named_sharding
 from penzai_shard.planning.planner import Planner
@@ -96,7 +97,8 @@ class _QuickTree:
 
     def _lay_out(self, node: Any) -> Any:
         names = dimension_names(node)
-        if names is None:
+        # Fused names that are equal may be of other lengths, which the key does not have.
+        if names is None or any(map(factors_of, names)):
             raise _NeedsPlan
         explained = self.planner.decide(names, tuple(node.data_array.shape))
         if explained.problems:
