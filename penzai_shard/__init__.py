@@ -79,6 +79,7 @@ from penzai_shard.layers import (
 from penzai_shard.layouts import Layout
 from penzai_shard.linting import Finding, LintReport, lint
 from penzai_shard.meshes import make_mesh
+from penzai_shard.padded_arrays import PaddedArray, Padding
 from penzai_shard.placement import (
     abstract_model,
     initialize_parameters_sharded,
@@ -176,6 +177,8 @@ __all__ = [
     "LogRecord",
     "MemoryReport",
     "ModelComparison",
+    "PaddedArray",
+    "Padding",
     "Recipe",
     "Ref",
     "ReportTree",
