@@ -43,6 +43,8 @@ from penzai_shard.fitting import LogRecord, fit
 from penzai_shard.fused_axes import FusedAxes
 from penzai_shard.inspection.ahead.ahead_report import AheadReport
 from penzai_shard.inspection.ahead.compile_ahead import compile_ahead
+from penzai_shard.inspection.devices.hardware import Hardware
+from penzai_shard.inspection.devices.mesh_networks import HostNetwork
 from penzai_shard.inspection.devices.topologies import Topology
 from penzai_shard.inspection.locks.lock_comparison import LockReport
 from penzai_shard.inspection.locks.locks import ShardingLock
@@ -166,6 +168,8 @@ __all__ = [
     "Finding",
     "FusedAxes",
     "GatherParameters",
+    "Hardware",
+    "HostNetwork",
     "InPrecision",
     "Inserted",
     "Jitted",

@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import importlib
 import json
+import math
 import pathlib
 import re
 import subprocess
@@ -35,6 +36,7 @@ from penzai_shard.library_apis import (
     compiler_api,
     compiler_process,
     jax_api,
+    mesh_orders,
     orbax_api,
     penzai_api,
     penzai_converters,
@@ -251,6 +253,30 @@ def test_a_program_can_be_taken_apart_and_put_together():
     shorter = jax_api.Jaxpr((), jaxpr.invars, first.outvars, [first], debug_info=jaxpr.debug_info)
     function = jax_api.jaxpr_as_fun(jax_api.ClosedJaxpr(shorter, ()))
     assert function(1.0) == [jnp.sin(1.0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "chips", "mesh", "along_last"),
+    [
+        # As libtpu 0.0.42 describes the devices of "v5e:4x8", "v5p:4x4x4", "tpu7x:4x4x4", "v3:4x4".
+        ("TPU v5 lite", (4, 8), (2, 4, 4), [[0, x, 0, 0] for x in range(4)]),
+        ("TPU v5", (4, 4, 4), (16, 4), [[0, x, 0, 0, 0] for x in range(4)]),
+        ("TPU7x", (4, 4, 4), (64, 2), [[0, 0, 0, 0, 0], [0, 0, 0, 0, 1]]),
+        ("TPU v3", (4, 4), (8, 4), [[0, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0], [0, 1, 0, 1]]),
+    ],
+)
+def test_jax_lays_meshes_by_attributes_that_described_tpus_have(kind, chips, mesh, along_last):
+    cores = 2 if kind in ("TPU7x", "TPU v3") else 1
+    found = mesh_orders.positions_of_mesh(kind, chips, cores, mesh, (1,) * len(mesh))
+    assert found[(0,) * (len(mesh) - 1)].tolist() == along_last
+    assert len({tuple(each) for each in found.reshape(-1, found.shape[-1]).tolist()}) == math.prod(
+        mesh
+    )
+
+
+def test_jax_does_not_split_an_axis_of_a_torus_over_two_mesh_axes_but_of_v5e():
+    assert mesh_orders.positions_of_mesh("TPU v5", (4, 4, 4), 1, (32, 2), (1, 1)) is None
+    assert mesh_orders.positions_of_mesh("TPU v5 lite", (4, 4), 1, (8, 2), (1, 1)) is not None
 
 
 def test_new_variables_of_a_program_take_the_type_of_others():

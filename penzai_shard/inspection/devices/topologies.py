@@ -32,6 +32,7 @@ class TpuGeneration:
         devices_per_chip: How many JAX devices a chip is.
         counts_cores: Whether clouds count cores in the names of machines, two to a chip.
         largest: In which slices of cubes of 64 chips end; None if there are no cubes.
+        ring: Of a generation without cubes, how many chips in a row have a link back to the first.
         options: What libtpu must be told to describe devices as JAX has them in a real run.
     """
 
@@ -40,6 +41,7 @@ class TpuGeneration:
     counts_cores: bool = False
     largest: tuple[int, ...] | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ring: int | None = None
 
     def has(self, shape: tuple[int, ...]) -> bool:
         """Whether there is a slice of a shape."""
@@ -66,16 +68,18 @@ _PARTS_OF_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 # https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, and its page on each generation.
 TPU_GENERATIONS: dict[str, TpuGeneration] = {
-    "v2": TpuGeneration(((2, 2), (4, 4), (8, 8), (8, 16), (16, 16)), 2, True),
-    "v3": TpuGeneration(((2, 2), (4, 4), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)), 2, True),
+    "v2": TpuGeneration(((2, 2), (4, 4), (8, 8), (8, 16), (16, 16)), 2, True, ring=16),
+    "v3": TpuGeneration(
+        ((2, 2), (4, 4), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)), 2, True, ring=32
+    ),
     # JAX has one device for the two cores of a chip; libtpu, without being asked, describes two.
     "v4": TpuGeneration(_PARTS_OF_A_CUBE, 1, True, (16, 16, 16), {"chip_config_name": "megacore"}),
-    "v5e": TpuGeneration(_SQUARES),
+    "v5e": TpuGeneration(_SQUARES, ring=16),
     "v5p": TpuGeneration(_PARTS_OF_A_CUBE, 1, True, (16, 16, 24)),
-    "v6e": TpuGeneration(_SQUARES),
+    "v6e": TpuGeneration(_SQUARES, ring=16),
     "tpu7x": TpuGeneration(_PARTS_OF_A_CUBE, 2, False, (16, 24, 24)),
 }
-_OTHER_NAMES = {
+OTHER_NAMES = {
     "v5litepod": "v5e",
     "v5lite": "v5e",
     "v7x": "tpu7x",
@@ -135,7 +139,21 @@ class Topology:
     @property
     def device_count(self) -> int:
         """How many JAX devices there are."""
-        return math.prod(self.shape) * self._devices_per_chip * self.slices
+        return math.prod(self.shape) * self.devices_per_chip * self.slices
+
+    @property
+    def wraps(self) -> tuple[bool, ...]:
+        """Along which of a slice's axes the last chip has a link to the first.
+
+        >>> Topology("v5e:8x16").wraps, Topology("v5p:4x4x8").wraps, Topology("v5p:2x2x1").wraps
+        ((False, True), (True, True, True), (False, False, False))
+        """
+        generation = TPU_GENERATIONS.get(self.kind)
+        if generation is None:
+            return (False,) * len(self.shape)
+        if generation.is_made_of_cubes(self.shape):
+            return (True,) * len(self.shape)
+        return tuple(size == generation.ring for size in self.shape)
 
     @property
     def memory_limit(self) -> int | None:
@@ -251,14 +269,15 @@ class Topology:
         return found[1].lower(), shape, found[3] or "", int(found[4] or 1)
 
     @property
-    def _devices_per_chip(self) -> int:
+    def devices_per_chip(self) -> int:
+        """How many JAX devices a chip is."""
         generation = TPU_GENERATIONS.get(self.kind)
         return 1 if generation is None else generation.devices_per_chip
 
     def _refuse_unknown(self) -> None:
         if not isinstance(self.name, str) or _NAME.fullmatch(self.name) is None:
             raise MeshError(
-                f"{self.name!r} is not the name of a topology. {_machine_fix(self.name)}"
+                f"{self.name!r} is not the name of a topology. {machine_fix(self.name)}"
                 f"Names are for instance {_EXAMPLES}."
             )
         kind, shape, twisted, slices = self._parts
@@ -273,8 +292,8 @@ class Topology:
         if generation is None:
             known = ", ".join(TPU_GENERATIONS)
             fix = (
-                f"Write {self.name.replace(kind, _OTHER_NAMES[kind])!r}. "
-                if kind in _OTHER_NAMES
+                f"Write {self.name.replace(kind, OTHER_NAMES[kind])!r}. "
+                if kind in OTHER_NAMES
                 else ""
             )
             raise MeshError(
@@ -339,10 +358,10 @@ def _shape_fix(kind: str, generation: TpuGeneration, shape: tuple[int, ...]) -> 
     )
 
 
-def _machine_fix(name: Any) -> str:
+def machine_fix(name: Any) -> str:
     """What to write in place of a cloud's name of a machine."""
     found = _MACHINE.fullmatch(name) if isinstance(name, str) else None
-    kind = _OTHER_NAMES.get(found[1], found[1]) if found else ""
+    kind = OTHER_NAMES.get(found[1], found[1]) if found else ""
     if found is None or kind not in TPU_GENERATIONS:
         return ""
     generation = TPU_GENERATIONS[kind]

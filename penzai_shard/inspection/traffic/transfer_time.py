@@ -3,7 +3,7 @@
 import itertools
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from penzai_shard.errors import MeshError, raise_all
@@ -40,6 +40,22 @@ def least_time(
         load[axes] = load.get(axes, 0.0) + one.wire_bytes * certain
     used = [axis for axis in mesh_shape if any(axis in axes for axes in load)]
     _refuse_other_bandwidths(bandwidth, mesh_shape, used)
+    return time_of_loads(load, lambda chosen: sum(bandwidth[axis] for axis in chosen))
+
+
+def time_of_loads(
+    loads: Mapping[frozenset[str], float], carried: Callable[[frozenset[str]], float]
+) -> float:
+    """A lower bound of the time for what is sent over sets of mesh axes, in seconds.
+
+    Args:
+        loads: The bytes that one device sends over each set of mesh axes.
+        carried: How many bytes the links of some mesh axes carry together in a second.
+
+    >>> time_of_loads({frozenset({"data"}): 6.0, frozenset({"data", "model"}): 6.0}, len)
+    6.0
+    """
+    used = sorted({axis for axes, bytes_ in loads.items() if bytes_ for axis in axes})
     sets = (
         frozenset(chosen)
         for size in range(1, len(used) + 1)
@@ -47,8 +63,7 @@ def least_time(
     )
     return max(
         (
-            sum(bytes_ for axes, bytes_ in load.items() if axes <= chosen)
-            / sum(bandwidth[axis] for axis in chosen)
+            sum(bytes_ for axes, bytes_ in loads.items() if axes <= chosen) / carried(chosen)
             for chosen in sets
         ),
         default=0.0,
