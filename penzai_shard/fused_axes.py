@@ -88,6 +88,15 @@ class FusedAxes(str):
         """The length of the dimension."""
         return math.prod(self.sizes)
 
+    @property
+    def lengths_text(self) -> str:
+        """The lengths as messages show them.
+
+        >>> FusedAxes.of({"heads": 12, "projection": 64}).lengths_text
+        '12*64'
+        """
+        return _TIMES.join(map(str, self.sizes))
+
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"FusedAxes are immutable; {name!r} cannot be set.")
 
@@ -177,7 +186,6 @@ def why_whole(name: object, size: int, asked: object) -> str:
     """
     if type(name) is not FusedAxes:
         return f"the lengths of the parts of {name!r} ({size}) are not known"
-    lengths = _TIMES.join(map(str, name.sizes))
     if name.size != size:
-        return f"{name!r} ({lengths}) is no longer whole in a dimension of {size}"
-    return f"{asked!r} is not the major part of {name!r} ({lengths})"
+        return f"{name!r} ({name.lengths_text}) is no longer whole in a dimension of {size}"
+    return f"{asked!r} is not the major part of {name!r} ({name.lengths_text})"

@@ -5,7 +5,7 @@ A call goes down the modules and enters each once: ``plan_making`` (the function
 asked for), ``axis_decisions`` (one array), and up comes what ``plan`` describes.
 """
 
-from penzai_shard.planning.axis_naming import name_axes, without_names
+from penzai_shard.planning.axis_naming import NamesByPath, name_axes, without_names
 from penzai_shard.planning.optimizer_layouts import shardings_like_params
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan, shared_named_sharding
 from penzai_shard.planning.plan_making import make_plan, name_to_name_sharding
@@ -17,6 +17,7 @@ from penzai_shard.planning.transient_arrays import parts_with_gradients
 __all__ = [
     "DescribingRequest",
     "LeafPlan",
+    "NamesByPath",
     "PlacingRequest",
     "PlanRequest",
     "Planner",

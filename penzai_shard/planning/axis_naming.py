@@ -10,6 +10,7 @@ from penzai import pz
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.equinox_modules import is_module_value, leaves_in_modules
 from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
+from penzai_shard.fused_axes import FusedAxes
 from penzai_shard.named_arrays import named_array, unnamed_data
 from penzai_shard.named_leaves import is_named_unit
 from penzai_shard.readers import (
@@ -26,8 +27,21 @@ from penzai_shard.tree_paths import path_matches, path_text
 AxisNames = Sequence[LogicalAxis | None] | None
 
 
+class NamesByPath(Mapping[str, AxisNames]):
+    """Names that were found for the arrays of one tree, by path; not patterns.
+
+    None stands in place of a name, or of all names of an array, that could not be found.
+    ``name_axes`` leaves arrays without any name as they are, so that a plan reports them.
+    """
+
+    @property
+    def found_by(self) -> str:
+        """The call that finds such names, for messages."""
+        return "infer_names(...)"
+
+
 def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
-    """Gives logical axis names to the arrays of a tree, by path pattern.
+    """Gives logical axis names to the arrays of a tree, by path pattern or as they were inferred.
 
     For raw dictionaries, state dictionaries of torch, and anything else whose arrays carry no
     names. Values, shapes and the containers stay; every array becomes a ``NamedArray``, or a
@@ -51,15 +65,17 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
         patterns: Names of the dimensions by path pattern, None for a dimension that stays
             positional; None in place of the names for an array whose dimensions all do. ``*``
             stands for one part of a path and ``**`` for any number; dots, slashes and brackets all
-            separate parts. The path of an array alone is ``""``.
+            separate parts. The path of an array alone is ``""``. Or what ``infer_names`` found for
+            this tree: arrays of which it knows no name stay as they are, and a plan reports them.
 
     Returns:
         The tree with named arrays.
 
     Raises:
         SelectionError: An array is matched by no pattern or by several, a pattern matches
-            nothing, or the number of names is not the array's rank; or a tensor is not one that
-            JAX can hold. All are reported at once.
+            nothing, or the number of names is not the array's rank; or the lengths that a name was
+            fused of are not those of its dimension; or a tensor is not one that JAX can hold. All
+            are reported at once.
         RuleTypeError: The names are not a sequence of hashable names, or the tree is a module of
             torch or the path of a file.
 
@@ -77,8 +93,7 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
     tree = without_repeats(tree)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named_unit)
     problems: list[str] = []
-    used: set[str] = set()
-    paths: list[str] = []
+    names_of = _Found(patterns) if isinstance(patterns, NamesByPath) else _Matching(patterns)
     tensors: dict[str, Any] = {}
     named = [leaf for _, leaf in leaves]
     in_modules = leaves_in_modules(tree, is_named_unit)
@@ -90,27 +105,18 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
         if problem:
             problems.append(f"{path or 'the array'}: {problem}.")
         if array is None:
+            names_of.skipped(path)
             continue
         if is_bare_array(node):
             tensors[path] = node
-        paths.append(path)
-        matching = {
-            pattern: patterns[pattern] for pattern in patterns if path_matches(pattern, path)
-        }
-        used.update(matching)
-        if problem := _mismatch(path, tuple(np.shape(array)), matching):
+        names, problem = names_of.array(path, tuple(np.shape(array)))
+        if problem:
             problems.append(f"{path or 'the array'}: {problem}")
-            continue
-        for names in matching.values():
-            given = (None,) * np.ndim(array) if names is None else names
-            named[index] = _with_names(node, array, given)
-        if not matching and is_bare_array(node):
+        elif names is not None:
+            named[index] = _with_names(node, array, names)
+        elif is_bare_array(node):
             named[index] = array
-    for pattern in patterns:
-        if pattern not in used:
-            near = nearest_name(pattern, paths)
-            hint = f"The nearest path is {near!r}." if near else f"There are {_some(paths)}."
-            problems.append(f"pattern {pattern!r} matches no array. {hint}")
+    problems += names_of.unused()
     raise_all(SelectionError, "cannot name the arrays of this tree:", problems)
     warn_of_tied_arrays("name_axes", tensors)
     return with_repeats(jax.tree_util.tree_unflatten(treedef, named))
@@ -145,24 +151,100 @@ def _check_names(patterns: Any) -> None:
     raise_all(RuleTypeError, "these names cannot be read:", problems)
 
 
-def _mismatch(path: str, shape: tuple[int, ...], matching: Mapping[str, AxisNames]) -> str:
-    """Why an array cannot get its names from the patterns that match its path; empty if it can."""
-    example = tuple(f"axis_{i}" for i in range(len(shape)))
-    if not matching and not shape:
-        return ""
-    if not matching:
-        return f"no pattern matches this array of shape {shape}. Add {path!r}: {example}."
-    if len(matching) > 1:
-        return (
-            f"matched by {' and '.join(map(repr, matching))}. Make the patterns exclude each other."
+class _Matching:
+    """Names by path pattern, and which patterns were of use."""
+
+    def __init__(self, patterns: Mapping[str, AxisNames]) -> None:
+        self.patterns = patterns
+        self.used: set[str] = set()
+        self.paths: list[str] = []
+
+    def skipped(self, path: str) -> None:
+        """Something that is not an array, or is one with names."""
+
+    def array(self, path: str, shape: tuple[int, ...]) -> tuple[AxisNames, str]:
+        """The names of an array, None if it stays as it is; and why it cannot have them."""
+        self.paths.append(path)
+        matching = {
+            pattern: names
+            for pattern, names in self.patterns.items()
+            if path_matches(pattern, path)
+        }
+        self.used.update(matching)
+        example = tuple(f"axis_{i}" for i in range(len(shape)))
+        if not matching:
+            missing = f"no pattern matches this array of shape {shape}. Add {path!r}: {example}."
+            return None, missing if shape else ""
+        if len(matching) > 1:
+            which = " and ".join(map(repr, matching))
+            return None, f"matched by {which}. Make the patterns exclude each other."
+        ((pattern, names),) = matching.items()
+        names = (None,) * len(shape) if names is None else names
+        return names, _mismatch(f"pattern {pattern!r} gives", names, shape)
+
+    def unused(self) -> list[str]:
+        """Why each pattern that matches nothing does not."""
+        problems = []
+        for pattern in self.patterns:
+            if pattern not in self.used:
+                near = nearest_name(pattern, self.paths)
+                hint = f"The nearest path is {near!r}" if near else f"There are {_some(self.paths)}"
+                problems.append(f"pattern {pattern!r} matches no array. {hint}.")
+        return problems
+
+
+class _Found:
+    """Names that were found for the arrays of a tree, and which of them are in this one."""
+
+    def __init__(self, found: NamesByPath) -> None:
+        self.found = found
+        self.again = (
+            f"The names were found for another tree. Find those of this one: {found.found_by}"
         )
-    ((pattern, names),) = matching.items()
-    if names is None or len(names) == len(shape):
+        self.seen: set[str] = set()
+
+    def skipped(self, path: str) -> None:
+        """Something that is not an array, or is one with names, which it keeps."""
+        self.seen.add(path)
+
+    def array(self, path: str, shape: tuple[int, ...]) -> tuple[AxisNames, str]:
+        """The names of an array, None if it stays as it is; and why it cannot have them."""
+        self.seen.add(path)
+        if path not in self.found:
+            missing = (
+                f"this array of shape {shape} is not among those that have names. {self.again}."
+            )
+            return None, missing if shape else ""
+        names = self.found[path]
+        if names is None or all(name is None for name in names):
+            return None, ""
+        problem = _mismatch("it was found to have", names, shape)
+        return names, problem and f"{problem} {self.again}."
+
+    def unused(self) -> list[str]:
+        """The paths that are not in this tree."""
+        return [
+            f"{path or 'the array'}: is not in this tree. {self.again}."
+            for path in self.found
+            if path not in self.seen
+        ]
+
+
+def _mismatch(gives: str, names: Sequence[LogicalAxis | None], shape: tuple[int, ...]) -> str:
+    """Why an array cannot have names; empty if it can."""
+    if len(names) != len(shape):
+        return (
+            f"{gives} {len(names)} logical axes {tuple(names)} to an array of rank "
+            f"{len(shape)}, shape {shape}. Give {len(shape)}, None for a positional dimension."
+        )
+    unfit = [
+        f"{name!r} ({name.lengths_text}) to a dimension of {size}"
+        for name, size in zip(names, shape, strict=True)
+        if isinstance(name, FusedAxes) and name.size != size
+    ]
+    if not unfit:
         return ""
-    return (
-        f"pattern {pattern!r} gives {len(names)} logical axes {tuple(names)} to an array of rank "
-        f"{len(shape)}, shape {shape}. Give {len(shape)}, None for a positional dimension."
-    )
+    return f"{gives} {' and '.join(unfit)}, shape {shape}. Give the lengths that it is fused of."
 
 
 def _some(paths: Sequence[str]) -> str:

@@ -7,8 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from penzai import pz
 
-from penzai_shard import make_mesh, make_plan, name_axes
-from penzai_shard.errors import RuleTypeError, SelectionError
+from penzai_shard import FusedAxes, make_mesh, make_plan, name_axes, without_names
+from penzai_shard.errors import PlanError, RuleTypeError, SelectionError
+from penzai_shard.planning import NamesByPath
 
 
 def torch_style():
@@ -157,3 +158,75 @@ def test_the_path_of_a_file_is_refused_with_how_to_load_it():
         r"safetensors\.numpy\.load_file\('model\.pt'\)\.",
     ):
         name_axes("model.pt", NAMES)
+
+
+class FoundNames(NamesByPath):
+    """Names as inference finds them."""
+
+    def __init__(self, names):
+        self.names = names
+
+    def __getitem__(self, path):
+        return self.names[path]
+
+    def __iter__(self):
+        return iter(self.names)
+
+    def __len__(self):
+        return len(self.names)
+
+
+def test_found_names_are_given_in_the_order_of_the_data():
+    array = np.arange(120, dtype=np.float32).reshape(4, 5, 6)
+    tree = {"layers.0": [array], "w[1]*": array, "scale": 2.0}
+    fused = FusedAxes.of({"heads": 2, "projection": 3})
+    found = FoundNames({"layers.0/0": ("a", None, fused), "w[1]*": (None, "b", None), "scale": ()})
+    named = name_axes(tree, found)
+    first, second = named["layers.0"][0], named["w[1]*"]
+    assert dict(first.named_shape) == {"a": 4, fused: 6}
+    assert first.positional_shape == (5,)
+    assert [name.sizes for name in first.named_shape if name == fused] == [(2, 3)]
+    np.testing.assert_array_equal(first.tag("rest").unwrap("a", "rest", fused), array)
+    np.testing.assert_array_equal(second.tag("x", "y").unwrap("x", "b", "y"), array)
+    assert named["scale"] == 2.0
+    assert without_names(named)["layers.0"][0] is array
+
+
+def test_arrays_of_which_no_name_was_found_stay_as_they_are_and_plans_report_them():
+    tree = {"undecided": np.ones((2, 3)), "too": np.ones(4), "w": np.ones(4)}
+    found = FoundNames({"undecided": (None, None), "too": None, "w": ("a",)})
+    named = name_axes(tree, found)
+    assert named["undecided"] is tree["undecided"]
+    assert named["too"] is tree["too"]
+    with pytest.raises(PlanError) as caught:
+        make_plan(named, make_mesh({"data": 8}), {})
+    assert [line.split(":")[0] for line in caught.value.problems] == ["too", "undecided"]
+
+
+def test_found_names_leave_arrays_with_names_alone():
+    array = pz.nx.ones({"a": 2})
+    named = name_axes({"w": array, "b": np.ones(2)}, FoundNames({"w": ("z",), "b": ("a",)}))
+    assert named["w"] is array
+
+
+def test_names_found_for_another_tree_are_refused():
+    fused = FusedAxes.of({"heads": 2, "projection": 3})
+    tree = {"new": np.ones(2), "rank": np.ones((2, 2)), "fused": np.ones(8), "step": 3}
+    found = FoundNames({"rank": ("a",), "fused": (fused,), "old": ("a",)})
+    with pytest.raises(SelectionError) as caught:
+        name_axes(tree, found)
+    again = "The names were found for another tree. Find those of this one: infer_names(...)."
+    assert caught.value.problems == (
+        "fused: it was found to have 'heads*projection' (2*3) to a dimension of 8, shape (8,). "
+        f"Give the lengths that it is fused of. {again}",
+        f"new: this array of shape (2,) is not among those that have names. {again}",
+        "rank: it was found to have 1 logical axes ('a',) to an array of rank 2, shape (2, 2). "
+        f"Give 2, None for a positional dimension. {again}",
+        f"old: is not in this tree. {again}",
+    )
+
+
+def test_lengths_that_a_pattern_gives_wrongly_are_refused():
+    fused = FusedAxes.of({"heads": 2, "projection": 3})
+    with pytest.raises(SelectionError, match=r"gives 'heads\*projection' \(2\*3\) to a dimension"):
+        name_axes({"a": np.ones(6), "b": np.ones(8)}, {"*": (fused,)})
