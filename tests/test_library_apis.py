@@ -950,6 +950,13 @@ def test_operations_of_a_lowered_program_say_where_they_were_written(a_product):
     assert operation.name == "jit(<lambda>)/dot_general"
 
 
+def test_a_slice_of_a_lowered_program_says_what_it_takes_of_each_dimension():
+    lowered = jax.jit(lambda x: x[1:3, ::2]).lower(np.ones((4, 6), np.float32))
+    operations = shardy_api.propagated(lowered).main.operations
+    assert operations[0].cuts == ((1, 3, 1), (0, 6, 2))
+    assert operations[-1].cuts == ()
+
+
 def test_shardy_splits_mesh_axes_in_parts():
     program = shardy_api.propagated(
         lowered_on(

@@ -265,6 +265,7 @@ class _Reader:
             constraint=_text(attributes, _ORIGIN),
             taken=self._boundaries(attributes, "in_shardings"),
             given=self._boundaries(attributes, "out_shardings"),
+            cuts=_cuts(attributes) if kind == "stablehlo.slice" else (),
         )
 
     def _boundaries(self, attributes: MlirObject, name: str) -> tuple[ShardyBoundary, ...]:
@@ -379,6 +380,14 @@ def _mappings(mappings: Iterable[MlirObject]) -> tuple[tuple[tuple[int, ...], ..
         )
         for mapping in mappings
     )
+
+
+def _cuts(attributes: MlirObject) -> tuple[tuple[int, int, int], ...]:
+    numbers = (
+        map(int, ir.DenseI64ArrayAttr(attributes[name]))
+        for name in ("start_indices", "limit_indices", "strides")
+    )
+    return tuple(zip(*numbers, strict=True))
 
 
 def _edges(attributes: MlirObject) -> tuple[ShardyEdge, ...]:

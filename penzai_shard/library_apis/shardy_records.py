@@ -106,6 +106,8 @@ class ShardyOperation:
         constraint: What Shardy calls it in origins, if it pins a layout.
         taken: How a manual computation takes each operand.
         given: How it gives each result.
+        cuts: Of a ``stablehlo.slice``, what it takes of each dimension: where it starts, where it
+            ends, and its stride.
     """
 
     kind: str
@@ -119,6 +121,7 @@ class ShardyOperation:
     constraint: str
     taken: tuple[ShardyBoundary, ...] = ()
     given: tuple[ShardyBoundary, ...] = ()
+    cuts: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -193,6 +193,7 @@ class _Flattening:
                 edges=tuple(edges),
                 constraint=each.constraint,
                 boundary=boundary,
+                cuts=each.cuts,
             )
         )
 

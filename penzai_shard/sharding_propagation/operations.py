@@ -43,6 +43,8 @@ class Operation:
         edges: Which mesh axes were taken from where to where at it.
         constraint: What Shardy calls it in origins, if it pins a layout.
         boundary: Of a flow into a manual computation or out of it: the layout outside.
+        cuts: Of a ``stablehlo.slice``, what it takes of each dimension: where it starts, where it
+            ends, and its stride.
     """
 
     number: int
@@ -55,6 +57,7 @@ class Operation:
     edges: tuple[Edge, ...]
     constraint: str = ""
     boundary: ShardyBoundary | None = None
+    cuts: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

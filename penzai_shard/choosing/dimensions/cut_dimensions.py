@@ -1,0 +1,221 @@
+"""Dimensions that are cut into parts, and put together from parts, by slices and concatenations."""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from penzai_shard.choosing.dimensions.splittable_classes import SplittableClasses
+from penzai_shard.choosing.dimensions.tied_dimensions import Elements
+from penzai_shard.sharding_propagation import Operation, PropagatedProgram
+
+_Place: TypeAlias = tuple[int, int, int]
+"""Where a part starts in a dimension, where it ends, and its stride."""
+
+# What may take an element from another place, and keep the shape all the same.
+_MOVES = frozenset(
+    {
+        "stablehlo.convolution",
+        "stablehlo.dot_general",
+        "stablehlo.gather",
+        "stablehlo.reshape",
+        "stablehlo.scatter",
+        "stablehlo.transpose",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parted:
+    """A dimension with parts of it: those that it is cut into, or put together from.
+
+    Attributes:
+        whole: The element of the dimension.
+        parts: The element of each part by its place.
+        is_joined: Whether it is put together from them.
+        came_from: Of what is put together: the dimensions as long as it is that it comes from.
+    """
+
+    whole: int
+    parts: Mapping[_Place, int]
+    is_joined: bool
+    came_from: tuple[int, ...] = ()
+
+
+def tie_cuts(program: PropagatedProgram, classes: SplittableClasses, elements: Elements) -> None:
+    """Ties what parts of dimensions say of one another, until they say nothing more.
+
+    Args:
+        program: The program.
+        classes: Where all else has been tied.
+        elements: The elements in it of the dimensions of each value.
+    """
+    parted = [*_cut(program, elements), *_joined(program, elements)]
+    whole_in_arguments = [
+        element for value in program.arguments.values() for element in elements[value]
+    ]
+    while True:
+        before = classes.ties
+        _tie_same_places(parted, classes)
+        _tie_put_together_again(parted, classes)
+        _split_strided(parted, classes)
+        if classes.ties == before:
+            _split_equal_parts(parted, classes, whole_in_arguments)
+        if classes.ties == before:
+            return
+
+
+def _cut(program: PropagatedProgram, elements: Elements) -> Iterator[_Parted]:
+    """The dimensions that slices cut, each with all that is cut out of it."""
+    found: dict[int, dict[_Place, int]] = collections.defaultdict(dict)
+    for operation in program.operations:
+        if not operation.cuts:
+            continue
+        (source,), (result,) = operation.operands, operation.results
+        for number, place in enumerate(operation.cuts):
+            length = program.values[result].shape[number]
+            if 1 < length < program.values[source].shape[number]:
+                found[elements[source][number]][place] = elements[result][number]
+    for whole, parts in found.items():
+        yield _Parted(whole, parts, is_joined=False)
+
+
+def _joined(program: PropagatedProgram, elements: Elements) -> Iterator[_Parted]:
+    """The dimensions that concatenations put together."""
+    for operation in program.operations:
+        if operation.kind != "stablehlo.concatenate":
+            continue
+        number = _joined_dimension(program, operation)
+        if number is None:
+            continue
+        lengths = [program.values[operand].shape[number] for operand in operation.operands]
+        ends = itertools.accumulate(lengths)
+        parts = {
+            (end - length, end, 1): elements[operand][number]
+            for operand, length, end in zip(operation.operands, lengths, ends, strict=True)
+        }
+        came_from = tuple(_came_from(program, operation, number, elements))
+        yield _Parted(elements[operation.results[0]][number], parts, True, came_from)
+
+
+def _joined_dimension(program: PropagatedProgram, operation: Operation) -> int | None:
+    """The dimension along which an operation puts its operands together."""
+    result = program.values[operation.results[0]].shape
+    first = program.values[operation.operands[0]].shape
+    differing = [i for i, (a, b) in enumerate(zip(first, result, strict=True)) if a != b]
+    return differing[0] if differing else None
+
+
+def _came_from(
+    program: PropagatedProgram, operation: Operation, number: int, elements: Elements
+) -> Iterator[int]:
+    """The nearest dimensions, as long as what an operation puts together, that it comes from.
+
+    By way of slices and concatenations along that dimension, and of operations on each element.
+    """
+    values = program.values
+    length = values[operation.results[0]].shape[number]
+    waiting = list(operation.operands)
+    seen = set(waiting)
+    while waiting:
+        value = waiting.pop()
+        shape = values[value].shape
+        if shape[number] == length:
+            yield elements[value][number]
+            continue
+        maker = program.makers.get(value)
+        if maker is None or (maker.rule is None and len(maker.operands) != 1):
+            continue
+        for operand in maker.operands:
+            before = values[operand].shape
+            along = maker.cuts or maker.kind == "stablehlo.concatenate"
+            if along and _but_one(before, number) == _but_one(shape, number):
+                follows = before[number] > 1
+            else:
+                follows = before == shape and maker.kind not in _MOVES
+            if follows and operand not in seen:
+                seen.add(operand)
+                waiting.append(operand)
+
+
+def _but_one(shape: tuple[int, ...], number: int) -> tuple[int, ...]:
+    return shape[:number] + shape[number + 1 :]
+
+
+def _tie_same_places(parted: Sequence[_Parted], classes: SplittableClasses) -> None:
+    """Parts at the same place of one dimension are one."""
+    first: dict[tuple[tuple[int, ...], _Place], int] = {}
+    for each in parted:
+        whole = tuple(classes.parts(each.whole))
+        for place, part in each.parts.items():
+            classes.unify([first.setdefault((whole, place), part)], [part])
+
+
+def _tie_put_together_again(parted: Sequence[_Parted], classes: SplittableClasses) -> None:
+    """What is put together of the parts that a dimension was cut into is that dimension.
+
+    In whatever order: rotary embeddings change the halves of a projection for one another.
+    """
+    cut = {each.whole: each for each in parted if not each.is_joined and _covers(each, classes)}
+    for each in parted:
+        source = cut.get(each.came_from[0]) if len(each.came_from) == 1 else None
+        if source is not None and _in_any_order(each, classes) == _in_any_order(source, classes):
+            classes.unify([source.whole], [each.whole])
+
+
+def _split_equal_parts(
+    parted: Sequence[_Parted], classes: SplittableClasses, whole_in_arguments: Sequence[int]
+) -> None:
+    """What is cut into equal parts that mean the same is a product, the parts being its faster one.
+
+    They mean the same if what is slowest in them is one class: all that is left open is whether
+    the values of attention have the length of its keys for a reason. And they must be an axis of
+    their own: of an argument, or one that is split further. Halves that are put together again are
+    not.
+    """
+    of_arguments = {part for each in whole_in_arguments for part in classes.parts(each)}
+    again = {tuple(classes.parts(each.whole)) for each in parted if each.is_joined}
+    for each in parted:
+        parts = list(each.parts.values())
+        if each.is_joined or len(classes.parts(each.whole)) > 1 or len(parts) < 2:
+            continue
+        if tuple(classes.parts(each.whole)) in again or not _are_equal_runs(each, classes):
+            continue
+        of_parts = [classes.parts(part) for part in parts]
+        if len({part[0] for part in of_parts}) > 1:
+            continue
+        if not any(len(part) > 1 or part[0] in of_arguments for part in of_parts):
+            continue
+        for part in parts[1:]:
+            classes.unify(parts[:1], [part])
+        classes.unify([each.whole], [classes.new(len(parts)), parts[0]])
+
+
+def _split_strided(parted: Sequence[_Parted], classes: SplittableClasses) -> None:
+    """What every n-th element is taken of, n times, is a product of what that is, and of n."""
+    for each in parted:
+        strides = {stride for *_, stride in each.parts}
+        same = {tuple(classes.parts(part)) for part in each.parts.values()}
+        if each.is_joined or len(same) > 1 or strides != {len(each.parts)} or strides == {1}:
+            continue
+        if len(classes.parts(each.whole)) == 1 and _covers(each, classes):
+            first = next(iter(each.parts.values()))
+            classes.unify([each.whole], [first, classes.new(len(each.parts))])
+
+
+def _are_equal_runs(each: _Parted, classes: SplittableClasses) -> bool:
+    """Whether parts of equal length, without gaps and none of them twice, cover a dimension."""
+    lengths = {end - start for start, end, _ in each.parts}
+    return _covers(each, classes) and len(lengths) == 1 and {s for *_, s in each.parts} == {1}
+
+
+def _covers(each: _Parted, classes: SplittableClasses) -> bool:
+    """Whether every element of a dimension is in just one of its parts."""
+    length = classes.sizes[each.whole]
+    places = [index for place in each.parts for index in range(*place)]
+    return len(places) == length and len(set(places)) == length
+
+
+def _in_any_order(each: _Parted, classes: SplittableClasses) -> tuple[tuple[int, ...], ...]:
+    return tuple(sorted(tuple(classes.parts(part)) for part in each.parts.values()))

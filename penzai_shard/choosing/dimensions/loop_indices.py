@@ -1,0 +1,66 @@
+"""What loops take and write one by one: stacked dimensions."""
+
+from collections.abc import Iterator
+
+from penzai_shard.choosing.dimensions.splittable_classes import SplittableClasses
+from penzai_shard.choosing.dimensions.tied_dimensions import Elements
+from penzai_shard.sharding_propagation import FLOW, Operation, PropagatedProgram
+
+_TAKEN, _WRITTEN = "stablehlo.dynamic_slice", "stablehlo.dynamic_update_slice"
+
+
+def tie_what_loops_index(
+    program: PropagatedProgram, classes: SplittableClasses, elements: Elements
+) -> None:
+    """Ties the dimensions that one loop goes through, an element in each round.
+
+    That is what ``jax.lax.scan`` does to what it scans, and to what it stacks. They are as long as
+    the loop, which takes element after element of each at its own index.
+    """
+    first: dict[tuple[int, int], int] = {}
+    for operation in program.operations:
+        for element, index in _indexed(program, operation, elements, classes):
+            counter = _counter(program, index)
+            if counter is not None:
+                length = classes.sizes[element]
+                classes.unify([first.setdefault((counter, length), element)], [element])
+
+
+def _indexed(
+    program: PropagatedProgram,
+    operation: Operation,
+    elements: Elements,
+    classes: SplittableClasses,
+) -> Iterator[tuple[int, int]]:
+    """The dimensions of which an operation takes or writes one element, with the index."""
+    if operation.kind == _TAKEN:
+        part, indices = operation.results[0], operation.operands[1:]
+    elif operation.kind == _WRITTEN:
+        part, indices = operation.operands[1], operation.operands[2:]
+    else:
+        return
+    whole = elements[operation.operands[0]]
+    for element, length, index in zip(whole, program.values[part].shape, indices, strict=True):
+        if length == 1 < classes.sizes[element]:
+            yield element, index
+
+
+def _counter(program: PropagatedProgram, index: int) -> int | None:
+    """The number that a loop counts, which an index is computed from; None if it is not just one.
+
+    It is handed on from outside of the loop and from its last round, so that it has two sources.
+    """
+    waiting, seen, counters = [index], {index}, set()
+    while waiting:
+        value = waiting.pop()
+        maker = program.makers.get(value)
+        if maker is None or program.values[value].shape:
+            return None
+        if maker.kind == FLOW and len({*maker.operands} - {value}) > 1:
+            counters.add(value)
+            continue
+        for operand in maker.operands:
+            if operand not in seen:
+                seen.add(operand)
+                waiting.append(operand)
+    return counters.pop() if len(counters) == 1 else None

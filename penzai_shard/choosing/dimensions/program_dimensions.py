@@ -1,0 +1,111 @@
+"""Which dimensions of the values of a traced program are one logical axis."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from penzai_shard.choosing.dimensions.cut_dimensions import tie_cuts
+from penzai_shard.choosing.dimensions.loop_indices import tie_what_loops_index
+from penzai_shard.choosing.dimensions.splittable_classes import SplittableClasses
+from penzai_shard.choosing.dimensions.tied_dimensions import Conflict, tie_operations
+from penzai_shard.sharding_propagation import PropagatedProgram
+
+
+@dataclasses.dataclass(frozen=True)
+class DimensionClass:
+    """A logical axis of a program; equal ones are one.
+
+    Attributes:
+        number: Its place, as the program's arguments and operations come to it.
+        size: Its length.
+    """
+
+    number: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ProgramDimensions:
+    """Which dimensions of the values of a program are one logical axis.
+
+    Operations tie dimensions, by Shardy's rules of them: equal lengths alone never do. A dimension
+    is a product of parts, the slowest first: a reshape that splits one splits it wherever it goes.
+    Nothing is tied by being broadcast from length 1, nor by being cut to another length. Calls are
+    laid open by ``PropagatedProgram``, so that each has values, and classes, of its own; loops and
+    branches tie what they hand on, and what a loop takes or writes one by one at its own index is
+    one logical axis, such as the one along which the weights of blocks are stacked.
+
+    Parts that are cut out of a dimension at the same places are one, and so is what is put together
+    from parts with what they were cut from, as in rotary embeddings. What is cut into equal parts
+    that mean the same is a product, the number of parts being the slower one: ``qkv``, for one.
+
+    Attributes:
+        program: The program.
+        conflicts: Where lengths did not allow to tie what an operation ties.
+
+    >>> import jax
+    >>> from jax import ShapeDtypeStruct as Struct
+    >>> def heads(x, kernel):
+    ...     return (x @ kernel).reshape(5, 2, 4)
+    >>> arguments = Struct((5, 6), "float32"), Struct((6, 8), "float32")
+    >>> lowered = jax.jit(heads).trace(*arguments).lower(lowering_platforms=("cpu",))
+    >>> program = PropagatedProgram.of(lowered)
+    >>> dimensions = ProgramDimensions.of(program)
+    >>> x, kernel = (program.arguments[name] for name in ("x", "kernel"))
+    >>> [[part.size for part in parts] for parts in dimensions.of_value(kernel)]
+    [[6], [2, 4]]
+    >>> dimensions.parts(x, 1) == dimensions.parts(kernel, 0)
+    True
+    """
+
+    program: PropagatedProgram
+    conflicts: tuple[Conflict, ...]
+    _of_values: Sequence[tuple[tuple[DimensionClass, ...], ...]]
+
+    @classmethod
+    def of(cls, program: PropagatedProgram) -> "ProgramDimensions":
+        """Finds the classes of a program's dimensions; layouts do not matter."""
+        classes = SplittableClasses()
+        elements = [tuple(map(classes.new, value.shape)) for value in program.values]
+        conflicts = tie_operations(program, classes, elements)
+        tie_what_loops_index(program, classes, elements)
+        tie_cuts(program, classes, elements)
+        return cls(
+            program,
+            tuple(conflicts),
+            _numbered(classes, elements),
+        )
+
+    def parts(self, value: int, dimension: int) -> tuple[DimensionClass, ...]:
+        """The parts of a dimension, the slowest first.
+
+        Args:
+            value: The number of the value in the program.
+            dimension: Which of its dimensions.
+
+        Returns:
+            One class, or several whose sizes multiply to the dimension's length. One of length 1
+            is a class by itself, which no operation ties.
+        """
+        return self._of_values[value][dimension]
+
+    def of_value(self, value: int) -> tuple[tuple[DimensionClass, ...], ...]:
+        """The parts of each dimension of a value."""
+        return self._of_values[value]
+
+
+def _numbered(
+    classes: SplittableClasses, elements: Sequence[tuple[int, ...]]
+) -> Sequence[tuple[tuple[DimensionClass, ...], ...]]:
+    """The classes of each value, numbered by their first place."""
+    found: dict[int, DimensionClass] = {}
+
+    def of(part: int) -> DimensionClass:
+        if part not in found:
+            found[part] = DimensionClass(len(found), classes.sizes[part])
+        return found[part]
+
+    def of_dimension(element: int) -> tuple[DimensionClass, ...]:
+        parts = classes.parts(element)
+        return tuple(map(of, classes.of_all(parts) or parts[:1]))
+
+    return [tuple(map(of_dimension, dimensions)) for dimensions in elements]
