@@ -206,7 +206,7 @@ def equinox_problem(run):
         del rng
         return jnp.mean(jax.vmap(lambda one: model.head(run(model, one)))(x) ** 2), state, {}
 
-    model = jax.eval_shape(Towers)
+    model = eqx.filter_eval_shape(Towers)
     return TrainingProblem(
         model, loss, optax.sgd(0.1), {"x": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
     )
@@ -218,9 +218,9 @@ def one_after_the_other(model, x):
     return x
 
 
-def four_times(model, x):
-    for i in range(4):
-        x = x + model.layers[i % len(model.layers)](x)
+def at_most_three(model, x):
+    for layer in model.layers[:3]:
+        x = x + layer(x)
     return x
 
 
@@ -238,7 +238,7 @@ def test_blocks_in_a_list_of_another_library_are_cut_if_the_loss_computes_that_m
     ("run", "reason"),
     [
         (
-            four_times,
+            at_most_three,
             "with fewer of the 4 blocks the loss function does not compute as much less",
         ),
         (
