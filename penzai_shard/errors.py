@@ -84,6 +84,10 @@ class PlanError(ShardingError):
     """Some arrays have no valid layout under the given rules."""
 
 
+class NothingFitsError(ShardingError):
+    """No layout of a training step fits into the memory of the devices."""
+
+
 class SelectionError(ShardingError, LookupError):
     """A pattern or selector matched nothing, or matched more than it may."""
 
@@ -336,6 +340,7 @@ _EXTRAS = {
     "grain": "notebook",
     "haliax": "haliax",
     "libtpu": "tpu",
+    "matplotlib": "notebook",
     "optax": "train",
     "orbax": "checkpoint",
     "rich": "train",

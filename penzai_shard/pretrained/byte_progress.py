@@ -1,5 +1,6 @@
-"""How much of the weights has been read or written, as a bar in a terminal or a notebook."""
+"""How many bytes or other things are done, as a bar in a terminal or a notebook."""
 
+import functools
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ class ByteProgress:
     """Shows nothing; the others derive from it. To be used in a ``with`` statement.
 
     Attributes:
-        total: How many bytes there are.
+        total: How many bytes, or other things, there are.
         done: How many are done. Several threads may advance it.
     """
 
@@ -39,7 +40,7 @@ class ByteProgress:
             self.close()
 
     def begin(self, total: int) -> None:
-        """Says how many bytes there are."""
+        """Says how many there are."""
         with self._lock:
             self.total = total
             self.draw()
@@ -63,16 +64,17 @@ class _TerminalBar(ByteProgress):
     Args:
         console: The terminal, a ``rich.console.Console``.
         label: What is being done.
+        counted: What is counted, if not bytes.
     """
 
-    def __init__(self, console: Any, label: str) -> None:
+    def __init__(self, console: Any, label: str, counted: str) -> None:
         super().__init__()
         progress = require_extra("rich.progress", "safetensors")
+        of_bytes = progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()
         self._bar = progress.Progress(
             "{task.description}",
             progress.BarColumn(),
-            progress.DownloadColumn(binary_units=True),
-            progress.TransferSpeedColumn(),
+            *((progress.MofNCompleteColumn(), counted) if counted else of_bytes),
             progress.TimeRemainingColumn(),
             console=console,
         )
@@ -93,17 +95,20 @@ class _DrawnNowAndThen(ByteProgress):
 
     Args:
         label: What is being done.
+        counted: What is counted, if not bytes.
         seconds: The shortest interval.
     """
 
-    def __init__(self, label: str, seconds: float) -> None:
+    def __init__(self, label: str, counted: str, seconds: float) -> None:
         super().__init__()
-        self._label = label
+        self._label, self._counted = label, counted
         self._seconds = seconds
         self._start = self._next = time.monotonic()
 
     def text(self) -> str:
         """How far it is, in words."""
+        if self._counted:
+            return f"{self._label}: {self.done:,} of {self.total:,} {self._counted}"
         seconds = max(time.monotonic() - self._start, 1e-3)
         speed = self.done / seconds / 2**20
         return (
@@ -129,8 +134,8 @@ class _DrawnNowAndThen(ByteProgress):
 class _PlainLines(_DrawnNowAndThen):
     """A line at intervals, for output that is kept: a file, a pipe."""
 
-    def __init__(self, write: Any, label: str) -> None:
-        super().__init__(label, _SECONDS_BETWEEN_LINES)
+    def __init__(self, write: Any, label: str, counted: str) -> None:
+        super().__init__(label, counted, _SECONDS_BETWEEN_LINES)
         self._next += _SECONDS_BETWEEN_LINES
         self._write = write
 
@@ -142,8 +147,8 @@ class _PlainLines(_DrawnNowAndThen):
 class _NotebookBar(_DrawnNowAndThen):
     """A bar in a notebook, which needs no widgets: one output, replaced now and then."""
 
-    def __init__(self, label: str) -> None:
-        super().__init__(label, _SECONDS_BETWEEN_DRAWINGS)
+    def __init__(self, label: str, counted: str) -> None:
+        super().__init__(label, counted, _SECONDS_BETWEEN_DRAWINGS)
         self._handle: Any = None
 
     def write(self) -> None:
@@ -157,14 +162,15 @@ class _NotebookBar(_DrawnNowAndThen):
             self._handle.update(data, raw=True)
 
 
-def byte_progress(progress: Any, label: str) -> ByteProgress:
-    """What shows how many bytes are done where the program runs.
+def byte_progress(progress: Any, label: str, counted: str = "") -> ByteProgress:
+    """What shows how many bytes, or other things, are done where the program runs.
 
     Args:
         progress: None to show a bar in a terminal or a notebook and nothing elsewhere; True to
             show lines elsewhere; False to show nothing; or the ``rich.console.Console`` to show it
             on.
         label: What is being done.
+        counted: What is counted, such as ``"layouts"``, if not bytes.
 
     Returns:
         Of several processes only the first one shows anything.
@@ -185,17 +191,18 @@ def byte_progress(progress: Any, label: str) -> ByteProgress:
         return ByteProgress()
     if is_console:
         if progress.is_terminal:
-            return _TerminalBar(progress, label)
-        return _PlainLines(lambda text: progress.print(text, highlight=False, markup=False), label)
+            return _TerminalBar(progress, label, counted)
+        write = functools.partial(progress.print, highlight=False, markup=False)
+        return _PlainLines(write, label, counted)
     if _is_in_notebook():
-        return _NotebookBar(label)
+        return _NotebookBar(label, counted)
     # Where it goes to a terminal at all; other output may be data that something reads.
     if sys.stderr is not None and sys.stderr.isatty():
         console = require_extra("rich.console", "safetensors").Console(stderr=True)
-        return _TerminalBar(console, label)
+        return _TerminalBar(console, label, counted)
     if progress is None:
         return ByteProgress()
-    return _PlainLines(lambda text: print(text, file=sys.stderr, flush=True), label)
+    return _PlainLines(lambda text: print(text, file=sys.stderr, flush=True), label, counted)
 
 
 def _is_in_notebook() -> bool:

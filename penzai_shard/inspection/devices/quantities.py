@@ -1,4 +1,4 @@
-"""Bytes and rates as a shell can say them."""
+"""Bytes and rates as people write them."""
 
 import re
 
