@@ -12,8 +12,8 @@ from penzai_shard.cli.chosen_layouts import ChosenLayout
 from penzai_shard.cli.chosen_models import ChosenModel
 from penzai_shard.cli.chosen_steps import SEQUENCE_LENGTH, batch_of_tokens, less_than_one
 from penzai_shard.cli.chosen_trees import add_tree_arguments, chosen_tree
-from penzai_shard.inspection.devices.quantities import read_bytes
 from penzai_shard.errors import RuleTypeError, raise_all
+from penzai_shard.inspection.devices.quantities import read_bytes
 from penzai_shard.layouts import Layout
 from penzai_shard.layouts.layout_file import table_line
 from penzai_shard.layouts.rule_expressions import read_rules_expression

@@ -8,8 +8,8 @@ from penzai_shard.cli.answers import add_answer_options, print_lines, print_repo
 from penzai_shard.cli.asked_steps import AskedStep, StepPrice, add_asked_arguments
 from penzai_shard.cli.mesh_arguments import mesh_shape
 from penzai_shard.cli.price_pages import write_price_page
-from penzai_shard.inspection.devices.quantities import read_bandwidths, read_bytes
 from penzai_shard.errors import CompilationError, MeshError, PlanError
+from penzai_shard.inspection.devices.quantities import read_bandwidths, read_bytes
 from penzai_shard.inspection.locks.locks import ShardingLock
 from penzai_shard.views.report_page import refuse_folder
 

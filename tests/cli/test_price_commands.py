@@ -13,8 +13,8 @@ from penzai_shard.cli import asked_steps, price_commands
 from penzai_shard.cli.chosen_layouts import chosen_layout
 from penzai_shard.cli.chosen_models import chosen_model
 from penzai_shard.cli.chosen_steps import training_step
-from penzai_shard.inspection.devices.quantities import read_bandwidths, read_bytes
 from penzai_shard.errors import MeshError, PlanError, RuleTypeError
+from penzai_shard.inspection.devices.quantities import read_bandwidths, read_bytes
 from penzai_shard.inspection.locks.locks import ShardingLock
 from penzai_shard.inspection.steps.lowered_steps import lower_step
 from penzai_shard.layers import RolledLayerStack

@@ -1,0 +1,1 @@
+"""The layout for a training step, found among all sane ones."""

@@ -1,0 +1,112 @@
+"""The devices that ``choose_layout`` is asked about, read from its arguments."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from penzai_shard.errors import MeshError, RuleTypeError
+from penzai_shard.inspection.devices.hardware import Hardware
+from penzai_shard.inspection.devices.published_figures import PUBLISHED
+from penzai_shard.inspection.devices.quantities import read_bytes
+from penzai_shard.meshes import AnyMesh, mesh_text
+
+_EXAMPLES = 'devices="v5e:32", a mesh, or a number with hardware="v5e"'
+
+
+@dataclasses.dataclass(frozen=True)
+class AskedDevices:
+    """The devices that a layout is looked for.
+
+    Attributes:
+        hardware: What they are.
+        mesh_shape: The size of each mesh axis, if a mesh was given; None leaves it open.
+        memory: What a step may need of the memory of one, in bytes.
+    """
+
+    hardware: Hardware
+    mesh_shape: Mapping[str, int] | None
+    memory: int
+
+    @property
+    def words(self) -> str:
+        """What they are, for people."""
+        count = self.hardware.device_count
+        mesh = f", mesh ({mesh_text(self.mesh_shape)})" if self.mesh_shape is not None else ""
+        return f"{count:,} devices ({self.hardware.name}{mesh})"
+
+
+def read_devices(devices: Any, hardware: Any, memory: Any) -> AskedDevices:
+    """Reads the arguments of ``choose_layout`` that say what is computed on.
+
+    Args:
+        devices: The name of hardware, a mesh, or a number.
+        hardware: What a mesh is of, or a number: ``"v5e"``, ``"v5e:4x8"`` or ``Hardware``.
+        memory: The memory of a device as a number of bytes or a text such as ``"16GiB"``; None
+            for what programs can have of it.
+
+    Raises:
+        ShardingError: They cannot be read, or do not go together.
+    """
+    mesh_shape = None
+    if isinstance(devices, str):
+        if hardware is not None:
+            raise RuleTypeError(
+                f"devices={devices!r} says what they are already. Leave out hardware=."
+            )
+        found = Hardware.read(devices)
+    elif isinstance(devices, Mesh | AbstractMesh):
+        mesh_shape = {str(name): size for name, size in devices.shape.items()}
+        found = _of_count(devices.size, hardware, devices)
+    elif isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
+        found = _of_count(devices, hardware, None)
+    else:
+        raise RuleTypeError(f"devices must be {_EXAMPLES}, not {devices!r:.80}.")
+    return AskedDevices(found, mesh_shape, _memory(memory, found))
+
+
+def _of_count(count: int, hardware: Any, mesh: AnyMesh | None) -> Hardware:
+    """The hardware of so many devices."""
+    if hardware is None and isinstance(mesh, Mesh):
+        kinds = {device.device_kind for device in mesh.devices.flat}
+        known = {figures.device_kind: name for name, figures in PUBLISHED.items()}
+        names = {known[kind] for kind in kinds if kind in known}
+        if len(names) == 1 and kinds <= known.keys():
+            hardware = names.pop()
+    if isinstance(hardware, str):
+        hardware = Hardware.read(hardware if ":" in hardware else f"{hardware}:{count}")
+    if hardware is None:
+        of_mesh = "" if mesh is None else f"the mesh ({mesh_text(mesh)}) has "
+        raise MeshError(
+            f"devices: {of_mesh or 'there are '}{count:,} devices, and how fast they are is not "
+            'known. Say what they are, hardware="v5e", or describe others: '
+            "hardware=Hardware(...)."
+        )
+    if not isinstance(hardware, Hardware):
+        raise RuleTypeError(
+            f'hardware must be a name such as "v5e", or Hardware(...), not {hardware!r:.80}.'
+        )
+    if hardware.device_count != count:
+        raise MeshError(
+            f"hardware {hardware.name!r} has {hardware.device_count:,} devices, and there are "
+            f"{count:,}. Give as many."
+        )
+    return hardware
+
+
+def _memory(memory: Any, hardware: Hardware) -> int:
+    if isinstance(memory, str):
+        return read_bytes(memory, "memory")
+    if memory is None:
+        if hardware.memory is None:
+            raise MeshError(
+                f"how much memory a device of {hardware.name!r} has is not known. Say it: "
+                'memory="16GiB".'
+            )
+        return hardware.memory
+    if isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0:
+        raise RuleTypeError(
+            f'memory must be a number of bytes, or a text such as "16GiB", not {memory!r}.'
+        )
+    return int(memory)

@@ -1,0 +1,242 @@
+"""What ``choose_layout`` is given, read: models of all kinds, inputs, devices, mistakes."""
+
+import types
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from penzai import pz
+from penzai.models import simple_mlp
+
+import penzai_shard as pzs
+from penzai_shard.choosing.choices import asked_devices
+from penzai_shard.choosing.choices.asked_devices import read_devices
+from penzai_shard.choosing.choices.asked_problem import read_problem
+from penzai_shard.choosing.choices.choose import refuse_batch
+from penzai_shard.errors import MeshError, PlanError, RuleTypeError, ShardingError
+from penzai_shard.inspection.devices.hardware import Hardware
+from penzai_shard.named_leaves import leaves_of
+
+
+def build_mlp(seed=0):
+    return simple_mlp.MLP.from_config(
+        name="mlp", init_base_rng=jax.random.key(seed), feature_sizes=[4, 8]
+    )
+
+
+def loss_fn(model, rng, state, x):
+    return jnp.mean(model(x).unwrap("batch", "features_out")), state, {}
+
+
+def of_tokens(model, rng, state, tokens, targets, *, weight=1.0):
+    return jnp.float32(0), state, {}
+
+
+def read(model=None, loss=loss_fn, optimizer=None, batch=None, seq=None, plain_arrays=False):
+    return read_problem(
+        build_mlp() if model is None else model,
+        loss,
+        optax.adam(1e-3) if optimizer is None else optimizer,
+        {"x": pz.nx.ones({"batch": 8, "features": 4})} if batch is None else batch,
+        seq,
+        plain_arrays,
+    )
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_a_model_with_values_and_one_without_are_the_same_problem(abstract):
+    model = pzs.abstract_model(build_mlp) if abstract else build_mlp()
+    asked = read(model)
+    arrays = [leaf.array for leaf in leaves_of(asked.problem.model) if leaf.shape]
+    assert {array.shape for array in arrays} == {(4, 8), (8,)}
+    assert all(isinstance(array, jax.ShapeDtypeStruct) for array in arrays)
+    assert isinstance(asked.problem.inputs["x"].data_array, jax.ShapeDtypeStruct)
+    assert asked.sizes == {"batch": 8, "features": 4}
+    assert asked.words == "batch 8 x features 4"
+    assert asked.step_options == {}
+
+
+def test_numbers_stand_for_tokens_of_each_input_that_has_no_default():
+    asked = read(loss=of_tokens, batch=8, seq=16)
+    assert set(asked.problem.inputs) == {"tokens", "targets"}
+    for tokens in asked.problem.inputs.values():
+        assert dict(tokens.named_shape) == {"batch": 8, "seq": 16}
+        assert tokens.data_array.dtype == jnp.int32
+    assert asked.problem.loss_fn is of_tokens
+
+
+class Linear(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "hidden"))
+        return nn.Dense(8, use_bias=False, kernel_init=init)(x)
+
+
+LINEAR_NAMES = {"weight": ("hidden", "embed"), "bias": ("hidden",)}
+
+
+def plain_models():
+    """Models that compute with plain arrays, what computes with them, and the options they need."""
+    weights = {"weight": jnp.ones((8, 4)), "bias": jnp.ones(8)}
+    linear = eqx.nn.Linear(4, 8, key=jax.random.key(0))
+    boxed = Linear().init(jax.random.key(0), jnp.ones((2, 4)))
+    return {
+        "equinox": (pzs.name_axes(linear, LINEAR_NAMES), lambda m, x: jax.vmap(m)(x), False),
+        "linen": (boxed, lambda m, x: Linear().apply(m, x), False),
+        "dictionary": (
+            pzs.name_axes(weights, LINEAR_NAMES),
+            lambda m, x: x @ m["weight"].T + m["bias"],
+            True,
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", ["equinox", "linen", "dictionary"])
+def test_a_loss_for_plain_arrays_is_priced_with_named_ones(kind):
+    model, apply, plain_arrays = plain_models()[kind]
+
+    def plain_loss(model, rng, state, x):
+        assert isinstance(x, jax.Array)
+        assert x.shape == (4, 4)  # one of two microbatches
+        return jnp.mean(apply(model, x) ** 2), state, {}
+
+    asked = read(
+        model, plain_loss, batch={"x": np.ones((8, 4), "float32")}, plain_arrays=plain_arrays
+    )
+    assert dict(asked.problem.inputs["x"].named_shape) == {"batch": 8}
+    assert asked.step_options["batch_axis"] == 0
+    mesh = pzs.make_mesh(data=8, abstract=True)
+    layout = pzs.Layout(parameters={"hidden": "data"}, compute={"batch": "data"}, blocks=())
+    step, state, inputs = asked.problem.built(layout, mesh, microbatches=2)
+    new_state, _ = jax.eval_shape(lambda state, inputs: step(state, **inputs), state, inputs)
+    assert {leaf.shape for leaf in leaves_of(new_state.params)} == {
+        leaf.shape for leaf in leaves_of(state.params)
+    }
+
+
+def test_numbers_stand_for_plain_tokens_where_the_model_computes_with_plain_arrays():
+    model, *_ = plain_models()["equinox"]
+
+    def plain_loss(model, rng, state, tokens):
+        assert isinstance(tokens, jax.Array)
+        assert tokens.shape == (8, 16)
+        return 0.0, state, {}
+
+    asked = read(model, plain_loss, batch=8, seq=16)
+    assert asked.sizes == {"batch": 8, "seq": 16}
+    asked.problem.loss_fn(
+        model=None, rng=None, state=None, tokens=pz.nx.ones({"batch": 8, "seq": 16})
+    )
+
+
+def test_a_model_without_names_is_refused_with_lines_that_give_it_some():
+    model = eqx.nn.Linear(4, 8, key=jax.random.key(0))
+    with pytest.raises(RuleTypeError) as caught:
+        read(model, of_tokens, batch=8, seq=16)
+    text = str(caught.value)
+    assert "    names = penzai_shard.infer_names(\n        lambda model, targets, tokens: " in text
+    assert "input_names=[('batch', 'seq'), ('batch', 'seq')],\n" in text
+    assert "    model = penzai_shard.name_axes(model, names)\n" in text
+    assert "  weight: shape (8, 4).\n" in text
+    assert caught.value.problems == ("weight: shape (8, 4).", "bias: shape (8,).")
+    lines = [line for line in text.splitlines() if line.startswith("    ")]
+    compile("\n".join(line[4:] for line in lines), "pasted", "exec")
+
+
+MISTAKES = {
+    "no batch size": ({"batch": 0}, "batch: is 0, and must be a positive number, or a mapping"),
+    "no seq": ({"batch": 8, "loss": of_tokens}, "seq: is None, and .* Write seq=2048"),
+    "seq beside arrays": ({"seq": 16}, "seq: is for a batch that is given as a number"),
+    "other inputs": ({"batch": {"y": jnp.ones(8)}}, "batch: has 'y', and loss_fn takes 'x'"),
+    "an input less": ({"batch": {}}, "batch: loss_fn takes 'x' too, which is not in it"),
+    "no array": ({"batch": {"x": "text"}}, "batch: 'x' is a str, and must be an array"),
+    "no inputs": (
+        {"loss": lambda model, rng, state, **batch: None, "batch": 8, "seq": 16},
+        "loss_fn: takes no inputs by name, .*batch={'tokens': jax.ShapeDtypeStruct",
+    ),
+    "no loss": ({"loss": 3}, "loss_fn: is a int, and must be loss_fn"),
+    "an optimizer's class": ({"optimizer": optax.adam}, "optimizer: is a function, and must be"),
+    "a function for the model": ({"model": build_mlp}, "not the function build_mlp. Give what it"),
+    "no arrays": ({"model": {}}, "the model has no arrays, so that there is nothing to lay out"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_what_is_computed_is_named(mistake):
+    given, message = MISTAKES[mistake]
+    with pytest.raises(RuleTypeError, match=message):
+        read(**given)
+
+
+def test_a_train_state_is_refused_and_all_mistakes_are_reported_at_once():
+    state = pzs.TrainState.initial_state(build_mlp(), optax.adam(1e-3), jax.random.key(0))
+    with pytest.raises(RuleTypeError) as caught:
+        read(state, loss=3, optimizer="adam")
+    assert len(caught.value.problems) == 3
+    assert "model: is a train state" in str(caught.value)
+
+
+def test_devices_are_a_name_a_mesh_or_a_number():
+    mesh = pzs.make_mesh(data=4, model=2, abstract=True)
+    by_name = read_devices("v5e:8", None, None)
+    assert by_name.mesh_shape is None
+    assert by_name.memory == by_name.hardware.memory
+    assert read_devices(8, "v5e", None) == by_name
+    assert read_devices(8, by_name.hardware, "2GiB").memory == 2 * 2**30
+    of_mesh = read_devices(mesh, "v5e:2x4", 1e9)
+    assert (of_mesh.mesh_shape, of_mesh.memory) == ({"data": 4, "model": 2}, 10**9)
+    assert of_mesh.words == "8 devices (v5e:2x4, mesh (data=4, model=2))"
+
+
+def test_a_mesh_of_known_devices_says_what_they_are(monkeypatch):
+    mesh = pzs.make_mesh(data=8)
+    with pytest.raises(MeshError, match=r"the mesh \(data=8\) has 8 devices, and how fast they"):
+        read_devices(mesh, None, None)
+    monkeypatch.setattr(
+        asked_devices, "PUBLISHED", {"v5e": types.SimpleNamespace(device_kind="cpu")}
+    )
+    assert read_devices(mesh, None, None).hardware.name == "v5e:2x4"
+
+
+OTHER_DEVICES = {
+    "an unknown kind": (("v5x:8", None, None), MeshError, "'v5x' is not known"),
+    "no such slice": (("v5e:7", None, None), MeshError, "no slices of 7 chips"),
+    "a name alone": (("v5e", None, None), MeshError, "is not the name of hardware"),
+    "hardware twice": (("v5e:8", "v5e", None), RuleTypeError, "Leave out hardware="),
+    "a number alone": ((8, None, None), MeshError, 'there are 8 devices, .* hardware="v5e"'),
+    "a truth": ((True, None, None), RuleTypeError, 'devices must be devices="v5e:32", a mesh'),
+    "a list": (([8], None, None), RuleTypeError, r"or a number with hardware=.* not \[8\]"),
+    "other numbers": ((8, "v5e:4x4", None), MeshError, "has 16 devices, and there are 8"),
+    "a number as hardware": ((8, 3, None), RuleTypeError, "hardware must be a name such as"),
+    "no size": (("v5e:8", None, "much"), RuleTypeError, "memory 'much' is not a size"),
+    "no memory": (("v5e:8", None, 0), RuleTypeError, "memory must be a number of bytes"),
+}
+
+
+@pytest.mark.parametrize("mistake", OTHER_DEVICES)
+def test_a_mistake_in_what_is_computed_on_is_named(mistake):
+    given, error, message = OTHER_DEVICES[mistake]
+    with pytest.raises(error, match=message):
+        read_devices(*given)
+
+
+def test_memory_that_is_not_known_has_to_be_said():
+    own = Hardware("own", 1e14, None, Hardware.read("h100:8").network)
+    with pytest.raises(MeshError, match=r"of 'own' has is not known\. Say it: memory="):
+        read_devices(8, own, None)
+    assert read_devices(8, own, "1GiB").memory == 2**30
+
+
+def test_a_batch_that_no_device_can_share_is_refused_with_one_that_fits():
+    devices = read_devices("v5e:8", None, None)
+    with pytest.raises(PlanError, match=r"a batch of 9 does not divide over 8 devices.*batch=16"):
+        refuse_batch({"batch": 9}, devices)
+    refuse_batch({"batch": 6}, devices)
+    refuse_batch({}, devices)
+    fixed = read_devices(pzs.make_mesh(data=8, abstract=True), "v5e", None)
+    with pytest.raises(ShardingError, match=r"any mesh axis of 8 devices \(v5e:2x4, mesh"):
+        refuse_batch({"batch": 7}, fixed)
