@@ -37,6 +37,7 @@ class DimensionDecision:
         mesh_axes: The mesh axes it is sharded over; empty when it is not sharded.
         rule: The rule that gave this, or None if no rule names it.
         reason: One phrase for people.
+        stored_size: The length that it is stored with, more than its own where it is padded.
     """
 
     logical_axis: LogicalAxis | None
@@ -44,6 +45,7 @@ class DimensionDecision:
     mesh_axes: tuple[str, ...]
     rule: Rule | None
     reason: str
+    stored_size: int
 
 
 Misfit: TypeAlias = Literal["indivisible", "doubled", "unknown"]
@@ -92,6 +94,11 @@ class SpecExplanation(TextTable):
         return tuple(each.problem for each in self.unfit)
 
     @property
+    def stored_sizes(self) -> tuple[int, ...]:
+        """The length that each dimension is stored with."""
+        return tuple(d.stored_size for d in self.dimensions)
+
+    @property
     def reason(self) -> str:
         """The reasons of all sharded or relaxed dimensions, in one line."""
         reasons = [d.reason for d in self.dimensions if d.rule is not None]
@@ -135,7 +142,8 @@ def decide(
             an array without names, for which there are the rules that say so, and no others.
         sizes: The length of each dimension.
         mesh_items: Name and size of each mesh axis; every mesh axis of the rules is among them.
-        on_indivisible: Whether a length that does not divide is a problem.
+        on_indivisible: Whether a length that does not divide is a problem, stays whole or is
+            stored padded.
 
     Returns:
         The spec, its reasons, and the problems, if the rules do not fit the array.
@@ -202,10 +210,20 @@ class _Decider:
     def _undecided(self, i: int) -> DimensionDecision:
         reason = "positional, stays unsharded" if self.names[i] is None else "no rule"
         reason = "stays unsharded" if self.is_unnamed else reason
-        return DimensionDecision(self.names[i], self.sizes[i], (), None, reason)
+        return DimensionDecision(self.names[i], self.sizes[i], (), None, reason, self.sizes[i])
 
-    def _decide(self, i: int, mesh_axes: tuple[str, ...], rule: Rule, reason: str) -> None:
-        self.decided[i] = DimensionDecision(self.names[i], self.sizes[i], mesh_axes, rule, reason)
+    def _decide(
+        self,
+        i: int,
+        mesh_axes: tuple[str, ...],
+        rule: Rule,
+        reason: str,
+        stored_size: int | None = None,
+    ) -> None:
+        size = self.sizes[i]
+        self.decided[i] = DimensionDecision(
+            self.names[i], size, mesh_axes, rule, reason, stored_size or size
+        )
 
     def _refuse(self, name: LogicalAxis, misfit: Misfit, problem: str) -> None:
         self.unfit.append(UnfitAxis(name, misfit, problem))
@@ -294,8 +312,11 @@ class _Decider:
                     self._leave_whole(i, of_parts[0])
                 continue
             busy = [rule for rule in candidates if any(a in self.taken for a in rule.mesh_axes)]
+            free = [rule for rule in candidates if rule not in busy]
             if len(busy) == len(candidates) and all(rule.yields for rule in busy):
                 self._decide(i, (), busy[0], f"{busy[0]} yields: {self._holders(busy[0])}")
+            elif self.on_indivisible == "pad" and free:
+                self._indivisible(i, free[0])
             elif len(candidates) == 1:
                 if busy:
                     self._asked_twice(i, candidates[0])
@@ -320,16 +341,23 @@ class _Decider:
             what += f" of {name!r} ({size})"
         parts = part_count(rule.mesh_axes, self.mesh_shape)
         over = sized_mesh_axes_text(rule.mesh_axes, self.mesh_shape)
+        padded = max(parts, -(-length // parts) * parts)
         if self.on_indivisible == "replicate":
             reason = f"{what} replicated: does not divide over {over}, rule {rule}"
             self._decide(i, (), rule, reason)
             return
-        padded = max(parts, -(-length // parts) * parts)
+        if self.on_indivisible == "pad":
+            reason = f"{what} padded to {padded} over {over}, rule {rule}"
+            # A rule for a part of a fused dimension is for its major one, of which whole ones are
+            # added at the end.
+            self._decide(i, rule.mesh_axes, rule, reason, size // length * padded)
+            return
         self._refuse(
             name,
             "indivisible",
             f"logical axis {what} does not divide over {over}, asked by rule {rule}. "
-            f"Pad it to {padded}, or map {name!r} to None.",
+            f"Pad it to {padded}, or map {name!r} to None. "
+            'Or store it padded: on_indivisible="pad".',
         )
 
     def _asked_twice(self, i: int, rule: NameRule) -> None:
@@ -363,7 +391,8 @@ class _Decider:
             name,
             "doubled" if len(busy) == len(candidates) else "indivisible",
             f"logical axis {name!r} ({size}) fits none of its rules: {reasons}. "
-            f"Add ({name!r}, None) as the last of them to leave it unsharded.",
+            f"Add ({name!r}, None) as the last of them to leave it unsharded."
+            + (' Or store it padded: on_indivisible="pad".' if len(busy) < len(candidates) else ""),
         )
 
     def _apply_largest(self, rule: LargestDimensionRule) -> None:
@@ -386,15 +415,22 @@ class _Decider:
         free = [
             i
             for i, name in enumerate(self.names)
-            if (name is not None or self.is_unnamed)
-            and i not in self.decided
-            and self._divides(self.sizes[i], rule.mesh_axes)
+            if (name is not None or self.is_unnamed) and i not in self.decided
         ]
-        if not free:
+        dividing = [i for i in free if self._divides(self.sizes[i], rule.mesh_axes)]
+        pads = self.on_indivisible == "pad" and not self.is_unnamed
+        if not dividing and not (pads and free):
             self.notes.append(f"no free dimension divides over {over}")
             return
         # max keeps the first of equals, so the choice does not depend on anything but the array.
-        i = max(free, key=lambda j: self.sizes[j])
-        what = f"dimension {i} ({self.sizes[i]})" if self.is_unnamed else repr(self.names[i])
-        axes = mesh_axes_text(rule.mesh_axes)
-        self._decide(i, rule.mesh_axes, rule, f"{what} -> {axes} (largest free)")
+        i = max(dividing or free, key=lambda j: self.sizes[j])
+        size = self.sizes[i]
+        what = f"dimension {i} ({size})" if self.is_unnamed else repr(self.names[i])
+        if dividing:
+            reason = f"{what} -> {mesh_axes_text(rule.mesh_axes)} (largest free)"
+            self._decide(i, rule.mesh_axes, rule, reason)
+            return
+        parts = part_count(rule.mesh_axes, self.mesh_shape)
+        padded = -(-size // parts) * parts
+        reason = f"{what} ({size}) padded to {padded} over {over} (largest free)"
+        self._decide(i, rule.mesh_axes, rule, reason, padded)

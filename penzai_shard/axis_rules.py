@@ -240,7 +240,8 @@ class AxisRules(NotebookView):
             sizes: The length of each dimension.
             mesh: The mesh, or its axis sizes by name.
             on_indivisible: ``"replicate"`` leaves a dimension unsharded whose length does not
-                divide; by default that is an error.
+                divide; ``"pad"`` gives the spec of the array as it is stored, padded; by default
+                that is an error.
 
         Returns:
             A ``PartitionSpec`` without trailing ``None``.

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from penzai import pz
 
+from penzai_shard.padded_arrays import PaddedArray, Padding
 from penzai_shard.rule_kinds import LogicalAxis, PositionalDimension
 
 
@@ -44,7 +45,7 @@ def named_array(data: Any, names: Sequence[LogicalAxis | None], keeps_shape: boo
 
 
 def unnamed_data(value: Any) -> Any:
-    """The data array of a named array; anything else as it is.
+    """The data array of a named array, without padding; anything else as it is.
 
     >>> unnamed_data(pz.nx.wrap(np.arange(2)).tag("a")).tolist(), unnamed_data(3)
     ([0, 1], 3)
@@ -52,16 +53,52 @@ def unnamed_data(value: Any) -> Any:
     return value.data_array if pz.nx.is_namedarray(value) else value
 
 
+def stored_data(node: Any) -> Any:
+    """What a named array stores: its data array, or the padded one.
+
+    >>> stored_data(pz.nx.wrap(np.arange(2), "a")).tolist()
+    [0, 1]
+    """
+    return node.stored if isinstance(node, PaddedArray) else node.data_array
+
+
 def with_data(node: Any, data: Any) -> Any:
-    """A named array like another, with other data; nothing is checked.
+    """A named array like another that stores other data; nothing is checked.
 
     >>> with_data(pz.nx.ones({"a": 2}), "anything").data_array
     'anything'
     """
     made = object.__new__(type(node))
     made.__dict__.update(node.__dict__)
-    made.__dict__["data_array"] = data
+    made.__dict__["stored" if isinstance(node, PaddedArray) else "data_array"] = data
     return made
+
+
+def stored_with(node: Any, data: Any, padding: Padding | None) -> Any:
+    """A named array like another that stores other data, and pads it otherwise or not at all.
+
+    >>> stored_with(pz.nx.ones({"a": 3}), np.ones(4), Padding((4,), (("x",),))).named_shape
+    {'a': 3}
+    """
+    if padding is not None:
+        sizes = dimension_sizes(node).items()
+        named = {name: size for name, size in sizes if not isinstance(name, PositionalDimension)}
+        return PaddedArray(data, named, padding)
+    if isinstance(node, PaddedArray):
+        return pz.nx.NamedArray(node.named_axes, data)
+    return with_data(node, data)
+
+
+def can_be_padded(node: Any) -> bool:
+    """Whether the positional dimensions of a named array come first, in their order.
+
+    >>> can_be_padded(pz.nx.ones({"a": 2, "b": 2}).untag("b"))
+    False
+    """
+    if not isinstance(node, pz.nx.NamedArrayView):
+        return True
+    positional = tuple(node.data_axis_for_logical_axis)
+    return positional == tuple(range(len(positional)))
 
 
 def with_shape(node: Any, shape: tuple[int, ...], data: Any) -> Any:
@@ -70,6 +107,8 @@ def with_shape(node: Any, shape: tuple[int, ...], data: Any) -> Any:
     >>> with_shape(pz.nx.ones({"a": 2}), (3,), np.ones(3)).named_axes["a"]
     3
     """
+    if isinstance(node, PaddedArray):
+        node = pz.nx.NamedArray(node.named_axes, None)
     made = with_data(node, data)
     if isinstance(node, pz.nx.NamedArrayView):
         made.__dict__["data_shape"] = tuple(shape)
@@ -88,7 +127,7 @@ def dimension_names(
 
     Args:
         node: A named array or view.
-        shape: The shape of its data, if that is not known from the data array.
+        shape: The shape of its data, if that is not known from what it stores.
 
     Returns:
         The names, or None where the shape contradicts them.
@@ -96,7 +135,10 @@ def dimension_names(
     >>> dimension_names(pz.nx.ones({"a": 2, "b": 3}).untag("b"))
     ('a', None)
     """
-    shape = tuple(np.shape(node.data_array)) if shape is None else shape
+    lengths = tuple(node.named_axes.values()) if isinstance(node, pz.nx.NamedArray) else ()
+    if shape is None:
+        shape = tuple(np.shape(stored_data(node)))
+        lengths = node.padding.lengths if isinstance(node, PaddedArray) else lengths
     if isinstance(node, pz.nx.NamedArrayView):
         if tuple(node.data_shape) != shape:
             return None
@@ -104,9 +146,8 @@ def dimension_names(
         for name, dimension in node.data_axis_for_name.items():
             names[dimension] = name
         return tuple(names)
-    sizes = tuple(node.named_axes.values())
-    positional = len(shape) - len(sizes)
-    if positional < 0 or shape[positional:] != sizes:
+    positional = len(shape) - len(lengths)
+    if positional < 0 or shape[positional:] != lengths:
         return None
     return (None,) * positional + tuple(node.named_axes)
 

@@ -26,11 +26,15 @@ from penzai_shard.equinox_modules import (
 )
 from penzai_shard.model_variables import first_api
 from penzai_shard.named_arrays import (
+    can_be_padded,
     dimension_names,
     dimension_sizes,
     shape_without_data,
+    stored_data,
+    stored_with,
     with_data,
 )
+from penzai_shard.padded_arrays import PaddedArray, Padding
 from penzai_shard.readers import (
     ReadArray,
     naming_in,
@@ -52,9 +56,10 @@ class NamedLeaf:
         path: Where it is; for a parameter or state variable, its label, unless that is automatic.
         names: The logical axis of each dimension in the order of the data, None for a positional
             dimension; None altogether for an array without names.
-        shape: Its shape.
+        shape: Its shape, without padding.
         dtype: Its dtype, or None if the tree does not say.
-        array: What stands in the tree as the data: an array, a struct, a tracer.
+        array: What stands in the tree as the data: an array, a struct, a tracer; padded, where
+            there is ``padding``.
         whole: For a statistic that keeps only some of a parameter's dimensions, which these are:
             its layout is that of the parameter in them.
         note: How the names were found, where that is not plain; empty otherwise.
@@ -63,6 +68,8 @@ class NamedLeaf:
             arrays have none of their own; other values in it are no arrays and stay as they are.
         naming: What a user writes to give it names, if another library holds it; for messages.
         held: What the reader of another library's array said of it.
+        padding: How it is stored, if it is stored padded.
+        can_be_padded: Whether what holds it in the tree can hold it padded.
     """
 
     path: str
@@ -76,6 +83,29 @@ class NamedLeaf:
     in_nameless_module: bool = False
     naming: str = ""
     held: ReadArray | None = None
+    padding: Padding | None = None
+    can_be_padded: bool = False
+
+    @property
+    def true_array(self) -> Any:
+        """``array`` without padding."""
+        if self.padding is None:
+            return self.array
+        named = [n for n in zip(self.names or (), self.shape, strict=True) if n[0] is not None]
+        return PaddedArray(self.array, dict(named), self.padding).data_array
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """What ``map_arrays`` puts in place of a named array's data, and how that is padded.
+
+    Attributes:
+        data: What is put there.
+        padding: How it is padded; None for a named array without padding.
+    """
+
+    data: Any
+    padding: Padding | None
 
 
 Visit = Callable[[NamedLeaf], Any]
@@ -125,7 +155,8 @@ def map_arrays(tree: Any, visit: Visit, path: str = "") -> Any:
     Args:
         tree: Any pytree.
         visit: Called with a ``NamedLeaf`` for every array. Leaves that are not arrays (strings,
-            functions) are visited too, with names None and no dtype.
+            functions) are visited too, with names None and no dtype. What it returns is stored as
+            the array was, padded or not, unless it is a ``Stored``.
         path: Prepended to all paths.
 
     Returns:
@@ -201,15 +232,22 @@ class _ArrayMapper:
         return dataclasses.replace(node, value=self.tree(node.value, path, place))
 
     def named_array(self, node: Any, path: str, place: str) -> Any:
-        data = node.data_array
-        if _is_missing(data):
-            # The data array is missing or is not an array: only its names count.
-            return with_data(node, self.visit(_dataless_leaf(node, data, path)))
+        data = stored_data(node)
         names = dimension_names(node) if is_array_like(data) else None
-        if names is not None:
-            leaf = dataclasses.replace(_plain_leaf(data, path), names=names)
-            return with_data(node, self.visit(leaf))
-        return with_data(node, self.statistics(data, dimension_sizes(node), path, place))
+        if not _is_missing(data) and names is None:
+            return with_data(node, self.statistics(data, dimension_sizes(node), path, place))
+        # Where the data array is missing or is not an array, only its names count.
+        leaf = _dataless_leaf(node, data, path) if names is None else _plain_leaf(data, path)
+        names = leaf.names if names is None else names
+        leaf = dataclasses.replace(leaf, names=names, can_be_padded=can_be_padded(node))
+        if isinstance(node, PaddedArray):
+            positional = leaf.shape[: len(leaf.shape) - len(node.named_axes)]
+            shape = (*positional, *node.named_axes.values())
+            leaf = dataclasses.replace(leaf, shape=shape, padding=node.padding)
+        result = self.visit(leaf)
+        if isinstance(result, Stored):
+            return stored_with(node, result.data, result.padding)
+        return with_data(node, result)
 
     def foreign_array(self, node: Any, path: str, place: str) -> Any:
         """What another library puts around one of its arrays."""
@@ -267,7 +305,7 @@ def _identity(node: Any) -> Hashable:
     if isinstance(node, LabeledVariable):
         return id(node)
     if isinstance(node, LabeledVariableValue):
-        data = getattr(node.value, "data_array", node.value)
+        data = stored_data(node.value) if pz.nx.is_namedarray(node.value) else node.value
         # Statistics of a parameter are named by where they are.
         is_statistic = data is not node.value and dimension_names(node.value) is None
         if is_array_like(data) and not is_statistic:

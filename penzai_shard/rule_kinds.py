@@ -11,7 +11,7 @@ from penzai_shard.partition_specs import part_count
 
 LogicalAxis: TypeAlias = Hashable
 MeshAxes: TypeAlias = str | tuple[str, ...] | None
-OnIndivisible: TypeAlias = Literal["error", "replicate"]
+OnIndivisible: TypeAlias = Literal["error", "replicate", "pad"]
 OnUnnamed: TypeAlias = Literal["error", "replicate", "infer"]
 
 _OPTIONS = {"on_indivisible": OnIndivisible, "on_unnamed": OnUnnamed}

@@ -94,7 +94,8 @@ def test_an_indivisible_length_has_the_promised_text():
         AxisRules({"neurons": "model"}).spec(("neurons",), (10,), {"model": 4})
     assert caught.value.problems == (
         "logical axis 'neurons' (10) does not divide over mesh axis 'model' (4), "
-        "asked by rule 'neurons' -> 'model'. Pad it to 12, or map 'neurons' to None.",
+        "asked by rule 'neurons' -> 'model'. Pad it to 12, or map 'neurons' to None. "
+        'Or store it padded: on_indivisible="pad".',
     )
 
 

@@ -123,7 +123,8 @@ def a_mesh_axis_that_does_not_exist(directory):
     errors.PlanError,
     "no valid layout for some arrays:",
     "  up: logical axis 'neurons' (10) does not divide over mesh axis 'data' (4), asked by "
-    "rule 'neurons' -> 'data'. Pad it to 12, or map 'neurons' to None.",
+    "rule 'neurons' -> 'data'. Pad it to 12, or map 'neurons' to None. "
+    'Or store it padded: on_indivisible="pad".',
 )
 def a_length_that_does_not_divide(directory):
     wide = {"up": jax.eval_shape(lambda: pz.nx.ones({"embedding": 8, "neurons": 10}))}
@@ -206,7 +207,7 @@ def a_mode_for_unnamed_arrays_that_does_not_exist(directory):
 
 @answered(
     errors.RuleTypeError,
-    "on_indivisible must be 'error' or 'replicate', not True.",
+    "on_indivisible must be 'error', 'replicate' or 'pad', not True.",
 )
 def a_mode_for_indivisible_lengths_that_does_not_exist(directory):
     return (
@@ -491,7 +492,8 @@ def names_for_another_number_of_dimensions(directory):
     errors.PlanError,
     "no valid layout for some arrays:",
     "  the array: logical axis 'batch' (6) does not divide over mesh axis 'data' (4), asked "
-    "by rule 'batch' -> 'data'. Pad it to 8, or map 'batch' to None.",
+    "by rule 'batch' -> 'data'. Pad it to 8, or map 'batch' to None. "
+    'Or store it padded: on_indivisible="pad".',
 )
 def a_batch_that_does_not_divide(directory):
     return (

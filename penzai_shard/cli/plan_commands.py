@@ -33,9 +33,10 @@ def add_plan_commands(commands: Any) -> None:
     add_tree_arguments(plan, also="plan", unnamed="an error")
     plan.add_argument(
         "--on-indivisible",
-        choices=("error", "replicate"),
+        choices=("error", "replicate", "pad"),
         default="error",
-        help="what becomes of lengths that do not divide; by default an error",
+        help="what becomes of lengths that do not divide: an error by default; whole on every "
+        "device; stored padded",
     )
     add_answer_options(plan)
     plan.set_defaults(run=_plan)
@@ -92,7 +93,8 @@ def _unused(plan: ShardingPlan) -> list[str]:
 
 def _for_shell(problem: str) -> str:
     """A fix for code as one for the command line."""
-    return problem.replace('pass on_unnamed="replicate"', "pass --on-unnamed replicate").replace(
+    problem = problem.replace('pass on_unnamed="replicate"', "pass --on-unnamed replicate")
+    return problem.replace('on_indivisible="pad"', "--on-indivisible pad").replace(
         "leave it whole: names={'heads': None}",
         "leave it whole: --layout \"two_dimensional(names={'heads': None})\"",
     )

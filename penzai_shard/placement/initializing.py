@@ -15,6 +15,8 @@ from penzai.core.variables import AbstractVariableValue
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.model_variables import first_api, thawed, with_own_label
+from penzai_shard.named_arrays import stored_data
+from penzai_shard.padded_arrays import is_padded, padded_like
 from penzai_shard.placement.builders import (
     OWN_ARGUMENTS,
     check_builder,
@@ -112,10 +114,17 @@ def sharded_init(
     )
     request = dataclasses.replace(request, keep_others=True)
 
-    def layouts_of(tree: Any) -> Layouts:
-        return _planned_layouts(request, _bound(tree, frozen=AbstractVariableValue))
+    def bound(tree: Any) -> Any:
+        return _bound(tree, frozen=AbstractVariableValue)
 
-    tree = initialized(_unbound(initializer), args, kwargs, layouts_of, request.mesh)
+    def unbound(*args: Any, **kwargs: Any) -> Any:
+        tree = _unbound(initializer)(*args, **kwargs)
+        return _padded(request, tree, bound(tree)) if request.can_pad else tree
+
+    def layouts_of(tree: Any) -> Layouts:
+        return _planned_layouts(request, bound(tree))
+
+    tree = initialized(unbound, args, kwargs, layouts_of, request.mesh)
     return _bound(tree, frozen=())
 
 
@@ -219,8 +228,13 @@ def initialize_parameters_sharded(
         leaves = tuple(leaf for leaf in request.given.leaves if leaf.path in names)
         given = dataclasses.replace(request.given, leaves=leaves)
         request = dataclasses.replace(request, given=given)
+
+    def parameters_of(key: Any) -> Any:
+        made = first_api.initialize_parameters(uninitialized.get_sequence(), key)
+        return _padded(request, made, made) if request.can_pad else made
+
     parameters = initialized(
-        lambda key: first_api.initialize_parameters(uninitialized.get_sequence(), key),
+        parameters_of,
         (rng,),
         {},
         functools.partial(_planned_layouts, request),
@@ -327,6 +341,29 @@ def _bound(tree: dict[str, Any], frozen: type | tuple[type, ...]) -> Any:
         if not isinstance(variable, frozen):
             with_own_label(variable)
     return bound
+
+
+def _padded(request: PlanRequest, tree: Any, planned: Any) -> Any:
+    """What an initialiser returned, each array padded that its plan pads.
+
+    Args:
+        request: What was asked for.
+        tree: What it returned, traced.
+        planned: The same arrays in the tree that is planned.
+    """
+    shardings = request.plan_quietly(planned).sharding_tree()
+    nodes, treedef = jax.tree_util.tree_flatten(planned, is_leaf=pz.nx.is_namedarray)
+    by_array: dict[int, Any] = {}
+    layouts: Any = treedef
+    for node, layout in zip(nodes, layouts.flatten_up_to(shardings), strict=True):
+        if is_padded(layout):
+            by_array[id(stored_data(node))] = layout
+
+    def padded(node: Any) -> Any:
+        layout = by_array.get(id(stored_data(node))) if pz.nx.is_namedarray(node) else None
+        return node if layout is None else padded_like(node, layout)
+
+    return jax.tree_util.tree_map(padded, tree, is_leaf=pz.nx.is_namedarray)
 
 
 def _planned_layouts(request: PlanRequest, tree: Any) -> Layouts:

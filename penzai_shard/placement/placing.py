@@ -22,6 +22,11 @@ from penzai_shard.library_apis.jax_api import is_weakly_typed
 from penzai_shard.meshes import onto_auto_twin
 from penzai_shard.model_variables import thawed
 from penzai_shard.named_leaves import leaves_of
+from penzai_shard.placement.stored_padding import (
+    padded_on_devices,
+    padded_struct,
+    stored_as_planned,
+)
 from penzai_shard.planning import PlacingRequest, ShardingPlan
 from penzai_shard.processes import put_all
 from penzai_shard.readers import with_repeats, without_bare_arrays, without_repeats
@@ -158,6 +163,8 @@ def put(tree: Any, shardings: Any, called: str) -> Any:
         ShardingError: Some array has no value, or was donated; or differs between processes.
     """
     tree = without_bare_arrays(tree, called)
+    pad = functools.partial(padded_on_devices, called)
+    tree = stored_as_planned(tree, shardings, pad)
     treedef: Any
     nodes, treedef = jax.tree_util.tree_flatten(tree)
     targets = treedef.flatten_up_to(shardings)
@@ -175,6 +182,7 @@ def put(tree: Any, shardings: Any, called: str) -> Any:
         else:
             others[place] = node
     _refuse_without_value(tree, values)
+    values = stored_as_planned(values, layouts, pad)
     placed = others | {
         place: thawed(value) if isinstance(value, AbstractVariableValue) else value
         for place, value in _device_put(values, layouts, tree, called).items()
@@ -190,7 +198,7 @@ def described(tree: Any, shardings: Any, called: str) -> Any:
         shardings: Its sharding tree.
         called: The function that was called, for messages.
     """
-    tree = without_bare_arrays(tree, called)
+    tree = stored_as_planned(without_bare_arrays(tree, called), shardings, padded_struct)
     treedef: Any
     nodes, treedef = jax.tree_util.tree_flatten(tree)
     targets = treedef.flatten_up_to(shardings)

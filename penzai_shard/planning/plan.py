@@ -14,6 +14,8 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import PlanError, raise_all
 from penzai_shard.fused_axes import with_factors
 from penzai_shard.meshes import AnyMesh, mesh_text
+from penzai_shard.padded_arrays import Padding
+from penzai_shard.partition_specs import mesh_axes_by_dimension
 from penzai_shard.planning.plan_table import (
     SCALARS,
     PlanTable,
@@ -48,7 +50,7 @@ class LeafPlan:
         path: Where the array is; for a parameter or state variable, its label.
         names: Its logical axes in the order of the data, None for a positional dimension; None
             altogether for an array without names.
-        shape: Its global shape.
+        shape: Its global shape, without padding.
         dtype: Its dtype, None if the tree does not say.
         spec: Its spec, without trailing ``None``; None if JAX is to infer it.
         sharding: The spec on the plan's mesh; None if JAX is to infer it.
@@ -57,6 +59,8 @@ class LeafPlan:
         bytes_per_device: The size of what one device holds, in bytes.
         weak_type: Whether its dtype gives way to that of what it is combined with, as that of a
             Python number does.
+        stored_shape: The global shape that it is stored with: ``shape``, or more where it is
+            padded, which ``spec`` divides.
     """
 
     path: str
@@ -69,17 +73,36 @@ class LeafPlan:
     shard_shape: tuple[int, ...]
     bytes_per_device: int
     weak_type: bool = False
+    stored_shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stored_shape", self.stored_shape or self.shape)
 
     @property
     def is_replicated(self) -> bool:
         """Whether every device holds the whole array."""
         # Not by the spec: a mesh axis of size 1 shards nothing.
-        return self.spec is not None and self.shard_shape == self.shape
+        return self.spec is not None and self.shard_shape == self.stored_shape
+
+    @property
+    def padding(self) -> Padding | None:
+        """How it is padded; None if it is not."""
+        if self.stored_shape == self.shape or self.spec is None or self.names is None:
+            return None
+        mesh_axes = mesh_axes_by_dimension(self.spec, len(self.shape))
+        kept = [i for i, name in enumerate(self.names) if name is not None]
+        return Padding(tuple(self.stored_shape[i] for i in kept), tuple(mesh_axes[i] for i in kept))
+
+    @property
+    def padding_bytes(self) -> int:
+        """What padding adds to its global size, in bytes."""
+        added = math.prod(self.stored_shape) - math.prod(self.shape)
+        return added * itemsize(self.dtype)
 
     def restore_struct(self) -> jax.ShapeDtypeStruct:
-        """Shape, dtype and sharding as a ``jax.ShapeDtypeStruct``."""
+        """Stored shape, dtype and sharding as a ``jax.ShapeDtypeStruct``."""
         return jax.ShapeDtypeStruct(
-            self.shape, self.dtype, sharding=self.sharding, weak_type=self.weak_type
+            self.stored_shape, self.dtype, sharding=self.sharding, weak_type=self.weak_type
         )
 
 
@@ -108,7 +131,8 @@ class ShardingPlan(NotebookView):
     def sharding_tree(self) -> Any:
         """The tree with a ``NamedSharding`` in place of every data array.
 
-        Has the structure of the tree after ``pz.freeze_variables``, and serves as
+        Has the structure of the tree after ``pz.freeze_variables``, with a ``PaddedArray`` in
+        place of each named array that is to be padded, as ``place`` gives it. It serves as
         ``in_shardings`` or ``out_shardings`` of ``jax.jit`` and as the layout for
         ``jax.device_put``, which takes no mutable variables: give it
         ``pz.freeze_variables(model)``, or call ``place(model, plan)`` for new ones. Arrays that
@@ -166,6 +190,11 @@ class ShardingPlan(NotebookView):
         """The size of all arrays, gradients too, each counted once, in bytes."""
         leaves = (*self.leaves, *self.transient)
         return sum(math.prod(leaf.shape) * itemsize(leaf.dtype) for leaf in leaves)
+
+    @functools.cached_property
+    def padding_bytes(self) -> int:
+        """What padding adds to ``total_bytes`` where arrays are stored, in bytes."""
+        return sum(leaf.padding_bytes for leaf in (*self.leaves, *self.transient))
 
     @functools.cached_property
     def logical_axes(self) -> frozenset[LogicalAxis]:
@@ -235,7 +264,15 @@ class ShardingPlan(NotebookView):
             f"({mesh_text(self.mesh)}) each device holds "
             f"{bytes_text(self.bytes_per_device)}{while_running}"
             f"{',' if self.transient else ''} replicated {bytes_text(self.replicated_bytes)}"
+            f"{self._padding_text()}"
         )
+
+    def _padding_text(self) -> str:
+        padded = sum(leaf.padding is not None for leaf in (*self.leaves, *self.transient))
+        if not padded:
+            return ""
+        arrays = f"{padded} array{'s' * (padded > 1)}"
+        return f"; padding of {arrays} adds {bytes_text(self.padding_bytes)} in all"
 
     def _remarks(self) -> tuple[str, ...]:
         return (*self._remarks_on_rules(), *self._remarks_on_others())
@@ -280,6 +317,7 @@ class ShardingPlan(NotebookView):
                 "total_bytes": self.total_bytes,
                 "bytes_per_device": self.bytes_per_device,
                 "replicated_bytes": self.replicated_bytes,
+                "padding_bytes": self.padding_bytes,
                 "transient_bytes_per_device": self.transient_bytes_per_device,
                 "arrays": list(map(_data, self.leaves)),
                 "transient": list(map(_data, self.transient)),
@@ -315,6 +353,7 @@ def _data(leaf: LeafPlan) -> dict[str, Any]:
         "path": leaf.path,
         "names": leaf.names and [None if name is None else str(name) for name in leaf.names],
         "shape": leaf.shape,
+        "stored_shape": leaf.stored_shape,
         "dtype": leaf.dtype,
         "spec": None if leaf.spec is None else list(leaf.spec),
         "reason": leaf.reason,
@@ -338,5 +377,5 @@ def itemsize(dtype: Any) -> int:
 
 
 def _axes_text(leaf: LeafPlan) -> str:
-    text = axes_text(leaf.names, leaf.shape, leaf.spec or PartitionSpec())
+    text = axes_text(leaf.names, leaf.shape, leaf.spec or PartitionSpec(), leaf.stored_shape)
     return text if leaf.spec is not None or not leaf.shape else f"{text} (left to JAX)"

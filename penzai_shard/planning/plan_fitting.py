@@ -9,9 +9,9 @@ import dataclasses
 from typing import Any
 
 from penzai_shard.errors import PlanError, raise_all
-from penzai_shard.named_leaves import NamedLeaf
+from penzai_shard.named_leaves import NamedLeaf, Stored
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan
-from penzai_shard.planning.planner import number_arrays
+from penzai_shard.planning.planner import number_arrays, stored_number
 from penzai_shard.rule_kinds import array_text
 
 
@@ -51,7 +51,7 @@ def fitted_plan(
     occurred: collections.Counter[str] = collections.Counter()
     problems: list[str] = []
 
-    def find(leaf: NamedLeaf) -> int:
+    def find(leaf: NamedLeaf) -> int | Stored:
         candidates = indices.get(leaf.path)
         if not candidates:
             problems.append(f"{leaf.path or 'the array'}: is in the tree and not in the plan.")
@@ -61,7 +61,7 @@ def fitted_plan(
         index = candidates[min(occurred[leaf.path], len(candidates) - 1)]
         occurred[leaf.path] += 1
         problems.extend(_difference(plan.leaves[index], leaf))
-        return index
+        return stored_number(index, leaf, plan.leaves[index])
 
     others: list[str] = []
     numbers = number_arrays(tree, find, others, keep_others)

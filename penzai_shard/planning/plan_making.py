@@ -31,8 +31,12 @@ def make_plan(
         rules: ``AxisRules``, or anything they can be read from; None maps each logical axis to
             the mesh axis of the same name.
         axis_name_to_mesh_name: The same under Penzai's name; give one of the two.
-        on_indivisible: ``"replicate"`` leaves dimensions unsharded whose length does not divide,
-            and says so in the reason; by default that is an error.
+        on_indivisible: What becomes of named dimensions whose length does not divide: an error;
+            whole on every device (``"replicate"``); or stored padded to the next length that
+            divides (``"pad"``), while everything computes with the true length, see
+            ``PaddedArray``. The reason says which. Of several rules for one name the first that
+            divides wins, and without one the first is padded. Positional dimensions and arrays
+            without names are never padded.
         on_unnamed: What becomes of arrays without names that have dimensions: an error, a copy
             on every device (``"replicate"``), or left to JAX (``"infer"``). Scalars have nothing
             to name and are replicated, unless JAX is to infer.

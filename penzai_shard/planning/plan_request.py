@@ -76,7 +76,7 @@ class PlanRequest:
             mesh: The mesh; for a function that carries plans out also a plan.
             rules: Rules in any form that ``AxisRules`` reads, or None.
             axis_name_to_mesh_name: The same under Penzai's name; only one of them is given.
-            on_indivisible: ``"error"`` or ``"replicate"``.
+            on_indivisible: ``"error"``, ``"replicate"`` or ``"pad"``.
             on_unnamed: ``"error"``, ``"replicate"`` or ``"infer"``.
             plan: A plan to be carried out, instead of mesh, rules and options.
 
@@ -148,6 +148,19 @@ class PlanRequest:
         warn_caller((*self.doubts(plan.logical_axes), *nameless_module_doubts(plan)))
         return plan
 
+    def plan_quietly(self, tree: Any) -> ShardingPlan:
+        """The plan of a tree that is planned once more, without warnings."""
+        if self.given is not None:
+            return fitted_plan(self.given, tree, self.called, self.keep_others)
+        return self.planner.plan(tree, self.keep_others)
+
+    @property
+    def can_pad(self) -> bool:
+        """Whether some array may be stored padded."""
+        if self.given is not None:
+            return self.given.padding_bytes > 0
+        return self.planner.on_indivisible == "pad"
+
     def sharding_tree(self, tree: Any) -> Any:
         """``plan(tree).sharding_tree()``, in less time.
 
@@ -218,8 +231,9 @@ class PlanRequest:
         >>> from penzai import pz
         >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
         >>> request = PlanRequest.read("lint", mesh, {"a": "data"})
-        >>> request.examined({"w": pz.nx.ones({"a": 3})})[1]
-        (('w', "logical axis 'a' (3) does not divide over mesh axis 'data' (2), asked by rule 'a...
+        >>> ((path, problem),) = request.examined({"w": pz.nx.ones({"a": 3})})[1]
+        >>> print(path, problem)
+        w logical axis 'a' (3) does not divide over mesh axis 'data' (2), asked by rule 'a' -> ...
         """
         refuse_builder(self.called, tree)
         by_field = self._by_field(optimizer_rules) if is_train_state(tree) else None

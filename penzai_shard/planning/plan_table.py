@@ -19,18 +19,29 @@ def axes_text(
     names: Sequence[LogicalAxis | None] | None,
     shape: Sequence[int],
     spec: PartitionSpec,
+    stored_shape: Sequence[int] | None = None,
 ) -> str:
     """The dimensions of an array with the mesh axes that they are split over.
 
-    >>> axes_text(("embedding", "seq"), (128, 64), PartitionSpec("data"))
-    'embedding=128/data, seq=64'
+    Args:
+        names: The logical axis of each dimension, if the array has names.
+        shape: Its shape.
+        spec: Its spec.
+        stored_shape: The shape that it is stored with, if that may be padded.
+
+    >>> axes_text(("embedding", "seq"), (128, 63), PartitionSpec("data", "x"), (128, 64))
+    'embedding=128/data, seq=63(64)/x'
     """
     if not shape:
         return "scalar"
     return ", ".join(
-        dimension + ("/" + "+".join(mesh_axes) if mesh_axes else "")
-        for dimension, mesh_axes in zip(
+        dimension
+        + (f"({stored})" if stored != length else "")
+        + ("/" + "+".join(mesh_axes) if mesh_axes else "")
+        for dimension, length, stored, mesh_axes in zip(
             dimension_texts(names or (None,) * len(shape), shape),
+            shape,
+            stored_shape or shape,
             mesh_axes_by_dimension(spec, len(shape)),
             strict=True,
         )

@@ -19,7 +19,7 @@ from penzai_shard.errors import PlanError, ShardingError, raise_all
 from penzai_shard.library_apis.jax_api import is_weakly_typed
 from penzai_shard.meshes import AnyMesh, auto_twin, is_same_mesh, mesh_text, refuse_other_than_mesh
 from penzai_shard.model_variables import held_by_templates
-from penzai_shard.named_leaves import NamedLeaf, map_arrays
+from penzai_shard.named_leaves import NamedLeaf, Stored, map_arrays
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.planning.plan import LeafPlan, ShardingPlan, itemsize, shared_named_sharding
 from penzai_shard.planning.transient_arrays import gradient_plans
@@ -133,13 +133,13 @@ class Planner:
 
         taken_apart = held_by_templates(getattr(tree, "variables", None))
 
-        def number(planner: Planner, leaf: NamedLeaf) -> int:
+        def number(planner: Planner, leaf: NamedLeaf) -> int | Stored:
             if leaf.path in taken_apart:
                 leaf = dataclasses.replace(leaf, held=taken_apart[leaf.path])
             leaf_plan, found = planner.plan_leaf(leaf, statistics.get(leaf.path))
             problems.extend((leaf.path, problem) for problem in found)
             leaves.append(leaf_plan)
-            return len(leaves) - 1
+            return stored_number(len(leaves) - 1, leaf, leaf_plan)
 
         def numbered(key_path: Any, field: Any) -> Any:
             name = path_text(key_path)
@@ -172,13 +172,15 @@ class Planner:
         """
         problems: tuple[str, ...] = ()
         spec: PartitionSpec | None = PartitionSpec()
-        reason = ""
+        stored_shape, reason = leaf.shape, ""
         # A statistic that is not made of its parameter's dimensions has no names of its own.
         unfit = leaf.whole is not None and leaf.problem
         if leaf.problem and not unfit:
             problems = (f"{leaf.problem}.",)
         elif leaf.names is not None and not unfit:
-            spec, reason, problems = self._by_names(leaf)
+            spec, reason, problems, stored_shape = self._by_names(leaf)
+            if stored_shape != leaf.shape:
+                problems = (*problems, *_why_not_padded(leaf))
             if leaf.held is not None and not problems:
                 problems = self._other_than_its_own(leaf.held, leaf, spec)
         elif self._splits_unnamed(leaf):
@@ -211,8 +213,11 @@ class Planner:
             )
         if spec and math.prod(leaf.shape) < self.min_size:
             spec, reason = PartitionSpec(), f"under {self.min_size} elements: replicated"
+            stored_shape = leaf.shape
+        if problems and stored_shape != leaf.shape:
+            spec, stored_shape = PartitionSpec(), leaf.shape
         sharding = None if spec is None else shared_named_sharding(self.mesh, spec)
-        shard_shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        shard_shape = leaf.shape if sharding is None else sharding.shard_shape(stored_shape)
         held = math.prod(shard_shape) * itemsize(leaf.dtype)
         plan = LeafPlan(
             leaf.path,
@@ -226,6 +231,7 @@ class Planner:
             held,
             # So are arrays that JAX makes of Python numbers.
             is_weakly_typed(leaf.array) or type(leaf.array) in (int, float, complex),
+            stored_shape,
         )
         return plan, problems
 
@@ -281,27 +287,68 @@ class Planner:
         spec, explained = self._as_parameter(made_of)
         return spec, f"{which}: statistic, laid out as its parameter: {explained.reason}"
 
-    def _by_names(self, leaf: NamedLeaf) -> tuple[PartitionSpec, str, tuple[str, ...]]:
-        """Spec, reason and problems; statistics follow the parameter that they belong to."""
+    def _by_names(
+        self, leaf: NamedLeaf
+    ) -> tuple[PartitionSpec, str, tuple[str, ...], tuple[int, ...]]:
+        """Spec, reason, problems, stored shape; statistics follow the parameter that is theirs."""
         assert leaf.names is not None
         if leaf.whole is None:
             explained = self.decide(leaf.names, leaf.shape)
             reason = f"{leaf.note}: replicated" if leaf.note else explained.reason
-            return explained.spec, reason, explained.problems
+            return explained.spec, reason, explained.problems, explained.stored_sizes
         spec, explained = self._as_parameter(leaf.whole)
         reason = f"{leaf.note}, laid out as its parameter: {explained.reason}"
-        return spec, reason, explained.problems
+        return spec, reason, explained.problems, leaf.shape
 
     def _as_parameter(self, made_of: DimensionsOf) -> tuple[PartitionSpec, SpecExplanation]:
-        """The spec of a statistic, and the decision for the parameter that it belongs to."""
+        """The spec of a statistic, and the decision for the parameter that it belongs to.
+
+        A statistic of some dimensions alone is not padded: those that their parameter pads are
+        whole in it.
+        """
         explained = self.decide(made_of.names, made_of.sizes)
-        kept = made_of.of_kept([dimension.mesh_axes for dimension in explained.dimensions])
+        kept = made_of.of_kept(
+            [
+                dimension.mesh_axes if dimension.stored_size == dimension.size else ()
+                for dimension in explained.dimensions
+            ]
+        )
         return canonical_spec(kept), explained
+
+
+def _why_not_padded(leaf: NamedLeaf) -> tuple[str, ...]:
+    """Why an array cannot be stored padded, if so; its rules ask for it."""
+    relaxed = 'or leave it whole: on_indivisible="replicate"'
+    if leaf.held is not None and not leaf.can_be_padded:
+        return (
+            "only named arrays of Penzai can be stored padded, and another library holds this "
+            f"one. Make it a train state, whose arrays are Penzai's, {relaxed}.",
+        )
+    if not leaf.can_be_padded:
+        return (
+            "an array is stored padded only if its positional dimensions come first. Name all of "
+            f"its dimensions, {relaxed}.",
+        )
+    if leaf.dtype is not None and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return (f"random keys are not stored padded. Map their logical axis to None, {relaxed}.",)
+    return ()
+
+
+def stored_number(number: int, leaf: NamedLeaf, planned: LeafPlan) -> int | Stored:
+    """The number of an array's plan, as it stands in the planned tree.
+
+    >>> leaf = NamedLeaf("w", ("a",), (2,), None, None)
+    >>> stored_number(7, leaf, Planner(jax.sharding.AbstractMesh((2,), ("a",))).plan_leaf(leaf)[0])
+    7
+    """
+    if leaf.padding is None and planned.padding is None:
+        return number
+    return Stored(number, planned.padding)
 
 
 def number_arrays(
     tree: Any,
-    number: Callable[[NamedLeaf], int],
+    number: Callable[[NamedLeaf], int | Stored],
     others: list[str],
     keep_others: bool,
     path: str = "",
@@ -324,7 +371,7 @@ def number_arrays(
     ({'activation': -1, 'w': 7}, ['activation'])
     """
 
-    def visit(leaf: NamedLeaf) -> int:
+    def visit(leaf: NamedLeaf) -> int | Stored:
         is_other = leaf.names is None and leaf.dtype is None and not leaf.problem
         if is_other and (keep_others or leaf.in_nameless_module or callable(leaf.array)):
             others.append(leaf.path)

@@ -103,4 +103,7 @@ class _QuickTree:
         explained = self.planner.decide(names, tuple(node.data_array.shape))
         if explained.problems:
             raise _NeedsPlan
-        return NamedArray(node.named_axes, shared_named_sharding(self.planner.mesh, explained.spec))
+        sharding = shared_named_sharding(self.planner.mesh, explained.spec)
+        if explained.stored_sizes != tuple(node.data_array.shape):
+            raise _NeedsPlan
+        return NamedArray(node.named_axes, sharding)

@@ -79,6 +79,7 @@ def test_the_demo_does_the_whole_job_on_another_mesh_and_names_its_files(tmp_pat
             "the demo's model does not fit mesh (data=1, model=6): transformer/embedder.embeddings:"
             " logical axis 'vocabulary' (256) does not divide over mesh axis 'model' (6), asked by "
             "rule 'vocabulary' -> 'model'. Pad it to 258, or map 'vocabulary' to None. "
+            'Or store it padded: on_indivisible="pad". '
             "Give --mesh data=6,model=1 or --mesh data=3,model=2.",
         ),
         (["--simulate-devices", "0"], "--simulate-devices must be at least 1, not 0."),

@@ -360,7 +360,8 @@ def test_an_indivisible_length_has_the_promised_text():
         make_plan(tree, mesh, {"neurons": "model"})
     assert caught.value.problems == (
         "decoder/block_3/mlp.up: logical axis 'neurons' (10) does not divide over mesh axis "
-        "'model' (4), asked by rule 'neurons' -> 'model'. Pad it to 12, or map 'neurons' to None.",
+        "'model' (4), asked by rule 'neurons' -> 'model'. Pad it to 12, or map 'neurons' to None. "
+        'Or store it padded: on_indivisible="pad".',
     )
 
 
@@ -421,7 +422,7 @@ def test_rules_of_a_wrong_type_are_refused(mesh, rules):
     ("options", "message"),
     [
         ({"on_unnamed": "ignore"}, "on_unnamed must be 'error', 'replicate' or 'infer'"),
-        ({"on_indivisible": "ignore"}, "on_indivisible must be 'error' or 'replicate'"),
+        ({"on_indivisible": "ignore"}, "on_indivisible must be 'error', 'replicate' or 'pad'"),
     ],
 )
 def test_options_of_a_wrong_kind_are_refused(mesh, options, message):

@@ -111,7 +111,10 @@ def test_scalars_are_always_replicated(name, mesh):
 @every
 @pytest.mark.parametrize(
     ("option", "values"),
-    [("on_indivisible", "'error' or 'replicate'"), ("on_unnamed", "'error', 'replicate' or 'inf")],
+    [
+        ("on_indivisible", "'error', 'replicate' or 'pad'"),
+        ("on_unnamed", "'error', 'replicate' or 'inf"),
+    ],
 )
 @pytest.mark.parametrize("value", ["replicated", True, ["error"], "Error", None])
 def test_other_values_are_refused_with_the_valid_ones(name, option, values, value, mesh):
