@@ -32,7 +32,6 @@ class NamedModel:
         names: For the path of each weight its author's names, ``a*b`` for a fused dimension.
         words: What the library calls an axis that the author calls otherwise, one to one.
         is_transformer: Whether nearly all of its names must be found.
-        undecidable: Names that nothing in the program tells, so that finding them is a guess.
     """
 
     function: Callable[..., Any]
@@ -205,7 +204,10 @@ def lora() -> NamedModel:
         for name in adapted:
             path = f"model.layers.{i}.{name}"
             out, into = names[f"{path}.weight"]
-            names |= {f"{path}.lora_A.weight": ("rank", into), f"{path}.lora_B.weight": (out, "rank")}
+            names |= {
+                f"{path}.lora_A.weight": ("rank", into),
+                f"{path}.lora_B.weight": (out, "rank"),
+            }
 
     def function(weights, tokens):
         merged = {path: weights[path] for path in base}
@@ -217,9 +219,7 @@ def lora() -> NamedModel:
                 )
         return _torch_llama_logits(merged, tokens)
 
-    return NamedModel(
-        function, structs_of(names, rank=PROJECTION), (TOKENS,), BATCH_SEQ, names
-    )
+    return NamedModel(function, structs_of(names, rank=PROJECTION), (TOKENS,), BATCH_SEQ, names)
 
 
 def gpt2(split: Any = None) -> NamedModel:
@@ -363,9 +363,7 @@ def relative_bias() -> NamedModel:
             x = x + jax.nn.relu(x @ w["wi"]) @ w["wo"]
         return rms_norm(x, weights["final_norm"]) @ weights["shared"].T
 
-    return NamedModel(
-        function, structs_of(names, buckets=2 * SEQ), (TOKENS,), BATCH_SEQ, names
-    )
+    return NamedModel(function, structs_of(names, buckets=2 * SEQ), (TOKENS,), BATCH_SEQ, names)
 
 
 def encoder_decoder() -> NamedModel:

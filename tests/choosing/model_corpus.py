@@ -1,0 +1,51 @@
+"""The models by which inferred names are judged, by what they are."""
+
+from collections.abc import Callable
+
+from tests.choosing import named_models as own
+from tests.choosing import named_models_of_libraries as others
+from tests.choosing.named_models import NamedModel
+
+TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
+    "Penzai Llama, grouped queries": lambda: others.penzai("llama"),
+    "Penzai Llama, as many keys": lambda: others.penzai(
+        "llama", num_kv_heads=4, query_head_multiplier=1
+    ),
+    "Penzai Gemma, one key, tied": lambda: others.penzai(
+        "gemma", num_kv_heads=1, query_head_multiplier=4
+    ),
+    "Penzai Mistral": lambda: others.penzai("mistral"),
+    "Penzai GPT-NeoX": lambda: others.penzai("gpt_neox", num_attention_heads=4),
+    "Penzai, layer stack": lambda: others.penzai("llama", use_layer_stack=True),
+    "Penzai, rolled layer stack": lambda: others.penzai("llama", True, use_layer_stack=True),
+    "Llama as torch stores it": own.torch_llama,
+    "Llama, its gradient program": own.torch_llama_gradients,
+    "Llama, neighbours rotated": lambda: own.torch_llama(own.rotary_interleaved),
+    "Llama, rotated as complex numbers": lambda: own.torch_llama(own.rotary_complex),
+    "Llama with LoRA": own.lora,
+    "GPT-2, fused and tied": own.gpt2,
+    "scanned, rematerialised": own.scanned,
+    "scanned, its gradient program": lambda: own.scanned(gradients=True),
+    "mixture of experts": own.experts,
+    "T5, relative positions": own.relative_bias,
+    "encoder and decoder": own.encoder_decoder,
+    "Equinox transformer": others.equinox_transformer,
+    "Flax NNX transformer": others.nnx_transformer,
+    "Flax linen transformer": others.linen_transformer,
+    "Flax linen, scanned": others.linen_scanned,
+    "Flax linen ViT": others.vit,
+    "Flax linen BERT": others.bert,
+    "Haliax transformer": others.haliax_transformer,
+}
+
+OTHERS: dict[str, Callable[[], NamedModel]] = {
+    "square MLP": own.square_mlp,
+    "Equinox MLP": others.equinox_mlp,
+    "convolutions": own.conv_net,
+    "MLP-Mixer": own.mixer,
+    "embedding tables (DLRM)": own.embedding_tables,
+    "Equinox LSTM": others.equinox_lstm,
+    "Flax linen LSTM": others.linen_lstm,
+}
+
+MODELS = TRANSFORMERS | OTHERS
