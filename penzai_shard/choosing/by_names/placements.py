@@ -1,0 +1,144 @@
+"""How arrays are split by rules of names, and what it takes to bring them from one way to another.
+
+A placement says for each dimension which mesh axes split it. Sizes are those of the whole array;
+bytes are what one device sends, by the ring algorithms that ``ring_bytes`` counts.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from penzai_shard.axis_decisions import decide
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.inspection.traffic.collective_records import ring_bytes
+from penzai_shard.partition_specs import mesh_axes_by_dimension, part_count
+from penzai_shard.rule_kinds import LogicalAxis
+
+Placement: TypeAlias = tuple[tuple[str, ...], ...]
+
+
+class Dimension(NamedTuple):
+    """A dimension of an array in a program.
+
+    Attributes:
+        name: The logical axis of its slowest part; None if that is not known.
+        size: The length of that part.
+        inner: The length of what the dimension has behind it: 1 if it is one logical axis.
+    """
+
+    name: LogicalAxis | None
+    size: int
+    inner: int = 1
+
+
+class Moved(NamedTuple):
+    """What one device sends over some mesh axes, in bytes."""
+
+    mesh_axes: tuple[str, ...]
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """An array in a program.
+
+    Attributes:
+        dimensions: Its dimensions.
+        itemsize: The bytes of an element.
+    """
+
+    dimensions: tuple[Dimension, ...]
+    itemsize: int
+
+    @property
+    def names(self) -> tuple[LogicalAxis | None, ...]:
+        """The logical axes of its dimensions."""
+        return tuple(dimension.name for dimension in self.dimensions)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all of it."""
+        return self.itemsize * math.prod(d.size * d.inner for d in self.dimensions)
+
+    def of_microbatch(self, batch: LogicalAxis, count: int) -> "Tensor":
+        """The same of one of several parts of the batch."""
+        if count == 1 or batch not in self.names:
+            return self
+        dimensions = tuple(
+            d._replace(size=max(d.size // count, 1)) if d.name == batch else d
+            for d in self.dimensions
+        )
+        return Tensor(dimensions, self.itemsize)
+
+    def placed(self, rules: AxisRules, mesh_items: tuple[tuple[str, int], ...]) -> Placement:
+        """How rules split it; what does not divide stays whole, as it does in a computation."""
+        names = [d.name if d.size > 1 else None for d in self.dimensions]
+        for i, name in enumerate(names):
+            if name is not None and name in names[:i]:
+                # Such as the sequence of queries and that of keys: the first one is split.
+                names[i] = None
+        sizes = tuple(d.size for d in self.dimensions)
+        spec = decide(rules.rules, tuple(names), sizes, mesh_items, "replicate").spec
+        return mesh_axes_by_dimension(spec, len(sizes))
+
+    def local_bytes(self, placement: Placement, mesh: Mapping[str, int]) -> float:
+        """The bytes of one device's part."""
+        return self.nbytes / math.prod(part_count(axes, mesh) for axes in placement)
+
+
+def moves(
+    nbytes: float,
+    source: Mapping[str, int],
+    target: Mapping[str, int],
+    partial: frozenset[str],
+    mesh: Mapping[str, int],
+) -> Iterator[Moved]:
+    """What one device sends to bring an array from one placement to another.
+
+    Sums of what several devices have come first, scattered where the target is split; then what is
+    split otherwise is exchanged, and last what is whole in the target is gathered. To take a slice
+    costs nothing.
+
+    Args:
+        nbytes: The bytes of the whole array.
+        source: Which dimension each mesh axis splits before; those of sums are not among them.
+        target: The same afterwards.
+        partial: The mesh axes over whose devices it is to be summed.
+        mesh: The sizes of the mesh axes.
+
+    >>> mesh = {"data": 4, "model": 2}
+    >>> list(moves(80.0, {"data": 0}, {}, frozenset(), mesh))
+    [Moved(mesh_axes=('data',), bytes=60.0)]
+    >>> list(moves(80.0, {}, {"data": 0}, frozenset({"data", "model"}), mesh))
+    [Moved(mesh_axes=('data',), bytes=60.0), Moved(mesh_axes=('model',), bytes=20.0)]
+    """
+    local = nbytes / part_count(source, mesh)
+    scattered = tuple(axis for axis in mesh if axis in partial and axis in target)
+    summed = tuple(axis for axis in mesh if axis in partial and axis not in target)
+    if scattered:
+        count = part_count(scattered, mesh)
+        yield Moved(scattered, ring_bytes("reduce-scatter", 1, count) * local)
+        local /= count
+    sliced = [axis for axis in target if axis not in source and axis not in partial]
+    local /= part_count(sliced, mesh)
+    if summed:
+        yield Moved(summed, ring_bytes("all-reduce", 1, part_count(summed, mesh)) * local)
+    exchanged = tuple(
+        axis for axis in mesh if axis in source and axis in target and source[axis] != target[axis]
+    )
+    if exchanged:
+        yield Moved(exchanged, ring_bytes("all-to-all", 1, part_count(exchanged, mesh)) * local)
+    gathered = tuple(axis for axis in mesh if axis in source and axis not in target)
+    if gathered:
+        count = part_count(gathered, mesh)
+        yield Moved(gathered, ring_bytes("all-gather", 1, count) * local * count)
+
+
+def dimension_of(placement: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Which dimension each mesh axis splits.
+
+    >>> dimension_of((("data",), (), ("model",)))
+    {'data': 0, 'model': 2}
+    """
+    return {axis: i for i, axes in enumerate(placement) for axis in axes}

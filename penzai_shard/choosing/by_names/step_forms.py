@@ -1,0 +1,402 @@
+"""What of a traced step has a price, in logical axis names: once per step, for all candidates."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from penzai_shard.choosing.by_names.memory_at_peak import MemoryAtPeak
+from penzai_shard.choosing.by_names.operation_prices import OperationForm
+from penzai_shard.choosing.by_names.placements import Dimension, Tensor
+from penzai_shard.choosing.by_names.places import Place
+from penzai_shard.choosing.by_names.step_arrays import Life, ParameterUse, Table
+from penzai_shard.choosing.by_names.traced_steps import MAKING, TracedStep
+from penzai_shard.choosing.dimensions import DimensionClass, ProgramDimensions
+from penzai_shard.path_folding import folding_key
+from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.sharding_propagation import FLOW, Operation
+from penzai_shard.sharding_propagation.factors import rule_of
+
+_PRODUCTS = frozenset({"stablehlo.dot_general", "stablehlo.convolution"})
+_BITS = re.compile(r"\d+")
+
+
+_OF_PLACES = {
+    Place.INSIDE: Table.INSIDE,
+    Place.LOGITS: Table.LOGITS,
+    Place.BETWEEN: Table.BETWEEN,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOperation:
+    """An operation of a step that may cost something.
+
+    Attributes:
+        form: What its price depends on.
+        tables: Which rules say where each of its arrays is; None where that costs nothing.
+        values: The number of each of its arrays, so that what several take is brought once.
+        where: The label of its layer.
+    """
+
+    form: OperationForm
+    tables: tuple[Table | None, ...]
+    values: tuple[int, ...]
+    where: str
+
+    def what(self, position: int) -> str:
+        """What one of its arrays is, as ``Sent`` has it."""
+        table = self.tables[position]
+        return "activation" if table is None else _WHAT.get(table, "activation")
+
+
+_WHAT = {
+    Table.STORED: "parameter",
+    Table.IN_BLOCKS: "parameter",
+    Table.IN_VOCABULARY: "parameter",
+    Table.UPDATE: "gradient",
+}
+
+
+class Transfer(NamedTuple):
+    """An activation that is brought from one layout to another.
+
+    Attributes:
+        tensor: The activation.
+        source: The rules that it is laid out by where it is made.
+        target: The rules that it is laid out by where it is used.
+        where: The label of the layer.
+    """
+
+    tensor: Tensor
+    source: Table
+    target: Table
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StepForms:
+    """All of a step that has a price.
+
+    Attributes:
+        operations: Its operations, without those that run wherever their arrays are.
+        transfers: Activations that layouts move between layers.
+        uses: Parameters as they are used.
+        lives: What is in memory, beside parameters and the optimizer's state.
+        backward_starts: The number of the first operation of the backward pass.
+        length: The number of its operations.
+        notes: What is not known, in sentences.
+    """
+
+    operations: tuple[StepOperation, ...]
+    transfers: tuple[Transfer, ...]
+    uses: tuple[ParameterUse, ...]
+    lives: tuple[Life, ...]
+    backward_starts: int
+    length: int
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, step: TracedStep) -> "StepForms":
+        """Reads a traced step."""
+        return _Reading(step).forms()
+
+    @functools.cached_property
+    def memory(self) -> MemoryAtPeak:
+        """How many arrays are in memory when."""
+        return MemoryAtPeak.of(self.lives, self.uses)
+
+    def of_microbatch(self, batch: LogicalAxis, count: int) -> "StepForms":
+        """The same for one of several equal parts of the batch."""
+        tensors: dict[int, Tensor] = {}
+        forms: dict[int, OperationForm] = {}
+
+        def smaller(tensor: Tensor) -> Tensor:
+            return tensors.setdefault(id(tensor), tensor.of_microbatch(batch, count))
+
+        def smaller_form(form: OperationForm) -> OperationForm:
+            return forms.setdefault(id(form), form.of_tensors(*map(smaller, form.tensors)))
+
+        return dataclasses.replace(
+            self,
+            operations=tuple(
+                dataclasses.replace(each, form=smaller_form(each.form)) for each in self.operations
+            ),
+            transfers=tuple(e._replace(tensor=smaller(e.tensor)) for e in self.transfers),
+            lives=tuple(each._replace(tensor=smaller(each.tensor)) for each in self.lives),
+        )
+
+
+class _Reading:
+    def __init__(self, step: TracedStep) -> None:
+        self._step = step
+        self._program = step.program
+        self._dimensions = ProgramDimensions.of(step.program)
+        self._notes: dict[str, None] = {}
+        # Equal ones are the same object, by which prices are remembered.
+        self._tensors: dict[Tensor, Tensor] = {}
+        self._forms: dict[OperationForm, OperationForm] = {}
+        self._names = dict(self._names_of_classes())
+        self._operations = [
+            each for each in step.program.operations if not step.is_of_optimizer(each)
+        ]
+        self._place = {each.number: self._place_of(each) for each in self._operations}
+
+    def forms(self) -> StepForms:
+        operations = [found for each in self._operations if (found := self._operation(each))]
+        backward = [each.number for each in self._operations if self._step.is_backward(each)]
+        numbers = [each.number for each in self._operations]
+        return StepForms(
+            tuple(operations),
+            tuple(self._transfers()),
+            tuple(self._uses()),
+            tuple(self._lives()),
+            min(backward, default=max(numbers, default=0)),
+            max(numbers, default=0) + 1,
+            tuple(self._notes),
+        )
+
+    def _names_of_classes(self) -> Iterator[tuple[DimensionClass, LogicalAxis]]:
+        """The logical axis of each class of dimensions, as parameters and inputs name it."""
+        known: dict[DimensionClass, LogicalAxis] = {}
+        for value, names in self._step.arguments.names.items():
+            for i, name in enumerate(names[: len(self._step.shape(value))]):
+                if name is None or self._step.shape(value)[i] == 1:
+                    continue
+                part = self._dimensions.parts(value, i)[0]
+                first = known.setdefault(part, name)
+                if first != name:
+                    self._notes[
+                        f"logical axes {first!r} and {name!r} are one to the program, as an "
+                        f"operation ties them; activations are priced by the rules of {first!r}"
+                    ] = None
+        yield from known.items()
+
+    @functools.cache  # noqa: B019 - Lives as long as the reading.
+    def _tensor(self, value: int) -> Tensor:
+        known = self._program.values[value]
+        dimensions = []
+        for i, size in enumerate(known.shape):
+            parts = self._dimensions.parts(value, i) if size > 1 else ()
+            major = parts[0] if parts else None
+            name = None if major is None else self._names.get(major)
+            slowest = size if major is None else major.size
+            if name is None or size % slowest:
+                dimensions.append(Dimension(None, size))
+            else:
+                dimensions.append(Dimension(name, slowest, size // slowest))
+        tensor = Tensor(tuple(dimensions), _itemsize(known.dtype))
+        return self._tensors.setdefault(tensor, tensor)
+
+    def _place_of(self, operation: Operation) -> Table:
+        return _OF_PLACES[self._step.places.place(self._step.layers(operation))]
+
+    def _weight_table(self, operation: Operation) -> Table:
+        """How a parameter is laid out where an operation uses it."""
+        layers, places = self._step.layers(operation), self._step.places
+        if not places.blocks.isdisjoint(layers):
+            return Table.IN_BLOCKS
+        of_vocabulary = places.lookups | places.heads
+        return Table.STORED if of_vocabulary.isdisjoint(layers) else Table.IN_VOCABULARY
+
+    @functools.cached_property
+    def _homes(self) -> Mapping[int, Table]:
+        """Where each activation is laid out: as all that use it want it, or as what makes it."""
+        homes: dict[int, Table] = {}
+        wanted: dict[int, set[Table]] = {}
+        for each in reversed(self._operations):
+            for result in each.results:
+                users = wanted.get(result, set())
+                homes[result] = next(iter(users)) if len(users) == 1 else self._place[each.number]
+            is_form = each.kind not in MAKING and len(each.results) == 1
+            wants = homes[each.results[0]] if is_form else self._place[each.number]
+            for value in each.operands:
+                wanted.setdefault(value, set()).add(wants)
+        return homes
+
+    def _table(self, value: int, operation: Operation, *, is_result: bool) -> Table | None:
+        """Which rules say where an array of an operation is."""
+        step = self._step
+        if value in step.gradients:
+            return Table.UPDATE
+        if value in step.weights:
+            return self._weight_table(operation)
+        if value in step.free or not step.shape(value):
+            return None
+        return self._homes.get(value, Table.BETWEEN) if is_result else self._place[operation.number]
+
+    def _operation(self, each: Operation) -> StepOperation | None:
+        step = self._step
+        if each.kind == FLOW or all(value in step.free for value in each.results):
+            return None
+        if all(value in step.weights for value in each.results):
+            return None
+        tables = (
+            *(self._table(value, each, is_result=False) for value in each.operands),
+            *(self._table(value, each, is_result=True) for value in each.results),
+        )
+        present = {table for table in tables if table is not None}
+        rule = rule_of(each, self._program.values)
+        if rule is None and present:
+            return self._of_unknown_rule(each, tables)
+        if rule is None or (not rule.reduced and not rule.replicated and len(present) < 2):
+            return None
+        values = (*each.operands, *each.results)
+        tensors = [self._tensor(value) for value in values]
+        factors = tuple(
+            tuple(factors[0] if factors else None for factors in dimensions)
+            for dimensions in (*rule.operands, *rule.results)
+        )
+        # Without a sum it is a product of elements.
+        is_product = each.kind in _PRODUCTS and bool(rule.reduced)
+        if is_product:
+            self._note_unnamed(each, tensors[: len(each.operands)])
+        count = len(each.operands)
+        form = OperationForm(
+            tuple(tensors[:count]),
+            tuple(tensors[count:]),
+            factors,
+            tuple(rule.sizes),
+            frozenset(rule.reduced),
+            frozenset(rule.replicated | rule.blocked),
+            is_product,
+        )
+        form = self._forms.setdefault(form, form)
+        return StepOperation(form, tables, self._roots(values), step.label(each))
+
+    def _roots(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """The values, or the parameter that one comes of."""
+        weights = self._step.weights
+        return tuple(min(weights[value]) if value in weights else value for value in values)
+
+    def _of_unknown_rule(
+        self, each: Operation, tables: tuple[Table | None, ...]
+    ) -> StepOperation | None:
+        """An operation of which nothing is known: it needs all of its operands."""
+        values = (*each.operands, *each.results)
+        tensors = [self._tensor(value) for value in values]
+        if max((tensor.nbytes for tensor in tensors), default=0) < 1024:
+            return None
+        self._notes[
+            f"{each.kind} in {self._step.label(each)}: which dimensions belong together is not "
+            "known; it is priced as if every device computed all of it"
+        ] = None
+        count = len(each.operands)
+        form = OperationForm(
+            tuple(tensors[:count]),
+            tuple(tensors[count:]),
+            tuple((None,) * len(tensor.dimensions) for tensor in tensors),
+            (),
+            frozenset(),
+            frozenset(),
+            False,
+        )
+        form = self._forms.setdefault(form, form)
+        return StepOperation(form, tables, self._roots(values), self._step.label(each))
+
+    def _note_unnamed(self, each: Operation, operands: list[Tensor]) -> None:
+        for value, tensor in zip(each.operands, operands, strict=True):
+            for i, dimension in enumerate(tensor.dimensions):
+                if dimension.name is None and dimension.size > 1:
+                    self._notes[
+                        f"{each.kind} in {self._step.label(each)}: dimension {i} (length "
+                        f"{dimension.size}) of an array {list(self._step.shape(value))} has no "
+                        "logical axis that a parameter or an input names; it counts as whole"
+                    ] = None
+
+    def _transfers(self) -> Iterator[Transfer]:
+        brought: set[tuple[int, Table]] = set()
+        for each in self._operations:
+            place, label = self._place[each.number], self._step.label(each)
+            for value in each.operands:
+                home = self._homes.get(value)
+                if home is None or not self._is_activation(value) or home == place:
+                    continue
+                if (value, place) not in brought:
+                    brought.add((value, place))
+                    yield Transfer(self._tensor(value), home, place, label)
+            if each.kind in MAKING:
+                continue  # What it makes is priced with it.
+            for value in each.results:
+                if self._is_activation(value) and self._homes[value] != place:
+                    yield Transfer(self._tensor(value), place, self._homes[value], label)
+
+    def _is_activation(self, value: int) -> bool:
+        step = self._step
+        known = value in step.free or value in step.weights or value in step.gradients
+        return not known and bool(step.shape(value))
+
+    def _uses(self) -> Iterator[ParameterUse]:
+        step = self._step
+        found: dict[tuple[int, Table, bool], ParameterUse] = {}
+        for each in self._operations:
+            if all(value in step.weights for value in each.results):
+                continue
+            table, backward = self._weight_table(each), step.is_backward(each)
+            for value in each.operands:
+                if table == Table.STORED or value not in step.weights:
+                    continue
+                for parameter in sorted(step.weights[value]):
+                    itemsize = self._tensor(value).itemsize
+                    tensor = dataclasses.replace(self._tensor(parameter), itemsize=itemsize)
+                    tensor = self._tensors.setdefault(tensor, tensor)
+                    path = step.arguments.parameters[parameter].partition("/")[2]
+                    where = folding_key(path)
+                    use = ParameterUse(
+                        parameter, tensor, table, backward, where, each.number, each.number
+                    )
+                    first = found.setdefault((parameter, table, backward), use)
+                    found[parameter, table, backward] = first._replace(last=each.number)
+        yield from found.values()
+
+    def _lives(self) -> Iterator[Life]:
+        """What has to be written down, and for how long.
+
+        What is computed element by element is not, unless a product takes it: compilers compute
+        it again where it is used, so that what it comes of lives as long.
+        """
+        step = self._step
+        made = {
+            value
+            for each in self._operations
+            if each.kind in MAKING
+            for value in each.results
+        }
+        taken = {
+            value
+            for each in self._operations
+            if each.kind in MAKING and each.kind != "stablehlo.reduce"
+            for value in each.operands
+        }
+        last: dict[int, int] = {}
+        end = max((each.number for each in self._operations), default=0) + 1
+        gradients = step.gradients
+        for each in reversed(self._program.operations):
+            is_optimizer = step.is_of_optimizer(each)
+            for value in each.operands:
+                until = end if is_optimizer else each.number
+                if not is_optimizer and each.kind not in MAKING:
+                    for result in each.results:
+                        if result not in made and result not in taken:
+                            until = max(until, last.get(result, 0))
+                last[value] = max(last.get(value, 0), until)
+        for each in self._operations:
+            for value in each.results:
+                if value in step.free or value in step.weights or not step.shape(value):
+                    continue
+                if value not in made and value not in taken:
+                    continue
+                table = Table.UPDATE if value in gradients else self._homes[value]
+                yield Life(self._tensor(value), table, each.number, last.get(value, each.number))
+
+
+def _itemsize(dtype: str) -> int:
+    """The bytes of an element, by the dtype as programs write it.
+
+    >>> _itemsize("bf16"), _itemsize("i1"), _itemsize("complex<f32>"), _itemsize("f8E4M3FN")
+    (2, 1, 8, 1)
+    """
+    bits = _BITS.search(dtype)
+    count = 2 if dtype.startswith("complex") else 1
+    return count * max(int(bits[0]) // 8, 1) if bits else 1
