@@ -36,7 +36,9 @@ class LayoutTables:
     gathers_again: bool
 
     @classmethod
-    def of(cls, layout: Layout, model: Any, mesh: AbstractMesh, has_moments: bool) -> "LayoutTables":
+    def of(
+        cls, layout: Layout, model: Any, mesh: AbstractMesh, has_moments: bool
+    ) -> "LayoutTables":
         """Reads a layout.
 
         Args:

@@ -235,9 +235,10 @@ class _Costing:
                         continue
                     brought.add(key)
                 tensor = form.tensors[position]
-                self._send(
-                    each.what(position), each.where, tensor, moved, self._microbatches
-                )
+                # Compilers gather what the loop over microbatches does not change in front of it.
+                what = each.what(position)
+                times = 1 if what == "parameter" else self._microbatches
+                self._send(what, each.where, tensor, moved, times)
         return flops
 
     def _parameters(self) -> None:
@@ -252,7 +253,8 @@ class _Costing:
             source, target = stored(use.tensor), self._placers[use.table](use.tensor)
             if source != target:
                 moved = self._mesh.moves(use.tensor, source, target)
-                self._send("parameter", use.where, use.tensor, moved, self._microbatches)
+                times = self._microbatches if self._is_dropped(use) else 1
+                self._send("parameter", use.where, use.tensor, moved, times)
         for tensor, where, count in self._stored.parameters:
             source, target = update(tensor), stored(tensor)
             if source != target:
@@ -282,8 +284,7 @@ class _Costing:
             # The sum of the gradients, in float32 at least.
             update = self._placers[Table.UPDATE]
             found["gradients"] += sum(
-                count * self._mesh.local_bytes(tensor, update(tensor))
-                * max(4 / tensor.itemsize, 1)
+                count * self._mesh.local_bytes(tensor, update(tensor)) * max(4 / tensor.itemsize, 1)
                 for tensor, _, count in self._stored.parameters
             )
         return found

@@ -54,9 +54,7 @@ class OperationForm:
         """The same operation of arrays of other lengths."""
         sizes = list(self.sizes)
         for before, after, factors in zip(self.tensors, tensors, self.factors, strict=True):
-            for old, new, factor in zip(
-                before.dimensions, after.dimensions, factors, strict=True
-            ):
+            for old, new, factor in zip(before.dimensions, after.dimensions, factors, strict=True):
                 if factor is not None and old.size != new.size:
                     sizes[factor] = self.sizes[factor] * new.size // old.size
         count = len(self.operands)
@@ -112,9 +110,10 @@ def price(
     count = len(form.operands)
     choices: dict[str, list[int | None]] = {}
     for axis in mesh:
-        # Operands say how it is split; where they differ, the cheaper of them does, and where
-        # they do not, its results.
-        for arrays in (given[:count], given[count:]):
+        # A product is split as its operands are, and where they are whole, as its result is to
+        # be. Where several ways offer themselves, it is the cheapest.
+        sides = (given[:count], given[count:]) if form.is_product else (given,)
+        for arrays in sides:
             offered = dict.fromkeys(by[axis] for by in arrays if axis in by)
             if offered and axis not in choices:
                 choices[axis] = [f for f in offered if f not in form.whole] or [None]

@@ -202,18 +202,27 @@ class _Reading:
 
     @functools.cached_property
     def _homes(self) -> Mapping[int, Table]:
-        """Where each activation is laid out: as all that use it want it, or as what makes it."""
+        """Where each activation is laid out: as the operation that makes it computes.
+
+        What a region gives to what is between layers alone is summed up into that layout at once.
+        """
         homes: dict[int, Table] = {}
         wanted: dict[int, set[Table]] = {}
         for each in reversed(self._operations):
+            place = self._place[each.number]
             for result in each.results:
-                users = wanted.get(result, set())
-                homes[result] = next(iter(users)) if len(users) == 1 else self._place[each.number]
-            is_form = each.kind not in MAKING and len(each.results) == 1
-            wants = homes[each.results[0]] if is_form else self._place[each.number]
+                is_given = wanted.get(result) == {Table.BETWEEN}
+                homes[result] = Table.BETWEEN if is_given else place
+            wants = homes[each.results[0]] if _is_by_element(each) else place
             for value in each.operands:
                 wanted.setdefault(value, set()).add(wants)
         return homes
+
+    def _runs_at(self, operation: Operation) -> Table:
+        """How what an operation takes is laid out: what works by element follows its result."""
+        if _is_by_element(operation):
+            return self._homes[operation.results[0]]
+        return self._place[operation.number]
 
     def _table(self, value: int, operation: Operation, *, is_result: bool) -> Table | None:
         """Which rules say where an array of an operation is."""
@@ -224,7 +233,7 @@ class _Reading:
             return self._weight_table(operation)
         if value in step.free or not step.shape(value):
             return None
-        return self._homes.get(value, Table.BETWEEN) if is_result else self._place[operation.number]
+        return self._homes.get(value, Table.BETWEEN) if is_result else self._runs_at(operation)
 
     def _operation(self, each: Operation) -> StepOperation | None:
         step = self._step
@@ -308,7 +317,7 @@ class _Reading:
     def _transfers(self) -> Iterator[Transfer]:
         brought: set[tuple[int, Table]] = set()
         for each in self._operations:
-            place, label = self._place[each.number], self._step.label(each)
+            place, label = self._runs_at(each), self._step.label(each)
             for value in each.operands:
                 home = self._homes.get(value)
                 if home is None or not self._is_activation(value) or home == place:
@@ -316,8 +325,8 @@ class _Reading:
                 if (value, place) not in brought:
                     brought.add((value, place))
                     yield Transfer(self._tensor(value), home, place, label)
-            if each.kind in MAKING:
-                continue  # What it makes is priced with it.
+            if each.kind in MAKING or _is_by_element(each):
+                continue  # What it makes is priced with it, or made where it has to be.
             for value in each.results:
                 if self._is_activation(value) and self._homes[value] != place:
                     yield Transfer(self._tensor(value), place, self._homes[value], label)
@@ -357,12 +366,7 @@ class _Reading:
         it again where it is used, so that what it comes of lives as long.
         """
         step = self._step
-        made = {
-            value
-            for each in self._operations
-            if each.kind in MAKING
-            for value in each.results
-        }
+        made = {value for each in self._operations if each.kind in MAKING for value in each.results}
         taken = {
             value
             for each in self._operations
@@ -389,6 +393,11 @@ class _Reading:
                     continue
                 table = Table.UPDATE if value in gradients else self._homes[value]
                 yield Life(self._tensor(value), table, each.number, last.get(value, each.number))
+
+
+def _is_by_element(operation: Operation) -> bool:
+    """Whether an operation makes each element of some of its operands, or hands them on."""
+    return operation.kind not in MAKING and len(operation.results) == 1
 
 
 def _itemsize(dtype: str) -> int:

@@ -27,7 +27,7 @@ class _Kind(NamedTuple):
 
     leaf: NamedLeaf
     made_of: DimensionsOf | None
-    count: int
+    number: int
 
 
 class StoredParameter(NamedTuple):
@@ -36,12 +36,12 @@ class StoredParameter(NamedTuple):
     Attributes:
         tensor: One of them.
         where: Its path, without the numbers of blocks.
-        count: How many there are.
+        number: How many there are.
     """
 
     tensor: Tensor
     where: str
-    count: int
+    number: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _alike(leaves: Iterable[NamedLeaf], made_of: Mapping[str, DimensionsOf]) -> 
         of = made_of.get(leaf.path)
         key = leaf.names, leaf.shape, str(leaf.dtype), leaf.whole, leaf.problem, of
         known = found.get(key, _Kind(leaf, of, 0))
-        found[key] = known._replace(count=known.count + 1)
+        found[key] = known._replace(number=known.number + 1)
     return tuple(found.values())
 
 

@@ -7,6 +7,7 @@ others, which are activations and their gradients.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,18 +20,27 @@ from penzai_shard.compiled_programs.operation_names import OperationName
 from penzai_shard.inspection.steps.lowered_steps import LoweredStep, lower_step
 from penzai_shard.path_folding import folding_key
 from penzai_shard.rule_kinds import LogicalAxis
-from penzai_shard.sharding_propagation import FLOW, Operation, PropagatedProgram
+from penzai_shard.sharding_propagation import Operation, PropagatedProgram
 from penzai_shard.surgery import Recipe, axes_in_place, rematerialise_blocks
 from penzai_shard.training import TrainState, build_train_step_fn
 from penzai_shard.training.gradient_step import OPTIMIZER_SCOPE
 
 # They give other elements than they take, so that what they make has to be written down.
 MAKING = frozenset(
-    f"stablehlo.{name}"
-    for name in (
-        "dot_general convolution gather scatter reduce reduce_window select_and_scatter sort fft "
-        "cholesky triangular_solve custom_call"
-    ).split()
+    {
+        "stablehlo.cholesky",
+        "stablehlo.convolution",
+        "stablehlo.custom_call",
+        "stablehlo.dot_general",
+        "stablehlo.fft",
+        "stablehlo.gather",
+        "stablehlo.reduce",
+        "stablehlo.reduce_window",
+        "stablehlo.scatter",
+        "stablehlo.select_and_scatter",
+        "stablehlo.sort",
+        "stablehlo.triangular_solve",
+    }
 )
 # They hold nothing of any parameter or input.
 _CONSTANT = frozenset({"sdy.constant", "stablehlo.constant", "stablehlo.iota"})
@@ -130,13 +140,15 @@ class TracedStep:
 
     @functools.cached_property
     def weights(self) -> Mapping[int, frozenset[int]]:
-        """The values that come of parameters alone, element by element, each with its parameters."""
+        """The values that come of parameters alone, by element, each with its parameters."""
         found = {value: frozenset({value}) for value in self.arguments.parameters}
         for each in self.program.operations:
             if each.kind in MAKING or self.is_of_optimizer(each):
                 continue
             sources = [value for value in each.operands if value not in self.free]
             if sources and all(value in found for value in sources):
+                if self._grows(each, sources):
+                    continue  # To all positions, say, as the scale of a norm.
                 of = frozenset().union(*(found[value] for value in sources))
                 found.update((result, of) for result in each.results)
         return found
@@ -169,13 +181,14 @@ class TracedStep:
             )
         return frozenset(found)
 
+    def _grows(self, operation: Operation, sources: list[int]) -> bool:
+        """Whether an operation gives more elements than it takes."""
+        largest = max(math.prod(self.shape(value)) for value in sources)
+        return any(math.prod(self.shape(value)) > largest for value in operation.results)
+
     def shape(self, value: int) -> tuple[int, ...]:
         """The shape of a value."""
         return self.program.values[value].shape
-
-    def is_flow(self, operation: Operation) -> bool:
-        """Whether an operation only hands values on."""
-        return operation.kind == FLOW
 
 
 @functools.lru_cache(maxsize=1 << 14)
