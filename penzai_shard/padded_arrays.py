@@ -23,6 +23,7 @@ from penzai_shard.array_kinds import is_abstract, is_array_like, is_concrete, is
 from penzai_shard.meshes import auto_context, onto_auto_twin
 from penzai_shard.partition_specs import (
     canonical_spec,
+    evenly_splitting,
     mesh_axes_by_dimension,
     mesh_axes_used,
     part_count,
@@ -249,6 +250,50 @@ def without_padding(tree: Any) -> Any:
     return jax.tree_util.tree_map(
         lambda node: node.as_namedarray() if is_padded(node) else node, tree, is_leaf=is_padded
     )
+
+
+def padded_as(tree: Any, like: Any) -> Any:
+    """A tree whose named arrays are stored padded where those of another one are.
+
+    Args:
+        tree: A pytree of true arrays.
+        like: A tree of the same structure, but for what is padded; its arrays do not matter.
+
+    >>> array = PaddedArray(None, {"a": 3}, Padding((4,), (("data",),)))
+    >>> padded_as([pz.nx.wrap(np.ones(3), "a"), 1], [array, 2])[0].stored.tolist()
+    [1.0, 1.0, 1.0, 0.0]
+    """
+    return jax.tree_util.tree_map(
+        lambda like, node: padded_like(node, like) if is_padded(like) else node,
+        like,
+        tree,
+        is_leaf=is_padded,
+    )
+
+
+def pinned(array: Any, sharding: Any) -> Any:
+    """``jax.lax.with_sharding_constraint``, also by a layout over which a length does not divide.
+
+    Args:
+        array: An array inside of a program, or one that is differentiated outside of one.
+        sharding: The layout.
+
+    >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    >>> layout = NamedSharding(mesh, PartitionSpec("data"))
+    >>> jax.eval_shape(lambda array: pinned(array, layout), np.ones(3)).shape
+    (3,)
+    """
+    if isinstance(sharding, NamedSharding):
+        even = evenly_splitting(sharding.spec, np.shape(array), sharding.mesh.shape)
+        if even != canonical_spec(sharding.spec):
+            return _pinned_unevenly(array, sharding)
+    return jax.lax.with_sharding_constraint(array, sharding)
+
+
+# Compiled on its own where it is not in a program: no operation gives a result of uneven parts.
+@functools.partial(jax.jit, static_argnums=1)
+def _pinned_unevenly(array: Any, sharding: NamedSharding) -> Any:
+    return jax.lax.with_sharding_constraint(array, sharding)
 
 
 def true_layout(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:

@@ -83,6 +83,23 @@ def restricted_spec(spec: PartitionSpec, mesh_axes: Container[str]) -> Partition
     )
 
 
+def evenly_splitting(
+    spec: PartitionSpec, shape: Sequence[int], mesh_shape: Mapping[str, int]
+) -> PartitionSpec:
+    """The canonical spec, in which dimensions are whole whose length does not divide.
+
+    >>> evenly_splitting(PartitionSpec("x", "y"), (6, 6), {"x": 4, "y": 2})
+    P(None, 'y')
+    """
+    return canonical_spec(
+        entry
+        if entry is PartitionSpec.UNCONSTRAINED
+        or not size % part_count(_mesh_axes(entry), mesh_shape)
+        else None
+        for entry, size in zip(spec, shape, strict=False)
+    )
+
+
 def permuted_spec(spec: PartitionSpec, order: Sequence[int]) -> PartitionSpec:
     """The canonical spec of an array whose dimensions are transposed.
 
@@ -124,6 +141,30 @@ def part_count(mesh_axes: Iterable[str], mesh_shape: Mapping[str, int]) -> int:
     (8, 1)
     """
     return math.prod(mesh_shape[axis] for axis in mesh_axes)
+
+
+def largest_part(
+    spec: PartitionSpec, shape: Sequence[int], mesh_shape: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The shape of the largest part of an array; all parts are equal if every length divides.
+
+    >>> largest_part(PartitionSpec("x"), (10, 3), {"x": 4})
+    (3, 3)
+    """
+    mesh_axes = mesh_axes_by_dimension(spec, len(shape))
+    return tuple(
+        -(-size // part_count(axes, mesh_shape))
+        for size, axes in zip(shape, mesh_axes, strict=True)
+    )
+
+
+def padded_length(length: int, parts: int) -> int:
+    """The least length from this one on that divides into equal parts.
+
+    >>> padded_length(50257, 8), padded_length(10, 5), padded_length(0, 4)
+    (50264, 10, 0)
+    """
+    return -(-length // parts) * parts
 
 
 def _padded(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:

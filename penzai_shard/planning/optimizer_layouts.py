@@ -1,7 +1,7 @@
 """The layout of an optimizer's state, read off the parameters that it belongs to."""
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -9,8 +9,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.named_arrays import with_data
+from penzai_shard.named_arrays import stored_with, with_data
+from penzai_shard.padded_arrays import Padding, without_padding
 from penzai_shard.partition_specs import mesh_axes_by_dimension
+from penzai_shard.planning.plan import LeafPlan
 from penzai_shard.planning.planner import Planner
 from penzai_shard.reduced_statistics import align_names
 from penzai_shard.rule_kinds import OnUnnamed
@@ -26,8 +28,8 @@ def shardings_like_params(
     as it is; the plan then carries this over to whatever statistics the optimizer keeps.
 
     Args:
-        opt_state: State whose shardings are wanted, usually abstract.
-        params: The placed parameters that it was made for, by name.
+        opt_state: State whose shardings are wanted, usually abstract, with true lengths.
+        params: The placed parameters that it was made for, by name; they may be stored padded.
         mesh: Their mesh, with Auto axes.
         on_unnamed: What becomes of arrays that are not made of a parameter's dimensions.
 
@@ -63,19 +65,41 @@ def shardings_like_params(
         }
 
     ruled = jax.tree_util.tree_map_with_path(named, opt_state, is_leaf=is_per_parameter)
-    planner = Planner(mesh, list(rules.items()), on_unnamed=on_unnamed)
+    planner = Planner(mesh, list(rules.items()), "pad", on_unnamed)
     plan = planner.plan({"opt_state": ruled})
-    return jax.tree.unflatten(jax.tree.structure(opt_state), jax.tree.leaves(plan.sharding_tree()))
+    remaining = iter(plan.leaves)
+    return jax.tree.map(
+        lambda node: _stored(node, remaining), opt_state, is_leaf=pz.nx.is_namedarray
+    )
+
+
+def _stored(node: Any, remaining: Iterator[LeafPlan]) -> Any:
+    """A named array, or another leaf, with the shardings of its arrays; padded if that is."""
+    plans: list[LeafPlan] = []
+
+    def sharding(_: Any) -> Any:
+        plans.append(next(remaining))
+        return plans[-1].sharding
+
+    laid_out = jax.tree.map(sharding, node)
+    padding = plans[0].padding if len(plans) == 1 else None
+    if padding is None:
+        return laid_out
+    # In the plan all dimensions have names, in the array the last ones.
+    named = len(node.named_axes)
+    padding = Padding(padding.lengths[-named:], padding.mesh_axes[-named:])
+    return stored_with(node, plans[0].sharding, padding)
 
 
 def _named_by_layout(
     value: Any, rules: dict[tuple[int, Any], Any]
 ) -> tuple[Any, list[pz.nx.NamedArray]]:
     """A parameter's structure, and empty arrays whose axes are named after their own layout."""
-    leaves, treedef = jax.tree.flatten(value)
+    stored = jax.tree.leaves(value)
+    leaves, treedef = jax.tree.flatten(jax.eval_shape(without_padding, value))
     templates = []
-    for leaf in leaves:
-        sharding = leaf.sharding
+    for leaf, placed in zip(leaves, stored, strict=True):
+        sharding = placed.sharding
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
         mesh_axes = mesh_axes_by_dimension(spec, leaf.ndim)
         names = tuple(enumerate(mesh_axes))

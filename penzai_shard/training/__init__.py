@@ -1,6 +1,6 @@
 """Training: the state of a run, one step of it, and batches on a mesh. Needs optax."""
 
-from penzai_shard.training.batches import shard_batch
+from penzai_shard.training.batches import refuse_uneven, shard_batch
 from penzai_shard.training.cross_entropy import cross_entropy
 from penzai_shard.training.eval_step import EvalStep, build_eval_step_fn
 from penzai_shard.training.loss_scaling import DynamicLossScaling
@@ -19,6 +19,7 @@ __all__ = [
     "build_eval_step_fn",
     "build_train_step_fn",
     "cross_entropy",
+    "refuse_uneven",
     "shard_batch",
     "train_state_sharding",
 ]

@@ -1,6 +1,7 @@
 """Placing batches on a mesh by name."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,12 +10,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from penzai_shard.array_kinds import is_abstract, is_array_like
-from penzai_shard.errors import PlanError, RuleTypeError
+from penzai_shard.axis_rules import AxisRules
+from penzai_shard.errors import PlanError, RuleTypeError, raise_all
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_arrays import named_array, unnamed_data
-from penzai_shard.named_leaves import is_named_unit
+from penzai_shard.named_leaves import is_named_unit, leaves_of
 from penzai_shard.placement import described, put
-from penzai_shard.planning import DescribingRequest, PlacingRequest, ShardingPlan
+from penzai_shard.planning import DescribingRequest, PlacingRequest, Planner, ShardingPlan
 from penzai_shard.readers import without_bare_arrays
 from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed
 from penzai_shard.training.local_batches import shard_parts
@@ -50,7 +52,7 @@ def shard_batch(
         rules: Rules in any form that ``AxisRules`` reads; None maps each logical axis to the
             mesh axis of the same name.
         axis_name_to_mesh_name: The same under Penzai's name; give one of the two.
-        on_indivisible: As for ``make_plan``.
+        on_indivisible: As for ``make_plan``, but for ``"pad"``: padding would count as examples.
         on_unnamed: As for ``make_plan``.
         plan: A plan to carry out instead of mesh, rules and options; of the whole batch.
         local: Whether each process gives its own part of the batch: the rows of its own devices,
@@ -83,6 +85,13 @@ def shard_batch(
     >>> shard_batch({"x": np.ones((16, 4))}, mesh, rules, first_axis="batch")["x"].sharding.spec
     P('data',)
     """
+    if on_indivisible == "pad":
+        raise RuleTypeError(
+            'shard_batch: on_indivisible="pad" is for parameters. A batch is not padded, since '
+            "padding would count as examples. Leave the option out, and make the batch divide: "
+            "leave examples out, or add some that the loss does not count, as "
+            "cross_entropy(logits, targets, mask=...) does."
+        )
     if first_axis is not None and plan is not None:
         raise RuleTypeError(
             "shard_batch: a plan says where everything goes, so give either plan, or mesh, "
@@ -121,6 +130,62 @@ def suggesting_first_axis(batch: Any, on_unnamed: OnUnnamed) -> Iterator[None]:
             'ones is, first_axis="batch", or:',
             error.problems,
         ) from error
+
+
+def batch_planner(planner: Planner, batch: Any, batch_axis: LogicalAxis) -> Planner:
+    """Who plans the batches for a state: as that is planned, but nothing is padded.
+
+    Args:
+        planner: The planner of the state.
+        batch: A batch.
+        batch_axis: The logical axis of its examples.
+
+    Returns:
+        The planner. Where the state's is to pad, lengths that do not divide stay whole.
+
+    Raises:
+        PlanError: That of the examples does not divide.
+
+    >>> planner = Planner(jax.sharding.AbstractMesh((2,), ("data",)), {"batch": "data"}, "pad")
+    >>> batch_planner(planner, {}, "batch").on_indivisible
+    'replicate'
+    """
+    if planner.on_indivisible != "pad":
+        return planner
+    rules = [rule for rule in planner.rules.name_rules if rule.logical_axis == batch_axis]
+    refuse_uneven(batch, planner.mesh, AxisRules.from_rules(rules))
+    return dataclasses.replace(planner, on_indivisible="replicate")
+
+
+def refuse_uneven(inputs: Any, mesh: AnyMesh, batch_rules: AxisRules) -> None:
+    """Refuses inputs whose examples do not divide, where nothing else would.
+
+    Args:
+        inputs: Inputs of a step, of a state that is stored padded.
+        mesh: The mesh.
+        batch_rules: The rules for the logical axes of the batch.
+
+    Raises:
+        PlanError: Some do not divide; all are reported.
+
+    >>> refuse_uneven({}, jax.sharding.AbstractMesh((2,), ("data",)), AxisRules({"batch": "data"}))
+    """
+    planner = Planner(mesh, batch_rules, on_unnamed="replicate")
+    unfit = [
+        (leaf.path, problem)
+        for leaf in leaves_of(inputs)
+        if leaf.names is not None
+        for problem in planner.decide(leaf.names, leaf.shape).problems
+    ]
+    raise_all(
+        PlanError,
+        "parameters are stored padded, and batches are not, since padding would count as examples:",
+        [
+            f"input {path}: {problem.partition(' Pad it to')[0]} Leave examples out, or add some "
+            "that the loss does not count, as cross_entropy(logits, targets, mask=...) does."
+            for path, problem in unfit
+        ],
+    )
 
 
 def _placed(batch: Any, request: DescribingRequest, local: bool) -> Any:

@@ -8,6 +8,7 @@ import jax
 
 from penzai_shard.array_kinds import is_traced
 from penzai_shard.meshes import auto_context
+from penzai_shard.padded_arrays import without_padding
 from penzai_shard.training.aux_reductions import AuxReductions
 from penzai_shard.training.compiled_step import (
     CompiledStep,
@@ -185,6 +186,6 @@ class EvalStep(CompiledStep):
     def _computed(
         self, form: StateForm, changing: list[Any], constant: list[Any], inputs: dict[str, Any]
     ) -> tuple[jax.Array, Any]:
-        state = from_flat(FlatState(form, changing, constant))
+        state = without_padding(from_flat(FlatState(form, changing, constant)))
         loss, aux = self.computation.evaluation(state, inputs)
         return loss, aux

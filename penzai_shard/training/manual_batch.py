@@ -29,10 +29,13 @@ from penzai_shard.layers.manual_region import (
 from penzai_shard.layers.shard_map_regions.boundaries import BoundaryTree, take_apart
 from penzai_shard.layers.shard_map_regions.region_plan import Crossing, Tracking
 from penzai_shard.meshes import auto_context
+from penzai_shard.named_leaves import leaves_of
 from penzai_shard.partition_specs import (
     mesh_axes_by_dimension,
+    part_count,
     restricted_spec,
 )
+from penzai_shard.rule_kinds import sized_mesh_axes_text
 from penzai_shard.training.device_part import DevicePart, WeightCrossing
 from penzai_shard.training.leaving_aux import LeavingAux
 from penzai_shard.training.manual_axes import ManualAxes
@@ -110,6 +113,7 @@ class ManualBatch:
             )
         check_manual_axes(axes.names, layout.mesh)
         _refuse_unknown_layouts(layout)
+        _refuse_uneven_parts(state, layout)
         axes.check_lengths(inputs, layout.mesh)
         return cls(axes, layout.mesh, make, state, rng, inputs, layout, scale)
 
@@ -278,4 +282,33 @@ def _refuse_unknown_layouts(layout: UpdateLayout) -> None:
             for name, shardings in layout.loss.items()
             if None in shardings
         ],
+    )
+
+
+def _refuse_uneven_parts(state: TrainState, layout: UpdateLayout) -> None:
+    """Refuses parameters that are stored padded, or of which the optimizer's state is."""
+    assert layout.mesh is not None
+    sizes = layout.mesh.shape
+    problems: list[str] = []
+    for name, stored in layout.loss.items():
+        leaves = leaves_of(state.params[name], name)
+        for leaf, *shardings in zip(leaves, stored, layout.update[name], strict=True):
+            splits = [
+                mesh_axes_by_dimension(sharding.spec, len(leaf.shape))
+                for sharding in dict.fromkeys(shardings)
+                if sharding is not None
+            ]
+            problems += [
+                f"{name}: logical axis {axis!r} ({size}) over "
+                f"{sized_mesh_axes_text(mesh_axes, sizes)}."
+                for split in splits
+                for axis, size, mesh_axes in zip(leaf.names or (), leaf.shape, split, strict=False)
+                if size % part_count(mesh_axes, sizes)
+            ]
+    raise_all(
+        ShardingError,
+        "with manual_axes, jax.shard_map gives each device an equal part of every array, and what "
+        "is stored padded has no equal parts. Leave manual_axes out, and the compiler splits the "
+        "work; or leave these logical axes whole:",
+        list(dict.fromkeys(problems)),
     )

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.array_kinds import is_traced
@@ -88,9 +89,9 @@ def _add_row(rows: list[Row], part: str, name: str | None, leaf: NamedLeaf) -> N
         return
     sharding = None if is_traced(leaf.array) else getattr(leaf.array, "sharding", None)
     spec = PartitionSpec()
-    shape = leaf.shape
+    stored = shape = tuple(np.shape(leaf.array))
     if isinstance(sharding, NamedSharding):
-        shape, spec = sharding.shard_shape(shape), sharding.spec
-    axes = axes_text(leaf.names, leaf.shape, spec)
+        shape, spec = sharding.shard_shape(stored), sharding.spec
+    axes = axes_text(leaf.names, leaf.shape, spec, stored)
     held = math.prod(shape) * leaf.dtype.itemsize
     rows.append((name or leaf.path, axes, str(leaf.dtype), held, part))

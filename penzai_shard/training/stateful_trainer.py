@@ -15,6 +15,7 @@ from penzai_shard.readers import without_bare_arrays
 from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed
 from penzai_shard.text_tables import NotebookView
 from penzai_shard.training.batches import (
+    batch_planner,
     named_as_given,
     shard_batch,
     suggesting_first_axis,
@@ -44,7 +45,8 @@ class StatefulTrainer(NotebookView):
         rules: Which logical axis goes to which mesh axis, for the state and for the batches.
         axis_name_to_mesh_name: The same under Penzai's name; give one of the two.
         optimizer_rules: Other rules for the optimizer's state.
-        on_indivisible: As for ``make_plan``.
+        on_indivisible: As for ``make_plan``. Batches are not padded: with ``"pad"``, examples that
+            do not divide are an error, and other lengths of inputs stay whole.
         on_unnamed: As for ``make_plan``, of batches too.
         first_axis: As for ``shard_batch``: what the first dimension of plain inputs is.
         jit: Whether to compile.
@@ -114,6 +116,7 @@ class StatefulTrainer(NotebookView):
         elif any(rule is not None for rule in (*given, first_axis)):
             raise RuleTypeError("rules need a mesh: pass mesh=make_mesh({...}) too.")
         self._first_axis = first_axis
+        self._batch_axis = batch_axis
         self.loss_fn = loss_fn
         self.step_fn: TrainStep = build_train_step_fn(
             loss_fn,
@@ -233,12 +236,14 @@ class StatefulTrainer(NotebookView):
             self._looked_at_rules = True
             leaves = leaves_of((self._state, inputs))
             warn_caller(self._request.doubts({n for leaf in leaves for n in leaf.names or ()}))
-        planner = self._request.planner
+        of_state = self._request.planner
         if self._first_axis is None:
+            planner = batch_planner(of_state, inputs, self._batch_axis)
             with suggesting_first_axis(inputs, planner.on_unnamed):
                 return dict(shard_batch(inputs, plan=planner.plan(inputs)))
         inputs = without_bare_arrays(inputs, "trainer.step")
         named = with_first_axis(inputs, self._first_axis)
+        planner = batch_planner(of_state, named, self._first_axis)
         return dict(named_as_given(inputs, shard_batch(named, plan=planner.plan(named))))
 
     @property

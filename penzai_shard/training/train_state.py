@@ -19,7 +19,7 @@ from penzai_shard.model_variables import (
     split_model,
 )
 from penzai_shard.planning import parts_with_gradients
-from penzai_shard.rule_kinds import OnUnnamed, check_option
+from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed, check_option
 from penzai_shard.text_tables import NotebookView
 from penzai_shard.training.flat_state import (
     CONSTANT_FIELDS,
@@ -104,6 +104,7 @@ class TrainState(NotebookView):
         trainable: TrainablePredicate | None = None,
         on_unnamed: OnUnnamed = "error",
         optimizer_rules: Any = None,
+        on_indivisible: OnIndivisible = "error",
         loss_scaling: "str | float | DynamicLossScaling | None" = "auto",
         skip_nonfinite: bool = False,
         plain_arrays: bool | None = None,
@@ -129,6 +130,7 @@ class TrainState(NotebookView):
                 every device (``"replicate"``).
             optimizer_rules: How the optimizer's state is laid out, if the model is on a mesh;
                 rules in any form that ``AxisRules`` reads. None lays it out as its parameters.
+            on_indivisible: As for ``make_plan``, for ``optimizer_rules``.
             loss_scaling: Whether the state keeps a loss scale for its steps: ``"auto"``, if a
                 trained parameter or an ``InPrecision`` layer is in float16; ``"dynamic"`` or a
                 `DynamicLossScaling`, always; None or a number, never.
@@ -156,6 +158,7 @@ class TrainState(NotebookView):
         _refuse_train_state(model)
         _check_key(root_rng)
         check_option("on_unnamed", on_unnamed)
+        check_option("on_indivisible", on_indivisible)
         raise_all(
             ShardingError,
             "the loss function's state must be made of arrays:",
@@ -169,6 +172,7 @@ class TrainState(NotebookView):
         if not (plain_arrays is None or isinstance(plain_arrays, bool)):
             raise RuleTypeError(f"plain_arrays is True, False or None, not {plain_arrays!r}.")
         unbound_model, params, state_vars, variables = split_model(model, trainable, plain_arrays)
+        trained = variables.trainable_names
         _refuse_deleted({"params": params, "state_vars": state_vars, "model": unbound_model})
         fields = {
             "step": jnp.zeros((), jnp.int32),
@@ -181,12 +185,12 @@ class TrainState(NotebookView):
                 loss_scaling,
                 skip_nonfinite,
                 unbound_model,
-                {name: params[name] for name in variables.trainable_names},
+                {name: params[name] for name in trained},
             ),
         }
 
         placed = place_initial_fields(
-            fields, optimizer_def, variables.trainable_names, on_unnamed, optimizer_rules
+            fields, optimizer_def, trained, on_unnamed, optimizer_rules, on_indivisible
         )
         return cls(optimizer_def=optimizer_def, variables=variables, **placed)
 

@@ -14,6 +14,7 @@ from jax.sharding import Sharding
 from penzai_shard.array_kinds import is_traced
 from penzai_shard.errors import ShardingError
 from penzai_shard.meshes import auto_context
+from penzai_shard.padded_arrays import padded_as, without_padding
 from penzai_shard.training.aux_reductions import AuxReductions
 from penzai_shard.training.compiled_step import (
     CompiledStep,
@@ -333,13 +334,15 @@ class TrainStep(CompiledStep):
         shardings: list[Sharding | None] | None,
     ) -> tuple[list[Any], Any]:
         """One step on flat lists: the new changing leaves, and the auxiliary output."""
-        state = from_flat(FlatState(form, changing, constant))
+        stored = from_flat(FlatState(form, changing, constant))
+        # Padding is taken off here and put back below: all between knows true lengths alone.
+        state = without_padding(stored)
         layout = UpdateLayout.of(state, form, shardings)
         state, aux = self.computation(state, inputs, layout)
         leaves = [
             leaf
             for name, treedef in zip(FIELDS, form.treedefs, strict=True)
-            for leaf in treedef.flatten_up_to(peek(state, name))
+            for leaf in treedef.flatten_up_to(padded_as(peek(state, name), peek(stored, name)))
         ]
         return form.parted(leaves)[0], aux
 

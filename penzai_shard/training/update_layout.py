@@ -16,6 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from penzai_shard.padded_arrays import pinned
+from penzai_shard.partition_specs import largest_part
 from penzai_shard.training.flat_state import StateForm
 from penzai_shard.training.train_state import TrainState, peek
 
@@ -116,7 +118,11 @@ def _on_mesh(sharding: Any) -> NamedSharding | None:
 def _part(arrays: list[Any], shardings: list[NamedSharding | None]) -> int:
     """How many elements of some arrays are on one device."""
     return sum(
-        math.prod(array.shape if sharding is None else sharding.shard_shape(array.shape))
+        math.prod(
+            array.shape
+            if sharding is None
+            else largest_part(sharding.spec, array.shape, sharding.mesh.shape)
+        )
         for array, sharding in zip(arrays, shardings, strict=True)
     )
 
@@ -130,7 +136,7 @@ def _laid_out(
         wanted = layouts.get(name) or [None] * len(leaves)
         with jax.named_scope(name):
             placed = [
-                leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
+                leaf if sharding is None else pinned(leaf, sharding)
                 for leaf, sharding in zip(leaves, wanted, strict=True)
             ]
         laid_out[name] = jax.tree.unflatten(treedef, placed)
