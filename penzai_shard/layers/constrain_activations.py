@@ -16,6 +16,7 @@ from penzai_shard.layers.constrain_sharding import ConstrainShardingByName
 from penzai_shard.layers.gather_parameters import GatherParameters
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import AnyMesh
+from penzai_shard.rule_kinds import OnIndivisible, check_option
 
 
 @pz.pytree_dataclass
@@ -33,6 +34,7 @@ class ConstrainActivations(WrapperLayer):
         inputs: The layouts that the argument is brought to, one after the other: rules in any form
             that ``AxisRules`` reads. Side inputs are left alone.
         outputs: The layouts that the output is brought to, one after the other.
+        on_indivisible: As for ``ConstrainShardingByName``.
 
     >>> from penzai_shard.meshes import make_mesh
     >>> mesh = make_mesh({"data": 4, "model": 2})
@@ -48,9 +50,13 @@ class ConstrainActivations(WrapperLayer):
     mesh: AnyMesh = dataclasses.field(metadata={"pytree_node": False})
     inputs: tuple[Any, ...] = dataclasses.field(default=(), metadata={"pytree_node": False})
     outputs: tuple[Any, ...] = dataclasses.field(default=(), metadata={"pytree_node": False})
+    on_indivisible: OnIndivisible = dataclasses.field(
+        default="error", metadata={"pytree_node": False}
+    )
 
     def __post_init__(self) -> None:
         """Reads the rules where they are written, and not where the model runs."""
+        check_option("on_indivisible", self.on_indivisible)
         self.__dict__.update(
             inputs=_read("inputs", self.inputs, self.mesh),
             outputs=_read("outputs", self.outputs, self.mesh),
@@ -66,7 +72,8 @@ class ConstrainActivations(WrapperLayer):
 
     def _pinned(self, value: Any, rules: Any, way: str) -> Any:
         try:
-            return ConstrainShardingByName(self.mesh, rules)(value)
+            layer = ConstrainShardingByName(self.mesh, rules, on_indivisible=self.on_indivisible)
+            return layer(value)
         except PlanError as error:
             layer = self.body
             while isinstance(layer, WrapperLayer):
@@ -99,6 +106,7 @@ def laid_out(
     parameters: Any = None,
     gradients_as_used: bool = True,
     stored: Any = None,
+    on_indivisible: OnIndivisible = "error",
 ) -> WrapperLayer:
     """A layer with its activations pinned, and its parameters gathered: one wrapper of an edit.
 
@@ -110,10 +118,11 @@ def laid_out(
         parameters: The rules of ``GatherParameters``; None uses parameters as they are stored.
         gradients_as_used: As for ``GatherParameters``.
         stored: As for ``GatherParameters``.
+        on_indivisible: As for both.
 
     Returns:
         The layer, wrapped.
     """
     if parameters is not None:
-        layer = GatherParameters(layer, mesh, parameters, gradients_as_used, stored)
-    return ConstrainActivations(layer, mesh, inputs, outputs)
+        layer = GatherParameters(layer, mesh, parameters, gradients_as_used, stored, on_indivisible)
+    return ConstrainActivations(layer, mesh, inputs, outputs, on_indivisible)

@@ -27,8 +27,9 @@ from penzai_shard.meshes import (
     onto_auto_twin,
     shardings_on_auto_twin,
 )
-from penzai_shard.partition_specs import mesh_axes_used, restricted_spec
-from penzai_shard.planning import PlanRequest
+from penzai_shard.padded_arrays import pinned
+from penzai_shard.partition_specs import evenly_splitting, mesh_axes_used, restricted_spec
+from penzai_shard.planning import Planner, PlanRequest, ShardingPlan, shared_named_sharding
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
 from penzai_shard.tree_paths import array_path_text
 
@@ -95,7 +96,9 @@ class ConstrainShardingByName(pz.nn.Layer):
         axis_name_to_mesh_name: Which logical axis goes to which mesh axis, in any form that
             ``AxisRules`` reads; None maps each logical axis to the mesh axis of the same name.
             The constructor takes it as ``rules`` too.
-        on_indivisible: As for ``make_plan``.
+        on_indivisible: As for ``make_plan``; ``"pad"`` splits a length that does not divide too, as
+            compiled programs can: the last parts are shorter. Nothing is padded. Outside of
+            compiled programs JAX has no such arrays, and the dimension stays whole.
         on_unnamed: As for ``make_plan``; ``"infer"`` leaves arrays without names unpinned.
 
     >>> from penzai_shard.meshes import make_mesh
@@ -209,7 +212,17 @@ def constrained_by_name(
     shardings, doubts = _layout_by_name(structure, tuple(map(_abstract, leaves)), request)
     if doubted:
         warn_caller(doubts)
+    if on_indivisible == "pad":
+        shardings = tuple(map(_possible, leaves, shardings))
     return _constrain(tree, structure, shardings)
+
+
+def _possible(leaf: Any, sharding: NamedSharding | None) -> NamedSharding | None:
+    """The sharding that an array can have: outside of programs, all parts of one are equal."""
+    if sharding is None or not is_concrete(leaf):
+        return sharding
+    spec = evenly_splitting(sharding.spec, leaf.shape, sharding.mesh.shape)
+    return sharding if spec == sharding.spec else NamedSharding(sharding.mesh, spec)
 
 
 def _abstract(leaf: Any) -> Any:
@@ -223,9 +236,28 @@ def _layout_by_name(
 ) -> tuple[tuple[Any, ...], list[str]]:
     """The sharding of each leaf, and what is to be warned of; equal trees are planned once."""
     tree = jax.tree_util.tree_unflatten(structure, leaves)
-    plan = request.planner.plan(tree)
+    plan = _plan(request.planner, tree)
     shardings = tuple(structure.flatten_up_to(plan.sharding_tree()))
     return shardings, request.doubts(plan.logical_axes, constrains=True)
+
+
+def _plan(planner: Planner, tree: Any) -> ShardingPlan:
+    """The plan of what flows through; nothing of it is padded, and parts may be uneven instead."""
+    if planner.on_indivisible != "pad":
+        return planner.plan(tree)
+    plan = dataclasses.replace(planner, on_indivisible="replicate").plan(tree)
+    leaves = [
+        leaf
+        if leaf.names is None
+        else dataclasses.replace(
+            leaf,
+            sharding=shared_named_sharding(
+                planner.mesh, planner.decide(leaf.names, leaf.shape).spec
+            ),
+        )
+        for leaf in plan.leaves
+    ]
+    return dataclasses.replace(plan, leaves=tuple(leaves))
 
 
 def _without_manual_extent(mesh: AnyMesh) -> AnyMesh:
@@ -282,7 +314,7 @@ def _devices_text(sharding: NamedSharding) -> str:
 def _constrain_array(array: Any, sharding: Any) -> Any:
     with auto_context():
         if is_traced(array) or not isinstance(sharding, Sharding):
-            return jax.lax.with_sharding_constraint(onto_auto_twin(array), sharding)
+            return pinned(onto_auto_twin(array), sharding)
         if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
             raise MeshError(
                 "a constraint for an AbstractMesh cannot pin arrays outside of jax.jit: it has no "

@@ -19,6 +19,7 @@ from penzai_shard.meshes import AnyMesh, onto_auto_twin
 from penzai_shard.model_variables import is_parameter, thawed, value_of, with_value
 from penzai_shard.model_variables.first_api_effects import effects_as_variables
 from penzai_shard.planning import PlanRequest
+from penzai_shard.rule_kinds import OnIndivisible
 
 
 @pz.pytree_dataclass
@@ -51,6 +52,7 @@ class GatherParameters(WrapperLayer):
         stored: How parameters are stored, if that is to be said again here. An ``InPrecision``
             layer around this one casts them on the way; left to itself, the compiler may then
             gather them before the cast, in twice the bytes.
+        on_indivisible: As for ``ConstrainShardingByName``.
 
     >>> from penzai_shard.meshes import make_mesh
     >>> from penzai_shard.placement import place
@@ -70,11 +72,19 @@ class GatherParameters(WrapperLayer):
     stored: AxisRules | Mapping[Any, Any] | Sequence[Any] | None = dataclasses.field(
         default=None, metadata={"pytree_node": False}
     )
+    on_indivisible: OnIndivisible = dataclasses.field(
+        default="error", metadata={"pytree_node": False}
+    )
 
     def __post_init__(self) -> None:
         """Refuses rules that do not fit the mesh where they are written."""
         for rules in (self.rules, () if self.stored is None else self.stored):
-            PlanRequest.read("GatherParameters", self.mesh, AxisRules.of(rules))
+            PlanRequest.read(
+                "GatherParameters",
+                self.mesh,
+                AxisRules.of(rules),
+                on_indivisible=self.on_indivisible,
+            )
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
         if isinstance(self.body, Checkpointed):
@@ -109,25 +119,39 @@ class GatherParameters(WrapperLayer):
         value = value_of(parameter)
         if self.stored is not None:
             value = constrained_by_name(
-                value, self.mesh, self.stored, on_indivisible="replicate", on_unnamed="replicate"
+                value,
+                self.mesh,
+                self.stored,
+                on_indivisible="pad" if self.on_indivisible == "pad" else "replicate",
+                on_unnamed="replicate",
             )
-        value = used(value, self.mesh, AxisRules.of(self.rules))
+        value = used(value, self.mesh, AxisRules.of(self.rules), self.on_indivisible)
         return with_value(parameter, jax.tree_util.tree_map(named_as_gathered, value))
 
 
-def _used(value: Any, mesh: AnyMesh, rules: AxisRules) -> Any:
+def _used(value: Any, mesh: AnyMesh, rules: AxisRules, on_indivisible: OnIndivisible) -> Any:
     """A parameter's value in the layout of its use, and its gradient in the same."""
-    return constrained_by_name(value, mesh, rules, on_indivisible="error", on_unnamed="replicate")
+    return constrained_by_name(
+        value, mesh, rules, on_indivisible=on_indivisible, on_unnamed="replicate"
+    )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _used_with_any_gradient(value: Any, mesh: AnyMesh, rules: AxisRules) -> Any:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _used_with_any_gradient(
+    value: Any, mesh: AnyMesh, rules: AxisRules, on_indivisible: OnIndivisible
+) -> Any:
     """A parameter's value in the layout of its use, and its gradient in any."""
-    return _used(value, mesh, rules)
+    return _used(value, mesh, rules, on_indivisible)
 
 
 @_used_with_any_gradient.defjvp
-def _tangent(mesh: AnyMesh, rules: AxisRules, primals: Any, tangents: Any) -> Any:
+def _tangent(
+    mesh: AnyMesh,
+    rules: AxisRules,
+    on_indivisible: OnIndivisible,
+    primals: Any,
+    tangents: Any,
+) -> Any:
     # As an operation of its own a gathered parameter would be kept by policies that know only the
     # name of the parameter below.
-    return _used(primals[0], mesh, rules), tangents[0]
+    return _used(primals[0], mesh, rules, on_indivisible), tangents[0]

@@ -72,7 +72,12 @@ def build_state_and_step(
     else:
         model = edited(sharded_init(initializer, *args, mesh=mesh, rules=parameters, **of_plans))
     state = TrainState.initial_state(
-        model, optimizer, rng, optimizer_rules=optimizer_rules, **of_state
+        model,
+        optimizer,
+        rng,
+        optimizer_rules=optimizer_rules,
+        on_indivisible=of_plans.get("on_indivisible", "error"),
+        **of_state,
     )
     shardings = train_state_sharding(state, mesh, parameters, optimizer_rules, **of_plans)
     put = functools.partial(described, called="Layout.build")

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from penzai_shard.axis_rules import AxisRules
+from penzai_shard.library_apis.jax_api import manual_mesh_axes
 from penzai_shard.meshes import AnyMesh, auto_twin
 from penzai_shard.readers import loaded_readers
+from penzai_shard.training import refuse_uneven
 
 
 def computing_by(
@@ -39,3 +41,29 @@ def computing_by(
             return loss_fn(*args, model=model, **kwargs)
 
     return computing
+
+
+def refusing_uneven_batches(
+    loss_fn: Callable[..., Any], mesh: AnyMesh, batch_rules: AxisRules
+) -> Callable[..., Any]:
+    """A loss function that refuses named inputs whose batch does not divide over the mesh.
+
+    In a layout in which other lengths need not divide, nothing else would.
+
+    Args:
+        loss_fn: A loss function, as ``build_train_step_fn`` takes it.
+        mesh: The mesh.
+        batch_rules: The rules for the logical axes of the batch.
+
+    Returns:
+        A loss function of the same signature.
+    """
+
+    @functools.wraps(loss_fn)
+    def checked(*args: Any, model: Any, rng: Any, state: Any, **inputs: Any) -> Any:
+        # In a manual region inputs are one device's part of the batch.
+        if not manual_mesh_axes():
+            refuse_uneven(inputs, mesh, batch_rules)
+        return loss_fn(*args, model=model, rng=rng, state=state, **inputs)
+
+    return checked

@@ -1,7 +1,6 @@
 """Layouts: each parallelism in one line."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import resolve_policy
 from penzai_shard.layouts.building import build_state_and_step, refuse_made_already
-from penzai_shard.layouts.computing import computing_by
+from penzai_shard.layouts.computing import computing_by, refusing_uneven_batches
 from penzai_shard.layouts.layout_edits import EditRequest, layout_edits
 from penzai_shard.layouts.layout_file import LayoutFiles
 from penzai_shard.layouts.model_roles import (
@@ -178,7 +177,7 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
         Warns:
             ShardingWarning: As ``make_plan`` does.
         """
-        layout = self.for_model(tree, mesh)
+        layout = self.for_model(tree, mesh, on_indivisible=on_indivisible)
         request = PlanRequest.read(
             "Layout.plan",
             mesh,
@@ -190,7 +189,9 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
             return request.plan_state(tree, layout.optimizer)
         return request.plan(tree)
 
-    def recipe(self, model: Any, mesh: AnyMesh) -> Recipe:
+    def recipe(
+        self, model: Any, mesh: AnyMesh, *, on_indivisible: OnIndivisible = "error"
+    ) -> Recipe:
         """The edits that make a model compute in this layout.
 
         They change no value and no parameter's name, and ``strip`` takes them off. The last one is
@@ -199,6 +200,8 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
         Args:
             model: The model, concrete or abstract, not yet edited so.
             mesh: The mesh.
+            on_indivisible: ``"pad"`` for a model whose parameters are stored padded: activations
+                are then split too where their lengths do not divide, as compiled programs can.
 
         Returns:
             The recipe.
@@ -207,7 +210,14 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
             ShardingError: A rule names a mesh axis that the mesh does not have, or the model has
                 no blocks that are known.
         """
-        found = self._roles(model, mesh)
+        if self.manual and on_indivisible == "pad":
+            raise RuleTypeError(
+                'manual=True does not go with on_indivisible="pad": what jax.shard_map gives each '
+                "device are equal parts, so blocks that run per device have no true lengths to "
+                "compute with. Leave manual=True out, and the compiler gathers and scatters; or "
+                "choose lengths that divide."
+            )
+        found = self._roles(model, mesh, on_indivisible)
         return layout_edits(
             model,
             mesh,
@@ -223,15 +233,19 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
                 split_in_layers=tuple(name for role in OF_LAYERS for name in found.split[role]),
                 vocabulary=next(iter(groups_of("vocabulary", self.names)), ("vocabulary",))[0],
                 splits_vocabulary=bool(found.split["vocabulary"]),
+                on_indivisible="pad" if on_indivisible == "pad" else "error",
             ),
         )
 
-    def for_model(self, tree: Any, mesh: AnyMesh) -> "Layout":
+    def for_model(
+        self, tree: Any, mesh: AnyMesh, *, on_indivisible: OnIndivisible = "error"
+    ) -> "Layout":
         """The layout in a model's own names, to look at its rules or to give them to others.
 
         Args:
             tree: A model or a ``TrainState``, concrete or abstract.
             mesh: The mesh.
+            on_indivisible: With ``"pad"`` an axis is split though its length does not divide.
 
         Returns:
             The layout. Heads that are not split, as there are too few of them, are kept whole by a
@@ -250,11 +264,11 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
         >>> layout.for_model(up, make_mesh({"data": 4, "model": 2})).parameters
         tensor_parallel('model', axes=('mlp',))
         """
-        found = self._roles(tree, mesh)
+        found = self._roles(tree, mesh, on_indivisible)
         tables: dict[str, Any] = dict(found.tables)
         return dataclasses.replace(self, **tables, names={}, wanted=())
 
-    def _roles(self, tree: Any, mesh: AnyMesh) -> RolesOfModel:
+    def _roles(self, tree: Any, mesh: AnyMesh, on_indivisible: OnIndivisible) -> RolesOfModel:
         refuse_other_than_mesh(mesh)
         tables = {
             name: rules
@@ -263,7 +277,7 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
         }
         for rules in tables.values():
             rules.check_mesh(mesh)
-        return roles_of_model(tree, mesh, tables, self.names, self.wanted)
+        return roles_of_model(tree, mesh, tables, self.names, self.wanted, on_indivisible)
 
     def shard_batch(self, batch: Any, mesh: AnyMesh | None = None, **options: Any) -> Any:
         """Places a batch: split along the logical axes of the batch, and along no other.
@@ -304,7 +318,13 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
             for name in group
         )
 
-    def computing(self, loss_fn: Callable[..., Any], mesh: AnyMesh) -> Callable[..., Any]:
+    def computing(
+        self,
+        loss_fn: Callable[..., Any],
+        mesh: AnyMesh,
+        *,
+        on_indivisible: OnIndivisible = "error",
+    ) -> Callable[..., Any]:
         """A loss function whose model computes in this layout, for an evaluation step of its own.
 
         What ``build`` gives the train step. It concerns models that constrain their activations
@@ -314,6 +334,8 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
         Args:
             loss_fn: As for ``build_train_step_fn``.
             mesh: The mesh.
+            on_indivisible: ``"pad"`` for a model whose parameters are stored padded. Its batches
+                are not, and are checked.
 
         Returns:
             A loss function of the same signature.
@@ -321,6 +343,7 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
         Raises:
             RuleTypeError: When it is called: the model's library cannot follow ``compute``, or has
                 other rules in force.
+            PlanError: When it is called: the length of a batch does not divide.
 
         >>> from penzai_shard.meshes import make_mesh
         >>> def loss_fn(model, rng, state, x):
@@ -331,7 +354,14 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
         """
         if not callable(loss_fn):
             return loss_fn  # Refused by whoever gets it.
-        return computing_by(loss_fn, mesh, lambda model: self.for_model(model, mesh).compute)
+
+        def rules_for(model: Any) -> AxisRules:
+            return self.for_model(model, mesh, on_indivisible=on_indivisible).compute
+
+        in_layout = computing_by(loss_fn, mesh, rules_for)
+        if on_indivisible != "pad":
+            return in_layout
+        return refusing_uneven_batches(in_layout, mesh, self.batch_rules)
 
     def build(
         self,
@@ -358,6 +388,9 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
             rng: Random key of the whole run.
             **step_options: Further arguments of ``build_train_step_fn``, and ``loss_fn_state``,
                 ``trainable``, ``plain_arrays`` and ``on_unnamed`` of ``TrainState.initial_state``.
+                With ``on_indivisible="pad"`` parameters, and what the optimizer keeps for them,
+                are stored padded where their lengths do not divide, and the model computes with
+                their true lengths. Batches are not padded.
                 The step donates the state unless ``donate_params_and_state=False``.
 
         Returns:
@@ -371,21 +404,22 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
         """
         refuse_made_already(initializer)
         layout = self
+        on_indivisible = step_options.get("on_indivisible", "error")
         if speaks_of_parameters([self.parameters, self.compute]):
-            layout = self.for_model(abstract_model(initializer, *args), mesh)
+            layout = self.for_model(
+                abstract_model(initializer, *args), mesh, on_indivisible=on_indivisible
+            )
         return build_state_and_step(
             initializer,
             args,
             mesh=mesh,
             parameters=layout.parameters,
             optimizer_rules=layout.optimizer,
-            edited=functools.partial(_edited, self, mesh),
-            loss_fn=self.computing(loss_fn, mesh),
+            edited=lambda model: self.recipe(model, mesh, on_indivisible=on_indivisible).apply(
+                model
+            ),
+            loss_fn=self.computing(loss_fn, mesh, on_indivisible=on_indivisible),
             optimizer=optimizer,
             rng=rng,
             step_options=step_options,
         )
-
-
-def _edited(layout: Layout, mesh: AnyMesh, model: Any) -> Any:
-    return layout.recipe(model, mesh).apply(model)

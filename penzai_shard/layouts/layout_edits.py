@@ -27,7 +27,7 @@ from penzai_shard.meshes import AnyMesh, mesh_shape_of
 from penzai_shard.model_variables import is_parameter, value_of, variable_name
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import Planner
-from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible
 from penzai_shard.surgery import (
     Recipe,
     axes_in_place,
@@ -61,6 +61,8 @@ class EditRequest:
         split_in_layers: The logical axes that regions split: neurons, heads and experts.
         vocabulary: The logical axis of the vocabulary, whether it is split or not.
         splits_vocabulary: Whether it is split.
+        on_indivisible: What becomes of lengths that do not divide, of activations and of
+            parameters while they are used.
     """
 
     parameters: AxisRules
@@ -74,6 +76,12 @@ class EditRequest:
     split_in_layers: tuple[LogicalAxis, ...]
     vocabulary: LogicalAxis
     splits_vocabulary: bool
+    on_indivisible: OnIndivisible
+
+    @property
+    def pinning(self) -> dict[str, Any]:
+        """What is not as by default of the options that all layers have which pin arrays."""
+        return {"on_indivisible": "pad"} if self.on_indivisible == "pad" else {}
 
 
 def layout_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
@@ -113,7 +121,7 @@ def layout_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
         # Within the region too, which the last edit does not look into.
         edits += axes_in_place(blocks)
     elif gathered:
-        options = {"mesh": mesh, "rules": gathered["parameters"]}
+        options = {"mesh": mesh, "rules": gathered["parameters"], **asked.pinning}
         if not gathered["gradients_as_used"]:
             options["gradients_as_used"] = False
         if "stored" in gathered:
@@ -180,7 +188,12 @@ def _is_editable(node: Any) -> bool:
 def _gathered(model: Any, mesh: AnyMesh, asked: EditRequest) -> dict[str, Any]:
     """How parameters are gathered; empty if they are used as they are stored."""
     stored, used = (
-        Planner(mesh, rules, on_indivisible="replicate", on_unnamed="replicate").plan(model)
+        Planner(
+            mesh,
+            rules,
+            on_indivisible="pad" if asked.on_indivisible == "pad" else "replicate",
+            on_unnamed="replicate",
+        ).plan(model)
         for rules in (asked.parameters, asked.compute)
     )
     if [leaf.spec for leaf in stored.leaves] == [leaf.spec for leaf in used.leaves]:
@@ -206,6 +219,7 @@ def _region_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
             mesh=mesh,
             inputs=(inside,) if between is None else (between, inside),
             outputs=(inside,) if between is None else (inside, between),
+            **asked.pinning,
         )
     )
     _check_covered(model, edits, asked)
@@ -233,7 +247,7 @@ def _vocabulary_edits(
             inputs = (inside,)
             if between is not None:
                 outputs = (inside, between) if asked.splits_vocabulary else (between,)
-        options = {"mesh": mesh, "inputs": inputs, "outputs": outputs, **gathered}
+        options = {"mesh": mesh, "inputs": inputs, "outputs": outputs, **gathered, **asked.pinning}
         edits += wrap(layer.place, laid_out, **options)
     return edits
 

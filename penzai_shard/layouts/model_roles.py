@@ -13,10 +13,11 @@ from penzai_shard.errors import PlanError, RuleTypeError, raise_all, warn_caller
 from penzai_shard.fused_axes import divided_length, factors_of
 from penzai_shard.meshes import AnyMesh, mesh_shape_of
 from penzai_shard.named_leaves import leaves_of
-from penzai_shard.partition_specs import part_count
+from penzai_shard.partition_specs import padded_length, part_count
 from penzai_shard.rule_kinds import (
     LogicalAxis,
     NameRule,
+    OnIndivisible,
     Rule,
     nearest_name,
     sized_mesh_axes_text,
@@ -120,6 +121,7 @@ def roles_of_model(
     tables: Mapping[str, AxisRules],
     names: Names,
     wanted: Sequence[str] = (),
+    on_indivisible: OnIndivisible = "error",
 ) -> RolesOfModel:
     """Finds the roles that tables of rules speak of among the logical axes of a model.
 
@@ -129,6 +131,7 @@ def roles_of_model(
         tables: The tables. Rules for what is not a role stay as they are.
         names: What the model calls its axes.
         wanted: Roles that must be found.
+        on_indivisible: Of lengths of parameters; with ``"pad"`` one that does not divide is split.
 
     Returns:
         The tables in the model's names. Alternatives that were not chosen are kept whole by a rule
@@ -153,7 +156,9 @@ def roles_of_model(
         if role in as_said:
             split[role], whole[role] = [role] if role in axes else [], []
             continue
-        split[role], whole[role] = _chosen(role, groups_of(role, names), axes, over, mesh, problems)
+        split[role], whole[role] = _chosen(
+            role, groups_of(role, names), axes, over, mesh, problems, on_indivisible
+        )
     raise_all(PlanError, "this layout does not fit the model:", problems)
 
     def resolved(rule: Rule) -> Iterable[Rule]:
@@ -221,6 +226,7 @@ def _chosen(
     mesh_axes: tuple[str, ...],
     mesh: AnyMesh,
     problems: list[str],
+    on_indivisible: OnIndivisible,
 ) -> tuple[list[LogicalAxis], list[LogicalAxis]]:
     """The names of a role that are split, and those that stay whole beside them."""
     if role in OF_ACTIVATIONS:
@@ -232,11 +238,19 @@ def _chosen(
     for group in groups:
         present = [name for name in group if name in axes]
         fitting = [name for name in present if not any(s % count for s in axes[name].sizes)]
+        if present and not fitting and on_indivisible == "pad":
+            # The first of those that grow least.
+            fitting = [min(present, key=lambda name: _growth(axes[name].sizes, count))]
         if present and not fitting:
             problems.append(_indivisible(role, present, axes, mesh_axes, shape))
         split += fitting[:1]
         whole += [name for name in present if name not in fitting[:1]]
     return split, whole
+
+
+def _growth(sizes: Iterable[int], count: int) -> float:
+    """By how much the lengths of an axis grow at most that are padded to divide."""
+    return max(padded_length(size, count) / size for size in sizes)
 
 
 def _check_found(
@@ -288,7 +302,7 @@ def _indivisible(
     fitting = max(
         (n for n in range(1, count) if not any(s % n for s in lengths[present[0]])), default=1
     )
-    fix = f"Pad it to {-(-worst // count) * count}"
+    fix = f"Pad it to {padded_length(worst, count)}"
     if len(mesh_axes) == 1:
         fix += f", use a mesh with {mesh_axes[0]}={fitting}"
     return (

@@ -70,7 +70,9 @@ class Pin:
         elif array.names is None:
             return {}
         else:
-            spec = self.rules.explain(array.names, array.shape, self.mesh).spec
+            spec = self.rules.explain(
+                array.names, array.shape, self.mesh, on_indivisible=self.on_indivisible
+            ).spec
         return split_of(array.names, spec, mesh_shape_of(self.mesh))
 
 
@@ -90,7 +92,13 @@ def pins_of(layer: Any) -> tuple[Pin, ...]:
     if isinstance(layer, ConstrainActivations):
         sides: Mapping[Side, Any] = {"inputs": layer.inputs, "outputs": layer.outputs}
         return tuple(
-            Pin(auto_twin(layer.mesh), AxisRules.of(rules), side=side, number=number)
+            Pin(
+                auto_twin(layer.mesh),
+                AxisRules.of(rules),
+                side=side,
+                number=number,
+                on_indivisible=layer.on_indivisible,
+            )
             for side, tables in sides.items()
             for number, rules in enumerate(tables)
         )
