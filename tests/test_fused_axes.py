@@ -272,3 +272,22 @@ def test_restored_arrays_have_the_lengths_of_their_model(tmp_path):
     (fused,) = [name for name in restored["w"].named_shape if name == QKV]
     assert fused.sizes == QKV.sizes
     np.testing.assert_array_equal(restored["w"].data_array, tree["w"].data_array)
+
+
+def test_a_major_axis_that_does_not_divide_is_padded_by_whole_parts():
+    fused = FusedAxes.of({"heads": 6, "projection": 2})
+    mesh = pzs.make_mesh(MESH)
+    values = np.arange(60, dtype=np.float32).reshape(5, 12)
+    tree = {"w": pz.nx.wrap(values).tag("embedding", fused)}
+    plan = pzs.make_plan(tree, mesh, {"heads": "model"}, on_indivisible="pad")
+    leaf = _only_leaf(plan)
+    assert leaf.shape == (5, 12)
+    assert leaf.shard_shape == (5, 4)
+    assert leaf.reason == (
+        "'heads' (6) of 'heads*projection' (12) padded to 8 over mesh axis 'model' (4), rule "
+        "'heads' -> 'model'"
+    )
+    placed = pzs.place(tree, plan)["w"]
+    (name,) = [name for name in placed.named_shape if name == fused]
+    assert name.sizes == (6, 2)
+    np.testing.assert_array_equal(placed.unwrap("embedding", fused), values)
