@@ -3,7 +3,10 @@
 from collections.abc import Callable
 
 from tests.choosing import named_models as own
+from tests.choosing import named_models_of_flax as flax
 from tests.choosing import named_models_of_libraries as others
+from tests.choosing import named_models_of_papers as papers
+from tests.choosing import named_models_without_attention as plain
 from tests.choosing.named_models import NamedModel
 
 TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
@@ -28,24 +31,29 @@ TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
     "scanned, its gradient program": lambda: own.scanned(gradients=True),
     "mixture of experts": own.experts,
     "T5, relative positions": own.relative_bias,
+    "Phi-3, fused unequally": papers.fused_unequally,
+    "Switch, dispatched experts": papers.dispatched_experts,
+    "DeepSeek, latent attention": papers.latent_attention,
     "encoder and decoder": own.encoder_decoder,
     "Equinox transformer": others.equinox_transformer,
-    "Flax NNX transformer": others.nnx_transformer,
-    "Flax linen transformer": others.linen_transformer,
-    "Flax linen, scanned": others.linen_scanned,
-    "Flax linen ViT": others.vit,
-    "Flax linen BERT": others.bert,
+    "Flax NNX transformer": flax.nnx_transformer,
+    "Flax linen transformer": flax.linen_transformer,
+    "Flax linen, scanned": flax.linen_scanned,
+    "Flax linen ViT": lambda: flax.vit(12),
+    "Flax linen BERT": lambda: flax.bert(12),
     "Haliax transformer": others.haliax_transformer,
 }
 
 OTHERS: dict[str, Callable[[], NamedModel]] = {
-    "square MLP": own.square_mlp,
+    "square MLP": plain.square_mlp,
     "Equinox MLP": others.equinox_mlp,
-    "convolutions": own.conv_net,
-    "MLP-Mixer": own.mixer,
-    "embedding tables (DLRM)": own.embedding_tables,
+    "two towers (CLIP)": plain.two_towers,
+    "autoencoder": plain.autoencoder,
+    "convolutions": plain.conv_net,
+    "MLP-Mixer": plain.mixer,
+    "embedding tables (DLRM)": plain.embedding_tables,
     "Equinox LSTM": others.equinox_lstm,
-    "Flax linen LSTM": others.linen_lstm,
+    "Flax linen LSTM": flax.linen_lstm,
 }
 
 MODELS = TRANSFORMERS | OTHERS

@@ -1,6 +1,7 @@
 """Judges names and classes of dimensions against what the author of a model calls them.
 
-Knows of programs nothing: it compares labels, pair by pair.
+Knows of programs nothing: it compares labels, pair by pair. A dimension that its author leaves
+without name, as the taps of a convolution and what has length 1, is one of its own.
 """
 
 import dataclasses
@@ -10,6 +11,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 Labels = Mapping[str, tuple[Hashable, ...]]
 """For each weight what its dimensions are called or classed as, None where nothing is known."""
+
+Names = Mapping[str, tuple[str | None, ...]]
+"""For each weight what its author calls its dimensions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Ties:
         return self.right / max(self.right + len(self.missed), 1)
 
 
-def ties(labels: Labels, names: Mapping[str, tuple[str, ...]]) -> Ties:
+def ties(labels: Labels, names: Names) -> Ties:
     """Compares all pairs of dimensions."""
     places = [(path, i) for path, axes in names.items() for i in range(len(axes))]
     right, wrong, missed = 0, [], []
@@ -57,20 +61,21 @@ def ties(labels: Labels, names: Mapping[str, tuple[str, ...]]) -> Ties:
         label, other = (labels[path][i] for path, i in (first, second))
         true = tuple(names[path][i] for path, i in (first, second))
         is_tied = label is not None and label == other
-        if is_tied and true[0] == true[1]:
+        is_one = true[0] is not None and true[0] == true[1]
+        if is_tied and is_one:
             right += 1
         elif is_tied:
             wrong.append(Tie(first, second, label, true))
-        elif true[0] == true[1]:
+        elif is_one:
             missed.append(Tie(first, second, (label, other), true))
     return Ties(right, tuple(wrong), tuple(missed))
 
 
 def by_factor(
-    names: Mapping[str, tuple[str, ...]],
+    names: Names,
     parts: Mapping[str, Sequence[Sequence[tuple[Hashable, int]]]],
     lengths: Mapping[str, int],
-) -> tuple[dict[str, tuple[Hashable, ...]], dict[str, tuple[str, ...]]]:
+) -> tuple[dict[str, tuple[Hashable, ...]], dict[str, tuple[str | None, ...]]]:
     """Labels and names of the factors of dimensions, where the parts found are those factors.
 
     Args:
@@ -83,12 +88,12 @@ def by_factor(
         not its factors one for all of it.
     """
     labels: dict[str, tuple[Hashable, ...]] = {}
-    flat: dict[str, tuple[str, ...]] = {}
+    flat: dict[str, tuple[str | None, ...]] = {}
     for path, axes in names.items():
         found: list[Hashable] = []
-        called: list[str] = []
+        called: list[str | None] = []
         for axis, own in zip(axes, parts[path], strict=True):
-            factors = axis.split("*")
+            factors = (axis or "").split("*")
             groups = _grouped(own, [lengths.get(factor, 0) for factor in factors])
             if len(factors) > 1 and groups is not None:
                 found += groups
@@ -122,8 +127,8 @@ def _label(parts: Iterable[tuple[Hashable, int]]) -> Hashable:
 
 
 def unlike(
-    found: Labels, names: Mapping[str, tuple[str, ...]], words: Mapping[str, str]
-) -> dict[str, tuple[tuple[Hashable, ...], tuple[str, ...]]]:
+    found: Labels, names: Names, words: Mapping[str, str]
+) -> dict[str, tuple[tuple[Hashable, ...], tuple[str | None, ...]]]:
     """The weights whose names are not all those of their author: found, and true.
 
     Args:
@@ -132,10 +137,11 @@ def unlike(
         words: What the library calls an axis that the author calls otherwise; one to one.
     """
     assert len(set(words.values())) == len(words), "two words of the author are one"
-    wanted = {
-        path: tuple("*".join(words.get(part, part) for part in axis.split("*")) for axis in axes)
-        for path, axes in names.items()
-    }
+
+    def in_our_words(axis: str | None) -> str | None:
+        return axis and "*".join(words.get(part, part) for part in axis.split("*"))
+
+    wanted = {path: tuple(map(in_our_words, axes)) for path, axes in names.items()}
     return {
         path: (found[path], axes) for path, axes in wanted.items() if tuple(found[path]) != axes
     }

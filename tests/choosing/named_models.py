@@ -29,7 +29,8 @@ class NamedModel:
         weights: A tree of structs.
         inputs: Structs.
         input_names: The logical axes of each input.
-        names: For the path of each weight its author's names, ``a*b`` for a fused dimension.
+        names: For the path of each weight its author's names, ``a*b`` for a fused dimension, None
+            for what is not named: the taps of a convolution, and what has length 1.
         words: What the library calls an axis that the author calls otherwise, one to one.
         is_transformer: Whether nearly all of its names must be found.
     """
@@ -38,7 +39,7 @@ class NamedModel:
     weights: Any
     inputs: tuple[Any, ...]
     input_names: tuple[tuple[str, ...], ...]
-    names: Mapping[str, tuple[str, ...]]
+    names: Mapping[str, tuple[str | None, ...]]
     words: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_transformer: bool = True
 
@@ -405,103 +406,3 @@ def encoder_decoder() -> NamedModel:
 
     inputs = (("batch", "seq"), ("batch", "target_seq"))
     return NamedModel(function, structs_of(names), (TOKENS, TOKENS), inputs, names)
-
-
-def square_mlp() -> NamedModel:
-    """Layers that are square: each hidden axis is one of its own."""
-    axes = ["features_in", *(f"hidden_{i}" for i in range(3)), "features_out"]
-    names: dict[str, tuple[str, ...]] = {}
-    for i in range(4):
-        names |= {f"layers/{i}/weight": (axes[i], axes[i + 1]), f"layers/{i}/bias": (axes[i + 1],)}
-
-    def function(weights, x):
-        for i in range(4):
-            x = jax.nn.relu(x @ weights["layers"][i]["weight"] + weights["layers"][i]["bias"])
-        return x
-
-    width = EMBEDDING
-    weights = {
-        "layers": [{"weight": struct(width, width), "bias": struct(width)} for _ in range(4)]
-    }
-    inputs = (("batch", "features_in"),)
-    return NamedModel(function, weights, (struct(BATCH, width),), inputs, names, {}, False)
-
-
-def conv_net() -> NamedModel:
-    """Residual blocks of convolutions; as many rows as columns as output channels of the stem."""
-    names: dict[str, tuple[str, ...]] = {
-        "stem": ("rows", "columns", "colours", "channels"),
-        "classes": ("height*width*channels", "classes"),
-    }
-    for i in range(2):
-        names[f"up.{i}"] = ("rows", "columns", "channels", f"inner_{i}")
-        names[f"down.{i}"] = ("rows", "columns", f"inner_{i}", "channels")
-
-    def conv(x, kernel):
-        numbers = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
-
-    def function(weights, images):
-        x = conv(images, weights["stem"])
-        for i in range(2):
-            x = x + conv(jax.nn.relu(conv(x, weights[f"up.{i}"])), weights[f"down.{i}"])
-        x = jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-        return x.reshape(BATCH, -1) @ weights["classes"]
-
-    lengths = {"rows": 3, "columns": 3, "colours": 3, "channels": 8, "height": 4, "width": 4}
-    weights = structs_of(names, **lengths, inner_0=8, inner_1=8, classes=8)
-    images, axes = struct(BATCH, 8, 8, 3), (("batch", "height", "width", "colours"),)
-    return NamedModel(function, weights, (images,), axes, names, {}, False)
-
-
-def embedding_tables() -> NamedModel:
-    """DLRM: a table for each feature, all of one width, their products, and two small MLPs."""
-    names: dict[str, tuple[str, ...]] = {
-        **{f"tables.{i}": (f"rows_{i}", "embedding") for i in range(3)},
-        "bottom": ("dense", "embedding"),
-        "top": ("pairs", "hidden"),
-        "out": ("hidden", "one"),
-    }
-
-    def function(weights, dense, sparse):
-        vectors = [jax.nn.relu(dense @ weights["bottom"])]
-        vectors += [weights[f"tables.{i}"][sparse[:, i]] for i in range(3)]
-        stacked = jnp.stack(vectors, 1)
-        products = jnp.einsum("bie,bje->bij", stacked, stacked)
-        rows, columns = jnp.triu_indices(4, 1)
-        return jax.nn.relu(products[:, rows, columns] @ weights["top"]) @ weights["out"]
-
-    lengths = {"rows_0": 32, "rows_1": 32, "rows_2": 16, "dense": 16}
-    weights = structs_of(names, **lengths, pairs=6, hidden=16, one=1)
-    inputs = (struct(BATCH, 16), struct(BATCH, 3, dtype=jnp.int32))
-    axes = (("batch", "dense"), ("batch", "features"))
-    return NamedModel(function, weights, inputs, axes, names, {}, False)
-
-
-def mixer() -> NamedModel:
-    """MLP-Mixer: one MLP over the positions, one over the channels, both of equal lengths."""
-    names: dict[str, tuple[str, ...]] = {
-        "stem": ("pixels", "embedding"),
-        "head": ("embedding", "classes"),
-    }
-    for i in range(LAYERS):
-        names |= {
-            f"{i}.tokens.up": ("seq", "token_neurons"),
-            f"{i}.tokens.down": ("token_neurons", "seq"),
-            f"{i}.channels.up": ("embedding", "neurons"),
-            f"{i}.channels.down": ("neurons", "embedding"),
-        }
-
-    def function(weights, patches):
-        x = patches @ weights["stem"]
-        for i in range(LAYERS):
-            mixed = jax.nn.gelu(x.swapaxes(1, 2) @ weights[f"{i}.tokens.up"])
-            x = x + (mixed @ weights[f"{i}.tokens.down"]).swapaxes(1, 2)
-            x = x + jax.nn.gelu(x @ weights[f"{i}.channels.up"]) @ weights[f"{i}.channels.down"]
-        return x.mean(1) @ weights["head"]
-
-    lengths = {"seq": EMBEDDING, "pixels": EMBEDDING, "classes": EMBEDDING}
-    weights = structs_of(names, **lengths, token_neurons=NEURONS)
-    axes = (("batch", "seq", "pixels"),)
-    inputs = (struct(BATCH, EMBEDDING, EMBEDDING),)
-    return NamedModel(function, weights, inputs, axes, names, {}, False)

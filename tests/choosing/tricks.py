@@ -3,6 +3,8 @@
 All lengths are equal wherever they can be, and paths say nothing.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -203,9 +205,10 @@ def grouped_convolution():
             feature_group_count=N,
         )
 
-    names = {"a": ("taps", "one", "channels")}
+    names = {"a": (None, None, "channels")}
     axes = (("batch", "seq", "channels"),)
-    return _trick(function, names, None, axes, {"one": 1})
+    model = _trick(function, names, None, axes)
+    return dataclasses.replace(model, weights={"a": struct(N, 1, N)})
 
 
 def kronecker():
