@@ -30,6 +30,7 @@ from penzai_shard.checkpointing import (
     unstack_blocks,
     with_params,
 )
+from penzai_shard.choosing.choices import Choice, Choices, choose_layout
 from penzai_shard.errors import (
     CheckpointDamagedError,
     CheckpointExistsError,
@@ -155,6 +156,8 @@ __all__ = [
     "CheckpointVerification",
     "CheckpointWriteError",
     "Checkpointed",
+    "Choice",
+    "Choices",
     "Collective",
     "CollectivePart",
     "CollectiveReport",
@@ -212,6 +215,7 @@ __all__ = [
     "build_eval_step_fn",
     "build_train_step_fn",
     "check_equivalent",
+    "choose_layout",
     "collectives",
     "compare_checkpoints",
     "compile_ahead",

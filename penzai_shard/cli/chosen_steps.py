@@ -139,7 +139,7 @@ def training_step(
     )
     of_state = train_state_sharding(state, mesh, laid_out.parameters, laid_out.optimizer)
     step = build_train_step_fn(
-        used.computing(_next_token_loss, mesh),
+        used.computing(next_token_loss, mesh),
         train_state_shardings=of_state,
         donate_params_and_state=True,
         accumulate_steps=microbatches,
@@ -177,7 +177,8 @@ def step_of_reference(text: str) -> ChosenStep | None:
     return ChosenStep(f"the step of {text}", step, *step_arguments(rest))
 
 
-def _next_token_loss(model: Any, rng: Any, state: Any, tokens: Any) -> tuple[Any, Any, Any]:
+def next_token_loss(model: Any, rng: Any, state: Any, tokens: Any) -> tuple[Any, Any, Any]:
+    """The loss function of a model of tokens: the cross entropy of each next one."""
     del rng
     logits = model(tokens[{"seq": pz.slice[:-1]}])
     loss = cross_entropy(logits, tokens[{"seq": pz.slice[1:]}])

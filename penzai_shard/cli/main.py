@@ -10,6 +10,7 @@ from typing import Any
 import penzai_shard
 from penzai_shard.cli.answers import OneLineParser, answer
 from penzai_shard.cli.checkpoint_commands import add_checkpoint_commands
+from penzai_shard.cli.choose_command import add_choose_command
 from penzai_shard.cli.demo_failure import DemoFailure
 from penzai_shard.cli.lint_commands import add_lint_command
 from penzai_shard.cli.mesh_arguments import mesh_shape
@@ -34,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     add_checkpoint_commands(commands)
     add_plan_commands(commands)
     add_price_commands(commands)
+    add_choose_command(commands)
     add_why_command(commands)
     add_lint_command(commands)
     return parser

@@ -16,8 +16,7 @@ import penzai_shard as pzs
 from penzai_shard.choosing.choices import asked_devices
 from penzai_shard.choosing.choices.asked_devices import read_devices
 from penzai_shard.choosing.choices.asked_problem import read_problem
-from penzai_shard.choosing.choices.choose import refuse_batch
-from penzai_shard.errors import MeshError, PlanError, RuleTypeError, ShardingError
+from penzai_shard.errors import MeshError, RuleTypeError
 from penzai_shard.inspection.devices.hardware import Hardware
 from penzai_shard.named_leaves import leaves_of
 
@@ -229,14 +228,3 @@ def test_memory_that_is_not_known_has_to_be_said():
     with pytest.raises(MeshError, match=r"of 'own' has is not known\. Say it: memory="):
         read_devices(8, own, None)
     assert read_devices(8, own, "1GiB").memory == 2**30
-
-
-def test_a_batch_that_no_device_can_share_is_refused_with_one_that_fits():
-    devices = read_devices("v5e:8", None, None)
-    with pytest.raises(PlanError, match=r"a batch of 9 does not divide over 8 devices.*batch=16"):
-        refuse_batch({"batch": 9}, devices)
-    refuse_batch({"batch": 6}, devices)
-    refuse_batch({}, devices)
-    fixed = read_devices(pzs.make_mesh(data=8, abstract=True), "v5e", None)
-    with pytest.raises(ShardingError, match=r"any mesh axis of 8 devices \(v5e:2x4, mesh"):
-        refuse_batch({"batch": 7}, fixed)

@@ -14,6 +14,7 @@ import penzai_shard as pzs
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.choices.asked_devices import read_devices
 from penzai_shard.choosing.choices.asked_problem import read_problem
+from penzai_shard.choosing.choices.choices import MOST_CHOICES
 from penzai_shard.choosing.choices.choose import searched
 from penzai_shard.choosing.step_costs import Sent, StepCost
 from penzai_shard.errors import NothingFitsError, PlanError
@@ -155,7 +156,7 @@ def test_nothing_that_fits_is_an_error_with_the_nearest_and_what_would_help(prob
 
 
 def test_no_candidates_at_all_is_an_error(problem):
-    with pytest.raises(PlanError, match=r"no layout for batch 8 x seq 16 on 8 devices \(v5e:2x4\)"):
+    with pytest.raises(PlanError, match=r"no sane layout for batch 8 x seq 16 on 8 devices"):
         choose(problem, among=[])
 
 
@@ -189,7 +190,7 @@ class Interrupted(FakeStage):
 def test_an_interrupted_search_gives_the_best_so_far_and_says_so(problem, stages, count, by):
     choices = choose(problem, *stages)
     assert choices.interrupted
-    assert len(choices) == count
+    assert len(choices) == min(count, MOST_CHOICES)
     assert choices.best.priced_by == by
     assert str(choices).startswith("the best so far, after an interruption of ")
     assert "Interrupted: later stages" in str(choices)

@@ -64,7 +64,7 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """What a step takes at least: the larger of computing and sending."""
+        """What a step takes at least, the larger of computing and sending, in seconds."""
         return self.priced.time.bound
 
     @property

@@ -27,6 +27,8 @@ from penzai_shard.report_trees import (
 )
 from penzai_shard.text_tables import PreparedTable, Report
 
+# So many of the best are choices; the rest is in what was priced.
+MOST_CHOICES = 24
 # Of the pick it is said what it pays most for.
 _PAID_SHOWN = 3
 _REFUSED_SHOWN = 2
@@ -45,7 +47,7 @@ class ChoicesTable(PreparedTable):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Choices(Report, Sequence[Choice]):
-    """The layouts that ``choose_layout`` found, the best first.
+    """The layouts that ``choose_layout`` found, the best first; at most two dozen of them.
 
     Attributes:
         found: What was priced.
@@ -65,7 +67,7 @@ class Choices(Report, Sequence[Choice]):
 
     @functools.cached_property
     def _rows(self) -> tuple[Choice, ...]:
-        ranked = self.found.ranked(self.memory_limit)
+        ranked = self.found.ranked(self.memory_limit)[:MOST_CHOICES]
         times = [self._times(one) for one in ranked]
         return tuple(
             Choice(
@@ -201,14 +203,15 @@ class Choices(Report, Sequence[Choice]):
         """The choices with their numbers; those that cost the same under that of the first."""
         found: dict[Any, tuple[int, list[Choice]]] = {}
         for number, choice in enumerate(self, 1):
-            key = (choice.priced.price, tuple(choice.mesh_shape.items())) if collapse else number
-            found.setdefault(key, (number, []))[1].append(choice)
+            step = step_words(choice.priced.candidate)
+            cost = (choice.priced.price, choice.memory_bytes, step, 0 if collapse else number)
+            found.setdefault(cost, (number, []))[1].append(choice)
         return list(found.values())
 
     def _verdict(self) -> str:
         best = self.best
         how = "the best so far, after an interruption" if self.interrupted else "the best"
-        count = count_text(len(self.found.all_priced()), "layout")
+        count = count_text(len(self.priced), "layout")
         return (
             f"{how} of {count} for {self.asked}: {step_words(best.priced.candidate)}; at least "
             f"{seconds_text(best.seconds)} in each step, {bytes_text(best.memory_bytes)} of "
@@ -238,7 +241,7 @@ class Choices(Report, Sequence[Choice]):
 
     def _origin(self, number: int) -> tuple[str, ...]:
         place = "The best" if number == 1 else f"Number {number}"
-        count = count_text(len(self.found.all_priced()), "layout")
+        count = count_text(len(self.priced), "layout")
         so_far = ", when the search was interrupted" if self.interrupted else ""
         return (
             f"{place} of {count} for {self.asked}{so_far}, as choose_layout found.",

@@ -1,30 +1,160 @@
 """The layout for a training step, found among all sane ones."""
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from penzai_shard.choosing.candidates import Candidate
-from penzai_shard.choosing.choices.asked_devices import AskedDevices
-from penzai_shard.choosing.choices.asked_problem import AskedProblem
+from penzai_shard.choosing.candidates import Candidate, candidates, mesh_shapes
+from penzai_shard.choosing.candidates.enumerating import MICROBATCHES, POLICIES
+from penzai_shard.choosing.candidates.kept_axes import Keep
+from penzai_shard.choosing.choices.asked_devices import AskedDevices, read_devices
+from penzai_shard.choosing.choices.asked_problem import AskedProblem, read_problem
 from penzai_shard.choosing.choices.choices import Choices
 from penzai_shard.choosing.choices.priced_candidates import StageName
 from penzai_shard.choosing.choices.search import Search, Stage
 from penzai_shard.choosing.choices.search_progress import SearchProgress
+from penzai_shard.choosing.choices.stages import stages_of
 from penzai_shard.choosing.choices.what_would_help import nothing_fits
 from penzai_shard.choosing.step_costs import StepCost
 from penzai_shard.choosing.step_times import StepTime
 from penzai_shard.errors import PlanError
+from penzai_shard.inspection.devices.hardware import Hardware
+from penzai_shard.layouts.model_roles import Names
+from penzai_shard.meshes import AnyMesh
+
+if TYPE_CHECKING:
+    import optax
 
 # How many candidates are priced by propagation, and how many compiled.
 PROPAGATED = 300
 COMPILED = 12
 
 
+def choose_layout(
+    model: Any,
+    loss_fn: Callable[..., Any],
+    optimizer: "optax.GradientTransformation",
+    *,
+    devices: str | AnyMesh | int,
+    batch: int | Mapping[str, Any],
+    seq: int | None = None,
+    memory: float | str | None = None,
+    keep: Keep | None = None,
+    hardware: str | Hardware | None = None,
+    names: Names | None = None,
+    blocks: Any = None,
+    rematerialise: Sequence[str | None] = POLICIES,
+    microbatches: Sequence[int] = MICROBATCHES,
+    plain_arrays: bool = False,
+    propagated: int = PROPAGATED,
+    compiled: int = COMPILED,
+    progress: Any = None,
+) -> Choices:
+    """Finds how a model is best laid out over some devices for training.
+
+    A layout is a short table from logical axes to mesh axes, so that all sane tables can be listed,
+    on every shape of the mesh, with every policy of rematerialisation and number of microbatches.
+    All are priced by the names of axes, from one trace of the step; the best by Shardy's
+    propagation, from their programs; and the best of these are compiled for as many simulated
+    devices. The price is the larger of the time to compute and the time to send, at the figures
+    that the hardware's vendor publishes; one whose step needs more memory than there is, is never
+    picked. Nothing runs, and no device is touched. The same question has the same answer on every
+    machine.
+
+    Listing shardings and pricing them is what Alpa does for tensors without names (Zheng et al.
+    2022, arXiv:2201.12023); the price is that of a roofline (Williams et al. 2009).
+
+    Args:
+        model: The model, its arrays with values or abstract ones, with logical axis names:
+            Penzai's, of Flax, or what ``name_axes`` gives. ``infer_names`` finds names for a model
+            that has none.
+        loss_fn: As for ``build_train_step_fn``.
+        optimizer: An optax optimizer.
+        devices: The name of hardware (``"v5e:32"``, ``"v5p:4x4x8"``, ``"h100:16"``), which leaves
+            the mesh open; a mesh, which may be abstract, to be kept; or a number of devices.
+        batch: How many sequences a batch has: each input of the loss function that has no default
+            is then tokens, ``batch`` x ``seq``. Or the inputs by name, arrays or structs; the first
+            dimension of a plain array is the batch.
+        seq: How many tokens a sequence has.
+        memory: What a step may need of a device's memory, in bytes or as ``"16GiB"``; by default
+            what programs can have of it.
+        keep: What is decided: logical axis to mesh axis, to several, or to None for whole. For
+            instance ``{"batch": "data"}``.
+        hardware: What a mesh or a number is of: ``"v5e"``, or a ``Hardware`` of one's own.
+        names: As for ``Layout``: what the model calls its axes, where that is not found out.
+        blocks: As for ``Layout``.
+        rematerialise: Of the policies of ``Layout`` those to try.
+        microbatches: The numbers of microbatches to try.
+        plain_arrays: Whether a loss function gets plain arrays of a model that is not a module,
+            such as a dictionary; as for ``TrainState.initial_state``.
+        propagated: How many layouts are priced by propagation.
+        compiled: How many of these are compiled; 0 for none.
+        progress: None shows a bar for each stage in a terminal or a notebook, True lines elsewhere
+            too, False nothing; or the ``rich.console.Console`` to show it on.
+
+    Returns:
+        The layouts, the best first. If Ctrl-C ends the search, the best so far.
+
+    Raises:
+        NothingFitsError: No layout fits into the memory; with the nearest, and what would help.
+        PlanError: There is no sane layout.
+        ShardingError: An argument cannot be read, or they do not go together.
+        KeyboardInterrupt: Nothing was priced yet.
+
+    >>> import jax, optax
+    >>> from penzai import pz
+    >>> from penzai_shard import abstract_model
+    >>> def build():
+    ...     axes = {"embedding": 512}, {"neurons": 2048}
+    ...     return pz.nn.Linear.from_config("up", jax.random.key(0), *axes)
+    >>> def loss_fn(model, rng, state, x):
+    ...     return (model(x).untag("batch", "neurons") ** 2).mean().unwrap(), state, {}
+    >>> x = {"x": pz.nx.ones({"batch": 4096, "embedding": 512})}
+    >>> choices = choose_layout(
+    ...     abstract_model(build),
+    ...     loss_fn,
+    ...     optax.sgd(0.1),
+    ...     devices="v5e:8",
+    ...     batch=x,
+    ...     keep={"batch": "data"},
+    ...     compiled=0,
+    ... )
+    >>> choices.best.mesh_shape
+    {'data': 2, 'model': 4}
+    """
+    asked = read_problem(model, loss_fn, optimizer, batch, seq, plain_arrays)
+    on = read_devices(devices, hardware, memory)
+    found = candidates(
+        asked.problem,
+        mesh_shapes(on.hardware) if on.mesh_shape is None else [on.mesh_shape],
+        keep,
+        hardware=on.hardware,
+        names=names,
+        blocks=blocks,
+        rematerialise=rematerialise,
+        microbatches=microbatches,
+    )
+    restrictions = {
+        f"keep={dict(keep or {})!r}": bool(keep),
+        "the mesh, devices=": on.mesh_shape is not None,
+        "rematerialise=": tuple(rematerialise) != POLICIES,
+        "microbatches=": tuple(microbatches) != MICROBATCHES,
+    }
+    return searched(
+        asked,
+        on,
+        found,
+        stages_of(asked.problem),
+        most={"propagation": propagated, "compiled": compiled},
+        restricted_by=[text for text, is_given in restrictions.items() if is_given],
+        progress=progress,
+        notes=[f"Left out: {reason}." for reason in found.left_out],
+    )
+
+
 def searched(
     problem: AskedProblem,
     devices: AskedDevices,
-    candidates: Sequence[Candidate],
+    some: Sequence[Candidate],
     stages: Sequence[Stage],
     *,
     most: Mapping[StageName, int],
@@ -37,7 +167,7 @@ def searched(
     Args:
         problem: The training step.
         devices: The devices.
-        candidates: What to choose from.
+        some: The candidates.
         stages: The ways to price them, from the quickest to the most exact one.
         most: How many candidates each stage but the first prices.
         restricted_by: The arguments by which there are fewer candidates.
@@ -49,18 +179,16 @@ def searched(
         PlanError: There is no candidate, or none that can be laid out.
     """
     asked = f"{problem.words} on {devices.words}"
-    if not candidates:
-        raise PlanError(
-            f"there is no layout for {asked} that splits the batch or a parameter. "
-            + (f"Leave out {' and '.join(restricted_by)}." if restricted_by else "")
-        )
+    if not some:
+        fix = f" Leave out {' and '.join(restricted_by)}." if restricted_by else ""
+        raise PlanError(f"there is no sane layout for {asked}.{fix}", notes)
 
     def time_of(candidate: Candidate, cost: StepCost) -> StepTime:
         return StepTime.of(cost, candidate.mesh_shape, devices.hardware)
 
     with SearchProgress(progress) as shown:
         search = Search(devices.memory, time_of, dict(most), shown.watch)
-        found = search.run(candidates, stages)
+        found = search.run(some, stages)
     priced = found.all_priced()
     if not priced:
         raise PlanError(
@@ -71,24 +199,4 @@ def searched(
         raise nothing_fits(priced, devices.memory, problem.sizes.get("batch"), restricted_by)
     return Choices(
         found, devices.hardware, devices.memory, asked, problem.step_options, tuple(notes)
-    )
-
-
-def refuse_batch(sizes: Mapping[Any, int], devices: AskedDevices) -> None:
-    """Refuses a batch that cannot be divided among any of the devices.
-
-    Raises:
-        PlanError: It cannot; with the nearest that can.
-    """
-    batch, count = sizes.get("batch"), devices.hardware.device_count
-    parts = devices.mesh_shape or {"devices": count}
-    if batch is None or count == 1 or any(math.gcd(batch, size) > 1 for size in parts.values()):
-        return
-    over = (
-        f"{count:,} devices" if devices.mesh_shape is None else f"any mesh axis of {devices.words}"
-    )
-    fitting = -(-batch // count) * count
-    raise PlanError(
-        f"a batch of {batch:,} does not divide over {over}. Give a multiple of one of their "
-        f"factors, such as batch={fitting}."
     )

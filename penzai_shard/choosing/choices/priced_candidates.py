@@ -10,7 +10,7 @@ from penzai_shard.choosing.step_costs import StepCost
 from penzai_shard.choosing.step_times import StepTime
 
 StageName: TypeAlias = Literal["names", "propagation", "compiled"]
-Rank: TypeAlias = tuple[float, float, float, int, str]
+Rank: TypeAlias = tuple[float, float, int, bool, float, int, str]
 
 # So many digits of a figure count: the last ones depend on the order of a sum.
 _DIGITS = 9
@@ -38,17 +38,28 @@ class Priced:
         return self.cost.memory_bytes
 
     @functools.cached_property
-    def price(self) -> tuple[float, float, float]:
-        """What candidates are compared by: the time, what does not overlap, the memory."""
-        figures = (self.time.bound, self.time.without_overlap, self.memory)
-        bound, apart, memory = map(_rounded, figures)
-        return bound, apart, memory
+    def price(self) -> tuple[float, float]:
+        """What candidates are compared by: the time, and that of what would not overlap."""
+        return _rounded(self.time.bound), _rounded(self.time.without_overlap)
 
     @functools.cached_property
     def rank(self) -> Rank:
-        """The better of two comes first; of equal ones the one with fewer rules, then by text."""
-        words = candidate_words(self.candidate)
-        return (*self.price, len(words), words)
+        """The better of two comes first.
+
+        Memory is a limit and not a price: of two that take as long, the one with fewer microbatches
+        and without rematerialisation comes first, which both cost what no roofline counts; then
+        the one that holds less, and the one with fewer rules, and then by text.
+        """
+        candidate = self.candidate
+        words = candidate_words(candidate)
+        return (
+            *self.price,
+            candidate.microbatches,
+            candidate.layout.rematerialise is not None,
+            _rounded(self.memory),
+            len(words),
+            words,
+        )
 
 
 def _rounded(figure: float) -> float:

@@ -1,0 +1,51 @@
+"""The three ways to price candidates, from the quickest to the most exact one."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from penzai_shard.choosing.by_names import NamePrices
+from penzai_shard.choosing.candidates import Candidate
+from penzai_shard.choosing.choices.priced_candidates import StageName
+from penzai_shard.choosing.choices.search import Stage
+from penzai_shard.choosing.step_costs import StepCost
+from penzai_shard.choosing.training_problem import TrainingProblem
+from penzai_shard.errors import ShardingError
+
+
+class Prices(Protocol):
+    """What prices one candidate after the other."""
+
+    def cost(self, candidate: Candidate) -> StepCost:
+        """What a candidate costs."""
+
+
+class OneByOne:
+    """A stage that prices one candidate after the other.
+
+    Args:
+        name: What it is called.
+        prices: Makes what prices them, once the stage is reached.
+    """
+
+    def __init__(self, name: StageName, prices: Callable[[], Prices]) -> None:
+        self.name = name
+        self._prices = functools.cache(prices)
+
+    def costs(self, candidates: Sequence[Candidate]) -> Iterator[StepCost | ShardingError]:
+        """What each costs; or why it cannot be laid out so."""
+        prices = self._prices()
+        for candidate in candidates:
+            try:
+                yield prices.cost(candidate)
+            except ShardingError as error:
+                yield error
+
+
+def stages_of(problem: TrainingProblem) -> list[Stage]:
+    """The stages for a training step.
+
+    Args:
+        problem: The step.
+    """
+    return [OneByOne("names", lambda: NamePrices.of(problem))]
