@@ -32,7 +32,7 @@ from penzai_shard.inspection.traffic.collective_report import CollectiveReport
 
 _OF_MODELS = (
     *("mesh", "rules", "layout", "dtype", "batch", "seq", "optimizer", "microbatches", "remat"),
-    *("unroll", "inference"),
+    *("unroll", "inference", "on_indivisible"),
 )
 
 
@@ -232,7 +232,9 @@ class AskedStep:
 
 def _refuse_options_of_models(options: argparse.Namespace) -> None:
     given = [
-        f"--{name}" for name, unset in options.of_models.items() if getattr(options, name) != unset
+        f"--{name.replace('_', '-')}"
+        for name, unset in options.of_models.items()
+        if getattr(options, name) != unset
     ]
     if given:
         raise RuleTypeError(

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import os
 import re
-from typing import Any
+from typing import Any, get_args
 
 from jax.sharding import AbstractMesh
 
@@ -15,6 +15,7 @@ from penzai_shard.layouts import Layout
 from penzai_shard.layouts.layout_file import PRESETS, LayoutFile
 from penzai_shard.layouts.rule_expressions import read_rules_expression
 from penzai_shard.meshes import make_mesh, mesh_text
+from penzai_shard.rule_kinds import OnIndivisible
 
 _PAIR = re.compile(r"\s*(?P<logical>[\w.-]+)\s*=\s*(?P<mesh>[\w.+-]*)\s*")
 _RULES_EXAMPLE = (
@@ -43,6 +44,13 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"in place of rules, one of {', '.join(PRESETS)}, with options if it takes some: "
         "\"two_dimensional(vocabulary='model')\". By default, of these the one for the mesh axes",
     )
+    parser.add_argument(
+        "--on-indivisible",
+        choices=get_args(OnIndivisible),
+        default="error",
+        help="what becomes of lengths that do not divide: an error by default; whole on every "
+        "device; stored padded",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +73,14 @@ class ChosenLayout:
     notes: tuple[str, ...] = ()
     microbatches: int | None = None
     says_step: bool = False
+    on_indivisible: OnIndivisible = "error"
 
     def line(self) -> str:
         """What it is, in a line."""
-        return f"{self.text} ({'; '.join(self.notes)})" if self.notes else self.text
+        text = self.text
+        if self.on_indivisible != "error":
+            text += f" --on-indivisible {self.on_indivisible}"
+        return f"{text} ({'; '.join(self.notes)})" if self.notes else text
 
     def said(self) -> dict[str, Any]:
         """The same for programs."""
@@ -76,6 +88,7 @@ class ChosenLayout:
             "layout": self.text,
             "layout_notes": list(self.notes),
             "mesh": dict(self.mesh.shape),
+            "on_indivisible": self.on_indivisible,
         }
 
 
@@ -89,6 +102,12 @@ def chosen_layout(options: argparse.Namespace, model: Any) -> ChosenLayout:
     Raises:
         ShardingError: They cannot be read, or do not belong together.
     """
+    chosen = _chosen(options, model)
+    return dataclasses.replace(chosen, on_indivisible=options.on_indivisible)
+
+
+def _chosen(options: argparse.Namespace, model: Any) -> ChosenLayout:
+    """Mesh and layout."""
     if options.rules is not None and options.layout is not None:
         raise RuleTypeError(
             "--rules and --layout are two ways to say the same. Leave one of them out."
@@ -104,7 +123,7 @@ def chosen_layout(options: argparse.Namespace, model: Any) -> ChosenLayout:
         layout = Layout.of_expression(options.layout)
         return ChosenLayout(f"--layout {_quoted(options.layout)}", layout, mesh)
     if options.rules is None:
-        return _by_default(model, mesh)
+        return _by_default(model, mesh, options.on_indivisible)
     notes = []
     if said.mesh_shape is not None and list(mesh.shape.items()) != list(said.mesh_shape.items()):
         notes.append(f"which is for mesh ({mesh_text(said.mesh_shape)})")
@@ -157,7 +176,7 @@ def _pair(part: str, text: str) -> tuple[str, Any]:
     return match["logical"], names if len(names) > 1 else names[0]
 
 
-def _by_default(model: Any, mesh: AbstractMesh) -> ChosenLayout:
+def _by_default(model: Any, mesh: AbstractMesh, on_indivisible: OnIndivisible) -> ChosenLayout:
     """The layout of the literature for mesh axes of the usual names."""
     axes = set(mesh.axis_names)
     if axes == {"data", "model"}:
@@ -190,7 +209,7 @@ def _by_default(model: Any, mesh: AbstractMesh) -> ChosenLayout:
         tried = {name: value for name, value in tried.items() if value is not None}
         layout = getattr(Layout, preset)(**tried)
         try:
-            layout.for_model(model, mesh)
+            layout.for_model(model, mesh, on_indivisible=on_indivisible)
         except PlanError as error:
             unfit = unfit or [f"otherwise {each}" for each in error.problems]
             continue

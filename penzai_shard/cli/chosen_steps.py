@@ -123,8 +123,9 @@ def training_step(
             "a function that returns (step, args), or (step, args, kwargs)."
         )
     edited, used, how = _edited(chosen.model, layout, options)
-    laid_out = used.for_model(chosen.model, mesh)
-    shardings = laid_out.plan(edited, mesh).sharding_tree()
+    relaxed: dict[str, Any] = {"on_indivisible": layout.on_indivisible}
+    laid_out = used.for_model(chosen.model, mesh, **relaxed)
+    shardings = laid_out.plan(edited, mesh, **relaxed).sharding_tree()
     model = described(pz.freeze_variables(edited), shardings, "price")
     batch = sequences(layout, options)
     _refuse_indivisible(batch, microbatches)
@@ -135,11 +136,11 @@ def training_step(
         return ChosenStep(f"one forward pass of {size}; {how}", model, (tokens,))
     optimizer = optimizer_of(options.optimizer)
     state = TrainState.initial_state(
-        model, optimizer, jax.random.key(0), optimizer_rules=laid_out.optimizer
+        model, optimizer, jax.random.key(0), optimizer_rules=laid_out.optimizer, **relaxed
     )
-    of_state = train_state_sharding(state, mesh, laid_out.parameters, laid_out.optimizer)
+    of_state = train_state_sharding(state, mesh, laid_out.parameters, laid_out.optimizer, **relaxed)
     step = build_train_step_fn(
-        used.computing(next_token_loss, mesh),
+        used.computing(next_token_loss, mesh, **relaxed),
         train_state_shardings=of_state,
         donate_params_and_state=True,
         accumulate_steps=microbatches,
@@ -202,7 +203,7 @@ def _edited(
     rolled = has_stack and not options.unroll
     if not keeps_all and not rolled and has_blocks:
         used = dataclasses.replace(used, rematerialise=_KEEPS_INPUTS.get(remat, remat))
-    recipe = used.recipe(model, layout.mesh)
+    recipe = used.recipe(model, layout.mesh, on_indivisible=layout.on_indivisible)
     if rolled:
         recipe += roll_layer_stacks(policy=False if keeps_all else remat)
     said = ["blocks in a loop" if rolled else "blocks one after the other"]

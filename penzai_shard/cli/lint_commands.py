@@ -96,6 +96,7 @@ def linted(tree: Any, layout: ChosenLayout, options: argparse.Namespace, **how: 
         options: What was parsed.
         **how: Further arguments of ``lint``.
     """
+    how["on_indivisible"] = layout.on_indivisible
     found = lint(tree, layout.mesh, _as_given(layout, options), **how)
     findings = [_for_shell(finding, options) for finding in found.findings]
     return dataclasses.replace(found, findings=tuple(findings))

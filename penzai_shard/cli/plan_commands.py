@@ -31,13 +31,6 @@ def add_plan_commands(commands: Any) -> None:
         ),
     )
     add_tree_arguments(plan, also="plan", unnamed="an error")
-    plan.add_argument(
-        "--on-indivisible",
-        choices=("error", "replicate", "pad"),
-        default="error",
-        help="what becomes of lengths that do not divide: an error by default; whole on every "
-        "device; stored padded",
-    )
     add_answer_options(plan)
     plan.set_defaults(run=_plan)
     rules = commands.add_parser(
@@ -69,7 +62,7 @@ def _plan(options: argparse.Namespace) -> int:
                 tree,
                 layout.mesh,
                 on_unnamed=options.on_unnamed,
-                on_indivisible=options.on_indivisible,
+                on_indivisible=layout.on_indivisible,
             )
         findings = _unused(plan)
     except PlanError as error:

@@ -36,7 +36,7 @@ def write_price_page(
     of_layout: dict[str, Any] = {"plan": _STEP_ALONE, "lint": _STEP_ALONE}
     if asked.model is not None and asked.layout is not None:
         model, layout = asked.model.model, asked.layout
-        plan = plan_for_page(model, layout.mesh, layout.layout)
+        plan = plan_for_page(model, layout.mesh, layout.layout, layout.on_indivisible)
         # A model that is not a published one may take anything, unless it was called with tokens.
         takes_tokens = found is not None or asked.model.published is not None
         batch = batch_of_tokens(sequences(layout, options), options.seq) if takes_tokens else None

@@ -27,7 +27,7 @@ from penzai_shard.meshes import (
     onto_auto_twin,
     shardings_on_auto_twin,
 )
-from penzai_shard.padded_arrays import pinned
+from penzai_shard.padded_arrays import pinned, without_padding
 from penzai_shard.partition_specs import evenly_splitting, mesh_axes_used, restricted_spec
 from penzai_shard.planning import Planner, PlanRequest, ShardingPlan, shared_named_sharding
 from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed
@@ -208,13 +208,13 @@ def constrained_by_name(
         on_unnamed,
     )
     structure: Any
-    leaves, structure = jax.tree_util.tree_flatten(tree)
+    leaves, structure = jax.tree_util.tree_flatten(without_padding(tree))
     shardings, doubts = _layout_by_name(structure, tuple(map(_abstract, leaves)), request)
     if doubted:
         warn_caller(doubts)
     if on_indivisible == "pad":
         shardings = tuple(map(_possible, leaves, shardings))
-    return _constrain(tree, structure, shardings)
+    return _constrain(structure.unflatten(leaves), structure, shardings)
 
 
 def _possible(leaf: Any, sharding: NamedSharding | None) -> NamedSharding | None:

@@ -118,7 +118,10 @@ def _used_as(
         return flows.of_parameter(parameter.label)
     names, sizes = tuple(parameter.sizes), tuple(parameter.sizes.values())
     try:
-        explained = AxisRules.of(call.gathers[-1].rules).explain(names, sizes, flows.subject.mesh)
+        gather = call.gathers[-1]
+        explained = AxisRules.of(gather.rules).explain(
+            names, sizes, flows.subject.mesh, on_indivisible=gather.on_indivisible
+        )
     except ShardingError:  # For another mesh, which is found elsewhere.
         return {}
     return split_of(names, explained.spec, flows.sizes)

@@ -18,7 +18,7 @@ from penzai_shard.linting.subject_flows import SubjectFlows
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.planning import LeafPlan, PlanRequest, ShardingPlan
-from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnUnnamed, Rule
+from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnIndivisible, OnUnnamed, Rule
 
 # From so large a part of an array in each device on, it is called wasteful by default.
 MIN_BYTES = 2**20
@@ -43,6 +43,7 @@ class LintSubject:
         rules: Rules in any form, or a ``Layout``, or something else.
         batch: What the model is called with, concrete or abstract; None if it is not known.
         min_bytes: How large a part a device must hold of an array for it to be called wasteful.
+        on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``.
         sampled: Whether one of each of the model's equal blocks stands for all of them, as where
             changes are tried out.
@@ -54,6 +55,7 @@ class LintSubject:
     rules: Any
     batch: Any = None
     min_bytes: int = MIN_BYTES
+    on_indivisible: OnIndivisible = "error"
     on_unnamed: OnUnnamed = "error"
     sampled: bool = False
     shared: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -113,7 +115,7 @@ class LintSubject:
         layout = dataclasses.replace(layout, **known)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ShardingWarning)
-            found, problems = _for_model(layout, self.sample, self.mesh)
+            found, problems = _for_model(layout, self.sample, self.mesh, self.on_indivisible)
         doubts: LayoutProblems = tuple(("misfit", str(each.message)) for each in caught)
         return {name: getattr(found, name) for name in known}, (*problems, *doubts)
 
@@ -160,7 +162,9 @@ class LintSubject:
     @functools.cached_property
     def _examined(self) -> tuple[ShardingPlan, tuple[tuple[str, str], ...]]:
         rules = self.tables[self.table_of_parameters]
-        request = PlanRequest.read("lint", self.mesh, rules, on_unnamed=self.on_unnamed)
+        request = PlanRequest.read(
+            "lint", self.mesh, rules, None, self.on_indivisible, self.on_unnamed
+        )
         tree = self.sample if self.sampled else self.model
         return request.examined(tree, self.tables.get("optimizer"))
 
@@ -177,7 +181,7 @@ class LintSubject:
     def decision(self, leaf: LeafPlan) -> SpecExplanation:
         """What its table of rules says of an array of the plan."""
         rules = self.tables[self.table_of(leaf.path)]
-        return rules.explain(leaf.names, leaf.shape, self.mesh)
+        return rules.explain(leaf.names, leaf.shape, self.mesh, on_indivisible=self.on_indivisible)
 
     @functools.cached_property
     def flows(self) -> SubjectFlows:
@@ -217,14 +221,16 @@ class LintSubject:
         return self.tables[table].name_rules
 
 
-def _for_model(layout: Layout, model: Any, mesh: AnyMesh) -> tuple[Layout, LayoutProblems]:
+def _for_model(
+    layout: Layout, model: Any, mesh: AnyMesh, on_indivisible: OnIndivisible
+) -> tuple[Layout, LayoutProblems]:
     """A layout in a model's names, and why it does not fit; what does not fit stays whole."""
     problems: LayoutProblems = ()
     whole: Mapping[str, Any]
     for whole in ({}, *({role: None} for role in DEFAULT_NAMES), dict.fromkeys(OF_LAYERS)):
         try:
             tried = dataclasses.replace(layout, names={**layout.names, **whole})
-            return tried.for_model(model, mesh), problems
+            return tried.for_model(model, mesh, on_indivisible=on_indivisible), problems
         except ShardingError as error:
             kind: FindingKind = "indivisible" if isinstance(error, PlanError) else "misfit"
             texts = error.problems or (str(error),)

@@ -12,7 +12,7 @@ from penzai_shard.linting.findings import KINDS, Change, Finding
 from penzai_shard.linting.lint_report import LintReport
 from penzai_shard.linting.lint_subject import MIN_BYTES, LintSubject
 from penzai_shard.meshes import AnyMesh, auto_twin, refuse_other_than_mesh
-from penzai_shard.rule_kinds import OnUnnamed, check_option
+from penzai_shard.rule_kinds import OnIndivisible, OnUnnamed, check_option
 from penzai_shard.tree_arguments import refuse_builder
 
 Key: TypeAlias = tuple[str, str, str]
@@ -31,6 +31,7 @@ def lint(
     *,
     batch: Any = None,
     min_bytes: int = MIN_BYTES,
+    on_indivisible: OnIndivisible = "error",
     on_unnamed: OnUnnamed = "error",
 ) -> LintReport:
     """Finds what in a model, its rules and its batch is probably a mistake or a waste.
@@ -58,6 +59,8 @@ def lint(
             it is looked at too; without it the report's ``notes`` say that it was not.
         min_bytes: An array of which each device holds less than this, in bytes, is not called
             wasteful. By default 1 MiB, which is what ``fully_sharded()`` leaves whole in float32.
+        on_indivisible: As for ``make_plan``; lengths that do not divide are findings by default.
+            Those of a batch are always.
         on_unnamed: As for ``make_plan``; arrays without names are findings by default.
 
     Returns:
@@ -78,13 +81,16 @@ def lint(
     """
     refuse_other_than_mesh(mesh, "lint(model, mesh, rules)", (model_or_state, rules))
     refuse_builder("lint", model_or_state)
+    check_option("on_indivisible", on_indivisible)
     check_option("on_unnamed", on_unnamed)
     if not isinstance(min_bytes, numbers.Real):
         raise RuleTypeError(
             f"lint: min_bytes is a number of bytes, for instance min_bytes=2**20, not "
             f"{min_bytes!r}."
         )
-    subject = LintSubject(model_or_state, auto_twin(mesh), rules, batch, min_bytes, on_unnamed)
+    subject = LintSubject(
+        model_or_state, auto_twin(mesh), rules, batch, min_bytes, on_indivisible, on_unnamed
+    )
     findings = _with_fixes(subject)
     findings.sort(key=_badness)
     missing = subject.flows.missing

@@ -219,6 +219,7 @@ def _edited(subject: "LintSubject", model: Any) -> tuple[Any, bool]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardingWarning)
-            return layout.recipe(model, subject.mesh).apply(model), True
+            options = {"on_indivisible": subject.on_indivisible}
+            return layout.recipe(model, subject.mesh, **options).apply(model), True
     except ShardingError:  # What does not fit is found in the rules and the plan.
         return model, False

@@ -18,6 +18,7 @@ from penzai_shard.linting import lint
 from penzai_shard.meshes import AnyMesh, mesh_text, refuse_other_than_mesh
 from penzai_shard.model_variables import is_variable, variable_name
 from penzai_shard.planning import ShardingPlan, make_plan
+from penzai_shard.rule_kinds import OnIndivisible
 from penzai_shard.surgery.tree_nodes import is_layer
 from penzai_shard.training import TrainState
 from penzai_shard.tree_arguments import refuse_builder
@@ -124,14 +125,16 @@ def _variables(tree: Any) -> frozenset[str]:
     return frozenset(variable_name(leaf) for leaf in leaves if is_variable(leaf)) - {""}
 
 
-def plan_for_page(model: Any, mesh: AnyMesh, rules: Any) -> ShardingPlan | Missing:
+def plan_for_page(
+    model: Any, mesh: AnyMesh, rules: Any, on_indivisible: OnIndivisible = "error"
+) -> ShardingPlan | Missing:
     """The plan of a model; or, in the words of the error, why there is none."""
     # What the linter has findings about; rules that cannot be read are a mistake in the call.
     found = (MeshError, PlanError, *([RuleTypeError] if isinstance(rules, Layout) else []))
     try:
         if isinstance(rules, Layout):
-            return rules.plan(model, mesh, on_unnamed="replicate")
-        return make_plan(model, mesh, rules, on_unnamed="replicate")
+            return rules.plan(model, mesh, on_indivisible=on_indivisible, on_unnamed="replicate")
+        return make_plan(model, mesh, rules, on_indivisible=on_indivisible, on_unnamed="replicate")
     except found as error:
         headline, *problems = str(error).splitlines()
         return Missing(headline, tuple(problem.strip() for problem in problems))

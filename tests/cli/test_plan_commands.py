@@ -134,6 +134,8 @@ def test_what_has_no_layout_is_found_and_exit_status_1(shell):
     assert not found["fits"]
     assert len(found["findings"]) == 1
     assert shell(*arguments, "--on-indivisible", "replicate")[0] == 0
+    assert "out=6(8)/data" in shell(*arguments, "--on-indivisible", "pad")[1]
+    assert shell("lint", *arguments[1:], "--on-indivisible", "pad")[0] == 0
 
 
 def test_a_rule_that_no_array_follows_is_found_with_what_was_meant(shell):

@@ -1,19 +1,33 @@
 """Train states whose arrays are stored padded: true lengths in a step, zeros in the padding."""
 
+import pickle
+
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import strategies as st
 from penzai import pz
 
 from penzai_shard import (
+    ConstrainShardingByName,
+    StatefulTrainer,
     TrainState,
+    build_eval_step_fn,
     build_train_step_fn,
     make_mesh,
+    make_plan,
+    param_dict,
     place,
+    shard_batch,
+    train_state_sharding,
 )
+from penzai_shard.errors import PlanError, RuleTypeError, ShardingError
 from penzai_shard.padded_arrays import is_padded, without_padding
+from penzai_shard.training.train_state import with_own_buffers
+from tests.layouts.preset_runs import compilations
 from tests.training.test_optimizer_states import OPTIMIZERS as COMMON
 
 MESH = make_mesh({"data": 4, "model": 2})
@@ -117,3 +131,246 @@ def test_losses_parameters_and_states_are_those_of_true_lengths(all_optimizers, 
     assert_padding_is_zero(of_one[0][0])
     if padded_nodes(of_one[0][1]):
         assert_padding_is_zero(of_one[0][1])
+
+
+SAFEGUARDS = {
+    "accumulate_steps": 2,
+    "clip_global_norm": 0.5,
+    "skip_nonfinite": True,
+    "loss_scaling": "dynamic",
+    "step_metrics": ("gradient_norm",),
+}
+
+
+def safe_state(model, optimizer=None):
+    return TrainState.initial_state(
+        model,
+        optimizer or optax.adamw(1e-2),
+        jax.random.key(1),
+        loss_scaling="dynamic",
+        skip_nonfinite=True,
+    )
+
+
+class SafeRun:
+    """Four steps with microbatches, clipping, loss scaling and donation; the third has an Inf."""
+
+    def __init__(self, model):
+        self.state = safe_state(model)
+        step = build_train_step_fn(squares, donate_params_and_state=True, **SAFEGUARDS)
+        self.auxes, self.compilations = [], []
+        batch = inputs()
+        broken = {"x": batch["x"] * jnp.inf}
+        for each in (batch, batch, broken, batch):
+            before = self.state
+            with compilations() as counted:
+                self.state, aux = step(before, **each)
+            self.donated = jax.tree.leaves(before.params)[0].is_deleted()
+            self.auxes.append(aux)
+            self.compilations.append(len(counted))
+
+
+@pytest.fixture(scope="module")
+def safe_runs():
+    return SafeRun(padded(weights())), SafeRun(weights())
+
+
+def test_microbatches_and_guards_see_true_lengths(safe_runs):
+    run, expected = safe_runs
+    assert_same(run.auxes, expected.auxes)
+    assert_same(
+        (run.state.params, run.state.opt_state), (expected.state.params, expected.state.opt_state)
+    )
+    assert [int(run.state.guards[name]) for name in ("skipped_steps", "skipped_in_a_row")] == [1, 0]
+    assert_padding_is_zero((run.state.params, run.state.opt_state))
+
+
+def test_padded_states_are_donated_and_compiled_once(safe_runs):
+    assert safe_runs[0].donated
+    assert safe_runs[0].compilations[1:] == [0, 0, 0]
+
+
+def test_a_padded_state_shows_true_lengths_and_what_is_stored(safe_runs):
+    state = safe_runs[0].state
+    assert {k: x.named_shape for k, x in param_dict(state.model).items()} == {
+        "weights": {"in": 5, "out": 7},
+        "bias": {"out": 7},
+    }
+    np.testing.assert_array_equal(
+        (state.model["weights"] + 1).unwrap("in", "out"), state.params["weights"].data_array + 1
+    )
+    assert "in=5(8)/data, out=7(8)/model" in str(state.notebook_table())
+    plan = str(make_plan(state, MESH, RULES, on_indivisible="pad"))
+    assert "'in' (5) padded to 8 over mesh axis 'data' (4)" in plan
+
+
+def test_copies_of_padded_states_are_padded(safe_runs):
+    state = safe_runs[0].state
+    copies = [
+        with_own_buffers(state),
+        jax.tree.map(jnp.copy, state),
+        pickle.loads(pickle.dumps(jax.device_get((state.params, state.opt_state)))),
+    ]
+    for copy in copies:
+        if isinstance(copy, TrainState):
+            copy = (copy.params, copy.opt_state)
+        own = (state.params, state.opt_state)
+        assert jax.tree.structure(copy) == jax.tree.structure(own)
+        assert_same(copy, own, 0)
+
+
+def test_padding_that_was_written_to_never_counts(safe_runs):
+    state = safe_state(padded(weights()))
+    state.params["weights"] = jax.tree.map(
+        lambda x: jnp.where(x == 0, jnp.nan, x), state.params["weights"]
+    )
+    step = build_train_step_fn(squares, **SAFEGUARDS)
+    state, aux = step(state, **inputs())
+    assert_same(aux, safe_runs[1].auxes[0])
+    assert_padding_is_zero(state.params)
+
+
+def test_a_padded_state_is_evaluated_with_true_lengths(safe_runs):
+    run, expected = safe_runs
+    evaluate = build_eval_step_fn(squares)
+    assert_same(evaluate(run.state, **inputs()), evaluate(expected.state, **inputs()))
+
+
+def test_steps_without_compilation_take_padded_states():
+    def pinned(model, rng, state, x):
+        pin = ConstrainShardingByName(MESH, {"in": "data", "out": "model"}, on_indivisible="pad")
+        return squares(pin(model), rng, state, x)
+
+    state, _ = trained(padded(weights()), optax.sgd(0.1), pinned, 1, jit=False)
+    expected, _ = trained(weights(), optax.sgd(0.1), squares, 1)
+    assert_same(state.params, expected.params)
+    assert_padding_is_zero(state.params)
+
+
+def trained_by_hand(w, b, x, steps, rate=0.1, momentum=0.9):
+    """Gradient descent with momentum, written out."""
+    velocity = [np.zeros_like(w), np.zeros_like(b)]
+    for _ in range(steps):
+        slope = 2 * (x @ w + b) / (x.shape[0] * b.shape[0])
+        for v, gradient in zip(velocity, (x.T @ slope, slope.sum(0)), strict=True):
+            v *= momentum
+            v += gradient
+        w, b = w - rate * velocity[0], b - rate * velocity[1]
+    return w, b, *velocity
+
+
+@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
+@hypothesis.given(
+    lengths=st.tuples(st.integers(1, 11), st.integers(1, 11)),
+    sizes=st.sampled_from([(8, 1), (4, 2), (2, 4), (2, 2), (1, 8)]),
+    splits=st.sampled_from([("data", "model"), ("model", "data"), (("data", "model"), None)]),
+    explicit=st.booleans(),
+)
+def test_any_lengths_on_any_mesh_train_as_by_hand(lengths, sizes, splits, explicit):
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    devices = jax.devices()[: sizes[0] * sizes[1]]
+    mesh = jax.make_mesh(sizes, ("data", "model"), axis_types=(kind,) * 2, devices=devices)
+    rng = np.random.default_rng(0)
+    w, b, x = (
+        rng.normal(size=s).astype(np.float32) for s in (lengths, lengths[1:], (4, lengths[0]))
+    )
+    model = {"weights": pz.nx.wrap(w, "in", "out"), "bias": pz.nx.wrap(b, "out")}
+    rules = dict(zip(("in", "out"), splits, strict=True))
+    state = TrainState.initial_state(
+        padded(model, mesh, rules), optax.sgd(0.1, momentum=0.9), jax.random.key(0)
+    )
+    step = build_train_step_fn(squares)
+    for _ in range(2):
+        state, _ = step(state, x=pz.nx.wrap(x, "batch", "in"))
+    velocity = state.opt_state[0].trace
+    found = [t[name].data_array for t in (state.params, velocity) for name in model]
+    for one, two in zip(found, trained_by_hand(w, b, x, 2), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
+    if padded_nodes((state.params, velocity)):
+        assert_padding_is_zero((state.params, velocity))
+
+
+def test_abstract_states_are_padded_too():
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    plan = make_plan(jax.eval_shape(weights), mesh, RULES, on_indivisible="pad")
+    optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=2, momentum=0.9)
+    state = TrainState.initial_state(plan.restore_structs(), optimizer, jax.random.key(0))
+    concrete = TrainState.initial_state(padded(weights()), optimizer, jax.random.key(0))
+    assert jax.tree.structure(state) == jax.tree.structure(concrete)
+    for struct, array in zip(jax.tree.leaves(state), jax.tree.leaves(concrete), strict=True):
+        assert struct.shape == array.shape
+        assert struct.sharding.spec == array.sharding.spec
+    shardings = train_state_sharding(concrete, MESH, RULES, on_indivisible="pad")
+    assert jax.tree.structure(shardings) == jax.tree.structure(concrete)
+    without_mesh = jax.eval_shape(
+        lambda: TrainState.initial_state(padded(weights()), optimizer, jax.random.key(0))
+    )
+    sizes = [x.shape for x in jax.tree.leaves(without_mesh)]
+    assert sizes == [x.shape for x in jax.tree.leaves(concrete)]
+
+
+def test_optimizer_states_are_padded_by_rules_of_their_own():
+    rules = {"in": "data"}
+    state = TrainState.initial_state(
+        place(weights(), MESH, {}),
+        optax.adam(1e-2),
+        jax.random.key(1),
+        optimizer_rules=rules,
+        on_indivisible="pad",
+    )
+    assert not padded_nodes(state.params)
+    assert [x.stored.shape for x in padded_nodes(state.opt_state)] == [(8, 7), (8, 7)]
+    state, _ = build_train_step_fn(squares)(state, **inputs())
+    expected, _ = trained(weights(), optax.adam(1e-2), steps=1)
+    assert_same((state.params, state.opt_state), (expected.params, expected.opt_state))
+    assert_padding_is_zero(state.opt_state)
+    with pytest.raises(PlanError, match=r"'in' \(5\) does not divide over mesh axis 'data' \(4\)"):
+        TrainState.initial_state(
+            place(weights(), MESH, {}), optax.adam(1e-2), jax.random.key(1), optimizer_rules=rules
+        )
+
+
+def test_a_trainer_pads_its_state_and_no_batch():
+    trainer = StatefulTrainer.build(
+        jax.random.key(1),
+        weights(),
+        optax.sgd(0.1),
+        squares,
+        mesh=MESH,
+        rules={"out": ("data", "model"), "batch": "data"},
+        on_indivisible="pad",
+    )
+    loss = trainer.step(**inputs())["loss"]
+    np.testing.assert_allclose(loss, squares(weights(), None, None, **inputs())[0], rtol=1e-5)
+    assert_padding_is_zero(trainer.state.params)
+    message = (
+        "parameters are stored padded, and batches are not, since padding would count as "
+        "examples:\n  input x: logical axis 'batch' (6) does not divide over mesh axis 'data' (4), "
+        "asked by rule 'batch' -> 'data'. Leave examples out, or add some that the loss does not "
+        "count, as cross_entropy(logits, targets, mask=...) does."
+    )
+    with pytest.raises(PlanError) as caught:
+        trainer.step(**inputs(6))
+    assert str(caught.value) == message
+
+
+def test_batches_are_not_padded():
+    with pytest.raises(RuleTypeError) as caught:
+        shard_batch(inputs(6), MESH, {"batch": "data"}, on_indivisible="pad")
+    assert str(caught.value) == (
+        'shard_batch: on_indivisible="pad" is for parameters. A batch is not padded, since padding '
+        "would count as examples. Leave the option out, and make the batch divide: leave examples "
+        "out, or add some that the loss does not count, as cross_entropy(logits, targets, "
+        "mask=...) does."
+    )
+
+
+def test_manual_axes_refuse_what_is_stored_padded():
+    with pytest.raises(ShardingError) as caught:
+        trained(padded(weights(), rules={"in": "data"}), optax.adam(0.1), manual_axes="data")
+    assert str(caught.value) == (
+        "with manual_axes, jax.shard_map gives each device an equal part of every array, and what "
+        "is stored padded has no equal parts. Leave manual_axes out, and the compiler splits the "
+        "work; or leave these logical axes whole:\n"
+        "  weights: logical axis 'in' (5) over mesh axis 'data' (4)."
+    )
