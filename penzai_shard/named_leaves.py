@@ -86,13 +86,13 @@ class NamedLeaf:
     padding: Padding | None = None
     can_be_padded: bool = False
 
-    @property
-    def true_array(self) -> Any:
-        """``array`` without padding."""
+    def without_padding(self) -> "NamedLeaf":
+        """The same array as it is without padding."""
         if self.padding is None:
-            return self.array
+            return self
         named = [n for n in zip(self.names or (), self.shape, strict=True) if n[0] is not None]
-        return PaddedArray(self.array, dict(named), self.padding).data_array
+        true = PaddedArray(self.array, dict(named), self.padding).data_array
+        return dataclasses.replace(self, array=true, padding=None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,12 @@ from penzai_shard.checkpoint_reports.stored_arrays import (
     CheckpointContents,
     contents_of,
 )
-from penzai_shard.checkpointing import param_dict
 from penzai_shard.checkpointing.array_records import ArrayRecord
 from penzai_shard.checkpointing.arrays_by_name import ArraysByName
 from penzai_shard.checkpointing.comparison import Tolerance
 from penzai_shard.checkpointing.locations import PathLike, shown_path
 from penzai_shard.checkpointing.manifest import read_manifest
+from penzai_shard.checkpointing.parameter_dict import stored_params
 from penzai_shard.checkpointing.restoring import refuse_other_arrays
 from penzai_shard.errors import CheckpointMismatchError, grouped_problems
 from penzai_shard.path_folding import folded_rows
@@ -219,7 +219,7 @@ def compare_checkpoints(first: PathLike, second: Any) -> CheckpointComparison | 
     if isinstance(second, str | os.PathLike):
         return _compared(contents_of(first), contents_of(second))
     is_state = isinstance(second, TrainState)
-    tree = second if is_state else param_dict(without_repeats(second))
+    tree = second if is_state else stored_params(without_repeats(second))
     leaves = ArraysByName(tree, "restoring", without_inserted=is_state).leaves
     # What is wrong with the checkpoint itself is an error, and no answer.
     path = read_manifest(first).path

@@ -9,9 +9,11 @@ from jax.sharding import Sharding
 from penzai import pz
 from penzai.core.variables import LabeledVariable
 
+from penzai_shard.checkpointing.padded_layouts import Layout, PaddedLayout
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 from penzai_shard.model_variables import thawed, with_own_label
-from penzai_shard.named_leaves import NamedLeaf, is_named_unit, map_arrays
+from penzai_shard.named_leaves import NamedLeaf, Stored, is_named_unit, map_arrays
+from penzai_shard.padded_arrays import is_padded
 from penzai_shard.readers import is_foreign, reader_of, with_repeats, without_repeats
 from penzai_shard.surgery import strip
 from penzai_shard.tree_paths import array_path_text, join_paths, path_text, sortable_keys
@@ -88,12 +90,19 @@ class ArraysByName:
         self.paths = {name: paths[i] for i, name in enumerate(self._names) if name is not None}
 
     def filled(self, arrays: Mapping[str, Any]) -> Any:
-        """The tree with other arrays by name; mutable variables are new mutable ones."""
+        """The tree with other arrays by name; mutable variables are new mutable ones.
+
+        An array is stored without padding, unless it is a ``Stored`` that says how it is padded.
+        """
         names = iter(self._names)
 
         def array_of(leaf: NamedLeaf) -> Any:
             name = next(names)
-            return leaf.array if name is None else arrays[name]
+            if name is None:
+                return leaf.array
+            array = arrays[name]
+            is_other = leaf.padding is not None and not isinstance(array, Stored)
+            return Stored(array, None) if is_other else array
 
         fresh: dict[int, Any] = {}
 
@@ -104,7 +113,12 @@ class ArraysByName:
                 fresh[id(node)] = with_own_label(thawed(value))
             return fresh[id(node)]
 
-        made = jax.tree_util.tree_map(as_in_tree, self.tree, map_arrays(self.tree, array_of))
+        made = jax.tree_util.tree_map(
+            as_in_tree,
+            self.tree,
+            map_arrays(self.tree, array_of),
+            is_leaf=pz.nx.is_namedarray,  # Which may come to be padded.
+        )
         return with_repeats(made)
 
 
@@ -112,7 +126,7 @@ def _paths_of_numbers(tree: Any) -> dict[int, str]:
     """The first path of each number in a tree whose arrays are numbers."""
     paths: dict[int, str] = {}
     for path, index in _data_with_paths(tree):
-        paths.setdefault(index, path)
+        paths.setdefault(index.stored if is_padded(index) else index, path)
     return paths
 
 
@@ -122,7 +136,9 @@ def _data_with_paths(tree: Any) -> list[tuple[str, Any]]:
     A named array has one path, whoever's it is, and whatever it calls the attribute of its data.
     """
     found: list[tuple[str, Any]] = []
-    for key_path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_foreign):
+    for key_path, node in jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda node: is_foreign(node) or is_padded(node)
+    ):
         reader = reader_of(node)
         if reader is None:
             found.append((array_path_text(key_path), node))
@@ -145,16 +161,19 @@ def _without_inserted(tree: Any) -> Any:
         return tree
 
 
-def shardings_by_name(tree: Any) -> dict[str, Sharding | None]:
-    """The sharding of every array by its key path.
+def layouts_by_name(tree: Any) -> dict[str, Layout]:
+    """The layout of every array by its key path.
 
     Args:
         tree: A tree of shardings, or of structs or arrays that have one.
     """
-    return {
-        path: leaf if isinstance(leaf, Sharding) else getattr(leaf, "sharding", None)
-        for path, leaf in _data_with_paths(tree)
-    }
+    layouts: dict[str, Layout] = {}
+    for path, leaf in _data_with_paths(tree):
+        padding = leaf.padding if is_padded(leaf) else None
+        data = leaf.stored if is_padded(leaf) else leaf
+        found = data if isinstance(data, Sharding) else getattr(data, "sharding", None)
+        layouts[path] = found if padding is None else PaddedLayout(found, padding)
+    return layouts
 
 
 def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Any, Any]]:

@@ -197,6 +197,7 @@ def prepare_save(
             f"cannot save to {where}:",
             [problem for name, leaf in leaves.items() if (problem := unsavable(name, leaf))],
         )
+    leaves = {name: leaf.without_padding() for name, leaf in leaves.items()}
     records = {name: record_of(leaf) for name, leaf in leaves.items()}
     refuse_other_arrays_elsewhere(where, leaves, records)
     # Orbax refuses arrays without elements. Their records say everything about them.

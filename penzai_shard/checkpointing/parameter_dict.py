@@ -16,6 +16,7 @@ from penzai_shard.array_kinds import is_abstract, is_array_like, is_deleted, is_
 from penzai_shard.checkpointing.array_records import record_of
 from penzai_shard.checkpointing.arrays_by_name import ArraysByName, leaves_with_paths
 from penzai_shard.checkpointing.comparison import REPLACING, Tolerance, compare
+from penzai_shard.checkpointing.padded_layouts import stored_like
 from penzai_shard.equinox_modules import is_equinox_module, is_module_value
 from penzai_shard.errors import CheckpointMismatchError, RuleTypeError, raise_all
 from penzai_shard.model_variables import (
@@ -31,6 +32,7 @@ from penzai_shard.model_variables import (
 )
 from penzai_shard.named_arrays import unnamed_data
 from penzai_shard.named_leaves import is_named_unit
+from penzai_shard.padded_arrays import is_padded
 from penzai_shard.readers import (
     is_bare_array,
     is_foreign,
@@ -52,9 +54,9 @@ def param_dict(model: Any) -> dict[str, Any]:
             the nested names are joined with slashes.
 
     Returns:
-        A new dictionary from names to values: named arrays, as the parameters hold them.
-        Uninitialised parameters have the structs of their values. A parameter that occurs several
-        times in the model is given once.
+        A new dictionary from names to values: named arrays, as the parameters hold them, those
+        that are stored padded without their padding. Uninitialised parameters have the structs of
+        their values. A parameter that occurs several times in the model is given once.
 
     Raises:
         CheckpointMismatchError: Two different parameters have one name, or the axis names of one
@@ -65,6 +67,27 @@ def param_dict(model: Any) -> dict[str, Any]:
     ...     "mlp", jax.random.key(0), {"embedding": 4}, {"neurons": 8})
     >>> {name: dict(value.named_shape) for name, value in param_dict(model).items()}
     {'mlp/Linear.weights': {'embedding': 4, 'neurons': 8}, 'mlp/AddBias.bias': {'neurons': 8}}
+    """
+    return {name: _true_value(value) for name, value in stored_params(model).items()}
+
+
+def _true_value(value: Any) -> Any:
+    """A parameter's value without padding; what describes a padded array keeps its layout."""
+
+    def true(node: Any) -> Any:
+        has_values = is_padded(node) and not is_abstract(node.stored) and is_array_like(node.stored)
+        return node.as_namedarray() if has_values else node
+
+    # As it is, if it can be.
+    padded = any(map(is_padded, jax.tree_util.tree_leaves(value, is_leaf=is_padded)))
+    return jax.tree_util.tree_map(true, value, is_leaf=is_padded) if padded else value
+
+
+def stored_params(model: Any) -> dict[str, Any]:
+    """``param_dict`` with padded arrays as they are stored, whatever stands in place of data.
+
+    >>> stored_params({"w": pz.nx.ones({"a": 2})})["w"].named_shape
+    {'a': 2}
     """
     if is_parameter_mapping(model):
         found: dict[str, Any] = {}
@@ -118,8 +141,9 @@ def with_params(model: Any, params: Mapping[str, Any]) -> Any:
 
     Returns:
         The new model. Its parameters keep their metadata, shared ones stay shared, and frozen
-        ones frozen. Abstract parameters, which can only be frozen, become mutable ones, unless
-        the given values are structs themselves. State variables are copied.
+        ones frozen. Those that the model stores padded are stored alike, on the same devices.
+        Abstract parameters, which can only be frozen, become mutable ones, unless the given values
+        are structs themselves. State variables are copied.
 
     Raises:
         CheckpointMismatchError: With one line per parameter that is missing, superfluous, or of
@@ -131,8 +155,8 @@ def with_params(model: Any, params: Mapping[str, Any]) -> Any:
     >>> param_dict(other)["b.bias"].unwrap("neurons").tolist()
     [1.0, 1.0]
     """
-    own = ArraysByName(param_dict(model))
-    given = ArraysByName(param_dict(dict(params)))
+    own = ArraysByName(stored_params(model))
+    given = ArraysByName(stored_params(dict(params)))
     compare(
         {name: record_of(leaf) for name, leaf in given.leaves.items()},
         {name: record_of(leaf) for name, leaf in own.leaves.items()},
@@ -141,7 +165,10 @@ def with_params(model: Any, params: Mapping[str, Any]) -> Any:
         tolerance=Tolerance(),
         compare_dtypes=False,
     )
-    arrays = {name: leaf.array for name, leaf in given.leaves.items()}
+    arrays = {
+        name: stored_like(leaf, own.leaves[name], "with_params")
+        for name, leaf in given.leaves.items()
+    }
     return rebuilt(without_repeats(model), own.filled(arrays))
 
 

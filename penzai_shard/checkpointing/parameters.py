@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from penzai_shard.checkpointing.arrays_by_name import ArraysByName, shardings_by_name
+from penzai_shard.checkpointing.arrays_by_name import ArraysByName, layouts_by_name
 from penzai_shard.checkpointing.comparison import (
     AxisMismatch,
     BlockMismatch,
@@ -16,11 +16,12 @@ from penzai_shard.checkpointing.comparison import (
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.name_matching import NameRules, Patterns, Selection
 from penzai_shard.checkpointing.orbax_store import prepare_save
+from penzai_shard.checkpointing.padded_layouts import layouts_to_read, stored_by
 from penzai_shard.checkpointing.parameter_dict import (
-    param_dict,
     rebuilt,
     refuse_states_without_values,
     statistics_of,
+    stored_params,
 )
 from penzai_shard.checkpointing.remaining_arrays import Others, supply_of
 from penzai_shard.checkpointing.restoring import restore_arrays
@@ -54,7 +55,7 @@ def restore_structs(
 
     Returns:
         A dictionary from names to named arrays of ``jax.ShapeDtypeStruct`` with a sharding, such
-        as Orbax' own functions take.
+        as Orbax' own functions take; of the padded ones where arrays are to be stored padded.
 
     Raises:
         PlanError: Some parameter has no valid layout.
@@ -72,7 +73,7 @@ def restore_structs(
     request = PlanRequest.read(
         "restore_structs", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed
     )
-    return request.plan(param_dict(model)).restore_structs()
+    return request.plan(stored_params(model)).restore_structs()
 
 
 def save_params(
@@ -124,11 +125,11 @@ def save_params(
     >>> restored["w"].unwrap("a").tolist()
     [1.0, 1.0]
     """
-    values = param_dict(model)
+    values = stored_params(model)
     if not values:
         fix = "Give a model, or a dictionary of arrays by name; save any other tree with"
         bare = strip(model)
-        if bare is not model and param_dict(bare):
+        if bare is not model and stored_params(bare):
             fix = f"Give the {type(bare).__name__} in it, strip(model), or save it all with"
         raise RuleTypeError(
             f"cannot save to {absolute_path(path)}: this {type(model).__name__} has no parameters. "
@@ -253,7 +254,7 @@ def restore_params(
         "restore_params", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
     )
     model = without_repeats(model)
-    own = ArraysByName(param_dict(model), "restoring")
+    own = ArraysByName(stored_params(model), "restoring")
     refuse_states_without_values(model, "restoring parameters leaves these without values:")
     model_plan = request.plan(model)
     if not own.leaves and not isinstance(model, Mapping):
@@ -262,7 +263,8 @@ def restore_params(
             "model, or a dictionary of arrays by name; restore any other tree with "
             "restore_train_state."
         )
-    shardings = shardings_by_name(param_dict(model_plan.starting_shardings()))
+    layouts = layouts_by_name(stored_params(model_plan.starting_shardings()))
+    shardings = layouts_to_read(layouts, own.leaves)
     arrays = restore_arrays(
         path,
         "params",
@@ -273,4 +275,5 @@ def restore_params(
         selection=selection,
         supply=supply_of(others, own.leaves, shardings, request.mesh),
     )
-    return rebuilt(model, own.filled(arrays), model_plan.sharding_tree())
+    values = own.filled(stored_by(layouts, arrays, "restore_params"))
+    return rebuilt(model, values, model_plan.sharding_tree())

@@ -108,7 +108,7 @@ def kept_values(
         shardings: By name, how each is to be laid out.
         called: The function that was called, for messages.
     """
-    values = {name: leaf.array for name, leaf in leaves.items()}
+    values = {name: leaf.without_padding().array for name, leaf in leaves.items()}
     placed: dict[str, jax.Array] = put(values, {name: shardings[name] for name in values}, called)
     return placed
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 from penzai import pz
 
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.checkpointing.array_records import record_of
-from penzai_shard.checkpointing.arrays_by_name import ArraysByName, shardings_by_name
+from penzai_shard.checkpointing.arrays_by_name import ArraysByName, layouts_by_name
 from penzai_shard.checkpointing.comparison import (
     AxisMismatch,
     BlockMismatch,
@@ -21,7 +21,8 @@ from penzai_shard.checkpointing.comparison import (
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.name_matching import NameRules
 from penzai_shard.checkpointing.orbax_store import PreparedSave, prepare_save
-from penzai_shard.checkpointing.parameter_dict import param_dict
+from penzai_shard.checkpointing.padded_layouts import Layout, layout_of, layouts_to_read, stored_by
+from penzai_shard.checkpointing.parameter_dict import stored_params
 from penzai_shard.checkpointing.restoring import refuse_other_arrays, restore_arrays
 from penzai_shard.errors import RuleTypeError, raise_all, raised_by_the_call
 from penzai_shard.planning import PlacingRequest, ShardingPlan
@@ -199,8 +200,9 @@ def restore_train_state(
         request = dataclasses.replace(request, keep_others=True)
         state_plan = request.plan_state(train_state, optimizer_rules)
         layouts = _by_name(state, state_plan.starting_shardings())
-    arrays = restore_arrays(path, "train_state", state.leaves, layouts, tolerance, verify=verify)
-    return state.filled(arrays)
+    shardings = layouts_to_read(layouts, state.leaves)
+    arrays = restore_arrays(path, "train_state", state.leaves, shardings, tolerance, verify=verify)
+    return state.filled(stored_by(layouts, arrays, "restore_train_state"))
 
 
 def refuse_other_kinds(called: str, train_state: Any) -> None:
@@ -213,7 +215,7 @@ def refuse_other_kinds(called: str, train_state: Any) -> None:
     Raises:
         RuleTypeError: It is one of these.
     """
-    is_model = isinstance(train_state, pz.nn.Layer) and param_dict(train_state)
+    is_model = isinstance(train_state, pz.nn.Layer) and stored_params(train_state)
     if is_array_like(train_state) or not (is_model or jax.tree_util.all_leaves([train_state])):
         return
     if is_model:
@@ -230,17 +232,17 @@ def refuse_other_kinds(called: str, train_state: Any) -> None:
     raise RuleTypeError(f"{called} takes a TrainState, not a {type(train_state).__name__}. {fix}")
 
 
-def _by_name(state: ArraysByName, tree: Any) -> dict[str, Sharding | None]:
-    """The shardings in a tree like the state, by the names of its arrays."""
-    found = shardings_by_name(tree)
+def _by_name(state: ArraysByName, tree: Any) -> dict[str, Layout]:
+    """The layouts in a tree of shardings like the state, by the names of its arrays."""
+    found = layouts_by_name(tree)
     return {name: found.get(path) for name, path in state.paths.items()}
 
 
-def _layouts_without_plan(state: ArraysByName, shardings: Any) -> dict[str, Sharding | None]:
-    """The sharding of every array in a tree of shardings, or else the one that it has already."""
+def _layouts_without_plan(state: ArraysByName, shardings: Any) -> dict[str, Layout]:
+    """The layout of every array in a tree of shardings, or else the one that it has already."""
     if shardings is None:
         headline = "some arrays of the state have no sharding:"
-        layouts = {n: getattr(leaf.array, "sharding", None) for n, leaf in state.leaves.items()}
+        layouts = {name: layout_of(leaf) for name, leaf in state.leaves.items()}
     else:
         headline = "the shardings say nothing of some arrays:"
         layouts = _by_name(state, shardings)
@@ -248,7 +250,7 @@ def _layouts_without_plan(state: ArraysByName, shardings: Any) -> dict[str, Shar
         f"{name}: no sharding for {record_of(leaf)}. Pass mesh and rules, or shardings made "
         "for this state."
         for name, leaf in state.leaves.items()
-        if layouts.get(name) is None
+        if getattr(layouts.get(name), "sharding", layouts.get(name)) is None
     ]
     raise_all(RuleTypeError, headline, problems)
     return layouts

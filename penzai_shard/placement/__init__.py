@@ -14,6 +14,7 @@ from penzai_shard.placement.placing import (
     place,
     put,
 )
+from penzai_shard.placement.stored_padding import padded_on_devices
 
 __all__ = [
     "abstract_model",
@@ -22,6 +23,7 @@ __all__ = [
     "initialize_parameters_sharded",
     "is_model",
     "name_to_name_device_put",
+    "padded_on_devices",
     "partly_initialized",
     "place",
     "put",

@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 
-from penzai_shard.checkpointing.arrays_by_name import ArraysByName, shardings_by_name
+from penzai_shard.checkpointing.arrays_by_name import ArraysByName, layouts_by_name
+from penzai_shard.checkpointing.padded_layouts import layouts_to_read, stored_by
 from penzai_shard.checkpointing.parameter_dict import (
-    param_dict,
     rebuilt,
     refuse_states_without_values,
+    stored_params,
 )
 from penzai_shard.checkpointing.remaining_arrays import kept_values, refuse_without_values
 from penzai_shard.errors import RuleTypeError
@@ -27,7 +28,7 @@ class ModelToFill:
 
     def __init__(self, model: Any, request: PlacingRequest) -> None:
         self._model = without_repeats(model)
-        self._arrays = ArraysByName(param_dict(self._model), "restoring")
+        self._arrays = ArraysByName(stored_params(self._model), "restoring")
         self.leaves: Mapping[str, NamedLeaf] = self._arrays.leaves
         self._kept: Mapping[str, NamedLeaf] = {}
         if not self.leaves:
@@ -37,7 +38,8 @@ class ModelToFill:
             )
         refuse_states_without_values(self._model, "loading parameters leaves these without values:")
         self._plan = request.plan(self._model)
-        self._shardings = shardings_by_name(param_dict(self._plan.starting_shardings()))
+        self._layouts = layouts_by_name(stored_params(self._plan.starting_shardings()))
+        self._shardings = layouts_to_read(self._layouts, self.leaves)
 
     def keep(self, names: Sequence[str]) -> None:
         """Says which parameters keep their values; these are in ``leaves`` no more.
@@ -73,5 +75,6 @@ class ModelToFill:
     def filled(self, arrays: Mapping[str, jax.Array]) -> Any:
         """The model with these arrays, and with those that it keeps, all in their layouts."""
         own = kept_values(self._kept, self._shardings, "load_safetensors")
-        values = self._arrays.filled({**arrays, **own})
+        stored = stored_by(self._layouts, {**arrays, **own}, "load_safetensors")
+        values = self._arrays.filled(stored)
         return rebuilt(self._model, values, self._plan.sharding_tree())

@@ -21,7 +21,7 @@ from penzai_shard.checkpointing.arrays_by_name import ArraysByName
 from penzai_shard.checkpointing.locations import PathLike, absolute_path, is_remote
 from penzai_shard.checkpointing.name_matching import NameRules
 from penzai_shard.checkpointing.orbax_store import unsavable
-from penzai_shard.checkpointing.parameter_dict import param_dict
+from penzai_shard.checkpointing.parameter_dict import stored_params
 from penzai_shard.checkpointing.replacement import Replacement, where_content_is
 from penzai_shard.checkpointing.taking_part import all_save, refuse_other_arrays_elsewhere
 from penzai_shard.checkpointing.value_checksums import checksums_of, sums_of
@@ -206,7 +206,7 @@ def _arrays_to_save(where: str, model: Any, names: Any, dtype: Any) -> dict[str,
     Raises:
         CheckpointMismatchError: Some cannot be saved.
     """
-    leaves = ArraysByName(param_dict(model), "saving").leaves
+    leaves = ArraysByName(stored_params(model), "saving").leaves
     if not leaves:
         raise RuleTypeError(
             f"cannot save to {where}: this {type(model).__name__} has no parameters. Give a model, "
@@ -224,7 +224,10 @@ def _arrays_to_save(where: str, model: Any, names: Any, dtype: Any) -> dict[str,
         if new == METADATA:
             problems.append(f"{name}: no tensor may be called {new}. Give it another name.")
     raise_all(CheckpointMismatchError, f"cannot save to {where}:", problems)
-    return arrays
+    return {
+        new: dataclasses.replace(array, leaf=array.leaf.without_padding())
+        for new, array in arrays.items()
+    }
 
 
 def _not_of_the_format(name: str, record: ArrayRecord) -> str:
