@@ -89,11 +89,11 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
     {'out': 4, 'in': 3}
     """
     refuse_builder("name_axes", tree)
-    _check_names(patterns)
+    check_names(patterns)
     tree = without_repeats(tree)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named_unit)
     problems: list[str] = []
-    names_of = _Found(patterns) if isinstance(patterns, NamesByPath) else _Matching(patterns)
+    names_of = _Found(patterns) if isinstance(patterns, NamesByPath) else NamesByPattern(patterns)
     tensors: dict[str, Any] = {}
     named = [leaf for _, leaf in leaves]
     in_modules = leaves_in_modules(tree, is_named_unit)
@@ -122,7 +122,12 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
     return with_repeats(jax.tree_util.tree_unflatten(treedef, named))
 
 
-def _check_names(patterns: Any) -> None:
+def check_names(patterns: Any) -> None:
+    """Refuses what cannot be read as names by path pattern.
+
+    Raises:
+        RuleTypeError: The names of some pattern are not a sequence of hashable names.
+    """
     if not isinstance(patterns, Mapping):
         raise RuleTypeError(
             "patterns must be a mapping from path pattern to names, not "
@@ -151,7 +156,7 @@ def _check_names(patterns: Any) -> None:
     raise_all(RuleTypeError, "these names cannot be read:", problems)
 
 
-class _Matching:
+class NamesByPattern:
     """Names by path pattern, and which patterns were of use."""
 
     def __init__(self, patterns: Mapping[str, AxisNames]) -> None:

@@ -111,6 +111,7 @@ def test_what_a_loop_takes_and_stacks_one_by_one_is_one_class(scanned):
     layers = scanned["up"][0]
     assert scanned["down"][0] == layers == scanned[1][0]
     assert layers not in (scanned["up"][1], *scanned["x"])
+    assert scanned.dimensions.stepped == {*layers}
 
 
 def test_loops_tie_what_they_hand_on(scanned):
@@ -238,6 +239,19 @@ def test_repeated_key_heads_are_the_slower_part_of_the_heads():
     ((groups, within, projection),) = found["query"]
     assert found["key"] == ((groups, projection),)
     assert (groups.size, within.size) == (3, 2)
+
+
+def test_ranks_and_frequencies_are_not_what_they_are_of():
+    found = Classes(
+        lambda x, y: (jnp.sort(x, -1), jnp.fft.fft(x), jax.lax.sort((x, y), dimension=1)),
+        x=(2, 6),
+        y=(2, 6),
+    )
+    ranks, frequencies, *both = (found[i] for i in range(4))
+    assert {found["x"][0], found["y"][0]} == {ranks[0]} == {frequencies[0]}
+    assert len({found["x"][1], ranks[1], frequencies[1], both[0][1]}) == 4
+    assert both[0] == both[1]
+    assert found["x"][1] == found["y"][1]
 
 
 def test_a_lookup_ties_the_looked_up_rows_to_nothing():

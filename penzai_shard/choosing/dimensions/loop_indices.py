@@ -11,11 +11,14 @@ _TAKEN, _WRITTEN = "stablehlo.dynamic_slice", "stablehlo.dynamic_update_slice"
 
 def tie_what_loops_index(
     program: PropagatedProgram, classes: SplittableClasses, elements: Elements
-) -> None:
+) -> list[int]:
     """Ties the dimensions that one loop goes through, an element in each round.
 
     That is what ``jax.lax.scan`` does to what it scans, and to what it stacks. They are as long as
     the loop, which takes element after element of each at its own index.
+
+    Returns:
+        The elements of these dimensions.
     """
     first: dict[tuple[int, int], int] = {}
     for operation in program.operations:
@@ -24,6 +27,7 @@ def tie_what_loops_index(
             if counter is not None:
                 length = classes.sizes[element]
                 classes.unify([first.setdefault((counter, length), element)], [element])
+    return list(first.values())
 
 
 def _indexed(

@@ -41,6 +41,7 @@ class ProgramDimensions:
     Attributes:
         program: The program.
         conflicts: Where lengths did not allow to tie what an operation ties.
+        stepped: What loops take or write one by one.
 
     >>> import jax
     >>> from jax import ShapeDtypeStruct as Struct
@@ -59,6 +60,7 @@ class ProgramDimensions:
 
     program: PropagatedProgram
     conflicts: tuple[Conflict, ...]
+    stepped: frozenset[DimensionClass]
     _of_values: Sequence[tuple[tuple[DimensionClass, ...], ...]]
 
     @classmethod
@@ -67,13 +69,12 @@ class ProgramDimensions:
         classes = SplittableClasses()
         elements = [tuple(map(classes.new, value.shape)) for value in program.values]
         conflicts = tie_operations(program, classes, elements)
-        tie_what_loops_index(program, classes, elements)
+        stepped = tie_what_loops_index(program, classes, elements)
         tie_cuts(program, classes, elements)
-        return cls(
-            program,
-            tuple(conflicts),
-            _numbered(classes, elements),
-        )
+        numbered = _Numbered(classes)
+        of_values = [tuple(map(numbered.dimension, dimensions)) for dimensions in elements]
+        steps = {part for each in stepped for part in numbered.dimension(each)}
+        return cls(program, tuple(conflicts), frozenset(steps), of_values)
 
     def parts(self, value: int, dimension: int) -> tuple[DimensionClass, ...]:
         """The parts of a dimension, the slowest first.
@@ -93,19 +94,18 @@ class ProgramDimensions:
         return self._of_values[value]
 
 
-def _numbered(
-    classes: SplittableClasses, elements: Sequence[tuple[int, ...]]
-) -> Sequence[tuple[tuple[DimensionClass, ...], ...]]:
-    """The classes of each value, numbered by their first place."""
-    found: dict[int, DimensionClass] = {}
+class _Numbered:
+    """Classes, numbered by their first place."""
 
-    def of(part: int) -> DimensionClass:
-        if part not in found:
-            found[part] = DimensionClass(len(found), classes.sizes[part])
-        return found[part]
+    def __init__(self, classes: SplittableClasses) -> None:
+        self._classes = classes
+        self._found: dict[int, DimensionClass] = {}
 
-    def of_dimension(element: int) -> tuple[DimensionClass, ...]:
-        parts = classes.parts(element)
-        return tuple(map(of, classes.of_all(parts) or parts[:1]))
+    def dimension(self, element: int) -> tuple[DimensionClass, ...]:
+        parts = self._classes.parts(element)
+        return tuple(map(self._of, self._classes.of_all(parts) or parts[:1]))
 
-    return [tuple(map(of_dimension, dimensions)) for dimensions in elements]
+    def _of(self, part: int) -> DimensionClass:
+        if part not in self._found:
+            self._found[part] = DimensionClass(len(self._found), self._classes.sizes[part])
+        return self._found[part]

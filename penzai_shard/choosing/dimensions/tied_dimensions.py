@@ -2,12 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from penzai_shard.choosing.dimensions.splittable_classes import SplittableClasses
 from penzai_shard.library_apis.shardy_records import ShardyRule
 from penzai_shard.sharding_propagation import Operation, PropagatedProgram
 from penzai_shard.sharding_propagation.factors import rule_of
+
+# Their results have another logical axis where each place depends on all: ranks, frequencies.
+_REORDERED = frozenset({"stablehlo.fft", "stablehlo.sort"})
 
 Elements = Sequence[tuple[int, ...]]
 """The elements of the dimensions of each value."""
@@ -60,12 +63,29 @@ def _tied(
         source, target = (list(elements[value]) for value in values)
         return _equal_products(source, target, classes.sizes)
     rule = rule_of(operation, program.values)
-    return [] if rule is None else _by_factors(rule, values, classes, elements)
+    if rule is None:
+        return []
+    if operation.kind not in _REORDERED:
+        return _by_factors(rule, values, rule.operands + rule.results, classes, elements)
+    kept = _without(rule.results, rule.replicated)
+    pairs = _by_factors(rule, values, rule.operands + kept, classes, elements)
+    return pairs + _by_factors(rule, operation.results, rule.results, classes, elements)
+
+
+def _without(
+    dimensions: Sequence[Sequence[Sequence[int]]], left_out: Set[int]
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The factors of the dimensions of some values, but for some factors."""
+    return tuple(
+        tuple(tuple(f for f in factors if f not in left_out) for factors in of_value)
+        for of_value in dimensions
+    )
 
 
 def _by_factors(
     rule: ShardyRule,
     values: Sequence[int],
+    factors: Sequence[Sequence[Sequence[int]]],
     classes: SplittableClasses,
     elements: Elements,
 ) -> list[tuple[list[int], list[int]]]:
@@ -73,10 +93,10 @@ def _by_factors(
 
     A dimension that is not as long as its factors is changed in length, and tied to nothing.
     """
-    sizes, factors = rule.sizes, (*rule.operands, *rule.results)
+    sizes = rule.sizes
     of_factor: dict[int, int] = {}
     pairs: list[tuple[list[int], list[int]]] = []
-    split: list[tuple[int, tuple[int, ...]]] = []
+    split: list[tuple[int, Sequence[int]]] = []
     for value, of_dimensions in zip(values, factors, strict=False):
         for element, of_dimension in zip(elements[value], of_dimensions, strict=False):
             length = classes.sizes[element]

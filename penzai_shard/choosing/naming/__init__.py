@@ -1,0 +1,6 @@
+"""Logical axis names for the weights of functions that carry none."""
+
+from penzai_shard.choosing.naming.inferred_names import InferredNames, Undecided
+from penzai_shard.choosing.naming.inferring import infer_names
+
+__all__ = ["InferredNames", "Undecided", "infer_names"]

@@ -1,0 +1,285 @@
+"""What the operations of a program say of its logical axes, before any has a name."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from typing import TypeAlias
+
+from penzai_shard.choosing.dimensions import DimensionClass
+from penzai_shard.choosing.naming.traced_call import CalledArray, TracedCall
+from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.sharding_propagation import FLOW, Operation
+
+Classes: TypeAlias = frozenset[DimensionClass]
+
+DOT = "stablehlo.dot_general"
+PRODUCTS = frozenset({DOT, "stablehlo.convolution"})
+# What hands on what it takes, in another form.
+_MOVES = frozenset(
+    {
+        FLOW,
+        "stablehlo.broadcast_in_dim",
+        "stablehlo.convert",
+        "stablehlo.optimization_barrier",
+        "stablehlo.reshape",
+        "stablehlo.transpose",
+    }
+)
+_SCALES = frozenset({"stablehlo.multiply", "stablehlo.divide"})
+# So many values are looked at on the way to what comes of one.
+_FAR = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product, or a convolution.
+
+    Attributes:
+        operation: The operation.
+        contracted: What is summed over.
+        batch: What both operands and the result have.
+        free: What the result has of each operand alone.
+        weight: Which of its operands is computed from weights alone; None if none is, or both.
+    """
+
+    operation: Operation
+    contracted: Classes
+    batch: Classes
+    free: tuple[Classes, Classes]
+    weight: int | None
+
+    @property
+    def data(self) -> int:
+        """The operand that is not of weights alone."""
+        assert self.weight is not None
+        return self.operation.operands[1 - self.weight]
+
+    @property
+    def made(self) -> Classes:
+        """What the result has of the weights alone."""
+        return frozenset() if self.weight is None else self.free[self.weight]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """Rows that are taken out of an array by an index.
+
+    Attributes:
+        operation: The operation.
+        rows: The class of what is looked up.
+        others: The other classes of the array.
+        index: The value of the indices.
+    """
+
+    operation: Operation
+    rows: DimensionClass
+    others: Classes
+    index: int
+
+
+class ProgramFacts:
+    """What the operations of a traced call say.
+
+    Attributes:
+        call: The traced call.
+        in_weights: The arrays that have a class, by their places in ``call.weights``.
+        of_inputs: The names of the classes of inputs.
+        from_inputs: The values that are computed from inputs.
+        from_weights: The values that are computed from weights.
+    """
+
+    def __init__(self, call: TracedCall) -> None:
+        self.call = call
+        self.program = call.program
+        in_weights: dict[DimensionClass, dict[int, None]] = collections.defaultdict(dict)
+        for number, weight in enumerate(call.weights):
+            for part in parts_of(weight):
+                if part.size > 1:
+                    in_weights[part][number] = None
+        self.in_weights: Mapping[DimensionClass, tuple[int, ...]] = {
+            part: tuple(numbers) for part, numbers in in_weights.items()
+        }
+        self.of_inputs: dict[DimensionClass, LogicalAxis | None] = {}
+        for each in call.inputs:
+            for parts, name in zip(each.parts or (), each.names, strict=False):
+                for part in parts:
+                    self.of_inputs.setdefault(part, name if len(parts) == 1 else None)
+        self.from_inputs = self._reached(call.inputs)
+        self.from_weights = self._reached(call.weights)
+
+    def _reached(self, arrays: Iterable[CalledArray]) -> Set[int]:
+        reached = {array.value for array in arrays if array.value is not None}
+        before = -1
+        # What goes round in a loop is read before it is made.
+        while len(reached) != before:
+            before = len(reached)
+            for operation in self.program.operations:
+                if not reached.isdisjoint(operation.operands):
+                    reached.update(operation.results)
+        return reached
+
+    def classes(self, value: int) -> Classes:
+        """The classes of a value."""
+        return frozenset(p for parts in self.call.dimensions.of_value(value) for p in parts)
+
+    def classes_of_weight(self, number: int) -> Classes:
+        """The classes of a weight, by its place in ``call.weights``."""
+        return frozenset(parts_of(self.call.weights[number]))
+
+    @functools.cached_property
+    def together(self) -> Mapping[DimensionClass, Classes]:
+        """For each class those one of which always follows it in weights, and only it.
+
+        Both are then one logical axis, which some operation looks at as a product: rotary
+        embeddings of neighbours, say, split a projection in pairs.
+        """
+        before: dict[DimensionClass, set[DimensionClass | None]] = collections.defaultdict(set)
+        behind: dict[DimensionClass, set[DimensionClass | None]] = collections.defaultdict(set)
+        for weight in self.call.weights:
+            for parts in weight.parts or ():
+                for first, second in zip((None, *parts), (*parts, None), strict=True):
+                    if first is not None:
+                        behind[first].add(second)
+                    if second is not None:
+                        before[second].add(first)
+        return {
+            first: frozenset(each for each in seconds if each is not None)
+            for first, seconds in behind.items()
+            if all(each is not None and before[each] == {first} for each in seconds)
+            and len({each.size for each in seconds if each is not None}) == 1
+        }
+
+    @functools.cached_property
+    def products(self) -> tuple[Product, ...]:
+        """The matrix products and convolutions."""
+        found = []
+        for operation in self.program.operations:
+            if operation.kind in PRODUCTS and operation.rule is not None:
+                found.append(self._product(operation))
+        return tuple(found)
+
+    def _product(self, operation: Operation) -> Product:
+        assert operation.rule is not None
+        left, right = (
+            {factor: number for number, factors in enumerate(dimensions) for factor in factors}
+            for dimensions in operation.rule.operands
+        )
+        made = {factor for dimension in operation.rule.results[0] for factor in dimension}
+
+        def classes(of: int, factors: Mapping[int, int], chosen: Iterable[int]) -> Classes:
+            parts = self.call.dimensions.of_value(operation.operands[of])
+            return frozenset(p for factor in chosen for p in parts[factors[factor]] if p.size > 1)
+
+        both = left.keys() & right.keys()
+        of_weights = [
+            operand in self.from_weights and operand not in self.from_inputs
+            for operand in operation.operands
+        ]
+        return Product(
+            operation,
+            classes(0, left, both - made),
+            classes(0, left, both & made),
+            (
+                classes(0, left, made & left.keys() - both),
+                classes(1, right, made & right.keys() - both),
+            ),
+            of_weights.index(True) if sum(of_weights) == 1 else None,
+        )
+
+    @functools.cached_property
+    def with_weights(self) -> tuple[Product, ...]:
+        """The products of weights with what is not."""
+        return tuple(each for each in self.products if each.weight is not None)
+
+    @functools.cached_property
+    def among_data(self) -> tuple[Product, ...]:
+        """The products of which both operands are computed from inputs."""
+        return tuple(
+            each
+            for each in self.products
+            if all(operand in self.from_inputs for operand in each.operation.operands)
+        )
+
+    @functools.cached_property
+    def lookups(self) -> tuple[Lookup, ...]:
+        """What is looked up by an index that is not known beforehand."""
+        found = []
+        for operation in self.program.operations:
+            rule = operation.rule
+            if operation.kind != "stablehlo.gather" or rule is None:
+                continue
+            table, index = operation.operands
+            parts = self.call.dimensions.of_value(table)
+            rows = [
+                number
+                for number, factors in enumerate(rule.operands[0])
+                if rule.reduced.intersection(factors)
+            ]
+            if len(rows) == 1 and len(parts[rows[0]]) == 1:
+                others = {p for n, each in enumerate(parts) if n != rows[0] for p in each}
+                found.append(Lookup(operation, parts[rows[0]][0], frozenset(others), index))
+        return tuple(found)
+
+    def linear_origins(self, value: int) -> Iterator[Operation]:
+        """What makes a value, but for moves and for scales that are not data."""
+        waiting, seen = [value], {value}
+        while waiting:
+            maker = self.program.makers.get(waiting.pop())
+            if maker is None:
+                continue
+            if maker.kind in _MOVES:
+                sources: Sequence[int] = maker.operands
+            elif maker.kind in _SCALES:
+                sources = [each for each in maker.operands if each in self.from_inputs]
+                sources = sources if len(sources) == 1 else ()
+            else:
+                sources = ()
+            if not sources:
+                yield maker
+            waiting += [each for each in sources if each not in seen]
+            seen.update(sources)
+
+    def after(self, value: int, until: Set[str]) -> Iterator[Operation]:
+        """The operations that a value comes to, the nearest first, those of some kinds last.
+
+        Args:
+            value: The value.
+            until: Kinds of operations behind which nothing is looked at.
+        """
+        waiting = collections.deque([value])
+        seen = {value}
+        while waiting and len(seen) < _FAR:
+            for user in self.program.users.get(waiting.popleft(), ()):
+                yield user
+                if user.kind in until:
+                    continue
+                fresh = [each for each in user.results if each not in seen]
+                waiting += fresh
+                seen.update(fresh)
+
+    def before(self, value: int, until: Container[int] = ()) -> Iterator[int]:
+        """The values that a value is computed from, the nearest first, within one round of a loop.
+
+        Args:
+            value: The value.
+            until: Values behind which nothing is looked at.
+        """
+        waiting = collections.deque([value])
+        seen = {value}
+        while waiting and len(seen) < _FAR:
+            value = waiting.popleft()
+            maker = self.program.makers.get(value)
+            if maker is None or value in until or (maker.kind == FLOW and len(maker.operands) > 1):
+                continue
+            for operand in maker.operands:
+                if operand not in seen:
+                    seen.add(operand)
+                    waiting.append(operand)
+                    yield operand
+
+
+def parts_of(array: CalledArray) -> Iterator[DimensionClass]:
+    """The classes of an array, in order."""
+    for parts in array.parts or ():
+        yield from parts

@@ -1,0 +1,196 @@
+"""A call of a function with weights and inputs, traced: which values of the program they are."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from penzai import pz
+
+from penzai_shard.choosing.dimensions import DimensionClass, ProgramDimensions
+from penzai_shard.equinox_modules import are_arrays
+from penzai_shard.errors import RuleTypeError, naming_extras, raise_all
+from penzai_shard.named_leaves import NamedLeaf, map_arrays
+from penzai_shard.readers import without_bare_arrays
+from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.sharding_propagation import PropagatedProgram
+
+AxisNames = Sequence[LogicalAxis | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class CalledArray:
+    """An array that a function is called with.
+
+    Attributes:
+        path: Where it is.
+        shape: Its shape.
+        names: The logical axes that it is known to have, None for those that are not known.
+        parts: The classes of each dimension; None if the program does not use it.
+        value: Its number in the program; None if the program does not use it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    names: tuple[LogicalAxis | None, ...]
+    parts: tuple[tuple[DimensionClass, ...], ...] | None
+    value: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedCall:
+    """A traced call.
+
+    Attributes:
+        weights: The arrays of the first argument.
+        inputs: Those of the others.
+        dimensions: Which dimensions in the program are one logical axis.
+    """
+
+    weights: tuple[CalledArray, ...]
+    inputs: tuple[CalledArray, ...]
+    dimensions: ProgramDimensions
+
+    @property
+    def program(self) -> PropagatedProgram:
+        """The program."""
+        return self.dimensions.program
+
+
+def traced_call(
+    function: Callable[..., Any],
+    params: Any,
+    inputs: Sequence[Any],
+    input_names: Sequence[AxisNames | None],
+) -> TracedCall:
+    """Traces ``function(params, *inputs)``; no values are needed, and no device.
+
+    Raises:
+        RuleTypeError: The names of an input are not as many as it has dimensions.
+        PropagationError: This jaxlib does not say which dimensions belong together.
+    """
+    trees = [_Arrays(pz.freeze_variables(tree)) for tree in (params, *inputs)]
+    named = _names_of_inputs(trees[1:], input_names)
+
+    def called(weights: list[Any], inputs: list[list[Any]]) -> list[Any]:
+        given = [
+            tree.filled(arrays) for tree, arrays in zip(trees, [weights, *inputs], strict=True)
+        ]
+        returned = jax.tree_util.tree_leaves(function(*given))
+        return [leaf for leaf in returned if hasattr(leaf, "shape")]
+
+    structs = [tree.structs for tree in trees]
+    try:
+        with naming_extras():
+            traced = jax.jit(called).trace(structs[0], structs[1:])
+    except Exception as error:
+        error.add_note(f"This was raised while infer_names traced {_call_text(function, trees)}.")
+        raise
+    program = PropagatedProgram.of(traced.lower(lowering_platforms=("cpu",)))
+    dimensions = ProgramDimensions.of(program)
+    called_array = functools.partial(_called_array, dimensions)
+    weights = [
+        called_array(leaf, leaf.names, f"weights[{number}]")
+        for number, leaf in enumerate(trees[0].leaves)
+    ]
+    of_inputs = [
+        called_array(leaf, names, f"inputs[{i}][{number}]")
+        for i, leaves in enumerate(named)
+        for number, (leaf, names) in enumerate(leaves)
+    ]
+    return TracedCall(tuple(weights), tuple(of_inputs), dimensions)
+
+
+def _called_array(
+    dimensions: ProgramDimensions, leaf: NamedLeaf, names: AxisNames | None, argument: str
+) -> CalledArray:
+    # JAX leaves out arguments that change nothing.
+    value = dimensions.program.arguments.get(argument)
+    return CalledArray(
+        leaf.path,
+        leaf.shape,
+        (None,) * len(leaf.shape) if names is None else tuple(names),
+        None if value is None else dimensions.of_value(value),
+        value,
+    )
+
+
+class _Arrays:
+    """The arrays of a tree, apart from all else in it."""
+
+    def __init__(self, tree: Any) -> None:
+        tree = without_bare_arrays(tree, "infer_names")
+        self._leaves, self._treedef = jax.tree_util.tree_flatten(tree)
+        self._places = [
+            number
+            for number, (leaf, is_array) in enumerate(
+                zip(self._leaves, are_arrays(tree), strict=True)
+            )
+            if is_array and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        ]
+        # Objects of their own, by which each is known again.
+        self.structs = [
+            jax.ShapeDtypeStruct(self._leaves[place].shape, self._leaves[place].dtype)
+            for place in self._places
+        ]
+        found: dict[int, NamedLeaf] = {}
+        map_arrays(self.filled(self.structs), lambda leaf: found.setdefault(id(leaf.array), leaf))
+        self.leaves = [found[id(struct)] for struct in self.structs if id(struct) in found]
+
+    def filled(self, arrays: Sequence[Any]) -> Any:
+        """The tree with other arrays in their places."""
+        leaves = list(self._leaves)
+        for place, array in zip(self._places, arrays, strict=True):
+            leaves[place] = array
+        return jax.tree_util.tree_unflatten(self._treedef, leaves)
+
+
+def _names_of_inputs(
+    inputs: Sequence[_Arrays], input_names: Sequence[AxisNames | None]
+) -> list[list[tuple[NamedLeaf, AxisNames | None]]]:
+    """The arrays of each input with their names: their own, or those that were given."""
+    if isinstance(input_names, str) or any(isinstance(names, str) for names in input_names):
+        raise RuleTypeError(
+            f"input_names has a tuple of names for each input, not {input_names!r}. "
+            "Write for instance input_names=[('batch', 'seq')]."
+        )
+    problems = []
+    named = []
+    if len(input_names) > len(inputs):
+        problems.append(
+            f"input_names: names {len(input_names)} inputs, but there are {len(inputs)}."
+        )
+    for number, arrays in enumerate(inputs):
+        names = input_names[number] if number < len(input_names) else None
+        plain = [leaf for leaf in arrays.leaves if leaf.names is None]
+        if names is not None and plain and all(len(leaf.shape) != len(names) for leaf in plain):
+            shape = plain[0].shape
+            example = tuple((*names, *["..."] * len(shape))[: len(shape)])
+            problems.append(
+                f"input {number}: has rank {len(shape)}, shape {shape}, and input_names gives it "
+                f"{len(names)} logical axes {tuple(names)}. Give {len(shape)}, None for one "
+                f"without name, as in input_names={[None] * number + [example]}."
+            )
+        named.append(
+            [
+                (leaf, names if leaf.names is None and _fits(leaf, names) else leaf.names)
+                for leaf in arrays.leaves
+            ]
+        )
+    raise_all(RuleTypeError, "the names of inputs do not fit them:", problems)
+    return named
+
+
+def _fits(leaf: NamedLeaf, names: AxisNames | None) -> bool:
+    return names is not None and len(names) == len(leaf.shape)
+
+
+def _call_text(function: Callable[..., Any], trees: Sequence[_Arrays]) -> str:
+    """A call as people write it, such as ``logits(params, int32[4,16])``."""
+    name = getattr(function, "__name__", type(function).__name__)
+    inputs = [
+        ", ".join(f"{struct.dtype}[{','.join(map(str, struct.shape))}]" for struct in tree.structs)
+        for tree in trees[1:]
+    ]
+    return f"{name}({', '.join(['params', *inputs])})"

@@ -1,0 +1,143 @@
+"""The names of the dimensions of weights, from those of the classes they are products of."""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from penzai_shard.choosing.dimensions import DimensionClass
+from penzai_shard.choosing.naming.class_names import ClassNames
+from penzai_shard.choosing.naming.program_facts import Classes
+from penzai_shard.choosing.naming.traced_call import CalledArray
+from penzai_shard.fused_axes import FusedAxes, factors_of
+from penzai_shard.rule_kinds import LogicalAxis
+
+
+@dataclasses.dataclass(frozen=True)
+class DimensionName:
+    """What a dimension of an array is called, and why.
+
+    Attributes:
+        name: The logical axis; None if that is not decided.
+        reason: Why it is called so, or why that is not decided, as a sentence.
+    """
+
+    name: LogicalAxis | None
+    reason: str
+
+
+UNUSED = "the program does not use this array"
+_UNKNOWN = "the program does not decide what it is"
+
+
+def names_of_weights(
+    weights: Sequence[CalledArray],
+    names: ClassNames,
+    together: Mapping[DimensionClass, Classes],
+) -> list[tuple[DimensionName, ...]]:
+    """The name of each dimension of each weight.
+
+    Args:
+        weights: The weights.
+        names: What classes are called.
+        together: For each class those one of which always follows it: both are one axis.
+    """
+    return [_without_repeats(_of_weight(weight, names, together)) for weight in weights]
+
+
+def _of_weight(
+    weight: CalledArray,
+    names: ClassNames,
+    together: Mapping[DimensionClass, Classes],
+) -> list[DimensionName]:
+    if weight.parts is None:
+        return [
+            DimensionName(known, "it is called so already" if known else UNUSED)
+            for known in weight.names
+        ]
+    return [
+        DimensionName(known, "it is called so already")
+        if known is not None
+        else _of_dimension(parts, names, together)
+        for known, parts in zip(weight.names, weight.parts, strict=True)
+    ]
+
+
+def _of_dimension(
+    parts: Sequence[DimensionClass],
+    names: ClassNames,
+    together: Mapping[DimensionClass, Classes],
+) -> DimensionName:
+    if len(parts) == 1 and parts[0].size == 1:
+        return DimensionName(None, "it has length 1")
+    groups: list[list[DimensionClass]] = []
+    for part in parts:
+        if groups and _are_one(groups[-1][-1], part, names, together):
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    sizes: dict[str, int] = {}
+    reasons = []
+    for group in groups:
+        named = [part for part in group if part in names.names]
+        if not named:
+            return DimensionName(None, _doubt(groups, group, names))
+        name = names.names[named[0]]
+        if name in sizes:
+            return DimensionName(None, f"two of the axes that it is a product of would be {name!r}")
+        sizes[name] = 1
+        for part in group:
+            sizes[name] *= part.size
+        reasons.append(names.reasons[named[0]])
+    if len(sizes) == 1:
+        return DimensionName(next(iter(sizes)), reasons[0])
+    told = "; ".join(f"{name}: {reason}" for name, reason in zip(sizes, reasons, strict=True))
+    return DimensionName(FusedAxes.of(sizes), told)
+
+
+def _are_one(
+    first: DimensionClass,
+    second: DimensionClass,
+    names: ClassNames,
+    together: Mapping[DimensionClass, Classes],
+) -> bool:
+    """Whether two parts of a dimension that follow each other are one logical axis."""
+    if second not in together.get(first, ()):
+        return False
+    found = [names.names[part] for part in (first, second) if part in names.names]
+    return len(set(found)) <= 1
+
+
+def _doubt(
+    groups: Sequence[Sequence[DimensionClass]], group: Sequence[DimensionClass], names: ClassNames
+) -> str:
+    found = [names.doubts[part] for part in group if part in names.doubts]
+    doubt = found[0] if found else _UNKNOWN
+    if len(groups) == 1:
+        return doubt
+    lengths = "*".join(str(_length(each)) for each in groups)
+    return f"it is a product of lengths {lengths}; of that of {_length(group)}, {doubt}"
+
+
+def _length(group: Sequence[DimensionClass]) -> int:
+    length = 1
+    for part in group:
+        length *= part.size
+    return length
+
+
+def _without_repeats(dimensions: Sequence[DimensionName]) -> tuple[DimensionName, ...]:
+    """One name for one dimension: an array has each logical axis once."""
+    counts: collections.Counter[LogicalAxis] = collections.Counter()
+    for each in dimensions:
+        if each.name is not None:
+            counts.update({each.name, *factors_of(each.name)})
+    kept = []
+    for each in dimensions:
+        repeated = [
+            n for n in (each.name, *factors_of(each.name)) if n is not None and counts[n] > 1
+        ]
+        if repeated:
+            reason = f"two of its dimensions would be {repeated[0]!r} ({each.reason})"
+            each = DimensionName(None, reason)
+        kept.append(each)
+    return tuple(kept)

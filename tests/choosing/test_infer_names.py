@@ -1,0 +1,185 @@
+"""Logical axes get names by what a program does with them; what it does not decide has none."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from penzai import pz
+
+import penzai_shard as pzs
+
+BATCH, SEQ, EMBEDDING, HEADS, PROJECTION, NEURONS, VOCABULARY = 2, 5, 12, 3, 4, 12, 20
+TOKENS = jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32)
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def block():
+    return {
+        "norm": struct(EMBEDDING),
+        "attention": {
+            "query": struct(EMBEDDING, HEADS * PROJECTION),
+            "key": struct(EMBEDDING, HEADS * PROJECTION),
+            "value": struct(EMBEDDING, HEADS * PROJECTION),
+            "output": struct(HEADS * PROJECTION, EMBEDDING),
+        },
+        "mlp": {"up": struct(EMBEDDING, NEURONS), "bias": struct(NEURONS), "down": struct(NEURONS, EMBEDDING)},
+    }
+
+
+WEIGHTS = {
+    "embed": struct(VOCABULARY, EMBEDDING),
+    "blocks": [block(), block()],
+    "lm_head": struct(EMBEDDING, VOCABULARY),
+    "unused": struct(EMBEDDING),
+    "temperature": struct(1),
+}
+
+
+def apply_block(block, x):
+    h = x * block["norm"]
+    q, k, v = (
+        (h @ block["attention"][name]).reshape(*x.shape[:2], HEADS, PROJECTION)
+        for name in ("query", "key", "value")
+    )
+    shares = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), -1)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", shares, v).reshape(*x.shape[:2], -1)
+    x = x + mixed @ block["attention"]["output"]
+    mlp = block["mlp"]
+    return x + jax.nn.gelu(x @ mlp["up"] + mlp["bias"]) @ mlp["down"]
+
+
+def logits(weights, tokens):
+    x = weights["embed"][tokens]
+    for each in weights["blocks"]:
+        x = apply_block(each, x)
+    return x @ weights["lm_head"] * weights["temperature"]
+
+
+@pytest.fixture(scope="module")
+def inferred():
+    return pzs.infer_names(logits, WEIGHTS, TOKENS)
+
+
+def test_every_axis_of_a_transformer_is_named(inferred):
+    assert inferred["embed"] == ("vocabulary", "embedding")
+    assert inferred["lm_head"] == ("embedding", "vocabulary")
+    for number in range(2):
+        for name in ("query", "key", "value"):
+            assert inferred[f"blocks/{number}/attention/{name}"] == ("embedding", "heads*projection")
+        assert inferred[f"blocks/{number}/attention/output"] == ("heads*projection", "embedding")
+        assert inferred[f"blocks/{number}/norm"] == ("embedding",)
+        assert inferred[f"blocks/{number}/mlp/up"] == ("embedding", "neurons")
+        assert inferred[f"blocks/{number}/mlp/bias"] == ("neurons",)
+    fused = inferred["blocks/0/attention/query"][1]
+    assert fused.sizes == (HEADS, PROJECTION)
+
+
+def test_what_is_not_used_and_what_has_length_one_is_not_named(inferred):
+    assert inferred["unused"] == inferred["temperature"] == (None,)
+    assert inferred.reasons("unused") == ("the program does not use this array",)
+    assert inferred.reasons("temperature") == ("it has length 1",)
+    (undecided,) = inferred.undecided
+    assert (undecided.path, undecided.dimension, undecided.size) == ("unused", 0, EMBEDDING)
+
+
+def test_every_name_has_a_reason(inferred):
+    assert all(all(inferred.reasons(path)) for path in inferred)
+    assert "contracted over it in attention" in inferred.reasons("blocks/1/attention/key")[1]
+    assert "looked up along it by an input" in inferred.reasons("embed")[0]
+
+
+def test_the_report_folds_equal_blocks(inferred):
+    text = str(inferred)
+    assert "18 arrays, 17 of them with all names; 1 dimension not decided" in text
+    assert text.count("blocks/*/mlp/up") == 1
+    assert "heads*projection" in text
+    assert str(inferred.table(collapse=False)).count("mlp/up") == 2
+    data = json.loads(inferred.to_json())
+    assert data["blocks/1/mlp/down"]["names"] == ["neurons", "embedding"]
+    assert data["unused"]["names"] == [None]
+    assert "blocks/{0-1}" in str(inferred.tree())
+
+
+def test_inferred_names_can_be_given_to_the_weights(inferred):
+    named = pzs.name_axes(WEIGHTS, inferred)
+    assert dict(named["embed"].named_shape) == {"vocabulary": VOCABULARY, "embedding": EMBEDDING}
+
+
+def test_a_name_that_a_person_gives_goes_wherever_the_axis_is():
+    names = pzs.infer_names(
+        logits,
+        WEIGHTS,
+        TOKENS,
+        overrides={"blocks.*.mlp.up": ("model_width", "hidden"), "unused": ("extra",)},
+    )
+    assert names["embed"] == ("vocabulary", "model_width")
+    assert names["blocks/1/mlp/down"] == ("hidden", "model_width")
+    assert names["unused"] == ("extra",)
+    assert "override 'blocks.*.mlp.up'" in names.reasons("embed")[1]
+
+
+def test_an_override_may_name_the_parts_of_a_product():
+    names = pzs.infer_names(
+        logits, WEIGHTS, TOKENS, overrides={"**/query": ("embedding", "people*depth")}
+    )
+    assert names["blocks/0/attention/output"] == ("people*depth", "embedding")
+    assert names["blocks/0/attention/output"][0].sizes == (HEADS, PROJECTION)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"blocks.*.mlp.upp": ("a", "b")}, r"'blocks.\*.mlp.upp' matches no array. The nearest path is"),
+        ({"embed": ("a",)}, r"embed: pattern 'embed' gives 1 logical axes \('a',\) to an array of rank 2"),
+        ({"embed": "ab"}, r"pattern 'embed': names must be a tuple, not 'ab'"),
+        ({"embed": ("v", "a"), "lm_head": ("b", None)}, r"lm_head: override 'lm_head' calls 'b' what override 'embed' calls 'a'"),
+    ],
+)
+def test_overrides_that_do_not_fit_are_refused(overrides, message):
+    with pytest.raises(pzs.ShardingError, match=message):
+        pzs.infer_names(logits, WEIGHTS, TOKENS, overrides=overrides)
+
+
+def test_names_of_inputs_that_do_not_fit_are_refused():
+    with pytest.raises(pzs.ShardingError, match=r"input 0: has rank 2, shape \(2, 5\), and input_names gives it 1"):
+        pzs.infer_names(logits, WEIGHTS, TOKENS, input_names=[("batch",)])
+    with pytest.raises(pzs.ShardingError, match="names 2 inputs, but there are 1"):
+        pzs.infer_names(logits, WEIGHTS, TOKENS, input_names=[("batch", "seq")] * 2)
+    with pytest.raises(pzs.ShardingError, match=r"has a tuple of names for each input, not \('batch', 'seq'\)"):
+        pzs.infer_names(logits, WEIGHTS, TOKENS, input_names=("batch", "seq"))
+
+
+def test_a_function_that_cannot_be_traced_says_which_call():
+    with pytest.raises(TypeError) as raised:
+        pzs.infer_names(lambda weights, x: weights["embed"] @ weights["lm_head"] @ x, WEIGHTS, TOKENS)
+    assert raised.value.__notes__ == [
+        "This was raised while infer_names traced <lambda>(params, int32[2,5])."
+    ]
+
+
+def test_names_that_arrays_have_already_are_kept_and_used():
+    weights = {"up": pz.nx.wrap(jnp.ones((6, 8)), "features", "hidden"), "down": jnp.ones((8, 6))}
+
+    def apply(weights, x):
+        up = weights["up"].unwrap("features", "hidden")
+        return jax.nn.relu(x @ up) @ weights["down"]
+
+    names = pzs.infer_names(apply, weights, struct(3, 6), input_names=[("batch", "features")])
+    assert names["up"] == ("features", "hidden")
+    assert names["down"] == ("hidden", None)
+
+
+def test_square_layers_are_not_taken_for_one_another():
+    def apply(weights, x):
+        for weight in weights:
+            x = jax.nn.relu(x @ weight)
+        return x
+
+    names = pzs.infer_names(
+        apply, [struct(8, 8)] * 3, struct(4, 8), input_names=[("batch", "features")]
+    )
+    assert [names[str(i)] for i in range(3)] == [("features", None), (None, None), (None, None)]
