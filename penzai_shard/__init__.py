@@ -31,6 +31,7 @@ from penzai_shard.checkpointing import (
     with_params,
 )
 from penzai_shard.choosing.choices import Choice, Choices, choose_layout
+from penzai_shard.choosing.naming import DimensionName, InferredNames, Undecided, infer_names
 from penzai_shard.errors import (
     CheckpointDamagedError,
     CheckpointExistsError,
@@ -166,6 +167,7 @@ __all__ = [
     "ConstrainActivations",
     "ConstrainSharding",
     "ConstrainShardingByName",
+    "DimensionName",
     "DynamicLossScaling",
     "EquivalenceReport",
     "Finding",
@@ -174,6 +176,7 @@ __all__ = [
     "Hardware",
     "HostNetwork",
     "InPrecision",
+    "InferredNames",
     "Inserted",
     "Jitted",
     "LayerStackPolicy",
@@ -205,6 +208,7 @@ __all__ = [
     "TrainState",
     "TreeFigure",
     "TreeNode",
+    "Undecided",
     "VerifiedArray",
     "WhyReport",
     "WhyRow",
@@ -230,6 +234,7 @@ __all__ = [
     "fit",
     "fold_rng_over_axis",
     "fully_sharded",
+    "infer_names",
     "initialize_parameters_sharded",
     "insert_after",
     "insert_before",

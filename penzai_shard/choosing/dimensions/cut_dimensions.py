@@ -75,7 +75,7 @@ def _cut(program: PropagatedProgram, elements: Elements) -> Iterator[_Parted]:
         (source,), (result,) = operation.operands, operation.results
         for number, place in enumerate(operation.cuts):
             length = program.values[result].shape[number]
-            if 1 < length < program.values[source].shape[number]:
+            if length < program.values[source].shape[number]:
                 found[elements[source][number]][place] = elements[result][number]
     for whole, parts in found.items():
         yield _Parted(whole, parts, is_joined=False)
@@ -130,8 +130,8 @@ def _came_from(
         for operand in maker.operands:
             before = values[operand].shape
             along = maker.cuts or maker.kind == "stablehlo.concatenate"
-            if along and _but_one(before, number) == _but_one(shape, number):
-                follows = before[number] > 1
+            if along:
+                follows = _but_one(before, number) == _but_one(shape, number)
             else:
                 follows = before == shape and maker.kind not in _MOVES
             if follows and operand not in seen:
@@ -218,4 +218,4 @@ def _covers(each: _Parted, classes: SplittableClasses) -> bool:
 
 
 def _in_any_order(each: _Parted, classes: SplittableClasses) -> tuple[tuple[int, ...], ...]:
-    return tuple(sorted(tuple(classes.parts(part)) for part in each.parts.values()))
+    return tuple(sorted(tuple(classes.of_all([part])) for part in each.parts.values()))

@@ -44,11 +44,11 @@ def name_attention(facts: ProgramFacts, names: ClassNames) -> None:
 
 def _attentions(facts: ProgramFacts, names: ClassNames) -> Iterator[_Attention]:
     weighted = facts.in_weights.keys() - facts.of_inputs.keys()
+    weighted -= names.with_role("embedding") | names.with_role("layers")
     by_operation = {each.operation.number: each for each in facts.among_data}
     for scores in facts.among_data:
-        known = weighted - names.names.keys()
-        contracted = scores.contracted & known
-        beside = (scores.batch | scores.free[0] | scores.free[1]) & known
+        contracted = scores.contracted & weighted
+        beside = (scores.batch | scores.free[0] | scores.free[1]) & weighted
         if not contracted or not (scores.batch or beside):
             continue
         exponential = _softmax_of(facts, scores)
@@ -75,7 +75,7 @@ def _name_heads(facts: ProgramFacts, names: ClassNames, attention: _Attention) -
 
     In grouped-query attention the weights of keys and values have the groups alone.
     """
-    heads = names.without_name(attention.heads)
+    heads = sorted(attention.heads, key=lambda part: part.number)
     projections = attention.contracted | attention.values
     projecting = [
         frozenset(parts_of(weight))
@@ -103,7 +103,7 @@ def _name_heads(facts: ProgramFacts, names: ClassNames, attention: _Attention) -
             names.give(group, "head_groups", reason)
             reason = "queries have it in each group of heads, and keys and values lack it"
             names.give(query, "query_heads", reason)
-    for part in names.without_name(heads):
+    for part in names.without_role(heads):
         names.doubts[part] = (
             "attention is done side by side along it and along others, and no weight shows which "
             "of them keys and values have"

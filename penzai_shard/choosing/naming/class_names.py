@@ -1,30 +1,48 @@
 """Names of classes, each with its reason."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from penzai_shard.choosing.dimensions import DimensionClass
 
 
 class ClassNames:
-    """What classes are called, and why; the first name that is given stays.
+    """What classes do in a program, what they are called for it, and what people call them.
+
+    The first role that a class gets stays. A name that people give goes before it, and changes
+    nothing of what the roles of others are.
 
     Attributes:
-        names: The name of each class.
-        reasons: Why it is called so, as a sentence.
+        roles: The role of each class, which is its name unless people give it another.
         doubts: Why a class has no name, where something is known of it.
     """
 
     def __init__(self) -> None:
-        self.names: dict[DimensionClass, str] = {}
-        self.reasons: dict[DimensionClass, str] = {}
+        self.roles: dict[DimensionClass, str] = {}
         self.doubts: dict[DimensionClass, str] = {}
+        self._reasons: dict[DimensionClass, str] = {}
+        self._called: dict[DimensionClass, tuple[str, str]] = {}
 
-    def give(self, part: DimensionClass, name: str, reason: str) -> None:
-        """Gives a class a name, unless it has one or there is nothing to name."""
-        if part.size > 1 and part not in self.names:
-            self.names[part] = name
-            self.reasons[part] = reason
+    def give(self, part: DimensionClass, role: str, reason: str) -> None:
+        """Gives a class a role, unless it has one or there is nothing to name."""
+        if part.size > 1 and part not in self.roles:
+            self.roles[part] = role
+            self._reasons[part] = reason
 
-    def without_name(self, parts: Iterable[DimensionClass]) -> list[DimensionClass]:
-        """Those that have no name yet, in order."""
-        return sorted((p for p in parts if p not in self.names), key=lambda part: part.number)
+    def call(self, part: DimensionClass, name: str, reason: str) -> None:
+        """Gives a class a name, whatever its role is."""
+        if part.size > 1:
+            self._called.setdefault(part, (name, reason))
+
+    def name(self, part: DimensionClass) -> tuple[str, str] | None:
+        """What a class is called, and why; None if that is not known."""
+        if part in self._called:
+            return self._called[part]
+        return (self.roles[part], self._reasons[part]) if part in self.roles else None
+
+    def with_role(self, role: str) -> Set[DimensionClass]:
+        """The classes that have a role."""
+        return {part for part, own in self.roles.items() if own == role}
+
+    def without_role(self, parts: Iterable[DimensionClass]) -> list[DimensionClass]:
+        """Those that have no role yet, in order."""
+        return sorted((p for p in parts if p not in self.roles), key=lambda part: part.number)

@@ -93,7 +93,7 @@ def name_classes(facts: ProgramFacts, names: ClassNames) -> None:
     for weight in facts.call.weights:
         for parts, name in zip(weight.parts or (), weight.names, strict=False):
             if name is not None and len(parts) == 1:
-                names.give(parts[0], str(name), f"{weight.path} has that name already")
+                names.call(parts[0], str(name), f"{weight.path} has that name already")
     name_embedding(facts, names)
     name_vocabulary(facts, names)
     name_layers(facts, names)

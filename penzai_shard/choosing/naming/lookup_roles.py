@@ -1,9 +1,13 @@
 """Vocabularies and positions: what is looked up, and what logits have last."""
 
+from collections.abc import Set
+
 from penzai_shard.choosing.dimensions import DimensionClass
 from penzai_shard.choosing.naming.class_names import ClassNames
+from penzai_shard.choosing.naming.path_words import words_of
 from penzai_shard.choosing.naming.program_facts import ProgramFacts
 
+_TYPES = frozenset({"type", "types", "segment", "segments"})
 _LOOKED_UP = "rows are looked up along it by an input"
 
 
@@ -14,46 +18,48 @@ def name_vocabulary(facts: ProgramFacts, names: ClassNames) -> None:
     for: the others may be anything.
     """
     tables, targets = _looked_up(facts)
-    logits = _logits(facts)
-    lengths = {part.size for part in (*targets, *logits)}
-    chosen = [part for part in tables if part in logits or part in targets]
-    chosen = chosen or [part for part in tables if part.size in lengths]
-    if not chosen and len(tables) == 1:
-        chosen = list(tables)
-    sizes = {part.size for part in chosen}
-    if len({*chosen}) > 1 and len(sizes) > 1:
-        chosen = []
+    logits = _logits(facts, {p for index in tables.values() for p in facts.classes(index)})
+    results = {*targets, *logits}
+    tied = [part for part in tables if part in results]
+    long = [part for part in tables if part.size in {each.size for each in results}]
+    plain = [part for part in tables if not _is_of_types(facts, part)]
+    chosen = tied or next((found for found in (long, plain) if len(found) == 1), [])
     for part in chosen:
         names.give(part, "vocabulary", _LOOKED_UP)
-    for part in targets:
+    sizes = {part.size for part in chosen}
+    for part in sorted(results, key=lambda part: part.number):
         if part.size in sizes:
-            reason = "inputs are looked up along it, as in the vocabulary, which is as long"
-            names.give(part, "vocabulary", reason)
-    for part in logits:
-        if part.size in sizes:
-            reason = "results have it last, and it is as long as the vocabulary"
-            names.give(part, "vocabulary", reason)
+            of = "inputs are looked up along it" if part in targets else "results have it last"
+            names.give(part, "vocabulary", f"{of}, and it is as long as the vocabulary")
     for part in tables:
-        if part not in names.names:
-            names.doubts[part] = f"{_LOOKED_UP}, as are others, which need not mean the same"
+        names.doubts[part] = f"{_LOOKED_UP}, as are others, which need not mean the same"
+
+
+def _is_of_types(facts: ProgramFacts, part: DimensionClass) -> bool:
+    """Whether a table is one of types of tokens by its path, and so not one of tokens."""
+    paths = (facts.call.weights[number].path for number in facts.in_weights[part])
+    return any(_TYPES.intersection(words_of(path)) for path in paths)
 
 
 def _looked_up(
     facts: ProgramFacts,
-) -> tuple[dict[DimensionClass, None], dict[DimensionClass, None]]:
-    """What inputs are looked up in: in weights, and in what is computed, as by a loss."""
-    tables: dict[DimensionClass, None] = {}
-    targets: dict[DimensionClass, None] = {}
+) -> tuple[dict[DimensionClass, int], dict[DimensionClass, int]]:
+    """What inputs are looked up in: in weights, and in what is computed, as by a loss.
+
+    With each the value of an index.
+    """
+    tables: dict[DimensionClass, int] = {}
+    targets: dict[DimensionClass, int] = {}
     for lookup in facts.lookups:
         by_input = lookup.index in facts.from_inputs and lookup.index not in facts.from_weights
         if by_input and lookup.rows in facts.in_weights:
             is_table = lookup.operation.operands[0] not in facts.from_inputs
-            (tables if is_table else targets)[lookup.rows] = None
+            (tables if is_table else targets)[lookup.rows] = lookup.index
     for product in facts.with_weights:
         # An index may be written as a row of zeros and a one.
         if product.data not in facts.from_weights and _is_comparison(facts, product.data):
             for part in product.contracted & facts.in_weights.keys():
-                tables[part] = None
+                tables[part] = product.data
     return tables, targets
 
 
@@ -61,21 +67,22 @@ def _is_comparison(facts: ProgramFacts, value: int) -> bool:
     return any(each.kind == "stablehlo.compare" for each in facts.linear_origins(value))
 
 
-def _logits(facts: ProgramFacts) -> dict[DimensionClass, None]:
-    """The last dimensions of results that have a dimension of the inputs before."""
-    found: dict[DimensionClass, None] = {}
+def _logits(facts: ProgramFacts, index: Set[DimensionClass]) -> set[DimensionClass]:
+    """The last dimensions of results that have all that is looked up before."""
+    found = set()
+    inputs = {part for part in index if part in facts.of_inputs}
     for result in facts.program.results:
         parts = facts.call.dimensions.of_value(result)
-        of_inputs = {p for each in parts[:-1] for p in each} & facts.of_inputs.keys()
+        before = {p for each in parts[:-1] for p in each}
         is_real = facts.program.values[result].dtype.startswith(("f", "bf"))
-        if of_inputs and is_real and len(parts[-1]) == 1 and parts[-1][0] in facts.in_weights:
-            found[parts[-1][0]] = None
-    return found
+        if before and inputs <= before and is_real and len(parts[-1]) == 1:
+            found.add(parts[-1][0])
+    return found & facts.in_weights.keys()
 
 
 def name_positions(facts: ProgramFacts, names: ClassNames) -> None:
     """Names what is looked up, or cut, by places that are counted and not given."""
-    embedding = {part for part, name in names.names.items() if name == "embedding"}
+    embedding = names.with_role("embedding")
     for lookup in facts.lookups:
         index_rank = len(facts.program.values[lookup.index].shape)
         if (

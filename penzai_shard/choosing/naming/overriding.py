@@ -64,7 +64,7 @@ class Overrides:
                             f"{by!r} calls {first!r}, and the program ties both. Give both the "
                             "same name, or None in one of them."
                         ] = None
-                    names.give(part, one, f"override {pattern!r} calls it so")
+                    names.call(part, one, f"override {pattern!r} calls it so")
         raise_all(RuleTypeError, "one logical axis gets two names:", list(problems))
 
     def applied(

@@ -23,13 +23,11 @@ def name_by_path_words(facts: ProgramFacts, names: ClassNames) -> None:
     and the experts also must be as long as what has that name by the program. Nothing is tied: a
     class that the program has found gets a name.
     """
-    lengths = {
-        name: {p.size for p in names.names if names.names[p] == name} for name, *_ in _VOCABULARY
-    }
+    lengths = {name: {part.size for part in names.with_role(name)} for name, *_ in _VOCABULARY}
     for number, weight in enumerate(facts.call.weights):
         parts = [part for dimension in weight.parts or () for part in dimension if part.size > 1]
-        open_parts = names.without_name({*parts} - facts.of_inputs.keys())
-        named = [names.names[part] for part in parts if part in names.names]
+        open_parts = names.without_role({*parts} - facts.of_inputs.keys())
+        named = [names.roles[part] for part in parts if part in names.roles]
         if named != ["embedding"] or len(open_parts) != 1:
             continue
         (part,) = open_parts

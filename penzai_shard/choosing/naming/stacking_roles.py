@@ -22,7 +22,7 @@ def name_layers(facts: ProgramFacts, names: ClassNames) -> None:
     for parts in by_length.values():
         if len({number for part in parts for number in facts.in_weights[part]}) < _FEWEST_STACKED:
             continue
-        for part in names.without_name(parts):
+        for part in names.without_role(parts):
             names.give(part, "layers", "its elements are taken one by one, and those of others")
 
 
@@ -49,8 +49,8 @@ def name_fused_parts(facts: ProgramFacts, names: ClassNames) -> None:
     beside: dict[DimensionClass, list[set[str]]] = collections.defaultdict(list)
     for weight in facts.call.weights:
         parts = [part for dimension in weight.parts or () for part in dimension]
-        for part in names.without_name({*parts}):
-            beside[part].append({names.names[p] for p in parts if p in names.names})
+        for part in names.without_role({*parts}):
+            beside[part].append({names.roles[p] for p in parts if p in names.roles})
     for part in sorted(beside, key=lambda part: part.number):
         in_weights = beside[part]
         if part in facts.together or any(part in each for each in facts.together.values()):

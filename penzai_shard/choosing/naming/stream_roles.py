@@ -64,15 +64,15 @@ def _is_made_of(facts: ProgramFacts, added: int, stream: int) -> bool:
 
 def name_neurons(facts: ProgramFacts, names: ClassNames) -> None:
     """Names what one product makes of the embedding, and another contracts to give it back."""
-    embedding = {part for part, name in names.names.items() if name == "embedding"}
+    embedding = names.with_role("embedding")
     made: set[DimensionClass] = set()
     for each in facts.with_weights:
         if each.contracted & embedding and each.operation.kind == DOT:
             made |= each.made
     for each in facts.with_weights:
-        if not each.made & embedding or _is_linear(facts, each):
+        if not each.made & embedding or not _is_of_products_with_weights(facts, each):
             continue
-        for part in names.without_name(each.contracted & made & facts.in_weights.keys()):
+        for part in names.without_role(each.contracted & made & facts.in_weights.keys()):
             # In gradients a product with a weight goes back over what it made.
             if (
                 sum(bool(embedding & facts.classes_of_weight(n)) for n in facts.in_weights[part])
@@ -80,6 +80,13 @@ def name_neurons(facts: ProgramFacts, names: ClassNames) -> None:
             ):
                 reason = "a product makes it of the embedding, and another contracts over it"
                 names.give(part, "neurons", reason)
+
+
+def _is_of_products_with_weights(facts: ProgramFacts, product: Product) -> bool:
+    """Whether a product is taken of others with weights, with something in between."""
+    by_result = {each.operation.results[0]: each for each in facts.products}
+    nearest = [by_result[v] for v in facts.before(product.data, by_result) if v in by_result]
+    return all(each.weight is not None for each in nearest) and not _is_linear(facts, product)
 
 
 def _is_linear(facts: ProgramFacts, product: Product) -> bool:
@@ -96,7 +103,7 @@ def name_ranks(facts: ProgramFacts, names: ClassNames) -> None:
         of_weights = facts.from_inputs.isdisjoint(each.operation.operands)
         if not of_weights and (each.weight is None or not _is_linear(facts, each)):
             continue
-        for part in names.without_name(each.contracted & facts.in_weights.keys()):
+        for part in names.without_role(each.contracted & facts.in_weights.keys()):
             beside = [
                 math.prod(size for size in facts.call.weights[number].shape) // part.size
                 for number in facts.in_weights[part]
@@ -112,7 +119,7 @@ def name_experts(facts: ProgramFacts, names: ClassNames) -> None:
     side_by_side = {
         part
         for each in facts.with_weights
-        for part in names.without_name(each.batch & facts.in_weights.keys())
+        for part in names.without_role(each.batch & facts.in_weights.keys())
     }
     side_by_side |= {
         lookup.rows
@@ -126,7 +133,7 @@ def name_experts(facts: ProgramFacts, names: ClassNames) -> None:
             names.give(router, "experts", f"products are done side by side along it, and {how}")
         experts = [
             part
-            for part in names.without_name(side_by_side | (compared or frozenset()))
+            for part in names.without_role(side_by_side | (compared or frozenset()))
             if part.size == router.size and part != router and part in facts.in_weights
         ]
         if chosen and len(experts) == 1:
@@ -144,12 +151,12 @@ def _routers(
     With each what the places of its largest elements are compared with; None if these are not
     looked for.
     """
-    embedding = {part for part, name in names.names.items() if name == "embedding"}
+    embedding = names.with_role("embedding")
     for each in facts.with_weights:
         if not each.contracted & embedding or len(each.made) != 1:
             continue
         (part,) = each.made
-        if part in names.names or part not in facts.in_weights:
+        if part in names.roles or part not in facts.in_weights:
             continue
         compared = None
         for operation in facts.after(each.operation.results[0], PRODUCTS | _ORDERS):

@@ -41,7 +41,13 @@ def names_of_weights(
         names: What classes are called.
         together: For each class those one of which always follows it: both are one axis.
     """
-    return [_without_repeats(_of_weight(weight, names, together)) for weight in weights]
+    importance = collections.Counter(
+        part for weight in weights for part in {p for parts in weight.parts or () for p in parts}
+    )
+    return [
+        _without_repeats(_of_weight(weight, names, together), weight, importance)
+        for weight in weights
+    ]
 
 
 def _of_weight(
@@ -78,16 +84,16 @@ def _of_dimension(
     sizes: dict[str, int] = {}
     reasons = []
     for group in groups:
-        named = [part for part in group if part in names.names]
-        if not named:
+        named = next(filter(None, map(names.name, group)), None)
+        if named is None:
             return DimensionName(None, _doubt(groups, group, names))
-        name = names.names[named[0]]
+        name, reason = named
         if name in sizes:
             return DimensionName(None, f"two of the axes that it is a product of would be {name!r}")
         sizes[name] = 1
         for part in group:
             sizes[name] *= part.size
-        reasons.append(names.reasons[named[0]])
+        reasons.append(reason)
     if len(sizes) == 1:
         return DimensionName(next(iter(sizes)), reasons[0])
     told = "; ".join(f"{name}: {reason}" for name, reason in zip(sizes, reasons, strict=True))
@@ -103,8 +109,8 @@ def _are_one(
     """Whether two parts of a dimension that follow each other are one logical axis."""
     if second not in together.get(first, ()):
         return False
-    found = [names.names[part] for part in (first, second) if part in names.names]
-    return len(set(found)) <= 1
+    found = {each[0] for each in map(names.name, (first, second)) if each is not None}
+    return len(found) <= 1
 
 
 def _doubt(
@@ -125,19 +131,26 @@ def _length(group: Sequence[DimensionClass]) -> int:
     return length
 
 
-def _without_repeats(dimensions: Sequence[DimensionName]) -> tuple[DimensionName, ...]:
-    """One name for one dimension: an array has each logical axis once."""
-    counts: collections.Counter[LogicalAxis] = collections.Counter()
-    for each in dimensions:
-        if each.name is not None:
-            counts.update({each.name, *factors_of(each.name)})
-    kept = []
-    for each in dimensions:
-        repeated = [
-            n for n in (each.name, *factors_of(each.name)) if n is not None and counts[n] > 1
-        ]
-        if repeated:
-            reason = f"two of its dimensions would be {repeated[0]!r} ({each.reason})"
-            each = DimensionName(None, reason)
-        kept.append(each)
+def _without_repeats(
+    dimensions: Sequence[DimensionName],
+    weight: CalledArray,
+    importance: Mapping[DimensionClass, int],
+) -> tuple[DimensionName, ...]:
+    """An array has each logical axis once: the dimension whose axis more weights have keeps it."""
+
+    def rank(number: int) -> tuple[int, int]:
+        parts = weight.parts[number] if weight.parts is not None else ()
+        return -max((importance.get(part, 0) for part in parts), default=0), number
+
+    taken: set[LogicalAxis] = set()
+    kept = list(dimensions)
+    for number in sorted(range(len(kept)), key=rank):
+        each = kept[number]
+        if each.name is None:
+            continue
+        own = {each.name, *factors_of(each.name)}
+        if repeated := sorted(str(name) for name in own & taken):
+            reason = f"it would be {repeated[0]!r}, as another of its dimensions is ({each.reason})"
+            kept[number] = DimensionName(None, reason)
+        taken |= own
     return tuple(kept)
