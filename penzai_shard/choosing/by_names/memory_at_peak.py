@@ -1,12 +1,20 @@
 """The most bytes that a step has in a device's memory at once, beside what it stores."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
 from penzai_shard.choosing.by_names.placements import Tensor
 from penzai_shard.choosing.by_names.step_arrays import Life, ParameterUse, Table
+
+STAGES = 4
+"""Forward pass and loss; the backward pass of the last block; that of the first; what is behind.
+
+Between the two, what activations hold gets less by as much with every block, and what gradients
+hold more, so that the peak of a deep model is in one of these stages.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +27,7 @@ class MemoryAtPeak:
         uses: Parameters as they are used, which are there as copies if they are stored otherwise.
         used: Which of these are there at each operation, for the time of their use.
         between: The same for the time between the forward and the backward use.
+        stage: In which stage of the step each operation is.
     """
 
     kinds: tuple[tuple[Tensor, Table], ...]
@@ -26,10 +35,19 @@ class MemoryAtPeak:
     uses: tuple[ParameterUse, ...]
     used: np.ndarray
     between: np.ndarray
+    stage: np.ndarray
 
     @classmethod
-    def of(cls, lives: Sequence[Life], uses: Sequence[ParameterUse]) -> "MemoryAtPeak":
-        """Counts the arrays of a step."""
+    def of(
+        cls, lives: Sequence[Life], uses: Sequence[ParameterUse], stages: Sequence[int]
+    ) -> "MemoryAtPeak":
+        """Counts the arrays of a step.
+
+        Args:
+            lives: How long each array is in memory.
+            uses: Parameters as they are used.
+            stages: The numbers of the operations at which each stage but the first begins.
+        """
         times = sorted({life.first for life in lives} | {use.first for use in uses})
         kinds: dict[tuple[Tensor, Table], int] = {}
         for life in lives:
@@ -47,15 +65,17 @@ class MemoryAtPeak:
             end = ends.get((use.parameter, use.table))
             if use.is_backward and end is not None:
                 between[(end < at) & (at < use.first), i] = 1
-        return cls(tuple(kinds), counts, tuple(uses), used, between)
+        return cls(
+            tuple(kinds), counts, tuple(uses), used, between, np.searchsorted(stages, at, "right")
+        )
 
     def most(
         self,
         bytes_of_kinds: np.ndarray,
         bytes_of_uses: np.ndarray,
         is_dropped: np.ndarray,
-    ) -> dict[str, float]:
-        """The bytes at the peak, of activations and of gradients.
+    ) -> list[dict[str, float]]:
+        """The bytes at the peak of each stage, of activations and of gradients.
 
         Args:
             bytes_of_kinds: The bytes of one array of each kind on one device.
@@ -63,11 +83,22 @@ class MemoryAtPeak:
             is_dropped: Whether a copy is dropped after the forward pass.
         """
         copies = self.used @ bytes_of_uses + self.between @ (bytes_of_uses * ~is_dropped)
-        arrays = self.counts * bytes_of_kinds
-        total = arrays.sum(axis=1) + copies
-        if not len(total):
-            return {"activations": 0.0, "gradients": 0.0}
-        peak = int(total.argmax())
-        is_gradient = np.array([table == Table.UPDATE for _, table in self.kinds], bool)
-        gradients = float(arrays[peak] @ is_gradient)
-        return {"activations": float(total[peak]) - gradients, "gradients": gradients}
+        gradients = self.counts[:, self._of_gradients] @ bytes_of_kinds[self._of_gradients]
+        total = self.counts @ bytes_of_kinds + copies
+        found = []
+        for stage in range(STAGES):
+            (rows,) = np.nonzero(self.stage == stage)
+            if stage == 1 and not len(rows):
+                # Of one block the last one is the first one too.
+                (rows,) = np.nonzero(self.stage == 2)
+            peak = {"activations": 0.0, "gradients": 0.0}
+            if len(rows):
+                row = rows[total[rows].argmax()]
+                held = float(gradients[row])
+                peak = {"activations": float(total[row]) - held, "gradients": held}
+            found.append(peak)
+        return found
+
+    @functools.cached_property
+    def _of_gradients(self) -> np.ndarray:
+        return np.array([table == Table.UPDATE for _, table in self.kinds], bool)

@@ -84,8 +84,8 @@ class StepForms:
         transfers: Activations that layouts move between layers.
         uses: Parameters as they are used.
         lives: What is in memory, beside parameters and the optimizer's state.
-        backward_starts: The number of the first operation of the backward pass.
-        length: The number of its operations.
+        stages: The numbers of the operations at which each stage but the first begins, as of
+            ``MemoryAtPeak``.
         notes: What is not known, in sentences.
     """
 
@@ -93,8 +93,7 @@ class StepForms:
     transfers: tuple[Transfer, ...]
     uses: tuple[ParameterUse, ...]
     lives: tuple[Life, ...]
-    backward_starts: int
-    length: int
+    stages: tuple[int, int, int]
     notes: tuple[str, ...]
 
     @classmethod
@@ -105,7 +104,7 @@ class StepForms:
     @functools.cached_property
     def memory(self) -> MemoryAtPeak:
         """How many arrays are in memory when."""
-        return MemoryAtPeak.of(self.lives, self.uses)
+        return MemoryAtPeak.of(self.lives, self.uses, self.stages)
 
     def of_microbatch(self, batch: LogicalAxis, count: int) -> "StepForms":
         """The same for one of several equal parts of the batch."""
@@ -145,17 +144,27 @@ class _Reading:
 
     def forms(self) -> StepForms:
         operations = [found for each in self._operations if (found := self._operation(each))]
-        backward = [each.number for each in self._operations if self._step.is_backward(each)]
-        numbers = [each.number for each in self._operations]
         return StepForms(
             tuple(operations),
             tuple(self._transfers()),
             tuple(self._uses()),
             tuple(self._lives()),
-            min(backward, default=max(numbers, default=0)),
-            max(numbers, default=0) + 1,
+            self._stages(),
             tuple(self._notes),
         )
+
+    def _stages(self) -> tuple[int, int, int]:
+        """Where the stages of memory begin; without blocks all of the step is in the first one."""
+        backward: dict[str, list[int]] = {}
+        for each in self._operations:
+            if self._step.is_backward(each):
+                for path in self._step.places.blocks.intersection(self._step.layers(each)):
+                    backward.setdefault(path, []).append(each.number)
+        end = max((each.number for each in self._operations), default=0) + 1
+        if not backward:
+            return end, end, end
+        ends = sorted((min(numbers), max(numbers)) for numbers in backward.values())
+        return ends[0][0], ends[-1][0], ends[-1][1] + 1
 
     def _names_of_classes(self) -> Iterator[tuple[DimensionClass, LogicalAxis]]:
         """The logical axis of each class of dimensions, as parameters and inputs name it."""
