@@ -1,14 +1,14 @@
 """What one candidate costs: its rules put into everything of a step that has a price."""
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from penzai_shard.choosing.by_names.layout_tables import LayoutTables
 from penzai_shard.choosing.by_names.mesh_prices import MeshPrices
-from penzai_shard.choosing.by_names.placements import Moved, Placement, Tensor
+from penzai_shard.choosing.by_names.placements import Moved, Tensor
 from penzai_shard.choosing.by_names.step_arrays import ParameterUse, Table
 from penzai_shard.choosing.by_names.step_forms import StepForms
 from penzai_shard.choosing.by_names.stored_arrays import StoredArrays
@@ -31,20 +31,24 @@ class Costing:
         self._mesh = mesh
         self._microbatches = microbatches
         self._stored = stored
-        self._placers: dict[Table | None, Callable[[Tensor], Placement]] = {
-            table: mesh.placer(rules) for table, rules in tables.rules.items()
-        }
-        self._placers[None] = _nowhere
+        self._placers = {table: mesh.placer(rules) for table, rules in tables.rules.items()}
+        nowhere = mesh.placer(None)
+        self._places = [
+            (nowhere if table is None else self._placers[table])(tensor)
+            for tensor, table in forms.index.arrays
+        ]
         self._sent: dict[SentReason, float] = collections.defaultdict(float)
 
     def cost(self) -> StepCost:
         """What the step computes and sends; what it holds is not in it."""
         flops = self._operations()
-        for tensor, source, target, where in self._forms.transfers:
-            places = self._placers[source](tensor), self._placers[target](tensor)
-            if places[0] != places[1]:
-                moved = self._mesh.moves(tensor, *places)
-                self._send("activation", where, tensor, moved, self._microbatches)
+        places = self._places
+        for each, (before, after) in zip(
+            self._forms.transfers, self._forms.index.transfers, strict=True
+        ):
+            if places[before] != places[after]:
+                moved = self._mesh.moves(each.tensor, places[before], places[after])
+                self._send("activation", each.where, each.tensor, moved, self._microbatches)
         self._parameters()
         sent = tuple(Sent(*reason, bytes=bytes_) for reason, bytes_ in self._sent.items())
         return StepCost(flops * self._microbatches, sent, {})
@@ -59,13 +63,10 @@ class Costing:
         """Prices the operations; returns their floating point operations."""
         flops = 0.0
         brought: set[Any] = set()
-        for each in self._forms.operations:
+        places, operation = self._places, self._mesh.operation
+        for each, arrays in zip(self._forms.operations, self._forms.index.operations, strict=True):
             form = each.form
-            placements = tuple(
-                self._placers[table](tensor)
-                for table, tensor in zip(each.tables, form.tensors, strict=True)
-            )
-            found = self._mesh.operation(form, placements)
+            found = operation(form, tuple([places[number] for number in arrays]))
             flops += found.flops
             for position, needed, moved in found.sent:
                 if position < len(form.operands):
@@ -82,18 +83,18 @@ class Costing:
 
     def _parameters(self) -> None:
         """What is sent for parameters where they are used, and where they are updated."""
-        stored, update = self._placers[Table.STORED], self._placers[Table.UPDATE]
+        places = self._places
         used: set[tuple[int, Table]] = set()
-        for use in self._forms.uses:
+        for use, (before, after) in zip(self._forms.uses, self._forms.index.uses, strict=True):
             key = use.parameter, use.table
             if key in used and not self._is_dropped(use):
                 continue
             used.add(key)
-            source, target = stored(use.tensor), self._placers[use.table](use.tensor)
-            if source != target:
-                moved = self._mesh.moves(use.tensor, source, target)
+            if places[before] != places[after]:
+                moved = self._mesh.moves(use.tensor, places[before], places[after])
                 times = self._microbatches if self._is_dropped(use) else 1
                 self._send("parameter", use.where, use.tensor, moved, times)
+        stored, update = self._placers[Table.STORED], self._placers[Table.UPDATE]
         for tensor, where, count in self._stored.parameters:
             source, target = update(tensor), stored(tensor)
             if source != target:
@@ -107,29 +108,24 @@ class Costing:
 
     def peaks(self) -> list[dict[str, float]]:
         """Activations and gradients in each stage of the step where most memory is used."""
-        memory = self._forms.memory
-        kinds = [self._mesh.local_bytes(t, self._placers[table](t)) for t, table in memory.kinds]
-        stored = self._placers[Table.STORED]
-        copies = []
-        for use in memory.uses:
-            used = self._placers[use.table](use.tensor)
-            is_copy = used != stored(use.tensor)
-            copies.append(self._mesh.local_bytes(use.tensor, used) if is_copy else 0.0)
+        memory, index, places = self._forms.memory, self._forms.index, self._places
+        local_bytes = self._mesh.local_bytes
+        kinds = [
+            local_bytes(tensor, places[number])
+            for (tensor, _), number in zip(memory.kinds, index.kinds, strict=True)
+        ]
+        copies = [
+            local_bytes(use.tensor, places[after]) if places[before] != places[after] else 0.0
+            for use, (before, after) in zip(memory.uses, index.uses, strict=True)
+        ]
         dropped = np.array([self._is_dropped(use) for use in memory.uses], bool)
         found = memory.most(np.array(kinds), np.array(copies), dropped)
         if self._microbatches > 1:
             # The sum of the gradients, in float32 at least.
             update = self._placers[Table.UPDATE]
             total = sum(
-                number
-                * self._mesh.local_bytes(tensor, update(tensor))
-                * max(4 / tensor.itemsize, 1)
+                number * local_bytes(tensor, update(tensor)) * max(4 / tensor.itemsize, 1)
                 for tensor, _, number in self._stored.parameters
             )
             found = [each | {"gradients": each["gradients"] + total} for each in found]
         return found
-
-
-def _nowhere(tensor: Tensor) -> Placement:
-    """Where an array is that any device can make."""
-    return ((),) * len(tensor.dimensions)

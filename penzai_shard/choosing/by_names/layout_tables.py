@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.choosing.by_names.step_arrays import Table
+from penzai_shard.choosing.by_names.stored_arrays import StoredArrays
 from penzai_shard.layouts import Layout
 from penzai_shard.layouts.model_roles import DEFAULT_NAMES, OF_LAYERS, groups_of
 from penzai_shard.rule_kinds import LogicalAxis
@@ -36,21 +37,18 @@ class LayoutTables:
     gathers_again: bool
 
     @classmethod
-    def of(
-        cls, layout: Layout, model: Any, mesh: AbstractMesh, has_moments: bool
-    ) -> "LayoutTables":
+    def of(cls, layout: Layout, stored: StoredArrays, mesh: AbstractMesh) -> "LayoutTables":
         """Reads a layout.
 
         Args:
             layout: The layout.
-            model: The model that it is for.
+            stored: The parameters that it is for.
             mesh: The mesh.
-            has_moments: Whether gradients are laid out as the optimizer's state.
 
         Raises:
             ShardingError: The layout does not fit.
         """
-        found = layout.for_model(model, mesh)
+        found = layout.for_model(stored.representatives, mesh)
         parameters, compute = found.parameters, found.compute
         between = compute if found.between_blocks is None else found.between_blocks
         optimizer = parameters if found.optimizer is None else found.optimizer
@@ -66,7 +64,7 @@ class LayoutTables:
             Table.STORED: parameters,
             Table.IN_BLOCKS: compute,
             Table.IN_VOCABULARY: compute if edits_regions else parameters,
-            Table.UPDATE: optimizer if has_moments else parameters,
+            Table.UPDATE: optimizer if stored.has_moments else parameters,
             Table.INSIDE: compute,
             Table.LOGITS: compute if splits_vocabulary else between,
             Table.BETWEEN: between,

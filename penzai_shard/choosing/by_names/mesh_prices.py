@@ -18,50 +18,64 @@ class MeshPrices:
     Attributes:
         items: Name and size of each mesh axis.
         shape: The size of each mesh axis.
+        places: Placements by the numbers that stand for them.
     """
 
     def __init__(self, mesh_items: MeshItems) -> None:
         self.items = mesh_items
         self.shape = dict(mesh_items)
-        self._placed: dict[AxisRules, dict[int, Placement]] = {}
-        self._operations: dict[tuple[int, tuple[Placement, ...]], OperationPrice] = {}
-        self._moves: dict[tuple[int, Placement, Placement], tuple[Moved, ...]] = {}
-        self._bytes: dict[tuple[int, Placement], float] = {}
+        self.places: list[Placement] = []
+        self._numbers: dict[Placement, int] = {}
+        self._placed: dict[AxisRules, dict[int, int]] = {}
+        self._operations: dict[int, dict[tuple[int, ...], OperationPrice]] = {}
+        self._moves: dict[tuple[int, int, int], tuple[Moved, ...]] = {}
+        self._bytes: dict[tuple[int, int], float] = {}
 
-    def placer(self, rules: AxisRules) -> Callable[[Tensor], Placement]:
-        """What says where arrays are by some rules."""
+    def placer(self, rules: AxisRules | None) -> Callable[[Tensor], int]:
+        """What says where arrays are by some rules; None where any device makes its part."""
+        if rules is None:
+            return lambda tensor: self._number(((),) * len(tensor.dimensions))
         known = self._placed.setdefault(rules, {})
 
-        def placed(tensor: Tensor) -> Placement:
+        def placed(tensor: Tensor) -> int:
             found = known.get(id(tensor))
             if found is None:
-                found = known[id(tensor)] = tensor.placed(rules, self.items)
+                found = known[id(tensor)] = self._number(tensor.placed(rules, self.items))
             return found
 
         return placed
 
-    def operation(self, form: OperationForm, placements: tuple[Placement, ...]) -> OperationPrice:
+    def _number(self, placement: Placement) -> int:
+        if placement not in self._numbers:
+            self._numbers[placement] = len(self.places)
+            self.places.append(placement)
+        return self._numbers[placement]
+
+    def operation(self, form: OperationForm, placements: tuple[int, ...]) -> OperationPrice:
         """The price of an operation."""
-        key = id(form), placements
-        found = self._operations.get(key)
+        known = self._operations.get(id(form))
+        if known is None:
+            known = self._operations[id(form)] = {}
+        found = known.get(placements)
         if found is None:
-            found = self._operations[key] = price(form, placements, self.shape)
+            given = [self.places[number] for number in placements]
+            found = known[placements] = price(form, given, self.shape)
         return found
 
-    def moves(self, tensor: Tensor, source: Placement, target: Placement) -> tuple[Moved, ...]:
+    def moves(self, tensor: Tensor, source: int, target: int) -> tuple[Moved, ...]:
         """What is sent to bring an array from one placement to another."""
         key = id(tensor), source, target
         found = self._moves.get(key)
         if found is None:
-            places = dimension_of(source), dimension_of(target)
-            found = tuple(moves(tensor.nbytes, *places, frozenset(), self.shape))
+            before, after = dimension_of(self.places[source]), dimension_of(self.places[target])
+            found = tuple(moves(tensor.nbytes, before, after, frozenset(), self.shape))
             self._moves[key] = found
         return found
 
-    def local_bytes(self, tensor: Tensor, placement: Placement) -> float:
+    def local_bytes(self, tensor: Tensor, placement: int) -> float:
         """The bytes of one device's part."""
         key = id(tensor), placement
         found = self._bytes.get(key)
         if found is None:
-            found = self._bytes[key] = tensor.local_bytes(placement, self.shape)
+            found = self._bytes[key] = tensor.local_bytes(self.places[placement], self.shape)
         return found

@@ -49,6 +49,7 @@ class NamePrices:
         """Prices of a step by those of steps with fewer blocks, or by the step itself."""
         self._depth = depth
         self._steps = tuple(map(_StepPrices, depth.problems))
+        self._tables: dict[tuple[Layout, MeshItems], LayoutTables] = {}
 
     @classmethod
     def of(cls, problem: TrainingProblem) -> "NamePrices":
@@ -73,9 +74,18 @@ class NamePrices:
         Raises:
             ShardingError: The layout does not fit the model or the mesh.
         """
-        found = [step.costs(candidate) for step in self._steps]
+        tables = self._tables_of(candidate.layout, candidate.mesh_axes)
+        found = [step.costs(candidate, tables) for step in self._steps]
         stages = found[0] if len(found) == 1 else self._of_all_blocks(*found)
         return max(stages, key=lambda cost: cost.memory_bytes)
+
+    def _tables_of(self, layout: Layout, items: MeshItems) -> LayoutTables:
+        key = layout, items
+        if key not in self._tables:
+            # Arrays that are alike once: whole models take long to read.
+            stored = self._steps[0].stored
+            self._tables[key] = LayoutTables.of(layout, stored, abstract_mesh(items))
+        return self._tables[key]
 
     def _of_all_blocks(self, one: list[StepCost], two: list[StepCost]) -> list[StepCost]:
         """The costs at each stage of a step with all blocks."""
@@ -96,11 +106,10 @@ class _StepPrices:
 
     def __init__(self, problem: TrainingProblem) -> None:
         self._problem = problem
-        self._stored = StoredArrays.of(problem)
+        self.stored = StoredArrays.of(problem)
         self._inputs = tuple(map(tensor_of, leaves_of(dict(problem.inputs))))
         self._forms: dict[Any, StepForms] = {}
         self._meshes: dict[MeshItems, MeshPrices] = {}
-        self._tables: dict[tuple[Layout, MeshItems], LayoutTables] = {}
         self._held: dict[Any, tuple[int, int]] = {}
         self._forms_for(None, None, "vocabulary", 1)
 
@@ -109,15 +118,14 @@ class _StepPrices:
         """What is not known."""
         return [note for each in self._forms.values() for note in each.notes]
 
-    def costs(self, candidate: Candidate) -> list[StepCost]:
+    def costs(self, candidate: Candidate, tables: LayoutTables) -> list[StepCost]:
         """What the step costs; one for each of its stages, which differ in memory alone."""
         items = candidate.mesh_axes
         mesh = self._meshes.setdefault(items, MeshPrices(items))
-        tables = self._tables_of(candidate.layout, items)
         forms = self._forms_for(
             tables.blocks, tables.policy, tables.vocabulary, candidate.microbatches
         )
-        costing = Costing(forms, tables, mesh, candidate.microbatches, self._stored)
+        costing = Costing(forms, tables, mesh, candidate.microbatches, self.stored)
         cost = costing.cost()
         parameters, optimizer = self._held_by(tables, items)
         placed = mesh.placer(tables.batch)
@@ -127,15 +135,6 @@ class _StepPrices:
             "inputs": sum(mesh.local_bytes(tensor, placed(tensor)) for tensor in self._inputs),
         }
         return [StepCost(cost.flops, cost.sent, always | peak) for peak in costing.peaks()]
-
-    def _tables_of(self, layout: Layout, items: MeshItems) -> LayoutTables:
-        key = layout, items
-        if key not in self._tables:
-            mesh = _abstract_mesh(items)
-            self._tables[key] = LayoutTables.of(
-                layout, self._problem.model, mesh, self._stored.has_moments
-            )
-        return self._tables[key]
 
     def _forms_for(self, blocks: Any, policy: Any, vocabulary: Any, microbatches: int) -> StepForms:
         key = repr(blocks), policy, vocabulary
@@ -151,10 +150,11 @@ class _StepPrices:
         """The bytes of parameters and of the optimizer's state on one device."""
         key = items, tables.rules[Table.STORED], tables.optimizer
         if key not in self._held:
-            self._held[key] = self._stored.bytes_per_device(_abstract_mesh(items), *key[1:])
+            self._held[key] = self.stored.bytes_per_device(abstract_mesh(items), *key[1:])
         return self._held[key]
 
 
-def _abstract_mesh(items: MeshItems) -> AbstractMesh:
+def abstract_mesh(items: MeshItems) -> AbstractMesh:
+    """A mesh without devices."""
     names, sizes = zip(*items, strict=True)
     return AbstractMesh(sizes, names)

@@ -5,6 +5,7 @@ bytes are what one device sends, by the ring algorithms that ``ring_bytes`` coun
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -51,12 +52,12 @@ class Tensor:
     dimensions: tuple[Dimension, ...]
     itemsize: int
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[LogicalAxis | None, ...]:
         """The logical axes of its dimensions."""
         return tuple(dimension.name for dimension in self.dimensions)
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """The bytes of all of it."""
         return self.itemsize * math.prod(d.size * d.inner for d in self.dimensions)

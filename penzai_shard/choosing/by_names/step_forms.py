@@ -76,6 +76,52 @@ class Transfer(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class ArrayIndex:
+    """The distinct arrays of a step, and which of them everything that has a price is about.
+
+    Attributes:
+        arrays: Each array, with the rules that say where it is; None where that costs nothing.
+        operations: Of each operation its arrays, by their numbers.
+        transfers: Of each transfer the array before and after.
+        uses: Of each use of a parameter the array as it is stored and as it is used.
+        kinds: The array of each kind that takes memory.
+    """
+
+    arrays: tuple[tuple[Tensor, Table | None], ...]
+    operations: tuple[tuple[int, ...], ...]
+    transfers: tuple[tuple[int, int], ...]
+    uses: tuple[tuple[int, int], ...]
+    kinds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, forms: "StepForms") -> "ArrayIndex":
+        """Numbers the arrays of a step."""
+        numbers: dict[tuple[int, Table | None], int] = {}
+        arrays: list[tuple[Tensor, Table | None]] = []
+
+        def number(tensor: Tensor, table: Table | None) -> int:
+            key = id(tensor), table
+            if key not in numbers:
+                numbers[key] = len(arrays)
+                arrays.append((tensor, table))
+            return numbers[key]
+
+        operations = tuple(
+            tuple(map(number, each.form.tensors, each.tables)) for each in forms.operations
+        )
+        transfers = tuple(
+            (number(each.tensor, each.source), number(each.tensor, each.target))
+            for each in forms.transfers
+        )
+        uses = tuple(
+            (number(each.tensor, Table.STORED), number(each.tensor, each.table))
+            for each in forms.uses
+        )
+        kinds = tuple(number(*kind) for kind in forms.memory.kinds)
+        return cls(tuple(arrays), operations, transfers, uses, kinds)
+
+
+@dataclasses.dataclass(frozen=True)
 class StepForms:
     """All of a step that has a price.
 
@@ -105,6 +151,11 @@ class StepForms:
     def memory(self) -> MemoryAtPeak:
         """How many arrays are in memory when."""
         return MemoryAtPeak.of(self.lives, self.uses, self.stages)
+
+    @functools.cached_property
+    def index(self) -> ArrayIndex:
+        """Its arrays by number."""
+        return ArrayIndex.of(self)
 
     def of_microbatch(self, batch: LogicalAxis, count: int) -> "StepForms":
         """The same for one of several equal parts of the batch."""

@@ -1,6 +1,7 @@
 """What a device stores between steps: its part of the parameters and of the optimizer's state."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.choosing.by_names.placements import Dimension, Tensor
 from penzai_shard.choosing.training_problem import TrainingProblem
 from penzai_shard.meshes import AnyMesh
+from penzai_shard.named_arrays import named_array
 from penzai_shard.named_leaves import NamedLeaf, leaves_of
 from penzai_shard.path_folding import folding_key
 from penzai_shard.planning import Planner
@@ -79,6 +81,17 @@ class StoredArrays:
             _alike(optimizer, made_of),
             state,
         )
+
+    @functools.cached_property
+    def representatives(self) -> dict[str, Any]:
+        """One of each kind of parameter, by its path, for what asks a model for its names."""
+        return {
+            leaf.path.partition("/")[2]: named_array(
+                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaf.names
+            )
+            for leaf, _, _ in self._of_parameters
+            if leaf.names is not None
+        }
 
     def bytes_per_device(
         self, mesh: AnyMesh, parameters: AxisRules, optimizer: AxisRules
