@@ -33,7 +33,6 @@ TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
     "T5, relative positions": own.relative_bias,
     "Phi-3, fused unequally": papers.fused_unequally,
     "Switch, dispatched experts": papers.dispatched_experts,
-    "DeepSeek, latent attention": papers.latent_attention,
     "encoder and decoder": own.encoder_decoder,
     "Equinox transformer": others.equinox_transformer,
     "Flax NNX transformer": flax.nnx_transformer,
@@ -44,7 +43,9 @@ TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
     "Haliax transformer": others.haliax_transformer,
 }
 
+# Of these much is not decided by any program; what is named must be right all the same.
 OTHERS: dict[str, Callable[[], NamedModel]] = {
+    "DeepSeek, latent attention": papers.latent_attention,
     "square MLP": plain.square_mlp,
     "Equinox MLP": others.equinox_mlp,
     "two towers (CLIP)": plain.two_towers,

@@ -126,10 +126,27 @@ def _label(parts: Iterable[tuple[Hashable, int]]) -> Hashable:
     return tuple(label for label, size in parts if size != 1) or None
 
 
-def unlike(
-    found: Labels, names: Names, words: Mapping[str, str]
-) -> dict[str, tuple[tuple[Hashable, ...], tuple[str | None, ...]]]:
-    """The weights whose names are not all those of their author: found, and true.
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """Names found, beside those of the author in the words of the library.
+
+    Attributes:
+        complete: The weights whose names are all those of their author.
+        incomplete: The others, each with what was found and what is true.
+        misnamed: Those that have a name which their author does not give.
+    """
+
+    complete: tuple[str, ...]
+    incomplete: Mapping[str, tuple[tuple[Hashable, ...], tuple[str | None, ...]]]
+    misnamed: tuple[str, ...]
+
+    @property
+    def share(self) -> float:
+        return len(self.complete) / (len(self.complete) + len(self.incomplete))
+
+
+def compared(found: Labels, names: Names, words: Mapping[str, str]) -> Compared:
+    """Compares names, weight by weight.
 
     Args:
         found: The names found.
@@ -142,6 +159,13 @@ def unlike(
         return axis and "*".join(words.get(part, part) for part in axis.split("*"))
 
     wanted = {path: tuple(map(in_our_words, axes)) for path, axes in names.items()}
-    return {
-        path: (found[path], axes) for path, axes in wanted.items() if tuple(found[path]) != axes
+    complete = tuple(path for path, axes in wanted.items() if tuple(found[path]) == axes)
+    misnamed = tuple(
+        f"{path}: {found[path]}, by its author {axes}"
+        for path, axes in wanted.items()
+        if any(name not in (None, true) for name, true in zip(found[path], axes, strict=True))
+    )
+    incomplete = {
+        path: (found[path], axes) for path, axes in wanted.items() if path not in complete
     }
+    return Compared(complete, incomplete, misnamed)

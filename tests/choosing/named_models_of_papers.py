@@ -18,13 +18,14 @@ from tests.choosing.named_models import (
     causal,
     rms_norm,
     rotary_half,
+    struct,
     structs_of,
 )
 
 
 def fused_unequally() -> NamedModel:
     """Phi-3: queries, keys and values of unlike lengths in one weight, gates and values in one."""
-    names: dict[str, tuple[str, ...]] = {
+    names: dict[str, tuple[str | None, ...]] = {
         "embed": ("vocabulary", "embedding"),
         "norm": ("embedding",),
         "head": ("vocabulary", "embedding"),
@@ -32,9 +33,9 @@ def fused_unequally() -> NamedModel:
     for i in range(LAYERS):
         names |= {
             f"layers.{i}.norm": ("embedding",),
-            f"layers.{i}.qkv_proj": ("queries_keys_values", "embedding"),
+            f"layers.{i}.qkv_proj": (None, "embedding"),
             f"layers.{i}.o_proj": ("embedding", "head_groups*query_heads*projection"),
-            f"layers.{i}.gate_up_proj": ("gates_values*neurons", "embedding"),
+            f"layers.{i}.gate_up_proj": ("gate_up*neurons", "embedding"),
             f"layers.{i}.down_proj": ("embedding", "neurons"),
         }
 
@@ -55,8 +56,10 @@ def fused_unequally() -> NamedModel:
             x = x + (jax.nn.silu(gate) * up) @ w["down_proj"].T
         return rms_norm(x, weights["norm"]) @ weights["head"].T
 
-    lengths = {"queries_keys_values": (HEADS + 2 * GROUPS) * PROJECTION, "gates_values": 2}
-    weights = structs_of(names, **lengths)
+    # That of queries, keys and values is no product of logical axes, so that it has no name.
+    fused = struct((HEADS + 2 * GROUPS) * PROJECTION, EMBEDDING)
+    named = {path: axes for path, axes in names.items() if None not in axes}
+    weights = dict.fromkeys(names, fused) | structs_of(named, gate_up=2)
     return NamedModel(function, weights, (TOKENS,), BATCH_SEQ, names)
 
 

@@ -3,21 +3,36 @@
 import jax
 import pytest
 
+import penzai_shard as pzs
 from penzai_shard.choosing.dimensions import ProgramDimensions
 from penzai_shard.sharding_propagation import PropagatedProgram
 from penzai_shard.tree_paths import paths_and_leaves
-from tests.choosing.model_corpus import MODELS
-from tests.choosing.name_oracle import by_factor, ties
+from tests.choosing.model_corpus import MODELS, TRANSFORMERS
+from tests.choosing.name_oracle import by_factor, compared, ties
 from tests.choosing.named_models import LENGTHS
 from tests.choosing.tricks import TRICKS
+from tests.choosing.tricks_on_roles import TRICKS_ON_ROLES
 
-# Weights that no operation reads have no classes.
-JUDGED = {**MODELS, **{trick.__name__: trick for trick in TRICKS}}
+JUDGED = {**MODELS, **{trick.__name__: trick for trick in (*TRICKS, *TRICKS_ON_ROLES)}}
 
 
 @pytest.fixture(scope="module", params=JUDGED)
-def model(request):
-    return JUDGED[request.param]()
+def title(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(title):
+    return JUDGED[title]()
+
+
+@pytest.fixture(scope="module")
+def found(model):
+    """The names inferred for each weight."""
+    inferred = pzs.infer_names(
+        model.function, model.weights, *model.inputs, input_names=model.input_names
+    )
+    return {path: inferred[path] or (None,) * len(axes) for path, axes in model.names.items()}
 
 
 def _classes(model):
@@ -42,3 +57,17 @@ def _classes(model):
 def test_no_two_dimensions_that_their_author_tells_apart_are_one_class(model):
     labels, names = by_factor(model.names, _classes(model), LENGTHS)
     assert [str(tie) for tie in ties(labels, names).wrong] == []
+
+
+def test_no_two_dimensions_that_their_author_tells_apart_have_one_name(model, found):
+    assert [str(tie) for tie in ties(found, model.names).wrong] == []
+
+
+def test_every_name_is_that_of_the_author(model, found):
+    assert compared(found, model.names, model.words).misnamed == ()
+
+
+def test_nearly_all_weights_of_transformers_have_all_their_names(title, model, found):
+    judged = compared(found, model.names, model.words)
+    least = 0.95 if title in TRANSFORMERS else 0
+    assert judged.share >= least, judged.incomplete

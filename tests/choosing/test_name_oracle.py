@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.choosing.name_oracle import by_factor, ties, unlike
+from tests.choosing.name_oracle import by_factor, compared, ties
 
 NAMES = {"up": ("embed", "mlp"), "q": ("embed", "heads*kv"), "o": ("heads*kv", "embed")}
 
@@ -28,13 +28,19 @@ def test_names_of_their_author_are_read_in_the_words_of_the_library():
     words = {"embed": "embedding", "mlp": "neurons", "kv": "projection"}
     found = {
         "up": ("embedding", "neurons"),
-        "q": ("embedding", "heads*projection"),
+        "q": ("embedding", None),
         "o": ("projection*heads", None),
     }
-    wanted = ("heads*projection", "embedding")
-    assert unlike(found, NAMES, words) == {"o": (("projection*heads", None), wanted)}
+    judged = compared(found, NAMES, words)
+    assert judged.complete == ("up",)
+    assert judged.share == 1 / 3
+    assert judged.incomplete == {
+        "q": (("embedding", None), ("embedding", "heads*projection")),
+        "o": (("projection*heads", None), ("heads*projection", "embedding")),
+    }
+    assert [line.partition(":")[0] for line in judged.misnamed] == ["o"]
     with pytest.raises(AssertionError, match="two words of the author are one"):
-        unlike(found, NAMES, words | {"heads": "projection"})
+        compared(found, NAMES, words | {"heads": "projection"})
 
 
 def test_parts_are_judged_by_factor_where_they_are_the_factors():
