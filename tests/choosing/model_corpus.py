@@ -18,7 +18,6 @@ TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
         "gemma", num_kv_heads=1, query_head_multiplier=4
     ),
     "Penzai Mistral": lambda: others.penzai("mistral"),
-    "Penzai GPT-NeoX": lambda: others.penzai("gpt_neox", num_attention_heads=4),
     "Penzai, layer stack": lambda: others.penzai("llama", use_layer_stack=True),
     "Penzai, rolled layer stack": lambda: others.penzai("llama", True, use_layer_stack=True),
     "Llama as torch stores it": own.torch_llama,
@@ -30,25 +29,21 @@ TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
     "scanned, rematerialised": own.scanned,
     "scanned, its gradient program": lambda: own.scanned(gradients=True),
     "mixture of experts": own.experts,
-    "T5, relative positions": own.relative_bias,
-    "Phi-3, fused unequally": papers.fused_unequally,
+    "T5, relative positions": lambda: own.relative_bias(6),
     "Switch, dispatched experts": papers.dispatched_experts,
     "encoder and decoder": own.encoder_decoder,
     "Equinox transformer": others.equinox_transformer,
     "Flax NNX transformer": flax.nnx_transformer,
     "Flax linen transformer": flax.linen_transformer,
     "Flax linen, scanned": flax.linen_scanned,
-    "Flax linen ViT": lambda: flax.vit(12),
     "Flax linen BERT": lambda: flax.bert(12),
     "Haliax transformer": others.haliax_transformer,
 }
 
 # Of these much is not decided by any program; what is named must be right all the same.
 OTHERS: dict[str, Callable[[], NamedModel]] = {
-    "DeepSeek, latent attention": papers.latent_attention,
     "square MLP": plain.square_mlp,
     "Equinox MLP": others.equinox_mlp,
-    "two towers (CLIP)": plain.two_towers,
     "autoencoder": plain.autoencoder,
     "convolutions": plain.conv_net,
     "MLP-Mixer": plain.mixer,

@@ -330,7 +330,7 @@ def experts() -> NamedModel:
     return NamedModel(function, structs_of(names), (TOKENS,), BATCH_SEQ, names)
 
 
-def relative_bias() -> NamedModel:
+def relative_bias(layers: int = LAYERS) -> NamedModel:
     """T5's bias by relative position: a table of buckets by heads, shared by the layers."""
     names: dict[str, tuple[str, ...]] = {
         "shared": ("vocabulary", "embedding"),
@@ -338,7 +338,7 @@ def relative_bias() -> NamedModel:
         "final_norm": ("embedding",),
     }
     inner = "heads*projection"
-    for i in range(LAYERS):
+    for i in range(layers):
         names |= {
             f"block.{i}.norm": ("embedding",),
             f"block.{i}.q": ("embedding", inner),
@@ -354,7 +354,7 @@ def relative_bias() -> NamedModel:
         distance = jnp.arange(SEQ)[:, None] - jnp.arange(SEQ)[None]
         buckets = jnp.clip(distance, 0, 2 * SEQ - 1)
         bias = weights["relative_attention_bias"][buckets].transpose(2, 0, 1)
-        for i in range(LAYERS):
+        for i in range(layers):
             w = {name: weights[f"block.{i}.{name}"] for name in ("norm", *"qkvo", "wi", "wo")}
             h = rms_norm(x, w["norm"])
             q, k, v = ((h @ w[n]).reshape(BATCH, SEQ, HEADS, PROJECTION) for n in "qkv")
