@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from penzai_shard.choosing.dimensions.splittable_classes import SplittableClasses
 from penzai_shard.choosing.dimensions.tied_dimensions import Elements
-from penzai_shard.sharding_propagation import Operation, PropagatedProgram
+from penzai_shard.sharding_propagation import FLOW, Operation, PropagatedProgram
 
 _Place: TypeAlias = tuple[int, int, int]
 """Where a part starts in a dimension, where it ends, and its stride."""
@@ -72,13 +72,20 @@ def _cut(program: PropagatedProgram, elements: Elements) -> Iterator[_Parted]:
     for operation in program.operations:
         if not operation.cuts:
             continue
-        (source,), (result,) = operation.operands, operation.results
+        source, result = _handed_on(program, operation.operands[0]), operation.results[0]
         for number, place in enumerate(operation.cuts):
             length = program.values[result].shape[number]
             if length < program.values[source].shape[number]:
                 found[elements[source][number]][place] = elements[result][number]
     for whole, parts in found.items():
         yield _Parted(whole, parts, is_joined=False)
+
+
+def _handed_on(program: PropagatedProgram, value: int) -> int:
+    """The value that calls hand on as another: what several of them cut is one."""
+    while (maker := program.makers.get(value)) and maker.kind == FLOW and len(maker.operands) == 1:
+        value = maker.operands[0]
+    return value
 
 
 def _joined(program: PropagatedProgram, elements: Elements) -> Iterator[_Parted]:
@@ -95,7 +102,7 @@ def _joined(program: PropagatedProgram, elements: Elements) -> Iterator[_Parted]
             (end - length, end, 1): elements[operand][number]
             for operand, length, end in zip(operation.operands, lengths, ends, strict=True)
         }
-        came_from = tuple(_came_from(program, operation, number, elements))
+        came_from = tuple(dict.fromkeys(_came_from(program, operation, number, elements)))
         yield _Parted(elements[operation.results[0]][number], parts, True, came_from)
 
 
@@ -122,7 +129,7 @@ def _came_from(
         value = waiting.pop()
         shape = values[value].shape
         if shape[number] == length:
-            yield elements[value][number]
+            yield elements[_handed_on(program, value)][number]
             continue
         maker = program.makers.get(value)
         if maker is None or (maker.rule is None and len(maker.operands) != 1):

@@ -28,7 +28,10 @@ def name_vocabulary(facts: ProgramFacts, names: ClassNames) -> None:
         names.give(part, "vocabulary", _LOOKED_UP)
     sizes = {part.size for part in chosen}
     for part in sorted(results, key=lambda part: part.number):
-        if part.size in sizes:
+        alike = [other for other in results if other.size == part.size]
+        if part in targets and part.size in sizes:
+            alike = [part]
+        if part.size in sizes and len(alike) == 1:
             of = "inputs are looked up along it" if part in targets else "results have it last"
             names.give(part, "vocabulary", f"{of}, and it is as long as the vocabulary")
     for part in tables:

@@ -12,6 +12,7 @@ _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _VOCABULARY: tuple[tuple[str, frozenset[str], str], ...] = (
     ("vocabulary", frozenset({"head", "logits", "unembed", "decoder", "vocab", "output"}), "size"),
     ("positions", frozenset({"wpe", "pos", "position", "positions", "positional"}), "embedding"),
+    ("buckets", frozenset({"relative"}), "heads"),
     ("experts", frozenset({"router", "experts", "expert", "moe"}), "size"),
 )
 
@@ -28,15 +29,17 @@ def name_by_path_words(facts: ProgramFacts, names: ClassNames) -> None:
         parts = [part for dimension in weight.parts or () for part in dimension if part.size > 1]
         open_parts = names.without_role({*parts} - facts.of_inputs.keys())
         named = [names.roles[part] for part in parts if part in names.roles]
-        if named != ["embedding"] or len(open_parts) != 1:
+        if len(named) != 1 or len(open_parts) != 1:
             continue
         (part,) = open_parts
         words = set(words_of(weight.path))
         for name, known, needs in _VOCABULARY:
             found = sorted(words & known)
+            if named != (["heads"] if needs == "heads" else ["embedding"]):
+                continue
             fits = needs != "size" or part.size in lengths[name]
             if found and fits and facts.in_weights[part][0] == number:
-                longer = "" if needs != "size" else f", and it is as long as the {name}"
+                longer = f", and it is as long as the {name}" if needs == "size" else ""
                 names.give(part, name, f"the path says {found[0]!r}{longer}")
 
 

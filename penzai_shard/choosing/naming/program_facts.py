@@ -26,6 +26,8 @@ _MOVES = frozenset(
         "stablehlo.transpose",
     }
 )
+# The same, where what is handed on may be a part.
+_FORMS = _MOVES | {"stablehlo.dynamic_slice", "stablehlo.slice"}
 _SCALES = frozenset({"stablehlo.multiply", "stablehlo.divide"})
 # So many values are looked at on the way to what comes of one.
 _FAR = 400
@@ -54,6 +56,12 @@ class Product:
         """The operand that is not of weights alone."""
         assert self.weight is not None
         return self.operation.operands[1 - self.weight]
+
+    @property
+    def weight_operand(self) -> int:
+        """The operand that is of weights alone."""
+        assert self.weight is not None
+        return self.operation.operands[self.weight]
 
     @property
     def made(self) -> Classes:
@@ -192,14 +200,27 @@ class ProgramFacts:
         """The products of weights with what is not."""
         return tuple(each for each in self.products if each.weight is not None)
 
+    def is_of_a_weight(self, product: Product) -> bool:
+        """Whether an operand of a product is a weight itself, in whatever form."""
+        return product.weight is not None and self.is_weight(product.weight_operand)
+
+    def is_weight(self, value: int) -> bool:
+        """Whether a value is a weight, or a part of one, in whatever form."""
+        return any(each in self._given for each in self.moved_from(value))
+
     @functools.cached_property
-    def among_data(self) -> tuple[Product, ...]:
-        """The products of which both operands are computed from inputs."""
-        return tuple(
-            each
-            for each in self.products
-            if all(operand in self.from_inputs for operand in each.operation.operands)
-        )
+    def _given(self) -> Set[int]:
+        return {weight.value for weight in self.call.weights if weight.value is not None}
+
+    def moved_from(self, value: int) -> Iterator[int]:
+        """A value, and those that it is another form of."""
+        yield value
+        while (maker := self.program.makers.get(value)) and maker.kind in _FORMS:
+            sources = sources_of(maker)
+            if len(sources) != 1 and maker.kind == FLOW:
+                return
+            value = sources[0]
+            yield value
 
     @functools.cached_property
     def lookups(self) -> tuple[Lookup, ...]:
@@ -229,7 +250,7 @@ class ProgramFacts:
             if maker is None:
                 continue
             if maker.kind in _MOVES:
-                sources: Sequence[int] = maker.operands
+                sources: Sequence[int] = sources_of(maker)
             elif maker.kind in _SCALES:
                 sources = [each for each in maker.operands if each in self.from_inputs]
                 sources = sources if len(sources) == 1 else ()
@@ -270,13 +291,23 @@ class ProgramFacts:
         while waiting and len(seen) < _FAR:
             value = waiting.popleft()
             maker = self.program.makers.get(value)
-            if maker is None or value in until or (maker.kind == FLOW and len(maker.operands) > 1):
+            if maker is None or value in until:
                 continue
-            for operand in maker.operands:
+            sources = sources_of(maker)
+            if maker.kind == FLOW and len(sources) > 1:
+                continue
+            for operand in sources:
                 if operand not in seen:
                     seen.add(operand)
                     waiting.append(operand)
                     yield operand
+
+
+def sources_of(operation: Operation) -> Sequence[int]:
+    """What an operation takes; what a loop hands on as it was has one source."""
+    if operation.kind == FLOW and len(operation.operands) > 1:
+        return [each for each in operation.operands if each not in operation.results]
+    return operation.operands
 
 
 def parts_of(array: CalledArray) -> Iterator[DimensionClass]:

@@ -85,7 +85,8 @@ def name_neurons(facts: ProgramFacts, names: ClassNames) -> None:
 def _is_of_products_with_weights(facts: ProgramFacts, product: Product) -> bool:
     """Whether a product is taken of others with weights, with something in between."""
     by_result = {each.operation.results[0]: each for each in facts.products}
-    nearest = [by_result[v] for v in facts.before(product.data, by_result) if v in by_result]
+    before = (product.data, *facts.before(product.data, by_result))
+    nearest = [by_result[value] for value in before if value in by_result]
     return all(each.weight is not None for each in nearest) and not _is_linear(facts, product)
 
 
@@ -96,12 +97,17 @@ def _is_linear(facts: ProgramFacts, product: Product) -> bool:
 
 
 def name_ranks(facts: ProgramFacts, names: ClassNames) -> None:
-    """Names what two weights are multiplied over, with nothing in between: a low rank."""
+    """Names what two weights are multiplied over, with nothing in between: a low rank.
+
+    One after the other with an input, or both to be added to a third, as adapters are.
+    """
     for each in facts.products:
         if each.operation.kind != DOT:
             continue
-        of_weights = facts.from_inputs.isdisjoint(each.operation.operands)
-        if not of_weights and (each.weight is None or not _is_linear(facts, each)):
+        if facts.from_inputs.isdisjoint(each.operation.operands):
+            if not _is_added_to_a_weight(facts, each):
+                continue
+        elif each.weight is None or not _is_linear(facts, each):
             continue
         for part in names.without_role(each.contracted & facts.in_weights.keys()):
             beside = [
@@ -111,6 +117,15 @@ def name_ranks(facts: ProgramFacts, names: ClassNames) -> None:
             if part not in facts.of_inputs and part.size < min(beside):
                 reason = "two weights are multiplied over it, with nothing in between"
                 names.give(part, "rank", reason)
+
+
+def _is_added_to_a_weight(facts: ProgramFacts, product: Product) -> bool:
+    return any(
+        operation.kind == "stablehlo.add"
+        and facts.from_inputs.isdisjoint(operation.operands)
+        and any(facts.is_weight(operand) for operand in operation.operands)
+        for operation in facts.after(product.operation.results[0], PRODUCTS)
+    )
 
 
 def name_experts(facts: ProgramFacts, names: ClassNames) -> None:
