@@ -283,11 +283,22 @@ def pinned(array: Any, sharding: Any) -> Any:
     >>> jax.eval_shape(lambda array: pinned(array, layout), np.ones(3)).shape
     (3,)
     """
-    if isinstance(sharding, NamedSharding):
-        even = evenly_splitting(sharding.spec, np.shape(array), sharding.mesh.shape)
-        if even != canonical_spec(sharding.spec):
-            return _pinned_unevenly(array, sharding)
+    if splits_unevenly(sharding, np.shape(array)):
+        return _pinned_unevenly(array, sharding)
     return jax.lax.with_sharding_constraint(array, sharding)
+
+
+def splits_unevenly(sharding: Any, shape: Sequence[int]) -> bool:
+    """Whether some length does not divide over a layout, so that only programs can have it.
+
+    >>> layout = NamedSharding(jax.sharding.AbstractMesh((2,), ("data",)), PartitionSpec("data"))
+    >>> splits_unevenly(layout, (3,)), splits_unevenly(layout, (4,))
+    (True, False)
+    """
+    if not isinstance(sharding, NamedSharding):
+        return False
+    even = evenly_splitting(sharding.spec, shape, sharding.mesh.shape)
+    return even != canonical_spec(sharding.spec)
 
 
 # Compiled on its own where it is not in a program: no operation gives a result of uneven parts.
