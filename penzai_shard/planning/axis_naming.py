@@ -12,7 +12,7 @@ from penzai_shard.equinox_modules import is_module_value, leaves_in_modules
 from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
 from penzai_shard.fused_axes import FusedAxes
 from penzai_shard.named_arrays import named_array, unnamed_data
-from penzai_shard.named_leaves import is_named_unit
+from penzai_shard.named_leaves import is_named_unit, leaves_of
 from penzai_shard.readers import (
     is_bare_array,
     reader_of,
@@ -93,7 +93,9 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
     tree = without_repeats(tree)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named_unit)
     problems: list[str] = []
-    names_of = _Found(patterns) if isinstance(patterns, NamesByPath) else NamesByPattern(patterns)
+    names_of = (
+        _Found(patterns, tree) if isinstance(patterns, NamesByPath) else NamesByPattern(patterns)
+    )
     tensors: dict[str, Any] = {}
     named = [leaf for _, leaf in leaves]
     in_modules = leaves_in_modules(tree, is_named_unit)
@@ -105,7 +107,6 @@ def name_axes(tree: Any, patterns: Mapping[str, AxisNames]) -> Any:
         if problem:
             problems.append(f"{path or 'the array'}: {problem}.")
         if array is None:
-            names_of.skipped(path)
             continue
         if is_bare_array(node):
             tensors[path] = node
@@ -164,9 +165,6 @@ class NamesByPattern:
         self.used: set[str] = set()
         self.paths: list[str] = []
 
-    def skipped(self, path: str) -> None:
-        """Something that is not an array, or is one with names."""
-
     def array(self, path: str, shape: tuple[int, ...]) -> tuple[AxisNames, str]:
         """The names of an array, None if it stays as it is; and why it cannot have them."""
         self.paths.append(path)
@@ -201,20 +199,15 @@ class NamesByPattern:
 class _Found:
     """Names that were found for the arrays of a tree, and which of them are in this one."""
 
-    def __init__(self, found: NamesByPath) -> None:
+    def __init__(self, found: NamesByPath, tree: Any) -> None:
         self.found = found
+        self.tree = tree
         self.again = (
             f"The names were found for another tree. Find those of this one: {found.found_by}"
         )
-        self.seen: set[str] = set()
-
-    def skipped(self, path: str) -> None:
-        """Something that is not an array, or is one with names, which it keeps."""
-        self.seen.add(path)
 
     def array(self, path: str, shape: tuple[int, ...]) -> tuple[AxisNames, str]:
         """The names of an array, None if it stays as it is; and why it cannot have them."""
-        self.seen.add(path)
         if path not in self.found:
             missing = (
                 f"this array of shape {shape} is not among those that have names. {self.again}."
@@ -228,10 +221,12 @@ class _Found:
 
     def unused(self) -> list[str]:
         """The paths that are not in this tree."""
+        # Arrays that keep names of their own are in it too; Penzai's parameters by their label.
+        paths = {leaf.path for leaf in leaves_of(self.tree)}
         return [
             f"{path or 'the array'}: is not in this tree. {self.again}."
             for path in self.found
-            if path not in self.seen
+            if path not in paths
         ]
 
 

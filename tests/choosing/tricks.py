@@ -285,6 +285,8 @@ TRICKS = (
     shuffled,
     attention_between_features,
     inverse,
+    fourier,
+    sorted_features,
     grouped_convolution,
     kronecker,
     two_widths_of_equal_length,

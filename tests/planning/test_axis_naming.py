@@ -205,8 +205,11 @@ def test_arrays_of_which_no_name_was_found_stay_as_they_are_and_plans_report_the
 
 def test_found_names_leave_arrays_with_names_alone():
     array = pz.nx.ones({"a": 2})
-    named = name_axes({"w": array, "b": np.ones(2)}, FoundNames({"w": ("z",), "b": ("a",)}))
+    parameter = pz.Parameter(value=array, label="p")
+    tree = {"w": array, "b": np.ones(2), "of_penzai": parameter}
+    named = name_axes(tree, FoundNames({"w": ("z",), "b": ("a",), "p": ("z",)}))
     assert named["w"] is array
+    assert named["of_penzai"] is parameter
 
 
 def test_names_found_for_another_tree_are_refused():
