@@ -227,7 +227,7 @@ def _kind_of_leaf(leaf: Any) -> Hashable:
         label = folding_key(str(getattr(leaf, "label", "")))
         metadata = folding_key(str(getattr(leaf, "metadata", "")))
         return type(leaf), label, metadata, str(structure), tuple(map(_kind_of_leaf, values))
-    if is_array_like(leaf):
+    if _is_array(leaf):
         return "array", tuple(leaf.shape), str(leaf.dtype)
     return "other", folding_key(repr(leaf))
 
@@ -250,7 +250,7 @@ def _is_apart(run: _Run, names: Mapping[str, int]) -> bool:
         return True
     starts = range(run.start, run.start + run.count * run.period, run.period)
     blocks = [run.container[start : start + run.period] for start in starts]
-    if not any(map(is_array_like, jax.tree_util.tree_leaves(blocks[0]))):
+    if not any(map(_is_array, jax.tree_util.tree_leaves(blocks[0]))):
         return False
     held = [collections.Counter(_names_in(block)) for block in blocks]
     return all(
@@ -285,8 +285,13 @@ def _shorter_stack(stack: Any, length: int) -> Any:
     return dataclasses.replace(stack, stacked_sublayers=layers, stack_axis_size=length)
 
 
+def _is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, and not a number as modules of Equinox have in their fields."""
+    return is_array_like(leaf) and hasattr(leaf, "shape")
+
+
 def _bytes_of(tree: Any) -> int:
-    arrays = filter(is_array_like, jax.tree_util.tree_leaves(tree))
+    arrays = filter(_is_array, jax.tree_util.tree_leaves(tree))
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
 
