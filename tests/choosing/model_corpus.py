@@ -18,6 +18,7 @@ TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
         "gemma", num_kv_heads=1, query_head_multiplier=4
     ),
     "Penzai Mistral": lambda: others.penzai("mistral"),
+    "Penzai GPT-NeoX": lambda: others.penzai("gpt_neox", num_attention_heads=4),
     "Penzai, layer stack": lambda: others.penzai("llama", use_layer_stack=True),
     "Penzai, rolled layer stack": lambda: others.penzai("llama", True, use_layer_stack=True),
     "Llama as torch stores it": own.torch_llama,
@@ -36,12 +37,14 @@ TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
     "Flax NNX transformer": flax.nnx_transformer,
     "Flax linen transformer": flax.linen_transformer,
     "Flax linen, scanned": flax.linen_scanned,
+    "Flax linen ViT": lambda: flax.vit(12),
     "Flax linen BERT": lambda: flax.bert(12),
     "Haliax transformer": others.haliax_transformer,
 }
 
 # Of these much is not decided by any program; what is named must be right all the same.
 OTHERS: dict[str, Callable[[], NamedModel]] = {
+    "Falcon, groups with their keys": papers.groups_with_their_keys,
     "square MLP": plain.square_mlp,
     "Equinox MLP": others.equinox_mlp,
     "autoencoder": plain.autoencoder,

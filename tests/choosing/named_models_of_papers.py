@@ -143,3 +143,104 @@ def latent_attention() -> NamedModel:
         "value": value,
     }
     return NamedModel(function, structs_of(names, **lengths), (TOKENS,), BATCH_SEQ, names)
+
+
+def heads_first() -> NamedModel:
+    """GPT-NeoX as Hugging Face stores it: for each head queries, keys and values in a row."""
+    fused = "heads*qkv*projection"
+    names: dict[str, tuple[str, ...]] = {
+        "embed_in": ("vocabulary", "embedding"),
+        "embed_out": ("vocabulary", "embedding"),
+    }
+    for i in range(LAYERS):
+        names |= {
+            f"layers.{i}.norm": ("embedding",),
+            f"layers.{i}.query_key_value.weight": (fused, "embedding"),
+            f"layers.{i}.query_key_value.bias": (fused,),
+            f"layers.{i}.dense.weight": ("embedding", "heads*projection"),
+            f"layers.{i}.dense_h_to_4h": ("neurons", "embedding"),
+            f"layers.{i}.dense_4h_to_h": ("embedding", "neurons"),
+        }
+
+    def function(weights, tokens):
+        x = weights["embed_in"][tokens]
+        for i in range(LAYERS):
+            w = {path.split(".", 2)[2]: weights[path] for path in names if f".{i}." in path}
+            h = rms_norm(x, w["norm"])
+            fused = h @ w["query_key_value.weight"].T + w["query_key_value.bias"]
+            fused = fused.reshape(BATCH, SEQ, HEADS, 3 * PROJECTION).transpose(0, 2, 1, 3)
+            q, k, v = jnp.split(fused, 3, -1)
+            q, k = (jnp.concatenate([rotary_half(y[..., :2]), y[..., 2:]], -1) for y in (q, k))
+            attended = (causal(q @ k.swapaxes(-1, -2)) @ v).transpose(0, 2, 1, 3)
+            attended = attended.reshape(BATCH, SEQ, HEADS * PROJECTION) @ w["dense.weight"].T
+            hidden = jax.nn.gelu(h @ w["dense_h_to_4h"].T)
+            x = x + attended + hidden @ w["dense_4h_to_h"].T
+        return x @ weights["embed_out"].T
+
+    return NamedModel(function, structs_of(names), (TOKENS,), BATCH_SEQ, names)
+
+
+def groups_with_their_keys() -> NamedModel:
+    """Falcon: for each group of heads its queries, its key and its value in a row."""
+    rows = HEADS // GROUPS + 2
+    names: dict[str, tuple[str, ...]] = {
+        "word_embeddings": ("vocabulary", "embedding"),
+    }
+    for i in range(LAYERS):
+        names |= {
+            f"h.{i}.norm": ("embedding",),
+            f"h.{i}.query_key_value": ("head_groups*rows*projection", "embedding"),
+            f"h.{i}.dense": ("embedding", "head_groups*query_heads*projection"),
+            f"h.{i}.up": ("neurons", "embedding"),
+            f"h.{i}.down": ("embedding", "neurons"),
+        }
+
+    def function(weights, tokens):
+        x = weights["word_embeddings"][tokens]
+        for i in range(LAYERS):
+            w = {path.split(".")[2]: weights[path] for path in names if f".{i}." in path}
+            h = rms_norm(x, w["norm"])
+            fused = (h @ w["query_key_value"].T).reshape(BATCH, SEQ, GROUPS, rows, PROJECTION)
+            q, k, v = fused[..., :-2, :], fused[..., -2, :], fused[..., -1, :]
+            shares = causal(jnp.einsum("bsgqd,btgd->bgqst", q, k))
+            attended = jnp.einsum("bgqst,btgd->bsgqd", shares, v).reshape(x.shape)
+            x = x + attended @ w["dense"].T + jax.nn.gelu(h @ w["up"].T) @ w["down"].T
+        return x @ weights["word_embeddings"].T
+
+    return NamedModel(function, structs_of(names, rows=rows), (TOKENS,), BATCH_SEQ, names)
+
+
+def gemma() -> NamedModel:
+    """Gemma of Google's repository for Flax: keys beside values, gates beside what they gate."""
+    names: dict[str, tuple[str, ...]] = {"embedder": ("vocabulary", "embedding")}
+    for i in range(LAYERS):
+        names |= {
+            f"layer_{i}/pre_attention_norm": ("embedding",),
+            f"layer_{i}/q_einsum": ("head_groups*query_heads", "embedding", "projection"),
+            f"layer_{i}/kv_einsum": ("kv", "head_groups", "embedding", "projection"),
+            f"layer_{i}/attn_vec_einsum": ("head_groups*query_heads", "projection", "embedding"),
+            f"layer_{i}/pre_ffw_norm": ("embedding",),
+            f"layer_{i}/gating_einsum": ("gate_up", "embedding", "neurons"),
+            f"layer_{i}/linear": ("neurons", "embedding"),
+        }
+
+    def function(weights, tokens):
+        x = weights["embedder"][tokens] * EMBEDDING**0.5
+        for i in range(LAYERS):
+            w = {path.split("/")[1]: weights[path] for path in names if f"_{i}/" in path}
+            h = rms_norm(x, 1 + w["pre_attention_norm"])
+            q = jnp.einsum("BTD,NDH->BNTH", h, w["q_einsum"])
+            k, v = jnp.einsum("BSD,CKDH->CBKSH", h, w["kv_einsum"])
+            q = rotary_half(q) * PROJECTION**-0.5
+            q = q.reshape(BATCH, GROUPS, HEADS // GROUPS, SEQ, PROJECTION)
+            shares = causal(jnp.einsum("BKGTH,BKSH->BKGTS", q, rotary_half(k)))
+            encoded = jnp.einsum("BKGTS,BKSH->BTKGH", shares, v)
+            encoded = encoded.reshape(BATCH, SEQ, HEADS, PROJECTION)
+            x = x + jnp.einsum("BTNH,NHD->BTD", encoded, w["attn_vec_einsum"])
+            h = rms_norm(x, 1 + w["pre_ffw_norm"])
+            gate = jax.nn.gelu(h @ w["gating_einsum"][0])
+            x = x + (gate * (h @ w["gating_einsum"][1])) @ w["linear"]
+        return x @ weights["embedder"].T
+
+    weights = structs_of(names, kv=2, gate_up=2)
+    return NamedModel(function, weights, (TOKENS,), BATCH_SEQ, names)

@@ -191,9 +191,12 @@ def neurons_of_a_convolution():
 
 
 TRICKS_ON_ROLES = (
+    bins_as_many_as_the_vocabulary,
     positions_as_many_as_the_vocabulary,
     hashed_tokens,
+    learned_latents,
     learned_prefix,
+    talking_heads,
     gates_as_many_as_neurons,
     neurons_of_a_convolution,
 )
