@@ -66,7 +66,7 @@ def _attentions(facts: ProgramFacts, names: ClassNames) -> Iterator[_Attention]:
     by_operation = {each.operation.number: each for each in facts.products}
     for scores in facts.products:
         contracted = scores.contracted & weighted
-        if not contracted or facts.is_of_a_weight(scores):
+        if not scores.contracted or facts.is_of_a_weight(scores):
             continue
         exponential = _softmax_of(facts, scores)
         if exponential is None:
@@ -79,9 +79,9 @@ def _attentions(facts: ProgramFacts, names: ClassNames) -> Iterator[_Attention]:
             if product is not None and not facts.is_of_a_weight(product):
                 values |= (product.free[0] | product.free[1]) & weighted - beside - contracted
                 summed |= product.contracted & (scores.free[0] | scores.free[1])
-        if not summed:
-            continue
         projecting = contracted | values
+        if not summed or not projecting:
+            continue
         of_projections = {
             part
             for weight in facts.call.weights

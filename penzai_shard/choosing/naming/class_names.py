@@ -28,6 +28,11 @@ class ClassNames:
             self.roles[part] = role
             self._reasons[part] = reason
 
+    def take_back(self, part: DimensionClass, doubt: str) -> None:
+        """Takes its role from a class, for a reason."""
+        del self.roles[part], self._reasons[part]
+        self.doubts[part] = doubt
+
     def call(self, part: DimensionClass, name: str, reason: str) -> None:
         """Gives a class a name, whatever its role is."""
         if part.size > 1:
@@ -38,6 +43,10 @@ class ClassNames:
         if part in self._called:
             return self._called[part]
         return (self.roles[part], self._reasons[part]) if part in self.roles else None
+
+    def reason(self, part: DimensionClass) -> str:
+        """Why a class has its role."""
+        return self._reasons[part]
 
     def with_role(self, role: str) -> Set[DimensionClass]:
         """The classes that have a role."""

@@ -10,6 +10,7 @@ from penzai_shard.choosing.naming.lookup_roles import name_positions, name_vocab
 from penzai_shard.choosing.naming.overriding import Overrides
 from penzai_shard.choosing.naming.path_words import name_by_path_words
 from penzai_shard.choosing.naming.program_facts import ProgramFacts
+from penzai_shard.choosing.naming.separate_streams import tell_streams_apart
 from penzai_shard.choosing.naming.stacking_roles import name_fused_parts, name_layers
 from penzai_shard.choosing.naming.stream_roles import (
     name_embedding,
@@ -104,6 +105,7 @@ def name_classes(facts: ProgramFacts, names: ClassNames) -> None:
     name_positions(facts, names)
     name_fused_parts(facts, names)
     name_by_path_words(facts, names)
+    tell_streams_apart(facts, names)
     for part, name in facts.of_inputs.items():
         if name is not None:
             names.give(part, str(name), "an input has that name, and the program ties both")
