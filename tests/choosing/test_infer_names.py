@@ -197,6 +197,47 @@ def test_names_that_arrays_have_already_are_kept_and_used():
     assert names["down"] == ("hidden", None)
 
 
+def test_blocks_that_are_not_used_are_named_as_those_that_are():
+    def first_block(weights, tokens):
+        return apply_block(weights["blocks"][0], weights["embed"][tokens]) @ weights["lm_head"]
+
+    names = pzs.infer_names(first_block, WEIGHTS, TOKENS)
+    assert names["blocks/1/mlp/up"] == ("embedding", "neurons")
+    assert names["blocks/1/attention/query"] == ("embedding", "heads*projection")
+    assert names.reasons("blocks/1/mlp/up")[1] == (
+        "blocks/0/mlp/up has it there, and their paths are alike"
+    )
+    assert names["unused"] == (None,)
+
+
+def test_two_residual_streams_of_equal_width_are_not_one():
+    def towers(weights, tokens, patches):
+        text, image = weights["text"]["embed"][tokens], patches
+        for block in weights["text"]["blocks"]:
+            text = apply_block(block, text)
+        for block in weights["image"]["blocks"]:
+            image = apply_block(block, image)
+        return text.mean(1), image.mean(1)
+
+    weights = {
+        "text": {"embed": WEIGHTS["embed"], "blocks": [block(), block()]},
+        "image": {"blocks": [block()]},
+    }
+    names = pzs.infer_names(
+        towers,
+        weights,
+        TOKENS,
+        struct(BATCH, SEQ, EMBEDDING),
+        input_names=[("batch", "seq"), ("batch", "patches", None)],
+    )
+    assert names["text/embed"] == ("vocabulary", "text_embedding")
+    assert names["text/blocks/1/mlp/up"] == ("text_embedding", "text_neurons")
+    assert names["image/blocks/0/attention/output"] == (
+        "image_heads*image_projection",
+        "image_embedding",
+    )
+
+
 def test_square_layers_are_not_taken_for_one_another():
     def apply(weights, x):
         for weight in weights:

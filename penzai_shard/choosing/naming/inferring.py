@@ -107,5 +107,5 @@ def name_classes(facts: ProgramFacts, names: ClassNames) -> None:
     name_by_path_words(facts, names)
     tell_streams_apart(facts, names)
     for part, name in facts.of_inputs.items():
-        if name is not None:
-            names.give(part, str(name), "an input has that name, and the program ties both")
+        if part not in names.roles:
+            names.call(part, str(name), "an input has that name, and the program ties both")

@@ -92,7 +92,7 @@ class ProgramFacts:
     Attributes:
         call: The traced call.
         in_weights: The arrays that have a class, by their places in ``call.weights``.
-        of_inputs: The names of the classes of inputs.
+        of_inputs: The names of the classes of inputs that have one.
         from_inputs: The values that are computed from inputs.
         from_weights: The values that are computed from weights.
     """
@@ -108,16 +108,17 @@ class ProgramFacts:
         self.in_weights: Mapping[DimensionClass, tuple[int, ...]] = {
             part: tuple(numbers) for part, numbers in in_weights.items()
         }
-        self.of_inputs: dict[DimensionClass, LogicalAxis | None] = {}
+        self.of_inputs: dict[DimensionClass, LogicalAxis] = {}
         for each in call.inputs:
             for parts, name in zip(each.parts or (), each.names, strict=False):
-                for part in parts:
-                    self.of_inputs.setdefault(part, name if len(parts) == 1 else None)
-        self.from_inputs = self._reached(call.inputs)
-        self.from_weights = self._reached(call.weights)
+                if name is not None and len(parts) == 1:
+                    self.of_inputs.setdefault(parts[0], name)
+        self.from_inputs = self.reached(array.value for array in call.inputs)
+        self.from_weights = self.reached(array.value for array in call.weights)
 
-    def _reached(self, arrays: Iterable[CalledArray]) -> Set[int]:
-        reached = {array.value for array in arrays if array.value is not None}
+    def reached(self, values: Iterable[int | None]) -> Set[int]:
+        """The values that are computed from some, and these."""
+        reached = {value for value in values if value is not None}
         before = -1
         # What goes round in a loop is read before it is made.
         while len(reached) != before:

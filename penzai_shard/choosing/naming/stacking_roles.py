@@ -1,10 +1,12 @@
 """What weights are stacked along: layers, and the parts of a fused projection."""
 
 import collections
+from collections.abc import Iterator
 
 from penzai_shard.choosing.dimensions import DimensionClass
 from penzai_shard.choosing.naming.class_names import ClassNames
-from penzai_shard.choosing.naming.program_facts import ProgramFacts
+from penzai_shard.choosing.naming.program_facts import PRODUCTS, ProgramFacts
+from penzai_shard.path_folding import folding_key
 
 _ATTENTION = frozenset({"heads", "head_groups", "query_heads", "projection"})
 _FUSED = {3: "qkv", 2: "kv"}
@@ -16,19 +18,23 @@ def name_layers(facts: ProgramFacts, names: ClassNames) -> None:
     """Names what loops take from weights one by one, and what is taken from several by hand."""
     for part in facts.call.dimensions.stepped & facts.in_weights.keys() - facts.of_inputs.keys():
         names.give(part, "layers", "a loop takes its elements one by one")
-    by_length: dict[int, set[DimensionClass]] = collections.defaultdict(set)
-    for part in _taken_one_by_one(facts):
-        by_length[part.size].add(part)
+    by_length: dict[int, list[DimensionClass]] = collections.defaultdict(list)
+    for part in _taken_one_after_another(facts):
+        by_length[part.size].append(part)
     for parts in by_length.values():
-        if len({number for part in parts for number in facts.in_weights[part]}) < _FEWEST_STACKED:
-            continue
-        for part in names.without_role(parts):
-            names.give(part, "layers", "its elements are taken one by one, and those of others")
+        stacked = {
+            folding_key(facts.call.weights[number].path)
+            for part in parts
+            for number in facts.in_weights[part]
+        }
+        if len(stacked) >= _FEWEST_STACKED:
+            for part in names.without_role(parts):
+                names.give(part, "layers", "its elements are used one after the other")
 
 
-def _taken_one_by_one(facts: ProgramFacts) -> set[DimensionClass]:
-    """The first dimensions of weights all of whose elements slices take one by one."""
-    taken: dict[DimensionClass, set[int]] = collections.defaultdict(set)
+def _taken_one_after_another(facts: ProgramFacts) -> Iterator[DimensionClass]:
+    """The first dimensions of weights all of whose elements are taken, each for the next layer."""
+    taken: dict[DimensionClass, dict[int, int]] = collections.defaultdict(dict)
     first = {
         weight.parts[0][0]
         for weight in facts.call.weights
@@ -40,8 +46,19 @@ def _taken_one_by_one(facts: ProgramFacts) -> set[DimensionClass]:
         parts = facts.call.dimensions.of_value(operation.operands[0])
         for dimension, (start, end, _) in zip(parts, operation.cuts, strict=True):
             if end - start == 1 and len(dimension) == 1 and dimension[0] in first:
-                taken[dimension[0]].add(start)
-    return {part for part, starts in taken.items() if len(starts) == part.size > 1}
+                taken[dimension[0]].setdefault(start, operation.results[0])
+    for part, values in taken.items():
+        if len(values) == part.size > 1 and _is_used_after(facts, values[1], values[0]):
+            yield part
+
+
+def _is_used_after(facts: ProgramFacts, value: int, earlier: int) -> bool:
+    """Whether a value is multiplied with something that another one was used for."""
+    reached = facts.reached([earlier])
+    for operation in facts.after(value, PRODUCTS):
+        if operation.kind in PRODUCTS:
+            return not reached.isdisjoint(operation.operands)
+    return False
 
 
 def name_fused_parts(facts: ProgramFacts, names: ClassNames) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from penzai_shard.choosing.dimensions import DimensionClass
 from penzai_shard.choosing.naming.class_names import ClassNames
-from penzai_shard.choosing.naming.program_facts import Classes
+from penzai_shard.choosing.naming.program_facts import Classes, parts_of
 from penzai_shard.choosing.naming.traced_call import CalledArray
 from penzai_shard.fused_axes import FusedAxes, factors_of
+from penzai_shard.path_folding import folding_key
 from penzai_shard.rule_kinds import LogicalAxis
 
 
@@ -44,10 +45,33 @@ def names_of_weights(
     importance = collections.Counter(
         part for weight in weights for part in {p for parts in weight.parts or () for p in parts}
     )
-    return [
+    found = [
         _without_repeats(_of_weight(weight, names, together), weight, importance)
         for weight in weights
     ]
+    return _as_alike(weights, found, names)
+
+
+def _as_alike(
+    weights: Sequence[CalledArray],
+    found: Sequence[tuple[DimensionName, ...]],
+    names: ClassNames,
+) -> list[tuple[DimensionName, ...]]:
+    """Names for weights that the program does not use, as those have them whose paths are alike.
+
+    Those of equal blocks are: their paths differ in numbers alone, and their shapes are the same.
+    """
+    alike: dict[tuple[str, tuple[int, ...]], list[int]] = collections.defaultdict(list)
+    for number, weight in enumerate(weights):
+        if weight.parts is not None and all(p in names.roles for p in parts_of(weight)):
+            alike[folding_key(weight.path), weight.shape].append(number)
+    named = list(found)
+    for number, weight in enumerate(weights):
+        used = alike.get((folding_key(weight.path), weight.shape), [])
+        if weight.parts is None and len({tuple(each.name for each in found[n]) for n in used}) == 1:
+            reason = f"{weights[used[0]].path} has it there, and their paths are alike"
+            named[number] = tuple(DimensionName(e.name, reason) for e in found[used[0]])
+    return named
 
 
 def _of_weight(
