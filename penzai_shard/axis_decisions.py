@@ -48,6 +48,9 @@ class DimensionDecision:
     stored_size: int
 
 
+PADDING_FIX = ' Or store it padded: on_indivisible="pad".'
+"""What a problem with a length that does not divide ends with, for those who can store arrays."""
+
 Misfit: TypeAlias = Literal["indivisible", "doubled", "unknown"]
 
 
@@ -356,8 +359,7 @@ class _Decider:
             name,
             "indivisible",
             f"logical axis {what} does not divide over {over}, asked by rule {rule}. "
-            f"Pad it to {padded}, or map {name!r} to None. "
-            'Or store it padded: on_indivisible="pad".',
+            f"Pad it to {padded}, or map {name!r} to None.{PADDING_FIX}",
         )
 
     def _asked_twice(self, i: int, rule: NameRule) -> None:
@@ -392,7 +394,7 @@ class _Decider:
             "doubled" if len(busy) == len(candidates) else "indivisible",
             f"logical axis {name!r} ({size}) fits none of its rules: {reasons}. "
             f"Add ({name!r}, None) as the last of them to leave it unsharded."
-            + (' Or store it padded: on_indivisible="pad".' if len(busy) < len(candidates) else ""),
+            + (PADDING_FIX if len(busy) < len(candidates) else ""),
         )
 
     def _apply_largest(self, rule: LargestDimensionRule) -> None:

@@ -12,6 +12,7 @@ from penzai_shard.library_apis.jax_api import (
     Var,
     jaxpr_as_fun,
 )
+from penzai_shard.padded_arrays import pinned
 
 _CALLS = {
     "checkpoint": "jaxpr",
@@ -155,6 +156,9 @@ def evaluate(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     >>> evaluate(equation, [3.0, 3.0])[0].item()
     9.0
     """
+    if equation.primitive.name == "sharding_constraint":
+        # By itself the operation takes no layout over which a length does not divide.
+        return [pinned(operands[0], equation.params["sharding"])]
     # Variables of their own, as an operand may stand in an equation twice, or be a literal.
     inputs: list[Any] = [Var(atom.aval) for atom in equation.invars]
     own = equation.replace(invars=inputs)

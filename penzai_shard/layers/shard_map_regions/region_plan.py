@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from penzai_shard.axis_decisions import PADDING_FIX
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.errors import ShardingError, raise_all
+from penzai_shard.errors import PlanError, ShardingError, raise_all
 from penzai_shard.layers.manual_region import (
     as_varying,
     device_position,
@@ -105,8 +106,20 @@ class Region:
         rules = self.parameter_rules if of_parameters else self.activation_rules
         min_size = self.min_size if of_parameters else 0
         planner = Planner(self.mesh, rules, on_unnamed="replicate", min_size=min_size)
-        plan = planner.plan(tree)
+        plan, found = planner.examined(tree)
+        fix = _EQUAL_PARTS if of_parameters else ""
+        problems = [
+            f"{path or 'the array'}: {problem.replace(PADDING_FIX, fix)}" for path, problem in found
+        ]
+        raise_all(PlanError, "no valid layout for some arrays:", problems)
         return [s.spec for s in jax.tree_util.tree_leaves(plan.sharding_tree())]
+
+
+_EQUAL_PARTS = (
+    " Stored padded or not, a ShardMapped region has equal parts of the true length. To compute "
+    "with uneven ones, leave the layer to the compiler: "
+    'GatherParameters(layer, mesh, rules, on_indivisible="pad").'
+)
 
 
 @dataclasses.dataclass(frozen=True)

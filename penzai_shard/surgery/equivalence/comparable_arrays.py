@@ -47,8 +47,9 @@ def equal_elements(one: Any, other: Any) -> Any:
 def canonical_leaves(tree: Any) -> list[tuple[str, Any]]:
     """The arrays of a tree by path, dimensions in an order that names alone decide.
 
-    Positional dimensions come first, then named ones sorted by name, so that two results that
-    differ in the order of their dimensions, and in nothing else, give the same arrays.
+    They are without padding. Positional dimensions come first, then named ones sorted by name, so
+    that two results that differ in the order of their dimensions, and in nothing else, give the
+    same arrays.
 
     >>> import jax.numpy as jnp
     >>> from penzai import pz
@@ -56,7 +57,9 @@ def canonical_leaves(tree: Any) -> list[tuple[str, Any]]:
     [(2, 3)]
     """
     return [
-        (_leaf_name(leaf), _transposed(leaf)) for leaf in leaves_of(tree) if leaf.dtype is not None
+        (_leaf_name(leaf), _transposed(leaf.without_padding()))
+        for leaf in leaves_of(tree)
+        if leaf.dtype is not None
     ]
 
 

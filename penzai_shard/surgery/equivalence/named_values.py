@@ -10,6 +10,7 @@ import numpy as np
 
 from penzai_shard.array_kinds import is_abstract
 from penzai_shard.named_leaves import leaves_of
+from penzai_shard.padded_arrays import PaddedArray, is_padded, pad_to
 from penzai_shard.processes import is_on_this_process
 from penzai_shard.surgery.equivalence.array_comparisons import (
     ArrayComparison,
@@ -146,7 +147,16 @@ def drawn(name: Any, value: Any) -> Any:
             array = jnp.asarray(draw.normal(size=leaf.shape) * scale, leaf.dtype)
         return array if leaf.sharding is None else jax.device_put(array, leaf.sharding)
 
-    return jax.tree_util.tree_map(fill, value)
+    def fill_padded(node: Any) -> Any:
+        """Of what is stored padded the numbers are drawn that the true array would have."""
+        if not is_padded(node) or not is_abstract(node.stored):
+            return fill(node)
+        true, layout = fill(node.data_array), node.stored.sharding
+        stored = pad_to(true, node.stored.shape)
+        stored = stored if layout is None else jax.device_put(stored, layout)
+        return PaddedArray(stored, node.named_axes, node.padding)
+
+    return jax.tree_util.tree_map(fill_padded, value, is_leaf=is_padded)
 
 
 def _values_apart(original: Any, edited: Any) -> ArrayComparison | None:
