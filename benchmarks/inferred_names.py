@@ -66,8 +66,9 @@ def main():
                 print(f"{title}: {path}: {got}, by its author {true}")
             for tie in judged.wrong:
                 print(f"{title}: WRONG {tie}")
-    share = f"{named} of {weights} weights of transformers fully named ({named / weights:.1%})"
-    rich.print(NamesTable(tuple(rows), share if weights else ""))
+    verdict = f"{named} of {weights} weights of transformers fully named"
+    verdict += f" ({named / weights:.1%})" if weights else ""
+    rich.print(NamesTable(tuple(rows), verdict))
 
 
 if __name__ == "__main__":

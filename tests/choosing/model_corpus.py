@@ -31,7 +31,10 @@ TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
     "scanned, its gradient program": lambda: own.scanned(gradients=True),
     "mixture of experts": own.experts,
     "T5, relative positions": lambda: own.relative_bias(6),
+    "Phi-3, fused unequally": papers.fused_unequally,
     "Switch, dispatched experts": papers.dispatched_experts,
+    "Gemma of Flax": papers.gemma,
+    "GPT-NeoX, heads first": papers.heads_first,
     "encoder and decoder": own.encoder_decoder,
     "Equinox transformer": others.equinox_transformer,
     "Flax NNX transformer": flax.nnx_transformer,
@@ -45,8 +48,10 @@ TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
 # Of these much is not decided by any program; what is named must be right all the same.
 OTHERS: dict[str, Callable[[], NamedModel]] = {
     "Falcon, groups with their keys": papers.groups_with_their_keys,
+    "DeepSeek, latent attention": papers.latent_attention,
     "square MLP": plain.square_mlp,
     "Equinox MLP": others.equinox_mlp,
+    "two towers (CLIP)": plain.two_towers,
     "autoencoder": plain.autoencoder,
     "convolutions": plain.conv_net,
     "MLP-Mixer": plain.mixer,

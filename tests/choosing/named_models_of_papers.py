@@ -142,7 +142,8 @@ def latent_attention() -> NamedModel:
         "key_and_value": nope + value,
         "value": value,
     }
-    return NamedModel(function, structs_of(names, **lengths), (TOKENS,), BATCH_SEQ, names)
+    weights = structs_of(names, **lengths)
+    return NamedModel(function, weights, (TOKENS,), BATCH_SEQ, names, {"query": "projection"})
 
 
 def heads_first() -> NamedModel:

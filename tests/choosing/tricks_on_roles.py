@@ -197,6 +197,7 @@ TRICKS_ON_ROLES = (
     learned_latents,
     learned_prefix,
     talking_heads,
+    stages_of_equal_width,
     gates_as_many_as_neurons,
     neurons_of_a_convolution,
 )
