@@ -125,7 +125,9 @@ def test_a_rule_for_the_whole_name_needs_no_lengths_and_comes_first():
     for name in (QKV, str(QKV)):
         for rules in ({str(QKV): "data", "qkv": "model"}, [("qkv", "model"), (str(QKV), "data")]):
             assert AxisRules(rules).spec((name,), (24,), MESH) == jax.P("data")
-    assert AxisRules({str(HEADS): None, "heads": "model"}).spec((HEADS,), (8,), MESH) == jax.P()
+    assert AxisRules({"heads": "model", str(HEADS): None}).spec((HEADS,), (8,), MESH) == jax.P()
+    earlier = AxisRules({"heads": "model", str(HEADS): "data"})
+    assert earlier.spec((HEADS,), (8,), MESH) == jax.P("data")
 
 
 def test_leading_axes_of_length_one_are_passed_over():
