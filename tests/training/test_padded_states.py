@@ -1,5 +1,6 @@
 """Train states whose arrays are stored padded: true lengths in a step, zeros in the padding."""
 
+import itertools
 import pickle
 
 import hypothesis
@@ -17,6 +18,7 @@ from penzai_shard import (
     TrainState,
     build_eval_step_fn,
     build_train_step_fn,
+    fit,
     make_mesh,
     make_plan,
     param_dict,
@@ -374,3 +376,45 @@ def test_manual_axes_refuse_what_is_stored_padded():
         "work; or leave these logical axes whole:\n"
         "  weights: logical axis 'in' (5) over mesh axis 'data' (4)."
     )
+
+
+def fitted(state, folder=None, steps=6, mesh=MESH):
+    """The losses by step of a call of ``fit``, and the state after it."""
+    losses = {}
+    state = fit(
+        state,
+        build_train_step_fn(squares, donate_params_and_state=True),
+        lambda: itertools.repeat(inputs()),
+        steps=steps,
+        mesh=mesh,
+        rules={"batch": "data"},
+        checkpoint=folder,
+        save_every=None if folder is None else 2,
+        log_every=1,
+        on_log=lambda record: losses.update({record.step: record.loss}),
+        progress=False,
+        evaluate_every=3,
+        eval_step=build_eval_step_fn(squares),
+        eval_batches=[inputs()],
+    )
+    return losses, state
+
+
+def test_a_padded_run_goes_on_where_it_was_stopped_padded_otherwise_or_not_at_all(tmp_path):
+    def state_on(mesh, rules):
+        placed = place(weights(), mesh, rules, on_indivisible="pad")
+        return TrainState.initial_state(placed, optax.adam(1e-2), jax.random.key(1))
+
+    other = make_mesh({"data": 2, "model": 4})
+    expected, trained_whole = fitted(state_on(MESH, {}))
+    fitted(state_on(MESH, RULES), tmp_path, 2)
+    second, state = fitted(state_on(other, {"out": "model", "in": "data"}), tmp_path, 4, other)
+    assert padded_nodes(state.params)[0].stored.shape == (8,)
+    assert_padding_is_zero((state.params, state.opt_state))
+    third, state = fitted(state_on(MESH, {}), tmp_path)
+    assert not padded_nodes(state)
+    assert (list(second), list(third)) == ([3, 4], [5, 6])
+    np.testing.assert_allclose(
+        [*second.values(), *third.values()], [expected[i] for i in (3, 4, 5, 6)], rtol=1e-5
+    )
+    assert_same((state.params, state.opt_state), (trained_whole.params, trained_whole.opt_state))
