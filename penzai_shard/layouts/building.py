@@ -1,6 +1,5 @@
 """A train state and its step, every array made where it stays."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +10,9 @@ from jax.sharding import AbstractMesh
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import RuleTypeError, raise_all
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.placement import abstract_model, described, sharded_init
+from penzai_shard.placement import abstract_model, described, put, sharded_init
 from penzai_shard.planning import make_plan
+from penzai_shard.readers import foreign_nodes
 from penzai_shard.rule_kinds import nearest_name
 from penzai_shard.training import (
     TrainState,
@@ -66,11 +66,16 @@ def build_state_and_step(
         {name: value for name, value in step_options.items() if name in names}
         for names in (_OF_STATE, _OF_PLANS, _OF_STEP)
     )
+    of_model = of_plans
+    pads = of_plans.get("on_indivisible") == "pad"
+    if pads and foreign_nodes(abstract_model(initializer, *args)):
+        # What other libraries hold their arrays in cannot hold them padded, and the state can.
+        of_model = {**of_plans, "on_indivisible": "replicate"}
     if isinstance(mesh, AbstractMesh):
-        plan = make_plan(abstract_model(initializer, *args), mesh, parameters, **of_plans)
+        plan = make_plan(abstract_model(initializer, *args), mesh, parameters, **of_model)
         model = edited(plan.restore_structs())
     else:
-        model = edited(sharded_init(initializer, *args, mesh=mesh, rules=parameters, **of_plans))
+        model = edited(sharded_init(initializer, *args, mesh=mesh, rules=parameters, **of_model))
     state = TrainState.initial_state(
         model,
         optimizer,
@@ -80,8 +85,8 @@ def build_state_and_step(
         **of_state,
     )
     shardings = train_state_sharding(state, mesh, parameters, optimizer_rules, **of_plans)
-    put = functools.partial(described, called="Layout.build")
-    state = (put if isinstance(mesh, AbstractMesh) else jax.device_put)(state, shardings)
+    placed = described if isinstance(mesh, AbstractMesh) else put
+    state = placed(state, shardings, "Layout.build")
     of_step.setdefault("donate_params_and_state", of_step.get("jit", True))
     return state, build_train_step_fn(loss_fn, train_state_shardings=shardings, **of_step)
 

@@ -193,7 +193,7 @@ def _gathered(model: Any, mesh: AnyMesh, asked: EditRequest) -> dict[str, Any]:
             rules,
             on_indivisible="pad" if asked.on_indivisible == "pad" else "replicate",
             on_unnamed="replicate",
-        ).plan(model)
+        ).examined(model)[0]
         for rules in (asked.parameters, asked.compute)
     )
     if [leaf.spec for leaf in stored.leaves] == [leaf.spec for leaf in used.leaves]:

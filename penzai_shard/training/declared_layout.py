@@ -9,6 +9,8 @@ from jax.sharding import Sharding
 from penzai_shard.array_kinds import is_abstract, is_traced
 from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.meshes import shardings_on_auto_twin
+from penzai_shard.named_arrays import stored_with
+from penzai_shard.padded_arrays import is_padded
 from penzai_shard.placement import described_array
 from penzai_shard.processes import put_all
 from penzai_shard.training.flat_state import FIELDS, StateForm
@@ -71,6 +73,31 @@ def _as_declared(array: Any, wanted: Sharding) -> Any:
     return jax.device_put(array, wanted) if same else None
 
 
+def _other_padding(tree: Any, declared: Any) -> str:
+    """What is to be said of trees that are alike but for what is stored padded; empty otherwise."""
+
+    def unpadded(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda node: stored_with(node, None, None) if is_padded(node) else node,
+            tree,
+            is_leaf=is_padded,
+        )
+
+    shapes: list[Any] = [
+        jax.tree.structure(unpadded(each), is_leaf=_is_none) for each in (tree, declared)
+    ]
+    if shapes[0] != shapes[1]:
+        return ""
+    return (
+        "what is declared as stored padded is not stored so, or the other way round. Store the "
+        'state as it is declared: place(state, mesh, rules, on_indivisible="pad").'
+    )
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
 class DeclaredState:
     """The declared layout of a train state: one sharding for all, or a state of shardings.
 
@@ -108,7 +135,8 @@ class DeclaredState:
             try:
                 shardings += treedef.flatten_up_to(tree)
             except (ValueError, TypeError) as error:
-                problems.append(f"{name}: {error}")
+                given = treedef.unflatten(range(treedef.num_leaves))
+                problems.append(f"{name}: {_other_padding(given, tree) or error}")
         raise_all(
             ShardingError,
             "train_state_shardings are not shaped like this train state. Make them anew: "

@@ -36,7 +36,9 @@ def train_state_sharding(
             mesh axis of the same name.
         optimizer_rules: Rules for the optimizer's state; None takes ``rules``.
         axis_name_to_mesh_name: The same as ``rules`` under Penzai's name; give one of the two.
-        on_indivisible: As for ``make_plan``.
+        on_indivisible: As for ``make_plan``. With ``"pad"`` the tree has a ``PaddedArray`` in place
+            of each array that is to be padded. ``jax.device_put`` does not pad a state that is not
+            padded yet; ``place(state, mesh, rules, on_indivisible="pad")`` does.
         on_unnamed: As for ``make_plan``. It also decides on what an optimizer keeps that is not
             made of its parameter's dimensions, such as a matrix of second moments. Leaves that
             JAX is to infer are None, and so not declared to a train step.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from jax.sharding import PartitionSpec
 from penzai import pz
 from penzai.models.transformer.model_parts import TransformerFeedForward
@@ -261,3 +262,30 @@ def test_a_layer_that_gathers_takes_padded_parameters():
     )
     assert_same(layer(x), linear(x))
     assert_same(Jitted(layer)(x), linear(x))
+
+
+def test_states_of_other_libraries_are_padded():
+    split = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
+    dense = nn.Dense(7, kernel_init=split)
+    x = jnp.ones((8, 5))
+
+    def loss_fn(model, rng, state, x):
+        return jnp.mean(dense.apply(model, x) ** 2), state, {}
+
+    layout = Layout(parameters={"in": "data", "out": "model"}, compute={"batch": "data"}, blocks=())
+    states = []
+    for options in ({"on_indivisible": "pad"}, {"on_indivisible": "replicate"}):
+        state, step = layout.build(
+            lambda: dense.init(jax.random.key(0), x),
+            mesh=make_mesh({"data": 4, "model": 2}),
+            loss_fn=loss_fn,
+            optimizer=optax.adam(1e-2),
+            rng=jax.random.key(1),
+            on_unnamed="replicate",
+            **options,
+        )
+        states.append(step(state, x=x)[0])
+    found, expected = ((state.params, state.opt_state) for state in states)
+    assert_same(found, expected)
+    assert len(padded_nodes(found)) == 3
+    assert_padding_is_zero(found)

@@ -367,6 +367,37 @@ def test_batches_are_not_padded():
     )
 
 
+def test_a_state_that_is_not_stored_as_declared_is_refused():
+    state = TrainState.initial_state(weights(), optax.sgd(0.1), jax.random.key(1))
+    shardings = train_state_sharding(state, MESH, RULES, on_indivisible="pad")
+    step = build_train_step_fn(squares, train_state_shardings=shardings)
+    with pytest.raises(ShardingError) as caught:
+        step(state, **inputs())
+    assert str(caught.value) == (
+        "train_state_shardings are not shaped like this train state. Make them anew: "
+        "train_state_sharding(state, mesh, rules).\n"
+        "  params: what is declared as stored padded is not stored so, or the other way round. "
+        'Store the state as it is declared: place(state, mesh, rules, on_indivisible="pad").'
+    )
+    state, _ = step(place(state, MESH, RULES, on_indivisible="pad"), **inputs())
+    assert_padding_is_zero(state.params)
+
+
+def test_frozen_parameters_are_padded_too():
+    def state_of(model):
+        return TrainState.initial_state(
+            model, optax.adam(1e-2), jax.random.key(1), trainable=lambda p: p.label == "bias"
+        )
+
+    step = build_train_step_fn(squares)
+    (state, _), (expected, _) = (
+        step(state_of(model), **inputs()) for model in (padded(weights()), weights())
+    )
+    assert_same((state.params, state.opt_state), (expected.params, expected.opt_state))
+    assert len(padded_nodes(state.params)) == 2
+    assert_padding_is_zero((state.params, state.opt_state))
+
+
 def test_manual_axes_refuse_what_is_stored_padded():
     with pytest.raises(ShardingError) as caught:
         trained(padded(weights(), rules={"in": "data"}), optax.adam(0.1), manual_axes="data")
