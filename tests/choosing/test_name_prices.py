@@ -2,12 +2,18 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 from penzai_shard import Layout
 from penzai_shard.choosing.by_names import NamePrices
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.shallow_models import Shallow
+from penzai_shard.choosing.training_problem import TrainingProblem
+from penzai_shard.errors import PlanError
+from penzai_shard.named_arrays import named_array
 from tests.choosing.compiled_truth import compiled_truth
 from tests.choosing.small_problems import llama, problem_of
 
@@ -110,3 +116,88 @@ def test_the_peak_of_a_deep_model_may_be_behind_its_backward_pass():
     assert shallow == pytest.approx(whole)
     # Of few tokens, gradients are most of it.
     assert shallow["gradients"] > shallow["activations"]
+
+
+SIZES = {"batch": 32, "layers": 4, "embedding": 64, "neurons": 256}
+
+
+def struct(*names):
+    shape = tuple(SIZES[name] for name in names)
+    return named_array(jax.ShapeDtypeStruct(shape, jnp.float32), names)
+
+
+def residual(x, up, down):
+    return x + jnp.tanh(x @ up) @ down
+
+
+def scanned_loss(*, model, rng, state, x):
+    del rng
+    layers = (
+        model["up"].unwrap("layers", "embedding", "neurons"),
+        model["down"].unwrap("layers", "neurons", "embedding"),
+    )
+    x = x.unwrap("batch", "embedding") * model["scale"].unwrap("embedding")
+    return (
+        jnp.square(jax.lax.scan(lambda x, w: (residual(x, *w), None), x, layers)[0]).sum(),
+        state,
+        {},
+    )
+
+
+def unrolled_loss(*, model, rng, state, x):
+    del rng
+    x = x.unwrap("batch", "embedding") * model["scale"].unwrap("embedding")
+    for i in range(SIZES["layers"]):
+        up = model[f"up_{i}"].unwrap("embedding", "neurons")
+        x = residual(x, up, model[f"down_{i}"].unwrap("neurons", "embedding"))
+    return jnp.square(x).sum(), state, {}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "compute"),
+    [
+        ({}, {"batch": "data"}),
+        ({"neurons": "model"}, {"batch": "data", "neurons": "model"}),
+        ({"embedding": "data"}, {"batch": "data"}),
+    ],
+)
+def test_a_loop_over_layers_costs_what_the_layers_do(parameters, compute):
+    up, down = ("embedding", "neurons"), ("neurons", "embedding")
+    inputs = {"x": struct("batch", "embedding")}
+    stacked = {"up": struct("layers", *up), "down": struct("layers", *down)}
+    apart = {f"up_{i}": struct(*up) for i in range(SIZES["layers"])}
+    apart |= {f"down_{i}": struct(*down) for i in range(SIZES["layers"])}
+    scale = {"scale": struct("embedding")}
+    candidate = Candidate(TALL, Layout(parameters=parameters, compute=compute, blocks=()))
+    loop, layers = (
+        NamePrices.of(TrainingProblem(model | scale, loss_fn, optax.adam(1e-3), inputs))
+        for model, loss_fn in ((stacked, scanned_loss), (apart, unrolled_loss))
+    )
+    assert loop.notes == layers.notes == ()
+    assert loop.cost(candidate).flops == layers.cost(candidate).flops
+    assert loop.cost(candidate).traffic == pytest.approx(layers.cost(candidate).traffic, rel=0.02)
+
+
+def test_what_has_no_name_counts_as_whole_and_is_said():
+    def loss_fn(*, model, rng, state, x):
+        del rng
+        inner = x.unwrap("batch", "embedding") @ jnp.ones((64, 32))
+        return jnp.square(inner @ model["w"].data_array).sum(), state, {}
+
+    model = {"w": named_array(jax.ShapeDtypeStruct((32, 64), jnp.float32), (None, "embedding"))}
+    problem = TrainingProblem(model, loss_fn, optax.sgd(1.0), {"x": struct("batch", "embedding")})
+    prices = NamePrices.of(problem)
+    assert (
+        "stablehlo.dot_general in loss: no parameter and no input names its dimension of length "
+        "32, which counts as whole"
+    ) in prices.notes
+    split = {"embedding": "model"}
+    layout = Layout(parameters=split, compute=split | {"batch": "data"}, blocks=())
+    # Two products forward and one backward, each split along what has a name.
+    assert prices.cost(Candidate(TALL, layout)).flops == 3 * 2 * 32 * 64 * 32 / 8
+
+
+def test_a_layout_that_does_not_fit_is_refused_as_it_is_when_it_is_built(prices):
+    layout = Layout(parameters={"embedding": ("data", "model")}, compute={"batch": "data"})
+    with pytest.raises(PlanError, match="does not divide over mesh axes"):
+        prices.cost(Candidate((("data", 3), ("model", 2)), layout))

@@ -48,7 +48,8 @@ class Costing:
         ):
             if places[before] != places[after]:
                 moved = self._mesh.moves(each.tensor, places[before], places[after])
-                self._send("activation", each.where, each.tensor, moved, self._microbatches)
+                times = self._microbatches * each.times
+                self._send("activation", each.where, each.tensor, moved, times)
         self._parameters()
         sent = tuple(Sent(*reason, bytes=bytes_) for reason, bytes_ in self._sent.items())
         return StepCost(flops * self._microbatches, sent, {})
@@ -67,7 +68,7 @@ class Costing:
         for each, arrays in zip(self._forms.operations, self._forms.index.operations, strict=True):
             form = each.form
             found = operation(form, tuple([places[number] for number in arrays]))
-            flops += found.flops
+            flops += found.flops * each.times
             for position, needed, moved in found.sent:
                 if position < len(form.operands):
                     key = each.values[position], needed
@@ -78,7 +79,7 @@ class Costing:
                 # Compilers gather what the loop over microbatches does not change in front of it.
                 what = each.what(position)
                 times = 1 if what == "parameter" else self._microbatches
-                self._send(what, each.where, tensor, moved, times)
+                self._send(what, each.where, tensor, moved, times * each.times)
         return flops
 
     def _parameters(self) -> None:
@@ -93,7 +94,7 @@ class Costing:
             if places[before] != places[after]:
                 moved = self._mesh.moves(use.tensor, places[before], places[after])
                 times = self._microbatches if self._is_dropped(use) else 1
-                self._send("parameter", use.where, use.tensor, moved, times)
+                self._send("parameter", use.where, use.tensor, moved, times * use.times)
         stored, update = self._placers[Table.STORED], self._placers[Table.UPDATE]
         for tensor, where, count in self._stored.parameters:
             source, target = update(tensor), stored(tensor)

@@ -29,6 +29,7 @@ class ParameterUse(NamedTuple):
         where: The path of the parameter.
         first: The number of the first operation that uses it so.
         last: The number of the last one.
+        times: How often it is brought there: in a loop over layers, the part of each layer.
     """
 
     parameter: int
@@ -38,6 +39,7 @@ class ParameterUse(NamedTuple):
     where: str
     first: int
     last: int
+    times: int = 1
 
 
 class Life(NamedTuple):

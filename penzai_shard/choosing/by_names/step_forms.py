@@ -11,7 +11,7 @@ from penzai_shard.choosing.by_names.operation_prices import OperationForm
 from penzai_shard.choosing.by_names.placements import Dimension, Tensor
 from penzai_shard.choosing.by_names.places import Place
 from penzai_shard.choosing.by_names.step_arrays import Life, ParameterUse, Table
-from penzai_shard.choosing.by_names.traced_steps import MAKING, TracedStep
+from penzai_shard.choosing.by_names.traced_steps import MAKING, STACKING, TracedStep
 from penzai_shard.choosing.dimensions import DimensionClass, ProgramDimensions
 from penzai_shard.path_folding import folding_key
 from penzai_shard.rule_kinds import LogicalAxis
@@ -38,12 +38,14 @@ class StepOperation:
         tables: Which rules say where each of its arrays is; None where that costs nothing.
         values: The number of each of its arrays, so that what several take is brought once.
         where: The label of its layer.
+        times: How often it is run.
     """
 
     form: OperationForm
     tables: tuple[Table | None, ...]
     values: tuple[int, ...]
     where: str
+    times: int
 
     def what(self, position: int) -> str:
         """What one of its arrays is, as ``Sent`` has it."""
@@ -67,12 +69,14 @@ class Transfer(NamedTuple):
         source: The rules that it is laid out by where it is made.
         target: The rules that it is laid out by where it is used.
         where: The label of the layer.
+        times: How often that is done.
     """
 
     tensor: Tensor
     source: Table
     target: Table
     where: str
+    times: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +199,12 @@ class _Reading:
 
     def forms(self) -> StepForms:
         operations = [found for each in self._operations if (found := self._operation(each))]
+        for each in self._operations:
+            if each.number in self._step.times.unknown and each.kind in MAKING:
+                self._notes[
+                    f"{each.kind} in {self._step.label(each)}: how often the loop around it runs "
+                    "is not known; it counts once"
+                ] = None
         return StepForms(
             tuple(operations),
             tuple(self._transfers()),
@@ -331,8 +341,8 @@ class _Reading:
             frozenset(rule.replicated | rule.blocked),
             is_product,
         )
-        form = self._forms.setdefault(form, form)
-        return StepOperation(form, tables, self._roots(values), step.label(each))
+        form, roots = self._forms.setdefault(form, form), self._roots(values)
+        return StepOperation(form, tables, roots, step.label(each), step.times[each.number])
 
     def _roots(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """The values, or the parameter that one comes of."""
@@ -362,34 +372,41 @@ class _Reading:
             False,
         )
         form = self._forms.setdefault(form, form)
-        return StepOperation(form, tables, self._roots(values), self._step.label(each))
+        roots, times = self._roots(values), self._step.times[each.number]
+        return StepOperation(form, tables, roots, self._step.label(each), times)
 
     def _note_unnamed(self, each: Operation, operands: list[Tensor]) -> None:
-        for value, tensor in zip(each.operands, operands, strict=True):
-            for i, dimension in enumerate(tensor.dimensions):
-                if dimension.name is None and dimension.size > 1:
-                    self._notes[
-                        f"{each.kind} in {self._step.label(each)}: dimension {i} (length "
-                        f"{dimension.size}) of an array {list(self._step.shape(value))} has no "
-                        "logical axis that a parameter or an input names; it counts as whole"
-                    ] = None
+        lengths = dict.fromkeys(
+            dimension.size
+            for tensor in operands
+            for dimension in tensor.dimensions
+            if dimension.name is None and dimension.size > 1
+        )
+        if lengths:
+            said = " and ".join(map(str, lengths))
+            self._notes[
+                f"{each.kind} in {self._step.label(each)}: no parameter and no input names its "
+                f"{'dimension' if len(lengths) == 1 else 'dimensions'} of length {said}, which "
+                f"{'counts' if len(lengths) == 1 else 'count'} as whole"
+            ] = None
 
     def _transfers(self) -> Iterator[Transfer]:
         brought: set[tuple[int, Table]] = set()
         for each in self._operations:
             place, label = self._runs_at(each), self._step.label(each)
+            times = self._step.times[each.number]
             for value in each.operands:
                 home = self._homes.get(value)
                 if home is None or not self._is_activation(value) or home == place:
                     continue
                 if (value, place) not in brought:
                     brought.add((value, place))
-                    yield Transfer(self._tensor(value), home, place, label)
+                    yield Transfer(self._tensor(value), home, place, label, times)
             if each.kind in MAKING or _is_by_element(each):
                 continue  # What it makes is priced with it, or made where it has to be.
             for value in each.results:
                 if self._is_activation(value) and self._homes[value] != place:
-                    yield Transfer(self._tensor(value), place, self._homes[value], label)
+                    yield Transfer(self._tensor(value), place, self._homes[value], label, times)
 
     def _is_activation(self, value: int) -> bool:
         step = self._step
@@ -403,21 +420,28 @@ class _Reading:
             if all(value in step.weights for value in each.results):
                 continue
             table, backward = self._weight_table(each), step.is_backward(each)
+            times = step.times[each.number]
             for value in each.operands:
                 if table == Table.STORED or value not in step.weights:
                     continue
                 for parameter in sorted(step.weights[value]):
-                    itemsize = self._tensor(value).itemsize
-                    tensor = dataclasses.replace(self._tensor(parameter), itemsize=itemsize)
+                    tensor = self._used_part(parameter, value)
                     tensor = self._tensors.setdefault(tensor, tensor)
                     path = step.arguments.parameters[parameter].partition("/")[2]
                     where = folding_key(path)
                     use = ParameterUse(
-                        parameter, tensor, table, backward, where, each.number, each.number
+                        parameter, tensor, table, backward, where, each.number, each.number, times
                     )
                     first = found.setdefault((parameter, table, backward), use)
                     found[parameter, table, backward] = first._replace(last=each.number)
         yield from found.values()
+
+    def _used_part(self, parameter: int, value: int) -> Tensor:
+        """A parameter as a value made of it alone has it: cast, or one layer of a stack."""
+        whole, used = self._tensor(parameter), self._tensor(value)
+        if used.nbytes // used.itemsize < whole.nbytes // whole.itemsize:
+            return used
+        return dataclasses.replace(whole, itemsize=used.itemsize)
 
     def _lives(self) -> Iterator[Life]:
         """What has to be written down, and for how long.
@@ -426,7 +450,11 @@ class _Reading:
         it again where it is used, so that what it comes of lives as long.
         """
         step = self._step
-        made = {value for each in self._operations if each.kind in MAKING for value in each.results}
+        # Loops stack what they hand on, part by part.
+        written = MAKING | {STACKING}
+        made = {
+            value for each in self._operations if each.kind in written for value in each.results
+        }
         taken = {
             value
             for each in self._operations

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from penzai import pz
 
+from penzai_shard.choosing.by_names.loop_times import LoopTimes
 from penzai_shard.choosing.by_names.places import ModelPlaces
 from penzai_shard.choosing.training_problem import TrainingProblem
 from penzai_shard.compiled_programs.operation_names import OperationName
@@ -42,6 +43,7 @@ MAKING = frozenset(
         "stablehlo.triangular_solve",
     }
 )
+STACKING = "stablehlo.dynamic_update_slice"
 # They hold nothing of any parameter or input.
 _CONSTANT = frozenset({"sdy.constant", "stablehlo.constant", "stablehlo.iota"})
 
@@ -142,15 +144,22 @@ class TracedStep:
     def weights(self) -> Mapping[int, frozenset[int]]:
         """The values that come of parameters alone, by element, each with its parameters."""
         found = {value: frozenset({value}) for value in self.arguments.parameters}
-        for each in self.program.operations:
-            if each.kind in MAKING or self.is_of_optimizer(each):
-                continue
-            sources = [value for value in each.operands if value not in self.free]
-            if sources and all(value in found for value in sources):
-                if self._grows(each, sources):
-                    continue  # To all positions, say, as the scale of a norm.
-                of = frozenset().union(*(found[value] for value in sources))
-                found.update((result, of) for result in each.results)
+        before = 0
+        # What loops hand on unchanged is known only when their end was seen.
+        while before < len(found):
+            before = len(found)
+            for each in self.program.operations:
+                if each.kind in MAKING or self.is_of_optimizer(each):
+                    continue
+                # What a loop stacks is what it writes, whatever was there before.
+                taken = each.operands[1:2] if each.kind == STACKING else each.operands
+                known = self.free.union(each.results)
+                sources = [v for v in taken if v not in known and self.shape(v)]
+                if sources and all(value in found for value in sources):
+                    of = frozenset().union(*(found[value] for value in sources))
+                    if self._grows(each, of):
+                        continue  # To all positions, say, as the scale of a norm.
+                    found.update((result, of) for result in each.results)
         return found
 
     @functools.cached_property
@@ -173,18 +182,29 @@ class TracedStep:
         for each in reversed(self.program.operations):
             if each.kind in MAKING or found.isdisjoint(each.results):
                 continue
-            lengths = sorted(self.shape(each.results[0]))
+            lengths = [self._lengths(each.results[0])]
+            if each.kind == STACKING:
+                lengths.append(self._lengths(each.operands[1]))
             found.update(
                 value
                 for value in each.operands
-                if value not in known and sorted(self.shape(value)) == lengths
+                if value not in known and self._lengths(value) in lengths and self.shape(value)
             )
         return frozenset(found)
 
-    def _grows(self, operation: Operation, sources: list[int]) -> bool:
-        """Whether an operation gives more elements than it takes."""
-        largest = max(math.prod(self.shape(value)) for value in sources)
+    @functools.cached_property
+    def times(self) -> LoopTimes:
+        """How often each operation is run."""
+        return LoopTimes(self.program)
+
+    def _grows(self, operation: Operation, parameters: frozenset[int]) -> bool:
+        """Whether an operation gives more elements than some parameters have."""
+        largest = max(math.prod(self.shape(value)) for value in parameters)
         return any(math.prod(self.shape(value)) > largest for value in operation.results)
+
+    def _lengths(self, value: int) -> list[int]:
+        """The lengths of a value, in whatever order its dimensions are."""
+        return sorted(length for length in self.shape(value) if length > 1)
 
     def shape(self, value: int) -> tuple[int, ...]:
         """The shape of a value."""

@@ -23,7 +23,7 @@ def tie_what_loops_index(
     first: dict[tuple[int, int], int] = {}
     for operation in program.operations:
         for element, index in _indexed(program, operation, elements, classes):
-            counter = _counter(program, index)
+            counter = counter_behind(program, index)
             if counter is not None:
                 length = classes.sizes[element]
                 classes.unify([first.setdefault((counter, length), element)], [element])
@@ -49,7 +49,7 @@ def _indexed(
             yield element, index
 
 
-def _counter(program: PropagatedProgram, index: int) -> int | None:
+def counter_behind(program: PropagatedProgram, index: int) -> int | None:
     """The number that a loop counts, which an index is computed from; None if it is not just one.
 
     It is handed on from outside of the loop and from its last round, so that it has two sources.
