@@ -34,7 +34,6 @@ TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
     "Phi-3, fused unequally": papers.fused_unequally,
     "Switch, dispatched experts": papers.dispatched_experts,
     "Gemma of Flax": papers.gemma,
-    "GPT-NeoX, heads first": papers.heads_first,
     "encoder and decoder": own.encoder_decoder,
     "Equinox transformer": others.equinox_transformer,
     "Flax NNX transformer": flax.nnx_transformer,
@@ -47,6 +46,7 @@ TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
 
 # Of these much is not decided by any program; what is named must be right all the same.
 OTHERS: dict[str, Callable[[], NamedModel]] = {
+    "GPT-NeoX, heads first": papers.heads_first,
     "Falcon, groups with their keys": papers.groups_with_their_keys,
     "DeepSeek, latent attention": papers.latent_attention,
     "square MLP": plain.square_mlp,

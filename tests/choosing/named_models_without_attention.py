@@ -148,7 +148,8 @@ def two_towers() -> NamedModel:
     weights = structs_of(names, **widths, image_neurons=NEURONS, text_neurons=NEURONS)
     inputs = (struct(BATCH, SEQ, EMBEDDING), TOKENS)
     axes = (("batch", "patches", "pixels"), ("batch", "seq"))
-    return NamedModel(function, weights, inputs, axes, names, {}, False)
+    words = {f"{tower}_width": f"{tower}_embedding" for tower in ("image", "text")}
+    return NamedModel(function, weights, inputs, axes, names, words, False)
 
 
 def autoencoder() -> NamedModel:
