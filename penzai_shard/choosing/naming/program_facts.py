@@ -182,7 +182,7 @@ class ProgramFacts:
 
         both = left.keys() & right.keys()
         of_weights = [
-            operand in self.from_weights and operand not in self.from_inputs
+            any(each in self._of_weights for each in self.moved_from(operand))
             for operand in operation.operands
         ]
         return Product(
@@ -208,6 +208,17 @@ class ProgramFacts:
     def is_weight(self, value: int) -> bool:
         """Whether a value is a weight, or a part of one, in whatever form."""
         return any(each in self._given for each in self.moved_from(value))
+
+    @functools.cached_property
+    def _of_weights(self) -> Set[int]:
+        """What is computed from weights alone, and what of it a choice that is computed takes."""
+        chosen = {
+            lookup.operation.results[0]
+            for lookup in self.lookups
+            if lookup.operation.operands[0] not in self.from_inputs
+            and lookup.index in self.from_weights
+        }
+        return (self.from_weights - self.from_inputs) | chosen
 
     @functools.cached_property
     def _given(self) -> Set[int]:

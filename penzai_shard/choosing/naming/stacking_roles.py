@@ -68,7 +68,8 @@ def name_fused_parts(facts: ProgramFacts, names: ClassNames) -> None:
         parts = [part for dimension in weight.parts or () for part in dimension]
         for part in names.without_role({*parts}):
             beside[part].append({names.roles[p] for p in parts if p in names.roles})
-    for part in sorted(beside, key=lambda part: part.number):
+    apart = _taken_apart(facts)
+    for part in sorted(apart & beside.keys(), key=lambda part: part.number):
         in_weights = beside[part]
         if part in facts.together or any(part in each for each in facts.together.values()):
             continue
@@ -77,3 +78,22 @@ def name_fused_parts(facts: ProgramFacts, names: ClassNames) -> None:
             names.give(part, _FUSED[part.size], reason)
         elif part.size == 2 and all("neurons" in named for named in in_weights):
             names.give(part, "gate_up", "one weight makes neurons and their gates")
+
+
+def _taken_apart(facts: ProgramFacts) -> set[DimensionClass]:
+    """Classes whose elements are taken one by one, or that a dimension is cut into the parts of."""
+    apart = {
+        part
+        for weight in facts.call.weights
+        for dimension in weight.parts or ()
+        for part in dimension[:-1]
+    }
+    for operation in facts.program.operations:
+        for dimension, (start, end, _) in zip(
+            facts.call.dimensions.of_value(operation.operands[0]) if operation.cuts else (),
+            operation.cuts,
+            strict=True,
+        ):
+            if end - start == 1 and len(dimension) == 1:
+                apart.add(dimension[0])
+    return apart

@@ -1,5 +1,6 @@
 """The logical axes of what flows between blocks, and of what stands between two products."""
 
+import collections
 import math
 from collections.abc import Iterator
 
@@ -136,11 +137,12 @@ def name_experts(facts: ProgramFacts, names: ClassNames) -> None:
         for each in facts.with_weights
         for part in names.without_role(each.batch & facts.in_weights.keys())
     }
-    side_by_side |= {
+    looked_up = {
         lookup.rows
         for lookup in facts.lookups
         if lookup.rows in facts.in_weights and lookup.index in facts.from_weights
     }
+    side_by_side |= looked_up
     for router, compared in routers.items():
         chosen = compared is not None
         if router in side_by_side:
@@ -148,14 +150,25 @@ def name_experts(facts: ProgramFacts, names: ClassNames) -> None:
             names.give(router, "experts", f"products are done side by side along it, and {how}")
         experts = [
             part
-            for part in names.without_role(side_by_side | (compared or frozenset()))
+            for part in names.without_role(side_by_side | _stacked(facts) | (compared or set()))
             if part.size == router.size and part != router and part in facts.in_weights
         ]
-        if chosen and len(experts) == 1:
+        if chosen and experts and (len(experts) == 1 or looked_up.issuperset(experts)):
             reason = "the largest of its elements are chosen, and weights have as many side by side"
             names.give(router, "experts", reason)
             reason = "weights have it side by side, and the largest of a product are chosen for it"
-            names.give(experts[0], "experts", reason)
+            for part in experts:
+                names.give(part, "experts", reason)
+
+
+def _stacked(facts: ProgramFacts) -> set[DimensionClass]:
+    """The first dimensions of several weights that are stacks of matrices."""
+    first = collections.Counter(
+        weight.parts[0][0]
+        for weight in facts.call.weights
+        if weight.parts and len(weight.shape) > 2 and len(weight.parts[0]) == 1
+    )
+    return {part for part, count in first.items() if count > 1}
 
 
 def _routers(
@@ -175,7 +188,7 @@ def _routers(
             continue
         compared = None
         for operation in facts.after(each.operation.results[0], PRODUCTS | _ORDERS):
-            if operation.kind in _ORDERS:
+            if operation.kind in _ORDERS or len(operation.results) > 1:
                 compared = frozenset(_compared(facts, operation))
                 break
         yield part, compared
