@@ -171,6 +171,30 @@ def test_what_has_no_value_is_refused_with_its_path(mesh):
         pzs.place(large, mesh, RULES, on_indivisible="pad")
 
 
+def test_a_program_takes_what_the_plan_says_and_gathers_no_weight(mesh):
+    plan = pzs.make_plan(
+        pzs.abstract_model(lambda: {"w": pz.nx.ones({"vocabulary": 67, "embedding": 24})}),
+        mesh,
+        {"vocabulary": ("data", "model")},
+        on_indivisible="pad",
+    )
+
+    def loss(weights, x):
+        logits = (weights["w"] * x).untag("embedding").sum()
+        return (
+            pz.nx.nmap(jax.nn.logsumexp)(logits.untag("vocabulary")).untag("batch").sum().unwrap()
+        )
+
+    x = pz.nx.ones({"batch": 4, "embedding": 24})
+    step = jax.jit(jax.grad(loss), out_shardings=plan.sharding_tree())
+    compiled = step.lower(plan.restore_structs(), x).compile()
+    arguments = compiled.memory_analysis().argument_size_in_bytes
+    assert arguments == plan.bytes_per_device + 4 * 24 * 4 == (72 // 8 + 4) * 24 * 4
+    assert "all-gather" not in compiled.as_text()
+    assert "f32[9,24]" in compiled.as_text()
+    assert "f32[67,24]" not in compiled.as_text()
+
+
 def test_shared_parameters_stay_shared(mesh):
     model = build()
     both = pzs.place(pz.nn.Sequential([model, model]), mesh, RULES, on_indivisible="pad")
