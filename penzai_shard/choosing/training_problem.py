@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 from penzai import pz
 
+from penzai_shard.axis_rules import AxisRules
 from penzai_shard.layouts import Layout
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.placement import described
+from penzai_shard.planning import make_plan
+from penzai_shard.surgery import Recipe
 from penzai_shard.training import TrainState, TrainStep, build_train_step_fn, train_state_sharding
 
 if TYPE_CHECKING:
@@ -50,18 +53,42 @@ class TrainingProblem:
             ShardingError: As ``Layout.build`` does.
         """
         laid_out = layout.for_model(self.model, mesh)
-        edited = layout.recipe(self.model, mesh).apply(self.model)
-        shardings = laid_out.plan(edited, mesh).sharding_tree()
+        edits = layout.recipe(self.model, mesh)
+        loss_fn = layout.computing(self.loss_fn, mesh)
+        step, state = self.built_by(
+            edits, laid_out.parameters, laid_out.optimizer, mesh, loss_fn, microbatches
+        )
+        return step, state, layout.shard_batch(dict(self.inputs), mesh)
+
+    def built_by(
+        self,
+        edits: Recipe,
+        parameters: AxisRules,
+        optimizer: AxisRules | None,
+        mesh: AnyMesh,
+        loss_fn: Callable[..., Any],
+        microbatches: int = 1,
+    ) -> tuple[TrainStep, TrainState]:
+        """The step with a model edited in some way and stored by some rules.
+
+        Args:
+            edits: How the model is edited.
+            parameters: How parameters are stored, in the model's own names.
+            optimizer: How the optimizer's state is stored; None as its parameters.
+            mesh: The mesh, which may be abstract.
+            loss_fn: The loss function, computing on the mesh.
+            microbatches: As for ``built``.
+        """
+        edited = edits.apply(self.model)
+        shardings = make_plan(edited, mesh, parameters).sharding_tree()
         model = described(pz.freeze_variables(edited), shardings, "choose_layout")
         state = TrainState.initial_state(
-            model, self.optimizer, jax.random.key(0), optimizer_rules=laid_out.optimizer
+            model, self.optimizer, jax.random.key(0), optimizer_rules=optimizer
         )
         step = build_train_step_fn(
-            layout.computing(self.loss_fn, mesh),
-            train_state_shardings=train_state_sharding(
-                state, mesh, laid_out.parameters, laid_out.optimizer
-            ),
+            loss_fn,
+            train_state_shardings=train_state_sharding(state, mesh, parameters, optimizer),
             donate_params_and_state=True,
             accumulate_steps=microbatches,
         )
-        return step, state, layout.shard_batch(dict(self.inputs), mesh)
+        return step, state

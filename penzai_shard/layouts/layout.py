@@ -217,24 +217,35 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
                 "compute with. Leave manual=True out, and the compiler gathers and scatters; or "
                 "choose lengths that divide."
             )
+        return layout_edits(model, mesh, self.edit_request(model, mesh, on_indivisible))
+
+    def edit_request(
+        self, model: Any, mesh: AnyMesh, on_indivisible: OnIndivisible = "error"
+    ) -> EditRequest:
+        """What the edits of a model follow from, in the model's own names.
+
+        Args:
+            model: The model, concrete or abstract, not yet edited.
+            mesh: The mesh.
+            on_indivisible: As for ``recipe``.
+
+        Raises:
+            ShardingError: As ``recipe`` does.
+        """
         found = self._roles(model, mesh, on_indivisible)
-        return layout_edits(
-            model,
-            mesh,
-            EditRequest(
-                parameters=found.tables["parameters"],
-                compute=found.tables["compute"],
-                between=found.tables.get("between_blocks"),
-                manual=self.manual,
-                rematerialise=self.rematerialise,
-                gather_again=self.reshard_after_forward,
-                blocks=self.blocks,
-                batch_axes=mesh_axes_of("batch", [self.compute]),
-                split_in_layers=tuple(name for role in OF_LAYERS for name in found.split[role]),
-                vocabulary=next(iter(groups_of("vocabulary", self.names)), ("vocabulary",))[0],
-                splits_vocabulary=bool(found.split["vocabulary"]),
-                on_indivisible="pad" if on_indivisible == "pad" else "error",
-            ),
+        return EditRequest(
+            parameters=found.tables["parameters"],
+            compute=found.tables["compute"],
+            between=found.tables.get("between_blocks"),
+            manual=self.manual,
+            rematerialise=self.rematerialise,
+            gather_again=self.reshard_after_forward,
+            blocks=self.blocks,
+            batch_axes=mesh_axes_of("batch", [self.compute]),
+            split_in_layers=tuple(name for role in OF_LAYERS for name in found.split[role]),
+            vocabulary=next(iter(groups_of("vocabulary", self.names)), ("vocabulary",))[0],
+            splits_vocabulary=bool(found.split["vocabulary"]),
+            on_indivisible="pad" if on_indivisible == "pad" else "error",
         )
 
     def for_model(

@@ -99,7 +99,7 @@ def layout_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
         RuleTypeError: The model has no blocks that are known, or a parameter that is split is
             in none of them.
     """
-    gathered = _gathered(model, mesh, asked)
+    gathered = gathering(model, mesh, asked)
     if _leaves_all_to_the_compiler(model, asked, bool(gathered)):
         return _nothing_moved(model) if is_layer(model) else Recipe()
     edits = Recipe()
@@ -185,7 +185,7 @@ def _is_editable(node: Any) -> bool:
     return is_layer(node) and not is_equinox_module(node)
 
 
-def _gathered(model: Any, mesh: AnyMesh, asked: EditRequest) -> dict[str, Any]:
+def gathering(model: Any, mesh: AnyMesh, asked: EditRequest) -> dict[str, Any]:
     """How parameters are gathered; empty if they are used as they are stored."""
     stored, used = (
         Planner(

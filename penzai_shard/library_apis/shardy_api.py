@@ -45,7 +45,7 @@ _AT_THE_ENDS = (
     "sdy-remove-sub-axes-in-input-output-shardings",
 )
 # For people who debug XLA, and not known by its own name.
-_WRITES_FILES = re.compile(r"sdy-save-module(\{[^{}]*\})?,")
+WRITES_FILES = re.compile(r"sdy-save-module(\{[^{}]*\})?,")
 _NOTES = ("debug-sharding-origins", "debug-propagation-edge-sharding", "keep-sharding-rules")
 
 # What is in other operations' regions, such as how two values are summed, has no layout.
@@ -83,13 +83,13 @@ def propagated(lowered: jax.stages.Lowered) -> ShardyProgram:
     assert module is not None
     with module.context:
         copied = module.operation.clone().operation
-        passes = _passes()
-        copied.walk(_give_rule)
-        main = _main(copied)
+        passes = passes_from(_with_notes)
+        copied.walk(give_rule)
+        main = main_function(copied)
         arguments = main.regions[0].blocks[0].arguments
         _refuse_unknown_shapes(arguments)
-        given = _dictionaries(main, "arg_attrs", len(arguments))
-        laid_out = tuple(_sharding(attributes) is not None for attributes in given)
+        given = dictionaries_of(main, "arg_attrs", len(arguments))
+        laid_out = tuple(sharding_of(attributes) is not None for attributes in given)
         # Shardy refuses its own notes on where the layout of a loop's values comes from.
         passes.enable_verifier(False)
         try:
@@ -101,27 +101,28 @@ def propagated(lowered: jax.stages.Lowered) -> ShardyProgram:
 
 def _refuse_unknown_shapes(arguments: Iterable[MlirObject]) -> None:
     problems = [
-        f"{_name(argument.location)}: is a {argument.type}. Lower the step for a shape of numbers."
+        f"{name_of(argument.location)}: is a {argument.type}. Lower the step for a "
+        "shape of numbers."
         for argument in arguments
         if isinstance(argument.type, ir.RankedTensorType) and not argument.type.has_static_shape
     ]
     raise_all(PropagationError, "Shardy propagates layouts of known shapes alone:", problems)
 
 
-def _main(module: MlirObject) -> MlirObject:
+def main_function(module: MlirObject) -> MlirObject:
     """The function of a module that is run."""
     functions = (each.operation for each in module.regions[0].blocks[0].operations)
-    return next(each for each in functions if _text(each.attributes, "sym_name") == "main")
+    return next(each for each in functions if text_of(each.attributes, "sym_name") == "main")
 
 
-def _give_rule(operation: MlirObject) -> ir.WalkResult:
+def give_rule(operation: MlirObject) -> ir.WalkResult:
     """Tells Shardy the rule of an operation that XLA takes apart before it propagates layouts.
 
     Most of the ``chlo`` dialect, such as ``erf_inv``, acts on each element.
     """
     if operation.name.startswith("chlo."):
         values = [*operation.operands, *operation.results]
-        shapes = [_shape_and_dtype(value.type)[0] for value in values]
+        shapes = [shape_and_dtype(value.type)[0] for value in values]
         if operation.name == "chlo.top_k":
             rule = _rule_text(shapes, ordered=len(shapes[0]) - 1)
             operation.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
@@ -155,12 +156,19 @@ def _rule_text(shapes: Sequence[tuple[int, ...]], ordered: int | None = None) ->
     return f"#sdy.op_sharding_rule<{text}>"
 
 
-def _passes() -> MlirObject:
-    """The passes that XLA runs to propagate layouts, with notes on where each comes from."""
+def passes_from(change: Callable[[str], str]) -> MlirObject:
+    """The passes that XLA runs to propagate layouts, changed.
+
+    Args:
+        change: Takes the text of a pipeline and gives another, or raises ``ValueError``.
+
+    Raises:
+        PropagationError: This jaxlib does not offer them.
+    """
     problem = "it has no dialect of Shardy"
     if sdy is not None:
         try:
-            return PassManager.parse(_with_notes(str(PassManager.parse(_PIPELINE))))
+            return PassManager.parse(change(str(PassManager.parse(_PIPELINE))))
         except ValueError as error:
             problem = str(error).partition("\n")[0]
     raise PropagationError(
@@ -179,7 +187,7 @@ def _with_notes(pipeline: str) -> str:
         if option not in propagation:
             raise ValueError(f"'sdy-user-priority-propagate' has no option '{option}'")
         propagation = propagation.replace(f"{option}=false", f"{option}=true")
-    return _WRITES_FILES.sub("", ",".join([propagation, *_AT_THE_ENDS]) + ")")
+    return WRITES_FILES.sub("", ",".join([propagation, *_AT_THE_ENDS]) + ")")
 
 
 class _Reader:
@@ -199,20 +207,20 @@ class _Reader:
             if each.operation.name == "sdy.mesh":
                 axes = sdy.MeshAttr(each.operation.attributes["mesh"]).axes
                 mesh |= {axis.name: axis.size for axis in map(sdy.MeshAxisAttr, axes)}
-        main = _main(module)
+        main = main_function(module)
         block = main.regions[0].blocks[0]
-        given = _dictionaries(main, "arg_attrs", len(block.arguments))
+        given = dictionaries_of(main, "arg_attrs", len(block.arguments))
         for argument, attributes in zip(block.arguments, given, strict=True):
-            self._add(argument, attributes, _sharding(attributes))
+            self._add(argument, attributes, sharding_of(attributes))
         returned = list(block.operations[len(block.operations) - 1].operation.operands)
-        results = _dictionaries(main, "res_attrs", len(returned))
+        results = dictionaries_of(main, "res_attrs", len(returned))
         return ShardyProgram(
             main=self._block(block),
             values=tuple(self.values),
-            argument_names=tuple(_name(argument.location) for argument in block.arguments),
+            argument_names=tuple(name_of(argument.location) for argument in block.arguments),
             laid_out=laid_out,
             result_values=tuple(
-                self._value(value.type, _sharding(attributes), self._origins(attributes))
+                self._value(value.type, sharding_of(attributes), self._origins(attributes))
                 for value, attributes in zip(returned, results, strict=True)
             ),
             result_edges=tuple(_edges(attributes) for attributes in results),
@@ -245,7 +253,7 @@ class _Reader:
         attributes = operation.attributes
         kind = operation.name
         # A constraint's layout is its own attribute, and so is that of a value that flows.
-        of_results = _shardings_of_results(attributes)
+        of_results = shardings_of_results(attributes)
         results = tuple(
             self._add(value, attributes, of_results[number] if of_results else None, number)
             for number, value in enumerate(operation.results)
@@ -255,14 +263,14 @@ class _Reader:
         rule = "sdy.sharding_rule"
         return ShardyOperation(
             kind=kind,
-            name=_name(location),
+            name=name_of(location),
             frames=self._frames(location),
             operands=tuple(self._numbers[value] for value in operation.operands),
             results=results,
             blocks=tuple(self._block(block) for region in regions for block in region.blocks),
             rule=self._once(_rule, attributes[rule]) if rule in attributes else None,
             edges=_edges(attributes),
-            constraint=_text(attributes, _ORIGIN),
+            constraint=text_of(attributes, _ORIGIN),
             taken=self._boundaries(attributes, "in_shardings"),
             given=self._boundaries(attributes, "out_shardings"),
             cuts=_cuts(attributes) if kind == "stablehlo.slice" else (),
@@ -275,19 +283,19 @@ class _Reader:
         axes = frozenset(manual)
         shardings = sdy.TensorShardingPerValueAttr(attributes[name]).shardings
         goes_in = name == "in_shardings"
-        origin = _text(attributes, _ORIGIN) + ("_input" if goes_in else "_output")
+        origin = text_of(attributes, _ORIGIN) + ("_input" if goes_in else "_output")
         return tuple(
-            ShardyBoundary(axes, *self._once(_spec, sharding), goes_in, f"{origin}: {number}")
+            ShardyBoundary(axes, *self._once(spec_of, sharding), goes_in, f"{origin}: {number}")
             for number, sharding in enumerate(shardings)
         )
 
     def _value(
         self, kind: MlirObject, sharding: MlirObject, origins: dict[str, str]
     ) -> ShardyValue:
-        shape, dtype = self._once(_shape_and_dtype, kind)
+        shape, dtype = self._once(shape_and_dtype, kind)
         if sharding is None:
             return ShardyValue(shape, dtype, None, (True,) * len(shape), origins)
-        spec, is_open = self._once(_spec, sharding)
+        spec, is_open = self._once(spec_of, sharding)
         # What is on one device alone, as for a call to Python, has no dimensions in its layout.
         missing = len(shape) - len(spec)
         spec, is_open = (*spec, *[()] * missing), (*is_open, *[False] * missing)
@@ -318,7 +326,8 @@ class _Reader:
         return ()
 
 
-def _shardings_of_results(attributes: MlirObject) -> Sequence[MlirObject]:
+def shardings_of_results(attributes: MlirObject) -> Sequence[MlirObject]:
+    """The layouts of an operation's results; empty if none has one."""
     if "sdy.sharding" in attributes:
         return list(sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"]).shardings)
     if "sharding" in attributes:
@@ -328,13 +337,15 @@ def _shardings_of_results(attributes: MlirObject) -> Sequence[MlirObject]:
     return []
 
 
-def _shape_and_dtype(kind: MlirObject) -> tuple[tuple[int, ...], str]:
+def shape_and_dtype(kind: MlirObject) -> tuple[tuple[int, ...], str]:
+    """The shape of a value and the type of its elements; no dimensions if it is not an array."""
     if not isinstance(kind, ir.RankedTensorType):
         return (), str(kind)
     return tuple(kind.shape), str(kind.element_type)
 
 
-def _spec(sharding: MlirObject) -> tuple[tuple[tuple[str, ...], ...], tuple[bool, ...]]:
+def spec_of(sharding: MlirObject) -> tuple[tuple[tuple[str, ...], ...], tuple[bool, ...]]:
+    """Per dimension the mesh axes of a layout, and whether propagation may add to them."""
     dimensions = [
         sdy.DimensionShardingAttr(each)
         for each in sdy.TensorShardingAttr(sharding).dimension_shardings
@@ -417,21 +428,25 @@ def _keys(dictionary: MlirObject) -> list[str]:
     return [str(each.name).strip('"') for each in (dictionary[i] for i in range(len(dictionary)))]
 
 
-def _sharding(attributes: MlirObject) -> MlirObject:
+def sharding_of(attributes: MlirObject) -> MlirObject:
+    """The layout among the attributes of an argument or a result; None if it has none."""
     if "sdy.sharding" not in attributes:
         return None
     return attributes["sdy.sharding"]
 
 
-def _dictionaries(operation: MlirObject, name: str, count: int) -> list[MlirObject]:
+def dictionaries_of(operation: MlirObject, name: str, count: int) -> list[MlirObject]:
+    """The attributes of each argument or result of a function."""
     if name not in operation.attributes:
         return [{}] * count
     return [ir.DictAttr(each) for each in ir.ArrayAttr(operation.attributes[name])]
 
 
-def _text(attributes: MlirObject, name: str) -> str:
+def text_of(attributes: MlirObject, name: str) -> str:
+    """A text among some attributes; empty if it is not there."""
     return str(ir.StringAttr(attributes[name]).value) if name in attributes else ""
 
 
-def _name(location: MlirObject) -> str:
+def name_of(location: MlirObject) -> str:
+    """What JAX called an operation or an argument."""
     return str(location.name_str) if isinstance(location, ir.NameLoc) else ""

@@ -1,0 +1,302 @@
+"""What a program with its collectives written down costs one device."""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+from penzai_shard.choosing.step_costs import Sent, SentReason, StepCost
+from penzai_shard.inspection.steps.lowered_steps import LoweredStep
+from penzai_shard.inspection.steps.step_arrays import StepArray
+from penzai_shard.library_apis.shardy_collectives import (
+    COLLECTIVES,
+    PlacedOperation,
+    PlacedProgram,
+    PlacedValue,
+)
+from penzai_shard.path_folding import folding_key
+from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.training.gradient_step import OPTIMIZER_SCOPE
+
+# What comes out is what went in, in another form or type.
+_OF_FORM = frozenset(
+    {"stablehlo.convert", "stablehlo.reshape", "stablehlo.transpose", "sdy.reshard"}
+)
+# Hands its operands on, so that what is behind it is not taken for what is in front of it.
+_BARRIER = "stablehlo.optimization_barrier"
+# A part of the result is made of parts of the operands, which are summed up alike.
+_LINEAR = _OF_FORM | {"stablehlo.add", "stablehlo.negate", "stablehlo.subtract"}
+# These are made where they are used, from next to nothing.
+_MADE_ANYWHERE = frozenset(
+    {"sdy.constant", "stablehlo.broadcast_in_dim", "stablehlo.constant", "stablehlo.iota"}
+)
+# The memory of what is made of constants.
+_NOWHERE = -1
+_PART = re.compile(r"\((\d+)\)(\d+)")
+_PARTS = {
+    "parameters": "parameters",
+    "optimizer state": "optimizer",
+    "inputs": "inputs",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moved:
+    """What a collective moves.
+
+    Attributes:
+        what: As ``Sent`` says.
+        names: Its logical axes, as far as they are known.
+    """
+
+    what: str
+    names: tuple[LogicalAxis | None, ...]
+
+
+def cost_of(program: PlacedProgram, step: LoweredStep, mesh_shape: Mapping[str, int]) -> StepCost:
+    """What a step costs one device, by its program.
+
+    Matrix products count by the mesh axes that split them. A reduction of which every use takes
+    one device's part sends as much as one that scatters. What is gathered twice alike counts once.
+
+    Memory is that of the values that are there at once where most are, in the order in which JAX
+    wrote the operations. Nothing is fused but what is made of constants and what changes form.
+
+    Args:
+        program: The program in a layout.
+        step: The step as it was lowered.
+        mesh_shape: The size of each mesh axis.
+    """
+    return _Costs(program, step, mesh_shape).cost()
+
+
+class _Costs:
+    def __init__(
+        self, program: PlacedProgram, step: LoweredStep, mesh_shape: Mapping[str, int]
+    ) -> None:
+        self._program = program
+        self._step = step
+        self._mesh = mesh_shape
+        self._makers = {value: each for each in program.operations for value in each.results}
+        self._users: dict[int, list[PlacedOperation]] = collections.defaultdict(list)
+        for each in program.operations:
+            for value in each.operands:
+                self._users[value].append(each)
+        self._arguments: dict[int, StepArray] = {
+            value: step.arguments[name]
+            for value, name in zip(program.arguments, program.argument_names, strict=True)
+            if name in step.arguments
+        }
+        self._parameters = {
+            tuple(sorted(array.shape)): array
+            for array in self._arguments.values()
+            if array.part == "parameters"
+        }
+        self._bytes = functools.cache(self._local_bytes)
+
+    def cost(self) -> StepCost:
+        flops = 0.0
+        sent: dict[SentReason, float] = collections.defaultdict(float)
+        gathered: set[object] = set()
+        for each in self._program.operations:
+            if each.kind == "stablehlo.dot_general":
+                flops += self._flops(each) * each.times
+            elif each.kind in COLLECTIVES and each.kind != "sdy.all_slice":
+                origin = self._origin(each.operands[0])
+                # The compiler takes out of a loop what is the same each time.
+                times = 1 if origin in self._arguments else each.times
+                again = (origin, each.mesh_axes, times)
+                if each.kind == "sdy.all_gather" and again in gathered:
+                    continue
+                gathered.add(again)
+                moved, where = self._moved(each), self._where(each.name)
+                if each.kind == "sdy.all_gather":
+                    times += each.times * len(self._gathered_again(each))
+                for mesh_axes, bytes_ in self._bytes_sent(each):
+                    reason = (moved.what, where, moved.names, mesh_axes)
+                    sent[reason] += bytes_ * times
+        found = tuple(Sent(*reason, bytes=bytes_) for reason, bytes_ in sent.items() if bytes_)
+        return StepCost(flops, found, self._memory())
+
+    def _parts(self, mesh_axes: Iterable[str]) -> int:
+        """In how many parts mesh axes, or parts of them, split something."""
+        count = 1
+        for axis in mesh_axes:
+            part = _PART.search(axis)
+            count *= int(part[2]) if part else self._mesh[axis]
+        return count
+
+    def _local_bytes(self, value: PlacedValue) -> float:
+        split = self._parts(axis for axes in value.spec for axis in axes)
+        return math.prod(value.shape) * value.itemsize / split
+
+    def _value_bytes(self, number: int) -> float:
+        return self._bytes(self._program.values[number])
+
+    def _flops(self, product: PlacedOperation) -> float:
+        result, first = (
+            self._program.values[number] for number in (product.results[0], product.operands[0])
+        )
+        summed = math.prod(first.shape[each] for each in product.contracted)
+        used = {axis for axes in result.spec for axis in axes}
+        used |= {axis for each in product.contracted for axis in first.spec[each]}
+        return 2 * math.prod(result.shape) * summed / self._parts(used)
+
+    def _bytes_sent(self, each: PlacedOperation) -> list[tuple[tuple[str, ...], float]]:
+        """What one device sends for a collective over which mesh axes, in a ring."""
+        held = self._value_bytes(each.results[0])
+        axes = tuple(axis for axis in self._mesh if axis in each.mesh_axes)
+        count = self._parts(axes)
+        part = (count - 1) / count
+        if self._root(each.operands[0]) == _NOWHERE:
+            return []
+        if each.kind == "sdy.all_reduce":
+            return self._of_reduction(each, axes, held)
+        if each.kind == "sdy.reduce_scatter":
+            return [(axes, held * (count - 1))]
+        if each.kind in ("sdy.all_gather", "sdy.all_to_all"):
+            return [(axes, held * part)]
+        return [(axes, held)]
+
+    def _of_reduction(
+        self, each: PlacedOperation, axes: tuple[str, ...], held: float
+    ) -> list[tuple[tuple[str, ...], float]]:
+        sliced = self._sliced(each.results[0])
+        # What is sliced afterwards over other mesh axes is sliced before.
+        held /= self._parts(axis for axis in sliced if axis not in axes)
+        sent = []
+        for group in sorted(self._reduced_together(each, axes), key=lambda g: sliced >= set(g)):
+            count = self._parts(group)
+            if sliced >= set(group):
+                held /= count
+                sent.append((group, held * (count - 1)))
+            else:
+                sent.append((group, 2 * held * (count - 1) / count))
+        return sent
+
+    def _reduced_together(
+        self, each: PlacedOperation, axes: tuple[str, ...]
+    ) -> list[tuple[str, ...]]:
+        """The mesh axes of a reduction, those that split one dimension together.
+
+        The compiler reduces over one dimension after the other.
+        """
+        maker = self._makers.get(each.operands[0])
+        for operand in maker.operands if maker is not None else ():
+            spec = self._program.values[operand].spec
+            groups = [tuple(axis for axis in axes if axis in split) for split in spec]
+            if sorted(axis for group in groups for axis in group) == sorted(axes):
+                return [group for group in groups if group]
+        return [axes]
+
+    def _sliced(self, value: int) -> frozenset[str]:
+        """The mesh axes over which every use of a value takes one device's part."""
+        found: frozenset[str] | None = None
+        for user in self._users[value]:
+            if user.kind == "sdy.all_slice":
+                taken = frozenset(user.mesh_axes) | self._sliced(user.results[0])
+            elif user.kind in _LINEAR:
+                taken = self._sliced(user.results[0])
+            else:
+                return frozenset()
+            found = taken if found is None else found & taken
+        return found or frozenset()
+
+    def _origin(self, value: int) -> int:
+        """What a value is another form of."""
+        while (maker := self._makers.get(value)) is not None and maker.kind in _OF_FORM:
+            value = maker.operands[0]
+        return value
+
+    def _gathered_again(self, each: PlacedOperation) -> list[PlacedOperation]:
+        """The barriers behind which something is gathered anew, for a pass that computes again.
+
+        Shardy gathers in front of them, once for all; the compiler behind each.
+        """
+        return [user for user in self._users[each.results[0]] if user.kind == _BARRIER]
+
+    def _is_gathered_behind(self, barrier: PlacedOperation, operand: int) -> bool:
+        maker = self._makers.get(operand)
+        return barrier.kind == _BARRIER and maker is not None and maker.kind == "sdy.all_gather"
+
+    def _moved(self, each: PlacedOperation) -> _Moved:
+        value = each.operands[0]
+        while (maker := self._makers.get(value)) is not None and (
+            maker.kind in _OF_FORM or maker.kind in COLLECTIVES or maker.kind == _BARRIER
+        ):
+            value = _same_place(maker, value)
+        if (argument := self._arguments.get(value)) is not None:
+            what = {"parameters": "parameter", "optimizer state": "optimizer"}.get(argument.part)
+            return _Moved(what or "activation", argument.names or ())
+        shape = self._program.values[each.results[0]].shape
+        alike = self._parameters.get(tuple(sorted(shape)))
+        if OPTIMIZER_SCOPE in each.name.split("/"):
+            what = "parameter" if each.kind == "sdy.all_gather" else "gradient"
+            return _Moved(what, alike.names or () if alike else ())
+        if alike is not None and "transpose(" in each.name:
+            return _Moved("gradient", alike.names or ())
+        return _Moved("activation", ())
+
+    def _where(self, name: str) -> str:
+        """The layer or the part of the step that an operation is of."""
+        scopes = self._step.scopes
+        paths = scopes.paths_in(name)
+        owner = (
+            paths[-1] if paths else next((s for s in scopes.of_step if s in name.split("/")), "")
+        )
+        return folding_key(scopes.label(owner)) if owner else ""
+
+    def _memory(self) -> dict[str, float]:
+        held = dict.fromkeys(("parameters", "optimizer", "gradients", "activations", "inputs"), 0.0)
+        for value, array in self._arguments.items():
+            held[_PARTS.get(array.part, "inputs")] += self._value_bytes(value)
+        # The state's new arrays take the memory of the old ones.
+        gradients, activations = self._most_at_once()
+        return held | {"gradients": gradients, "activations": activations}
+
+    def _most_at_once(self) -> tuple[float, float]:
+        """The bytes of gradients and of other values at the operation where most are there."""
+        roots = functools.cache(self._root)
+        last: dict[int, int] = {}
+        for number, each in enumerate(self._program.operations):
+            for value in each.operands:
+                if not self._is_gathered_behind(each, value):
+                    last[roots(value)] = number
+        last.pop(_NOWHERE, None)
+        outside = {roots(value) for value in (*self._program.arguments, *self._program.results)}
+        ends: dict[int, list[tuple[float, bool]]] = collections.defaultdict(list)
+        there = [0.0, 0.0]
+        most = (0.0, 0.0)
+        for number, each in enumerate(self._program.operations):
+            for value in each.results:
+                if roots(value) != value or value in outside or value not in last:
+                    continue
+                bytes_, is_gradient = self._value_bytes(value), self._is_gradient(each, value)
+                there[not is_gradient] += bytes_
+                ends[last[value]].append((bytes_, is_gradient))
+            if sum(there) > sum(most):
+                most = (there[0], there[1])
+            for bytes_, is_gradient in ends.pop(number, ()):
+                there[not is_gradient] -= bytes_
+        return most
+
+    def _root(self, value: int) -> int:
+        """The value whose memory a value has: that which it is a form of, or none."""
+        maker = self._makers.get(value)
+        while maker is not None and (maker.kind in _OF_FORM or maker.kind == _BARRIER):
+            operand = _same_place(maker, value)
+            if self._is_gathered_behind(maker, operand):
+                return value
+            value, maker = operand, self._makers.get(operand)
+        return _NOWHERE if maker is not None and maker.kind in _MADE_ANYWHERE else value
+
+    def _is_gradient(self, each: PlacedOperation, value: int) -> bool:
+        shape = tuple(sorted(self._program.values[value].shape))
+        return "transpose(" in each.name and shape in self._parameters
+
+
+def _same_place(maker: PlacedOperation, value: int) -> int:
+    """The operand that a result is another form of."""
+    return maker.operands[maker.results.index(value)]
