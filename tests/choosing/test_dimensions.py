@@ -1,5 +1,7 @@
 """Dimensions are one logical axis where operations tie them, and nowhere else."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -200,6 +202,26 @@ def test_a_fused_projection_is_a_product_of_its_equal_parts():
     assert found.sizes("fused") == [(8,), (3, 2, 4)]
     assert found["fused"][1][1:] == found["output"][0]
     assert found["fused"][0] == found["x"][1] != found["output"][1]
+
+
+def attention_by_heads(x, fused, output, mix=True):
+    both = (x @ fused).reshape(3, 2, 12)
+    query, key, value = both[..., :4], both[..., 4:8], both[..., 8:]
+    scores = jnp.einsum("qhd,khd->hqk", query, key)
+    if not mix:
+        return scores, value @ jnp.ones((4, 1)), output
+    return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores, -1), value).reshape(3, 8) @ output
+
+
+def test_queries_keys_and_values_of_each_head_are_equal_parts():
+    found = Classes(attention_by_heads, x=(3, 8), fused=(8, 24), output=(8, 8))
+    assert found.sizes("fused") == [(8,), (2, 3, 4)]
+    heads, _, projection = found["fused"][1]
+    assert found["output"][0] == (heads, projection)
+    apart = Classes(
+        functools.partial(attention_by_heads, mix=False), x=(3, 8), fused=(8, 24), output=(8, 8)
+    )
+    assert apart.sizes("fused") == [(8,), (2, 12)]
 
 
 def test_a_gate_beside_its_neurons_is_a_product():

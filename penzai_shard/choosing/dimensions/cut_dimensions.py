@@ -52,16 +52,13 @@ def tie_cuts(program: PropagatedProgram, classes: SplittableClasses, elements: E
         elements: The elements in it of the dimensions of each value.
     """
     parted = [*_cut(program, elements), *_joined(program, elements)]
-    whole_in_arguments = [
-        element for value in program.arguments.values() for element in elements[value]
-    ]
     while True:
         before = classes.ties
         _tie_same_places(parted, classes)
         _tie_put_together_again(parted, classes)
         _split_strided(parted, classes)
         if classes.ties == before:
-            _split_equal_parts(parted, classes, whole_in_arguments)
+            _split_equal_parts(program, parted, classes, elements)
         if classes.ties == before:
             return
 
@@ -172,16 +169,24 @@ def _tie_put_together_again(parted: Sequence[_Parted], classes: SplittableClasse
 
 
 def _split_equal_parts(
-    parted: Sequence[_Parted], classes: SplittableClasses, whole_in_arguments: Sequence[int]
+    program: PropagatedProgram,
+    parted: Sequence[_Parted],
+    classes: SplittableClasses,
+    elements: Elements,
 ) -> None:
     """What is cut into equal parts that mean the same is a product, the parts being its faster one.
 
-    They mean the same if what is slowest in them is one class: all that is left open is whether
-    the values of attention have the length of its keys for a reason. And they must be an axis of
-    their own: of an argument, or one that is split further. Halves that are put together again are
-    not.
+    They mean the same if what is slowest in them is one class, or if they are queries, keys and
+    values: all that is left open is whether the values of attention have the length of its keys for
+    a reason. And they must be an axis of their own: of an argument, or one that is split further.
+    Halves that are put together again are not.
     """
-    of_arguments = {part for each in whole_in_arguments for part in classes.parts(each)}
+    of_arguments = {
+        part
+        for value in program.arguments.values()
+        for element in elements[value]
+        for part in classes.parts(element)
+    }
     again = {tuple(classes.parts(each.whole)) for each in parted if each.is_joined}
     for each in parted:
         parts = list(each.parts.values())
@@ -190,13 +195,46 @@ def _split_equal_parts(
         if tuple(classes.parts(each.whole)) in again or not _are_equal_runs(each, classes):
             continue
         of_parts = [classes.parts(part) for part in parts]
-        if len({part[0] for part in of_parts}) > 1:
+        kinds = [part[0] for part in of_parts]
+        if len(set(kinds)) > 1 and not _are_attended(program, classes, elements, kinds):
             continue
         if not any(len(part) > 1 or part[0] in of_arguments for part in of_parts):
             continue
         for part in parts[1:]:
             classes.unify(parts[:1], [part])
         classes.unify([each.whole], [classes.new(len(parts)), parts[0]])
+
+
+def _are_attended(
+    program: PropagatedProgram, classes: SplittableClasses, elements: Elements, kinds: list[int]
+) -> bool:
+    """Whether three parts are queries and keys, which are contracted, and the values.
+
+    What a product makes of the contraction is multiplied with the values, and has their class.
+    """
+    twice = [kind for kind in kinds if kinds.count(kind) == 2]
+    if len(kinds) != 3 or not twice:
+        return False
+    (value,) = set(kinds) - set(twice)
+
+    def has(number: int, kind: int) -> bool:
+        return any(kind in classes.parts(element) for element in elements[number])
+
+    products = [each for each in program.operations if each.kind == "stablehlo.dot_general"]
+    made = {
+        each.results[0]
+        for each in products
+        if all(has(operand, twice[0]) for operand in each.operands)
+        and not has(each.results[0], twice[0])
+    }
+    for operation in program.operations:
+        if made.isdisjoint(operation.operands):
+            continue
+        if operation.kind != "stablehlo.dot_general":
+            made.update(operation.results)
+        elif any(has(operand, value) for operand in operation.operands):
+            return has(operation.results[0], value)
+    return False
 
 
 def _split_strided(parted: Sequence[_Parted], classes: SplittableClasses) -> None:
