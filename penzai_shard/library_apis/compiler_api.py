@@ -6,7 +6,7 @@ any devices that there is a description of, without JAX' own arrays on them.
 
 import dataclasses
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -225,9 +225,21 @@ def is_lacking_devices(error: Exception) -> bool:
     return isinstance(error, ValueError) and any(text in str(error) for text in texts)
 
 
-def options_of_this_process(device_count: int) -> bytes:
-    """What JAX' settings and ``XLA_FLAGS`` ask of the compiler here, for any process."""
-    options = compiler.get_compile_options(num_replicas=1, num_partitions=device_count)
+def options_of_this_process(
+    device_count: int, others: Mapping[str, bool | int | str] | None = None
+) -> bytes:
+    """What JAX' settings and ``XLA_FLAGS`` ask of the compiler here, for any process.
+
+    Args:
+        device_count: For how many devices a program is.
+        others: Flags of XLA that are asked for besides.
+
+    >>> options_of_this_process(1) == options_of_this_process(1, {"xla_cpu_enable_fast_math": True})
+    False
+    """
+    options = compiler.get_compile_options(
+        num_replicas=1, num_partitions=device_count, env_options_overrides=dict(others or {})
+    )
     return bytes(options.SerializeAsString())
 
 

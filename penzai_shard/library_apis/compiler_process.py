@@ -1,16 +1,18 @@
 """The process that compiles for devices that are not there. Started as a script, by its path.
 
-It reads from standard input for which devices, then a lowered program, and answers with what the
-compiler made of it. Of this package it imports one module, since the whole takes longer to import
+It reads from standard input for which devices, then lowered programs one by one, and answers with
+what the compiler made of each. Of this package it imports one module, since the whole takes longer to import
 than most programs take to compile.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
 import pathlib
 import pickle
+import queue
 import sys
 import threading
 import time
@@ -32,7 +34,7 @@ class DevicesWanted(TypedDict):
 
 
 class Program(TypedDict):
-    """What it is asked for then: to compile a program.
+    """What it is asked for then, as often as there are programs: to compile one.
 
     ``dcn_shape`` says over how many slices each mesh axis goes; the network between slices is the
     slow one. Without a mesh the program is for one device. ``options`` are those of
@@ -89,24 +91,17 @@ def mesh_devices(program: Program, devices: Sequence[Any]) -> list[Any]:
     return list(mesh.flat)
 
 
-def answer_to(wanted: DevicesWanted, requests: BinaryIO) -> Answer:
-    """Compiles the program that follows for the devices that are wanted."""
-    step: Literal["devices", "mesh", "compile"] = "devices"
+def answer_to(program: Program, devices: Sequence[Any]) -> Answer:
+    """Compiles a program for devices."""
+    step: Literal["mesh", "compile"] = "mesh"
     try:
-        devices = absent_devices(wanted)
-        program: Program = pickle.load(requests)
-        threading.Thread(target=_end_with_parent, args=(requests,), daemon=True).start()
-        step = "mesh"
         devices = mesh_devices(program, devices)
         step, start = "compile", time.perf_counter()
         compiler_api = _compiler_api()
         compiled = compiler_api.compile_bytecode(program["bytecode"], devices, program["options"])
-    except EOFError:
-        raise
     except Exception as error:
-        message = f"{type(error).__name__}: {error}"
         kind = devices[0].device_kind if step == "compile" else ""
-        return {"failed": step, "message": message, "device_kind": kind}
+        return {"failed": step, "message": _message_of(error), "device_kind": kind}
     return {
         "module": compiler_api.module_to_bytes(compiled.module),
         "memory": dataclasses.asdict(compiled.memory),
@@ -116,6 +111,11 @@ def answer_to(wanted: DevicesWanted, requests: BinaryIO) -> Answer:
     }
 
 
+def _message_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+@functools.cache
 def _compiler_api() -> Any:
     """The module beside this one, without the package around it."""
     path = pathlib.Path(__file__).with_name("compiler_api.py")
@@ -128,27 +128,40 @@ def _compiler_api() -> Any:
     return module
 
 
-def _end_with_parent(requests: BinaryIO) -> None:
-    """Ends this process when the one that asked ends, however it does, or closes the pipe."""
-    requests.read(1)
-    os._exit(1)
+def _read_programs(requests: BinaryIO, programs: "queue.Queue[Program]") -> None:
+    """Reads programs while others compile; ends this process when the one that asks ends.
+
+    However it ends, or if it closes the pipe.
+    """
+    while True:
+        try:
+            programs.put(pickle.load(requests))
+        except (EOFError, pickle.UnpicklingError):
+            os._exit(1)
 
 
 def main() -> None:
-    """Reads what is wanted and answers it."""
+    """Reads what is wanted and answers it, until nobody waits for an answer any more."""
     requests = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # What compilers print is not part of the answer.
     try:
         wanted: DevicesWanted = pickle.load(requests)
-        sys.path[:] = wanted["search_path"]
-        answer = answer_to(wanted, requests)
     except EOFError:
-        return  # Nobody waits for the answer any more.
-    pickle.dump(answer, answers)
-    answers.close()
-    sys.stderr.flush()
-    os._exit(0)  # Threads of compilers are not waited for.
+        return
+    sys.path[:] = wanted["search_path"]
+    devices: list[Any] = []
+    failure: Answer | None = None
+    try:
+        devices = absent_devices(wanted)
+    except Exception as error:
+        failure = {"failed": "devices", "message": _message_of(error), "device_kind": ""}
+    programs: queue.Queue[Program] = queue.Queue()
+    threading.Thread(target=_read_programs, args=(requests, programs), daemon=True).start()
+    while True:
+        program = programs.get()
+        pickle.dump(failure or answer_to(program, devices), answers)
+        answers.flush()
 
 
 if __name__ == "__main__":

@@ -77,3 +77,25 @@ def test_a_program_that_the_compiler_refuses_is_an_error_with_its_words():
         pytest.raises(CompilationError, match=r"jaxlib .* cannot compile the program: MLIR"),
     ):
         process.compile(b"no program", MESH)
+
+
+def test_one_process_compiles_several_programs_and_goes_on_after_a_failure():
+    bytecodes = [lowered(lambda x, w: jnp.tanh(x @ w).sum()), lowered(lambda x, w: x.max() + w)]
+    with CompilerProcess(Topology("cpu:8")) as process:
+        first = process.compile(bytecodes[0], MESH)
+        with pytest.raises(CompilationError, match="cannot compile the program: MLIR"):
+            process.compile(b"no program", MESH)
+        others = [process.compile(bytecode, MESH) for bytecode in bytecodes]
+        assert process._process.poll() is None
+    texts = [each.compiled.module.to_string() for each in (first, *others)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_options_are_asked_for_of_one_program_alone():
+    bytecode = lowered(lambda x, w: jnp.tanh(x @ w) @ x)
+    with CompilerProcess(Topology("cpu:8")) as process:
+        plain, changed, again = (
+            process.compile(bytecode, MESH, options).compiled.module.to_string()
+            for options in (None, {"xla_disable_all_hlo_passes": True}, None)
+        )
+    assert plain == again != changed

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
@@ -81,9 +82,9 @@ class CompiledElsewhere:
 
 
 class CompilerProcess:
-    """A process that compiles one program for devices that need not be there, and ends.
+    """A process that compiles programs for devices that need not be there, one after the other.
 
-    It starts at once, so that it is ready when the program is. Leaving the ``with`` block ends it,
+    It starts at once, so that it is ready when the first program is. Leaving the ``with`` block ends it,
     and it ends by itself when this process does. The caller's JAX, devices and environment stay as
     they are.
 
@@ -132,12 +133,19 @@ class CompilerProcess:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 
-    def compile(self, bytecode: bytes, mesh: AnyMesh | None) -> CompiledElsewhere:
-        """Compiles a program, once.
+    def compile(
+        self,
+        bytecode: bytes,
+        mesh: AnyMesh | None,
+        options: Mapping[str, bool | int | str] | None = None,
+    ) -> CompiledElsewhere:
+        """Compiles a program.
 
         Args:
             bytecode: As ``bytecode_of`` gives it.
             mesh: Its mesh, which has as many devices as the topology; None for one device.
+            options: What else is asked of the compiler than what JAX' settings and ``XLA_FLAGS``
+                ask here.
 
         Raises:
             TooLargeError: It does not fit.
@@ -150,7 +158,7 @@ class CompilerProcess:
             "bytecode": bytecode,
             "mesh_shape": mesh_shape,
             "dcn_shape": self.topology.slices_of_axes(mesh_shape) if mesh_shape else (),
-            "options": options_of_this_process(1 if mesh is None else mesh.size),
+            "options": options_of_this_process(1 if mesh is None else mesh.size, options),
         }
         self._send(program)
         answer = self._answer()
