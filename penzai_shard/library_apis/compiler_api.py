@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 from jax._src import compiler
 from jax._src.interpreters import mlir
@@ -21,6 +22,24 @@ from jaxlib.mlir import ir
 # jaxlib has no types for these.
 HloModule = Any
 HloInstruction = Any
+
+
+_IS_JAXLIB_010 = jaxlib.__version__.startswith("0.10.")
+
+FOR_PRICES_ON_CPUS: Mapping[str, bool | int | str] = {
+    # Nothing of it will run: code is made as fast as it can be. Collectives and memory are those
+    # of code that is made well, which takes four to seven times as long.
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    # The older of two ways to make code, which later releases do not have.
+    **({"xla_cpu_use_fusion_emitters": False} if _IS_JAXLIB_010 else {}),
+    # Operations in an order that needs little memory, as compilers for TPUs have it, not in one
+    # that keeps many processors busy. Then what ``jax.checkpoint`` computes again must not be free
+    # to come early, nor must gradients wait for each other to be summed in one.
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+    "xla_disable_hlo_passes": "cse_barrier_expander,cpu-all-reduce-combiner",
+}
+"""Flags of XLA for programs for CPUs that are only looked at."""
 
 
 @dataclasses.dataclass(frozen=True)

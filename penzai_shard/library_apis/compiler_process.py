@@ -1,8 +1,8 @@
 """The process that compiles for devices that are not there. Started as a script, by its path.
 
 It reads from standard input for which devices, then lowered programs one by one, and answers with
-what the compiler made of each. Of this package it imports one module, since the whole takes longer to import
-than most programs take to compile.
+what the compiler made of each. Of this package it imports one module, since the whole takes longer
+to import than most programs take to compile.
 """
 
 import dataclasses

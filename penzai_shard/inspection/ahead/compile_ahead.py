@@ -108,7 +108,7 @@ def _report(process: CompilerProcess, lowered: LoweredStep) -> AheadReport:
             error.device_kind,
             process.compiler,
             time.perf_counter() - start,
-            _memory_of_too_large(lowered, error),
+            memory_of_too_large(lowered, error),
             collectives=None,
             program=None,
             notes=(_NO_PROGRAM.format(count=topology.device_count), *notes),
@@ -127,8 +127,13 @@ def _report(process: CompilerProcess, lowered: LoweredStep) -> AheadReport:
     )
 
 
-def _memory_of_too_large(step: LoweredStep, error: TooLargeError) -> MemoryReport:
-    """What comes in, and the rest of what the compiler says that the step needs."""
+def memory_of_too_large(step: LoweredStep, error: TooLargeError) -> MemoryReport:
+    """What a step needs that the compiler refused: what comes in, and the rest of its figure.
+
+    Args:
+        step: The step.
+        error: What the compiler said.
+    """
     arrays = [array for array in step.arguments.values() if not array.is_on_host]
     arguments = sum(array.bytes_per_device for array in arrays)
     memory = ExecutableMemory(

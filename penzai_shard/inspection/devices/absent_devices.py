@@ -84,9 +84,9 @@ class CompiledElsewhere:
 class CompilerProcess:
     """A process that compiles programs for devices that need not be there, one after the other.
 
-    It starts at once, so that it is ready when the first program is. Leaving the ``with`` block ends it,
-    and it ends by itself when this process does. The caller's JAX, devices and environment stay as
-    they are.
+    It starts at once, so that it is ready when the first program is. Leaving the ``with`` block
+    ends it, and it ends by itself when this process does. The caller's JAX, devices and environment
+    stay as they are.
 
     Args:
         topology: The devices.
@@ -125,8 +125,16 @@ class CompilerProcess:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def end(self) -> None:
+        """Ends the process; whoever waits for an answer of it gets an error."""
         self._process.kill()
         self._process.wait()
+
+    def close(self) -> None:
+        """Ends the process and closes what it was asked and answered through."""
+        self.end()
         self._errors.close()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -168,6 +176,11 @@ class CompilerProcess:
         compiled = Compiled(module_from_bytes(answer["module"]), memory)
         kind, slice_of = answer["device_kind"], answer["slice_of"]
         return CompiledElsewhere(compiled, kind, slice_of, answer["seconds"])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone, so that it compiles nothing any more."""
+        return self._process.poll() is not None
 
     def _answer(self) -> Answer:
         assert self._process.stdout is not None

@@ -24,7 +24,8 @@ BY_USER = "by what uses it"
 BY_LINES = "by the lines of optax that it is from"
 BY_PARAMETER = "by the parameter that it moves"
 UNKNOWN = "nothing tells whose it is"
-_NEW_VALUE = "new value of "
+NEW_VALUE_OF = "new value of "
+GRADIENT_OF = "gradient of "
 # These make a sum of what each device has computed: they belong to what computed it. All others
 # bring something to where it is used.
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
@@ -143,7 +144,7 @@ class _Parts:
         if not part.owners and part.phase is None and self._is_optimizers(operation, position):
             part = AttributedPart((OPTIMIZER_SCOPE,), "optimizer", reason=BY_LINES)
         moves = self._moves(operation, position, array, part)
-        if part.phase is None and moves.startswith(_NEW_VALUE):
+        if part.phase is None and moves.startswith(NEW_VALUE_OF):
             part = dataclasses.replace(part, phase="optimizer")
         if len(holders) > 1 and part.owners and moves == getattr(array, "path", None):
             # What the name of one says, others that hold the same may need as well.
@@ -193,9 +194,11 @@ class _Parts:
             if self._moved.argument(one, position) is not None:
                 return array.path
             if part.phase == "backward":
-                return f"gradient of {array.path}"
+                return f"{GRADIENT_OF}{array.path}"
             is_new_value = self._moved.result(one, _out(operation, position)) is not None
-            return f"{_NEW_VALUE}{array.path}" if is_new_value and self._names.has_gradients else ""
+            return (
+                f"{NEW_VALUE_OF}{array.path}" if is_new_value and self._names.has_gradients else ""
+            )
         if len(part.owners) != 1 or not self._moved.depends_on_inputs(one, position):
             return ""
         sides = (operation.operands[position], operation.results[_out(operation, position)])
@@ -206,7 +209,7 @@ class _Parts:
         is_passed_on = part.phase == "backward" and self._is_used_elsewhere(
             operation, position, part
         )
-        return f"gradient of {activation}" if is_passed_on else ""
+        return f"{GRADIENT_OF}{activation}" if is_passed_on else ""
 
     def _makers(self, operation: CollectiveOperation, position: int) -> tuple[Instruction, ...]:
         """What computes the values in an operand."""

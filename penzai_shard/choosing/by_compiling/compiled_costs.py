@@ -1,0 +1,129 @@
+"""What a compiled step costs, read from its program."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax.numpy as jnp
+
+from penzai_shard.choosing.step_costs import Sent, SentReason, StepCost
+from penzai_shard.compiled_programs.matrix_products import product_flops
+from penzai_shard.inspection.memory.memory_report import MemoryReport
+from penzai_shard.inspection.steps.programs import StepProgram
+from penzai_shard.inspection.traffic.attribution import GRADIENT_OF, NEW_VALUE_OF
+from penzai_shard.inspection.traffic.collective_records import (
+    Collective,
+    CollectivePart,
+    ring_bytes,
+)
+from penzai_shard.inspection.traffic.collective_report import CollectiveReport
+from penzai_shard.path_folding import folding_key
+
+_ACTIVATION = "activation "
+# Bytes are whole numbers, and shares of them are not.
+_ROUNDING = 1e-9
+
+
+def cost_of(program: StepProgram) -> StepCost:
+    """What a compiled step costs one device.
+
+    Bytes are those of the program, with two corrections of what compilers for CPUs write: a
+    reduce-scatter as an all-reduce, and sums of gradients in float32, whatever the parameters are
+    in. What is in memory beside parameters, optimizer state and inputs counts as activations,
+    gradients and what is gathered included: a program does not say which is which.
+
+    Args:
+        program: The step.
+    """
+    sent: dict[SentReason, float] = collections.defaultdict(float)
+    is_cpu = program.device_kind == "cpu"
+    paths = {array.path: array for array in program.step.arguments.values()}
+    for one in CollectiveReport.of(program).collectives:
+        meant = _wire_bytes_as_meant(one)
+        payload = sum(part.payload_bytes for part in one.parts)
+        for part in one.parts:
+            what, path = _what(one, part)
+            array = paths.get(path)
+            names = () if array is None or array.names is None else tuple(array.names)
+            share = part.payload_bytes / payload if payload else 1 / len(one.parts)
+            if is_cpu and what == "gradient" and array is not None and one.dtype == "f32":
+                share *= min(jnp.dtype(array.dtype).itemsize / 4, 1)
+            where = " + ".join(dict.fromkeys(map(folding_key, part.labels)))
+            reason = what, where, names, one.mesh_axes or ()
+            sent[reason] += share * meant * (1 if one.times is None else one.times)
+    lines = tuple(Sent(*reason, bytes=bytes_) for reason, bytes_ in sent.items() if bytes_)
+    return StepCost(
+        float(product_flops(program.module)), lines, memory_of(MemoryReport.of(program))
+    )
+
+
+def memory_of(report: MemoryReport) -> Mapping[str, float]:
+    """What a step needs of a device's memory, by what it is for."""
+    held = {
+        "parameters": report.parameters + report.constants + report.state_variables,
+        "optimizer": report.optimizer_state,
+        "inputs": report.inputs,
+    }
+    held["activations"] = max(report.total - sum(held.values()), 0)
+    return {name: float(bytes_) for name, bytes_ in held.items()}
+
+
+def _wire_bytes_as_meant(one: Collective) -> float:
+    return one.wire_bytes - ring_bytes("reduce-scatter", one.scattered_bytes, one.group_size)
+
+
+def _what(one: Collective, part: CollectivePart) -> tuple[str, str]:
+    """What a collective moves, and the path of the array that it is of; empty if of none."""
+    moves = part.moves
+    if moves.startswith(NEW_VALUE_OF):
+        return "optimizer", moves.removeprefix(NEW_VALUE_OF)
+    is_gradient = moves.startswith(GRADIENT_OF)
+    moves = moves.removeprefix(GRADIENT_OF)
+    if (part.phase or one.phase) == "optimizer":
+        return "optimizer", moves
+    if not moves or moves.startswith(_ACTIVATION):
+        return "activation", ""
+    return "gradient" if is_gradient else "parameter", moves
+
+
+def extrapolated(one: StepCost, two: StepCost, blocks: int) -> StepCost:
+    """The cost for many blocks, from that of one block and of two.
+
+    The compiler may merge collectives of one block otherwise than those of two, and then a line
+    has another owner, though all of them together send what they should. Where there is less of a
+    line with two blocks than with one, the lines of its kind are put together.
+    """
+    kinds = {(line.what, line.mesh_axes) for line in _shrinking(one, two)}
+    one, two = (
+        _without_owners(cost, lambda line: (line.what, line.mesh_axes) in kinds)
+        for cost in (one, two)
+    )
+    axes = {line.mesh_axes for line in _shrinking(one, two)}
+    one, two = (
+        _without_owners(cost, lambda line: line.mesh_axes in axes, "activation")
+        for cost in (one, two)
+    )
+    return one.deeper(two, blocks)
+
+
+def _shrinking(one: StepCost, two: StepCost) -> list[Sent]:
+    """The lines of one block of which there is less with two."""
+    left: dict[SentReason, float] = collections.defaultdict(float)
+    for line in two.sent:
+        left[line.reason] += line.bytes
+    for line in one.sent:
+        left[line.reason] -= line.bytes
+    return [line for line in one.sent if left[line.reason] < -_ROUNDING * line.bytes]
+
+
+def _without_owners(
+    cost: StepCost, is_meant: Callable[[Sent], bool], what: str | None = None
+) -> StepCost:
+    """A cost in which some lines are nobody's, or of another kind; equal ones are added up."""
+    sent: dict[SentReason, float] = collections.defaultdict(float)
+    for line in cost.sent:
+        if is_meant(line):
+            line = Sent(what or line.what, "", (), line.mesh_axes, line.bytes)
+        sent[line.reason] += line.bytes
+    lines = tuple(Sent(*reason, bytes=bytes_) for reason, bytes_ in sent.items())
+    return dataclasses.replace(cost, sent=lines)

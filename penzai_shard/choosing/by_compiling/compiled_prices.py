@@ -1,0 +1,161 @@
+"""Candidates priced by their compiled steps, for simulated devices or for the hardware itself."""
+
+import collections
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Self, TypeAlias
+
+from jax.sharding import AbstractMesh
+
+from penzai_shard.choosing.by_compiling.compiled_costs import cost_of, extrapolated, memory_of
+from penzai_shard.choosing.by_compiling.compiler_workers import CompilerWorkers
+from penzai_shard.choosing.candidates import Candidate
+from penzai_shard.choosing.shallow_models import shallow
+from penzai_shard.choosing.step_costs import StepCost
+from penzai_shard.choosing.training_problem import TrainingProblem
+from penzai_shard.errors import ShardingError
+from penzai_shard.inspection.ahead.compile_ahead import memory_of_too_large
+from penzai_shard.inspection.devices.absent_devices import CompiledElsewhere, TooLargeError
+from penzai_shard.inspection.devices.topologies import Topology
+from penzai_shard.inspection.steps.lowered_steps import LoweredStep, lower_step
+from penzai_shard.inspection.steps.programs import StepProgram
+from penzai_shard.library_apis.compiler_api import bytecode_of
+from penzai_shard.meshes import mesh_shape_of
+
+# As many programs wait for each process, so that none waits for a program.
+_WAITING = 2
+
+_Compiling: TypeAlias = tuple[LoweredStep, "Future[CompiledElsewhere]"]
+
+
+class CompiledPrices:
+    """What candidates cost by their compiled steps; a context manager, which holds processes.
+
+    Steps are lowered here for abstract meshes, and compiled in processes of their own for as many
+    simulated CPU devices, or for hardware that is not there. Of a deep model with equal blocks the
+    steps with one and with two of them are compiled, and the rest follows; see ``shallow``. Blocks
+    that run in a loop are compiled as they are.
+
+    Compilers for CPUs take more memory for temporaries than those for TPUs: they compute in float32
+    what is in bfloat16, and order operations by their own cost of memory.
+
+    Args:
+        problem: The step that a layout is looked for.
+        topology: The devices to compile for, as ``compile_ahead`` takes them; simulated CPU devices
+            by default.
+        workers: How many processes compile at once.
+
+    Raises:
+        MissingExtraError: The compiler for the devices is not installed.
+        MeshError: There is no such topology.
+    """
+
+    def __init__(
+        self,
+        problem: TrainingProblem,
+        topology: str | Topology | None = None,
+        *,
+        workers: int = 2,
+    ) -> None:
+        self._topology = Topology(topology) if isinstance(topology, str) else topology
+        self._workers = workers
+        self._running: dict[str, CompilerWorkers] = {}
+        self._exits = contextlib.ExitStack()
+        self._cut = shallow(problem)
+        self._problems = (problem,) if self._cut.is_loop else self._cut.problems
+        if self._topology is not None:
+            self._workers_of(self._topology)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._exits.close()
+        self._running.clear()
+
+    def costs(self, candidates: Iterable[Candidate]) -> Iterator[StepCost | ShardingError]:
+        """What each candidate costs, in their order.
+
+        Args:
+            candidates: What to price; they are taken as there is room to compile.
+
+        Yields:
+            The cost; or the error, of a candidate that cannot be laid out or compiled so. One that
+            does not fit into the devices' memory costs that memory, and nothing else is known.
+        """
+        left = iter(candidates)
+        pending: collections.deque[list[_Compiling] | ShardingError] = collections.deque()
+        try:
+            while True:
+                while self._has_room(pending):
+                    candidate = next(left, None)
+                    if candidate is None:
+                        break
+                    pending.append(self._started(candidate))
+                if not pending:
+                    return
+                yield self._finished(pending.popleft())
+        finally:
+            for started in pending:
+                for _, future in started if isinstance(started, list) else ():
+                    future.cancel()
+
+    def _has_room(self, pending: Iterable[list[_Compiling] | ShardingError]) -> bool:
+        started = (one for one in pending if isinstance(one, list))
+        futures = [future for _, future in itertools.chain.from_iterable(started)]
+        return sum(not future.done() for future in futures) < _WAITING * self._workers
+
+    def _started(self, candidate: Candidate) -> list[_Compiling] | ShardingError:
+        mesh = AbstractMesh(tuple(candidate.mesh_shape.values()), tuple(candidate.mesh_shape))
+        topology = self._topology or Topology(f"cpu:{mesh.size}")
+        workers = self._workers_of(topology)
+        started: list[_Compiling] = []
+        try:
+            topology.refuse_mesh(mesh_shape_of(mesh))
+            for problem in self._problems:
+                step, state, inputs = problem.built(candidate.layout, mesh, candidate.microbatches)
+                lowered = lower_step(step, (state,), inputs, platform=topology.platform)
+                started.append((lowered, workers.compiling(bytecode_of(lowered.lowered), mesh)))
+        except ShardingError as error:
+            return error
+        return started
+
+    def _workers_of(self, topology: Topology) -> CompilerWorkers:
+        if topology.name not in self._running:
+            workers = CompilerWorkers(topology, self._workers)
+            self._running[topology.name] = self._exits.enter_context(workers)
+        return self._running[topology.name]
+
+    def _finished(self, started: list[_Compiling] | ShardingError) -> StepCost | ShardingError:
+        if isinstance(started, ShardingError):
+            return started
+        found, is_too_large = [], False
+        for lowered, future in started:
+            try:
+                elsewhere = future.result()
+            except TooLargeError as error:
+                is_too_large = True
+                found.append(StepCost(0.0, (), memory_of(memory_of_too_large(lowered, error))))
+            except ShardingError as error:
+                return error
+            else:
+                found.append(cost_of(_program(lowered, elsewhere)))
+        if is_too_large:
+            found = [StepCost(0.0, (), cost.memory) for cost in found]
+        if len(found) == 1:
+            return found[0]
+        return extrapolated(found[0], found[1], self._cut.blocks)
+
+
+def _program(lowered: LoweredStep, elsewhere: CompiledElsewhere) -> StepProgram:
+    return StepProgram.of(
+        lowered, elsewhere.compiled, elsewhere.device_kind, slice_of=elsewhere.slice_of
+    )

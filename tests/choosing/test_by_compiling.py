@@ -1,0 +1,218 @@
+"""Candidates priced by their compiled steps: exact where the program is, in order, and ended."""
+
+from concurrent.futures import Future
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from penzai_shard import Layout
+from penzai_shard.choosing.by_compiling import CompiledPrices
+from penzai_shard.choosing.by_compiling import compiled_prices as prices_module
+from penzai_shard.choosing.by_compiling.compiled_costs import extrapolated
+from penzai_shard.choosing.candidates import Candidate
+from penzai_shard.choosing.step_costs import Sent, StepCost
+from penzai_shard.compiled_programs import Module
+from penzai_shard.compiled_programs.matrix_products import product_flops
+from penzai_shard.errors import ShardingError
+from penzai_shard.inspection.devices.absent_devices import CompilerProcess, TooLargeError
+from tests.choosing.small_problems import llama, problem_of
+
+BLOCKS = 5
+MESH = (("data", 4), ("model", 2))
+SPLIT = {"embedding": "data", "neurons": "model", "head_groups": "model", "vocabulary": "model"}
+LAYOUTS = {
+    "all over data": Layout(parameters={"embedding": "data"}, compute={"batch": "data"}),
+    "over both, again": Layout(
+        parameters=SPLIT,
+        compute={k: v for k, v in SPLIT.items() if k != "embedding"} | {"batch": "data"},
+        rematerialise="nothing",
+    ),
+}
+# A rule that splits the heads over more devices than there are heads.
+IMPOSSIBLE = Layout(parameters={"head_groups": ("data", "model")}, compute={"batch": "data"})
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return problem_of(llama(BLOCKS))
+
+
+@pytest.fixture(scope="module")
+def prices(problem):
+    with CompiledPrices(problem) as prices:
+        yield prices
+        processes = [each._process for each in prices._running["cpu:8"]._all]
+        assert [process.poll() for process in processes] == [None, None]
+    assert all(process.poll() is not None for process in processes)
+
+
+@pytest.fixture(scope="module")
+def priced(prices):
+    candidates = [Candidate(MESH, layout) for layout in (*LAYOUTS.values(), IMPOSSIBLE)]
+    return dict(zip((*LAYOUTS, "impossible"), prices.costs(candidates), strict=True))
+
+
+@pytest.fixture(scope="module")
+def whole(problem, prices):
+    """The same from the programs of all blocks."""
+    cut, prices._problems = prices._problems, (problem,)
+    found = list(prices.costs([Candidate(MESH, layout) for layout in LAYOUTS.values()]))
+    prices._problems = cut
+    return dict(zip(LAYOUTS, found, strict=True))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_and_two_blocks_give_the_cost_of_all_of_them(priced, whole, name):
+    cost, of_all = priced[name], whole[name]
+    assert cost.flops == of_all.flops
+    assert cost.traffic == pytest.approx(of_all.traffic, rel=1e-12)
+    assert sum(cost.traffic.values()) > 0
+    exact = ("parameters", "optimizer", "inputs")
+    assert [cost.memory[key] for key in exact] == [of_all.memory[key] for key in exact]
+    assert cost.memory["activations"] == pytest.approx(of_all.memory["activations"], rel=0.05)
+    assert {line.reason for line in cost.sent} == {line.reason for line in of_all.sent}
+
+
+def products_of_a_llama(batch, seq, blocks, again):
+    """Operations of all devices by hand: heads of 8, 4 queries, 2 keys, 32 wide, 64 neurons."""
+    tokens, width, queries, keys = batch * seq, 32, 4 * 8, 2 * 8
+    weights = width * (2 * queries + 2 * keys + 3 * 64)
+    attention = 2 * tokens * seq * queries
+    block = tokens * weights + attention
+    logits = tokens * width * 128
+    # Forward once, backward twice; a block that is computed again leaves out its last product.
+    block_times = 3 * block + (block - tokens * 64 * width if again else 0)
+    return 2 * (blocks * block_times + 3 * logits)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_flops_are_those_of_the_products_of_the_model(priced, name):
+    by_hand = products_of_a_llama(16, 32, BLOCKS, again="again" in name)
+    # What no rule splits over a mesh axis is computed along all of it.
+    parts = 8 if "both" in name else 4
+    assert priced[name].flops * parts == by_hand
+
+
+def test_what_is_sent_says_what_and_where_and_over_which_mesh_axes(priced):
+    lines = priced["all over data"].sent
+    (gathered,) = [
+        line
+        for line in lines
+        if line.what == "parameter" and line.where == "transformer/block_*/mlp/gating_linear"
+    ]
+    assert gathered.names == ("embedding", "neurons")
+    assert gathered.mesh_axes == ("data",)
+    # Three of four parts of 32 x 64 floats, in each of five blocks, at least once.
+    assert gathered.bytes >= 5 * 3 / 4 * 32 * 64 * 4
+    (gradient,) = [
+        line
+        for line in lines
+        if line.what == "gradient" and line.where == "transformer/block_*/mlp/gating_linear"
+    ]
+    assert gradient.names == ("embedding", "neurons")
+    activations = [line for line in priced["over both, again"].sent if line.what == "activation"]
+    assert any(line.mesh_axes == ("model",) for line in activations)
+
+
+def test_what_is_computed_again_is_not_kept(priced):
+    kept, again = (priced[name].memory["activations"] for name in LAYOUTS)
+    assert again < 0.6 * kept
+
+
+def test_a_candidate_that_cannot_be_laid_out_is_an_error_in_its_place(priced):
+    assert isinstance(priced["impossible"], ShardingError)
+    assert "'head_groups' (2) does not divide" in str(priced["impossible"])
+
+
+def test_costs_come_in_the_order_of_the_candidates_whatever_is_compiled_first(monkeypatch, problem):
+    """The first program is the last to be compiled."""
+    futures = []
+
+    class Late:
+        def __init__(self, topology, count):
+            assert (topology.name, count) == ("cpu:8", 2)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def compiling(self, bytecode, mesh):
+            futures.append(Future())
+            if len(futures) == 4:
+                for number, future in reversed(list(enumerate(futures))):
+                    future.set_exception(too_large(1_000_000 * (number + 1)))
+            return futures[-1]
+
+    monkeypatch.setattr(prices_module, "CompilerWorkers", Late)
+    with CompiledPrices(problem) as prices:
+        found = list(prices.costs([Candidate(MESH, layout) for layout in LAYOUTS.values()]))
+    # Of one block and of two, and four times what is more.
+    assert [round(cost.memory_bytes, -3) for cost in found] == [5_000_000, 7_000_000]
+
+
+def too_large(needed):
+    return TooLargeError("the program does not fit", needed, 1, "TPU v5 lite")
+
+
+def test_what_does_not_fit_into_the_hardware_costs_its_memory_alone(monkeypatch, problem):
+    def compile_none(process, bytecode, mesh, options=None):
+        raise too_large(3_000_000_000)
+
+    monkeypatch.setattr(CompilerProcess, "compile", compile_none)
+    with CompiledPrices(problem, workers=1) as prices:
+        (cost,) = prices.costs([Candidate(MESH, LAYOUTS["all over data"])])
+    assert (cost.flops, cost.sent) == (0.0, ())
+    assert cost.memory_bytes == 3_000_000_000
+    # The exact parts are known all the same.
+    assert cost.memory["parameters"] > 0
+
+
+def test_an_interruption_ends_the_processes_and_whoever_waits_for_them(problem):
+    processes, waiting = [], []
+
+    def interrupted():
+        with CompiledPrices(problem) as prices:
+            waiting.extend(prices._started(Candidate(MESH, LAYOUTS["all over data"])))
+            processes.extend(each._process for each in prices._running["cpu:8"]._all)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [process.poll() for process in processes] == [-9, -9]
+    assert all(future.done() for _, future in waiting)
+
+
+def test_lines_that_the_compiler_gave_to_others_with_two_blocks_keep_their_sum():
+    def cost(**bytes_):
+        lines = (Sent("gradient", where, ("a",), ("data",), n) for where, n in bytes_.items())
+        return StepCost(1.0, tuple(lines), {})
+
+    found = extrapolated(cost(first=100.0), cost(second=180.0), 4)
+    assert found.sent == (Sent("gradient", "", (), ("data",), 100.0 + 3 * 80.0),)
+    same = extrapolated(cost(first=100.0, all=5.0), cost(first=150.0, all=5.0), 3)
+    assert {line.where: line.bytes for line in same.sent} == {"first": 200.0, "all": 5.0}
+
+
+def compiled_flops(function, *shapes):
+    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return product_flops(Module.from_text(jax.jit(function).lower(*structs).compile().as_text()))
+
+
+def test_products_in_loops_count_as_often_as_they_run():
+    def looped(x, ws):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+    assert compiled_flops(looped, (8, 16), (5, 16, 16)) == 5 * 2 * 8 * 16 * 16
+
+
+def test_convolutions_count_where_the_window_is_over_the_image():
+    def convolved(x, w):
+        return jax.lax.conv_general_dilated(x, w, (2, 1), "SAME", rhs_dilation=(1, 2))
+
+    # Rows: 4 results of 8, window 3: the last is half over padding; columns: 6, window 3 by 2.
+    rows, columns = 4 * 3 - 1, 6 * 3 - 4
+    flops = compiled_flops(convolved, (2, 3, 8, 6), (5, 3, 3, 3))
+    assert flops == 2 * (2 * 5 * 3) * rows * columns
