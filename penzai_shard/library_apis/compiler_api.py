@@ -256,8 +256,9 @@ def options_of_this_process(
     >>> options_of_this_process(1) == options_of_this_process(1, {"xla_cpu_enable_fast_math": True})
     False
     """
+    overrides: dict[str, Any] = dict(others or {})
     options = compiler.get_compile_options(
-        num_replicas=1, num_partitions=device_count, env_options_overrides=dict(others or {})
+        num_replicas=1, num_partitions=device_count, env_options_overrides=overrides
     )
     return bytes(options.SerializeAsString())
 
