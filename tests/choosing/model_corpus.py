@@ -7,6 +7,7 @@ from tests.choosing import named_models_of_flax as flax
 from tests.choosing import named_models_of_libraries as others
 from tests.choosing import named_models_of_papers as papers
 from tests.choosing import named_models_without_attention as plain
+from tests.choosing.llama_variants import VARIANTS
 from tests.choosing.named_models import NamedModel
 
 TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
@@ -25,6 +26,7 @@ TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
     "Llama, its gradient program": own.torch_llama_gradients,
     "Llama, neighbours rotated": lambda: own.torch_llama(own.rotary_interleaved),
     "Llama, rotated as complex numbers": lambda: own.torch_llama(own.rotary_complex),
+    **VARIANTS,
     "Llama with LoRA": own.lora,
     "GPT-2, fused and tied": own.gpt2,
     "scanned, rematerialised": own.scanned,

@@ -16,6 +16,7 @@ from penzai_shard.choosing.naming.program_facts import (
 
 _PRODUCTS = frozenset({DOT, "stablehlo.while"})
 _SOFTMAX = frozenset({"stablehlo.exponential"})
+_SUM = "stablehlo.reduce"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +73,14 @@ def _attentions(facts: ProgramFacts, names: ClassNames) -> Iterator[_Attention]:
         if exponential is None:
             continue
         beside = scores.batch | scores.free[0] | scores.free[1]
+        shared = _shared_out(facts, exponential) or scores.free[0] | scores.free[1]
         values: set[DimensionClass] = set()
         summed: set[DimensionClass] = set()
         for operation in facts.after(exponential, _PRODUCTS):
             product = by_operation.get(operation.number)
             if product is not None and not facts.is_of_a_weight(product):
                 values |= (product.free[0] | product.free[1]) & weighted - beside - contracted
-                summed |= product.contracted & (scores.free[0] | scores.free[1])
+                summed |= product.contracted & shared
         projecting = contracted | values
         if not summed or not projecting:
             continue
@@ -98,6 +100,26 @@ def _softmax_of(facts: ProgramFacts, scores: Product) -> int | None:
         if operation.kind in _SOFTMAX:
             return operation.results[0]
     return None
+
+
+def _shared_out(facts: ProgramFacts, exponential: int) -> Classes:
+    """What a softmax shares out among: what the exponential is summed over, to be divided by it.
+
+    The gradient of an attention sums over heads too, where several queries have one key.
+    """
+    found: set[DimensionClass] = set()
+    for operation in facts.after(exponential, _PRODUCTS | {_SUM}):
+        rule = operation.rule
+        if (
+            operation.kind == _SUM
+            and rule
+            and exponential in facts.moved_from(operation.operands[0])
+        ):
+            dimensions = facts.call.dimensions.of_value(operation.operands[0])
+            for parts, factors in zip(dimensions, rule.operands[0], strict=True):
+                if rule.reduced.intersection(factors):
+                    found.update(parts)
+    return frozenset(found)
 
 
 def _name_heads(facts: ProgramFacts, names: ClassNames, attention: _Attention) -> None:
