@@ -185,6 +185,23 @@ def test_a_function_that_cannot_be_traced_says_which_call():
     ]
 
 
+@pytest.mark.parametrize(
+    ("function", "params", "message"),
+    [
+        (
+            WEIGHTS,
+            logits,
+            r"takes a function of weights and inputs, not a dict. Write infer_names\(",
+        ),
+        (jax.tree_util.Partial(logits, {"w": jnp.ones(2)}), {}, "this Partial holds its own"),
+        (logits, block, "takes a model or another tree of arrays, not the function block"),
+    ],
+)
+def test_what_is_no_function_of_weights_is_refused(function, params, message):
+    with pytest.raises(pzs.ShardingError, match=message):
+        pzs.infer_names(function, params, TOKENS)
+
+
 def test_names_that_arrays_have_already_are_kept_and_used():
     weights = {"up": pz.nx.wrap(jnp.ones((6, 8)), "features", "hidden"), "down": jnp.ones((8, 6))}
 

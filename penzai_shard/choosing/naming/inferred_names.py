@@ -80,7 +80,7 @@ class InferredNames(NamesByPath, Report):
         return tuple(each.reason for each in self.dimensions[path])
 
     def table(self, *, collapse: bool = True) -> NamesTable:
-        """The names as a table.
+        """The names as a table; scalars have none.
 
         Args:
             collapse: Show the arrays of equal blocks as one row with a count.
@@ -88,6 +88,8 @@ class InferredNames(NamesByPath, Report):
         rows: dict[tuple[str, ...], list[str]] = {}
         said: set[str] = set()
         for path, dimensions in self.dimensions.items():
+            if not dimensions:
+                continue
             key = folding_key(path) if collapse else path
             shape = _shape_text(self.shapes[path])
             names = ", ".join("?" if each.name is None else str(each.name) for each in dimensions)

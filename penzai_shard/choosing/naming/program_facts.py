@@ -30,7 +30,7 @@ _MOVES = frozenset(
 _FORMS = _MOVES | {"stablehlo.dynamic_slice", "stablehlo.slice"}
 _SCALES = frozenset({"stablehlo.multiply", "stablehlo.divide"})
 # So many values are looked at on the way to what comes of one.
-_FAR = 400
+_FAR = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,11 @@ class Product:
     batch: Classes
     free: tuple[Classes, Classes]
     weight: int | None
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether one of its operands is of weights alone."""
+        return self.weight is not None
 
     @property
     def data(self) -> int:
@@ -195,6 +200,17 @@ class ProgramFacts:
             ),
             of_weights.index(True) if sum(of_weights) == 1 else None,
         )
+
+    @functools.cached_property
+    def by_result(self) -> Mapping[int, Product]:
+        """The products by the values that they make."""
+        return {each.operation.results[0]: each for each in self.products}
+
+    @functools.cached_property
+    def made_by_weights(self) -> Mapping[int, Operation]:
+        """The matrix products with weights by the values that they make."""
+        made = {value: each.operation for value, each in self.by_result.items() if each.has_weight}
+        return {value: operation for value, operation in made.items() if operation.kind == DOT}
 
     @functools.cached_property
     def with_weights(self) -> tuple[Product, ...]:

@@ -52,11 +52,7 @@ def _is_made_of(facts: ProgramFacts, added: int, stream: int) -> bool:
     """Whether products with weights make one value of another."""
     if not {added, stream} <= facts.from_inputs:
         return False
-    made = {
-        each.operation.results[0]: each.operation
-        for each in facts.with_weights
-        if each.operation.kind == DOT
-    }
+    made = facts.made_by_weights
     last = next((made[v] for v in (added, *facts.before(added, made)) if v in made), None)
     return last is not None and any(
         stream in (operand, *facts.before(operand)) for operand in last.operands
@@ -85,7 +81,7 @@ def name_neurons(facts: ProgramFacts, names: ClassNames) -> None:
 
 def _is_of_products_with_weights(facts: ProgramFacts, product: Product) -> bool:
     """Whether a product is taken of others with weights, with something in between."""
-    by_result = {each.operation.results[0]: each for each in facts.products}
+    by_result = facts.by_result
     before = (product.data, *facts.before(product.data, by_result))
     nearest = [by_result[value] for value in before if value in by_result]
     return all(each.weight is not None for each in nearest) and not _is_linear(facts, product)

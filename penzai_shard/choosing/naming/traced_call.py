@@ -15,6 +15,7 @@ from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.readers import without_bare_arrays
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.sharding_propagation import PropagatedProgram
+from penzai_shard.tree_arguments import refuse_builder
 
 AxisNames = Sequence[LogicalAxis | None]
 
@@ -67,9 +68,11 @@ def traced_call(
     """Traces ``function(params, *inputs)``; no values are needed, and no device.
 
     Raises:
-        RuleTypeError: The names of an input are not as many as it has dimensions.
+        RuleTypeError: The names of an input are not as many as it has dimensions, or the function
+            is none, or a model that holds its arrays itself, or the weights are not a tree.
         PropagationError: This jaxlib does not say which dimensions belong together.
     """
+    _check_called(function, params)
     trees = [_Arrays(pz.freeze_variables(tree)) for tree in (params, *inputs)]
     named = _names_of_inputs(trees[1:], input_names)
 
@@ -100,6 +103,24 @@ def traced_call(
         for number, (leaf, names) in enumerate(leaves)
     ]
     return TracedCall(tuple(weights), tuple(of_inputs), dimensions)
+
+
+def _check_called(function: Any, params: Any) -> None:
+    if not callable(function):
+        raise RuleTypeError(
+            f"infer_names takes a function of weights and inputs, not a {type(function).__name__}. "
+            "Write infer_names(function, params, *inputs)."
+        )
+    if not jax.tree_util.all_leaves([function]) and any(are_arrays(function)):
+        raise RuleTypeError(
+            f"infer_names names the arrays of its second argument, and this {_name(function)} "
+            "holds its own. Write infer_names(lambda model, *inputs: model(*inputs), model, ...)."
+        )
+    refuse_builder("infer_names", params)
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _called_array(
@@ -188,9 +209,8 @@ def _fits(leaf: NamedLeaf, names: AxisNames | None) -> bool:
 
 def _call_text(function: Callable[..., Any], trees: Sequence[_Arrays]) -> str:
     """A call as people write it, such as ``logits(params, int32[4,16])``."""
-    name = getattr(function, "__name__", type(function).__name__)
     inputs = [
         ", ".join(f"{struct.dtype}[{','.join(map(str, struct.shape))}]" for struct in tree.structs)
         for tree in trees[1:]
     ]
-    return f"{name}({', '.join(['params', *inputs])})"
+    return f"{_name(function)}({', '.join(['params', *inputs])})"
