@@ -220,5 +220,18 @@ def _by_default(model: Any, mesh: AbstractMesh, on_indivisible: OnIndivisible) -
     return ChosenLayout(f"--layout {preset}", layout, mesh, tuple(notes))
 
 
+def for_shell(problem: str) -> str:
+    """A problem whose fix is for code, with one for the command line.
+
+    >>> for_shell('Or store it padded: on_indivisible="pad".')
+    'Or store it padded: --on-indivisible pad.'
+    """
+    problem = problem.replace('pass on_unnamed="replicate"', "pass --on-unnamed replicate")
+    return problem.replace('on_indivisible="pad"', "--on-indivisible pad").replace(
+        "leave it whole: names={'heads': None}",
+        "leave it whole: --layout \"two_dimensional(names={'heads': None})\"",
+    )
+
+
 def _quoted(text: str) -> str:
     return text if re.fullmatch(r"[\w./=,+-]+", text) else f'"{text}"'

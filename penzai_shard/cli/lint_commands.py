@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from penzai_shard.cli.answers import add_answer_options, print_lines, print_table
-from penzai_shard.cli.chosen_layouts import ChosenLayout
+from penzai_shard.cli.chosen_layouts import ChosenLayout, for_shell
 from penzai_shard.cli.chosen_models import ChosenModel
 from penzai_shard.cli.chosen_steps import SEQUENCE_LENGTH, batch_of_tokens, less_than_one
 from penzai_shard.cli.chosen_trees import add_tree_arguments, chosen_tree
@@ -147,6 +147,7 @@ def _is_file(options: argparse.Namespace) -> bool:
 
 def _for_shell(finding: Finding, options: argparse.Namespace) -> Finding:
     """A finding with what to write on the command line in place of code."""
+    finding = dataclasses.replace(finding, problem=for_shell(finding.problem))
     if not finding.fix:
         return finding
     (line,) = ast.parse(finding.fix).body

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from penzai_shard.cli.answers import add_answer_options, print_lines, print_table
-from penzai_shard.cli.chosen_layouts import ChosenLayout
+from penzai_shard.cli.chosen_layouts import ChosenLayout, for_shell
 from penzai_shard.cli.chosen_models import ChosenModel
 from penzai_shard.cli.chosen_trees import add_tree_arguments, chosen_tree
 from penzai_shard.errors import PlanError, ShardingWarning
@@ -66,7 +66,7 @@ def _plan(options: argparse.Namespace) -> int:
             )
         findings = _unused(plan)
     except PlanError as error:
-        findings = [_for_shell(problem) for problem in error.problems or (str(error),)]
+        findings = [for_shell(problem) for problem in error.problems or (str(error),)]
     if options.json:
         print(_json(chosen, layout, plan, findings))
     else:
@@ -82,15 +82,6 @@ def _unused(plan: ShardingPlan) -> list[str]:
         for rule in plan.unused_rules
         if not rule.is_expected_to_be_unused
     ]
-
-
-def _for_shell(problem: str) -> str:
-    """A fix for code as one for the command line."""
-    problem = problem.replace('pass on_unnamed="replicate"', "pass --on-unnamed replicate")
-    return problem.replace('on_indivisible="pad"', "--on-indivisible pad").replace(
-        "leave it whole: names={'heads': None}",
-        "leave it whole: --layout \"two_dimensional(names={'heads': None})\"",
-    )
 
 
 def _print(

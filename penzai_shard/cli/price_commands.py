@@ -6,6 +6,7 @@ from typing import Any
 
 from penzai_shard.cli.answers import add_answer_options, print_lines, print_report, print_table
 from penzai_shard.cli.asked_steps import AskedStep, StepPrice, add_asked_arguments
+from penzai_shard.cli.chosen_layouts import for_shell
 from penzai_shard.cli.mesh_arguments import mesh_shape
 from penzai_shard.cli.price_pages import write_price_page
 from penzai_shard.errors import CompilationError, MeshError, PlanError
@@ -162,7 +163,7 @@ def _lock(options: argparse.Namespace) -> int:
 
 def print_without_layout(asked: AskedStep, options: argparse.Namespace, error: PlanError) -> int:
     """Says that a step has no valid layout; gives the exit status."""
-    findings = list(error.problems) or [str(error)]
+    findings = list(map(for_shell, error.problems or (str(error),)))
     if options.json:
         print(json.dumps({**asked.said(), "fits": False, "findings": findings}, indent=2))
     else:

@@ -308,5 +308,5 @@ def _indivisible(
     return (
         f"{axes[present[0]].path}: {described} {verb} not divide over "
         f"{sized_mesh_axes_text(mesh_axes, shape)}. {fix}, or leave it whole: "
-        f"names={{{role!r}: None}}."
+        f'names={{{role!r}: None}}. Or store it padded: on_indivisible="pad".'
     )

@@ -134,7 +134,10 @@ def test_what_has_no_layout_is_found_and_exit_status_1(shell):
     assert not found["fits"]
     assert len(found["findings"]) == 1
     assert shell(*arguments, "--on-indivisible", "replicate")[0] == 0
+    assert "Or store it padded: --on-indivisible pad." in printed
     assert "out=6(8)/data" in shell(*arguments, "--on-indivisible", "pad")[1]
+    linted = " ".join(shell("lint", *arguments[1:])[1].split())
+    assert "Or store it padded: --on-indivisible pad." in linted
     assert shell("lint", *arguments[1:], "--on-indivisible", "pad")[0] == 0
 
 
