@@ -32,23 +32,23 @@ TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
     "scanned, rematerialised": own.scanned,
     "scanned, its gradient program": lambda: own.scanned(gradients=True),
     "mixture of experts": own.experts,
-    "T5, relative positions": lambda: own.relative_bias(6),
+    "T5, relative positions": lambda: own.relative_bias(4),
     "Phi-3, fused unequally": papers.fused_unequally,
     "Switch, dispatched experts": papers.dispatched_experts,
     "Gemma of Flax": papers.gemma,
+    "GPT-NeoX, heads first": papers.heads_first,
     "encoder and decoder": own.encoder_decoder,
     "Equinox transformer": others.equinox_transformer,
     "Flax NNX transformer": flax.nnx_transformer,
     "Flax linen transformer": flax.linen_transformer,
     "Flax linen, scanned": flax.linen_scanned,
-    "Flax linen ViT": lambda: flax.vit(12),
-    "Flax linen BERT": lambda: flax.bert(12),
+    "Flax linen ViT": lambda: flax.vit(3),
+    "Flax linen BERT": lambda: flax.bert(8),
     "Haliax transformer": others.haliax_transformer,
 }
 
 # Of these much is not decided by any program; what is named must be right all the same.
 OTHERS: dict[str, Callable[[], NamedModel]] = {
-    "GPT-NeoX, heads first": papers.heads_first,
     "Falcon, groups with their keys": papers.groups_with_their_keys,
     "DeepSeek, latent attention": papers.latent_attention,
     "square MLP": plain.square_mlp,
