@@ -42,6 +42,7 @@ from penzai_shard.library_apis import (
     penzai_converters,
     python_api,
     shardy_api,
+    shardy_collectives,
     treescope_api,
 )
 from penzai_shard.traced_programs import inner_programs
@@ -277,6 +278,25 @@ def test_jax_lays_meshes_by_attributes_that_described_tpus_have(kind, chips, mes
 def test_jax_does_not_split_an_axis_of_a_torus_over_two_mesh_axes_but_of_v5e():
     assert mesh_orders.positions_of_mesh("TPU v5", (4, 4, 4), 1, (32, 2), (1, 1)) is None
     assert mesh_orders.positions_of_mesh("TPU v5 lite", (4, 4), 1, (8, 2), (1, 1)) is not None
+
+
+def test_mesh_axes_of_size_one_stay_in_what_jax_lowers_and_shardy_takes_others_in_their_place():
+    mesh = AbstractMesh((1, 1, 2), ("rows:0", "columns:1", "rest"))
+    x, y = (
+        jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh, spec))
+        for spec in (PartitionSpec("rows:0"), PartitionSpec(None, "columns:1"))
+    )
+    lowered = jax.jit(jnp.dot).trace(x, y).lower(lowering_platforms=("cpu",))
+    program = shardy_collectives.MarkedProgram(lowered)
+    assert [mark.dimensions for mark in program.marks] == [(("rows:0",), ()), ((), ("columns:1",))]
+    gathers = program.placed({"data": 2}, [((), ("data",)), ((), ("data",))])
+    assert [each.kind for each in gathers.operations if each.mesh_axes] == ["sdy.all_gather"]
+    reduces = program.placed({"data": 2, "model": 2}, [((), ("model",)), (("model",), ())])
+    assert [(each.kind, each.mesh_axes) for each in reduces.operations if each.mesh_axes] == [
+        ("sdy.all_reduce", ("model",))
+    ]
+    products = [each for each in reduces.operations if each.kind == "stablehlo.dot_general"]
+    assert [each.contracted for each in products] == [(1,)]
 
 
 def test_new_variables_of_a_program_take_the_type_of_others():

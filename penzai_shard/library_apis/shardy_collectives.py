@@ -131,9 +131,11 @@ class MarkedProgram:
     >>> x = jax.ShapeDtypeStruct((4, 4), "float32", sharding=jax.NamedSharding(mesh, jax.P("rows")))
     >>> lowered = jax.jit(lambda x: x.sum(0)).trace(x).lower(lowering_platforms=("cpu",))
     >>> program = MarkedProgram(lowered)
-    >>> program.marks
-    (Mark(shape=(4, 4), dimensions=(('rows',), ())),)
-    >>> placed = program.placed({"data": 4}, [(("data",), ())])
+    >>> [mark for mark in program.marks if any(mark.dimensions)]
+    [Mark(shape=(4, 4), dimensions=(('rows',), ()))]
+    >>> split = {("rows",): ("data",), (): ()}
+    >>> specs = [tuple(split[axes] for axes in mark.dimensions) for mark in program.marks]
+    >>> placed = program.placed({"data": 4}, specs)
     >>> [each.kind for each in placed.operations if each.mesh_axes]
     ['sdy.all_reduce']
     """

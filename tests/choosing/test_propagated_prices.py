@@ -14,7 +14,6 @@ from penzai_shard.choosing.by_propagation.program_costs import cost_of
 from penzai_shard.choosing.candidates import Candidate, candidates
 from penzai_shard.choosing.shallow_models import Shallow
 from penzai_shard.errors import PropagationError
-from penzai_shard.inspection.steps.lowered_steps import lower_step
 from penzai_shard.library_apis.shardy_collectives import (
     MarkedProgram,
     PlacedOperation,
@@ -107,7 +106,7 @@ def test_a_layout_in_place_of_marks_is_as_if_the_step_were_lowered_for_it(proble
             steps[tables.structure] = MarkedStep(problem, tables)
         mesh = make_mesh(one.mesh_shape, abstract=True)
         step, state, inputs = problem.built(one.layout, mesh, one.microbatches)
-        direct = MarkedProgram(lower_step(step, (state,), inputs, "cpu").lowered)
+        direct = MarkedProgram(step.trace(state, **inputs).lower(lowering_platforms=("cpu",)))
         expected = direct.placed(one.mesh_shape, [mark.dimensions for mark in direct.marks])
         placed = steps[tables.structure].placed(tables)
         assert collectives_of(placed) == collectives_of(expected), one
@@ -256,7 +255,9 @@ def test_loops_count_as_often_as_they_run_and_others_are_refused():
     def lowered(function):
         return jax.jit(function).trace(x).lower(lowering_platforms=("cpu",))
 
-    program = MarkedProgram(lowered(scanned)).placed({"data": 2}, [(("data",), ())])
+    marked = MarkedProgram(lowered(scanned))
+    specs = [tuple(("data",) if axes else () for axes in each.dimensions) for each in marked.marks]
+    program = marked.placed({"data": 2}, specs)
     assert [each.times for each in program.operations if each.kind == "sdy.all_reduce"] == [5]
     with pytest.raises(PropagationError, match="runs an unknown number of times"):
         MarkedProgram(lowered(unknown))

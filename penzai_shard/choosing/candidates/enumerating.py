@@ -291,5 +291,5 @@ def _ways(
 def _reason(error: PlanError) -> str:
     """What does not divide, without where it was met."""
     problem = error.problems[0] if error.problems else str(error)
-    said = problem.partition(": ")[2] or problem
+    said = problem[max(problem.find("logical axis"), 0) :]
     return said.partition(". ")[0].partition(", asked by")[0]
