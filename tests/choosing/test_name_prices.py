@@ -13,6 +13,7 @@ from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.shallow_models import Shallow
 from penzai_shard.choosing.training_problem import TrainingProblem
 from penzai_shard.errors import PlanError
+from penzai_shard.fused_axes import FusedAxes
 from penzai_shard.named_arrays import named_array
 from tests.choosing.compiled_truth import compiled_truth
 from tests.choosing.small_problems import llama, problem_of
@@ -201,3 +202,31 @@ def test_a_layout_that_does_not_fit_is_refused_as_it_is_when_it_is_built(prices)
     layout = Layout(parameters={"embedding": ("data", "model")}, compute={"batch": "data"})
     with pytest.raises(PlanError, match="does not divide over mesh axes"):
         prices.cost(Candidate((("data", 3), ("model", 2)), layout))
+
+
+def attention_loss(*, model, rng, state, x):
+    del rng
+    x = x.unwrap("batch", "embedding")
+    queries, keys = (
+        (x @ model[name].data_array).reshape(SIZES["batch"], 4, 16) for name in ("q", "k")
+    )
+    return jnp.square(jnp.einsum("bhd,chd->bhc", queries, keys)).sum(), state, {}
+
+
+def test_of_fused_logical_axes_the_major_one_is_split():
+    fused = FusedAxes.of({"heads": 4, "projection": 16})
+    weights = named_array(jax.ShapeDtypeStruct((64, 64), jnp.float32), ("embedding", fused))
+    model = {"q": weights, "k": weights}
+    inputs = {"x": struct("batch", "embedding")}
+    prices = NamePrices.of(TrainingProblem(model, attention_loss, optax.sgd(1.0), inputs))
+
+    def cost(name, mesh_axes):
+        rules = {name: mesh_axes}
+        layout = Layout(parameters=rules, compute=rules, blocks=())
+        return prices.cost(Candidate(TALL, layout))
+
+    assert prices.notes == ()
+    whole = cost("heads", None)
+    assert cost("heads", "data").flops == whole.flops / 4
+    assert cost("heads", "data").memory["parameters"] == whole.memory["parameters"] / 4
+    assert cost("projection", "data").memory["parameters"] == whole.memory["parameters"]

@@ -9,6 +9,7 @@ from penzai_shard.choosing.by_names.layout_tables import LayoutTables
 from penzai_shard.choosing.by_names.mesh_prices import MeshItems, MeshPrices
 from penzai_shard.choosing.by_names.step_arrays import Table
 from penzai_shard.choosing.by_names.step_forms import StepForms
+from penzai_shard.choosing.by_names.step_reading import read_step
 from penzai_shard.choosing.by_names.stored_arrays import StoredArrays, tensor_of
 from penzai_shard.choosing.by_names.traced_steps import TracedStep
 from penzai_shard.choosing.candidates import Candidate
@@ -140,7 +141,7 @@ class _StepPrices:
         key = repr(blocks), policy, vocabulary
         if (*key, 1) not in self._forms:
             step = TracedStep.of(self._problem, blocks, vocabulary, policy)
-            self._forms[*key, 1] = StepForms.of(step)
+            self._forms[*key, 1] = read_step(step)
         if (*key, microbatches) not in self._forms:
             whole = self._forms[*key, 1]
             self._forms[*key, microbatches] = whole.of_microbatch(BATCH, microbatches)
