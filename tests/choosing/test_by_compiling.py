@@ -5,17 +5,23 @@ from concurrent.futures import Future
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh
 
 from penzai_shard import Layout
 from penzai_shard.choosing.by_compiling import CompiledPrices
 from penzai_shard.choosing.by_compiling import compiled_prices as prices_module
-from penzai_shard.choosing.by_compiling.compiled_costs import extrapolated
+from penzai_shard.choosing.by_compiling.compiled_costs import cost_of, extrapolated
 from penzai_shard.choosing.candidates import Candidate
+from penzai_shard.choosing.shallow_models import shallow
 from penzai_shard.choosing.step_costs import Sent, StepCost
 from penzai_shard.compiled_programs import Module
 from penzai_shard.compiled_programs.matrix_products import product_flops
 from penzai_shard.errors import ShardingError
 from penzai_shard.inspection.devices.absent_devices import CompilerProcess, TooLargeError
+from penzai_shard.inspection.devices.topologies import Topology
+from penzai_shard.inspection.steps.lowered_steps import lower_step
+from penzai_shard.inspection.steps.programs import StepProgram
+from penzai_shard.library_apis.compiler_api import FOR_PRICES_ON_CPUS, bytecode_of
 from tests.choosing.small_problems import llama, problem_of
 
 BLOCKS = 5
@@ -123,6 +129,26 @@ def test_what_is_computed_again_is_not_kept(priced):
 def test_a_candidate_that_cannot_be_laid_out_is_an_error_in_its_place(priced):
     assert isinstance(priced["impossible"], ShardingError)
     assert "'head_groups' (2) does not divide" in str(priced["impossible"])
+
+
+def test_what_is_compiled_quickly_computes_and_sends_what_users_compile(problem):
+    mesh = AbstractMesh((4, 2), ("data", "model"))
+    step, state, inputs = shallow(problem).problems[0].built(LAYOUTS["over both, again"], mesh)
+    lowered = lower_step(step, (state,), inputs)
+    bytecode = bytecode_of(lowered.lowered)
+    with CompilerProcess(Topology("cpu:8")) as process:
+        quick, users = (
+            cost_of(StepProgram.of(lowered, elsewhere.compiled, elsewhere.device_kind))
+            for elsewhere in (
+                process.compile(bytecode, mesh, options) for options in (FOR_PRICES_ON_CPUS, None)
+            )
+        )
+    assert quick.flops == users.flops
+    assert quick.traffic == pytest.approx(users.traffic, rel=1e-12)
+    for part in ("parameters", "optimizer", "inputs"):
+        assert quick.memory[part] == users.memory[part]
+    # Where it orders operations otherwise, that is by what they need.
+    assert quick.memory["activations"] <= users.memory["activations"]
 
 
 def test_costs_come_in_the_order_of_the_candidates_whatever_is_compiled_first(monkeypatch, problem):
