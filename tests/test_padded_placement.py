@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 from penzai import pz
 from penzai.models import simple_mlp
@@ -193,6 +195,59 @@ def test_a_program_takes_what_the_plan_says_and_gathers_no_weight(mesh):
     assert "all-gather" not in compiled.as_text()
     assert "f32[9,24]" in compiled.as_text()
     assert "f32[67,24]" not in compiled.as_text()
+
+
+def loss_of(weights, tokens):
+    hidden = pz.nx.nmap(jnp.tanh)(weights["table"][{"vocabulary": tokens}])
+    hidden = (hidden.untag("embedding") * weights["scale"].untag("embedding")).tag("embedding")
+    logits = pz.nx.nmap(jnp.dot)(hidden.untag("embedding"), weights["head"].untag("embedding"))
+    chosen = pz.nx.nmap(jax.nn.log_softmax)(logits.untag("classes"))
+    return -chosen.astype("float32").tag("classes").untag("batch", "classes").mean().unwrap()
+
+
+LENGTHS = st.sampled_from([1, 2, 3, 5, 7, 8, 13])
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    vocabulary=LENGTHS,
+    embedding=LENGTHS,
+    classes=LENGTHS,
+    mesh=st.sampled_from([(8, 1), (4, 2), (2, 4)]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+def test_values_and_gradients_are_those_of_the_replicated_model(
+    vocabulary, embedding, classes, mesh, dtype
+):
+    mesh = pzs.make_mesh({"data": mesh[0], "model": mesh[1]})
+    sizes = {
+        "table": {"vocabulary": vocabulary, "embedding": embedding},
+        "scale": {"embedding": embedding},
+        "head": {"embedding": embedding, "classes": classes},
+    }
+    draw = np.random.default_rng(0)
+    weights = {
+        name: pz.nx.wrap(jnp.asarray(draw.normal(size=tuple(shape.values())), dtype), *shape)
+        for name, shape in sizes.items()
+    }
+    tokens = pz.nx.wrap(jnp.arange(16) % vocabulary, "batch")
+    rules = {"vocabulary": "model", "classes": "model", "embedding": "data"}
+    padded = pzs.place(weights, mesh, rules, on_indivisible="pad")
+    whole = pzs.place(weights, mesh, {"vocabulary": None})
+    run = jax.jit(jax.value_and_grad(loss_of))
+    (value, gradients), (expected, of_whole) = run(padded, tokens), run(whole, tokens)
+    tolerance = (
+        {"rtol": 0.02, "atol": 0.02} if dtype == "bfloat16" else {"rtol": 2e-5, "atol": 1e-6}
+    )
+    np.testing.assert_allclose(value, expected, **tolerance)
+    assert jax.tree.structure(gradients) == jax.tree.structure(padded)
+    for name, gradient in gradients.items():
+        own, other = (g.data_array.astype("float32") for g in (gradient, of_whole[name]))
+        np.testing.assert_allclose(own, other, **tolerance)
+        (stored,) = jax.tree.leaves(gradient)
+        outside = np.array(stored, np.float32)
+        outside[tuple(map(slice, weights[name].named_shape.values()))] = 0
+        assert not outside.any()
 
 
 def test_shared_parameters_stay_shared(mesh):

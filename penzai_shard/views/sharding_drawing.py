@@ -64,12 +64,14 @@ class ShardingDrawing(Report):
         dtype: The dtype of the array, or None where only a shape is known.
         path: What the array is called, such as the label of a parameter; empty for none.
         is_traced: Whether it is one in a traced function, of which its type says the layout.
+        stored_shape: The shape that it is stored with, if it is stored padded.
     """
 
     parts: ArrayParts
     dtype: Any = None
     path: str = ""
     is_traced: bool = False
+    stored_shape: tuple[int, ...] | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -103,6 +105,7 @@ class ShardingDrawing(Report):
                 "path": self.path,
                 "dtype": None if self.dtype is None else str(self.dtype),
                 "shape": parts.shape,
+                "stored_shape": self.stored_shape or parts.shape,
                 "mesh": parts.mesh,
                 "total_bytes": self.total_bytes,
                 "bytes_per_device": self.bytes_per_device,
@@ -198,10 +201,14 @@ class ShardingDrawing(Report):
             yield f"not summed yet over {axes}: each device holds a summand of its part"
         for number in parts.uneven:
             dimension = parts.dimensions[number]
+            what = (
+                "JAX refuses this of arguments and results, and pads such intermediate values"
+                if self.stored_shape is None
+                else f"it is stored padded to {self.stored_shape[number]}"
+            )
             yield (
                 f"{dimension.name} ({dimension.length}) does not divide over "
-                f"{_axes_text(dimension.mesh_axes or (), mesh)}: JAX refuses this of arguments and "
-                "results, and pads such intermediate values; drawn without the padding"
+                f"{_axes_text(dimension.mesh_axes or (), mesh)}: {what}; drawn without the padding"
             )
         if parts.memory_kind:
             yield f"in memory of kind {parts.memory_kind}"

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, PartitionSpec, Sharding
 
 from penzai_shard.array_kinds import is_abstract, is_concrete, is_traced
@@ -70,7 +71,9 @@ def show_sharding(array: Any) -> ShardingDrawing:
     parts = array_parts(described.shape, described.sharding, described.names)
     if parts.is_on_others:
         show_own_parts()
-    return ShardingDrawing(parts, described.dtype, described.path, described.is_traced)
+    return ShardingDrawing(
+        parts, described.dtype, described.path, described.is_traced, described.stored_shape
+    )
 
 
 class _Described(NamedTuple):
@@ -82,12 +85,16 @@ class _Described(NamedTuple):
     dtype: Any = None
     path: str = ""
     is_traced: bool = False
+    stored_shape: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, leaf: NamedLeaf | LeafPlan, sharding: Sharding) -> "_Described":
         """An array of a tree or of a plan."""
         is_traced_leaf = isinstance(leaf, NamedLeaf) and is_traced(leaf.array)
-        return cls(leaf.shape, sharding, leaf.names, leaf.dtype, leaf.path, is_traced_leaf)
+        stored = None
+        if leaf.padding is not None:
+            stored = leaf.stored_shape if isinstance(leaf, LeafPlan) else np.shape(leaf.array)
+        return cls(leaf.shape, sharding, leaf.names, leaf.dtype, leaf.path, is_traced_leaf, stored)
 
 
 def _described(array: Any) -> _Described:

@@ -176,6 +176,8 @@ def test_reports_of_a_padded_model_count_what_is_stored(padded, mesh, tokens):
     table = pz.unbind_params(padded)[1][0].value
     drawing = str(pzs.show_sharding(table))
     assert "vocabulary      13  4 of" in drawing
+    assert "it is stored padded to 16" in " ".join(drawing.split())
+    assert "it is stored padded to 16" in " ".join(str(pzs.show_sharding(plan.leaves[0])).split())
     assert "padding of 9 arrays" in " ".join(str(plan).split())
     assert "stored padded: 'vocabulary' as 16 over 'model'" in treescope.render_to_text(padded)
 
