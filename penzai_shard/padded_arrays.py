@@ -20,6 +20,7 @@ from penzai import pz
 from treescope import rendering_parts
 
 from penzai_shard.array_kinds import is_abstract, is_array_like, is_concrete, is_traced
+from penzai_shard.library_apis.jax_api import runs_at_once
 from penzai_shard.meshes import auto_context, onto_auto_twin
 from penzai_shard.partition_specs import (
     canonical_spec,
@@ -274,8 +275,10 @@ def padded_as(tree: Any, like: Any) -> Any:
 def pinned(array: Any, sharding: Any) -> Any:
     """``jax.lax.with_sharding_constraint``, also by a layout over which a length does not divide.
 
+    Outside of programs JAX has no such arrays: there one stays as it is.
+
     Args:
-        array: An array inside of a program, or one that is differentiated outside of one.
+        array: An array inside of a program, or outside.
         sharding: The layout.
 
     >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
@@ -284,7 +287,7 @@ def pinned(array: Any, sharding: Any) -> Any:
     (3,)
     """
     if splits_unevenly(sharding, np.shape(array)):
-        return _pinned_unevenly(array, sharding)
+        return array if runs_at_once(array) else _pinned_unevenly(array, sharding)
     return jax.lax.with_sharding_constraint(array, sharding)
 
 
@@ -354,18 +357,22 @@ def _mesh_of_program(stored: Any, spec: PartitionSpec) -> Any:
 def _cut_in_program(stored: Any, shape: tuple[int, ...], spec: PartitionSpec) -> Any:
     mesh = _mesh_of_program(stored, spec)
     sharding = None if mesh is None else NamedSharding(mesh, spec)
-    return _cut_and_pinned(stored, shape, sharding)
+    # What jax.grad follows outside of programs is a result of each operation.
+    return _cut(stored, shape, sharding, not runs_at_once(stored))
 
 
 # Compiled on its own, as a program that was traced may be run one operation after the other, and
 # no operation gives a result that is split unevenly.
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _cut_and_pinned(stored: Any, shape: tuple[int, ...], sharding: NamedSharding | None) -> Any:
-    if sharding is None:
-        return jax.lax.slice(stored, (0,) * len(shape), shape)
-    # Of what is stored too, and so of its gradient.
-    stored = jax.lax.with_sharding_constraint(stored, sharding)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _cut(
+    stored: Any, shape: tuple[int, ...], sharding: NamedSharding | None, stays_split: bool
+) -> Any:
+    if sharding is not None:
+        # Its gradient too is laid out like this.
+        stored = jax.lax.with_sharding_constraint(stored, sharding)
     true = jax.lax.slice(stored, (0,) * len(shape), shape)
+    if sharding is None or not stays_split:
+        return true
     return jax.lax.with_sharding_constraint(true, sharding)
 
 

@@ -79,6 +79,32 @@ def test_values_say_whether_they_are_weakly_typed():
     assert not jax_api.is_weakly_typed(1.0)
 
 
+def test_tracers_say_what_they_follow_outside_of_programs():
+    seen = []
+
+    def square(x):
+        seen.append(jax_api.runs_at_once(x))
+        return x * x
+
+    array = jnp.ones(2)
+    jax.grad(square)(1.0)
+    jax.vmap(square)(array)
+    jax.vmap(jax.grad(square))(array)
+    jax.jvp(square, (1.0,), (1.0,))
+    jax.linearize(square, 1.0)
+    assert seen == [True] * 5
+    seen.clear()
+    jax.jit(square)(1.0)
+    jax.grad(jax.jit(square))(1.0)
+    jax.jit(jax.grad(square))(2.0)
+    jax.jit(jax.vmap(square))(array)
+    jax.grad(jax.checkpoint(square))(3.0)
+    jax.eval_shape(square, array)
+    jax.make_jaxpr(square)(1.0)
+    assert seen == [False] * len(seen)
+    assert len(seen) >= 5
+
+
 def test_operations_that_change_form_alone_have_known_names():
     place = NamedSharding(MESH, PartitionSpec("data"))
 

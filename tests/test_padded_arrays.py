@@ -132,8 +132,14 @@ def test_explicit_meshes_give_arrays_of_the_auto_twin(padded):
     with jax.set_mesh(explicit):
         assert np.array_equal(moved.data_array, TRUE)
         assert np.array_equal(padded.data_array, TRUE)
-        inside = jax.jit(lambda x: x.data_array)(moved)
-    assert inside.sharding.mesh.axis_types == auto_twin(explicit).axis_types
+        meshes = []
+
+        def true_array(x):
+            meshes.append(jax.typeof(x.data_array).sharding.mesh)
+            return x.data_array
+
+        inside = jax.jit(true_array)(moved)
+    assert meshes[0].axis_types == auto_twin(explicit).axis_types
     assert np.array_equal(inside, TRUE)
 
 

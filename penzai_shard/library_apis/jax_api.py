@@ -49,6 +49,7 @@ __all__ = [
     "manual_mesh_axes",
     "memory_addresses",
     "receive_message",
+    "runs_at_once",
     "scan_counts",
     "scope_path",
     "send_message",
@@ -72,6 +73,27 @@ def is_weakly_typed(value: Any) -> bool:
     (True, False)
     """
     return bool(getattr(value, "weak_type", False))
+
+
+def runs_at_once(value: Any) -> bool:
+    """Whether what is computed with a value is run at once, and not written into a program.
+
+    So it is where ``jax.grad`` or ``jax.vmap`` follows a computation outside of ``jax.jit``.
+
+    >>> seen = []
+    >>> def square(x):
+    ...     seen.append(runs_at_once(x))
+    ...     return x * x
+    >>> _ = jax.grad(square)(1.0), jax.vmap(square)(jax.numpy.ones(2)), jax.jit(square)(1.0)
+    >>> seen
+    [True, True, False]
+    """
+    while isinstance(value, Tracer):
+        followed = "val" if type(value).__name__ == "BatchTracer" else "primal"
+        if not hasattr(value, followed):
+            return False
+        value = getattr(value, followed)
+    return True
 
 
 def memory_addresses(array: jax.Array) -> frozenset[int]:

@@ -12,7 +12,7 @@ from penzai_shard.library_apis.jax_api import (
     Var,
     jaxpr_as_fun,
 )
-from penzai_shard.padded_arrays import pinned
+from penzai_shard.padded_arrays import pinned, splits_unevenly
 
 _CALLS = {
     "checkpoint": "jaxpr",
@@ -157,8 +157,10 @@ def evaluate(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     9.0
     """
     if equation.primitive.name == "sharding_constraint":
-        # By itself the operation takes no layout over which a length does not divide.
-        return [pinned(operands[0], equation.params["sharding"])]
+        sharding = equation.params["sharding"]
+        # Run at once, the operation takes no layout over which a length does not divide.
+        if splits_unevenly(sharding, operands[0].shape):
+            return [pinned(operands[0], sharding)]
     # Variables of their own, as an operand may stand in an equation twice, or be a literal.
     inputs: list[Any] = [Var(atom.aval) for atom in equation.invars]
     own = equation.replace(invars=inputs)

@@ -15,7 +15,6 @@ from penzai_shard.layers.dimension_orders.operation_rules import (
 )
 from penzai_shard.layers.dimension_orders.ordered_arrays import OrderedArray
 from penzai_shard.library_apis.jax_api import Literal, scope_path
-from penzai_shard.padded_arrays import pinned, splits_unevenly
 from penzai_shard.traced_programs import called_program, evaluate, is_jit, opened, walk
 
 
@@ -72,20 +71,11 @@ def _run_equation(
     nothing_asked = {name: None for name in SHARDINGS if name in equation.params}
     parameters = {**equation.params, **nothing_asked, **ready.parameters}
     changed = equation.replace(params=parameters)
-    results = _results(changed, ready.arrays)
+    results = evaluate(changed, ready.arrays)
     return [
         OrderedArray(array, dims, variable.aval.shape)
         for array, dims, variable in zip(results, ready.dims, equation.outvars, strict=True)
     ]
-
-
-def _results(equation: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of an equation; a constraint to uneven parts may be run outside of programs."""
-    if equation.primitive.name == "sharding_constraint":
-        (array,), sharding = operands, equation.params["sharding"]
-        if splits_unevenly(sharding, array.shape):
-            return [pinned(array, sharding)]
-    return evaluate(equation, operands)
 
 
 def _scope_of(equation: Any) -> AbstractContextManager[None]:
