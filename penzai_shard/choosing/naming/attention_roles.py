@@ -109,16 +109,13 @@ def _shared_out(facts: ProgramFacts, exponential: int) -> Classes:
     """
     found: set[DimensionClass] = set()
     for operation in facts.after(exponential, _PRODUCTS | {_SUM}):
-        rule = operation.rule
-        if (
-            operation.kind == _SUM
-            and rule
-            and exponential in facts.moved_from(operation.operands[0])
-        ):
-            dimensions = facts.call.dimensions.of_value(operation.operands[0])
-            for parts, factors in zip(dimensions, rule.operands[0], strict=True):
-                if rule.reduced.intersection(factors):
-                    found.update(parts)
+        summed, rule = operation.operands[0], operation.rule
+        if operation.kind != _SUM or rule is None or exponential not in facts.moved_from(summed):
+            continue
+        dimensions = facts.call.dimensions.of_value(summed)
+        for parts, factors in zip(dimensions, rule.operands[0], strict=True):
+            if rule.reduced.intersection(factors):
+                found.update(parts)
     return frozenset(found)
 
 
