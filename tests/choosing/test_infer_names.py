@@ -255,6 +255,82 @@ def test_two_residual_streams_of_equal_width_are_not_one():
     )
 
 
+EXPERTS = 6
+MIXTURE = {
+    "embed": struct(VOCABULARY, EMBEDDING),
+    "router": struct(EMBEDDING, EXPERTS),
+    "up": struct(EXPERTS, EMBEDDING, NEURONS),
+    "down": struct(EXPERTS, NEURONS, EMBEDDING),
+}
+
+
+def sorted_by_expert(weights, x):
+    expert = jnp.argmax(x @ weights["router"], -1)
+    order = jnp.argsort(expert)
+    counts = jnp.bincount(expert, length=EXPERTS)
+    hidden = jax.nn.silu(jax.lax.ragged_dot(x[order], weights["up"], counts))
+    return x + jax.lax.ragged_dot(hidden, weights["down"], counts)[jnp.argsort(order)]
+
+
+def with_gathered_weights(weights, x):
+    gates, chosen = jax.lax.top_k(x @ weights["router"], 2)
+
+    def one(x, chosen, gates):
+        hidden = jax.nn.silu(jnp.einsum("e,ken->kn", x, weights["up"][chosen]))
+        return gates @ jnp.einsum("kn,kne->ke", hidden, weights["down"][chosen])
+
+    return x + jax.vmap(one)(x, chosen, gates)
+
+
+@pytest.mark.parametrize("mixed", [sorted_by_expert, with_gathered_weights])
+def test_experts_are_what_a_router_chooses_among(mixed):
+    def mixture(weights, tokens):
+        x = weights["embed"][tokens]
+        return mixed(weights, x.reshape(-1, EMBEDDING)).reshape(x.shape) @ weights["embed"].T
+
+    names = pzs.infer_names(mixture, MIXTURE, TOKENS)
+    assert names["router"] == ("embedding", "experts")
+    assert names["up"] == ("experts", "embedding", "neurons")
+    assert names["down"] == ("experts", "neurons", "embedding")
+
+
+def test_two_of_something_beside_neurons_are_gates_only_where_they_are_taken_apart():
+    def gated(weights, tokens):
+        x = weights["embed"][tokens]
+        gate, up = (x @ weights["gates"][number] for number in range(2))
+        hidden = jax.nn.silu(gate + jnp.tanh(x @ weights["low"]) @ weights["high"]) * up
+        return (x + hidden @ weights["down"]) @ weights["embed"].T
+
+    weights = {
+        "embed": struct(VOCABULARY, EMBEDDING),
+        "gates": struct(2, EMBEDDING, NEURONS),
+        "down": struct(NEURONS, EMBEDDING),
+        "low": struct(EMBEDDING, 2),
+        "high": struct(2, NEURONS),
+    }
+    names = pzs.infer_names(gated, weights, TOKENS)
+    assert names["gates"] == ("gate_up", "embedding", "neurons")
+    assert names["low"] == ("embedding", None)
+    assert names["high"] == (None, "neurons")
+
+
+def test_layers_are_one_after_the_other():
+    def stacked(weights, tokens):
+        x = weights["embed"][tokens]
+        for number in range(2):
+            x = x + jax.nn.relu(x @ weights["up"][number]) @ weights["down"][number]
+        return x @ weights["embed"].T
+
+    weights = {
+        "embed": struct(VOCABULARY, EMBEDDING),
+        "up": struct(2, EMBEDDING, NEURONS),
+        "down": struct(2, NEURONS, EMBEDDING),
+    }
+    names = pzs.infer_names(stacked, weights, TOKENS)
+    assert names["up"] == ("layers", "embedding", "neurons")
+    assert names["down"] == ("layers", "neurons", "embedding")
+
+
 def test_square_layers_are_not_taken_for_one_another():
     def apply(weights, x):
         for weight in weights:
