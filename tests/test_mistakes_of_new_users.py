@@ -492,8 +492,7 @@ def names_for_another_number_of_dimensions(directory):
     errors.PlanError,
     "no valid layout for some arrays:",
     "  the array: logical axis 'batch' (6) does not divide over mesh axis 'data' (4), asked "
-    "by rule 'batch' -> 'data'. Pad it to 8, or map 'batch' to None. "
-    'Or store it padded: on_indivisible="pad".',
+    "by rule 'batch' -> 'data'. Pad it to 8, or map 'batch' to None.",
 )
 def a_batch_that_does_not_divide(directory):
     return (

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from penzai_shard.array_kinds import is_abstract, is_array_like
+from penzai_shard.axis_decisions import PADDING_FIX
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import PlanError, RuleTypeError, raise_all
 from penzai_shard.meshes import AnyMesh
@@ -105,11 +106,25 @@ def shard_batch(
     request = (DescribingRequest if is_described else PlacingRequest).read(
         "shard_batch", mesh, rules, axis_name_to_mesh_name, on_indivisible, on_unnamed, plan
     )
-    if first_axis is None:
-        with suggesting_first_axis(batch, on_unnamed):
-            return _placed(batch, request, local)
-    batch = without_bare_arrays(batch, "shard_batch")
-    return named_as_given(batch, _placed(with_first_axis(batch, first_axis), request, local))
+    with _offering_no_padding():
+        if first_axis is None:
+            with suggesting_first_axis(batch, on_unnamed):
+                return _placed(batch, request, local)
+        batch = without_bare_arrays(batch, "shard_batch")
+        return named_as_given(batch, _placed(with_first_axis(batch, first_axis), request, local))
+
+
+@contextlib.contextmanager
+def _offering_no_padding() -> Iterator[None]:
+    """Leaves padding out of the fixes for what does not divide: batches are not padded."""
+    try:
+        yield
+    except PlanError as error:
+        if not any(PADDING_FIX in problem for problem in error.problems):
+            raise
+        headline = str(error).partition("\n")[0]
+        problems = [problem.replace(PADDING_FIX, "") for problem in error.problems]
+        raise PlanError(headline, problems) from error.__cause__
 
 
 @contextlib.contextmanager
