@@ -210,13 +210,6 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
             ShardingError: A rule names a mesh axis that the mesh does not have, or the model has
                 no blocks that are known.
         """
-        if self.manual and on_indivisible == "pad":
-            raise RuleTypeError(
-                'manual=True does not go with on_indivisible="pad": what jax.shard_map gives each '
-                "device are equal parts, so blocks that run per device have no true lengths to "
-                "compute with. Leave manual=True out, and the compiler gathers and scatters; or "
-                "choose lengths that divide."
-            )
         return layout_edits(model, mesh, self.edit_request(model, mesh, on_indivisible))
 
     def edit_request(
@@ -232,6 +225,7 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
         Raises:
             ShardingError: As ``recipe`` does.
         """
+        self._refuse_padded_regions(on_indivisible)
         found = self._roles(model, mesh, on_indivisible)
         return EditRequest(
             parameters=found.tables["parameters"],
@@ -278,6 +272,15 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
         found = self._roles(tree, mesh, on_indivisible)
         tables: dict[str, Any] = dict(found.tables)
         return dataclasses.replace(self, **tables, names={}, wanted=())
+
+    def _refuse_padded_regions(self, on_indivisible: OnIndivisible) -> None:
+        if self.manual and on_indivisible == "pad":
+            raise RuleTypeError(
+                'manual=True does not go with on_indivisible="pad": what jax.shard_map gives each '
+                "device are equal parts, so blocks that run per device have no true lengths to "
+                "compute with. Leave manual=True out, and the compiler gathers and scatters; or "
+                "choose lengths that divide."
+            )
 
     def _roles(self, tree: Any, mesh: AnyMesh, on_indivisible: OnIndivisible) -> RolesOfModel:
         refuse_other_than_mesh(mesh)
@@ -416,6 +419,7 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
         refuse_made_already(initializer)
         layout = self
         on_indivisible = step_options.get("on_indivisible", "error")
+        self._refuse_padded_regions(on_indivisible)
         if speaks_of_parameters([self.parameters, self.compute]):
             layout = self.for_model(
                 abstract_model(initializer, *args), mesh, on_indivisible=on_indivisible

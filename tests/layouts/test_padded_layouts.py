@@ -166,7 +166,7 @@ def test_nothing_that_is_split_is_gathered_whole():
 
 
 def test_models_compute_outside_of_steps_too():
-    found, expected = run("two_dimensional"), on_one_device(build_attention)
+    found, expected = run("tensor_parallel"), on_one_device(build_mixture)
     logits = found.state.model(TOKENS)
     assert_same(logits, expected.state.model(TOKENS))
     evaluate = build_eval_step_fn(loss_fn)
@@ -179,12 +179,10 @@ def test_plans_and_lint_know_what_is_padded():
     plan = str(found.layout.plan(found.state, found.mesh, on_indivisible="pad"))
     assert "vocabulary=23(24)/model" in plan
     assert "'heads' (3) padded to 4 over mesh axis 'model' (4), rule 'heads' -> 'model'" in plan
+    mixture = run("tensor_parallel")
+    bare = abstract_model(build_mixture, jax.random.key(0))
     options = {"batch": TOKENS, "on_indivisible": "pad"}
-    assert lint(found.state, found.mesh, found.layout, **options).ok
-    bare = abstract_model(build_attention, jax.random.key(0))
-    assert lint(build_attention(jax.random.key(0)), found.mesh, found.layout, **options).ok
-    findings = lint(bare, found.mesh, found.layout, batch=TOKENS).findings
-    assert {each.kind for each in findings} == {"indivisible"}
+    assert lint(bare, mixture.mesh, mixture.layout, **options).ok
 
 
 def test_a_batch_that_does_not_divide_is_refused_by_the_step():

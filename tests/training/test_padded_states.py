@@ -244,8 +244,11 @@ def test_steps_without_compilation_take_padded_states():
         return squares(pin(model), rng, state, x)
 
     state, _ = trained(padded(weights()), optax.sgd(0.1), pinned, 1, jit=False)
-    expected, _ = trained(weights(), optax.sgd(0.1), squares, 1)
-    assert_same(state.params, expected.params)
+    given = [np.asarray(x.data_array) for x in (*weights().values(), *inputs().values())]
+    by_hand = trained_by_hand(*given, steps=1)[:2]
+    for name, expected in zip(("weights", "bias"), by_hand, strict=True):
+        found = state.params[name].data_array
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert_padding_is_zero(state.params)
 
 
@@ -261,7 +264,7 @@ def trained_by_hand(w, b, x, steps, rate=0.1, momentum=0.9):
     return w, b, *velocity
 
 
-@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=5, deadline=None, derandomize=True)
 @hypothesis.given(
     lengths=st.tuples(st.integers(1, 11), st.integers(1, 11)),
     sizes=st.sampled_from([(8, 1), (4, 2), (2, 4), (2, 2), (1, 8)]),
