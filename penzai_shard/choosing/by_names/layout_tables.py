@@ -1,7 +1,7 @@
 """Which rules a layout lays each kind of array out by, as its edits of a model have it."""
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import AbstractMesh
@@ -10,7 +10,6 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.choosing.by_names.step_arrays import Table
 from penzai_shard.choosing.by_names.stored_arrays import StoredArrays
 from penzai_shard.layouts import Layout
-from penzai_shard.layouts.model_roles import DEFAULT_NAMES, OF_LAYERS, groups_of
 from penzai_shard.rule_kinds import LogicalAxis
 
 
@@ -48,17 +47,16 @@ class LayoutTables:
         Raises:
             ShardingError: The layout does not fit.
         """
-        found = layout.for_model(stored.representatives, mesh)
-        parameters, compute = found.parameters, found.compute
-        between = compute if found.between_blocks is None else found.between_blocks
-        optimizer = parameters if found.optimizer is None else found.optimizer
-        tables = [parameters, compute, optimizer, between]
-        names = {role: _names(role, layout) for role in DEFAULT_NAMES}
-        splits_vocabulary = _splits(tables, names["vocabulary"])
+        model = stored.representatives
+        asked = layout.edit_request(model, mesh)
+        parameters, compute = asked.parameters, asked.compute
+        between = compute if asked.between is None else asked.between
+        optimizer = None if layout.optimizer is None else layout.for_model(model, mesh).optimizer
+        if optimizer is None:
+            optimizer = parameters
+        # Only then lookups and logits are edited too.
         edits_regions = (
-            any(_splits(tables, names[role]) for role in OF_LAYERS)
-            or splits_vocabulary
-            or found.between_blocks is not None
+            asked.split_in_layers or asked.splits_vocabulary or asked.between is not None
         )
         rules = {
             Table.STORED: parameters,
@@ -66,28 +64,15 @@ class LayoutTables:
             Table.IN_VOCABULARY: compute if edits_regions else parameters,
             Table.UPDATE: optimizer if stored.has_moments else parameters,
             Table.INSIDE: compute,
-            Table.LOGITS: compute if splits_vocabulary else between,
+            Table.LOGITS: compute if asked.splits_vocabulary else between,
             Table.BETWEEN: between,
         }
         return cls(
             rules,
             optimizer,
             layout.batch_rules,
-            layout.blocks,
-            layout.rematerialise,
-            next(iter(groups_of("vocabulary", layout.names)), ("vocabulary",))[0],
-            layout.reshard_after_forward,
+            asked.blocks,
+            asked.rematerialise,
+            asked.vocabulary,
+            asked.gather_again,
         )
-
-
-def _names(role: str, layout: Layout) -> frozenset[Hashable]:
-    return frozenset(name for group in groups_of(role, layout.names) for name in group)
-
-
-def _splits(tables: list[AxisRules], names: frozenset[Hashable]) -> bool:
-    """Whether some rule splits one of these logical axes."""
-    return any(
-        rule.mesh_axes and rule.logical_axis in names
-        for rules in tables
-        for rule in rules.name_rules
-    )
