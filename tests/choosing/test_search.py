@@ -140,6 +140,22 @@ def test_if_none_of_the_best_fits_compiled_leaner_ones_are_compiled(problem):
     assert choices.best.memory_bytes <= 2.6 * GIB
 
 
+def test_if_nothing_that_was_compiled_fits_no_estimate_takes_its_place(problem):
+    stages = [
+        FakeStage("names"),
+        FakeStage("propagation"),
+        FakeStage("compiled", lambda one: cost(one, memory_factor=10.0)),
+    ]
+    with pytest.raises(NothingFitsError, match=r"fits into 12\.0 GiB"):
+        choose(problem, *stages, memory="12GiB")
+    assert len(stages[2].seen) == len(set(stages[2].seen)) == len(stages[1].seen)
+    stages[2] = Interrupted("compiled", 2, lambda one: cost(one, memory_factor=10.0))
+    choices = choose(problem, *stages, memory="12GiB")
+    assert choices.best.priced_by == "propagation"
+    compiled = {one.candidate for one in choices.found.priced["compiled"]}
+    assert compiled.isdisjoint(choice.priced.candidate for choice in choices)
+
+
 def test_nothing_that_fits_is_an_error_with_the_nearest_and_what_would_help(problem):
     with pytest.raises(NothingFitsError) as caught:
         choose(problem, memory="1.5GiB", restricted_by=["keep={'batch': 'data'}"])
@@ -163,8 +179,8 @@ def test_no_candidates_at_all_is_an_error(problem):
 class Interrupted(FakeStage):
     """A stage that the user ends after so many prices."""
 
-    def __init__(self, name, after):
-        super().__init__(name)
+    def __init__(self, name, after, price=cost):
+        super().__init__(name, price)
         self.after = after
 
     def costs(self, some):

@@ -56,9 +56,16 @@ class Found:
         return list(last.values())
 
     def ranked(self, limit: int) -> list[Priced]:
-        """Those of the most exact stage that has any within the limit, the best first."""
+        """The candidates to choose from, the best first.
+
+        Those of the last stage alone that are within the limit by it. Of a search that was
+        interrupted before any of these was found, those of the stage before, without what turned
+        out to be over the limit since.
+        """
+        exact = {one.candidate: one for one in self.all_priced()}
         for stage in reversed(self.priced.values()):
-            if fitting := [one for one in stage if one.memory <= limit]:
+            fitting = [one for one in stage if exact[one.candidate] is one and one.memory <= limit]
+            if fitting or not self.is_interrupted:
                 return sorted(fitting, key=lambda one: one.rank)
         return []
 
@@ -122,32 +129,30 @@ class Search:
             self.watch(stage.name, number, len(candidates))
 
     def _compile(self, stage: Stage, estimated: Sequence[Priced], found: Found) -> None:
-        """Compiles the best, and if too few of them fit, others that now seem to."""
+        """Compiles the best, and if too few of them fit, others that then seem to."""
         found.priced.setdefault(stage.name, [])
         left = [one for one in estimated if may_fit(one, self.limit)]
-        most = self.most[stage.name]
+        likely = left
         for _ in range(_MOST_ROUNDS):
-            best = selected(left, self.limit, most, with_leaner=False)
-            if not best:
-                break
+            best = selected(likely, self.limit, self.most[stage.name], with_leaner=False)
             self._price(stage, [one.candidate for one in best], found)
             compiled = found.priced[stage.name]
             fitting = [one for one in compiled if one.memory <= self.limit]
-            if len(fitting) >= min(_ENOUGH_THAT_FIT, len(compiled)):
-                break
             tried = {id(one) for one in best}
             left = [one for one in left if id(one) not in tried]
-            left = self._likely_to_fit(left, estimated, compiled)
+            if not left or len(fitting) >= min(_ENOUGH_THAT_FIT, self.most[stage.name]):
+                break
+            likely = self._likely_to_fit(left, estimated, compiled)
 
     def _likely_to_fit(
         self, left: Sequence[Priced], estimated: Sequence[Priced], compiled: Sequence[Priced]
-    ) -> list[Priced]:
+    ) -> Sequence[Priced]:
         """Those whose memory is within the limit if it is as wrong as that of those compiled."""
         guessed = {one.candidate: one.memory for one in estimated}
         ratios = [one.memory / max(guessed[one.candidate], 1) for one in compiled]
         ratio = statistics.median(ratios) if ratios else 1.0
         likely = [one for one in left if one.memory * ratio <= self.limit]
-        # If none seems to: those that hold least, of which one may.
-        return (
-            likely or sorted(left, key=lambda one: (one.memory, one.rank))[: self.most["compiled"]]
-        )
+        if likely:
+            return likely
+        # None seems to fit, of which those that hold least come nearest.
+        return sorted(left, key=lambda one: (one.memory, one.rank))[: self.most["compiled"]]
