@@ -143,7 +143,7 @@ def choose_layout(
         asked,
         on,
         found,
-        stages_of(asked.problem),
+        stages_of(asked.problem, with_propagation=propagated > 0, with_compiling=compiled > 0),
         most={"propagation": propagated, "compiled": compiled},
         restricted_by=[text for text, is_given in restrictions.items() if is_given],
         progress=progress,

@@ -4,7 +4,9 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from penzai_shard.choosing.by_compiling import CompiledPrices
 from penzai_shard.choosing.by_names import NamePrices
+from penzai_shard.choosing.by_propagation import PropagatedPrices
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.choices.priced_candidates import StageName
 from penzai_shard.choosing.choices.search import Stage
@@ -42,10 +44,37 @@ class OneByOne:
                 yield error
 
 
-def stages_of(problem: TrainingProblem) -> list[Stage]:
+class Compiling:
+    """The stage that compiles candidates, several at a time.
+
+    Args:
+        problem: The training step.
+    """
+
+    name: StageName = "compiled"
+
+    def __init__(self, problem: TrainingProblem) -> None:
+        self._problem = problem
+
+    def costs(self, candidates: Sequence[Candidate]) -> Iterator[StepCost | ShardingError]:
+        """What each costs."""
+        with CompiledPrices(self._problem) as prices:
+            yield from prices.costs(candidates)
+
+
+def stages_of(
+    problem: TrainingProblem, *, with_propagation: bool = True, with_compiling: bool = True
+) -> list[Stage]:
     """The stages for a training step.
 
     Args:
         problem: The step.
+        with_propagation: Whether the second one is among them.
+        with_compiling: Whether the third one is.
     """
-    return [OneByOne("names", lambda: NamePrices.of(problem))]
+    stages: list[Stage] = [OneByOne("names", lambda: NamePrices.of(problem))]
+    if with_propagation:
+        stages.append(OneByOne("propagation", lambda: PropagatedPrices.of(problem)))
+    if with_compiling:
+        stages.append(Compiling(problem))
+    return stages
