@@ -1057,3 +1057,21 @@ def test_a_jaxlib_without_shardy_is_refused_by_name(a_product, monkeypatch):
     monkeypatch.setattr(shardy_api, "sdy", None)
     with pytest.raises(PropagationError, match=r"it has no dialect of Shardy\. Plans, device_mem"):
         shardy_api.propagated(a_product)
+
+
+def test_a_compiler_for_cpus_holds_and_sends_float16_as_it_is_and_not_bfloat16():
+    laid_out = NamedSharding(MESH, PartitionSpec(None, MESH.axis_names))
+    args = [
+        jax.ShapeDtypeStruct((16, 64), jnp.bfloat16, sharding=laid_out),
+        jax.ShapeDtypeStruct((16, 64), jnp.bfloat16, sharding=laid_out),
+    ]
+
+    def masked(a, b):
+        return jnp.where(a @ b.T > 0, 1.0, jnp.finfo(jnp.bfloat16).min).astype(jnp.bfloat16)
+
+    product = jax.jit(masked, out_shardings=NamedSharding(MESH, PartitionSpec()))
+    lowered = product.trace(*args).lower()
+    for with_float16, sent in ((False, "f32"), (True, "f16")):
+        bytecode = compiler_api.bytecode_of(lowered, with_float16=with_float16)
+        module = compiler_api.compile_bytecode(bytecode, list(MESH.devices.flat)).module
+        assert f"{sent}[16,16]{{1,0}} all-reduce(" in module.to_string()

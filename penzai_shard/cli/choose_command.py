@@ -7,7 +7,7 @@ from typing import Any
 
 from penzai_shard.choosing.candidates.kept_axes import Keep
 from penzai_shard.choosing.choices import Choices, choose_layout
-from penzai_shard.choosing.choices.choose import COMPILED
+from penzai_shard.choosing.choices.choose import COMPILED, PROPAGATED
 from penzai_shard.cli.answers import add_answer_options, print_lines, print_table
 from penzai_shard.cli.chosen_layouts import read_rules
 from penzai_shard.cli.chosen_models import ChosenModel, add_model_arguments, chosen_model
@@ -79,6 +79,13 @@ def add_choose_command(commands: Any) -> None:
         help="pairs of a logical axis and a mesh axis that are decided already",
     )
     parser.add_argument(
+        "--propagated",
+        type=int,
+        default=PROPAGATED,
+        metavar="N",
+        help=f"how many layouts are priced by propagation (default {PROPAGATED})",
+    )
+    parser.add_argument(
         "--compiled",
         type=int,
         default=COMPILED,
@@ -110,6 +117,7 @@ def _choose(options: argparse.Namespace) -> int:
             optimizer,
             batch={"tokens": batch_of_tokens(options.batch, options.seq + 1)},
             memory=options.memory,
+            propagated=options.propagated,
             compiled=options.compiled,
             keep=keep,
             **devices,

@@ -6,6 +6,7 @@ any devices that there is a description of, without JAX' own arrays on them.
 
 import dataclasses
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -213,6 +214,10 @@ def shardings_of(lowered: jax.stages.Lowered) -> list[Sharding]:
     ]
 
 
+# The type of a tensor's elements, or of one number.
+_BFLOAT16 = re.compile(r"(?<=[x<\s])bf16\b")
+
+
 def module_from_bytes(data: bytes) -> HloModule:
     """Reads a program as ``module_to_bytes`` gives it."""
     return _hlo.HloModule.from_serialized_hlo_module_proto(data)
@@ -223,11 +228,20 @@ def module_to_bytes(module: HloModule) -> bytes:
     return bytes(module.as_serialized_hlo_module_proto())
 
 
-def bytecode_of(lowered: jax.stages.Lowered) -> bytes:
-    """A lowered program as bytes, which ``compile_bytecode`` takes, in this process or another."""
+def bytecode_of(lowered: jax.stages.Lowered, *, with_float16: bool = False) -> bytes:
+    """A lowered program as bytes, which ``compile_bytecode`` takes, in this process or another.
+
+    Args:
+        lowered: The program.
+        with_float16: Whether it has float16 in the place of bfloat16, which is as large. Compilers
+            for CPUs compute in float32 what is in bfloat16, and send and hold it so, and float16 as
+            it is. Such a program is to be priced, not to be run.
+    """
     written = io.BytesIO()
-    lowered_module: Any = lowered.compiler_ir("stablehlo")
-    lowered_module.operation.write_bytecode(written)
+    module: Any = lowered.compiler_ir("stablehlo")
+    if with_float16 and _BFLOAT16.search(text := module.operation.get_asm(enable_debug_info=True)):
+        module = type(module).parse(_BFLOAT16.sub("f16", text), module.context)
+    module.operation.write_bytecode(written)
     return written.getvalue()
 
 

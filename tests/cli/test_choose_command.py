@@ -14,6 +14,7 @@ SMALL = (
 )
 ASKED = (
     *("choose", SMALL, "--devices", "v5e:8", "--batch", "16", "--seq", "32", "--compiled", "0"),
+    *("--propagated", "4"),
     *("--mesh", "data=4,model=2", "--keep", "neurons=model"),
 )
 

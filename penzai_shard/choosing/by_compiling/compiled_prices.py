@@ -39,8 +39,9 @@ class CompiledPrices:
     steps with one and with two of them are compiled, and the rest follows; see ``shallow``. Blocks
     that run in a loop are compiled as they are.
 
-    Compilers for CPUs take more memory for temporaries than those for TPUs: they compute in float32
-    what is in bfloat16, and order operations by their own cost of memory.
+    For simulated devices the programs have float16 in the place of bfloat16, which compilers for
+    CPUs would compute, send and hold in float32. They still take more memory for temporaries than
+    those for TPUs, as they order operations by their own cost of memory.
 
     Args:
         problem: The step that a layout is looked for.
@@ -123,7 +124,9 @@ class CompiledPrices:
             for problem in self._problems:
                 step, state, inputs = problem.built(candidate.layout, mesh, candidate.microbatches)
                 lowered = lower_step(step, (state,), inputs, platform=topology.platform)
-                started.append((lowered, workers.compiling(bytecode_of(lowered.lowered), mesh)))
+                is_simulated = topology.platform == "cpu"
+                bytecode = bytecode_of(lowered.lowered, with_float16=is_simulated)
+                started.append((lowered, workers.compiling(bytecode, mesh)))
         except ShardingError as error:
             return error
         return started

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import optax
 
 # How many candidates are priced by propagation, and how many compiled.
-PROPAGATED = 300
+PROPAGATED = 200
 COMPILED = 12
 
 
@@ -116,6 +116,7 @@ def choose_layout(
     ...     devices="v5e:8",
     ...     batch=x,
     ...     keep={"batch": "data"},
+    ...     propagated=0,
     ...     compiled=0,
     ... )
     >>> choices.best.mesh_shape
@@ -196,7 +197,8 @@ def searched(
             [why for _, why in found.refused],
         )
     if not found.ranked(devices.memory):
-        raise nothing_fits(priced, devices.memory, problem.sizes.get("batch"), restricted_by)
+        batch = problem.sizes.get("batch")
+        raise nothing_fits(found.last_priced(), len(priced), devices.memory, batch, restricted_by)
     return Choices(
         found, devices.hardware, devices.memory, asked, problem.step_options, tuple(notes)
     )

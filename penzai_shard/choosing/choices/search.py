@@ -55,6 +55,10 @@ class Found:
                 last[one.candidate] = one
         return list(last.values())
 
+    def last_priced(self) -> list[Priced]:
+        """What the most exact stage that priced anything has priced."""
+        return next((stage for stage in reversed(self.priced.values()) if stage), [])
+
     def ranked(self, limit: int) -> list[Priced]:
         """The candidates to choose from, the best first.
 
@@ -132,7 +136,7 @@ class Search:
         """Compiles the best, and if too few of them fit, others that then seem to."""
         found.priced.setdefault(stage.name, [])
         left = [one for one in estimated if may_fit(one, self.limit)]
-        likely = left
+        likely: Sequence[Priced] = left
         for _ in range(_MOST_ROUNDS):
             best = selected(likely, self.limit, self.most[stage.name], with_leaner=False)
             self._price(stage, [one.candidate for one in best], found)

@@ -13,12 +13,17 @@ _HELD_WITHOUT_BATCH = ("parameters", "optimizer", "gradients")
 
 
 def nothing_fits(
-    priced: Sequence[Priced], limit: int, batch: int | None, restricted_by: Sequence[str]
+    priced: Sequence[Priced],
+    count: int,
+    limit: int,
+    batch: int | None,
+    restricted_by: Sequence[str],
 ) -> NothingFitsError:
     """The error that no candidate fits.
 
     Args:
-        priced: All candidates, with their most exact prices.
+        priced: What was priced most exactly.
+        count: How many candidates there are.
         limit: The memory of a device, in bytes.
         batch: How many examples the batch has; None if that is not known.
         restricted_by: The arguments by which there were fewer candidates.
@@ -28,7 +33,7 @@ def nothing_fits(
         f"{part} {bytes_text(size)}" for part, size in nearest.cost.memory.items() if size
     )
     return NothingFitsError(
-        f"none of {count_text(len(priced), 'layout')} fits into {bytes_text(limit)} of memory on "
+        f"none of {count_text(count, 'layout')} fits into {bytes_text(limit)} of memory on "
         f"each device. The nearest needs {bytes_text(nearest.memory)}, which is "
         f"{bytes_text(nearest.memory - limit)} too much ({held}): "
         f"{candidate_words(nearest.candidate)}. What would help:",
