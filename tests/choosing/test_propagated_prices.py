@@ -126,7 +126,7 @@ def test_a_deep_model_costs_what_one_and_two_blocks_say():
     found, whole = short.cost(candidate), PropagatedPrices(Shallow((deep,), 1, "")).cost(candidate)
     assert found.flops == pytest.approx(whole.flops)
     assert found.traffic == pytest.approx(whole.traffic)
-    assert found.memory_bytes == pytest.approx(whole.memory_bytes, rel=0.02)
+    assert found.memory == pytest.approx(whole.memory)
 
 
 def test_what_is_sent_says_what_it_is_and_whose(prices):

@@ -5,7 +5,8 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from penzai_shard.choosing.step_costs import Sent, SentReason, StepCost
 from penzai_shard.inspection.steps.lowered_steps import LoweredStep
@@ -16,9 +17,12 @@ from penzai_shard.library_apis.shardy_collectives import (
     PlacedProgram,
     PlacedValue,
 )
-from penzai_shard.path_folding import folding_key
+from penzai_shard.path_folding import NUMBER, folding_key
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.training.gradient_step import OPTIMIZER_SCOPE
+
+Place: TypeAlias = tuple[str, str, str]
+"""Where memory is used: a phase, a layer, and which of several equal ones."""
 
 # What comes out is what went in, in another form or type.
 _OF_FORM = frozenset(
@@ -69,7 +73,40 @@ def cost_of(program: PlacedProgram, step: LoweredStep, mesh_shape: Mapping[str, 
         step: The step as it was lowered.
         mesh_shape: The size of each mesh axis.
     """
-    return _Costs(program, step, mesh_shape).cost()
+    costs = _Costs(program, step, mesh_shape)
+    return with_peak(costs.cost(), costs.peaks())
+
+
+def cost_of_deep(
+    programs: Sequence[tuple[PlacedProgram, LoweredStep]],
+    mesh_shape: Mapping[str, int],
+    blocks: int,
+) -> StepCost:
+    """What a step of a deep model costs one device, by its programs with one and with two blocks.
+
+    Where most memory is used may be another place in a deep model. So the most at each place is
+    carried on to all blocks, for the first and for the last block apart, and then compared.
+
+    Args:
+        programs: The program with one block and that with two, each with its step.
+        mesh_shape: The size of each mesh axis.
+        blocks: How many blocks the model has.
+    """
+    one, two = (_Costs(program, step, mesh_shape) for program, step in programs)
+    of_one, of_two = one.peaks(), two.peaks()
+    more = blocks - 1
+    peaks = {}
+    for place, after in of_two.items():
+        before = of_one.get(place, after)
+        peaks[place] = tuple(b + more * (a - b) for b, a in zip(before, after, strict=True))
+    return with_peak(one.cost().deeper(two.cost(), blocks), peaks)
+
+
+def with_peak(cost: StepCost, peaks: Mapping[Place, tuple[float, ...]]) -> StepCost:
+    """A cost with the memory of gradients and activations where both together are most."""
+    gradients, activations = max(peaks.values(), key=sum, default=(0.0, 0.0))
+    memory = {"gradients": max(gradients, 0.0), "activations": max(activations, 0.0)}
+    return dataclasses.replace(cost, memory={**cost.memory, **memory})
 
 
 class _Costs:
@@ -111,7 +148,7 @@ class _Costs:
                 if each.kind == "sdy.all_gather" and again in gathered:
                     continue
                 gathered.add(again)
-                moved, where = self._moved(each), self._where(each.name)
+                moved, where = self._moved(each), folding_key(self._label(each.name))
                 if each.kind == "sdy.all_gather":
                     times += each.times * len(self._gathered_again(each))
                 for mesh_axes, bytes_ in self._bytes_sent(each):
@@ -239,25 +276,42 @@ class _Costs:
             return _Moved("gradient", alike.names or ())
         return _Moved("activation", ())
 
-    def _where(self, name: str) -> str:
+    def _label(self, name: str) -> str:
         """The layer or the part of the step that an operation is of."""
         scopes = self._step.scopes
         paths = scopes.paths_in(name)
-        owner = (
-            paths[-1] if paths else next((s for s in scopes.of_step if s in name.split("/")), "")
-        )
-        return folding_key(scopes.label(owner)) if owner else ""
+        if paths:
+            return scopes.label(paths[-1])
+        return next((scope for scope in scopes.of_step if scope in name.split("/")), "")
 
     def _memory(self) -> dict[str, float]:
         held = dict.fromkeys(("parameters", "optimizer", "gradients", "activations", "inputs"), 0.0)
         for value, array in self._arguments.items():
             held[_PARTS.get(array.part, "inputs")] += self._value_bytes(value)
         # The state's new arrays take the memory of the old ones.
-        gradients, activations = self._most_at_once()
-        return held | {"gradients": gradients, "activations": activations}
+        return held
 
-    def _most_at_once(self) -> tuple[float, float]:
-        """The bytes of gradients and of other values at the operation where most are there."""
+    def peaks(self) -> dict[Place, tuple[float, ...]]:
+        """The most bytes of gradients and of other values at once, at each place.
+
+        A place is a phase and a layer, of equal blocks the first and the last one.
+        """
+        found: dict[tuple[str, str], tuple[float, float]] = {}
+        for each, there in self._held_at():
+            place = self._phase(each.name), self._label(each.name)
+            found[place] = max(found.get(place, (0.0, 0.0)), there, key=sum)
+        alike: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+        for phase, label in found:
+            alike[phase, folding_key(label)].append(label)
+        peaks: dict[Place, tuple[float, ...]] = {}
+        for (phase, folded), labels in alike.items():
+            labels.sort(key=lambda label: list(map(int, NUMBER.findall(label))))
+            for which, label in (("first", labels[0]), ("last", labels[-1])):
+                peaks[phase, folded, which] = found[phase, label]
+        return peaks
+
+    def _held_at(self) -> Iterator[tuple[PlacedOperation, tuple[float, float]]]:
+        """The bytes of gradients and of other values that are there at each operation."""
         roots = functools.cache(self._root)
         last: dict[int, int] = {}
         for number, each in enumerate(self._program.operations):
@@ -268,7 +322,6 @@ class _Costs:
         outside = {roots(value) for value in (*self._program.arguments, *self._program.results)}
         ends: dict[int, list[tuple[float, bool]]] = collections.defaultdict(list)
         there = [0.0, 0.0]
-        most = (0.0, 0.0)
         for number, each in enumerate(self._program.operations):
             for value in each.results:
                 if roots(value) != value or value in outside or value not in last:
@@ -276,11 +329,14 @@ class _Costs:
                 bytes_, is_gradient = self._value_bytes(value), self._is_gradient(each, value)
                 there[not is_gradient] += bytes_
                 ends[last[value]].append((bytes_, is_gradient))
-            if sum(there) > sum(most):
-                most = (there[0], there[1])
+            yield each, (there[0], there[1])
             for bytes_, is_gradient in ends.pop(number, ()):
                 there[not is_gradient] -= bytes_
-        return most
+
+    def _phase(self, name: str) -> str:
+        if OPTIMIZER_SCOPE in name.split("/"):
+            return "optimizer"
+        return "backward" if "transpose(" in name else "forward"
 
     def _root(self, value: int) -> int:
         """The value whose memory a value has: that which it is a form of, or none."""

@@ -3,11 +3,13 @@
 from collections.abc import Hashable
 
 from penzai_shard.choosing.by_propagation.marked_steps import MarkedStep, StepTables
-from penzai_shard.choosing.by_propagation.program_costs import cost_of
+from penzai_shard.choosing.by_propagation.program_costs import cost_of, cost_of_deep
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.shallow_models import Shallow, shallow
 from penzai_shard.choosing.step_costs import StepCost
 from penzai_shard.choosing.training_problem import TrainingProblem
+from penzai_shard.inspection.steps.lowered_steps import LoweredStep
+from penzai_shard.library_apis.shardy_collectives import PlacedProgram
 
 
 class PropagatedPrices:
@@ -60,19 +62,20 @@ class PropagatedPrices:
         Raises:
             ShardingError: The layout does not fit the model, or Shardy refuses it.
         """
-        costs = [
-            self._cost(number, problem, candidate)
+        programs = [
+            self._placed(number, problem, candidate)
             for number, problem in enumerate(self._problems.problems)
         ]
-        if len(costs) == 1:
-            return costs[0]
-        one, two = costs
-        return one.deeper(two, self._problems.blocks)
+        if len(programs) == 1:
+            return cost_of(*programs[0], candidate.mesh_shape)
+        return cost_of_deep(programs, candidate.mesh_shape, self._problems.blocks)
 
-    def _cost(self, number: int, problem: TrainingProblem, candidate: Candidate) -> StepCost:
+    def _placed(
+        self, number: int, problem: TrainingProblem, candidate: Candidate
+    ) -> tuple[PlacedProgram, LoweredStep]:
         tables = StepTables.of(problem, candidate)
         key = (number, tables.structure)
         if key not in self._steps:
             self._steps[key] = MarkedStep(problem, tables)
         step = self._steps[key]
-        return cost_of(step.placed(tables), step.lowered, candidate.mesh_shape)
+        return step.placed(tables), step.lowered
