@@ -114,6 +114,14 @@ def test_inside_of_a_program_no_part_is_gathered(padded):
     assert "all-reduce" in text
 
 
+def test_inside_of_a_program_the_true_array_is_pinned_as_it_is_stored(padded):
+    program = jax.jit(lambda x: of_all(x)).lower(padded).as_text().splitlines()
+    pins = [line for line in program if "sharding_constraint" in line]
+    of_true = [line for line in pins if "tensor<10x6xf32>" in line]
+    assert of_true
+    assert all('[{"data"}, {"model"}]' in line for line in of_true)
+
+
 def test_outside_a_mesh_axis_splits_another_dimension_that_divides(mesh):
     stored = jax.device_put(np.ones((12, 16)), NamedSharding(mesh, LAYOUT))
     array = PaddedArray(stored, {"a": 10, "b": 16}, Padding((12, 16), (("data",), ("model",))))

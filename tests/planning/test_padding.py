@@ -123,6 +123,12 @@ def test_a_plan_says_what_is_stored_and_what_padding_costs():
     assert "padding" not in str(planned({"norm": TREE["norm"]}, RULES))
 
 
+def test_an_array_shorter_than_its_mesh_axis_is_not_counted_as_replicated():
+    (leaf,) = planned([pz.nx.ones({"a": 1, "b": 3})], {"a": "data"}).leaves
+    assert (leaf.stored_shape, leaf.shard_shape) == ((4, 3), (1, 3))
+    assert not leaf.is_replicated
+
+
 def test_trees_of_a_plan_have_padded_arrays_where_arrays_are_padded():
     plan = planned(TREE, RULES)
     for tree in (
