@@ -208,7 +208,7 @@ def loss_of(weights, tokens):
 LENGTHS = st.sampled_from([1, 2, 3, 5, 7, 8, 13])
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     vocabulary=LENGTHS,
     embedding=LENGTHS,
