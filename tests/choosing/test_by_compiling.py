@@ -119,6 +119,19 @@ def test_what_is_sent_says_what_and_where_and_over_which_mesh_axes(priced):
     assert gradient.names == ("embedding", "neurons")
     activations = [line for line in priced["over both, again"].sent if line.what == "activation"]
     assert any(line.mesh_axes == ("model",) for line in activations)
+    # What layers pass on to each other is not the gradient of the table that it ends in.
+    tables = {line.where for lines in priced_lines(priced) for line in lines}
+    assert tables <= {"transformer/embedder", "transformer/lm_head"}
+
+
+def priced_lines(priced):
+    """The gradients of what has a vocabulary."""
+    for name in LAYOUTS:
+        yield [
+            line
+            for line in priced[name].sent
+            if line.what == "gradient" and "vocabulary" in line.names
+        ]
 
 
 def test_what_is_computed_again_is_not_kept(priced):

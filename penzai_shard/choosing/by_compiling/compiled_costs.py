@@ -83,6 +83,10 @@ def _what(one: Collective, part: CollectivePart) -> tuple[str, str]:
         return "optimizer", moves
     if not moves or moves.startswith(_ACTIVATION):
         return "activation", ""
+    name = moves.partition("/")[2]
+    if is_gradient and part.labels and not any(map(name.startswith, part.labels)):
+        # What goes on from layer to layer, down to a table of embeddings.
+        return "activation", ""
     return "gradient" if is_gradient else "parameter", moves
 
 
