@@ -214,6 +214,20 @@ def test_names_that_arrays_have_already_are_kept_and_used():
     assert names["down"] == ("hidden", None)
 
 
+def test_a_random_key_among_the_weights_has_no_dimensions_to_name():
+    def apply(weights, x):
+        noise = jax.random.normal(weights["keys"][1], x.shape)
+        hidden = jax.nn.relu((x + noise + jax.random.bits(weights["key"])) @ weights["up"])
+        return x + hidden @ weights["down"]
+
+    weights = {"up": jnp.ones((6, 8)), "down": jnp.ones((8, 6)), "key": jax.random.key(0)}
+    weights["keys"] = jax.random.split(jax.random.key(0), 3)
+    names = pzs.infer_names(apply, weights, struct(3, 6), input_names=[("batch", None)])
+    assert names["up"] == ("embedding", "neurons")
+    assert names["key"] == ()
+    assert names["keys"] == (None,)
+
+
 def test_blocks_that_are_not_used_are_named_as_those_that_are():
     def first_block(weights, tokens):
         return apply_block(weights["blocks"][0], weights["embed"][tokens]) @ weights["lm_head"]

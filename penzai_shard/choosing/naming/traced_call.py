@@ -132,7 +132,8 @@ def _called_array(
         leaf.path,
         leaf.shape,
         (None,) * len(leaf.shape) if names is None else tuple(names),
-        None if value is None else dimensions.of_value(value),
+        # A random key is lowered to an array of numbers: more dimensions, after its own.
+        None if value is None else dimensions.of_value(value)[: len(leaf.shape)],
         value,
     )
 
