@@ -129,6 +129,15 @@ def test_a_name_that_a_person_gives_goes_wherever_the_axis_is():
     assert "override 'blocks.*.mlp.up'" in names.reasons("embed")[1]
 
 
+def test_a_path_that_is_not_there_is_answered_with_one_that_is(inferred):
+    with pytest.raises(KeyError, match="no array has path 'embde'. There is for instance 'embed'"):
+        inferred["embde"]
+    with pytest.raises(KeyError, match="for instance 'blocks/0/"):
+        inferred["blocks/0"]
+    assert "blocks/0" not in inferred
+    assert inferred.get("blocks/0") is None
+
+
 def test_an_override_may_name_the_parts_of_a_product():
     names = pzs.infer_names(
         logits, WEIGHTS, TOKENS, overrides={"**/query": ("embedding", "people*depth")}
@@ -167,8 +176,17 @@ def test_names_of_inputs_that_do_not_fit_are_refused():
         pzs.ShardingError, match=r"input 0: has rank 2, shape \(2, 5\), and input_names gives it 1"
     ):
         pzs.infer_names(logits, WEIGHTS, TOKENS, input_names=[("batch",)])
-    with pytest.raises(pzs.ShardingError, match="names 2 inputs, but there are 1"):
+    with pytest.raises(
+        pzs.ShardingError, match=r"there are 1. Write input_names=\[\('batch', 'seq'\)\]"
+    ):
         pzs.infer_names(logits, WEIGHTS, TOKENS, input_names=[("batch", "seq")] * 2)
+    with pytest.raises(pzs.ShardingError, match=r"there are none. Give them .*params, tokens\)"):
+        pzs.infer_names(logits, WEIGHTS)
+    with pytest.raises(
+        pzs.ShardingError,
+        match=r"input 0: has no arrays, .*jax.ShapeDtypeStruct\(\(2, 5\), 'int32'\); .*\[None\]",
+    ):
+        pzs.infer_names(logits, WEIGHTS, (2, 5))
     with pytest.raises(
         pzs.ShardingError, match=r"has a tuple of names for each input, not \('batch', 'seq'\)"
     ):

@@ -8,7 +8,7 @@ from penzai_shard.choosing.naming.weight_names import DimensionName
 from penzai_shard.path_folding import folded_path, folding_key
 from penzai_shard.planning import NamesByPath
 from penzai_shard.report_trees import ReportTree, TreeRow, count_text, tree_of
-from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.rule_kinds import LogicalAxis, nearest_name
 from penzai_shard.text_tables import FindingsTable, Report
 
 
@@ -57,7 +57,14 @@ class InferredNames(NamesByPath, Report):
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, path: str) -> tuple[LogicalAxis | None, ...]:
+        if path not in self.dimensions:
+            below = [other for other in self.dimensions if other.startswith(f"{path}/")]
+            near = nearest_name(path, self.dimensions) or next(iter(below or self.dimensions), None)
+            raise KeyError(f"no array has path {path!r}. There is for instance {near!r}.")
         return tuple(each.name for each in self.dimensions[path])
+
+    def __contains__(self, path: object) -> bool:
+        return path in self.dimensions
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.dimensions)

@@ -160,6 +160,11 @@ class _Arrays:
         map_arrays(self.filled(self.structs), lambda leaf: found.setdefault(id(leaf.array), leaf))
         self.leaves = [found[id(struct)] for struct in self.structs if id(struct) in found]
 
+    def shape_meant(self, rank: int) -> tuple[int, ...]:
+        """The shape that a tree of numbers was meant to be, or one of that rank."""
+        numbers = tuple(leaf for leaf in self._leaves if isinstance(leaf, int))
+        return numbers if len(numbers) == rank else (8, 16, 32, 64)[:rank]
+
     def filled(self, arrays: Sequence[Any]) -> Any:
         """The tree with other arrays in their places."""
         leaves = list(self._leaves)
@@ -180,12 +185,27 @@ def _names_of_inputs(
     problems = []
     named = []
     if len(input_names) > len(inputs):
+        given = f"{len(inputs)}" if inputs else "none"
+        fix = (
+            f"Write input_names={list(input_names[: len(inputs)])!r}."
+            if inputs
+            else "Give them behind the weights: infer_names(function, params, tokens), tokens being "
+            "an array or for instance jax.ShapeDtypeStruct((8, 16), 'int32')."
+        )
         problems.append(
-            f"input_names: names {len(input_names)} inputs, but there are {len(inputs)}."
+            f"input_names: names of {len(input_names)} are given, and of inputs there are {given}. "
+            f"{fix}"
         )
     for number, arrays in enumerate(inputs):
         names = input_names[number] if number < len(input_names) else None
         plain = [leaf for leaf in arrays.leaves if leaf.names is None]
+        if names is not None and not arrays.leaves:
+            problems.append(
+                f"input {number}: has no arrays, and input_names gives it {len(names)} logical "
+                f"axes {tuple(names)}. Give an array or a struct, for instance "
+                f"jax.ShapeDtypeStruct({arrays.shape_meant(len(names))}, 'int32'); or no names, "
+                f"as in input_names={[*input_names[:number], None]!r}."
+            )
         if names is not None and plain and all(len(leaf.shape) != len(names) for leaf in plain):
             shape = plain[0].shape
             example = tuple((*names, *["..."] * len(shape))[: len(shape)])
