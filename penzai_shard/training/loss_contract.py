@@ -21,6 +21,7 @@ from penzai_shard.tree_paths import join_paths, paths_and_leaves
 RESERVED = ("model", "rng", "state")
 _FIX_AUX = "Leave it out of the auxiliary outputs; of a variable return its .value."
 _FIX_STATE = "Carry arrays in the state, and keep other things where the loss function is defined."
+_GIVEN_PLAIN = "The loss function was given a model of plain arrays"
 _CONTRACT = "loss_fn(model, rng, state, **inputs) -> (loss, new_state, aux)"
 
 
@@ -111,15 +112,34 @@ def note_named_arrays(
         for name, array in bare.items()
         if pz.nx.is_namedarray(array) and array.named_shape
     }
-    if not named or isinstance(error, ShardingError):
+    is_given_plain = any(n.startswith(_GIVEN_PLAIN) for n in getattr(error, "__notes__", ()))
+    if not named or is_given_plain or isinstance(error, ShardingError):
         return
     name, sizes = next(iter(named.items()))
     error.add_note(
         f"The loss function was given arrays with logical axis names, such as {name!r} "
         f"{sizes}. If it computes with plain arrays, say so where the state is "
-        "made: plain_arrays=True, in Layout.build, TrainState.initial_state or "
-        "StatefulTrainer.build."
+        "made: plain_arrays=True, in Layout.build, TrainState.initial_state, "
+        "StatefulTrainer.build or choose_layout."
     )
+
+
+def note_plain_arrays(error: Exception, inputs: Mapping[str, Any]) -> None:
+    """Adds to an error of a loss function that its model had plain arrays, and what its inputs had.
+
+    Args:
+        error: What the loss function raised.
+        inputs: Its inputs by name.
+    """
+    named = [name for name, value in inputs.items() if is_named_node(value)]
+    texts = []
+    for name, value in inputs.items():
+        data = node_data(value)
+        shape = tuple(getattr(data, "shape", ()))
+        names = f" {node_names(value)}" if name in named else ""
+        texts.append(f"{name} {shape}{names}" if is_array_like(data) else name)
+    fix = f" Inputs with logical axis names stay so: unwrap {', '.join(named)}." if named else ""
+    error.add_note(f"{_GIVEN_PLAIN}, and inputs: {', '.join(texts)}.{fix}")
 
 
 def read_result(result: Any) -> tuple[Loss, Any, Any]:

@@ -1,5 +1,6 @@
 """What ``choose_layout`` is given, read: models of all kinds, inputs, devices, mistakes."""
 
+import functools
 import types
 
 import equinox as eqx
@@ -16,6 +17,7 @@ import penzai_shard as pzs
 from penzai_shard.choosing.choices import asked_devices
 from penzai_shard.choosing.choices.asked_devices import read_devices
 from penzai_shard.choosing.choices.asked_problem import read_problem
+from penzai_shard.choosing.choices.asked_search import check_search
 from penzai_shard.errors import MeshError, RuleTypeError
 from penzai_shard.inspection.devices.hardware import Hardware
 from penzai_shard.named_leaves import leaves_of
@@ -153,6 +155,20 @@ MISTAKES = {
     "other inputs": ({"batch": {"y": jnp.ones(8)}}, "batch: has 'y', and loss_fn takes 'x'"),
     "an input less": ({"batch": {}}, "batch: loss_fn takes 'x' too, which is not in it"),
     "no array": ({"batch": {"x": "text"}}, "batch: 'x' is a str, and must be an array"),
+    "a shape": (
+        {"batch": {"x": (8, 4)}},
+        r"batch: 'x' is a shape, .* Write jax.ShapeDtypeStruct\(\(8, 4\), 'int32'\)",
+    ),
+    "the one input": ({"batch": jnp.ones((8, 4))}, r"inputs by name. Write batch=\{'x': \.\.\.\}"),
+    "the one input, named": ({"batch": pz.nx.ones({"batch": 8})}, r"Write batch=\{'x': \.\.\.\}"),
+    "the shape of the one input": (
+        {"batch": (8, 4)},
+        r"Write batch=\{'x': jax.ShapeDtypeStruct\(\(8, 4\), 'int32'\)\}",
+    ),
+    "another signature": (
+        {"loss": lambda m, x: 0.0},
+        r"takes 'm' too.*\n.*no parameter 'model' and none 'rng' and none 'state'. It is called by",
+    ),
     "no inputs": (
         {"loss": lambda model, rng, state, **batch: None, "batch": 8, "seq": 16},
         "loss_fn: takes no inputs by name, .*batch={'tokens': jax.ShapeDtypeStruct",
@@ -208,10 +224,17 @@ OTHER_DEVICES = {
     "hardware twice": (("v5e:8", "v5e", None), RuleTypeError, "Leave out hardware="),
     "a number alone": ((8, None, None), MeshError, 'there are 8 devices, .* hardware="v5e"'),
     "a truth": ((True, None, None), RuleTypeError, 'devices must be devices="v5e:32", a mesh'),
-    "a list": (([8], None, None), RuleTypeError, r"or a number with hardware=.* not \[8\]"),
+    "the devices themselves": ((jax.devices(), "v5e", None), RuleTypeError, "Write devices=8"),
+    "the sizes of a mesh": (
+        ({"data": 4, "model": 2}, "v5e", None),
+        RuleTypeError,
+        r"devices=jax.sharding.AbstractMesh\(\(4, 2\), \('data', 'model'\)\)",
+    ),
+    "a list": (([8], None, None), RuleTypeError, r"or a number with hardware=.* not \[8\].$"),
     "other numbers": ((8, "v5e:4x4", None), MeshError, "has 16 devices, and there are 8"),
     "a number as hardware": ((8, 3, None), RuleTypeError, "hardware must be a name such as"),
     "no size": (("v5e:8", None, "much"), RuleTypeError, "memory 'much' is not a size"),
+    "GiB as bytes": (("v5e:8", None, 16), RuleTypeError, 'too few .* Write memory="16GiB"'),
     "no memory": (("v5e:8", None, 0), RuleTypeError, "memory must be a number of bytes"),
 }
 
@@ -228,3 +251,56 @@ def test_memory_that_is_not_known_has_to_be_said():
     with pytest.raises(MeshError, match=r"of 'own' has is not known\. Say it: memory="):
         read_devices(8, own, None)
     assert read_devices(8, own, "1GiB").memory == 2**30
+
+
+def check(keep=None, rematerialise=(None,), microbatches=(1,), propagated=0, compiled=0):
+    check_search(keep, rematerialise, microbatches, propagated, compiled)
+
+
+SEARCH_MISTAKES = {
+    "keep as text": ({"keep": "batch"}, r'keep: is .batch.*Write keep=\{"batch": "data"\}'),
+    "one policy": ({"rematerialise": "dots"}, r"Write rematerialise=\['dots'\]"),
+    "no policy": ({"rematerialise": None}, r"Write rematerialise=\[None\]"),
+    "another policy": (
+        {"rematerialise": ["dot"]},
+        "no checkpoint policy 'dot'. Did you mean 'dots'",
+    ),
+    "one number": ({"microbatches": 2}, r"Write microbatches=\[2\]"),
+    "no microbatch": ({"microbatches": [0]}, r"microbatches: is \[0\], and must list positive"),
+    "fewer than none": ({"propagated": -1}, "propagated: is -1, .* or propagated=0 for none"),
+    "yes": ({"compiled": True}, "compiled: is True, and must be a number of layouts"),
+}
+
+
+@pytest.mark.parametrize("mistake", SEARCH_MISTAKES)
+def test_what_says_nothing_about_a_search_is_refused_with_what_to_write(mistake):
+    given, message = SEARCH_MISTAKES[mistake]
+    with pytest.raises(RuleTypeError, match=message):
+        check(**given)
+
+
+def test_a_search_may_be_restricted():
+    check({"batch": None}, (None, "dots", "nothing"), [1, 2], 200, 12)
+
+
+def test_an_error_on_plain_arrays_says_that_they_are_plain_and_what_inputs_are():
+    model, apply, plain_arrays = plain_models()["dictionary"]
+    named = {"x": pz.nx.ones({"batch": 8, "features": 4})}
+
+    def failing(model, rng, state, x):
+        return jnp.mean(apply(model, x) ** 2), state, {}
+
+    layout = pzs.Layout(parameters={}, compute={"batch": "data"}, blocks=())
+    notes = []
+    for is_plain in (plain_arrays, False):
+        asked = read(model, failing, batch=named, plain_arrays=is_plain)
+        step, state, inputs = asked.problem.built(layout, pzs.make_mesh(data=8, abstract=True))
+        with pytest.raises(TypeError) as caught:
+            jax.eval_shape(functools.partial(step, **inputs), state)
+        notes.append([note for note in caught.value.__notes__ if "loss function" in note])
+    assert notes[0] == [
+        "The loss function was given a model of plain arrays, and inputs: x (8, 4) "
+        "('batch', 'features'). Inputs with logical axis names stay so: unwrap x."
+    ]
+    [note] = notes[1]
+    assert note.endswith("StatefulTrainer.build or choose_layout.")

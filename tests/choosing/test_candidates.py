@@ -178,6 +178,10 @@ def test_lengths_that_do_not_divide_leave_tables_out_and_it_is_said():
         (),
         ("the batch (3) does not divide over 2 devices (1 table)",),
     )
+    parts = candidates(llama(batch=8), [{"data": 2}], microbatches=[3])
+    assert parts.left_out == (
+        "the batch (8) does not divide over 2 devices in 3 microbatches (1 table)",
+    )
 
 
 def test_where_groups_of_heads_do_not_divide_the_queries_are_split():

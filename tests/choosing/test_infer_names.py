@@ -130,9 +130,9 @@ def test_a_name_that_a_person_gives_goes_wherever_the_axis_is():
 
 
 def test_a_path_that_is_not_there_is_answered_with_one_that_is(inferred):
-    with pytest.raises(KeyError, match="no array has path 'embde'. There is for instance 'embed'"):
+    with pytest.raises(KeyError, match=r"no array has path 'embde'. There is for instance 'embed'"):
         inferred["embde"]
-    with pytest.raises(KeyError, match="for instance 'blocks/0/"):
+    with pytest.raises(KeyError, match=r"for instance 'blocks/0/"):
         inferred["blocks/0"]
     assert "blocks/0" not in inferred
     assert inferred.get("blocks/0") is None

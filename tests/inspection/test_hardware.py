@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -183,3 +184,11 @@ def test_mesh_axes_on_the_same_links_have_together_what_one_has():
     assert host.carried(["a", "b"]) == host.carried(["a"]) == 450e9
     assert host.carried(["data", "a"]) == 500e9
     assert MeshNetwork({"a": {"x": 1.0}, "b": {"y": 2.0}, "c": {}}).carried("abc") == 3.0
+
+
+def test_hardware_that_was_asked_of_meshes_is_pickled():
+    hardware = Hardware.read("v5e:8")
+    rates = hardware.bandwidth({"data": 2, "model": 4})
+    again = pickle.loads(pickle.dumps(hardware))
+    assert again == hardware
+    assert again.bandwidth({"data": 2, "model": 4}) == rates

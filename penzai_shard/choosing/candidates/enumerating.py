@@ -139,8 +139,10 @@ class _Search:
         counts = _microbatches(use, self.axes, self.microbatches)
         if not counts:
             devices = math.prod(use.mesh_shape[axis] for axis in use.batch)
+            fewest = min(self.microbatches)
+            in_parts = f" in {fewest} microbatches" if fewest > 1 else ""
             self.left_out[
-                f"the batch ({self.axes.batch}) does not divide over {devices} devices"
+                f"the batch ({self.axes.batch}) does not divide over {devices} devices{in_parts}"
             ] += 1
             return
         for storage in _storages(use, self.axes, self.kept, is_merged):

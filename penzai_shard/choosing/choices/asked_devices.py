@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jax import Device
 from jax.sharding import AbstractMesh, Mesh
 
 from penzai_shard.errors import MeshError, RuleTypeError
@@ -13,6 +14,7 @@ from penzai_shard.inspection.devices.quantities import read_bytes
 from penzai_shard.meshes import AnyMesh, mesh_text
 
 _EXAMPLES = 'devices="v5e:32", a mesh, or a number with hardware="v5e"'
+_FEW_BYTES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +64,18 @@ def read_devices(devices: Any, hardware: Any, memory: Any) -> AskedDevices:
     elif isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
         found = _of_count(devices, hardware, None)
     else:
-        raise RuleTypeError(f"devices must be {_EXAMPLES}, not {devices!r:.80}.")
+        raise RuleTypeError(f"devices must be {_EXAMPLES}, not {devices!r:.80}.{_meant(devices)}")
     return AskedDevices(found, mesh_shape, _memory(memory, found))
+
+
+def _meant(devices: Any) -> str:
+    """What to write in the place of what stands for devices elsewhere."""
+    if isinstance(devices, Mapping) and devices:
+        sizes, names = tuple(devices.values()), tuple(devices)
+        return f" Write devices=jax.sharding.AbstractMesh({sizes}, {names})."
+    if isinstance(devices, list | tuple) and all(isinstance(d, Device) for d in devices):
+        return f" Write devices={len(devices)}."
+    return ""
 
 
 def _of_count(count: int, hardware: Any, mesh: AnyMesh | None) -> Hardware:
@@ -108,5 +120,10 @@ def _memory(memory: Any, hardware: Hardware) -> int:
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0:
         raise RuleTypeError(
             f'memory must be a number of bytes, or a text such as "16GiB", not {memory!r}.'
+        )
+    if memory < _FEW_BYTES:
+        raise RuleTypeError(
+            f"memory: {memory} is a number of bytes, and too few for any step. Write "
+            f'memory="{memory}GiB".'
         )
     return int(memory)

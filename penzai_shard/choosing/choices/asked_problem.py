@@ -20,6 +20,7 @@ from penzai_shard.named_nodes import is_named_node, named_like, node_data, node_
 from penzai_shard.placement import described_array
 from penzai_shard.planning import without_names
 from penzai_shard.training import TrainState
+from penzai_shard.training.loss_contract import note_plain_arrays
 from penzai_shard.tree_arguments import refuse_builder
 
 TOKENS = ("batch", "seq")
@@ -121,6 +122,7 @@ def _read_inputs(
             f"batch: loss_fn takes {name!r} too, which is not in it."
             for name in names - batch.keys()
         ]
+        problems += _unlike_the_signature(loss_fn, problems)
         if seq is not None:
             problems.append("seq: is for a batch that is given as a number. Leave it out.")
         problems += [
@@ -129,7 +131,19 @@ def _read_inputs(
             for leaf in jax.tree_util.tree_leaves(value)
             if not is_array_like(leaf)
         ]
+        problems += [
+            f"batch: {name!r} is a shape, and must be an array or a struct. Write "
+            f"jax.ShapeDtypeStruct({value}, 'int32')."
+            for name, value in batch.items()
+            if _is_shape(value)
+        ]
         return dict(batch), problems
+    if names and _is_input(batch):
+        written = f"jax.ShapeDtypeStruct({batch}, 'int32')" if _is_shape(batch) else "..."
+        return {}, [
+            "batch: is one input, and must be a number or the inputs by name. Write "
+            f"batch={{{', '.join(f'{name!r}: {written}' for name in sorted(names))}}}."
+        ]
     problems = [
         f"{argument}: is {given!r}, and must be a positive number"
         f"{', or a mapping of arrays' if argument == 'batch' else ''}. Write {argument}={example}."
@@ -145,6 +159,19 @@ def _read_inputs(
         return {}, problems
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     return {name: named_array(tokens, TOKENS) for name in sorted(names)}, []
+
+
+def _unlike_the_signature(loss_fn: Callable[..., Any], problems: list[str]) -> list[str]:
+    """Says how a loss function is called, if inputs do not fit one that does not take that."""
+    parameters = inspect.signature(loss_fn).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    missing = [name for name in _RESERVED if name not in parameters]
+    if not problems or takes_any or not missing:
+        return []
+    return [
+        f"loss_fn: has no parameter {' and none '.join(map(repr, missing))}. It is called by "
+        f"keyword: {_SIGNATURE}."
+    ]
 
 
 def _inputs_of(loss_fn: Callable[..., Any]) -> tuple[set[str], bool]:
@@ -163,6 +190,15 @@ def _inputs_of(loss_fn: Callable[..., Any]) -> tuple[set[str], bool]:
         for parameter in parameters
     )
     return names, optional
+
+
+def _is_shape(given: Any) -> bool:
+    return isinstance(given, tuple) and len(given) > 1 and all(map(_is_count, given))
+
+
+def _is_input(given: Any) -> bool:
+    is_array = is_named_node(given) or is_array_like(given)
+    return _is_shape(given) or (is_array and not isinstance(given, int | float))
 
 
 def _is_count(given: Any) -> bool:
@@ -263,7 +299,12 @@ def _with_plain_arrays(
             name: without_names(value) if name in plain else value for name, value in inputs.items()
         }
         used = without_names(model) if plain_model else model
-        return loss_fn(model=used, rng=rng, state=state, **given)
+        try:
+            return loss_fn(model=used, rng=rng, state=state, **given)
+        except Exception as error:
+            if plain_model:
+                note_plain_arrays(error, given)
+            raise
 
     return called
 

@@ -8,6 +8,7 @@ from penzai_shard.choosing.candidates.enumerating import MICROBATCHES, POLICIES
 from penzai_shard.choosing.candidates.kept_axes import Keep
 from penzai_shard.choosing.choices.asked_devices import AskedDevices, read_devices
 from penzai_shard.choosing.choices.asked_problem import AskedProblem, read_problem
+from penzai_shard.choosing.choices.asked_search import check_search
 from penzai_shard.choosing.choices.choices import Choices
 from penzai_shard.choosing.choices.priced_candidates import StageName
 from penzai_shard.choosing.choices.search import Search, Stage
@@ -122,6 +123,7 @@ def choose_layout(
     >>> choices.best.mesh_shape
     {'data': 2, 'model': 4}
     """
+    check_search(keep, rematerialise, microbatches, propagated, compiled)
     asked = read_problem(model, loss_fn, optimizer, batch, seq, plain_arrays)
     on = read_devices(devices, hardware, memory)
     found = candidates(

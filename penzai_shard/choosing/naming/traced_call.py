@@ -189,7 +189,7 @@ def _names_of_inputs(
         fix = (
             f"Write input_names={list(input_names[: len(inputs)])!r}."
             if inputs
-            else "Give them behind the weights: infer_names(function, params, tokens), tokens being "
+            else "Give them after the weights: infer_names(function, params, tokens), tokens being "
             "an array or for instance jax.ShapeDtypeStruct((8, 16), 'int32')."
         )
         problems.append(

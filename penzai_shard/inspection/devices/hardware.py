@@ -106,6 +106,10 @@ class Hardware:
             lambda mesh_axes: self.network.of_mesh(dict(mesh_axes))
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What is kept of meshes stays behind: it cannot be pickled, and is found again.
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     def of_mesh(self, mesh_shape: Mapping[str, int]) -> MeshNetwork:
         """What a device can send over the axes of a mesh, and which of them share links.
 
