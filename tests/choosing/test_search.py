@@ -60,6 +60,9 @@ class FakeStage:
             self.seen.append(one)
             yield self.price(one)
 
+    def close(self):
+        self.is_closed = True
+
 
 @pytest.fixture(scope="module")
 def problem():
@@ -128,16 +131,24 @@ def test_what_is_over_the_memory_is_never_picked_however_the_estimates_err(probl
                 one.seen.clear()
 
 
-def test_if_none_of_the_best_fits_compiled_leaner_ones_are_compiled(problem):
-    """By the estimates all fit; in truth only those that hold least do."""
+@pytest.mark.parametrize("factor", [0.5, 1.6])
+def test_what_was_compiled_says_which_others_fit(problem, factor):
+    """The estimates of memory are wrong by one factor for all."""
     stages = [
-        FakeStage("names", lambda one: cost(one, memory_factor=0.4)),
-        FakeStage("propagation", lambda one: cost(one, memory_factor=0.4)),
-        FakeStage("compiled"),
+        FakeStage("names"),
+        FakeStage("propagation"),
+        FakeStage("compiled", lambda one: cost(one, memory_factor=factor)),
     ]
-    choices = choose(problem, *stages, memory=int(2.6 * GIB))
-    assert len(stages[2].seen) > MOST["compiled"]
-    assert choices.best.memory_bytes <= 2.6 * GIB
+    limit = int(5.1 * GIB)
+    choices = choose(problem, *stages, memory=limit)
+    fitting = [
+        (one.time.bound, one.memory)
+        for one in choices.found.priced["propagation"]
+        if one.memory * factor <= limit
+    ]
+    assert choices.best.seconds == min(fitting)[0]
+    assert len(stages[2].seen) <= 2 * MOST["compiled"]
+    assert all(stage.is_closed for stage in stages)
 
 
 def test_if_nothing_that_was_compiled_fits_no_estimate_takes_its_place(problem):
@@ -184,8 +195,8 @@ class Interrupted(FakeStage):
         self.after = after
 
     def costs(self, some):
-        for number, one in enumerate(super().costs(some)):
-            if number == self.after:
+        for one in super().costs(some):
+            if len(self.seen) > self.after:
                 raise KeyboardInterrupt
             yield one
 

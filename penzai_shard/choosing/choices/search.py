@@ -2,19 +2,25 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.choices.priced_candidates import Priced, StageName
-from penzai_shard.choosing.choices.selection import may_fit, selected
+from penzai_shard.choosing.choices.selection import best_by_price, may_fit, selected
 from penzai_shard.choosing.step_costs import StepCost
 from penzai_shard.choosing.step_times import StepTime
 from penzai_shard.errors import ShardingError
 
-# Compiling stops when so many fit, or after so many rounds.
-_ENOUGH_THAT_FIT = 3
+# What is compiled is chosen in so many parts.
+_PARTS = 3
+# So many times as much is compiled if others seem to be clearly faster than the best that fits, or
+# if nothing fits yet.
+_MOST_IF_ANY_FITS = 2
 _MOST_ROUNDS = 4
+_CLEARLY_LESS = 0.98
+# What seems to be over the limit by less than this may fit.
+_NEARLY = 1.05
 
 
 class Stage(Protocol):
@@ -26,6 +32,9 @@ class Stage(Protocol):
 
     def costs(self, candidates: Sequence[Candidate]) -> Iterator[StepCost | ShardingError]:
         """What each costs, in their order; or why it cannot be laid out so."""
+
+    def close(self) -> None:
+        """Ends what it holds, such as processes."""
 
 
 TimeOf: TypeAlias = Callable[[Candidate, StepCost], StepTime]
@@ -118,11 +127,18 @@ class Search:
             if not any(found.priced.values()):
                 raise
             found.is_interrupted = True
+        finally:
+            for stage in stages:
+                stage.close()
         return found
 
-    def _price(self, stage: Stage, candidates: Sequence[Candidate], found: Found) -> None:
+    def _price(
+        self, stage: Stage, candidates: Sequence[Candidate], found: Found, expected: int = 0
+    ) -> None:
         priced = found.priced.setdefault(stage.name, [])
-        self.watch(stage.name, 0, len(candidates))
+        before = len(priced)
+        count = max(expected, before + len(candidates))
+        self.watch(stage.name, before, count)
         costs = stage.costs(candidates)
         for number, (candidate, cost) in enumerate(zip(candidates, costs, strict=True), 1):
             if isinstance(cost, ShardingError):
@@ -130,33 +146,66 @@ class Search:
             else:
                 time = self.time_of(candidate, cost)
                 priced.append(Priced(candidate, stage.name, cost, time))
-            self.watch(stage.name, number, len(candidates))
+            self.watch(stage.name, before + number, count)
 
     def _compile(self, stage: Stage, estimated: Sequence[Priced], found: Found) -> None:
-        """Compiles the best, and if too few of them fit, others that then seem to."""
-        found.priced.setdefault(stage.name, [])
-        left = [one for one in estimated if may_fit(one, self.limit)]
-        likely: Sequence[Priced] = left
-        for _ in range(_MOST_ROUNDS):
-            best = selected(likely, self.limit, self.most[stage.name], with_leaner=False)
-            self._price(stage, [one.candidate for one in best], found)
-            compiled = found.priced[stage.name]
-            fitting = [one for one in compiled if one.memory <= self.limit]
-            tried = {id(one) for one in best}
-            left = [one for one in left if id(one) not in tried]
-            if not left or len(fitting) >= min(_ENOUGH_THAT_FIT, self.most[stage.name]):
-                break
-            likely = self._likely_to_fit(left, estimated, compiled)
+        """Compiles the best in several parts, each chosen by what is known of the ones before.
 
-    def _likely_to_fit(
-        self, left: Sequence[Priced], estimated: Sequence[Priced], compiled: Sequence[Priced]
-    ) -> Sequence[Priced]:
-        """Those whose memory is within the limit if it is as wrong as that of those compiled."""
+        The estimates of time are good, those of memory wrong by a factor that candidates share
+        that keep alike for the backward pass. So the first part says what else fits.
+        """
+        compiled = found.priced.setdefault(stage.name, [])
+        left = [one for one in estimated if may_fit(one, self.limit)]
         guessed = {one.candidate: one.memory for one in estimated}
-        ratios = [one.memory / max(guessed[one.candidate], 1) for one in compiled]
-        ratio = statistics.median(ratios) if ratios else 1.0
-        likely = [one for one in left if one.memory * ratio <= self.limit]
-        if likely:
-            return likely
-        # None seems to fit, of which those that hold least come nearest.
-        return sorted(left, key=lambda one: (one.memory, one.rank))[: self.most["compiled"]]
+        most, tried = self.most[stage.name], 0
+        while left and tried < _MOST_ROUNDS * most:
+            errors = MemoryErrors.of(compiled, guessed)
+            fitting = [one for one in compiled if one.memory <= self.limit]
+            limit = self.limit * _NEARLY
+            likely = [one for one in left if errors.likely_memory(one) <= limit]
+            if tried >= most and fitting:
+                bound = min(one.time.bound for one in fitting) * _CLEARLY_LESS
+                likely = [one for one in likely if one.time.bound < bound]
+                if not likely or tried >= _MOST_IF_ANY_FITS * most:
+                    break
+            part = min(max(most // _PARTS, 1), most - tried if tried < most else most)
+            # Those that hold least come nearest, where none seems to fit.
+            leanest = sorted(left, key=lambda one: (errors.likely_memory(one), one.rank))
+            best = best_by_price(likely, part) or leanest[:part]
+            if not compiled and part > 1:
+                best = [*(one for one in best if one is not leanest[0])][: part - 1] + leanest[:1]
+            self._price(stage, [one.candidate for one in best], found, most)
+            tried += len(best)
+            done = {id(one) for one in best}
+            left = [one for one in left if id(one) not in done]
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryErrors:
+    """How wrong estimates of memory are, by those that were checked.
+
+    Attributes:
+        by_kind: The ratios of exact to estimated memory, by what blocks keep.
+    """
+
+    by_kind: Mapping[Hashable, Sequence[float]]
+
+    @classmethod
+    def of(cls, exact: Sequence[Priced], guessed: Mapping[Candidate, int]) -> "MemoryErrors":
+        """The errors of those estimates of which the truth is known."""
+        by_kind: dict[Hashable, list[float]] = {}
+        for one in exact:
+            ratio = one.memory / max(guessed[one.candidate], 1)
+            by_kind.setdefault(_kind(one.candidate), []).append(ratio)
+        return cls(by_kind)
+
+    def likely_memory(self, estimated: Priced) -> float:
+        """The memory of a candidate, if its estimate is as wrong as those of its like."""
+        everything = [ratio for ratios in self.by_kind.values() for ratio in ratios]
+        ratios = self.by_kind.get(_kind(estimated.candidate)) or everything or [1.0]
+        return estimated.memory * statistics.median(ratios)
+
+
+def _kind(candidate: Candidate) -> Hashable:
+    layout = candidate.layout
+    return layout.rematerialise, layout.reshard_after_forward, candidate.microbatches > 1

@@ -43,6 +43,9 @@ class OneByOne:
             except ShardingError as error:
                 yield error
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 class Compiling:
     """The stage that compiles candidates, several at a time.
@@ -55,11 +58,18 @@ class Compiling:
 
     def __init__(self, problem: TrainingProblem) -> None:
         self._problem = problem
+        self._prices: CompiledPrices | None = None
 
     def costs(self, candidates: Sequence[Candidate]) -> Iterator[StepCost | ShardingError]:
         """What each costs."""
-        with CompiledPrices(self._problem) as prices:
-            yield from prices.costs(candidates)
+        if self._prices is None:
+            self._prices = CompiledPrices(self._problem)
+        yield from self._prices.costs(candidates)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        if self._prices is not None:
+            self._prices.__exit__(None, None, None)
 
 
 def stages_of(
