@@ -142,6 +142,8 @@ def _devices(options: argparse.Namespace) -> dict[str, Any]:
 def _kept(text: str | None) -> Keep | None:
     if text is None:
         return None
+    if ":" in text:
+        raise RuleTypeError(f"--keep {text!r}: write {text.replace(':', '=')}.")
     rules = read_rules(text).parameters
     if len(rules.name_rules) < len(rules.rules):
         raise RuleTypeError(

@@ -225,11 +225,14 @@ def for_shell(problem: str) -> str:
 
     >>> for_shell('Or store it padded: on_indivisible="pad".')
     'Or store it padded: --on-indivisible pad.'
+    >>> for_shell("leave it whole: names={'neurons': None}")
+    'leave it whole: --layout "two_dimensional(names={\\'neurons\\': None})"'
     """
     problem = problem.replace('pass on_unnamed="replicate"', "pass --on-unnamed replicate")
-    return problem.replace('on_indivisible="pad"', "--on-indivisible pad").replace(
-        "leave it whole: names={'heads': None}",
-        "leave it whole: --layout \"two_dimensional(names={'heads': None})\"",
+    return re.sub(
+        r"leave it whole: (names=\{'\w+': None\})",
+        r'leave it whole: --layout "two_dimensional(\1)"',
+        problem.replace('on_indivisible="pad"', "--on-indivisible pad"),
     )
 
 

@@ -19,6 +19,8 @@ from penzai_shard.training.train_state import TrainState
 from penzai_shard.tree_paths import join_paths, paths_and_leaves
 
 _MAKE_STATE = "Make them: train_state_sharding(state, mesh, rules)."
+_MAKE_ANEW = "Make them anew: train_state_sharding(state, mesh, rules)."
+_STORE_PADDED = 'Store it as it is declared: place(state, mesh, rules, on_indivisible="pad").'
 _MAKE_ONE = "Pass NamedSharding(mesh, PartitionSpec(...))"
 
 
@@ -88,10 +90,7 @@ def _other_padding(tree: Any, declared: Any) -> str:
     ]
     if shapes[0] != shapes[1]:
         return ""
-    return (
-        "what is declared as stored padded is not stored so, or the other way round. Store the "
-        'state as it is declared: place(state, mesh, rules, on_indivisible="pad").'
-    )
+    return "what is declared as stored padded is not stored so, or the other way round"
 
 
 def _is_none(node: Any) -> bool:
@@ -125,6 +124,7 @@ class DeclaredState:
         """
         shardings: list[Sharding | None] = []
         problems: list[str] = []
+        fixes: set[str] = set()
         for name, treedef in zip(FIELDS, form.treedefs, strict=True):
             tree = self._declared
             if isinstance(tree, TrainState):
@@ -136,11 +136,13 @@ class DeclaredState:
                 shardings += treedef.flatten_up_to(tree)
             except (ValueError, TypeError) as error:
                 given = treedef.unflatten(range(treedef.num_leaves))
-                problems.append(f"{name}: {_other_padding(given, tree) or error}")
+                padding = _other_padding(given, tree)
+                fixes.add(_STORE_PADDED if padding else _MAKE_ANEW)
+                problems.append(f"{name}: {padding or error}")
         raise_all(
             ShardingError,
-            "train_state_shardings are not shaped like this train state. Make them anew: "
-            "train_state_sharding(state, mesh, rules).",
+            "train_state_shardings are not shaped like this train state. "
+            + " ".join(sorted(fixes)),
             problems,
         )
         return shardings

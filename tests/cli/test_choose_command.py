@@ -120,6 +120,7 @@ MISTAKES = {
         "nuerons=model",
     ): "the model has no such logical axis. Did you mean 'neurons'",
     (*ASKED, "--keep", "neurons=modle"): "no mesh has mesh axis 'modle'. Did you mean 'model'",
+    (*ASKED, "--keep", "batch:data"): "--keep 'batch:data': write batch=data.",
     (*ASKED, "--keep", "neurons"): "there is no 'neurons'",
     (*ASKED, "--keep", "fully_sharded()"): "write pairs of a logical axis and a mesh axis",
     (*ASKED, "--mesh", "data=2,model=2"): "has 8 devices, and there are 4. Give as many",

@@ -377,10 +377,9 @@ def test_a_state_that_is_not_stored_as_declared_is_refused():
     with pytest.raises(ShardingError) as caught:
         step(state, **inputs())
     assert str(caught.value) == (
-        "train_state_shardings are not shaped like this train state. Make them anew: "
-        "train_state_sharding(state, mesh, rules).\n"
-        "  params: what is declared as stored padded is not stored so, or the other way round. "
-        'Store the state as it is declared: place(state, mesh, rules, on_indivisible="pad").'
+        "train_state_shardings are not shaped like this train state. Store it as it is declared: "
+        'place(state, mesh, rules, on_indivisible="pad").\n'
+        "  params: what is declared as stored padded is not stored so, or the other way round"
     )
     state, _ = step(place(state, MESH, RULES, on_indivisible="pad"), **inputs())
     assert_padding_is_zero(state.params)

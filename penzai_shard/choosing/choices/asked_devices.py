@@ -109,7 +109,7 @@ def _of_count(count: int, hardware: Any, mesh: AnyMesh | None) -> Hardware:
 
 def _memory(memory: Any, hardware: Hardware) -> int:
     if isinstance(memory, str):
-        return read_bytes(memory, "memory")
+        memory = read_bytes(memory, "memory")
     if memory is None:
         if hardware.memory is None:
             raise MeshError(

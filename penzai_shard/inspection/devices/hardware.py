@@ -81,9 +81,10 @@ class Hardware:
         """
         found = _NAME.fullmatch(name) if isinstance(name, str) else None
         if found is None:
+            counted = isinstance(name, str) and name.isdecimal()
+            fix = f"Say what they are: 'v5e:{name}'. " if counted else machine_fix(name)
             raise MeshError(
-                f"{name!r} is not the name of hardware. {machine_fix(name)}"
-                f"Names are for instance {_EXAMPLES}."
+                f"{name!r} is not the name of hardware. {fix}Names are for instance {_EXAMPLES}."
             )
         kind, shape = found[1].lower(), tuple(map(int, found[2].split("x")))
         if kind not in PUBLISHED:
