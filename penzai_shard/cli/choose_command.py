@@ -94,6 +94,13 @@ def add_choose_command(commands: Any) -> None:
         f"(default {COMPILED})",
     )
     parser.add_argument(
+        "--compile-for",
+        choices=("simulated", "hardware"),
+        default="simulated",
+        help="compile for as many simulated devices (default), or for TPUs by their own compiler, "
+        "which takes minutes and pip install 'penzai-shard[tpu]'",
+    )
+    parser.add_argument(
         "--write", metavar="rules.toml", help="write the best to this file, for --rules"
     )
     add_answer_options(parser)
@@ -119,6 +126,7 @@ def _choose(options: argparse.Namespace) -> int:
             memory=options.memory,
             propagated=options.propagated,
             compiled=options.compiled,
+            compile_for=options.compile_for,
             keep=keep,
             **devices,
         )

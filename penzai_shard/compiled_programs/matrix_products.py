@@ -59,7 +59,9 @@ def _of_convolution(one: Instruction, left: ArrayType, right: ArrayType) -> int:
         dict(zip(text, array.shape, strict=True))
         for text, array in zip(labels.groups(), (left, right, one.results[0]), strict=True)
     ]
-    window = {key: text.split("x") for key, text in _WINDOW.findall(one.attributes["window"])}
+    window = {
+        key: text.split("x") for key, text in _WINDOW.findall(one.attributes.get("window", ""))
+    }
     # Only those dimensions of the image that a window goes over have a digit.
     places = 1
     for number in filter(str.isdigit, labels[1]):

@@ -306,3 +306,15 @@ def test_an_error_on_plain_arrays_says_that_they_are_plain_and_what_inputs_are()
     ]
     [note] = notes[1]
     assert note.endswith("StatefulTrainer.build or choose_layout.")
+
+
+def test_programs_are_compiled_for_simulated_devices_or_for_tpus():
+    tpus, gpus = read_devices("v5e:8", None, None), read_devices("h100:8", None, None)
+    assert tpus.compiled_for("simulated") is None
+    assert tpus.compiled_for("hardware").name == "v5e:2x4"
+    with pytest.raises(
+        RuleTypeError, match=r"compiles for TPUs, and these are h100:.*Leave it out"
+    ):
+        gpus.compiled_for("hardware")
+    with pytest.raises(RuleTypeError, match=r"'simulated' or 'hardware', not 'tpu'\. Leave it"):
+        tpus.compiled_for("tpu")

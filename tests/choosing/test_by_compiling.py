@@ -255,3 +255,15 @@ def test_convolutions_count_where_the_window_is_over_the_image():
     rows, columns = 4 * 3 - 1, 6 * 3 - 4
     flops = compiled_flops(convolved, (2, 3, 8, 6), (5, 3, 3, 3))
     assert flops == 2 * (2 * 5 * 3) * rows * columns
+
+
+def test_products_that_compilers_for_tpus_write_as_convolutions_are_counted():
+    """They have no window, as no dimension slides."""
+    module = Module.from_text("""HloModule m
+
+ENTRY main {
+  a = f32[4,8] parameter(0)
+  b = f32[8,16] parameter(1)
+  ROOT c = f32[4,16] convolution(a, b), dim_labels=bf_io->bf
+}""")
+    assert product_flops(module) == 2 * 4 * 8 * 16

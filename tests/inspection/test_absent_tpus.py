@@ -8,8 +8,10 @@ import tempfile
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.errors import CompilationError, MeshError
@@ -138,3 +140,35 @@ def test_a_step_that_calls_back_to_python_is_refused_by_name():
 
     with pytest.raises(CompilationError, match="calls back to Python"):
         ahead("v5e:4x4", step=talking, data=4, model=4)
+
+
+def test_a_layout_is_chosen_by_programs_for_the_hardware_itself():
+    def build():
+        axes = {"embedding": 1024}, {"neurons": 4096}
+        return pz.nn.Linear.from_config("up", jax.random.key(0), *axes)
+
+    def loss_fn(model, rng, state, x):
+        return (model(x).untag("batch", "neurons") ** 2).mean().unwrap(), state, {}
+
+    choices = pzs.choose_layout(
+        pzs.abstract_model(build),
+        loss_fn,
+        optax.sgd(0.1),
+        devices="v5e:4",
+        batch={"x": pz.nx.ones({"batch": 1024, "embedding": 1024})},
+        propagated=3,
+        compiled=2,
+        compile_for="hardware",
+        progress=False,
+    )
+    assert len(choices) == 2
+    for choice in choices:
+        assert choice.priced_by == "compiled"
+        stored = choice.layout.plan(
+            pzs.abstract_model(build), choice.mesh(abstract=True)
+        ).bytes_per_device
+        # Beside them the number of the step and the key of the run.
+        assert 0 <= choice.memory["parameters"] - stored <= 16
+        forward = 2 * 1024 * 1024 * 4096
+        assert choice.priced.cost.flops == pytest.approx(2 * forward / 4, rel=1e-3)
+        assert choice.memory_bytes <= choices.memory_limit

@@ -9,8 +9,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from penzai_shard.errors import MeshError, RuleTypeError
 from penzai_shard.inspection.devices.hardware import Hardware
+from penzai_shard.inspection.devices.mesh_networks import TorusNetwork
 from penzai_shard.inspection.devices.published_figures import PUBLISHED
 from penzai_shard.inspection.devices.quantities import read_bytes
+from penzai_shard.inspection.devices.topologies import Topology
 from penzai_shard.meshes import AnyMesh, mesh_text
 
 _EXAMPLES = 'devices="v5e:32", a mesh, or a number with hardware="v5e"'
@@ -37,6 +39,30 @@ class AskedDevices:
         count = self.hardware.device_count
         mesh = f", mesh ({mesh_text(self.mesh_shape)})" if self.mesh_shape is not None else ""
         return f"{count:,} devices ({self.hardware.name}{mesh})"
+
+    def compiled_for(self, compile_for: Any) -> Topology | None:
+        """The devices that steps are compiled for; None for simulated ones.
+
+        Args:
+            compile_for: ``"simulated"`` or ``"hardware"``.
+
+        Raises:
+            RuleTypeError: It is neither; or the hardware is not of TPUs.
+        """
+        if compile_for not in ("simulated", "hardware"):
+            raise RuleTypeError(
+                f"compile_for is 'simulated' or 'hardware', not {compile_for!r}. Leave it out for "
+                "simulated devices."
+            )
+        if compile_for == "simulated":
+            return None
+        if not isinstance(self.hardware.network, TorusNetwork):
+            raise RuleTypeError(
+                "compile_for='hardware' compiles for TPUs, and these are "
+                f"{self.hardware.name}. Leave it out, which compiles for simulated devices; "
+                "compile_ahead compiles one step for GPUs, with their target configuration."
+            )
+        return self.hardware.network.topology
 
 
 def read_devices(devices: Any, hardware: Any, memory: Any) -> AskedDevices:

@@ -1,7 +1,7 @@
 """The layout for a training step, found among all sane ones."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from penzai_shard.choosing.candidates import Candidate, candidates, mesh_shapes
 from penzai_shard.choosing.candidates.enumerating import MICROBATCHES, POLICIES
@@ -48,6 +48,7 @@ def choose_layout(
     plain_arrays: bool = False,
     propagated: int = PROPAGATED,
     compiled: int = COMPILED,
+    compile_for: Literal["simulated", "hardware"] = "simulated",
     progress: Any = None,
 ) -> Choices:
     """Finds how a model is best laid out over some devices for training.
@@ -89,6 +90,8 @@ def choose_layout(
             such as a dictionary; as for ``TrainState.initial_state``.
         propagated: How many layouts are priced by propagation.
         compiled: How many of these are compiled; 0 for none.
+        compile_for: For as many simulated devices, which takes seconds each; or for the
+            ``"hardware"`` itself by its own compiler, for TPUs, which takes minutes.
         progress: None shows a bar for each stage in a terminal or a notebook, True lines elsewhere
             too, False nothing; or the ``rich.console.Console`` to show it on.
 
@@ -146,7 +149,12 @@ def choose_layout(
         asked,
         on,
         found,
-        stages_of(asked.problem, with_propagation=propagated > 0, with_compiling=compiled > 0),
+        stages_of(
+            asked.problem,
+            with_propagation=propagated > 0,
+            with_compiling=compiled > 0,
+            topology=on.compiled_for(compile_for),
+        ),
         most={"propagation": propagated, "compiled": compiled},
         restricted_by=[text for text, is_given in restrictions.items() if is_given],
         progress=progress,

@@ -13,6 +13,7 @@ from penzai_shard.choosing.choices.search import Stage
 from penzai_shard.choosing.step_costs import StepCost
 from penzai_shard.choosing.training_problem import TrainingProblem
 from penzai_shard.errors import ShardingError
+from penzai_shard.inspection.devices.topologies import Topology
 
 
 class Prices(Protocol):
@@ -52,18 +53,20 @@ class Compiling:
 
     Args:
         problem: The training step.
+        topology: What to compile for; None for as many simulated devices.
     """
 
     name: StageName = "compiled"
 
-    def __init__(self, problem: TrainingProblem) -> None:
+    def __init__(self, problem: TrainingProblem, topology: Topology | None = None) -> None:
         self._problem = problem
+        self._topology = topology
         self._prices: CompiledPrices | None = None
 
     def costs(self, candidates: Sequence[Candidate]) -> Iterator[StepCost | ShardingError]:
         """What each costs."""
         if self._prices is None:
-            self._prices = CompiledPrices(self._problem)
+            self._prices = CompiledPrices(self._problem, self._topology)
         yield from self._prices.costs(candidates)
 
     def close(self) -> None:
@@ -73,7 +76,11 @@ class Compiling:
 
 
 def stages_of(
-    problem: TrainingProblem, *, with_propagation: bool = True, with_compiling: bool = True
+    problem: TrainingProblem,
+    *,
+    with_propagation: bool = True,
+    with_compiling: bool = True,
+    topology: Topology | None = None,
 ) -> list[Stage]:
     """The stages for a training step.
 
@@ -81,10 +88,11 @@ def stages_of(
         problem: The step.
         with_propagation: Whether the second one is among them.
         with_compiling: Whether the third one is.
+        topology: What the third one compiles for; None for as many simulated devices.
     """
     stages: list[Stage] = [OneByOne("names", lambda: NamePrices.of(problem))]
     if with_propagation:
         stages.append(OneByOne("propagation", lambda: PropagatedPrices.of(problem)))
     if with_compiling:
-        stages.append(Compiling(problem))
+        stages.append(Compiling(problem, topology))
     return stages
