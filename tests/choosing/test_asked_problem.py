@@ -148,6 +148,32 @@ def test_a_model_without_names_is_refused_with_lines_that_give_it_some():
     compile("\n".join(line[4:] for line in lines), "pasted", "exec")
 
 
+def test_what_was_not_decided_is_said_to_stay_whole_by_lines_that_work():
+    weights = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4)), "unused": jnp.ones((5, 5))}
+
+    def apply(weights, x):
+        return x + jax.nn.relu(x @ weights["up"]) @ weights["down"]
+
+    def plain_loss(model, rng, state, x):
+        return jnp.mean(apply(model, x) ** 2), state, {}
+
+    found = pzs.infer_names(apply, weights, jnp.ones((8, 4)), input_names=[("batch", None)])
+    model = pzs.name_axes(weights, found)
+    batch = {"x": jnp.ones((8, 4))}
+    with pytest.raises(RuleTypeError, match="Name what infer_names did not decide") as caught:
+        read(model, plain_loss, batch=batch, plain_arrays=True)
+    assert caught.value.problems == ("unused: shape (5, 5).",)
+    lines = [line[4:] for line in str(caught.value).splitlines() if line.startswith("    ")]
+    pasted = {"model": model, "penzai_shard": pzs}
+    exec("\n".join(lines), pasted)
+    asked = read(pasted["model"], plain_loss, batch=batch, plain_arrays=True)
+    assert {leaf.path: leaf.names for leaf in leaves_of(asked.problem.model)} == {
+        "down": ("neurons", "embedding"),
+        "unused": (None, None),
+        "up": ("embedding", "neurons"),
+    }
+
+
 MISTAKES = {
     "no batch size": ({"batch": 0}, "batch: is 0, and must be a positive number, or a mapping"),
     "no seq": ({"batch": 8, "loss": of_tokens}, "seq: is None, and .* Write seq=2048"),

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from penzai_shard.choosing.training_problem import TrainingProblem
 from penzai_shard.equinox_modules import are_arrays, leaves_in_modules
 from penzai_shard.errors import RuleTypeError, raise_all
 from penzai_shard.named_arrays import named_array
-from penzai_shard.named_leaves import is_named_unit, leaves_of
+from penzai_shard.named_leaves import NamedLeaf, is_named_unit, leaves_of
 from penzai_shard.named_nodes import is_named_node, named_like, node_data, node_names
 from penzai_shard.placement import described_array
 from penzai_shard.planning import without_names
@@ -220,12 +220,25 @@ def _refuse_unnamed(model: Any, inputs: Mapping[str, Any]) -> None:
         )
     if not unnamed:
         return
+    # Where others have names, what has none may be what was not decided when they were inferred.
+    fix = (
+        f"Infer them from the program of the loss, and look at them:\n\n{_lines_that_infer(inputs)}"
+        if len(unnamed) == len(arrays)
+        else "Name what infer_names did not decide; None is for a dimension that stays whole:\n\n"
+        f"{_lines_that_name(unnamed)}"
+    )
     raise RuleTypeError(
-        "choose_layout maps logical axes to mesh axes, and arrays of this model have none. Infer "
-        "them from the program of the loss, and look at them:\n\n"
-        f"{_lines_that_infer(inputs)}\n  These have none:",
+        "choose_layout maps logical axes to mesh axes, and arrays of this model have none. "
+        f"{fix}\n  These have none:",
         [f"{leaf.path}: shape {leaf.shape}." for leaf in unnamed],
     )
+
+
+def _lines_that_name(unnamed: Sequence[NamedLeaf]) -> str:
+    """Code that says of arrays that they stay whole, to be edited or pasted."""
+    by_path = {leaf.path: (None,) * len(leaf.shape) for leaf in unnamed}
+    entries = "".join(f"        {path!r}: {names},\n" for path, names in by_path.items())
+    return f"    model = penzai_shard.name_axes(model, {{\n{entries}    }})\n"
 
 
 def _lines_that_infer(inputs: Mapping[str, Any]) -> str:
@@ -243,7 +256,7 @@ def _lines_that_infer(inputs: Mapping[str, Any]) -> str:
         *(f"    {call}," for call in calls),
         f"    input_names={names!r},",
         ")",
-        "print(names)",
+        "print(names)  # overrides={'path': ('name', None)} decides what this leaves open",
         "model = penzai_shard.name_axes(model, names)",
     ]
     return "".join(f"    {line}\n" for line in lines)
