@@ -260,8 +260,8 @@ OTHER_DEVICES = {
     "other numbers": ((8, "v5e:4x4", None), MeshError, "has 16 devices, and there are 8"),
     "a number as hardware": ((8, 3, None), RuleTypeError, "hardware must be a name such as"),
     "no size": (("v5e:8", None, "much"), RuleTypeError, "memory 'much' is not a size"),
-    "GiB as bytes": (("v5e:8", None, 16), RuleTypeError, 'too few .* Write memory="16GiB"'),
-    "a text of bytes": (("v5e:8", None, "16"), RuleTypeError, 'too few .* Write memory="16GiB"'),
+    "GiB as bytes": (("v5e:8", None, 16), RuleTypeError, "too few .* Write '16GiB'"),
+    "a text of bytes": (("v5e:8", None, "16"), RuleTypeError, "too few .* Write '16GiB'"),
     "a number as text": (("8", None, None), MeshError, "Say what they are: 'v5e:8'"),
     "no memory": (("v5e:8", None, 0), RuleTypeError, "memory must be a number of bytes"),
 }

@@ -149,7 +149,6 @@ def _memory(memory: Any, hardware: Hardware) -> int:
         )
     if memory < _FEW_BYTES:
         raise RuleTypeError(
-            f"memory: {memory} is a number of bytes, and too few for any step. Write "
-            f'memory="{memory}GiB".'
+            f"memory: {memory} is a number of bytes, and too few for any step. Write '{memory}GiB'."
         )
     return int(memory)

@@ -89,6 +89,12 @@ def traced_call(
             traced = jax.jit(called).trace(structs[0], structs[1:])
     except Exception as error:
         error.add_note(f"This was raised while infer_names traced {_call_text(function, trees)}.")
+        known = [leaf.names for tree in trees[1:] for leaf in tree.leaves if leaf.names]
+        if known:
+            error.add_note(
+                "Inputs with logical axis names stay named in the function. If it takes plain ones,"
+                f" give it these, and their names apart: input_names=[{known[0]!r}]."
+            )
         raise
     program = PropagatedProgram.of(traced.lower(lowering_platforms=("cpu",)))
     dimensions = ProgramDimensions.of(program)
