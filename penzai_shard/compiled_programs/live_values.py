@@ -81,7 +81,7 @@ class _Peaks:
 
     def _of(self, name: str) -> tuple[LiveValue, ...]:
         instructions = list(self._module.computations[name])
-        values, ends = _lives(instructions)
+        values, ends = lives_of(instructions)
         alive: dict[_Key, LiveValue] = {}
         held = most = 0
         peak: tuple[LiveValue, ...] = ()
@@ -109,7 +109,7 @@ class _Peaks:
         return max(peaks, key=lambda values: sum(value.bytes for value in values), default=())
 
 
-def _lives(
+def lives_of(
     instructions: Sequence[Instruction],
 ) -> tuple[dict[_Key, LiveValue], dict[int, list[_Key]]]:
     """The values of a computation that are not its result, and which of them end where."""
@@ -117,7 +117,7 @@ def _lives(
     owners: dict[str, _Owners] = {}
     last: dict[_Key, int] = {}
     for position, one in enumerate(instructions):
-        owners[one.name] = _owners(one, [owners[name] for name in one.operand_names])
+        owners[one.name] = owners_of(one, [owners[name] for name in one.operand_names])
         for name in (one.name, *one.operand_names):
             for key in frozenset[_Key]().union(*owners[name]):
                 last[key] = max(position, last.get(key, 0))
@@ -134,7 +134,7 @@ def _lives(
     return values, ends
 
 
-def _owners(one: Instruction, operands: Sequence[_Owners]) -> _Owners:
+def owners_of(one: Instruction, operands: Sequence[_Owners]) -> _Owners:
     """Who wrote what an instruction gives."""
     own: _Owners = [frozenset({(one.name, i)}) for i in range(len(one.results))]
     if one.opcode == "tuple":

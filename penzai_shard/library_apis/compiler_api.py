@@ -38,7 +38,8 @@ FOR_PRICES_ON_CPUS: Mapping[str, bool | int | str] = {
     # that keeps many processors busy. Then what ``jax.checkpoint`` computes again must not be free
     # to come early, nor must gradients wait for each other to be summed in one.
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
-    "xla_disable_hlo_passes": "cse_barrier_expander,cpu-all-reduce-combiner",
+    # Products of matrices in float16 must not be computed, held and sent in float32 either.
+    "xla_disable_hlo_passes": "cse_barrier_expander,cpu-all-reduce-combiner,change-op-data-type",
 }
 """Flags of XLA for programs for CPUs that are only looked at."""
 

@@ -267,3 +267,13 @@ ENTRY main {
   ROOT c = f32[4,16] convolution(a, b), dim_labels=bf_io->bf
 }""")
     assert product_flops(module) == 2 * 4 * 8 * 16
+
+
+def test_products_in_bfloat16_are_neither_sent_nor_held_in_float32(priced):
+    halved = problem_of(llama(BLOCKS, parameter_dtype=jnp.bfloat16, activation_dtype=jnp.bfloat16))
+    name = "over both, again"
+    with CompiledPrices(halved) as prices:
+        (cost,) = prices.costs([Candidate(MESH, LAYOUTS[name])])
+    assert cost.traffic["model",] < 0.55 * priced[name].traffic["model",]
+    # Losses are computed in float32 all the same.
+    assert cost.memory["activations"] < 0.75 * priced[name].memory["activations"]

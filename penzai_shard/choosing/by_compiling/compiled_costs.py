@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 import jax.numpy as jnp
 
 from penzai_shard.choosing.step_costs import Sent, SentReason, StepCost
+from penzai_shard.compiled_programs.lean_orders import in_lean_order
+from penzai_shard.compiled_programs.live_values import values_at_peak
 from penzai_shard.compiled_programs.matrix_products import product_flops
 from penzai_shard.inspection.memory.memory_report import MemoryReport
 from penzai_shard.inspection.steps.programs import StepProgram
@@ -30,7 +32,9 @@ def cost_of(program: StepProgram) -> StepCost:
     Bytes are those of the program, with two corrections of what compilers for CPUs write: a
     reduce-scatter as an all-reduce, and sums of gradients in float32, whatever the parameters are
     in. What is in memory beside parameters, optimizer state and inputs counts as activations,
-    gradients and what is gathered included: a program does not say which is which.
+    gradients and what is gathered included: a program does not say which is which. Of a program for
+    CPUs it is what the compiler says, or what is there at once in an order of its instructions that
+    holds less, as compilers for accelerators look for one; see ``in_lean_order``.
 
     Args:
         program: The step.
@@ -52,9 +56,12 @@ def cost_of(program: StepProgram) -> StepCost:
             reason = what, where, names, one.mesh_axes or ()
             sent[reason] += share * meant * (1 if one.times is None else one.times)
     lines = tuple(Sent(*reason, bytes=bytes_) for reason, bytes_ in sent.items() if bytes_)
-    return StepCost(
-        float(product_flops(program.module)), lines, memory_of(MemoryReport.of(program))
-    )
+    memory = memory_of(MemoryReport.of(program))
+    if is_cpu:
+        lean = sum(value.bytes for value in values_at_peak(in_lean_order(program.module)))
+        saved = max(program.memory.temporaries - lean, 0)
+        memory = {**memory, "activations": max(memory["activations"] - saved, 0.0)}
+    return StepCost(float(product_flops(program.module)), lines, memory)
 
 
 def memory_of(report: MemoryReport) -> Mapping[str, float]:

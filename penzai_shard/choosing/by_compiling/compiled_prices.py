@@ -40,8 +40,10 @@ class CompiledPrices:
     that run in a loop are compiled as they are.
 
     For simulated devices the programs have float16 in the place of bfloat16, which compilers for
-    CPUs would compute, send and hold in float32. They still take more memory for temporaries than
-    those for TPUs, as they order operations by their own cost of memory.
+    CPUs would compute, send and hold in float32. Memory for temporaries is an estimate of what the
+    hardware needs: what is there at once in the best order of instructions that is known, that of
+    the compiler or one by what is in memory. What compilers for the hardware fuse otherwise, such
+    as the scores of attention, is in it as compilers for CPUs have it.
 
     Args:
         problem: The step that a layout is looked for.
