@@ -277,3 +277,21 @@ def test_products_in_bfloat16_are_neither_sent_nor_held_in_float32(priced):
     assert cost.traffic["model",] < 0.55 * priced[name].traffic["model",]
     # Losses are computed in float32 all the same.
     assert cost.memory["activations"] < 0.75 * priced[name].memory["activations"]
+
+
+def test_memory_does_not_get_less_with_more_blocks():
+    one, two = (StepCost(n, (), {"activations": held}) for n, held in ((1.0, 9.0), (2.0, 7.0)))
+    assert extrapolated(one, two, 5) == StepCost(5.0, (), {"activations": 9.0})
+
+
+def test_what_blocks_do_not_keep_is_not_held_for_their_gradients():
+    """Of many tokens, no block keeps more than what goes into it, one part over the heads."""
+    mesh, held = (("data", 2), ("model", 4)), []
+    layout = LAYOUTS["over both, again"]
+    for blocks in (3, 11):
+        problem = problem_of(llama(blocks, num_kv_heads=4), batch=16, seq=256)
+        with CompiledPrices(problem) as prices:
+            (cost,) = prices.costs([Candidate(mesh, layout)])
+        held.append(cost.memory["activations"])
+    into_a_block = 16 // 2 * 256 * 32 * 4
+    assert into_a_block <= (held[1] - held[0]) / 8 <= 1.25 * into_a_block

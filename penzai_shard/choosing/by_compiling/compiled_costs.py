@@ -32,9 +32,7 @@ def cost_of(program: StepProgram) -> StepCost:
     Bytes are those of the program, with two corrections of what compilers for CPUs write: a
     reduce-scatter as an all-reduce, and sums of gradients in float32, whatever the parameters are
     in. What is in memory beside parameters, optimizer state and inputs counts as activations,
-    gradients and what is gathered included: a program does not say which is which. Of a program for
-    CPUs it is what the compiler says, or what is there at once in an order of its instructions that
-    holds less, as compilers for accelerators look for one; see ``in_lean_order``.
+    gradients and what is gathered included: a program does not say which is which.
 
     Args:
         program: The step.
@@ -56,12 +54,27 @@ def cost_of(program: StepProgram) -> StepCost:
             reason = what, where, names, one.mesh_axes or ()
             sent[reason] += share * meant * (1 if one.times is None else one.times)
     lines = tuple(Sent(*reason, bytes=bytes_) for reason, bytes_ in sent.items() if bytes_)
-    memory = memory_of(MemoryReport.of(program))
-    if is_cpu:
-        lean = sum(value.bytes for value in values_at_peak(in_lean_order(program.module)))
-        saved = max(program.memory.temporaries - lean, 0)
-        memory = {**memory, "activations": max(memory["activations"] - saved, 0.0)}
-    return StepCost(float(product_flops(program.module)), lines, memory)
+    return StepCost(
+        float(product_flops(program.module)), lines, memory_of(MemoryReport.of(program))
+    )
+
+
+def in_leaner_order(cost: StepCost, program: StepProgram) -> StepCost:
+    """The cost of a step whose instructions run in an order that holds little at once.
+
+    Compilers for accelerators look for such an order and those for CPUs do not; see
+    ``in_lean_order``. What there is at once is then summed up value by value.
+
+    Args:
+        cost: What ``cost_of`` gives, which is returned for all but CPUs.
+        program: The step.
+    """
+    if program.device_kind != "cpu":
+        return cost
+    lean = sum(value.bytes for value in values_at_peak(in_lean_order(program.module)))
+    activations = cost.memory["activations"] - program.memory.temporaries + lean
+    memory = {**cost.memory, "activations": max(activations, 0.0)}
+    return dataclasses.replace(cost, memory=memory)
 
 
 def memory_of(report: MemoryReport) -> Mapping[str, float]:
@@ -102,8 +115,13 @@ def extrapolated(one: StepCost, two: StepCost, blocks: int) -> StepCost:
 
     The compiler may merge collectives of one block otherwise than those of two, and then a line
     has another owner, though all of them together send what they should. Where there is less of a
-    line with two blocks than with one, the lines of its kind are put together.
+    line with two blocks than with one, the lines of its kind are put together. Memory in all
+    gets no less with more blocks.
     """
+    less = max(sum(one.memory.values()) - sum(two.memory.values()), 0.0)
+    if less:
+        held = {**two.memory, "activations": two.memory["activations"] + less}
+        two = dataclasses.replace(two, memory=held)
     kinds = {(line.what, line.mesh_axes) for line in _shrinking(one, two)}
     one, two = (
         _without_owners(cost, lambda line: (line.what, line.mesh_axes) in kinds)

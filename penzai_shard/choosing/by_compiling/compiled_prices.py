@@ -10,7 +10,12 @@ from typing import Self, TypeAlias
 
 from jax.sharding import AbstractMesh
 
-from penzai_shard.choosing.by_compiling.compiled_costs import cost_of, extrapolated, memory_of
+from penzai_shard.choosing.by_compiling.compiled_costs import (
+    cost_of,
+    extrapolated,
+    in_leaner_order,
+    memory_of,
+)
 from penzai_shard.choosing.by_compiling.compiler_workers import CompilerWorkers
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.shallow_models import shallow
@@ -142,17 +147,29 @@ class CompiledPrices:
     def _finished(self, started: list[_Compiling] | ShardingError) -> StepCost | ShardingError:
         if isinstance(started, ShardingError):
             return started
-        found, is_too_large = [], False
+        # Of each program the cost in the compiler's order of instructions and in a leaner one.
+        found: list[tuple[StepCost, StepCost]] = []
+        is_too_large = False
         for lowered, future in started:
             try:
                 elsewhere = future.result()
             except TooLargeError as error:
                 is_too_large = True
-                found.append(StepCost(0.0, (), memory_of(memory_of_too_large(lowered, error))))
+                cost = StepCost(0.0, (), memory_of(memory_of_too_large(lowered, error)))
+                found.append((cost, cost))
             except ShardingError as error:
                 return error
             else:
-                found.append(cost_of(_program(lowered, elsewhere)))
+                program = _program(lowered, elsewhere)
+                cost = cost_of(program)
+                found.append((cost, in_leaner_order(cost, program)))
+        orders = [list(costs) for costs in zip(*found, strict=True)]
+        return min(
+            (self._of_all_blocks(costs, is_too_large) for costs in orders),
+            key=lambda cost: cost.memory_bytes,
+        )
+
+    def _of_all_blocks(self, found: list[StepCost], is_too_large: bool) -> StepCost:
         if is_too_large:
             found = [StepCost(0.0, (), cost.memory) for cost in found]
         if len(found) == 1:
