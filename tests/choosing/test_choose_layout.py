@@ -107,6 +107,10 @@ def test_no_choice_is_over_the_memory_and_some_layouts_are(choices):
     assert any(one.memory > 4 * 2**20 for one in choices.priced)
 
 
+def test_memory_compiled_for_simulated_devices_is_said_to_be_an_estimate(choices):
+    assert "is an estimate of what the hardware needs" in " ".join(str(choices).split())
+
+
 def test_the_same_question_has_the_same_answer(abstract, traced_once):
     by_names = functools.partial(choose, propagated=0, compiled=0, memory=None)
     kept = {"batch": "data", "embedding": None, "vocabulary": "model"}
@@ -137,4 +141,5 @@ def test_a_batch_that_does_not_divide_is_reported(abstract):
     options = {"propagated": 0, "compiled": 0, "memory": None, "rematerialise": (None,)}
     choices = choose(abstract, batch=tokens, **options)
     assert "Left out: the batch (9) does not divide over 8 devices" in str(choices)
+    assert "an estimate of what the hardware needs" not in str(choices)
     assert all(choice.mesh_shape == {"model": 8} for choice in choices)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # How many candidates are priced by propagation, and how many compiled.
 PROPAGATED = 200
 COMPILED = 12
+_ESTIMATED = "Memory as compiled for simulated devices is an estimate of what the hardware needs."
 
 
 def choose_layout(
@@ -158,7 +159,10 @@ def choose_layout(
         most={"propagation": propagated, "compiled": compiled},
         restricted_by=[text for text, is_given in restrictions.items() if is_given],
         progress=progress,
-        notes=[f"Left out: {reason}." for reason in found.left_out],
+        notes=[
+            *([_ESTIMATED] if compiled and compile_for == "simulated" else []),
+            *(f"Left out: {reason}." for reason in found.left_out),
+        ],
     )
 
 
