@@ -1075,3 +1075,11 @@ def test_a_compiler_for_cpus_holds_and_sends_float16_as_it_is_and_not_bfloat16()
         bytecode = compiler_api.bytecode_of(lowered, with_float16=with_float16)
         module = compiler_api.compile_bytecode(bytecode, list(MESH.devices.flat)).module
         assert f"{sent}[16,16]{{1,0}} all-reduce(" in module.to_string()
+
+
+def test_products_in_float16_stay_so_in_programs_that_are_priced():
+    half = jax.ShapeDtypeStruct((64, 64), jnp.float16)
+    lowered = jax.jit(lambda x, w: x @ w).lower(half, half)
+    text = lowered.compile(compiler_options=dict(compiler_api.FOR_PRICES_ON_CPUS)).as_text()
+    assert "f16[64,64]{1,0} dot(" in text
+    assert "f32[" not in text
