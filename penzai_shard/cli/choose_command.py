@@ -12,7 +12,7 @@ from penzai_shard.cli.answers import add_answer_options, print_lines, print_tabl
 from penzai_shard.cli.chosen_layouts import read_rules
 from penzai_shard.cli.chosen_models import ChosenModel, add_model_arguments, chosen_model
 from penzai_shard.cli.chosen_steps import (
-    SEQUENCE_LENGTH,
+    add_batch_arguments,
     batch_of_tokens,
     less_than_one,
     next_token_loss,
@@ -52,22 +52,7 @@ def add_choose_command(commands: Any) -> None:
         metavar="data=8,model=4",
         help="sizes of the mesh axes, if they are decided already; by default all are tried",
     )
-    parser.add_argument(
-        "--batch", type=int, required=True, metavar="N", help="sequences in a batch"
-    )
-    parser.add_argument(
-        "--seq",
-        type=int,
-        default=SEQUENCE_LENGTH,
-        metavar="N",
-        help=f"tokens in a sequence (default {SEQUENCE_LENGTH})",
-    )
-    parser.add_argument(
-        "--optimizer",
-        default="adamw",
-        metavar="adamw",
-        help="of optax, with arguments in brackets if it takes some (default adamw)",
-    )
+    add_batch_arguments(parser, is_required=True)
     parser.add_argument(
         "--memory",
         metavar="16GiB",
@@ -78,6 +63,16 @@ def add_choose_command(commands: Any) -> None:
         metavar="batch=data,heads=none",
         help="pairs of a logical axis and a mesh axis that are decided already",
     )
+    _add_search_arguments(parser)
+    parser.add_argument(
+        "--write", metavar="rules.toml", help="write the best to this file, for --rules"
+    )
+    add_answer_options(parser)
+    parser.set_defaults(run=_choose)
+
+
+def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds how closely the search looks."""
     parser.add_argument(
         "--propagated",
         type=int,
@@ -100,11 +95,6 @@ def add_choose_command(commands: Any) -> None:
         help="compile for as many simulated devices (default), or for TPUs by their own compiler, "
         "which takes minutes and pip install 'penzai-shard[tpu]'",
     )
-    parser.add_argument(
-        "--write", metavar="rules.toml", help="write the best to this file, for --rules"
-    )
-    add_answer_options(parser)
-    parser.set_defaults(run=_choose)
 
 
 def _choose(options: argparse.Namespace) -> int:

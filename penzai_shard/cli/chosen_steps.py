@@ -56,25 +56,7 @@ class ChosenStep:
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what is done with the model."""
-    parser.add_argument(
-        "--batch",
-        type=int,
-        metavar="N",
-        help="sequences in a batch (default: one for each part that the batch is split into)",
-    )
-    parser.add_argument(
-        "--seq",
-        type=int,
-        default=SEQUENCE_LENGTH,
-        metavar="N",
-        help=f"tokens in a sequence (default {SEQUENCE_LENGTH})",
-    )
-    parser.add_argument(
-        "--optimizer",
-        default="adamw",
-        metavar="adamw",
-        help="of optax, with arguments in brackets if it takes some (default adamw)",
-    )
+    add_batch_arguments(parser)
     parser.add_argument(
         "--microbatches",
         type=int,
@@ -98,6 +80,36 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--inference", action="store_true", help="a forward pass alone, instead of a training step"
+    )
+
+
+def add_batch_arguments(parser: argparse.ArgumentParser, *, is_required: bool = False) -> None:
+    """Adds the batch and the optimizer.
+
+    Args:
+        parser: What to add them to.
+        is_required: Whether the size of the batch must be given.
+    """
+    default = "" if is_required else " (default: one for each part that the batch is split into)"
+    parser.add_argument(
+        "--batch",
+        type=int,
+        required=is_required,
+        metavar="N",
+        help=f"sequences in a batch{default}",
+    )
+    parser.add_argument(
+        "--seq",
+        type=int,
+        default=SEQUENCE_LENGTH,
+        metavar="N",
+        help=f"tokens in a sequence (default {SEQUENCE_LENGTH})",
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="adamw",
+        metavar="adamw",
+        help="of optax, with arguments in brackets if it takes some (default adamw)",
     )
 
 
