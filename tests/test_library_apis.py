@@ -307,7 +307,8 @@ def test_jax_does_not_split_an_axis_of_a_torus_over_two_mesh_axes_but_of_v5e():
 
 
 def test_mesh_axes_of_size_one_stay_in_what_jax_lowers_and_shardy_takes_others_in_their_place():
-    mesh = AbstractMesh((1, 1, 2), ("rows:0", "columns:1", "rest"))
+    automatic = (AxisType.Auto,) * 3
+    mesh = AbstractMesh((1, 1, 2), ("rows:0", "columns:1", "rest"), axis_types=automatic)
     x, y = (
         jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh, spec))
         for spec in (PartitionSpec("rows:0"), PartitionSpec(None, "columns:1"))
