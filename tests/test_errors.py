@@ -65,7 +65,8 @@ def test_a_present_module_is_returned():
 def indivisible(path):
     return (
         f"{path}: logical axis 'heads' (3) does not divide over mesh axis 'model' (2), asked by "
-        "rule 'heads' -> 'model'. Pad it to 4, or map 'heads' to None."
+        "rule 'heads' -> 'model'. Pad it to 4, or map 'heads' to None. Or store it padded: "
+        'on_indivisible="pad".'
     )
 
 
