@@ -1,10 +1,12 @@
 """Models that are stored padded: every layer, edit and check sees the true arrays."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import treescope
+from flax import linen
 from penzai import pz
 from penzai.models.transformer.model_parts import TransformerBlock
 from penzai.models.transformer.variants import llamalike_common
@@ -181,7 +183,6 @@ def test_reports_of_a_padded_model_count_what_is_stored(padded, mesh, tokens):
 
 
 def test_arrays_of_other_libraries_are_padded_once_they_have_names(mesh):
-    eqx = pytest.importorskip("equinox")
     linear = eqx.nn.Linear(3, 7, key=jax.random.key(0))
     named = pzs.name_axes(linear, {"weight": ("out", "in"), "bias": ("out",)})
     placed = pzs.place(named, mesh, {"out": "model"}, on_indivisible="pad")
@@ -190,7 +191,6 @@ def test_arrays_of_other_libraries_are_padded_once_they_have_names(mesh):
     np.testing.assert_allclose(pzs.without_names(placed)(x), linear(x), rtol=1e-6)
     run = jax.jit(lambda module, x: pzs.without_names(module)(x))
     np.testing.assert_allclose(run(placed, x), linear(x), rtol=1e-6)
-    linen = pytest.importorskip("flax.linen")
     variables = linen.Dense(7).init(jax.random.key(0), jnp.ones((2, 3)))
     named = pzs.name_axes(variables, {"**/kernel": ("in", "out"), "**/bias": ("out",)})
     placed = pzs.place(named, mesh, {"out": "model"}, on_indivisible="pad")
