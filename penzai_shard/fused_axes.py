@@ -18,7 +18,9 @@ class FusedAxes(str):
     The name is text wherever names are text, in rules, tables and files, and equal to it. Beside
     that it knows the length of each logical axis, so that a rule for one of them splits the
     dimension where that is right: where equal parts of the dimension are whole parts of the
-    logical axis, because it is the major one and its own length divides.
+    logical axis, because it is the major one and its own length divides. Where that length does not
+    divide and ``on_indivisible="pad"``, the whole dimension is split into equal parts, as compilers
+    do, and models that take it apart again move some of it between devices.
 
     The lengths survive pickling, copying and the flattening of trees. Where a name goes through
     text, as in a file, they do not; rules for the whole name still apply then, those for one of

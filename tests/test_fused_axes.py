@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -276,20 +277,25 @@ def test_restored_arrays_have_the_lengths_of_their_model(tmp_path):
     np.testing.assert_array_equal(restored["w"].data_array, tree["w"].data_array)
 
 
-def test_a_major_axis_that_does_not_divide_is_padded_by_whole_parts():
-    fused = FusedAxes.of({"heads": 6, "projection": 2})
-    mesh = pzs.make_mesh(MESH)
-    values = np.arange(60, dtype=np.float32).reshape(5, 12)
+@pytest.mark.parametrize(("heads", "stored"), [(3, 8), (6, 12)])
+def test_a_major_axis_that_does_not_divide_is_stored_as_compilers_split_it(heads, stored):
+    fused = FusedAxes.of({"heads": heads, "projection": 2})
+    mesh, rules = pzs.make_mesh(MESH), {"heads": "model"}
+    values = np.arange(10 * heads, dtype=np.float32).reshape(5, 2 * heads)
     tree = {"w": pz.nx.wrap(values).tag("embedding", fused)}
-    plan = pzs.make_plan(tree, mesh, {"heads": "model"}, on_indivisible="pad")
+    plan = pzs.make_plan(tree, mesh, rules, on_indivisible="pad")
     leaf = _only_leaf(plan)
-    assert leaf.shape == (5, 12)
-    assert leaf.shard_shape == (5, 4)
+    assert leaf.shape == (5, 2 * heads)
+    assert leaf.shard_shape == (5, stored // 4)
     assert leaf.reason == (
-        "'heads' (6) of 'heads*projection' (12) padded to 8 over mesh axis 'model' (4), rule "
-        "'heads' -> 'model'"
+        f"'heads' ({heads}) of 'heads*projection' ({2 * heads}) does not divide over mesh axis "
+        f"'model' (4): equal parts of {stored // 4} cut through it, rule 'heads' -> 'model'"
     )
-    placed = pzs.place(tree, plan)["w"]
-    (name,) = [name for name in placed.named_shape if name == fused]
-    assert name.sizes == (6, 2)
-    np.testing.assert_array_equal(placed.unwrap("embedding", fused), values)
+    model = pzs.place(tree, plan)
+    (name,) = [name for name in model["w"].named_shape if name == fused]
+    assert name.sizes == (heads, 2)
+    np.testing.assert_array_equal(model["w"].unwrap("embedding", fused), values)
+    state = pzs.TrainState.initial_state(model, optax.adam(1e-2), jax.random.key(0))
+    declared = pzs.train_state_sharding(state, mesh, rules, on_indivisible="pad")
+    shardings = jax.tree.map(lambda array: array.sharding, state)
+    assert jax.tree.flatten(shardings) == jax.tree.flatten(declared)

@@ -7,6 +7,13 @@ initialisers; ``surgery.equivalence`` runs those of models in float64.
 
 from penzai_shard.traced_programs.elementwise import ELEMENTWISE
 from penzai_shard.traced_programs.passed_through import passed_through
+from penzai_shard.traced_programs.replacing import (
+    asks_for_sharding,
+    in_place_of,
+    is_call_with_options,
+    is_plain_call,
+    with_parameters,
+)
 from penzai_shard.traced_programs.source_locations import (
     exception_location_text,
     function_name,
@@ -26,17 +33,22 @@ from penzai_shard.traced_programs.walking import (
 
 __all__ = [
     "ELEMENTWISE",
+    "asks_for_sharding",
     "called_program",
     "equations",
     "evaluate",
     "exception_location_text",
     "function_name",
+    "in_place_of",
     "inner_programs",
+    "is_call_with_options",
     "is_jit",
+    "is_plain_call",
     "location_text",
     "opened",
     "passed_through",
     "program_of",
     "public_name",
     "walk",
+    "with_parameters",
 ]

@@ -215,7 +215,8 @@ def vit(layers: int = LAYERS) -> NamedModel:
         names |= _linen_block_names(f"params/block_{i}")
     images, axes = struct(BATCH, 16, 16, 3), (("batch", "height", "width", "colours"),)
     weights = _of_linen(module, images)
-    return NamedModel(module.apply, weights, (images,), axes, names, FLAX_WORDS)
+    words = FLAX_WORDS | {"classes": "outputs"}
+    return NamedModel(module.apply, weights, (images,), axes, names, words)
 
 
 class _Bert(linen.Module):
@@ -248,7 +249,9 @@ def bert(layers: int = LAYERS) -> NamedModel:
         names |= _linen_block_names(f"params/block_{i}")
     inputs, axes = (TOKENS, TOKENS), (("batch", "seq"), ("batch", "seq"))
     weights = _of_linen(module, *inputs)
-    return NamedModel(module.apply, weights, inputs, axes, names, FLAX_WORDS)
+    return NamedModel(
+        module.apply, weights, inputs, axes, names, FLAX_WORDS | {"segments": "token_types"}
+    )
 
 
 class _LinenLstm(linen.Module):

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
@@ -16,6 +17,7 @@ from tests.choosing.named_models import (
     BATCH,
     BATCH_SEQ,
     EMBEDDING,
+    GROUPS,
     HEADS,
     LAYERS,
     NEURONS,
@@ -138,6 +140,82 @@ def equinox_transformer() -> NamedModel:
     return NamedModel(function, weights, (TOKENS,), BATCH_SEQ, names)
 
 
+class _EquinoxScannedBlock(eqx.Module):
+    norm: eqx.nn.RMSNorm
+    query: eqx.nn.Linear
+    key_value: eqx.nn.Linear
+    output: eqx.nn.Linear
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key):
+        self.norm = eqx.nn.RMSNorm(EMBEDDING)
+        self.query = eqx.nn.Linear(EMBEDDING, HEADS * PROJECTION, key=key)
+        self.key_value = eqx.nn.Linear(EMBEDDING, 2 * GROUPS * PROJECTION, key=key)
+        self.output = eqx.nn.Linear(HEADS * PROJECTION, EMBEDDING, key=key)
+        self.mlp = eqx.nn.MLP(EMBEDDING, EMBEDDING, NEURONS, 1, jax.nn.gelu, key=key)
+
+    def __call__(self, x):
+        h = jax.vmap(self.norm)(x)
+        q = jax.vmap(self.query)(h).reshape(-1, GROUPS, HEADS // GROUPS, PROJECTION)
+        both = jnp.split(jax.vmap(self.key_value)(h), 2, -1)
+        k, v = (y.reshape(-1, GROUPS, PROJECTION) for y in both)
+        shares = jax.nn.softmax(jnp.einsum("sgqd,tgd->gqst", q, k), -1)
+        attended = jnp.einsum("gqst,tgd->sgqd", shares, v).reshape(len(x), -1)
+        x = x + jax.vmap(self.output)(attended)
+        return x + jax.vmap(self.mlp)(x)
+
+
+class _EquinoxVit(eqx.Module):
+    patches: eqx.nn.Linear
+    class_token: jax.Array
+    positions: jax.Array
+    blocks: _EquinoxScannedBlock
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.patches = eqx.nn.Linear(48, EMBEDDING, key=key)
+        self.class_token = jnp.zeros((1, EMBEDDING))
+        self.positions = jnp.zeros((17, EMBEDDING))
+        self.blocks = eqx.filter_vmap(_EquinoxScannedBlock)(jax.random.split(key, HEADS))
+        self.head = eqx.nn.Linear(EMBEDDING, 10, key=key)
+
+    def __call__(self, image):
+        x = image.reshape(4, 4, 4, 4, 3).transpose(0, 2, 1, 3, 4).reshape(16, 48)
+        x = jnp.concatenate([self.class_token, jax.vmap(self.patches)(x)]) + self.positions
+        weights, static = eqx.partition(self.blocks, eqx.is_array)
+        x, _ = jax.lax.scan(lambda x, each: (eqx.combine(each, static)(x), None), x, weights)
+        return self.head(x[0])
+
+
+def equinox_vit() -> NamedModel:
+    """Patches by a reshape, keys beside values, as many blocks as heads, stacked and scanned.
+
+    The elements of a patch are three axes of the image in part: one without a name.
+    """
+    function, weights = _of_equinox(_EquinoxVit)
+    names: dict[str, tuple[str | None, ...]] = {
+        "patches/weight": ("embedding", None),
+        "patches/bias": ("embedding",),
+        "class_token": (None, "embedding"),
+        "positions": ("positions", "embedding"),
+        "head/weight": ("classes", "embedding"),
+        "head/bias": ("classes",),
+    }
+    queries = "head_groups*query_heads*projection"
+    block = {"norm/weight": ("embedding",), "norm/bias": ("embedding",)}
+    for path, out, into in (
+        ("query", queries, "embedding"),
+        ("key_value", "kv*head_groups*projection", "embedding"),
+        ("output", "embedding", queries),
+        ("mlp/layers/0", "neurons", "embedding"),
+        ("mlp/layers/1", "embedding", "neurons"),
+    ):
+        block |= {f"{path}/weight": (out, into), f"{path}/bias": (out,)}
+    names |= {f"blocks/{path}": ("layers", *axes) for path, axes in block.items()}
+    images, axes = struct(BATCH, 16, 16, 3), (("batch", "height", "width", "colours"),)
+    return NamedModel(function, weights, (images,), axes, names, {"classes": "outputs"})
+
+
 def equinox_lstm() -> NamedModel:
     """An LSTM over a sequence; its four gates are one weight."""
 
@@ -241,6 +319,20 @@ def haliax_transformer() -> NamedModel:
             hnn.Linear.init(embed, vocab, key=key, use_bias=False),
         )
 
+    words = {
+        "embed": "embedding",
+        "mlp": "neurons",
+        "head_size": "projection",
+        "heads": "heads",
+        "vocab": "vocabulary",
+    }
+    return of_haliax(build, (batch, position), words)
+
+
+def of_haliax(build: Any, tokens: Any, words: Mapping[str, str]) -> NamedModel:
+    """A model of tokens, whose axes Haliax names; its weights by path, without these names."""
+    from tests.readers.haliax_model import hax
+
     model = eqx.filter_eval_shape(build, jax.random.key(0))
     flat, structure = jax.tree_util.tree_flatten_with_path(model)
     arrays = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, hax.NamedArray))
@@ -249,23 +341,16 @@ def haliax_transformer() -> NamedModel:
     order = [path_text(path) for path, leaf in flat if _is_struct(leaf)]
     others = [None if _is_struct(leaf) else leaf for _, leaf in flat]
 
-    def function(weights, tokens):
+    def function(weights, given_tokens):
         given = iter(order)
         bound = [weights[next(given)] if leaf is None else leaf for leaf in others]
         called = jax.tree_util.tree_unflatten(structure, bound)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            return called(hax.named(tokens, (batch, position))).array
+            return called(hax.named(given_tokens, tokens)).array
 
     names = {
         path: tuple(axis.name for axis in node.axes)
         for path, node in zip(order, named, strict=True)
-    }
-    words = {
-        "embed": "embedding",
-        "mlp": "neurons",
-        "head_size": "projection",
-        "heads": "heads",
-        "vocab": "vocabulary",
     }
     return NamedModel(function, weights, (TOKENS,), BATCH_SEQ, names, words)

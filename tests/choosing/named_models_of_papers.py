@@ -18,14 +18,17 @@ from tests.choosing.named_models import (
     causal,
     rms_norm,
     rotary_half,
-    struct,
     structs_of,
 )
 
 
 def fused_unequally() -> NamedModel:
-    """Phi-3: queries, keys and values of unlike lengths in one weight, gates and values in one."""
-    names: dict[str, tuple[str | None, ...]] = {
+    """Phi-3: queries, keys and values of unlike lengths in one weight, gates and values in one.
+
+    That of all three is no product of logical axes: ``op_size`` in the code of Hugging Face,
+    ``num_heads * head_dim + 2 * (num_key_value_heads * head_dim)``.
+    """
+    names: dict[str, tuple[str, ...]] = {
         "embed": ("vocabulary", "embedding"),
         "norm": ("embedding",),
         "head": ("vocabulary", "embedding"),
@@ -33,7 +36,7 @@ def fused_unequally() -> NamedModel:
     for i in range(LAYERS):
         names |= {
             f"layers.{i}.norm": ("embedding",),
-            f"layers.{i}.qkv_proj": (None, "embedding"),
+            f"layers.{i}.qkv_proj": ("op_size", "embedding"),
             f"layers.{i}.o_proj": ("embedding", "head_groups*query_heads*projection"),
             f"layers.{i}.gate_up_proj": ("gate_up*neurons", "embedding"),
             f"layers.{i}.down_proj": ("embedding", "neurons"),
@@ -56,11 +59,10 @@ def fused_unequally() -> NamedModel:
             x = x + (jax.nn.silu(gate) * up) @ w["down_proj"].T
         return rms_norm(x, weights["norm"]) @ weights["head"].T
 
-    # That of queries, keys and values is no product of logical axes, so that it has no name.
-    fused = struct((HEADS + 2 * GROUPS) * PROJECTION, EMBEDDING)
-    named = {path: axes for path, axes in names.items() if None not in axes}
-    weights = dict.fromkeys(names, fused) | structs_of(named, gate_up=2)
-    return NamedModel(function, weights, (TOKENS,), BATCH_SEQ, names)
+    op_size = (HEADS + 2 * GROUPS) * PROJECTION
+    weights = structs_of(names, gate_up=2, op_size=op_size)
+    words = {"op_size": "qkv_projection"}
+    return NamedModel(function, weights, (TOKENS,), BATCH_SEQ, names, words)
 
 
 _PHI3_BLOCK = ("norm", "qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -96,7 +98,12 @@ def dispatched_experts() -> NamedModel:
 
 
 def latent_attention() -> NamedModel:
-    """DeepSeek's: queries, keys and values by way of latents; keys partly shared and rotated."""
+    """DeepSeek's: queries, keys and values by way of latents; keys partly shared and rotated.
+
+    Names are those of DeepSeek-V3's configuration; of what has two lengths added there, those of
+    what it is in the code: ``compressed_kv`` is ``kv_lora_rank + qk_rope_head_dim`` long, ``kv``
+    for each head ``qk_nope_head_dim + v_head_dim``.
+    """
     nope = rope = value = PROJECTION
     names: dict[str, tuple[str, ...]] = {
         "embed": ("vocabulary", "embedding"),
@@ -106,13 +113,13 @@ def latent_attention() -> NamedModel:
     for i in range(LAYERS):
         names |= {
             f"{i}.norm": ("embedding",),
-            f"{i}.q_down": ("embedding", "query_latent"),
-            f"{i}.q_norm": ("query_latent",),
-            f"{i}.q_up": ("query_latent", "heads", "query"),
-            f"{i}.kv_down": ("embedding", "latent_and_rope"),
-            f"{i}.kv_norm": ("latent",),
-            f"{i}.kv_up": ("latent", "heads", "key_and_value"),
-            f"{i}.o": ("heads", "value", "embedding"),
+            f"{i}.q_down": ("embedding", "q_lora_rank"),
+            f"{i}.q_norm": ("q_lora_rank",),
+            f"{i}.q_up": ("q_lora_rank", "heads", "qk_head_dim"),
+            f"{i}.kv_down": ("embedding", "compressed_kv"),
+            f"{i}.kv_norm": ("kv_lora_rank",),
+            f"{i}.kv_up": ("kv_lora_rank", "heads", "kv"),
+            f"{i}.o": ("heads", "v_head_dim", "embedding"),
             f"{i}.up": ("embedding", "neurons"),
             f"{i}.down": ("neurons", "embedding"),
         }
@@ -135,15 +142,16 @@ def latent_attention() -> NamedModel:
         return rms_norm(x, weights["norm"]) @ weights["head"]
 
     lengths = {
-        "query_latent": EMBEDDING,
-        "latent": EMBEDDING,
-        "latent_and_rope": EMBEDDING + rope,
-        "query": nope + rope,
-        "key_and_value": nope + value,
-        "value": value,
+        "q_lora_rank": EMBEDDING,
+        "kv_lora_rank": EMBEDDING,
+        "compressed_kv": EMBEDDING + rope,
+        "qk_head_dim": nope + rope,
+        "kv": nope + value,
+        "v_head_dim": value,
     }
     weights = structs_of(names, **lengths)
-    return NamedModel(function, weights, (TOKENS,), BATCH_SEQ, names, {"query": "projection"})
+    words = {"qk_head_dim": "projection", "kv": "kv_projection", "v_head_dim": "value_projection"}
+    return NamedModel(function, weights, (TOKENS,), BATCH_SEQ, names, words)
 
 
 def heads_first() -> NamedModel:
@@ -182,7 +190,11 @@ def heads_first() -> NamedModel:
 
 
 def groups_with_their_keys() -> NamedModel:
-    """Falcon: for each group of heads its queries, its key and its value in a row."""
+    """Falcon: for each group of heads its queries, its key and its value in a row.
+
+    The code of Hugging Face views these as ``num_heads // num_kv_heads + 2`` rows of ``head_dim``,
+    and calls what it views ``qkv``.
+    """
     rows = HEADS // GROUPS + 2
     names: dict[str, tuple[str, ...]] = {
         "word_embeddings": ("vocabulary", "embedding"),
@@ -190,7 +202,7 @@ def groups_with_their_keys() -> NamedModel:
     for i in range(LAYERS):
         names |= {
             f"h.{i}.norm": ("embedding",),
-            f"h.{i}.query_key_value": ("head_groups*rows*projection", "embedding"),
+            f"h.{i}.query_key_value": ("head_groups*qkv*projection", "embedding"),
             f"h.{i}.dense": ("embedding", "head_groups*query_heads*projection"),
             f"h.{i}.up": ("neurons", "embedding"),
             f"h.{i}.down": ("embedding", "neurons"),
@@ -208,7 +220,7 @@ def groups_with_their_keys() -> NamedModel:
             x = x + attended @ w["dense"].T + jax.nn.gelu(h @ w["up"].T) @ w["down"].T
         return x @ weights["word_embeddings"].T
 
-    return NamedModel(function, structs_of(names, rows=rows), (TOKENS,), BATCH_SEQ, names)
+    return NamedModel(function, structs_of(names, qkv=rows), (TOKENS,), BATCH_SEQ, names)
 
 
 def gemma() -> NamedModel:

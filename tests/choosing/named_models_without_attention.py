@@ -1,4 +1,4 @@
-"""Models without attention: squares, convolutions, tables, towers."""
+"""Models without attention: squares, convolutions, tables, towers, recurrences."""
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from tests.choosing.named_models import (
     TOKENS,
     VOCABULARY,
     NamedModel,
+    rms_norm,
     struct,
     structs_of,
 )
@@ -118,7 +119,7 @@ def mixer() -> NamedModel:
     weights = structs_of(names, **lengths, token_neurons=NEURONS)
     axes = (("batch", "seq", "pixels"),)
     inputs = (struct(BATCH, EMBEDDING, EMBEDDING),)
-    return NamedModel(function, weights, inputs, axes, names, {}, False)
+    return NamedModel(function, weights, inputs, axes, names, {"classes": "outputs"}, False)
 
 
 def two_towers() -> NamedModel:
@@ -149,6 +150,7 @@ def two_towers() -> NamedModel:
     inputs = (struct(BATCH, SEQ, EMBEDDING), TOKENS)
     axes = (("batch", "patches", "pixels"), ("batch", "seq"))
     words = {f"{tower}_width": f"{tower}_embedding" for tower in ("image", "text")}
+    words |= {"shared": "joint_embedding"}
     return NamedModel(function, weights, inputs, axes, names, words, False)
 
 
@@ -170,3 +172,122 @@ def autoencoder() -> NamedModel:
     weights = structs_of(names, **lengths)
     inputs = (struct(BATCH, VOCABULARY),)
     return NamedModel(function, weights, inputs, (("batch", "features"),), names, {}, False)
+
+
+def _no_attention(block_names, block, **lengths) -> NamedModel:
+    """A residual stream of blocks, each of which takes its weights and the activations."""
+    names = {"embed": ("vocabulary", "embedding"), "norm": ("embedding",)}
+    for i in range(LAYERS):
+        names |= {f"{i}.{path}": axes for path, axes in block_names.items()}
+
+    def function(weights, tokens):
+        x = weights["embed"][tokens]
+        for i in range(LAYERS):
+            own = {path: weights[f"{i}.{path}"] for path in block_names}
+            x = block(own, x)
+        return rms_norm(x, weights["norm"]) @ weights["embed"].T
+
+    weights = structs_of(names, **lengths)
+    return NamedModel(function, weights, (TOKENS,), (("batch", "seq"),), names, {}, False)
+
+
+def linear_recurrence() -> NamedModel:
+    """RWKV: what positions hand on in a loop is not the neurons of the MLP, which are as many."""
+    names = {
+        **dict.fromkeys(("scale", "mix_key", "mix_value", "mix"), ("embedding",)),
+        **dict.fromkeys(("decay", "first"), ("attention",)),
+        **dict.fromkeys(("key", "value", "receptance"), ("attention", "embedding")),
+        "output": ("embedding", "attention"),
+        "up": ("neurons", "embedding"),
+        "down": ("embedding", "neurons"),
+    }
+
+    def mixed(x, share):
+        before = jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], 1)
+        return x * share + before * (1 - share)
+
+    def block(w, x):
+        h = rms_norm(x, w["scale"])
+        keys, values = (mixed(h, w[f"mix_{name}"]) @ w[name].T for name in ("key", "value"))
+        decay = jnp.exp(-jnp.exp(w["decay"]))
+
+        def step(state, now):
+            key, value = now
+            weight = jnp.exp(w["first"] + key)
+            made = (state[0] + weight * value) / (state[1] + weight)
+            total = (state[0] * decay + jnp.exp(key) * value, state[1] * decay + jnp.exp(key))
+            return total, made
+
+        start = (jnp.zeros((BATCH, NEURONS)), jnp.zeros((BATCH, NEURONS)))
+        _, made = jax.lax.scan(step, start, (keys.swapaxes(0, 1), values.swapaxes(0, 1)))
+        x = x + (jax.nn.sigmoid(h @ w["receptance"].T) * made.swapaxes(0, 1)) @ w["output"].T
+        return x + jnp.square(jax.nn.relu(mixed(x, w["mix"]) @ w["up"].T)) @ w["down"].T
+
+    return _no_attention(names, block, attention=NEURONS)
+
+
+def state_space() -> NamedModel:
+    """Mamba: a state for each inner channel, and weights of unlike widths that select from it."""
+    rank = state = taps = 4
+    names = {
+        "norm": ("embedding",),
+        "in_proj": ("gate_x*inner", "embedding"),
+        "conv": ("inner",),
+        "x_proj": ("dt_b_c", "inner"),
+        "dt_proj": ("inner", "dt_rank"),
+        "A_log": ("inner", "state"),
+        "D": ("inner",),
+        "out_proj": ("embedding", "inner"),
+    }
+
+    def block(w, x):
+        inner, gate = jnp.split(rms_norm(x, w["norm"]) @ w["in_proj"].T, 2, -1)
+        kernel = jnp.broadcast_to(w["conv"][:, None, None], (NEURONS, 1, taps))
+        inner = jax.lax.conv_general_dilated(
+            inner,
+            kernel,
+            (1,),
+            [(taps - 1, 0)],
+            dimension_numbers=("NWC", "OIW", "NWC"),
+            feature_group_count=NEURONS,
+        )
+        delta, b, c = jnp.split(inner @ w["x_proj"].T, [rank, rank + state], -1)
+        delta = jax.nn.softplus(delta @ w["dt_proj"].T)
+
+        def step(carry, now):
+            u, delta, b, c = now
+            kept = carry * jnp.exp(delta[..., None] * -jnp.exp(w["A_log"]))
+            carry = kept + (delta * u)[..., None] * b[:, None]
+            return carry, (carry * c[:, None]).sum(-1)
+
+        over_time = tuple(y.swapaxes(0, 1) for y in (inner, delta, b, c))
+        _, made = jax.lax.scan(step, jnp.zeros((BATCH, NEURONS, state)), over_time)
+        made = made.swapaxes(0, 1) + inner * w["D"]
+        return x + (made * jax.nn.silu(gate)) @ w["out_proj"].T
+
+    lengths = {"inner": NEURONS, "gate_x": 2, "dt_b_c": rank + 2 * state}
+    return _no_attention(names, block, **lengths, dt_rank=rank, state=state)
+
+
+def gated_recurrence() -> NamedModel:
+    """RecurrentGemma: positions are scanned by halves, for as many features as neurons."""
+    names = {
+        "x": ("embedding", "lru_width"),
+        "y": ("embedding", "lru_width"),
+        "decay": ("lru_width",),
+        "out": ("lru_width", "embedding"),
+        "up": ("embedding", "neurons"),
+        "down": ("neurons", "embedding"),
+    }
+
+    def joined(first, second):
+        return first[0] * second[0], first[1] * second[0] + second[1]
+
+    def block(w, x):
+        u = x @ w["x"]
+        kept = jnp.exp(-jax.nn.softplus(w["decay"]) * jax.nn.sigmoid(u))
+        _, state = jax.lax.associative_scan(joined, (kept, u * jnp.sqrt(1 - kept**2)), axis=1)
+        x = x + (state * jax.nn.gelu(x @ w["y"])) @ w["out"]
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+    return _no_attention(names, block, lru_width=NEURONS)

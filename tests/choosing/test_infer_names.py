@@ -1,11 +1,16 @@
 """Logical axes get names by what a program does with them; what it does not decide has none."""
 
+import ast
+import functools
 import json
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen
 from penzai import pz
+from penzai.models import simple_mlp
 
 import penzai_shard as pzs
 
@@ -160,6 +165,9 @@ def test_an_override_may_name_the_parts_of_a_product():
             r"embed: pattern 'embed' gives 1 logical axes \('a',\) to an array of rank 2",
         ),
         ({"embed": "ab"}, r"pattern 'embed': names must be a tuple, not 'ab'"),
+        ({3: ("a", "b")}, r"pattern 3: patterns are text, such as 'layers.\*.weight'"),
+        ({"embed": ("", "b")}, r"pattern 'embed': an empty text names no axis, in \('', 'b'\)"),
+        ({"**/query": ("a", "a*b")}, r"\('a', 'a\*b'\) uses a logical axis twice"),
         (
             {"embed": ("v", "a"), "lm_head": ("b", None)},
             r"lm_head: override 'lm_head' calls 'b' what override 'embed' calls 'a'",
@@ -191,6 +199,78 @@ def test_names_of_inputs_that_do_not_fit_are_refused():
         pzs.ShardingError, match=r"has a tuple of names for each input, not \('batch', 'seq'\)"
     ):
         pzs.infer_names(logits, WEIGHTS, TOKENS, input_names=("batch", "seq"))
+    for unordered in ([{"batch", "seq"}], None):
+        with pytest.raises(pzs.ShardingError, match="has a tuple of names for each input, not "):
+            pzs.infer_names(logits, WEIGHTS, TOKENS, input_names=unordered)
+    with pytest.raises(pzs.ShardingError) as raised:
+        pzs.infer_names(
+            lambda weights, *inputs: [logits(weights, each) for each in inputs],
+            WEIGHTS,
+            *[TOKENS] * 3,
+            input_names=[("seq", "seq"), ("", None), ("batch", 3)],
+        )
+    assert str(raised.value).splitlines()[1:] == [
+        "  input 0: in input_names, ('seq', 'seq') uses a logical axis twice. "
+        "Write None for one without a name.",
+        "  input 1: in input_names, an empty text names no axis, in ('', None). "
+        "Write None for one without a name.",
+        "  input 2: in input_names, integers cannot name an axis, in ('batch', 3).",
+    ]
+
+
+def test_an_override_of_an_array_that_has_names_is_refused():
+    weights = {"up": pz.nx.wrap(jnp.ones((6, 8)), "features", "hidden")}
+
+    def apply(weights, x):
+        return x @ weights["up"].unwrap("features", "hidden")
+
+    inputs = {"input_names": [("batch", "features")]}
+    with pytest.raises(
+        pzs.ShardingError,
+        match=r"up: override 'u\*' gives it \('a', None\), and it has names already, "
+        r"\('features', 'hidden'\), .* Take these off before, by without_names\.",
+    ):
+        pzs.infer_names(apply, weights, struct(3, 6), **inputs, overrides={"u*": ("a", None)})
+    same = {"up": ("features", "hidden")}
+    assert (
+        pzs.infer_names(apply, weights, struct(3, 6), **inputs, overrides=same)["up"] == same["up"]
+    )
+
+
+def perceptron(weights, x):
+    for weight, bias in weights:
+        x = jax.nn.relu(x @ weight + bias)
+    return x
+
+
+def test_inputs_of_floating_point_are_not_taken_for_tokens():
+    weights = [(struct(EMBEDDING, EMBEDDING), struct(EMBEDDING))]
+    with pytest.raises(pzs.ShardingError, match=r"Say .*: (input_names=\[.*\])\.$") as caught:
+        pzs.infer_names(perceptron, weights, struct(BATCH, EMBEDDING))
+    said = str(caught.value).partition("input_names=")[2].removesuffix(".")
+    found = pzs.infer_names(
+        perceptron, weights, struct(BATCH, EMBEDDING), input_names=ast.literal_eval(said)
+    )
+    assert found["0/0"] == (None, None)
+
+
+def test_what_is_not_decided_is_listed_with_overrides_that_decide_it():
+    weights = [(struct(EMBEDDING, EMBEDDING), struct(EMBEDDING)) for _ in range(3)]
+    infer = functools.partial(
+        pzs.infer_names,
+        perceptron,
+        weights,
+        struct(BATCH, EMBEDDING),
+        input_names=[("batch", None)],
+    )
+    found = infer()
+    assert "?1, ?2" in str(found.table(collapse=False))
+    (said,) = found.table().summary
+    overrides = ast.literal_eval(said.partition("overrides=")[2].removesuffix(")."))
+    decided = infer(overrides=overrides)
+    assert decided.undecided == decided.table().summary == ()
+    assert decided["0/1"] == decided["1/0"][:1] == ("axis_2",)
+    assert len({name for path in decided for name in decided[path]}) == 4
 
 
 def test_a_function_that_cannot_be_traced_says_which_call():
@@ -211,6 +291,8 @@ def test_a_function_that_cannot_be_traced_says_which_call():
 @pytest.mark.parametrize(
     ("function", "params", "message"),
     [
+        (lambda weights, tokens: None, WEIGHTS, "<lambda> returns no arrays, so that nothing"),
+        (logits, None, "not None. Give a model, or one without memory: abstract_model"),
         (
             WEIGHTS,
             logits,
@@ -218,11 +300,58 @@ def test_a_function_that_cannot_be_traced_says_which_call():
         ),
         (jax.tree_util.Partial(logits, {"w": jnp.ones(2)}), {}, "this Partial holds its own"),
         (logits, block, "takes a model or another tree of arrays, not the function block"),
+        (
+            linen.Dense(2),
+            WEIGHTS,
+            r"not a Dense, whose method apply is one. Write infer_names\(module.apply, variables, ",
+        ),
+        (
+            linen.Dense,
+            WEIGHTS,
+            r"not the class Dense, .* Write infer_names\(Dense\(...\).apply, variables, ",
+        ),
+        (
+            eqx.nn.Linear(2, 2, key=jax.random.key(0)),
+            WEIGHTS,
+            r"this Linear holds its own. Write .*, lambda model, batch: jax.vmap\(model\)\(batch\)",
+        ),
+        (
+            eqx.nn.Linear,
+            WEIGHTS,
+            r"not the class Linear. Write infer_names\(lambda model, \*inputs: model\(\*inputs\)",
+        ),
+        (
+            simple_mlp.MLP.from_config(
+                name="mlp", feature_sizes=(2, 2), init_base_rng=jax.random.key(0)
+            ),
+            WEIGHTS,
+            r"this MLP holds its own. Write infer_names\(lambda model, \*inputs: model\(\*inputs\)",
+        ),
+        (
+            lambda model, rng, state, tokens: tokens,
+            WEIGHTS,
+            r"takes \(model, rng, state, tokens\). Write infer_names\(lambda model, tokens: "
+            r"function\(model, rng=..., state=..., tokens=tokens\), params, tokens\), and what",
+        ),
+        (
+            lambda model, *, tokens: tokens,
+            WEIGHTS,
+            r"Write infer_names\(lambda model, tokens: function\(model, tokens=tokens\), params, t",
+        ),
+        (lambda model: model, WEIGHTS, r"infer_names\(function, params, input_names=\[\]\)"),
     ],
 )
 def test_what_is_no_function_of_weights_is_refused(function, params, message):
     with pytest.raises(pzs.ShardingError, match=message):
         pzs.infer_names(function, params, TOKENS)
+
+
+def test_a_decorated_function_is_called_whatever_it_says_it_takes():
+    @functools.wraps(lambda model, rng, tokens: tokens)
+    def decorated(weights, tokens):
+        return logits(weights, tokens)
+
+    assert pzs.infer_names(decorated, WEIGHTS, TOKENS) == pzs.infer_names(logits, WEIGHTS, TOKENS)
 
 
 def test_names_that_arrays_have_already_are_kept_and_used():
@@ -235,6 +364,11 @@ def test_names_that_arrays_have_already_are_kept_and_used():
     names = pzs.infer_names(apply, weights, struct(3, 6), input_names=[("batch", "features")])
     assert names["up"] == ("features", "hidden")
     assert names["down"] == ("hidden", None)
+
+
+def test_names_where_their_arrays_belong_are_refused_with_the_call_that_gives_both(inferred):
+    with pytest.raises(pzs.ShardingError, match=r"This InferredNames says .*name_axes\(params, na"):
+        pzs.make_plan(inferred, pzs.make_mesh(data=8), pzs.fully_sharded())
 
 
 def test_a_random_key_among_the_weights_has_no_dimensions_to_name():

@@ -1,5 +1,7 @@
 """Small transformers in which something plays the part of something else, and is as long."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -7,6 +9,7 @@ from tests.choosing.named_models import (
     BATCH_SEQ,
     EMBEDDING,
     HEADS,
+    LENGTHS,
     NEURONS,
     SEQ,
     TOKENS,
@@ -137,17 +140,19 @@ def talking_heads():
 
 
 def stages_of_equal_width():
-    """Two stages with a projection between them: two streams, both as wide."""
-    first = {f"stages.0.{path}": axes for path, axes in _BLOCK.items()}
-    second = {
-        f"stages.1.{path}": tuple(f"{name}_too" if name == "embedding" else name for name in axes)
-        for path, axes in _BLOCK.items()
-    }
+    """Two stages with a projection between them: two streams, of equal lengths alone."""
+    stages = [
+        {
+            f"stages.{i}.{path}": tuple(f"{name}_{i}" for name in axes)
+            for path, axes in _BLOCK.items()
+        }
+        for i in range(2)
+    ]
     names = {
-        "a": ("vocabulary", "embedding"),
-        **first,
-        "between": ("embedding", "embedding_too"),
-        **second,
+        "a": ("vocabulary", "embedding_0"),
+        **stages[0],
+        "between": ("embedding_0", "embedding_1"),
+        **stages[1],
     }
 
     def function(w, tokens):
@@ -155,7 +160,10 @@ def stages_of_equal_width():
         x = x @ w["between"]
         return _block({path: w[f"stages.1.{path}"] for path in _BLOCK}, x)
 
-    return _model(function, names, embedding_too=EMBEDDING)
+    roles = ("embedding", "heads", "projection", "neurons")
+    lengths = {f"{role}_{i}": LENGTHS[role] for role in roles for i in range(2)}
+    words = {f"{role}_{i}": f"stages_{i}_{role}" for role in roles for i in range(2)}
+    return dataclasses.replace(_model(function, names, **lengths), words=words)
 
 
 def gates_as_many_as_neurons():

@@ -22,31 +22,32 @@ def tie_what_loops_index(
     """
     first: dict[tuple[int, int], int] = {}
     for operation in program.operations:
-        for element, index in _indexed(program, operation, elements, classes):
+        for number, index in indexed_dimensions(program, operation):
             counter = counter_behind(program, index)
             if counter is not None:
+                element = elements[operation.operands[0]][number]
                 length = classes.sizes[element]
                 classes.unify([first.setdefault((counter, length), element)], [element])
     return list(first.values())
 
 
-def _indexed(
-    program: PropagatedProgram,
-    operation: Operation,
-    elements: Elements,
-    classes: SplittableClasses,
+def indexed_dimensions(
+    program: PropagatedProgram, operation: Operation
 ) -> Iterator[tuple[int, int]]:
-    """The dimensions of which an operation takes or writes one element, with the index."""
+    """The dimensions of its first operand of which an operation takes or writes one element.
+
+    Each with the value that is the index.
+    """
     if operation.kind == _TAKEN:
         part, indices = operation.results[0], operation.operands[1:]
     elif operation.kind == _WRITTEN:
         part, indices = operation.operands[1], operation.operands[2:]
     else:
         return
-    whole = elements[operation.operands[0]]
-    for element, length, index in zip(whole, program.values[part].shape, indices, strict=True):
-        if length == 1 < classes.sizes[element]:
-            yield element, index
+    whole, taken = (program.values[value].shape for value in (operation.operands[0], part))
+    for number, (length, size, index) in enumerate(zip(whole, taken, indices, strict=True)):
+        if size == 1 < length:
+            yield number, index
 
 
 def counter_behind(program: PropagatedProgram, index: int) -> int | None:

@@ -9,6 +9,9 @@ from penzai_shard.choosing.dimensions.splittable_classes import SplittableClasse
 from penzai_shard.choosing.dimensions.tied_dimensions import Conflict, tie_operations
 from penzai_shard.sharding_propagation import PropagatedProgram
 
+# How JAX calls what goes back over an operation; its own ``transpose`` has no bracket.
+_TRANSPOSED = "transpose("
+
 
 @dataclasses.dataclass(frozen=True)
 class DimensionClass:
@@ -40,6 +43,8 @@ class ProgramDimensions:
 
     Attributes:
         program: The program.
+        forward: The program without the operations that go back over others for a gradient: there
+            parts are put together that are cut apart before, and products mean something else.
         conflicts: Where lengths did not allow to tie what an operation ties.
         stepped: What loops take or write one by one.
 
@@ -59,6 +64,7 @@ class ProgramDimensions:
     """
 
     program: PropagatedProgram
+    forward: PropagatedProgram
     conflicts: tuple[Conflict, ...]
     stepped: frozenset[DimensionClass]
     _of_values: Sequence[tuple[tuple[DimensionClass, ...], ...]]
@@ -70,11 +76,13 @@ class ProgramDimensions:
         elements = [tuple(map(classes.new, value.shape)) for value in program.values]
         conflicts = tie_operations(program, classes, elements)
         stepped = tie_what_loops_index(program, classes, elements)
-        tie_cuts(program, classes, elements)
+        kept = tuple(each for each in program.operations if _TRANSPOSED not in each.name)
+        forward = dataclasses.replace(program, operations=kept)
+        tie_cuts(forward, classes, elements)
         numbered = _Numbered(classes)
         of_values = [tuple(map(numbered.dimension, dimensions)) for dimensions in elements]
         steps = {part for each in stepped for part in numbered.dimension(each)}
-        return cls(program, tuple(conflicts), frozenset(steps), of_values)
+        return cls(program, forward, tuple(conflicts), frozenset(steps), of_values)
 
     def parts(self, value: int, dimension: int) -> tuple[DimensionClass, ...]:
         """The parts of a dimension, the slowest first.

@@ -14,11 +14,14 @@ class ClassNames:
     Attributes:
         roles: The role of each class, which is its name unless people give it another.
         doubts: Why a class has no name, where something is known of it.
+        groups: The classes that are groups of another one, which stands behind them: both are one
+            logical axis. By themselves they have no name.
     """
 
     def __init__(self) -> None:
         self.roles: dict[DimensionClass, str] = {}
         self.doubts: dict[DimensionClass, str] = {}
+        self.groups: dict[DimensionClass, DimensionClass] = {}
         self._reasons: dict[DimensionClass, str] = {}
         self._called: dict[DimensionClass, tuple[str, str]] = {}
 
@@ -32,6 +35,13 @@ class ClassNames:
         """Takes its role from a class, for a reason."""
         del self.roles[part], self._reasons[part]
         self.doubts[part] = doubt
+
+    def group(self, part: DimensionClass, whole: DimensionClass) -> None:
+        """Makes a class groups of another one, whatever its role was."""
+        self.roles.pop(part, None)
+        self._reasons.pop(part, None)
+        self.groups[part] = whole
+        self.doubts[part] = f"it is groups of what is called {self.roles[whole]!r}"
 
     def call(self, part: DimensionClass, name: str, reason: str) -> None:
         """Gives a class a name, whatever its role is."""
@@ -48,9 +58,9 @@ class ClassNames:
         """Why a class has its role."""
         return self._reasons[part]
 
-    def with_role(self, role: str) -> Set[DimensionClass]:
-        """The classes that have a role."""
-        return {part for part, own in self.roles.items() if own == role}
+    def with_role(self, *roles: str) -> Set[DimensionClass]:
+        """The classes that have one of some roles."""
+        return {part for part, own in self.roles.items() if own in roles}
 
     def without_role(self, parts: Iterable[DimensionClass]) -> list[DimensionClass]:
         """Those that have no role yet, in order."""

@@ -11,6 +11,9 @@ from penzai_shard.report_trees import ReportTree, TreeRow, count_text, tree_of
 from penzai_shard.rule_kinds import LogicalAxis, nearest_name
 from penzai_shard.text_tables import FindingsTable, Report
 
+# So many arrays are shown in the example of how to name what is not decided.
+_SHOWN = 3
+
 
 class NamesTable(FindingsTable):
     """Logical axis names by path; ``print`` and notebooks show it."""
@@ -93,13 +96,15 @@ class InferredNames(NamesByPath, Report):
             collapse: Show the arrays of equal blocks as one row with a count.
         """
         rows: dict[tuple[str, ...], list[str]] = {}
+        # Each block has its own of what is not decided, so that numbers would unfold blocks.
+        text_of = _name_text if collapse else _numbered_text
         said: set[str] = set()
         for path, dimensions in self.dimensions.items():
             if not dimensions:
                 continue
             key = folding_key(path) if collapse else path
             shape = _shape_text(self.shapes[path])
-            names = ", ".join("?" if each.name is None else str(each.name) for each in dimensions)
+            names = ", ".join(map(text_of, dimensions))
             why = "; ".join(_new_reasons(dimensions, said))
             alike = next((row for row in rows if row[:3] == (key, shape, names)), None)
             rows.setdefault(alike or (key, shape, names, why), []).append(path)
@@ -107,7 +112,7 @@ class InferredNames(NamesByPath, Report):
             (folded_path(paths) if collapse else paths[0], str(len(paths)), *row[1:])
             for row, paths in rows.items()
         ]
-        return NamesTable(tuple(texts), self._verdict(), self.notes, not self.undecided)
+        return NamesTable(tuple(texts), self._verdict(), self._remarks(), not self.undecided)
 
     def tree(self, *, collapse: bool = True) -> ReportTree:
         """The names as a tree, each array where it stands, with the reasons.
@@ -118,7 +123,7 @@ class InferredNames(NamesByPath, Report):
         rows = [
             TreeRow(
                 path,
-                line=", ".join("?" if name is None else str(name) for name in self[path]),
+                line=", ".join(map(_numbered_text, self.dimensions[path])),
                 details=tuple(dict.fromkeys(map(_sentence, self.dimensions[path]))),
                 ok=None if all(name is not None for name in self[path]) else False,
             )
@@ -129,7 +134,7 @@ class InferredNames(NamesByPath, Report):
             self._verdict(),
             rows,
             ok=not self.undecided,
-            notes=self.notes,
+            notes=self._remarks(),
             collapse=collapse,
         )
 
@@ -147,12 +152,44 @@ class InferredNames(NamesByPath, Report):
             indent=2,
         )
 
+    def _remarks(self) -> tuple[str, ...]:
+        """The notes, and how a person decides what the program does not."""
+        known: set[int] = set()
+        entries = []
+        for path, dimensions in self.dimensions.items():
+            new = {each.unknown for each in dimensions if each.unknown is not None} - known
+            if new:
+                known |= new
+                names = tuple(
+                    each.name if each.unknown is None else f"axis_{each.unknown}"
+                    for each in dimensions
+                )
+                entries.append(f"{path!r}: {names!r}")
+        if not entries:
+            return self.notes
+        more = len(entries) - _SHOWN
+        rest = f", and so for {count_text(more, 'more array')}" if more > 0 else ""
+        return (
+            *self.notes,
+            "Dimensions of one number, as table(collapse=False) shows them, are one logical axis "
+            "and get one name. Name what is to be split, each number by a name of your own: "
+            f"infer_names(..., overrides={{{', '.join(entries[:_SHOWN])}}}){rest}.",
+        )
+
     def _verdict(self) -> str:
         arrays = {each.path for each in self.undecided}
         text = f"{count_text(len(self), 'array')}, {len(self) - len(arrays)} of them with all names"
         if not arrays:
             return text
         return f"{text}; {count_text(len(self.undecided), 'dimension')} not decided"
+
+
+def _name_text(each: DimensionName) -> str:
+    return "?" if each.name is None else str(each.name)
+
+
+def _numbered_text(each: DimensionName) -> str:
+    return _name_text(each) if each.unknown is None else f"?{each.unknown}"
 
 
 def _new_reasons(dimensions: tuple[DimensionName, ...], said: set[str]) -> Iterator[str]:

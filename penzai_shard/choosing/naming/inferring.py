@@ -4,29 +4,35 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penzai_shard.choosing.naming.attention_roles import name_attention
+from penzai_shard.choosing.naming.attentions import attentions_of
 from penzai_shard.choosing.naming.class_names import ClassNames
+from penzai_shard.choosing.naming.concatenated_roles import name_concatenated
+from penzai_shard.choosing.naming.expert_roles import name_experts
 from penzai_shard.choosing.naming.inferred_names import InferredNames
-from penzai_shard.choosing.naming.lookup_roles import name_positions, name_vocabulary
+from penzai_shard.choosing.naming.latent_roles import name_latents
+from penzai_shard.choosing.naming.lookup_roles import name_outputs, name_positions, name_vocabulary
 from penzai_shard.choosing.naming.overriding import Overrides
 from penzai_shard.choosing.naming.path_words import name_by_path_words
 from penzai_shard.choosing.naming.program_facts import ProgramFacts
 from penzai_shard.choosing.naming.separate_streams import tell_streams_apart
-from penzai_shard.choosing.naming.stacking_roles import name_fused_parts, name_layers
+from penzai_shard.choosing.naming.stacking_roles import name_gates, name_layers, name_modulations
 from penzai_shard.choosing.naming.stream_roles import (
     name_embedding,
-    name_experts,
+    name_joint,
     name_neurons,
     name_ranks,
+    name_ranks_of_tables,
+    tell_groups,
 )
-from penzai_shard.choosing.naming.traced_call import AxisNames, traced_call
-from penzai_shard.choosing.naming.weight_names import names_of_weights
+from penzai_shard.choosing.naming.traced_call import OF_TOKENS, AxisNames, traced_call
+from penzai_shard.choosing.naming.weight_names import names_of_weights, with_numbers
 
 
 def infer_names(
     function: Callable[..., Any],
     params: Any,
     *inputs: Any,
-    input_names: Sequence[AxisNames | None] = (("batch", "seq"),),
+    input_names: Sequence[AxisNames | None] = OF_TOKENS,
     overrides: Mapping[str, AxisNames] | None = None,
 ) -> InferredNames:
     """Finds logical axis names for the weights of a function that have none.
@@ -36,11 +42,12 @@ def infer_names(
     gets its name by what the program does with it: what is read from the residual stream and added
     to it is the ``embedding``; what attention contracts is a ``projection`` and what it does side
     by side are ``heads`` (``head_groups`` and ``query_heads`` where keys and values have fewer);
-    what stands between two products is ``neurons``; what inputs are looked up in is the
-    ``vocabulary``, what counted places are looked up in are ``positions``; what loops take one by
-    one are ``layers``. What the program leaves open may be named by a word in the path, such as
-    ``lm_head``. What is still open has no name, and the report says why: a wrong name is worse
-    than none.
+    where one weight makes queries, keys and values, that along which these stand is ``qkv``; by way
+    of what they are made is a ``q_lora_rank`` or ``kv_lora_rank``; what stands between two products
+    is ``neurons``; what inputs are looked up in is the ``vocabulary``, what counted places are
+    looked up in are ``positions``; what loops take one by one are ``layers``. What the program
+    leaves open may be named by a word in the path, such as ``lm_head``. What is still open has no
+    name, and the report says why: a wrong name is worse than none.
 
     Args:
         function: Any function that JAX can trace, which returns arrays; best the logits of a model.
@@ -48,7 +55,8 @@ def infer_names(
         *inputs: Its other arguments, in the same form.
         input_names: For each input the logical axes of its dimensions, None for one without. They
             are given to all arrays of an input that have so many dimensions. Those of named arrays
-            are known.
+            are known. By default inputs are tokens, batch x sequence; others, such as arrays of
+            floating point, need theirs.
         overrides: Names by path pattern, as ``name_axes`` takes them, for what is to be called
             otherwise. A logical axis that gets its name so has it in all weights.
 
@@ -82,7 +90,8 @@ def infer_names(
     chosen.name_classes(names)
     facts = ProgramFacts(call)
     name_classes(facts, names)
-    named = chosen.applied(names_of_weights(call.weights, names, facts.together))
+    found = names_of_weights(call.weights, names, facts.together)
+    named = chosen.applied(with_numbers(call.weights, found))
     return InferredNames(
         {weight.path: each for weight, each in zip(call.weights, named, strict=True)},
         {weight.path: weight.shape for weight in call.weights},
@@ -98,13 +107,21 @@ def name_classes(facts: ProgramFacts, names: ClassNames) -> None:
     name_embedding(facts, names)
     name_vocabulary(facts, names)
     name_layers(facts, names)
-    name_attention(facts, names)
+    attentions = tuple(attentions_of(facts, names))
+    name_latents(facts, names, attentions)
+    name_attention(facts, names, attentions)
     name_experts(facts, names)
     name_neurons(facts, names)
     name_ranks(facts, names)
+    name_ranks_of_tables(facts, names)
     name_positions(facts, names)
-    name_fused_parts(facts, names)
+    name_concatenated(facts, names, attentions)
+    name_gates(facts, names)
+    name_modulations(facts, names)
+    name_joint(facts, names)
     name_by_path_words(facts, names)
+    name_outputs(facts, names)
+    tell_groups(facts, names)
     tell_streams_apart(facts, names)
     for part, name in facts.of_inputs.items():
         if part not in names.roles:

@@ -4,25 +4,44 @@ from collections.abc import Set
 
 from penzai_shard.choosing.dimensions import DimensionClass
 from penzai_shard.choosing.naming.class_names import ClassNames
-from penzai_shard.choosing.naming.path_words import words_of
-from penzai_shard.choosing.naming.program_facts import ProgramFacts
+from penzai_shard.choosing.naming.path_words import WORDS_OF_PLACES, words_of
+from penzai_shard.choosing.naming.program_facts import (
+    Classes,
+    Lookup,
+    ProgramFacts,
+    parts_of,
+)
+from penzai_shard.library_apis.shardy_records import PRODUCTS
+from penzai_shard.sharding_propagation import FLOW
 
 _TYPES = frozenset({"type", "types", "segment", "segments"})
+_PUT_TOGETHER = frozenset({"stablehlo.add", "stablehlo.concatenate"})
 _LOOKED_UP = "rows are looked up along it by an input"
+_AS_OTHERS = "as are others, which need not mean the same"
 
 
 def name_vocabulary(facts: ProgramFacts, names: ClassNames) -> None:
     """Names what inputs are looked up in, and the last dimension of logits that is as long.
 
     Where inputs are looked up in several tables, only that is a vocabulary which there are logits
-    for: the others may be anything.
+    for, or which alone is not said to be of types of tokens or of positions by its path: the others
+    may be anything. What does not begin a residual stream, such as a label that conditions it, is
+    no vocabulary; nor is what is of matrices, such as heads of tasks; nor is one without logits of
+    the same stream if its rows are added or joined to what products make of other inputs, such as
+    time steps to states.
     """
     tables, targets = _looked_up(facts)
-    logits = _logits(facts, {p for index in tables.values() for p in facts.classes(index)})
+    tables = {part: index for part, index in tables.items() if _begins_a_stream(facts, names, part)}
+    logits = {part for index in tables.values() for part in _logits(facts, facts.classes(index))}
     results = {*targets, *logits}
     tied = [part for part in tables if part in results]
     long = [part for part in tables if part.size in {each.size for each in results}]
-    plain = [part for part in tables if not _is_of_types(facts, part)]
+    of_logits = {part for each in results for part in _beside(facts, each)}
+    others = {part for part in tables if _is_added_to_others(facts, part)}
+    if len(long) > 1 or others.intersection(long) or names.with_role("embedding"):
+        long = [part for part in long if of_logits & _beside(facts, part)]
+    plain = [part for part in tables if not _word_of(facts, part, _TYPES | WORDS_OF_PLACES)]
+    plain = [part for part in plain if part not in others]
     chosen = tied or next((found for found in (long, plain) if len(found) == 1), [])
     for part in chosen:
         names.give(part, "vocabulary", _LOOKED_UP)
@@ -35,13 +54,53 @@ def name_vocabulary(facts: ProgramFacts, names: ClassNames) -> None:
             of = "inputs are looked up along it" if part in targets else "results have it last"
             names.give(part, "vocabulary", f"{of}, and it is as long as the vocabulary")
     for part in tables:
-        names.doubts[part] = f"{_LOOKED_UP}, as are others, which need not mean the same"
+        word = _word_of(facts, part, _TYPES)
+        if word and _beside(facts, part) & names.with_role("embedding"):
+            names.give(part, "token_types", f"{_LOOKED_UP}, and the path says {word!r}")
+        is_added = part not in names.roles and part in others
+        why = "to be joined or added to what products make of others" if is_added else _AS_OTHERS
+        names.doubts[part] = f"{_LOOKED_UP}, {why}"
 
 
-def _is_of_types(facts: ProgramFacts, part: DimensionClass) -> bool:
-    """Whether a table is one of types of tokens by its path, and so not one of tokens."""
+def _word_of(facts: ProgramFacts, part: DimensionClass, known: Set[str]) -> str:
+    """The word in the path of a table that says what it is a table of; "" if none does."""
     paths = (facts.call.weights[number].path for number in facts.in_weights[part])
-    return any(_TYPES.intersection(words_of(path)) for path in paths)
+    return next((word for path in paths for word in words_of(path) if word in known), "")
+
+
+def _is_added_to_others(facts: ProgramFacts, rows: DimensionClass) -> bool:
+    """Whether rows of a table are added, or joined, to what products make of something else."""
+    for lookup in facts.lookups:
+        if lookup.rows != rows:
+            continue
+        row = lookup.operation.results[0]
+        made = facts.reached([row])
+        for added in facts.after(row, PRODUCTS):
+            if added.kind not in _PUT_TOGETHER:
+                continue
+            others = set(added.operands) & facts.from_inputs - made
+            if any(each.has_weight for value in others for each in facts.nearest_products(value)):
+                return True
+    return False
+
+
+def _beside(facts: ProgramFacts, part: DimensionClass) -> Classes:
+    """What the weights that have a class have beside it."""
+    beside = (facts.classes_of_weight(number) for number in facts.in_weights[part])
+    return frozenset[DimensionClass]().union(*beside) - {part}
+
+
+def _begins_a_stream(facts: ProgramFacts, names: ClassNames, part: DimensionClass) -> bool:
+    """Whether rows of a table are of the embedding, or a product makes it of them."""
+    embedding, beside = names.with_role("embedding"), _beside(facts, part)
+    return (
+        not embedding
+        or not beside.isdisjoint(embedding)
+        or any(
+            each.contracted & beside and each.made and each.made <= embedding
+            for each in facts.with_weights
+        )
+    )
 
 
 def _looked_up(
@@ -54,16 +113,40 @@ def _looked_up(
     tables: dict[DimensionClass, int] = {}
     targets: dict[DimensionClass, int] = {}
     for lookup in facts.lookups:
-        by_input = lookup.index in facts.from_inputs and lookup.index not in facts.from_weights
-        if by_input and lookup.rows in facts.in_weights:
+        if _is_given(facts, lookup.index) and lookup.rows in facts.in_weights:
             is_table = lookup.operation.operands[0] not in facts.from_inputs
+            if is_table and _is_of_matrices(facts, lookup):
+                continue
             (tables if is_table else targets)[lookup.rows] = lookup.index
     for product in facts.with_weights:
         # An index may be written as a row of zeros and a one.
-        if product.data not in facts.from_weights and _is_comparison(facts, product.data):
+        by_input = product.data in facts.from_inputs and product.data not in facts.from_weights
+        if by_input and _is_comparison(facts, product.data):
             for part in product.contracted & facts.in_weights.keys():
                 tables[part] = product.data
     return tables, targets
+
+
+def _is_of_matrices(facts: ProgramFacts, lookup: Lookup) -> bool:
+    """Whether an index looks up a matrix: a product contracts one dimension, and has another."""
+    row = lookup.operation.results[0]
+    return any(
+        each.contracted & lookup.others and free & lookup.others
+        for each in facts.products
+        for operand, free in zip(each.operation.operands, each.free, strict=True)
+        if row in facts.moved_from(operand)
+    )
+
+
+def _is_given(facts: ProgramFacts, index: int) -> bool:
+    """Whether an index is an input, or begins as one in a loop that makes the next."""
+    given = facts.from_inputs - facts.from_weights
+    if index in given or index not in facts.from_inputs:
+        return index in given
+    makers = facts.program.makers
+    before = (index, *facts.before(index, facts.by_result))
+    handed_on = (makers[value] for value in before if value in makers)
+    return any(each.kind == FLOW and not given.isdisjoint(each.operands) for each in handed_on)
 
 
 def _is_comparison(facts: ProgramFacts, value: int) -> bool:
@@ -83,9 +166,28 @@ def _logits(facts: ProgramFacts, index: Set[DimensionClass]) -> set[DimensionCla
     return found & facts.in_weights.keys()
 
 
+def name_outputs(facts: ProgramFacts, names: ClassNames) -> None:
+    """Names what products make of the embedding for one result alone, such as classes.
+
+    What is as long as a table that inputs are looked up in may be a vocabulary.
+    """
+    embedding = names.with_role("embedding")
+    made = {p for each in facts.with_weights if each.contracted & embedding for p in each.made}
+    of_inputs = {part for each in facts.call.inputs for part in parts_of(each)}
+    last = {
+        parts[-1][0]
+        for parts in map(facts.call.dimensions.of_value, facts.program.results)
+        if parts and len(parts[-1]) == 1 and not of_inputs.isdisjoint(p for d in parts for p in d)
+    }
+    lengths = {part.size for tables in _looked_up(facts) for part in tables}
+    found = names.without_role(last & made & facts.in_weights.keys() - facts.of_inputs.keys())
+    if len(found) == 1 and found[0].size not in lengths:
+        names.give(found[0], "outputs", "a product makes it of the embedding, and results have it")
+
+
 def name_positions(facts: ProgramFacts, names: ClassNames) -> None:
     """Names what is looked up, or cut, by places that are counted and not given."""
-    embedding = names.with_role("embedding")
+    embedding = names.with_role("embedding", "rank")
     for lookup in facts.lookups:
         index_rank = len(facts.program.values[lookup.index].shape)
         if (
@@ -109,6 +211,23 @@ def name_positions(facts: ProgramFacts, names: ClassNames) -> None:
             if is_cut and cut[0] in facts.of_inputs and parts[0] in facts.in_weights:
                 reason = "as many of its elements are taken as an input is long"
                 names.give(parts[0], "positions", reason)
+    _tell_crossing_apart(facts, names)
+
+
+def _tell_crossing_apart(facts: ProgramFacts, names: ClassNames) -> None:
+    """Takes the name from positions that one value has beside others, as frames beside places."""
+    positions = names.with_role("positions")
+    if len(positions) < 2:
+        return
+    values = {value for each in facts.program.operations for value in each.results}
+    crossing = {
+        part
+        for classes in {facts.classes(value) for value in values}
+        if len(classes & positions) > 1
+        for part in classes & positions
+    }
+    for part in crossing:
+        names.take_back(part, "it is one of several positions that some values have at once")
 
 
 def _is_counted(facts: ProgramFacts, index: int) -> bool:

@@ -38,6 +38,7 @@ class Overrides:
                 matching.paths.append(weight.path)
                 continue
             names, problem = matching.array(weight.path, weight.shape)
+            problem = problem or _named_otherwise(weight, names, fits[0])
             if problem:
                 problems.append(f"{weight.path or 'the array'}: {problem}")
             elif names is not None:
@@ -76,6 +77,18 @@ class Overrides:
             reason = f"override {self._pattern_of[number]!r} says so"
             named[number] = tuple(DimensionName(name, reason) for name in dimensions)
         return named
+
+
+def _named_otherwise(weight: CalledArray, names: AxisNames | None, pattern: str) -> str:
+    """Why an array that has names already cannot have others; empty if it has none, or these."""
+    if names is None or all(
+        own in (None, given) for own, given in zip(weight.names, names, strict=True)
+    ):
+        return ""
+    return (
+        f"override {pattern!r} gives it {tuple(names)}, and it has names already, {weight.names}, "
+        "which name_axes keeps. Take these off before, by without_names."
+    )
 
 
 def _with_lengths(names: AxisNames, weight: CalledArray) -> tuple[LogicalAxis | None, ...]:

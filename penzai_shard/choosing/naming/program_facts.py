@@ -3,18 +3,21 @@
 import collections
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TypeAlias
 
 from penzai_shard.choosing.dimensions import DimensionClass
+from penzai_shard.choosing.naming.cut_runs import Runs, cut_runs
 from penzai_shard.choosing.naming.traced_call import CalledArray, TracedCall
+from penzai_shard.library_apis.shardy_records import PRODUCTS
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.sharding_propagation import FLOW, Operation
 
 Classes: TypeAlias = frozenset[DimensionClass]
 
 DOT = "stablehlo.dot_general"
-PRODUCTS = frozenset({DOT, "stablehlo.convolution"})
 # What hands on what it takes, in another form.
 _MOVES = frozenset(
     {
@@ -96,6 +99,7 @@ class ProgramFacts:
 
     Attributes:
         call: The traced call.
+        program: Its operations, without those that go back over others for a gradient.
         in_weights: The arrays that have a class, by their places in ``call.weights``.
         of_inputs: The names of the classes of inputs that have one.
         from_inputs: The values that are computed from inputs.
@@ -104,7 +108,7 @@ class ProgramFacts:
 
     def __init__(self, call: TracedCall) -> None:
         self.call = call
-        self.program = call.program
+        self.program = call.dimensions.forward
         in_weights: dict[DimensionClass, dict[int, None]] = collections.defaultdict(dict)
         for number, weight in enumerate(call.weights):
             for part in parts_of(weight):
@@ -116,19 +120,27 @@ class ProgramFacts:
         self.of_inputs: dict[DimensionClass, LogicalAxis] = {}
         for each in call.inputs:
             for parts, name in zip(each.parts or (), each.names, strict=False):
-                if name is not None and len(parts) == 1:
-                    self.of_inputs.setdefault(parts[0], name)
+                if name is not None and self._is_one(parts):
+                    for part in parts:
+                        self.of_inputs.setdefault(part, name)
         self.from_inputs = self.reached(array.value for array in call.inputs)
         self.from_weights = self.reached(array.value for array in call.weights)
 
-    def reached(self, values: Iterable[int | None]) -> Set[int]:
-        """The values that are computed from some, and these."""
+    def reached(self, values: Iterable[int | None], last: float = math.inf) -> Set[int]:
+        """The values that are computed from some, and these.
+
+        Args:
+            values: The values; None for none.
+            last: The number of an operation: those behind it are not looked at.
+        """
         reached = {value for value in values if value is not None}
         before = -1
         # What goes round in a loop is read before it is made.
         while len(reached) != before:
             before = len(reached)
             for operation in self.program.operations:
+                if operation.number > last:
+                    break
                 if not reached.isdisjoint(operation.operands):
                     reached.update(operation.results)
         return reached
@@ -148,6 +160,37 @@ class ProgramFacts:
         Both are then one logical axis, which some operation looks at as a product: rotary
         embeddings of neighbours, say, split a projection in pairs.
         """
+        before, behind = self._neighbours
+        return {
+            first: frozenset(each for each in seconds if each is not None)
+            for first, seconds in behind.items()
+            if all(each is not None and before[each] == {first} for each in seconds)
+            and len({each.size for each in seconds if each is not None}) == 1
+        }
+
+    @functools.cached_property
+    def leads(self) -> Mapping[DimensionClass, DimensionClass]:
+        """For each class the one that stands before it in all weights, in one dimension with it.
+
+        So the groups do that a norm, or a scale of what was quantised, makes of the embedding.
+        """
+        before, _ = self._neighbours
+        return {
+            second: first
+            for second, firsts in before.items()
+            if len(firsts) == 1
+            for first in firsts
+            if first is not None
+        }
+
+    @functools.cached_property
+    def _neighbours(
+        self,
+    ) -> tuple[
+        Mapping[DimensionClass, set[DimensionClass | None]],
+        Mapping[DimensionClass, set[DimensionClass | None]],
+    ]:
+        """What stands before each class in dimensions of weights, and what behind it."""
         before: dict[DimensionClass, set[DimensionClass | None]] = collections.defaultdict(set)
         behind: dict[DimensionClass, set[DimensionClass | None]] = collections.defaultdict(set)
         for weight in self.call.weights:
@@ -157,12 +200,12 @@ class ProgramFacts:
                         behind[first].add(second)
                     if second is not None:
                         before[second].add(first)
-        return {
-            first: frozenset(each for each in seconds if each is not None)
-            for first, seconds in behind.items()
-            if all(each is not None and before[each] == {first} for each in seconds)
-            and len({each.size for each in seconds if each is not None}) == 1
-        }
+        return before, behind
+
+    def _is_one(self, parts: Sequence[DimensionClass]) -> bool:
+        """Whether parts are one logical axis, such as channels in the groups of a norm."""
+        pairs = itertools.pairwise(parts)
+        return all(second in self.together.get(first, ()) for first, second in pairs)
 
     @functools.cached_property
     def products(self) -> tuple[Product, ...]:
@@ -206,6 +249,11 @@ class ProgramFacts:
         """The products by the values that they make."""
         return {each.operation.results[0]: each for each in self.products}
 
+    def nearest_products(self, value: int) -> Sequence[Product]:
+        """The products that a value is computed from, with none in between."""
+        made = self.by_result
+        return [made[each] for each in (value, *self.before(value, made)) if each in made]
+
     @functools.cached_property
     def made_by_weights(self) -> Mapping[int, Operation]:
         """The matrix products with weights by the values that they make."""
@@ -217,13 +265,38 @@ class ProgramFacts:
         """The products of weights with what is not."""
         return tuple(each for each in self.products if each.weight is not None)
 
+    @functools.cached_property
+    def mapped_over(self) -> Classes:
+        """What products with weights do side by side and nothing else: members, or stages."""
+        side_by_side = {part for each in self.with_weights for part in each.batch}
+        used = {p for each in self.with_weights for p in (*each.contracted, *each.made)}
+        return frozenset(side_by_side - used)
+
     def is_of_a_weight(self, product: Product) -> bool:
         """Whether an operand of a product is a weight itself, in whatever form."""
         return product.weight is not None and self.is_weight(product.weight_operand)
 
     def is_weight(self, value: int) -> bool:
-        """Whether a value is a weight, or a part of one, in whatever form."""
-        return any(each in self._given for each in self.moved_from(value))
+        """Whether a value is a weight, or a part of one, in whatever form and scale."""
+        if any(each in self._given for each in self.moved_from(value)):
+            return True
+        is_of_weights = value in self.from_weights and value not in self.from_inputs
+        return is_of_weights and self._is_scaled(value)
+
+    def _is_scaled(self, value: int) -> bool:
+        """Whether all that makes a value is weights, moved and scaled, as what was quantised is."""
+        waiting, seen = [value], {value}
+        while waiting:
+            value = waiting.pop()
+            maker = self.program.makers.get(value)
+            if maker is None or value in self._given:
+                continue
+            if maker.kind not in _FORMS | _SCALES:
+                return False
+            fresh = [each for each in sources_of(maker) if each not in seen]
+            waiting += fresh
+            seen.update(fresh)
+        return True
 
     @functools.cached_property
     def _of_weights(self) -> Set[int]:
@@ -249,6 +322,19 @@ class ProgramFacts:
                 return
             value = sources[0]
             yield value
+
+    @functools.cached_property
+    def runs(self) -> Mapping[DimensionClass, Runs]:
+        """What slices cut out of each class, and lookups by a number that is known beforehand."""
+        found = {part: dict(runs) for part, runs in cut_runs(self.call.dimensions).items()}
+        given = self.from_inputs | self.from_weights
+        for lookup in self.lookups:
+            if lookup.index in given or math.prod(self.program.values[lookup.index].shape) != 1:
+                continue
+            # The number does not show; as many lookups as elements take one each, as in unbinding.
+            runs = found.setdefault(lookup.rows, {})
+            runs[len(runs), len(runs) + 1] = [(lookup.operation.results[0], ())]
+        return found
 
     @functools.cached_property
     def lookups(self) -> tuple[Lookup, ...]:

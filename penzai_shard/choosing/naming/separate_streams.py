@@ -1,34 +1,54 @@
 """Several residual streams in one program, such as those of images and of texts."""
 
 import collections
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 
 from penzai_shard.choosing.dimensions import DimensionClass
 from penzai_shard.choosing.naming.class_names import ClassNames
 from penzai_shard.choosing.naming.program_facts import ProgramFacts
 from penzai_shard.tree_paths import split_path
 
-# What each stream may have of its own, and what must not be taken for that of another.
-_OWN = ("neurons", "heads", "head_groups", "query_heads", "projection", "experts")
+# What blocks of several streams may have in common: these are no lengths of a stream.
+_COMMON = frozenset(
+    {"embedding", "vocabulary", "outputs", "rank", "joint_embedding", "qkv", "kv", "gate_up"}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Words:
+    """What tells streams apart in paths.
+
+    Attributes:
+        place: At which place of the paths it stands.
+        labels: What each stream is called for it.
+        by_part: The stream of each part of a path that can stand there.
+    """
+
+    place: int
+    labels: Mapping[DimensionClass, str]
+    by_part: Mapping[tuple[str, ...], DimensionClass]
 
 
 def tell_streams_apart(facts: ProgramFacts, names: ClassNames) -> None:
     """Gives residual streams that nothing ties names of their own, by a word in their paths.
 
-    Equal lengths are not equal axes: the width of an image encoder is not that of a text encoder.
-    Where no word tells them apart, the one that begins at the vocabulary is the embedding.
+    Equal lengths are not equal axes: the width of an image encoder is not that of a text encoder,
+    and that of ``stages.0`` not that of ``stages.1``. Where no word tells them apart, the one that
+    begins at the vocabulary is the embedding; where none does, the one that more than twice as many
+    weights have as all others, as those of blocks do beside those of a pooling behind them.
     """
     streams = sorted(names.with_role("embedding"), key=lambda part: part.number)
     if len(streams) < 2:
         return
     words = _words(facts, streams)
-    if words:
-        for stream, word in words.items():
+    if words is not None:
+        for stream, word in words.labels.items():
             reason = f"blocks under {word!r} have a residual stream that nothing ties to others"
             names.call(stream, f"{word}_embedding", reason)
-        for part, stream in _owners(facts, names, streams):
-            reason = f"{names.reason(part)}, of the stream of {words[stream]!r}"
-            names.call(part, f"{words[stream]}_{names.roles[part]}", reason)
+        for part, stream in _owners(facts, names, words):
+            reason = f"{names.reason(part)}, of the stream of {words.labels[stream]!r}"
+            names.call(part, f"{words.labels[stream]}_{names.roles[part]}", reason)
         return
     begins = [
         stream
@@ -38,15 +58,16 @@ def tell_streams_apart(facts: ProgramFacts, names: ClassNames) -> None:
             for number in facts.in_weights[stream]
         )
     ]
+    counts = {stream: len(facts.in_weights[stream]) for stream in streams}
+    most = [stream for stream in streams if counts[stream] > sum(counts.values()) * 2 / 3]
+    kept = begins or most
     for stream in streams:
-        if begins != [stream]:
+        if kept != [stream]:
             doubt = "it is one of several residual streams, which nothing ties"
             names.take_back(stream, doubt)
 
 
-def _words(
-    facts: ProgramFacts, streams: list[DimensionClass]
-) -> Mapping[DimensionClass, str] | None:
+def _words(facts: ProgramFacts, streams: list[DimensionClass]) -> _Words | None:
     """A word for each stream, which stands at one place of the paths of most of its weights."""
     paths = {
         stream: [
@@ -57,26 +78,41 @@ def _words(
         for stream in streams
     }
     for place in range(max((len(path) for own in paths.values() for path in own), default=0)):
-        words = {}
+        found = {}
         for stream, own in paths.items():
-            counts = collections.Counter(path[place] for path in own if len(path) > place)
-            word, count = next(iter(counts.most_common(1)), ("", 0))
-            if 2 * count > len(own) and word.isidentifier():
-                words[stream] = word
-        if len(words) == len(streams) == len(set(words.values())):
-            return words
+            counts = collections.Counter(_word(path, place) for path in own if len(path) > place)
+            word, count = next(iter(counts.most_common(1)), ((), 0))
+            if 2 * count > len(own) and "_".join(word).isidentifier():
+                found[stream] = word
+        if len(found) == len(streams) == len(set(found.values())):
+            labels = {stream: "_".join(word) for stream, word in found.items()}
+            return _Words(place, labels, {word: stream for stream, word in found.items()})
     return None
 
 
+def _word(path: Sequence[str], place: int) -> tuple[str, ...]:
+    """What stands at a place of a path; a number together with what is numbered."""
+    return tuple(path[max(place - 1, 0) if path[place].isdigit() else place : place + 1])
+
+
 def _owners(
-    facts: ProgramFacts, names: ClassNames, streams: list[DimensionClass]
+    facts: ProgramFacts, names: ClassNames, words: _Words
 ) -> Iterator[tuple[DimensionClass, DimensionClass]]:
-    """What belongs to one stream alone, with the stream."""
+    """What belongs to one stream alone, with the stream.
+
+    It stands beside that stream alone; or, as what a decoder makes of an encoder's, only in weights
+    the paths of which have the word of the stream.
+    """
     for part, role in list(names.roles.items()):
+        numbers = facts.in_weights.get(part, ())
+        paths = [split_path(facts.call.weights[number].path) for number in numbers]
         beside = {
             stream
-            for number in facts.in_weights.get(part, ())
-            for stream in facts.classes_of_weight(number).intersection(streams)
+            for number in numbers
+            for stream in facts.classes_of_weight(number).intersection(words.labels)
         }
-        if role in _OWN and len(beside) == 1:
+        if len(beside) > 1:
+            own = {_word(path, words.place) if len(path) > words.place else () for path in paths}
+            beside = {words.by_part[word] for word in own if own <= words.by_part.keys()}
+        if role not in _COMMON and len(beside) == 1:
             yield part, beside.pop()

@@ -1,25 +1,34 @@
-"""What weights are stacked along: layers, and the parts of a fused projection."""
+"""What weights are stacked along: layers, and gates beside what they gate."""
 
 import collections
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Set
 
 from penzai_shard.choosing.dimensions import DimensionClass
+from penzai_shard.choosing.dimensions.loop_indices import counter_behind, indexed_dimensions
 from penzai_shard.choosing.naming.class_names import ClassNames
-from penzai_shard.choosing.naming.program_facts import PRODUCTS, ProgramFacts
+from penzai_shard.choosing.naming.program_facts import Product, ProgramFacts
+from penzai_shard.library_apis.shardy_records import PRODUCTS
 from penzai_shard.path_folding import folding_key
+from penzai_shard.sharding_propagation import FLOW
 
-_ATTENTION = frozenset({"heads", "head_groups", "query_heads", "projection"})
-_FUSED = {3: "qkv", 2: "kv"}
 # A stack of layers is one of several weights.
 _FEWEST_STACKED = 2
 
 
 def name_layers(facts: ProgramFacts, names: ClassNames) -> None:
     """Names what loops take from weights one by one, and what is taken from several by hand."""
+    passed_on = _passed_on(facts)
     for part in facts.call.dimensions.stepped & facts.in_weights.keys() - facts.of_inputs.keys():
-        names.give(part, "layers", "a loop takes its elements one by one")
+        if part in passed_on:
+            names.give(part, "layers", "a loop takes its elements one by one, each for the next")
+        else:
+            names.doubts[part] = (
+                "a loop takes its elements one by one, and multiplies with none of them what it "
+                "made with others"
+            )
     by_length: dict[int, list[DimensionClass]] = collections.defaultdict(list)
-    for part in _taken_one_after_another(facts):
+    for part in _taken_one_after_another(facts, names):
         by_length[part.size].append(part)
     for parts in by_length.values():
         stacked = {
@@ -32,13 +41,68 @@ def name_layers(facts: ProgramFacts, names: ClassNames) -> None:
                 names.give(part, "layers", "its elements are used one after the other")
 
 
-def _taken_one_after_another(facts: ProgramFacts) -> Iterator[DimensionClass]:
-    """The first dimensions of weights all of whose elements are taken, each for the next layer."""
+def _passed_on(facts: ProgramFacts) -> Set[DimensionClass]:
+    """What a loop takes one by one, to multiply with each what it made with the one before.
+
+    Layers are so; chunks of neurons, heads and experts whose results a loop only adds are not.
+    """
+    taken: dict[int, dict[int, tuple[DimensionClass, ...]]] = collections.defaultdict(dict)
+    for operation in facts.program.operations:
+        if operation.kind != "stablehlo.dynamic_slice":
+            continue
+        for number, index in indexed_dimensions(facts.program, operation):
+            counter = counter_behind(facts.program, index)
+            if counter is not None and operation.operands[0] in facts.from_weights:
+                parts = facts.call.dimensions.parts(operation.operands[0], number)
+                taken[counter][operation.results[0]] = parts
+    found: set[DimensionClass] = set()
+    for counter, elements in taken.items():
+        last = _end_of_loop(facts, counter)
+        by_parts: dict[tuple[DimensionClass, ...], list[int]] = collections.defaultdict(list)
+        for value, parts in elements.items():
+            by_parts[parts].append(value)
+        for parts, values in by_parts.items():
+            if found.issuperset(parts):
+                continue
+            own = facts.reached(values, last)
+            if any(_is_of_itself(facts, each, last) for each in _taken_with(facts, own, last)):
+                found.update(parts)
+    return found
+
+
+def _end_of_loop(facts: ProgramFacts, counter: int) -> int:
+    """The number of the last operation of a loop: the last that hands something on in it."""
+    own = facts.program.makers[counter]
+    last = own.number
+    for operation in facts.program.operations:
+        is_next = operation.number == last + 1
+        if is_next and operation.kind == FLOW and operation.name == own.name:
+            last = operation.number
+    return last
+
+
+def _taken_with(facts: ProgramFacts, weights: Set[int], last: int) -> Iterator[Product]:
+    """The products with some weights, up to the end of a loop."""
+    for each in facts.with_weights:
+        if each.operation.number < last and each.weight_operand in weights:
+            yield each
+
+
+def _is_of_itself(facts: ProgramFacts, product: Product, last: int) -> bool:
+    """Whether what a product makes goes round in a loop, and is multiplied there again."""
+    return product.data in facts.reached(product.operation.results, last)
+
+
+def _taken_one_after_another(facts: ProgramFacts, names: ClassNames) -> Iterator[DimensionClass]:
+    """The first dimensions of weights all of whose elements are taken, each for the next layer.
+
+    A loop may take several layers in each round, so that their number is a product.
+    """
     taken: dict[DimensionClass, dict[int, int]] = collections.defaultdict(dict)
     first = {
-        weight.parts[0][0]
+        weight.parts[0][-1]
         for weight in facts.call.weights
-        if weight.parts and len(weight.parts[0]) == 1
+        if weight.parts and {*weight.parts[0][:-1]} <= names.with_role("layers")
     }
     for operation in facts.program.operations:
         if not operation.cuts or operation.operands[0] in facts.from_inputs:
@@ -53,16 +117,19 @@ def _taken_one_after_another(facts: ProgramFacts) -> Iterator[DimensionClass]:
 
 
 def _is_used_after(facts: ProgramFacts, value: int, earlier: int) -> bool:
-    """Whether a value is multiplied with something that another one was used for."""
-    reached = facts.reached([earlier])
+    """Whether a value is multiplied with something that another one was used for.
+
+    Within one round of the loops around them: in the next all are used after all.
+    """
     for operation in facts.after(value, PRODUCTS):
         if operation.kind in PRODUCTS:
+            reached = facts.reached([earlier], operation.number)
             return not reached.isdisjoint(operation.operands)
     return False
 
 
-def name_fused_parts(facts: ProgramFacts, names: ClassNames) -> None:
-    """Names the number of projections that one weight does, beside or within their heads."""
+def name_gates(facts: ProgramFacts, names: ClassNames) -> None:
+    """Names the two of which one weight makes neurons, and the gates of these."""
     beside: dict[DimensionClass, list[set[str]]] = collections.defaultdict(list)
     for weight in facts.call.weights:
         parts = [part for dimension in weight.parts or () for part in dimension]
@@ -73,11 +140,45 @@ def name_fused_parts(facts: ProgramFacts, names: ClassNames) -> None:
         in_weights = beside[part]
         if part in facts.together or any(part in each for each in facts.together.values()):
             continue
-        if part.size in _FUSED and all(named & _ATTENTION for named in in_weights):
-            reason = "one weight does so many projections for attention"
-            names.give(part, _FUSED[part.size], reason)
-        elif part.size == 2 and all("neurons" in named for named in in_weights):
+        if part.size == 2 and all("neurons" in named for named in in_weights):
             names.give(part, "gate_up", "one weight makes neurons and their gates")
+
+
+def name_modulations(facts: ProgramFacts, names: ClassNames) -> None:
+    """Names the scales and shifts of the embedding that one weight makes, and of what.
+
+    So DiT's adaLN does, of its conditioning (https://arxiv.org/abs/2212.09748).
+    """
+    embedding = names.with_role("embedding")
+    apart = _taken_apart(facts)
+    made_of = collections.Counter[DimensionClass]()
+    for each in facts.with_weights:
+        several = names.without_role(each.made - embedding)
+        if len(each.made) != 2 or len(several) != 1 or not each.made & embedding:
+            continue
+        if each.contracted & embedding:
+            continue
+        if several[0] in apart and facts.is_of_a_weight(each):
+            reason = "one weight makes so many scales and shifts of the embedding"
+            names.give(several[0], "modulations", reason)
+            made_of.update(each.contracted & facts.in_weights.keys())
+    _tell_numbers_apart(facts, names)
+    for part, count in made_of.items():
+        if count > 1:
+            names.give(part, "conditioning", "several weights make scales and shifts of it")
+
+
+def _tell_numbers_apart(facts: ProgramFacts, names: ClassNames) -> None:
+    """Leaves the name to scales and shifts of one number: blocks have more than the end has."""
+    elements: collections.Counter[int] = collections.Counter()
+    modulations = names.with_role("modulations")
+    for part in modulations:
+        of_weights = (facts.call.weights[number].shape for number in facts.in_weights[part])
+        elements[part.size] += sum(map(math.prod, of_weights))
+    for part in modulations:
+        if part.size != max(elements, key=lambda size: (elements[size], size)):
+            doubt = "one weight makes so many scales and shifts of the embedding, and others others"
+            names.take_back(part, doubt)
 
 
 def _taken_apart(facts: ProgramFacts) -> set[DimensionClass]:

@@ -8,22 +8,27 @@ from penzai_shard.choosing.dimensions import DimensionClass
 from penzai_shard.choosing.naming.class_names import ClassNames
 from penzai_shard.choosing.naming.program_facts import (
     DOT,
-    PRODUCTS,
     Classes,
     Product,
     ProgramFacts,
+    sources_of,
 )
-from penzai_shard.sharding_propagation import Operation
+from penzai_shard.library_apis.shardy_records import PRODUCTS
+from penzai_shard.sharding_propagation import FLOW
+
+_SCALED = frozenset({"stablehlo.add", "stablehlo.multiply"})
+_HANDING_ON = frozenset({"stablehlo.concatenate", "stablehlo.pad", "stablehlo.reduce_window"})
 
 
 def name_embedding(facts: ProgramFacts, names: ClassNames) -> None:
     """Names what weights read from the residual stream, and what they add to it."""
     found: dict[DimensionClass, str] = {}
-    for classes in _residual_streams(facts):
+    others = facts.mapped_over | _never_read_alone(facts) | facts.of_inputs.keys()
+    for stream, classes in _residual_streams(facts):
         candidates = {
             part: len(facts.in_weights[part])
-            for part in classes
-            if part in facts.in_weights and part not in facts.of_inputs
+            for part in classes - others - _factors(facts, stream)
+            if part in facts.in_weights
         }
         most = max(candidates.values(), default=0)
         best = [part for part, count in candidates.items() if count == most]
@@ -33,8 +38,31 @@ def name_embedding(facts: ProgramFacts, names: ClassNames) -> None:
         names.give(part, "embedding", found[part])
 
 
-def _residual_streams(facts: ProgramFacts) -> Iterator[Classes]:
-    """The classes of values that something is added to that products with weights make of them."""
+def _never_read_alone(facts: ProgramFacts) -> Classes:
+    """What products with weights contract, but only together with others, as heads of attention."""
+    together: set[DimensionClass] = set()
+    alone: set[DimensionClass] = set()
+    for each in facts.with_weights:
+        led = {facts.leads[part] for part in each.contracted if part in facts.leads}
+        own = each.contracted - led
+        together |= each.contracted & led
+        is_joint = len(own) > 1 and each.operation.kind == DOT
+        (together if is_joint else alone).update(own)
+    return frozenset(together - alone)
+
+
+def _factors(facts: ProgramFacts, value: int) -> Classes:
+    """What dimensions of a value are products of, in tensor trains; not what groups always lead."""
+    return frozenset(
+        part
+        for parts in facts.call.dimensions.of_value(value)
+        for before, part in zip((None, *parts), parts, strict=False)
+        if len(parts) > 1 and (part != parts[-1] or facts.leads.get(part) != before)
+    )
+
+
+def _residual_streams(facts: ProgramFacts) -> Iterator[tuple[int, Classes]]:
+    """Values, with their classes, to which is added what products with weights make of them."""
     seen: set[Classes] = set()
     for operation in facts.program.operations:
         if operation.kind != "stablehlo.add" or operation.results[0] not in facts.from_inputs:
@@ -45,7 +73,7 @@ def _residual_streams(facts: ProgramFacts) -> Iterator[Classes]:
             continue
         if any(_is_made_of(facts, *pair) for pair in ((left, right), (right, left))):
             seen.add(classes)
-            yield classes
+            yield operation.results[0], classes
 
 
 def _is_made_of(facts: ProgramFacts, added: int, stream: int) -> bool:
@@ -60,31 +88,66 @@ def _is_made_of(facts: ProgramFacts, added: int, stream: int) -> bool:
 
 
 def name_neurons(facts: ProgramFacts, names: ClassNames) -> None:
-    """Names what one product makes of the embedding, and another contracts to give it back."""
+    """Names what products make of the embedding, and another contracts to give it back."""
     embedding = names.with_role("embedding")
     made: set[DimensionClass] = set()
     for each in facts.with_weights:
         if each.contracted & embedding and each.operation.kind == DOT:
             made |= each.made
+    # One product may make them together with something else, to be cut apart.
+    together = collections.defaultdict[DimensionClass, set[DimensionClass]](set)
+    for whole in made & facts.runs.keys():
+        for cut in {cut for found in facts.runs[whole].values() for _, cut in found}:
+            if len(cut) == 1:
+                together[cut[0]].add(whole)
+    # What a product makes of itself is the state of a recurrence.
+    states = {part for each in facts.with_weights for part in each.made & each.contracted}
     for each in facts.with_weights:
-        if not each.made & embedding or not _is_of_products_with_weights(facts, each):
-            continue
-        for part in names.without_role(each.contracted & made & facts.in_weights.keys()):
-            # In gradients a product with a weight goes back over what it made.
-            if (
-                sum(bool(embedding & facts.classes_of_weight(n)) for n in facts.in_weights[part])
-                > 1
-            ):
+        before = _between_products(facts, each) if each.made & embedding else frozenset()
+        for part in names.without_role(each.contracted & facts.in_weights.keys() - states):
+            if made & before & ({part} | together[part]):
                 reason = "a product makes it of the embedding, and another contracts over it"
                 names.give(part, "neurons", reason)
 
 
-def _is_of_products_with_weights(facts: ProgramFacts, product: Product) -> bool:
-    """Whether a product is taken of others with weights, with something in between."""
-    by_result = facts.by_result
-    before = (product.data, *facts.before(product.data, by_result))
-    nearest = [by_result[value] for value in before if value in by_result]
-    return all(each.weight is not None for each in nearest) and not _is_linear(facts, product)
+def _between_products(facts: ProgramFacts, product: Product) -> Classes:
+    """The classes of the products with weights that another is taken of; none if it is linear.
+
+    None either if a loop comes in between, or positions are shifted or joined: what is handed on
+    from one to the next is a state, not neurons. Nor if something comes in from inputs alone, such
+    as the noise of a code.
+    """
+    made = facts.by_result
+    between = (product.data, *facts.before(product.data, made))
+    nearest = [made[value] for value in between if value in made]
+    if any(each.weight is None for each in nearest) or _is_linear(facts, product):
+        return frozenset()
+    if any(_has_noise(facts, value) for value in between):
+        return frozenset()
+    handed_on: set[DimensionClass] = set()
+    for value in between:
+        maker = facts.program.makers.get(value)
+        if maker is None or value in made or value not in facts.from_inputs:
+            continue
+        if maker.kind == FLOW and len(sources_of(maker)) > 1:
+            return frozenset()
+        if maker.kind in _HANDING_ON:
+            handed_on |= facts.classes(value)
+    classes = frozenset(p for each in nearest for p in facts.classes(each.operation.results[0]))
+    return classes - handed_on
+
+
+def _has_noise(facts: ProgramFacts, value: int) -> bool:
+    """Whether a value is scaled or shifted by what inputs give, and is no mask."""
+    maker = facts.program.makers.get(value)
+    if maker is None or maker.kind not in _SCALED or value in facts.by_result:
+        return False
+    for operand in {*maker.operands} & facts.from_inputs - facts.from_weights:
+        before = (operand, *facts.before(operand))
+        makers = (facts.program.makers.get(each) for each in before)
+        if not any(each is not None and each.kind == "stablehlo.compare" for each in makers):
+            return True
+    return False
 
 
 def _is_linear(facts: ProgramFacts, product: Product) -> bool:
@@ -96,15 +159,22 @@ def _is_linear(facts: ProgramFacts, product: Product) -> bool:
 def name_ranks(facts: ProgramFacts, names: ClassNames) -> None:
     """Names what two weights are multiplied over, with nothing in between: a low rank.
 
-    One after the other with an input, or both to be added to a third, as adapters are.
+    One after the other with an input, or both to be added to a third, as adapters are. What two
+    weights of a head are multiplied over are the features of that head, and so with all that is
+    done side by side.
     """
+    side_by_side = facts.in_weights.keys() - facts.mapped_over
     for each in facts.products:
         if each.operation.kind != DOT:
             continue
         if facts.from_inputs.isdisjoint(each.operation.operands):
-            if not _is_added_to_a_weight(facts, each):
+            # A sum of Kronecker products has several dimensions of either weight.
+            is_of_a_matrix = min(map(len, each.free)) <= 1
+            if not is_of_a_matrix or not _is_added_to_a_weight(facts, each):
                 continue
         elif each.weight is None or not _is_linear(facts, each):
+            continue
+        if len(each.contracted) > 1 or each.batch & side_by_side:
             continue
         for part in names.without_role(each.contracted & facts.in_weights.keys()):
             beside = [
@@ -113,6 +183,25 @@ def name_ranks(facts: ProgramFacts, names: ClassNames) -> None:
             ]
             if part not in facts.of_inputs and part.size < min(beside):
                 reason = "two weights are multiplied over it, with nothing in between"
+                names.give(part, "rank", reason)
+
+
+def name_ranks_of_tables(facts: ProgramFacts, names: ClassNames) -> None:
+    """Names what rows of a table have, if it is shorter than the embedding that is made of them.
+
+    A lookup is a product with the table, so that both weights are one of low rank, as in ALBERT.
+    """
+    embedding = names.with_role("embedding")
+    tables = [each for each in facts.lookups if each.rows in facts.in_weights]
+    for each in facts.with_weights:
+        is_first = each.operation.kind == DOT and not facts.nearest_products(each.data)
+        if not is_first or not each.made <= embedding:
+            continue
+        before = {each.data, *facts.before(each.data)}
+        rows = {p for one in tables if one.operation.results[0] in before for p in one.others}
+        for part in names.without_role(rows & each.contracted & facts.in_weights.keys()):
+            if part.size < math.prod(made.size for made in each.made):
+                reason = "rows of a table have it, and a product makes the longer embedding of them"
                 names.give(part, "rank", reason)
 
 
@@ -125,78 +214,28 @@ def _is_added_to_a_weight(facts: ProgramFacts, product: Product) -> bool:
     )
 
 
-def name_experts(facts: ProgramFacts, names: ClassNames) -> None:
-    """Names what weights of products have side by side, and a product of the embedding chooses."""
-    routers = dict(_routers(facts, names))
-    side_by_side = {
-        part
-        for each in facts.with_weights
-        for part in names.without_role(each.batch & facts.in_weights.keys())
-    }
-    looked_up = {
-        lookup.rows
-        for lookup in facts.lookups
-        if lookup.rows in facts.in_weights and lookup.index in facts.from_weights
-    }
-    side_by_side |= looked_up
-    for router, compared in routers.items():
-        chosen = compared is not None
-        if router in side_by_side:
-            how = "the largest are chosen among them" if chosen else "the embedding weighs them"
-            names.give(router, "experts", f"products are done side by side along it, and {how}")
-        experts = [
-            part
-            for part in names.without_role(side_by_side | _stacked(facts) | (compared or set()))
-            if part.size == router.size and part != router and part in facts.in_weights
-        ]
-        if chosen and experts and (len(experts) == 1 or looked_up.issuperset(experts)):
-            reason = "the largest of its elements are chosen, and weights have as many side by side"
-            names.give(router, "experts", reason)
-            reason = "weights have it side by side, and the largest of a product are chosen for it"
-            for part in experts:
-                names.give(part, "experts", reason)
+def tell_groups(facts: ProgramFacts, names: ClassNames) -> None:
+    """Tells groups of an axis, as norms and scales make them, from axes of their own."""
+    for part in names.with_role("embedding", "neurons") & facts.leads.keys():
+        groups = facts.leads[part]
+        if names.roles[part] == "embedding" or names.roles.get(groups) == "neurons":
+            names.group(groups, part)
 
 
-def _stacked(facts: ProgramFacts) -> set[DimensionClass]:
-    """The first dimensions of several weights that are stacks of matrices."""
-    first = collections.Counter(
-        weight.parts[0][0]
-        for weight in facts.call.weights
-        if weight.parts and len(weight.shape) > 2 and len(weight.parts[0]) == 1
-    )
-    return {part for part, count in first.items() if count > 1}
+def name_joint(facts: ProgramFacts, names: ClassNames) -> None:
+    """Names what two streams are compared over: the joint embedding of CLIP.
 
-
-def _routers(
-    facts: ProgramFacts, names: ClassNames
-) -> Iterator[tuple[DimensionClass, Classes | None]]:
-    """What products make of the embedding alone, to weigh something with.
-
-    With each what the places of its largest elements are compared with; None if these are not
-    looked for.
+    So it is called in the paper (https://arxiv.org/abs/2103.00020, figure 3).
     """
     embedding = names.with_role("embedding")
-    for each in facts.with_weights:
-        if not each.contracted & embedding or len(each.made) != 1:
+    for each in facts.products:
+        if facts.is_of_a_weight(each):
             continue
-        (part,) = each.made
-        if part in names.roles or part not in facts.in_weights:
-            continue
-        compared = None
-        for operation in facts.after(each.operation.results[0], PRODUCTS | _ORDERS):
-            if operation.kind in _ORDERS or len(operation.results) > 1:
-                compared = frozenset(_compared(facts, operation))
-                break
-        yield part, compared
-
-
-def _compared(facts: ProgramFacts, order: Operation) -> Iterator[DimensionClass]:
-    """What the places of the largest elements are compared with, as for a row with a one."""
-    for result in order.results[1:]:
-        known = facts.classes(result)
-        for operation in facts.after(result, PRODUCTS | _ORDERS | {"stablehlo.compare"}):
-            if operation.kind == "stablehlo.compare":
-                yield from facts.classes(operation.results[0]) - known
-
-
-_ORDERS = frozenset({"chlo.top_k", "stablehlo.sort"})
+        made_of = [
+            frozenset(p for made in facts.nearest_products(operand) for p in made.contracted)
+            for operand in each.operation.operands
+        ]
+        if all(own & embedding for own in made_of) and made_of[0].isdisjoint(made_of[1]):
+            for part in names.without_role(each.contracted & facts.in_weights.keys()):
+                reason = "products make it of two residual streams, which are compared over it"
+                names.give(part, "joint_embedding", reason)

@@ -6,18 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from penzai import pz
 
 from penzai_shard.choosing.dimensions import DimensionClass, ProgramDimensions
+from penzai_shard.choosing.naming.called_functions import call_problem, refuse_module
 from penzai_shard.equinox_modules import are_arrays
 from penzai_shard.errors import RuleTypeError, naming_extras, raise_all
 from penzai_shard.named_leaves import NamedLeaf, map_arrays
+from penzai_shard.planning.axis_naming import unreadable_names
 from penzai_shard.readers import without_bare_arrays
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.sharding_propagation import PropagatedProgram
 from penzai_shard.tree_arguments import refuse_builder
 
 AxisNames = Sequence[LogicalAxis | None]
+
+OF_TOKENS: tuple[AxisNames, ...] = (("batch", "seq"),)
+"""The names of inputs for which nothing is said."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +78,8 @@ def traced_call(
             is none, or a model that holds its arrays itself, or the weights are not a tree.
         PropagationError: This jaxlib does not say which dimensions belong together.
     """
-    _check_called(function, params)
+    refuse_module(function)
+    refuse_builder("infer_names", params)
     trees = [_Arrays(pz.freeze_variables(tree)) for tree in (params, *inputs)]
     named = _names_of_inputs(trees[1:], input_names)
 
@@ -81,13 +88,24 @@ def traced_call(
             tree.filled(arrays) for tree, arrays in zip(trees, [weights, *inputs], strict=True)
         ]
         returned = jax.tree_util.tree_leaves(function(*given))
-        return [leaf for leaf in returned if hasattr(leaf, "shape")]
+        arrays = [leaf for leaf in returned if hasattr(leaf, "shape")]
+        if not arrays:
+            raise RuleTypeError(
+                f"infer_names: {_name(function)} returns no arrays, so that nothing of its program "
+                "counts. Return what it computes, best the logits."
+            )
+        return arrays
 
     structs = [tree.structs for tree in trees]
     try:
         with naming_extras():
             traced = jax.jit(called).trace(structs[0], structs[1:])
     except Exception as error:
+        # Only now: what a decorated function says it takes may be what is beneath it.
+        if isinstance(error, TypeError) and (
+            problem := call_problem(_name(function), function, len(inputs))
+        ):
+            raise RuleTypeError(problem) from error
         error.add_note(f"This was raised while infer_names traced {_call_text(function, trees)}.")
         known = [leaf.names for tree in trees[1:] for leaf in tree.leaves if leaf.names]
         if known:
@@ -109,20 +127,6 @@ def traced_call(
         for number, (leaf, names) in enumerate(leaves)
     ]
     return TracedCall(tuple(weights), tuple(of_inputs), dimensions)
-
-
-def _check_called(function: Any, params: Any) -> None:
-    if not callable(function):
-        raise RuleTypeError(
-            f"infer_names takes a function of weights and inputs, not a {type(function).__name__}. "
-            "Write infer_names(function, params, *inputs)."
-        )
-    if not jax.tree_util.all_leaves([function]) and any(are_arrays(function)):
-        raise RuleTypeError(
-            f"infer_names names the arrays of its second argument, and this {_name(function)} "
-            "holds its own. Write infer_names(lambda model, *inputs: model(*inputs), model, ...)."
-        )
-    refuse_builder("infer_names", params)
 
 
 def _name(function: Any) -> str:
@@ -183,11 +187,7 @@ def _names_of_inputs(
     inputs: Sequence[_Arrays], input_names: Sequence[AxisNames | None]
 ) -> list[list[tuple[NamedLeaf, AxisNames | None]]]:
     """The arrays of each input with their names: their own, or those that were given."""
-    if isinstance(input_names, str) or any(isinstance(names, str) for names in input_names):
-        raise RuleTypeError(
-            f"input_names has a tuple of names for each input, not {input_names!r}. "
-            "Write for instance input_names=[('batch', 'seq')]."
-        )
+    _check_names(input_names, inputs)
     problems = []
     named = []
     if len(input_names) > len(inputs):
@@ -228,6 +228,34 @@ def _names_of_inputs(
         )
     raise_all(RuleTypeError, "the names of inputs do not fit them:", problems)
     return named
+
+
+def _check_names(input_names: Any, inputs: Sequence[_Arrays]) -> None:
+    """Refuses what says no names, in an order, of each input; and the default for no tokens."""
+    if (
+        not isinstance(input_names, list | tuple)
+        or any(not (names is None or isinstance(names, list | tuple)) for names in input_names)
+    ):  # fmt: skip
+        raise RuleTypeError(
+            f"input_names has a tuple of names for each input, not {input_names!r}. "
+            "Write for instance input_names=[('batch', 'seq')], or None for an input without names."
+        )
+    problems = [
+        f"input {number}: in input_names, {problem}"
+        for number, names in enumerate(input_names)
+        if (problem := unreadable_names(names or ()))
+    ]
+    if input_names is OF_TOKENS and inputs:
+        structs = {leaf.dtype: leaf for leaf in inputs[0].leaves if leaf.names is None}
+        floating = [leaf for dtype, leaf in structs.items() if jnp.issubdtype(dtype, jnp.floating)]
+        problems += [
+            f"input 0: is of {leaf.dtype}, shape {leaf.shape}, and by default inputs are tokens, "
+            "batch x seq. Say what its dimensions are, None for one without a name: "
+            f"input_names=[{('batch', *(None,) * (len(leaf.shape) - 1))!r}]."
+            for leaf in floating
+            if leaf.shape
+        ]
+    raise_all(RuleTypeError, "the names of inputs do not fit them:", problems)
 
 
 def _fits(leaf: NamedLeaf, names: AxisNames | None) -> bool:

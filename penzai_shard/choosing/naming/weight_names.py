@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from penzai_shard.choosing.dimensions import DimensionClass
@@ -20,14 +21,40 @@ class DimensionName:
     Attributes:
         name: The logical axis; None if that is not decided.
         reason: Why it is called so, or why that is not decided, as a sentence.
+        unknown: Of one that is not decided a number, which all dimensions have that the program
+            ties to it; None where the program does not say.
     """
 
     name: LogicalAxis | None
     reason: str
+    unknown: int | None = None
 
 
 UNUSED = "the program does not use this array"
 _UNKNOWN = "the program does not decide what it is"
+
+
+def with_numbers(
+    weights: Sequence[CalledArray], found: Sequence[tuple[DimensionName, ...]]
+) -> list[tuple[DimensionName, ...]]:
+    """Gives what is not decided the numbers by which it is known again.
+
+    Args:
+        weights: The weights.
+        found: The names of their dimensions.
+    """
+    numbers: dict[tuple[DimensionClass, ...], int] = {}
+
+    def numbered(weight: CalledArray, place: int, each: DimensionName) -> DimensionName:
+        if each.name is not None or weight.parts is None or weight.shape[place] == 1:
+            return each
+        number = numbers.setdefault(weight.parts[place], len(numbers) + 1)
+        return dataclasses.replace(each, unknown=number)
+
+    return [
+        tuple(numbered(weight, place, each) for place, each in enumerate(dimensions))
+        for weight, dimensions in zip(weights, found, strict=True)
+    ]
 
 
 def names_of_weights(
@@ -108,15 +135,13 @@ def _of_dimension(
     sizes: dict[str, int] = {}
     reasons = []
     for group in groups:
-        named = next(filter(None, map(names.name, group)), None)
+        named = next(filter(None, map(names.name, reversed(group))), None)
         if named is None:
             return DimensionName(None, _doubt(groups, group, names))
         name, reason = named
         if name in sizes:
             return DimensionName(None, f"two of the axes that it is a product of would be {name!r}")
-        sizes[name] = 1
-        for part in group:
-            sizes[name] *= part.size
+        sizes[name] = _length(group)
         reasons.append(reason)
     if len(sizes) == 1:
         return DimensionName(next(iter(sizes)), reasons[0])
@@ -131,10 +156,12 @@ def _are_one(
     together: Mapping[DimensionClass, Classes],
 ) -> bool:
     """Whether two parts of a dimension that follow each other are one logical axis."""
+    if names.groups.get(first) == second:
+        return True
     if second not in together.get(first, ()):
         return False
-    found = {each[0] for each in map(names.name, (first, second)) if each is not None}
-    return len(found) <= 1
+    one, other = names.name(first), names.name(second)
+    return one is not None and other is not None and one[0] == other[0]
 
 
 def _doubt(
@@ -149,10 +176,7 @@ def _doubt(
 
 
 def _length(group: Sequence[DimensionClass]) -> int:
-    length = 1
-    for part in group:
-        length *= part.size
-    return length
+    return math.prod(part.size for part in group)
 
 
 def _without_repeats(

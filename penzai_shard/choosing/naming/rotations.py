@@ -1,0 +1,40 @@
+"""Whether what a product makes is rotated by positions before attention contracts it."""
+
+from penzai_shard.choosing.naming.program_facts import ProgramFacts
+from penzai_shard.library_apis.shardy_records import PRODUCTS
+
+_WAVES = frozenset({"stablehlo.cosine", "stablehlo.sine"})
+_TIMES = "stablehlo.multiply"
+
+
+def is_rotated(facts: ProgramFacts, made: int, operand: int) -> bool:
+    """Whether a value is multiplied with waves, or with a table, on its way to an operand.
+
+    Args:
+        facts: The program.
+        made: The value.
+        operand: What is computed of it, with no product in between.
+    """
+    on_the_way = {operand, *facts.before(operand, facts.by_result)}
+    of_value = {made}
+    for operation in facts.after(made, PRODUCTS):
+        if operation.kind not in PRODUCTS:
+            of_value.update(operation.results)
+    for value in on_the_way & of_value:
+        maker = facts.program.makers.get(value)
+        if maker is None or maker.kind != _TIMES:
+            continue
+        if any(_is_table(facts, each) for each in maker.operands if each not in of_value):
+            return True
+    return False
+
+
+def _is_table(facts: ProgramFacts, value: int) -> bool:
+    """Whether a value is of cosines and sines, or has been computed before."""
+    makers = facts.program.makers
+    sources = (value, *facts.before(value, facts.by_result))
+    if any(each in makers and makers[each].kind in _WAVES for each in sources):
+        return True
+    first = list(facts.moved_from(value))[-1]
+    has_elements = any(length > 1 for length in facts.program.values[first].shape)
+    return has_elements and value not in facts.from_inputs and value not in facts.from_weights
