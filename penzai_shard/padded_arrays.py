@@ -9,7 +9,6 @@ array, cut out of that and, inside of a program, kept split as it is stored.
 import collections
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,15 +18,20 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from penzai import pz
 from treescope import rendering_parts
 
-from penzai_shard.array_kinds import is_abstract, is_array_like, is_concrete, is_traced
+from penzai_shard.array_kinds import (
+    is_abstract,
+    is_array_like,
+    is_concrete,
+    is_deleted,
+    is_traced,
+)
+from penzai_shard.even_layouts import layouts_between, true_layout
 from penzai_shard.library_apis.jax_api import runs_at_once
 from penzai_shard.meshes import auto_context, onto_auto_twin
 from penzai_shard.partition_specs import (
     canonical_spec,
     evenly_splitting,
-    mesh_axes_by_dimension,
     mesh_axes_used,
-    part_count,
 )
 from penzai_shard.rule_kinds import LogicalAxis
 
@@ -183,16 +187,17 @@ class PaddedArray(pz.nx.NamedArray):
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         """The true array, and that it is stored padded."""
-        shown = self
-        if is_concrete(self.stored) and not self.stored.is_fully_addressable:
-            # Cutting it would need all processes.
+        shown, gone = self, is_deleted(self.stored)
+        if gone or (is_concrete(self.stored) and not self.stored.is_fully_addressable):
+            # There is nothing to cut, or cutting it would need all processes.
             struct = jax.ShapeDtypeStruct(self.stored.shape, self.dtype)
             shown = PaddedArray(struct, self.named_axes, self.padding)
         part = pz.nx.NamedArrayBase.__treescope_repr__(shown, path, subtree_renderer)
         if part is NotImplemented:
             return part
-        note = rendering_parts.comment_color(rendering_parts.text(f"  # {padding_text(self)}"))
-        return rendering_parts.siblings_with_annotations(part, note)
+        note = f"{padding_text(self)}{', deleted' if gone else ''}"
+        comment = rendering_parts.comment_color(rendering_parts.text(f"  # {note}"))
+        return rendering_parts.siblings_with_annotations(part, comment)
 
 
 def pad_to(data: Any, shape: Sequence[int]) -> Any:
@@ -272,6 +277,41 @@ def padded_as(tree: Any, like: Any) -> Any:
     )
 
 
+def padded_as_before(new: Any, old: Any) -> Any:
+    """What replaces a value, its named arrays stored padded where they were and fit again.
+
+    Args:
+        new: The new value, of any form.
+        old: What it replaces.
+
+    >>> array = PaddedArray(np.zeros(4), {"a": 3}, Padding((4,), (("data",),)))
+    >>> padded_as_before([pz.nx.wrap(np.ones(3), "a")], [array])[0].stored.tolist()
+    [1.0, 1.0, 1.0, 0.0]
+    >>> padded_as_before([pz.nx.wrap(np.ones(5), "a")], [array])[0].named_shape
+    {'a': 5}
+    """
+    structure: Any
+    olds, structure = jax.tree_util.tree_flatten(old, is_leaf=pz.nx.is_namedarray)
+    nodes, other = jax.tree_util.tree_flatten(new, is_leaf=pz.nx.is_namedarray)
+    if structure != other or not any(map(is_padded, olds)):
+        return new
+    return structure.unflatten(
+        padded_like(node, like) if _fits(node, like) else node
+        for node, like in zip(nodes, olds, strict=True)
+    )
+
+
+def _fits(node: Any, like: Any) -> bool:
+    """Whether a node is a named array without padding that can be stored as another one is."""
+    return (
+        is_padded(like)
+        and pz.nx.is_namedarray(node)
+        and not is_padded(node)
+        and node.named_shape == like.named_shape
+        and node.positional_shape == like.positional_shape
+    )
+
+
 def pinned(array: Any, sharding: Any) -> Any:
     """``jax.lax.with_sharding_constraint``, also by a layout over which a length does not divide.
 
@@ -308,37 +348,6 @@ def splits_unevenly(sharding: Any, shape: Sequence[int]) -> bool:
 @functools.partial(jax.jit, static_argnums=1)
 def _pinned_unevenly(array: Any, sharding: NamedSharding) -> Any:
     return jax.lax.with_sharding_constraint(array, sharding)
-
-
-def true_layout(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """A layout for the true array outside of a program, where every split length has to divide.
-
-    Mesh axes over which a dimension does not divide split the longest other one that does, so that
-    the array is whole on no device if that can be.
-
-    Args:
-        sharding: How the padded array is laid out.
-        shape: The true shape.
-
-    >>> mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
-    >>> true_layout(NamedSharding(mesh, PartitionSpec("data", "model")), (10, 16)).spec
-    P(None, ('model', 'data'))
-    """
-    sizes = sharding.mesh.shape
-    given = mesh_axes_by_dimension(sharding.spec, len(shape))
-    kept = [
-        axes if length % part_count(axes, sizes) == 0 else ()
-        for axes, length in zip(given, shape, strict=True)
-    ]
-    longest_first = sorted(range(len(shape)), key=lambda i: (-shape[i], i))
-    for axis in [
-        axis for axes, own in zip(given, kept, strict=True) if axes != own for axis in axes
-    ]:
-        for i in longest_first:
-            if shape[i] % part_count((*kept[i], axis), sizes) == 0:
-                kept[i] = (*kept[i], axis)
-                break
-    return NamedSharding(sharding.mesh, canonical_spec(kept), memory_kind=sharding.memory_kind)
 
 
 def _mesh_of_program(stored: Any, spec: PartitionSpec) -> Any:
@@ -378,15 +387,17 @@ def _cut(
 
 def _cut_outside(stored: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     own = stored.sharding
-    layout = true_layout(own, shape) if isinstance(own, NamedSharding) else None
-    return _cut_to(shape, layout)(stored)
+    return _cut_to(shape, true_layout(own, shape), layouts_between(own, shape))(stored)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cut_to(shape: tuple[int, ...], layout: NamedSharding | None) -> Any:
-    return jax.jit(
-        lambda stored: jax.lax.slice(stored, (0,) * len(shape), shape), out_shardings=layout
-    )
+def _cut_to(shape: tuple[int, ...], layout: Any, between: tuple[NamedSharding, ...] = ()) -> Any:
+    def cut(stored: Any) -> Any:
+        for step in between:
+            stored = jax.lax.with_sharding_constraint(stored, step)
+        return jax.lax.slice(stored, (0,) * len(shape), shape)
+
+    return jax.jit(cut, out_shardings=layout)
 
 
 def padding_text(array: PaddedArray) -> str:
@@ -403,13 +414,3 @@ def padding_text(array: PaddedArray) -> str:
         for (name, true), length, axes in stored
         if length != true
     )
-
-
-def padding_share(array: PaddedArray) -> float:
-    """Which part of what is stored is padding.
-
-    >>> padding_share(PaddedArray(None, {"a": 3}, Padding((4,), (("x",),))))
-    0.25
-    """
-    stored = math.prod(array.padding.lengths)
-    return 1 - math.prod(array.named_axes.values()) / stored if stored else 0.0

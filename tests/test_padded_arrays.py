@@ -14,8 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from penzai import pz
 
 from penzai_shard import PaddedArray, Padding, make_mesh
+from penzai_shard.even_layouts import true_layout
 from penzai_shard.meshes import auto_twin
-from penzai_shard.padded_arrays import pad_to, padded_like, true_layout, without_padding
+from penzai_shard.padded_arrays import pad_to, padded_like, without_padding
 
 TRUE = np.arange(60, dtype=np.float32).reshape(10, 6) + 1
 LAYOUT = PartitionSpec("data", "model")
@@ -236,6 +237,9 @@ def test_treescope_shows_the_true_array_and_that_it_is_padded(padded):
     assert "nan" not in text
     assert "stored padded" in repr(padded)
     assert "stored padded" in treescope.render_to_text(jax.eval_shape(lambda x: x, padded))
+    donated = jax.tree.map(jnp.copy, padded)
+    donated.stored.delete()
+    assert treescope.render_to_text(donated).endswith("'a' as 12 over 'data', deleted")
 
 
 @settings(max_examples=20, deadline=None)

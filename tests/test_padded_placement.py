@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from penzai import pz
 from penzai.models import simple_mlp
 
 import penzai_shard as pzs
+from penzai_shard import padded_arrays
 from penzai_shard.errors import ShardingError
+from penzai_shard.even_layouts import layouts_between, true_layout
+from penzai_shard.padded_arrays import pad_to
+from penzai_shard.placement import padded_on_devices, stored_padding
 
 RULES = {"features": "data", "features_out": "model"}
 
@@ -87,6 +91,9 @@ def test_sharded_init_pads_with_zeros_each_array_that_does_not_divide(mesh):
     assert stored.shape == (8, 6)
     assert not stored[7:].any()
     assert not stored[:, 5:].any()
+    for own, on_indivisible in ((RULES, "pad"), ({}, "error")):
+        again = pzs.sharded_init(lambda: model, mesh=mesh, rules=own, on_indivisible=on_indivisible)
+        assert_equal_values(again, whole)
 
 
 def test_models_of_the_first_api_are_padded_too(mesh):
@@ -134,6 +141,36 @@ def test_any_kind_and_dtype_is_padded(mesh, kind, dtype):
     placed = pzs.place(tree, mesh, RULES, on_indivisible="pad")[0]
     assert placed.stored.dtype == data.dtype
     np.testing.assert_array_equal(np.asarray(placed.data_array), np.asarray(data))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stored", "mesh_axes"),
+    [
+        # Two mesh axes of one dimension go to two others, and those of two dimensions to one.
+        ((9, 12, 6), (16, 12, 6), (("data", "model"), (), ())),
+        ((9, 11, 16), (12, 12, 16), (("data",), ("model",), ())),
+        ((9, 11, 12, 6), (12, 12, 12, 6), (("data",), ("model",), (), ())),
+    ],
+)
+def test_padding_comes_off_and_goes_on_with_no_device_gathering_the_array(
+    mesh, sizes, stored, mesh_axes
+):
+    data = np.arange(np.prod(sizes), dtype=np.float32).reshape(sizes)
+    padding = pzs.Padding(stored, mesh_axes)
+    padded = pzs.PaddedArray(pad_to(data, stored), dict(zip("abcd", sizes, strict=False)), padding)
+    layout = NamedSharding(mesh, padded.spec)
+    padded = jax.device_put(padded, layout)
+    true = padded.data_array
+    np.testing.assert_array_equal(true, data)
+    assert true.sharding == true_layout(layout, sizes)
+    again = padded_on_devices("place", true, stored, layout)
+    np.testing.assert_array_equal(again, padded.stored)
+    between = layouts_between(layout, sizes)
+    for program, argument in (
+        (padded_arrays._cut_to(sizes, true.sharding, between), padded.stored),
+        (stored_padding._padding_to(stored, layout, between[::-1]), true),
+    ):
+        assert "all-gather" not in program.lower(argument).compile().as_text()
 
 
 def test_explicit_meshes_mean_their_auto_twin(placed):

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 
 from penzai_shard.checkpointing.correspondence import Correspondence
+from penzai_shard.checkpointing.padded_layouts import Layout, PaddedLayout, true_layouts
 from penzai_shard.checkpointing.stacking import (
     GrowingStack,
     sharding_of_blocks,
@@ -21,7 +22,10 @@ class Landing(Protocol):
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """Shape, dtype and layout that it must have, with its axes in the order of the model's."""
+        """Shape, dtype and layout that it must have, with its axes in the order of the model's.
+
+        Without a layout it is read into host memory.
+        """
         ...
 
     def land(self, array: jax.Array) -> dict[str, jax.Array]:
@@ -36,6 +40,17 @@ class _Itself:
 
     def land(self, array: jax.Array) -> dict[str, jax.Array]:
         return {self.name: array}
+
+
+@dataclasses.dataclass(frozen=True)
+class _ThroughHost:
+    name: str
+    struct: jax.ShapeDtypeStruct
+    layout: PaddedLayout
+
+    def land(self, array: Any) -> dict[str, jax.Array]:
+        # One of them is in host memory at a time.
+        return {self.name: jax.block_until_ready(self.layout.from_host(array))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,15 +95,16 @@ class _AllBlocks:
 
 
 def landings_of(
-    found: Correspondence, leaves: Mapping[str, NamedLeaf], shardings: Mapping[str, Any]
+    found: Correspondence, leaves: Mapping[str, NamedLeaf], layouts: Mapping[str, Layout]
 ) -> dict[str, Landing]:
     """Where each array goes that is read.
 
     Args:
         found: What is to be read.
         leaves: The arrays of the model by name.
-        shardings: How each of them is to be laid out.
+        layouts: Where each of them is to be.
     """
+    shardings = true_layouts(layouts, leaves)
 
     def struct_of(name: str) -> jax.ShapeDtypeStruct:
         leaf = leaves[name]
@@ -106,7 +122,11 @@ def landings_of(
                 {name: struct_of(name) for name in conversion.blocks},
                 {name: name not in found.others for name in conversion.blocks},
             )
-    return {
-        name: landings[name] if name in landings else _Itself(name, struct_of(name))
-        for name in found.wanted
-    }
+
+    def itself(name: str) -> Landing:
+        struct, layout = struct_of(name), layouts[name]
+        if isinstance(layout, PaddedLayout) and layout.goes_through_host(struct.shape):
+            return _ThroughHost(name, jax.ShapeDtypeStruct(struct.shape, struct.dtype), layout)
+        return _Itself(name, struct)
+
+    return {name: landings[name] if name in landings else itself(name) for name in found.wanted}

@@ -28,6 +28,7 @@ from penzai_shard.checkpointing.locations import (
     refuse_existing,
 )
 from penzai_shard.checkpointing.manifest import seal, section_of
+from penzai_shard.checkpointing.padded_layouts import leaf_to_save
 from penzai_shard.checkpointing.replacement import Replacement
 from penzai_shard.checkpointing.taking_part import (
     refuse_other_arrays_elsewhere,
@@ -197,7 +198,7 @@ def prepare_save(
             f"cannot save to {where}:",
             [problem for name, leaf in leaves.items() if (problem := unsavable(name, leaf))],
         )
-    leaves = {name: leaf.without_padding() for name, leaf in leaves.items()}
+    leaves = {name: leaf_to_save(leaf) for name, leaf in leaves.items()}
     records = {name: record_of(leaf) for name, leaf in leaves.items()}
     refuse_other_arrays_elsewhere(where, leaves, records)
     # Orbax refuses arrays without elements. Their records say everything about them.
@@ -280,7 +281,14 @@ def _wait_for_new_threads(before: Collection[threading.Thread]) -> None:
     deadline = time.monotonic() + _SECONDS_TO_STOP
     for thread in {*threading.enumerate()} - {*before, threading.current_thread()}:
         # Idle workers and loops of asyncio stay for as long as they are referred to.
-        if not thread.daemon and not thread.name.startswith("asyncio_"):
+        if thread.daemon or thread.name.startswith("asyncio_"):
+            continue
+        # One that an interrupt found being started cannot be joined before it has begun.
+        while not thread.is_alive() and thread in threading.enumerate():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
+        if thread.is_alive():
             # Orbax' own threads override this to raise what they failed with.
             threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
 

@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 from penzai import pz
 from penzai.core.variables import LabeledVariable, LabeledVariableValue
 
-from penzai_shard.array_kinds import is_abstract, is_array_like, is_deleted, is_traced
+from penzai_shard.array_kinds import has_abstract, is_abstract, is_array_like, is_deleted, is_traced
 from penzai_shard.checkpointing.array_records import record_of
 from penzai_shard.checkpointing.arrays_by_name import ArraysByName, leaves_with_paths
 from penzai_shard.checkpointing.comparison import REPLACING, Tolerance, compare
@@ -239,16 +239,12 @@ def _put(leaf: Any, sharding: Any) -> Any:
 def _fresh_variable(node: Any, value: Any) -> Any:
     """A new variable like another, mutable unless that was frozen on purpose."""
     # A mutable variable holds no structs: what is frozen around them could not be mutable.
-    was_frozen = isinstance(node, LabeledVariableValue) and not _holds_structs(node.value)
+    was_frozen = isinstance(node, LabeledVariableValue) and not has_abstract(node.value)
     holds_arrays = all(map(is_array_like, jax.tree_util.tree_leaves(value)))
     frozen = with_value(node, value)
-    if was_frozen or not holds_arrays or _holds_structs(value):
+    if was_frozen or not holds_arrays or has_abstract(value):
         return frozen
     return with_own_label(thawed(frozen))
-
-
-def _holds_structs(value: Any) -> bool:
-    return any(map(is_abstract, jax.tree_util.tree_leaves(value)))
 
 
 def refuse_states_without_values(model: Any, headline: str) -> None:
@@ -258,7 +254,8 @@ def refuse_states_without_values(model: Any, headline: str) -> None:
         CheckpointMismatchError: With one line per variable.
     """
     problems = [
-        f"{path}: this state variable has {lack}. Set its value first."
+        f"{path}: this state variable has {lack}. Set its value first, or give a model that has "
+        "values: build_model(...) in place of abstract_model(build_model, ...)."
         for path, node in _variables(model)
         if not is_parameter(node) and (lack := _lack_of(node))
     ]

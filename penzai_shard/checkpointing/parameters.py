@@ -16,7 +16,7 @@ from penzai_shard.checkpointing.comparison import (
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.name_matching import NameRules, Patterns, Selection
 from penzai_shard.checkpointing.orbax_store import prepare_save
-from penzai_shard.checkpointing.padded_layouts import layouts_to_read, stored_by
+from penzai_shard.checkpointing.padded_layouts import stored_by, true_layouts
 from penzai_shard.checkpointing.parameter_dict import (
     rebuilt,
     refuse_states_without_values,
@@ -55,7 +55,9 @@ def restore_structs(
 
     Returns:
         A dictionary from names to named arrays of ``jax.ShapeDtypeStruct`` with a sharding, such
-        as Orbax' own functions take; of the padded ones where arrays are to be stored padded.
+        as Orbax' own functions take; of the padded ones where arrays are to be stored padded. For
+        these Orbax pads what it reads, with ``enable_padding_and_truncation`` of its
+        ``ArrayOptions.Loading``.
 
     Raises:
         PlanError: Some parameter has no valid layout.
@@ -88,7 +90,7 @@ def save_params(
 
     The arrays are stored as a flat dictionary, so that layers which are inserted later never
     matter. Their logical axis names are in the checkpoint's metadata, which ``restore_params``
-    compares.
+    compares. What is stored padded is saved without; until it is saved it is there twice.
 
     Args:
         path: The directory to make. In a job of several processes all must save, to the same
@@ -264,16 +266,15 @@ def restore_params(
             "restore_train_state."
         )
     layouts = layouts_by_name(stored_params(model_plan.starting_shardings()))
-    shardings = layouts_to_read(layouts, own.leaves)
     arrays = restore_arrays(
         path,
         "params",
         own.leaves,
-        shardings,
+        layouts,
         tolerance,
         verify=verify,
         selection=selection,
-        supply=supply_of(others, own.leaves, shardings, request.mesh),
+        supply=supply_of(others, own.leaves, true_layouts(layouts, own.leaves), request.mesh),
     )
     values = own.filled(stored_by(layouts, arrays, "restore_params"))
     return rebuilt(model, values, model_plan.sharding_tree())

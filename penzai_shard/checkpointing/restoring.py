@@ -18,6 +18,7 @@ from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.manifest import Manifest, identity_of, read_manifest
 from penzai_shard.checkpointing.name_matching import EVERYTHING, Selection
 from penzai_shard.checkpointing.orbax_store import mesh_context
+from penzai_shard.checkpointing.padded_layouts import Layout, true_layouts
 from penzai_shard.checkpointing.remaining_arrays import Supply
 from penzai_shard.checkpointing.taking_part import restore_together
 from penzai_shard.errors import (
@@ -38,7 +39,7 @@ def restore_arrays(
     path: PathLike,
     kind: str,
     leaves: Mapping[str, NamedLeaf],
-    shardings: Mapping[str, Any],
+    layouts: Mapping[str, Layout],
     tolerance: Tolerance,
     *,
     verify: bool,
@@ -53,14 +54,15 @@ def restore_arrays(
         path: The checkpoint's directory.
         kind: What is restored: ``"params"`` or ``"train_state"``.
         leaves: The arrays to be filled, by name.
-        shardings: By name, how each is to be laid out.
+        layouts: By name, where each is to be.
         tolerance: What may differ.
         verify: Whether to refuse numbers that are not those saved.
         selection: Which of the arrays are restored.
         supply: Gives the values of those that are not, or that the checkpoint does not have.
 
     Returns:
-        The arrays by name, exactly in the shardings asked for.
+        The arrays by name, exactly in the layouts asked for; of those that are to be padded some
+        in ``true_layout``, without padding.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at the path.
@@ -75,16 +77,17 @@ def restore_arrays(
     part = Part(selection, has_others=supply is not None)
     records = {name: record_of(leaf) for name, leaf in leaves.items()}
     options = f"verify={verify}, {tolerance}, {part}"
+    shardings = true_layouts(layouts, leaves)
     restore_together(absolute_path(path), kind, records, shardings, options)
     with under_way(f"restoring the checkpoint at {absolute_path(path)}"):
-        return _restored(path, kind, leaves, shardings, tolerance, part, supply, verify=verify)
+        return _restored(path, kind, leaves, layouts, tolerance, part, supply, verify=verify)
 
 
 def _restored(
     path: PathLike,
     kind: str,
     leaves: Mapping[str, NamedLeaf],
-    shardings: Mapping[str, Any],
+    layouts: Mapping[str, Layout],
     tolerance: Tolerance,
     part: Part,
     supply: Supply | None,
@@ -99,7 +102,7 @@ def _restored(
                 found = _compared(read_manifest(path), kind, leaves, tolerance, part)
                 others = supply(found[1].others) if supply and found[1].others else {}
             with failing_together("reading a checkpoint"):
-                arrays = others | _restored_once(*found, leaves, shardings, verify=verify)
+                arrays = others | _restored_once(*found, leaves, layouts, verify=verify)
         except ShardingError:
             if not _was_replaced(path, before):
                 raise
@@ -138,7 +141,7 @@ def _restored_once(
     manifest: Manifest,
     found: Correspondence,
     leaves: Mapping[str, NamedLeaf],
-    shardings: Mapping[str, Any],
+    layouts: Mapping[str, Layout],
     *,
     verify: bool,
 ) -> dict[str, jax.Array]:
@@ -153,7 +156,7 @@ def _restored_once(
         )
     if found.others and found.left:
         warn_caller([_left_on_both_sides(manifest, found)])
-    landings = landings_of(found, leaves, shardings)
+    landings = landings_of(found, leaves, layouts)
     structs = {
         name: _struct_as_stored(landing.struct, manifest.records[name], found.orders.get(name))
         for name, landing in landings.items()
@@ -275,14 +278,18 @@ def _struct_as_stored(
 
 
 def _as_wanted(
-    array: Any, order: tuple[int, ...] | None, dtype: Any, sharding: Sharding
-) -> jax.Array:
+    array: Any, order: tuple[int, ...] | None, dtype: Any, sharding: Sharding | None
+) -> Any:
     """An array as it was read, in the order of axes, the dtype and the sharding that are wanted."""
     if isinstance(array, np.ndarray):
-        host = np.transpose(array, order).astype(dtype)
+        # Without an order NumPy would reverse it.
+        host = np.transpose(array, order or range(array.ndim)).astype(dtype)
+        if sharding is None:
+            return host
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
     if order is None and array.dtype == dtype:
         return array
+    assert sharding is not None
     with mesh_context(sharding):
         return _converter(sharding)(array, order, dtype)
 

@@ -21,7 +21,7 @@ from penzai_shard.checkpointing.comparison import (
 from penzai_shard.checkpointing.locations import PathLike, absolute_path
 from penzai_shard.checkpointing.name_matching import NameRules
 from penzai_shard.checkpointing.orbax_store import PreparedSave, prepare_save
-from penzai_shard.checkpointing.padded_layouts import Layout, layout_of, layouts_to_read, stored_by
+from penzai_shard.checkpointing.padded_layouts import Layout, layout_of, stored_by
 from penzai_shard.checkpointing.parameter_dict import stored_params
 from penzai_shard.checkpointing.restoring import refuse_other_arrays, restore_arrays
 from penzai_shard.errors import RuleTypeError, raise_all, raised_by_the_call
@@ -200,8 +200,7 @@ def restore_train_state(
         request = dataclasses.replace(request, keep_others=True)
         state_plan = request.plan_state(train_state, optimizer_rules)
         layouts = _by_name(state, state_plan.starting_shardings())
-    shardings = layouts_to_read(layouts, state.leaves)
-    arrays = restore_arrays(path, "train_state", state.leaves, shardings, tolerance, verify=verify)
+    arrays = restore_arrays(path, "train_state", state.leaves, layouts, tolerance, verify=verify)
     return state.filled(stored_by(layouts, arrays, "restore_train_state"))
 
 

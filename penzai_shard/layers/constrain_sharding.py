@@ -207,7 +207,6 @@ def constrained_by_name(
         on_indivisible,
         on_unnamed,
     )
-    tree = without_padding(tree)
     structure: Any
     leaves, structure = jax.tree_util.tree_flatten(without_padding(tree))
     shardings, doubts = _layout_by_name(structure, tuple(map(_abstract, leaves)), request)

@@ -9,17 +9,25 @@ import jax
 from penzai import pz
 
 from penzai_shard.axis_rules import AxisRules
-from penzai_shard.errors import warn_caller
+from penzai_shard.errors import PlanError, raise_all, warn_caller
 from penzai_shard.layers import variable_threading
 from penzai_shard.layers.checkpointed import Checkpointed
 from penzai_shard.layers.constrain_sharding import constrained_by_name
 from penzai_shard.layers.remat_policies import named_as_gathered
 from penzai_shard.layers.wrapper_layer import WrapperLayer
 from penzai_shard.meshes import AnyMesh, onto_auto_twin
-from penzai_shard.model_variables import is_parameter, thawed, value_of, with_value
+from penzai_shard.model_variables import (
+    is_parameter,
+    thawed,
+    value_of,
+    variable_name,
+    with_value,
+)
 from penzai_shard.model_variables.first_api_effects import effects_as_variables
+from penzai_shard.padded_arrays import without_padding
 from penzai_shard.planning import PlanRequest
 from penzai_shard.rule_kinds import OnIndivisible
+from penzai_shard.tree_paths import path_text
 
 
 @pz.pytree_dataclass
@@ -96,11 +104,20 @@ class GatherParameters(WrapperLayer):
                     "Layout(..., rematerialise=...)."
                 ]
             )
-        body = jax.tree_util.tree_map(
-            lambda node: self._gathered(node) if is_parameter(node) else node,
-            self.body,
-            is_leaf=is_parameter,
-        )
+        problems: list[str] = []
+
+        def gathered(key_path: Any, node: Any) -> Any:
+            if not is_parameter(node):
+                return node
+            try:
+                return self._gathered(node)
+            except PlanError as error:
+                name = variable_name(node, path_text(key_path))
+                problems.extend(each.replace("the array", name, 1) for each in error.problems)
+                return node
+
+        body = jax.tree_util.tree_map_with_path(gathered, self.body, is_leaf=is_parameter)
+        raise_all(PlanError, "no valid layout for some parameters that are gathered:", problems)
         unbound, variables = pz.unbind_variables(
             (effects_as_variables(body), argument, side_inputs)
         )
@@ -116,7 +133,7 @@ class GatherParameters(WrapperLayer):
     def _gathered(self, parameter: Any) -> Any:
         """A parameter, frozen, in the layout in which it is used."""
         used: Any = _used if self.gradients_as_used else _used_with_any_gradient
-        value = value_of(parameter)
+        value = without_padding(value_of(parameter))
         if self.stored is not None:
             value = constrained_by_name(
                 value,

@@ -20,6 +20,7 @@ from penzai.core.variables import (
 from penzai_shard.errors import RuleTypeError
 from penzai_shard.library_apis.penzai_api import store_value
 from penzai_shard.model_variables.first_api_effects import variables_as_effects
+from penzai_shard.padded_arrays import padded_as_before
 from penzai_shard.readers import foreign_nodes
 from penzai_shard.tree_paths import path_text
 
@@ -119,7 +120,8 @@ def reassigned(variables: Sequence[AbstractVariable], before: Sequence[Any]) -> 
         before: What ``contents`` gave for them.
 
     Returns:
-        A pytree: for each reassigned variable what ``content_of`` gives; ``assign`` takes it.
+        A pytree: for each reassigned variable what ``content_of`` gives, stored padded where it
+        was so before and has the same lengths; ``assign`` takes it.
 
     >>> variables = [pz.StateVariable(1), pz.StateVariable(2)]
     >>> before = contents(variables)
@@ -131,12 +133,15 @@ def reassigned(variables: Sequence[AbstractVariable], before: Sequence[Any]) -> 
     for index, (variable, (old_leaves, old_structure)) in enumerate(
         zip(variables, before, strict=True)
     ):
-        leaves, structure = jax.tree_util.tree_flatten(variable.freeze())
+        frozen = variable.freeze()
+        leaves, structure = jax.tree_util.tree_flatten(frozen)
         same = structure == old_structure and all(
             new is old for new, old in zip(leaves, old_leaves, strict=True)
         )
         if not same:
-            changed[index] = content_of(variable)
+            # What a layer has computed has true lengths.
+            content = padded_as_before(frozen, old_structure.unflatten(old_leaves))
+            changed[index] = content.value if type(variable) in PLAIN_VARIABLES else content
     return changed
 
 

@@ -11,7 +11,7 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import RuleTypeError, raise_all
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.placement import abstract_model, described, put, sharded_init
-from penzai_shard.planning import make_plan
+from penzai_shard.planning import make_plan, plan_before_padding
 from penzai_shard.readers import foreign_nodes
 from penzai_shard.rule_kinds import nearest_name
 from penzai_shard.training import (
@@ -66,16 +66,21 @@ def build_state_and_step(
         {name: value for name, value in step_options.items() if name in names}
         for names in (_OF_STATE, _OF_PLANS, _OF_STEP)
     )
-    of_model = of_plans
     pads = of_plans.get("on_indivisible") == "pad"
-    if pads and foreign_nodes(abstract_model(initializer, *args)):
-        # What other libraries hold their arrays in cannot hold them padded, and the state can.
-        of_model = {**of_plans, "on_indivisible": "replicate"}
-    if isinstance(mesh, AbstractMesh):
-        plan = make_plan(abstract_model(initializer, *args), mesh, parameters, **of_model)
-        model = edited(plan.restore_structs())
+    if pads or isinstance(mesh, AbstractMesh):
+        abstract = abstract_model(initializer, *args)
+        if pads and foreign_nodes(abstract):
+            on_unnamed = of_plans.get("on_unnamed", "error")
+            plan = plan_before_padding(abstract, mesh, parameters, on_unnamed)
+        else:
+            plan = make_plan(abstract, mesh, parameters, **of_plans)
+        if isinstance(mesh, AbstractMesh):
+            model = plan.restore_structs()
+        else:
+            model = sharded_init(initializer, *args, plan=plan)
     else:
-        model = edited(sharded_init(initializer, *args, mesh=mesh, rules=parameters, **of_model))
+        model = sharded_init(initializer, *args, mesh=mesh, rules=parameters, **of_plans)
+    model = edited(model)
     state = TrainState.initial_state(
         model,
         optimizer,

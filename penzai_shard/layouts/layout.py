@@ -11,7 +11,7 @@ from penzai_shard.errors import RuleTypeError
 from penzai_shard.layers import resolve_policy
 from penzai_shard.layouts.building import build_state_and_step, refuse_made_already
 from penzai_shard.layouts.computing import computing_by, refusing_uneven_batches
-from penzai_shard.layouts.layout_edits import EditRequest, layout_edits
+from penzai_shard.layouts.layout_edits import EditRequest, layout_edits, with_whole_batch
 from penzai_shard.layouts.layout_file import LayoutFiles
 from penzai_shard.layouts.model_roles import (
     OF_LAYERS,
@@ -227,15 +227,19 @@ class Layout(LayoutPresets, LayoutFiles, NotebookView):
         """
         self._refuse_padded_regions(on_indivisible)
         found = self._roles(model, mesh, on_indivisible)
+        compute, batch_axes = found.tables["compute"], mesh_axes_of("batch", [self.compute])
+        if not batch_axes:
+            batch = next(iter(groups_of("batch", self.names)), ("batch",))[0]
+            compute = with_whole_batch(compute, model, batch)
         return EditRequest(
             parameters=found.tables["parameters"],
-            compute=found.tables["compute"],
+            compute=compute,
             between=found.tables.get("between_blocks"),
             manual=self.manual,
             rematerialise=self.rematerialise,
             gather_again=self.reshard_after_forward,
             blocks=self.blocks,
-            batch_axes=mesh_axes_of("batch", [self.compute]),
+            batch_axes=batch_axes,
             split_in_layers=tuple(name for role in OF_LAYERS for name in found.split[role]),
             vocabulary=next(iter(groups_of("vocabulary", self.names)), ("vocabulary",))[0],
             splits_vocabulary=bool(found.split["vocabulary"]),

@@ -63,6 +63,7 @@ class EditRequest:
         splits_vocabulary: Whether it is split.
         on_indivisible: What becomes of lengths that do not divide, of activations and of
             parameters while they are used.
+        used: How parameters are laid out while they are used, if not as ``compute`` says.
     """
 
     parameters: AxisRules
@@ -77,11 +78,29 @@ class EditRequest:
     vocabulary: LogicalAxis
     splits_vocabulary: bool
     on_indivisible: OnIndivisible
+    used: AxisRules | None = None
 
     @property
     def pinning(self) -> dict[str, Any]:
         """What is not as by default of the options that all layers have which pin arrays."""
         return {"on_indivisible": "pad"} if self.on_indivisible == "pad" else {}
+
+
+def with_whole_batch(compute: AxisRules, model: Any, batch: LogicalAxis) -> AxisRules:
+    """Rules of parameters' axes alone, with the batch as one that is whole.
+
+    Where they are followed by activations that have none of these axes, such as tokens, nothing is
+    forgotten then: the copies are meant.
+
+    Args:
+        compute: How layers compute, by rules that do not split the batch.
+        model: The model.
+        batch: What it calls the batch.
+    """
+    if not compute.rules or any(rule.yields for rule in compute.name_rules):
+        return compute  # Those that yield are followed where there are such axes.
+    known = {name for leaf in leaves_of(model) for name in leaf.names or ()}
+    return compute | {batch: None} if known >= set(compute.logical_axes) else compute
 
 
 def layout_edits(model: Any, mesh: AnyMesh, asked: EditRequest) -> Recipe:
@@ -187,6 +206,7 @@ def _is_editable(node: Any) -> bool:
 
 def gathering(model: Any, mesh: AnyMesh, asked: EditRequest) -> dict[str, Any]:
     """How parameters are gathered; empty if they are used as they are stored."""
+    rules_of_use = asked.compute if asked.used is None else asked.used
     stored, used = (
         Planner(
             mesh,
@@ -194,14 +214,14 @@ def gathering(model: Any, mesh: AnyMesh, asked: EditRequest) -> dict[str, Any]:
             on_indivisible="pad" if asked.on_indivisible == "pad" else "replicate",
             on_unnamed="replicate",
         ).examined(model)[0]
-        for rules in (asked.parameters, asked.compute)
+        for rules in (asked.parameters, rules_of_use)
     )
     if [leaf.spec for leaf in stored.leaves] == [leaf.spec for leaf in used.leaves]:
         return {}
     # Where the batch is split over all devices, gradients may be scattered while they are summed.
     # Where a mesh axis is idle, the compiler would use that freedom to move parts of them about.
     idle = {name for name, size in mesh_shape_of(mesh).items() if size > 1} - set(asked.batch_axes)
-    options = {"parameters": asked.compute, "gradients_as_used": bool(idle)}
+    options = {"parameters": rules_of_use, "gradients_as_used": bool(idle)}
     if any(dtype.itemsize < 4 for dtype in compute_dtypes(model)):
         # What is cast on the way is gathered after the cast, in fewer bytes.
         options["stored"] = asked.parameters
@@ -273,7 +293,7 @@ def _known(model: Any, given: Any, kinds: tuple[type, ...]) -> Any:
             f"this layout edits the layers that read activations and give what is added to them, "
             f"and the {type(model).__name__} has no {names}. Say which layers they are, as a place "
             "of an edit: blocks=MyBlock, blocks=(MyAttention, MyFeedForward) or "
-            "blocks='**/block_*'; or leave the layout of activations to the compiler: blocks=()."
+            "blocks='**/my_block'; or leave the layout of activations to the compiler: blocks=()."
         )
     return found[0] if len(found) == 1 else found
 

@@ -1,7 +1,7 @@
 """Layouts as TOML files: what ``Layout.from_toml`` reads, and ``Layout.to_toml`` writes.
 
-The format is what ``EXAMPLE`` explains. Reading is strict: what is not known is an error, with the
-key that was probably meant.
+The format is what ``example_file`` explains. Reading is strict: what is not known is an error, with
+the key that was probably meant.
 """
 
 import dataclasses
@@ -9,81 +9,26 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
-from typing import Any, Self, TypeGuard
+from typing import Any, Self, TypeGuard, get_args
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import RuleTypeError, raise_all
 from penzai_shard.layouts.presets import LayoutPresets
 from penzai_shard.layouts.rule_expressions import read_call, read_rules_expression
-from penzai_shard.rule_kinds import IdentityRule, LargestDimensionRule, NameRule, Rule, nearest_name
+from penzai_shard.rule_kinds import (
+    IdentityRule,
+    LargestDimensionRule,
+    NameRule,
+    OnIndivisible,
+    Rule,
+    nearest_name,
+)
 
-EXAMPLE = """\
-# How a model is laid out over a mesh. Use it so:
-#   penzai-shard plan llama-3-8b --mesh data=8,model=4 --rules rules.toml
-# or in Python: layout = pzs.Layout.from_toml("rules.toml")
-
-# Either one of the layouts of the literature, with its options; others are data_parallel, zero1,
-# fully_sharded, tensor_parallel, sequence_parallel and hybrid:
-#
-#   layout = "two_dimensional(min_size=16384, vocabulary='model')"
-#
-# or rules of your own, in tables, as follows.
-
-# How parameters and their gradients are stored. Each line is: logical axis = mesh axis. A list
-# splits an axis over several mesh axes, and an empty list leaves it whole. "heads" means what the
-# model has: heads, or head_groups and query_heads in grouped-query attention.
-[parameters]
-vocabulary = "model"
-neurons = "model"
-heads = "model"
-embedding = "data"
-projection = []
-
-# How activations are laid out while layers compute. If it is left out: the rules above, without
-# those that would take the mesh axis of the batch.
-[compute]
-batch = "data"
-neurons = "model"
-heads = "model"
-vocabulary = "model"
-
-# How the optimizer's state is stored; if it is left out, as the parameters.
-#
-#   [optimizer]
-#   embedding = ["data", "model"]
-#
-# Where the order counts, or one logical axis has several rules, a table is written as a list of
-# pairs and of rules as code has them. Of each array, the first rule that fits wins:
-#
-#   parameters = [
-#     ["heads", "model"],
-#     ["heads", "data"],
-#     "tensor_parallel(axes=('neurons', 'vocabulary'))",
-#     "fully_sharded('data', min_size=16384)",
-#   ]
-#
-# More that can be said, here with what is meant if it is left out:
-#
-#   rematerialise = "nothing"      # what blocks keep for the backward pass; left out: all
-#   reshard_after_forward = false  # gather parameters again in the backward pass
-#   manual = false                 # blocks run per device, with jax.shard_map
-#   blocks = []                    # leave activations between layers to the compiler
-#
-# A file may say the rest of a step too, as those of choose_layout do; --mesh and --microbatches
-# are then left out:
-#
-#   mesh = { data = 8, model = 4 }
-#   microbatches = 2               # parts of a batch, one after the other
-#
-#   [names]                        # what the model calls its axes, if not as Penzai's transformers
-#   neurons = "mlp"
-"""
-"""A file that reads, with all that may be in one."""
-
-_TABLES = ("parameters", "compute", "optimizer", "between_blocks")
+TABLES = ("parameters", "compute", "optimizer", "between_blocks")
+"""The tables of a layout."""
 _OPTIONS: dict[str, type] = {"rematerialise": str, "reshard_after_forward": bool, "manual": bool}
-_OF_STEP = ("mesh", "microbatches")
-_KEYS = ("layout", *_OF_STEP, *_TABLES, *_OPTIONS, "blocks", "names")
+_OF_STEP = ("mesh", "microbatches", "on_indivisible")
+_KEYS = ("layout", *_OF_STEP, *TABLES, *_OPTIONS, "blocks", "names")
 _PRESET_EXAMPLE = "Write for instance two_dimensional(vocabulary='model')."
 
 
@@ -103,11 +48,14 @@ class LayoutFile:
         layout: The layout, a ``Layout``.
         mesh_shape: Name and size of each mesh axis; None if the file does not say.
         microbatches: In how many parts a batch is computed; None if the file does not say.
+        on_indivisible: What the layout is to be applied with, as ``Layout.build`` takes it; None if
+            the file does not say.
     """
 
     layout: Any
     mesh_shape: dict[str, int] | None = None
     microbatches: int | None = None
+    on_indivisible: OnIndivisible | None = None
 
 
 class LayoutFiles:
@@ -170,7 +118,8 @@ class LayoutFiles:
 
         Returns:
             The layout. A file with parameters' rules alone is read as ``of_rules`` says. What it
-            says beyond the layout, ``mesh`` and ``microbatches``, is in ``read_toml``.
+            says beyond the layout, ``mesh``, ``microbatches`` and ``on_indivisible``, is in
+        ``read_toml``.
 
         Raises:
             RuleTypeError: The file cannot be read; with one line per key that is wrong.
@@ -180,7 +129,7 @@ class LayoutFiles:
 
     @classmethod
     def read_toml(cls, path: str | os.PathLike[str]) -> LayoutFile:
-        """All that a TOML file says, the mesh and the microbatches of a step included.
+        """All that a TOML file says: mesh, microbatches and padding of a step included.
 
         Args:
             path: The file.
@@ -203,13 +152,17 @@ class LayoutFiles:
         return _read(cls, found, os.fspath(path))
 
     def to_toml(
-        self, mesh_shape: Mapping[str, int] | None = None, microbatches: int | None = None
+        self,
+        mesh_shape: Mapping[str, int] | None = None,
+        microbatches: int | None = None,
+        on_indivisible: OnIndivisible = "error",
     ) -> str:
         """The layout as the text of a file, which ``from_toml`` reads.
 
         Args:
             mesh_shape: What to say of the mesh too: the size of each mesh axis by name.
             microbatches: And of how many parts a batch is computed in.
+            on_indivisible: And what it is to be applied with; ``"error"`` is left out.
 
         Raises:
             RuleTypeError: It has something that a text cannot say, such as layers in ``blocks``.
@@ -223,7 +176,10 @@ class LayoutFiles:
           "data_parallel('data', batch_axis='batch')",
         ]
         """
-        return _written(self, mesh_shape, microbatches)
+        of_step: dict[str, int | str | None] = {"microbatches": microbatches}
+        if on_indivisible != "error":
+            of_step["on_indivisible"] = on_indivisible
+        return _written(self, mesh_shape, of_step)
 
 
 def _made(cls: Any, **arguments: Any) -> Any:
@@ -234,7 +190,7 @@ def _read(cls: Any, found: Mapping[str, Any], source: str) -> LayoutFile:
     """What a file says; ``source`` is what messages call it."""
     problems = [_unknown(key) for key in found if key not in _KEYS]
     tables: dict[str, AxisRules] = {}
-    for name in _TABLES:
+    for name in TABLES:
         if name in found:
             try:
                 tables[name] = _read_table(found[name], name)
@@ -263,7 +219,7 @@ def _read(cls: Any, found: Mapping[str, Any], source: str) -> LayoutFile:
         else:
             layout = cls.of_rules(tables["parameters"])
         layout = dataclasses.replace(layout, **tables, **options)
-        return LayoutFile(layout, found.get("mesh"), found.get("microbatches"))
+        return LayoutFile(layout, *map(found.get, _OF_STEP))
     except RuleTypeError as error:
         raise RuleTypeError(f"{source}: {error}") from error
 
@@ -279,6 +235,9 @@ def _problems_of_step(found: Mapping[str, Any]) -> list[str]:
         )
     if not _is_count(found.get("microbatches", 1)):
         problems.append(f"microbatches: is {found['microbatches']!r}, and has to be at least 1.")
+    if (unfit := found.get("on_indivisible", "error")) not in get_args(OnIndivisible):
+        known = ", ".join(map(_value, get_args(OnIndivisible)))
+        problems.append(f"on_indivisible: is {unfit!r}, and has to be one of {known}.")
     if found.get("blocks", []) != []:
         problems.append(
             f"blocks: is {found['blocks']!r}, and a file can say [] alone, which leaves "
@@ -291,13 +250,14 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _written(layout: Any, mesh_shape: Mapping[str, int] | None, microbatches: int | None) -> str:
+def _written(
+    layout: Any, mesh_shape: Mapping[str, int] | None, of_step: Mapping[str, int | str | None]
+) -> str:
     problems: list[str] = []
     lines: list[str] = []
     if mesh_shape is not None:
         lines.append(table_line("mesh", mesh_shape))
-    if microbatches is not None:
-        lines.append(f"microbatches = {microbatches}")
+    lines += [f"{name} = {_value(said)}" for name, said in of_step.items() if said is not None]
     if layout.blocks == ():
         lines.append("blocks = []")
     elif layout.blocks is not None:
@@ -306,7 +266,7 @@ def _written(layout: Any, mesh_shape: Mapping[str, int] | None, microbatches: in
         if (value := getattr(layout, name)) not in (None, False):
             lines.append(f"{name} = {_value(value)}")
     in_tables: list[str] = []
-    for name in _TABLES:
+    for name in TABLES:
         rules = getattr(layout, name)
         if rules is None:
             continue

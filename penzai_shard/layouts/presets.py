@@ -1,9 +1,11 @@
 """The layouts of the literature, each in one line."""
 
-from typing import Self, Unpack
+import abc
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.layouts.preset_options import MeshAxis, PresetOptions, read_options
+from penzai_shard.rule_kinds import nearest_name
 from penzai_shard.rule_presets import OfUnnamed, data_parallel, fully_sharded
 from penzai_shard.rule_presets import tensor_parallel as split_names
 
@@ -13,7 +15,45 @@ _SPLIT = ("neurons", "heads")
 MIN_SIZE = 2**14
 
 
-class LayoutPresets:
+# What others call the layouts that presets give.
+_NAMES_ELSEWHERE = {
+    "dp": "data_parallel",
+    "ddp": "data_parallel",
+    "replicated": "data_parallel",
+    "fsdp": "fully_sharded",
+    "zero2": "zero1",
+    "zero3": "fully_sharded",
+    "tp": "tensor_parallel",
+    "megatron": "tensor_parallel",
+    "model_parallel": "tensor_parallel",
+    "sp": "sequence_parallel",
+    "fsdp_tp": "two_dimensional",
+    "hsdp": "hybrid",
+}
+
+
+class _NamedPresets(abc.ABCMeta):
+    """The type of ``Layout``, which says what presets there are where one does not exist.
+
+    A ``Layout`` has the type of abstract classes anyway, as all that notebooks show.
+    """
+
+    # Type checkers know that there is none without being told.
+    if not TYPE_CHECKING:
+
+        def __getattr__(cls, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+            presets = [each for each in vars(LayoutPresets) if not each.startswith("_")]
+            near = _NAMES_ELSEWHERE.get(name.lower()) or nearest_name(name, presets)
+            meant = f" Write {cls.__name__}.{near}()." if near else ""
+            raise AttributeError(
+                f"{cls.__name__} has no {name!r}.{meant} There are {', '.join(presets)}, and "
+                f"{cls.__name__}(parameters=rules, compute=rules) for any other."
+            )
+
+
+class LayoutPresets(metaclass=_NamedPresets):
     """The presets of ``Layout``, which is what they return.
 
     All take the options of ``PresetOptions``: ``vocabulary=``, ``experts=``, ``names=``,

@@ -5,7 +5,8 @@ alone; nothing else of Python is in the language.
 """
 
 import ast
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from penzai_shard.axis_rules import AxisRules
@@ -80,7 +81,19 @@ def read_call(
     except RuleTypeError:
         raise
     except TypeError as error:
-        raise RuleTypeError(f"{text!r}: {error}.") from error
+        raise RuleTypeError(f"{text!r}: {error}.{_taken(known[name], kwargs)}") from error
+
+
+def _taken(function: Callable[..., Any], given: Collection[str]) -> str:
+    """What a function takes by name, where something else was given.
+
+    >>> _taken(lambda mesh_axis, axes=(): None, {"axis": 0})
+    ' It takes mesh_axis, axes.'
+    """
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = inspect.signature(function).parameters.values()
+    names = [each.name for each in parameters if each.kind in kinds]
+    return f" It takes {', '.join(names)}." if set(given) - set(names) else ""
 
 
 def _parsed(text: str, example: str) -> ast.expr:

@@ -14,7 +14,7 @@ from penzai_shard.placement.placing import (
     place,
     put,
 )
-from penzai_shard.placement.stored_padding import padded_on_devices
+from penzai_shard.placement.stored_padding import padded_on_devices, padded_parts
 
 __all__ = [
     "abstract_model",
@@ -24,6 +24,7 @@ __all__ = [
     "is_model",
     "name_to_name_device_put",
     "padded_on_devices",
+    "padded_parts",
     "partly_initialized",
     "place",
     "put",

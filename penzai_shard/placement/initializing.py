@@ -16,7 +16,7 @@ from penzai_shard.errors import RuleTypeError, ShardingError, raise_all
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.model_variables import first_api, thawed, with_own_label
 from penzai_shard.named_arrays import stored_data
-from penzai_shard.padded_arrays import is_padded, padded_like
+from penzai_shard.padded_arrays import is_padded, padded_like, without_padding
 from penzai_shard.placement.builders import (
     OWN_ARGUMENTS,
     check_builder,
@@ -118,7 +118,8 @@ def sharded_init(
         return _bound(tree, frozen=AbstractVariableValue)
 
     def unbound(*args: Any, **kwargs: Any) -> Any:
-        tree = _unbound(initializer)(*args, **kwargs)
+        # What exists already may be padded as it is stored elsewhere.
+        tree = without_padding(_unbound(initializer)(*args, **kwargs))
         return _padded(request, tree, bound(tree)) if request.can_pad else tree
 
     def layouts_of(tree: Any) -> Layouts:

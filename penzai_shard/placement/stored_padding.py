@@ -14,9 +14,10 @@ from jax.sharding import NamedSharding
 from penzai import pz
 
 from penzai_shard.array_kinds import is_abstract, is_deleted, is_traced, loses_integers
+from penzai_shard.even_layouts import layouts_between, true_layout
 from penzai_shard.meshes import auto_context, onto_auto_twin
 from penzai_shard.named_arrays import stored_data, stored_with, unnamed_data
-from penzai_shard.padded_arrays import is_padded, pad_to, true_layout
+from penzai_shard.padded_arrays import is_padded, pad_to
 from penzai_shard.processes import put_all
 
 Pad = Callable[[Any, tuple[int, ...], NamedSharding], Any]
@@ -85,16 +86,32 @@ def padded_on_devices(called: str, data: Any, shape: tuple[int, ...], layout: Na
     if loses_integers(data):
         return data
     if not isinstance(data, jax.Array) and jax.process_count() == 1:
-        return _padded_parts(np.asarray(data), shape, layout)
+        return padded_parts(np.asarray(data), shape, layout)
     with auto_context():
         data = onto_auto_twin(data)
-        if not isinstance(data, jax.Array) or data.sharding.device_set != layout.device_set:
-            between = true_layout(layout, np.shape(data))
-            data = put_all([data], [between], lambda: [f"an array {np.shape(data)}"], called)[0]
-        return _padding_to(shape, layout)(data)
+        if isinstance(data, jax.Array) and data.sharding.device_set == layout.device_set:
+            between: tuple[NamedSharding, ...] = ()
+            if data.sharding == true_layout(layout, np.shape(data)):
+                between = layouts_between(layout, np.shape(data))[::-1]
+            return _padding_to(shape, layout, between)(data)
+        # Padded where it is, as on its new devices it may have no layout of equal parts.
+        padded = pad_to(data, shape)
+        return put_all([padded], [layout], lambda: [f"an array {np.shape(data)}"], called)[0]
 
 
-def _padded_parts(data: np.ndarray, shape: tuple[int, ...], layout: NamedSharding) -> jax.Array:
+def padded_parts(data: np.ndarray, shape: tuple[int, ...], layout: NamedSharding) -> jax.Array:
+    """An array in host memory with zeros behind it, of which each device gets its own part alone.
+
+    Args:
+        data: The true array, the same in all processes.
+        shape: The padded shape.
+        layout: Where it is to be.
+
+    >>> mesh = jax.make_mesh((4, 2), ("data", "model"))
+    >>> layout = NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    >>> padded_parts(np.ones(3), (4,), layout).tolist()
+    [1.0, 1.0, 1.0, 0.0]
+    """
     dtype = jax.dtypes.canonicalize_dtype(data.dtype)
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -106,5 +123,13 @@ def _padded_parts(data: np.ndarray, shape: tuple[int, ...], layout: NamedShardin
 
 
 @functools.lru_cache(maxsize=4096)
-def _padding_to(shape: tuple[int, ...], layout: NamedSharding) -> Any:
-    return jax.jit(functools.partial(pad_to, shape=shape), out_shardings=layout)
+def _padding_to(
+    shape: tuple[int, ...], layout: NamedSharding, between: tuple[NamedSharding, ...] = ()
+) -> Any:
+    def padded(data: Any) -> Any:
+        stored = pad_to(data, shape)
+        for step in between:
+            stored = jax.lax.with_sharding_constraint(stored, step)
+        return stored
+
+    return jax.jit(padded, out_shardings=layout)

@@ -12,6 +12,7 @@ from penzai_shard.planning.plan_making import make_plan, name_to_name_sharding
 from penzai_shard.planning.plan_request import DescribingRequest, PlacingRequest, PlanRequest
 from penzai_shard.planning.plan_table import axes_text, bytes_text, grouped_rows
 from penzai_shard.planning.planner import Planner
+from penzai_shard.planning.plans_before_padding import plan_before_padding
 from penzai_shard.planning.transient_arrays import parts_with_gradients
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "name_axes",
     "name_to_name_sharding",
     "parts_with_gradients",
+    "plan_before_padding",
     "shardings_like_params",
     "shared_named_sharding",
     "without_names",

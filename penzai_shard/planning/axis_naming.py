@@ -10,7 +10,7 @@ from penzai import pz
 from penzai_shard.array_kinds import is_array_like
 from penzai_shard.equinox_modules import is_module_value, leaves_in_modules
 from penzai_shard.errors import RuleTypeError, SelectionError, raise_all
-from penzai_shard.fused_axes import FusedAxes
+from penzai_shard.fused_axes import FusedAxes, factors_of
 from penzai_shard.named_arrays import named_array, unnamed_data
 from penzai_shard.named_leaves import is_named_unit, leaves_of
 from penzai_shard.readers import (
@@ -33,6 +33,11 @@ class NamesByPath(Mapping[str, AxisNames]):
     None stands in place of a name, or of all names of an array, that could not be found.
     ``name_axes`` leaves arrays without any name as they are, so that a plan reports them.
     """
+
+    given_for_arrays = (
+        "says what arrays are called, and is none itself. Give the arrays with these names: "
+        "name_axes(params, names)"
+    )
 
     @property
     def found_by(self) -> str:
@@ -137,6 +142,8 @@ def check_names(patterns: Any) -> None:
         )
     problems = []
     for pattern, names in patterns.items():
+        if not isinstance(pattern, str):
+            problems.append(f"pattern {pattern!r}: patterns are text, such as 'layers.*.weight'.")
         if names is None:
             continue
         if isinstance(names, str) or not isinstance(names, Sequence):
@@ -144,17 +151,28 @@ def check_names(patterns: Any) -> None:
                 f"pattern {pattern!r}: names must be a tuple, not {names!r}. Write ({names!r},)."
             )
             continue
-        given = [name for name in names if name is not None]
-        if not all(isinstance(name, Hashable) for name in given):
-            problems.append(f"pattern {pattern!r}: names must be hashable, not {tuple(names)}.")
-            continue
-        if len(set(given)) < len(given):
-            problems.append(f"pattern {pattern!r}: {tuple(names)} uses a logical axis twice.")
-        if any(isinstance(name, int) for name in given):
-            problems.append(
-                f"pattern {pattern!r}: integers cannot name an axis, in {tuple(names)}."
-            )
+        if problem := unreadable_names(names):
+            problems.append(f"pattern {pattern!r}: {problem}")
     raise_all(RuleTypeError, "these names cannot be read:", problems)
+
+
+def unreadable_names(names: Sequence[Any]) -> str:
+    """What is wrong with the names of an array's dimensions, as a sentence; empty if nothing is.
+
+    >>> unreadable_names(("embedding", None)), unreadable_names(("heads", 3))
+    ('', "integers cannot name an axis, in ('heads', 3).")
+    """
+    given = [name for name in names if name is not None]
+    if not all(isinstance(name, Hashable) for name in given):
+        return f"names must be hashable, not {tuple(names)}."
+    if any(isinstance(name, int) for name in given):
+        return f"integers cannot name an axis, in {tuple(names)}."
+    factors = [factor for name in given for factor in factors_of(name) or (name,)]
+    if "" in factors:
+        return f"an empty text names no axis, in {tuple(names)}. Write None for one without a name."
+    if len(set(factors)) < len(factors):
+        return f"{tuple(names)} uses a logical axis twice. Write None for one without a name."
+    return ""
 
 
 class NamesByPattern:

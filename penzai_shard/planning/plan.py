@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from penzai_shard.planning.plan_table import (
 )
 from penzai_shard.report_trees import ReportTree, TreeFigure, TreeRow, count_text, tree_of
 from penzai_shard.rule_kinds import LogicalAxis, NameRule
-from penzai_shard.text_tables import NotebookView
+from penzai_shard.text_tables import Report
 
 
 @functools.lru_cache(maxsize=4096)
@@ -107,7 +107,7 @@ class LeafPlan:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class ShardingPlan(NotebookView):
+class ShardingPlan(Report):
     """A decision for every array of a tree. Pure data: it holds no arrays.
 
     Attributes:
@@ -296,16 +296,6 @@ class ShardingPlan(NotebookView):
             return []
         shown = ", ".join(self.others[:3]) + (", ..." if len(self.others) > 3 else "")
         return [f"{len(self.others)} leaves are not arrays and stay as they are: {shown}"]
-
-    def notebook_table(self) -> PlanTable:
-        """The table, arrays alike in one row."""
-        return self.table()
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        return self.table().__rich_console__(console, options)
-
-    def __repr__(self) -> str:
-        return str(self.table())
 
     def to_json(self) -> str:
         """The whole plan as JSON text: mesh, rules, and one object per array."""

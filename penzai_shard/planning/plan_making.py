@@ -36,7 +36,8 @@ def make_plan(
             divides (``"pad"``), while everything computes with the true length, see
             ``PaddedArray``. The reason says which. Of several rules for one name the first that
             divides wins, and without one the first is padded. Positional dimensions and arrays
-            without names are never padded.
+            without names are never padded, nor are statistics of some dimensions of a parameter,
+            such as adafactor's, which are small: what it pads is whole in them.
         on_unnamed: What becomes of arrays without names that have dimensions: an error, a copy
             on every device (``"replicate"``), or left to JAX (``"infer"``). Scalars have nothing
             to name and are replicated, unless JAX is to infer.

@@ -303,8 +303,10 @@ class Planner:
     def _as_parameter(self, made_of: DimensionsOf) -> tuple[PartitionSpec, SpecExplanation]:
         """The spec of a statistic, and the decision for the parameter that it belongs to.
 
-        A statistic of some dimensions alone is not padded: those that their parameter pads are
-        whole in it.
+        A statistic of some dimensions alone, as adafactor and sm3 keep, is not padded: those that
+        their parameter pads are whole in it. It has the parameter's elements divided by the length
+        of the dimensions that it lacks, so that little would be saved; and what holds it has the
+        names and lengths of the whole parameter, which do not say where its own dimensions end.
         """
         explained = self.decide(made_of.names, made_of.sizes)
         kept = made_of.of_kept(
@@ -322,7 +324,8 @@ def _why_not_padded(leaf: NamedLeaf) -> tuple[str, ...]:
     if leaf.held is not None and not leaf.can_be_padded:
         return (
             "only named arrays of Penzai can be stored padded, and another library holds this "
-            f"one. Make it a train state, whose arrays are Penzai's, {relaxed}.",
+            "one. Pad its train state, whose arrays are Penzai's: place(TrainState.initial_state("
+            f'model, optimizer, key), mesh, rules, on_indivisible="pad"), {relaxed}.',
         )
     if not leaf.can_be_padded:
         return (

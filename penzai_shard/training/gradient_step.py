@@ -22,6 +22,7 @@ from penzai_shard.training.manual_axes import ManualAxes
 from penzai_shard.training.manual_batch import ManualBatch
 from penzai_shard.training.microbatches import Microbatches, split_inputs
 from penzai_shard.training.optimizer_calls import update_parameters
+from penzai_shard.training.padded_sums import summed_in_equal_parts
 from penzai_shard.training.train_state import TrainState
 from penzai_shard.training.update_guards import GuardOptions
 from penzai_shard.training.update_layout import UpdateLayout
@@ -225,7 +226,9 @@ class Batch:
         layout at once, so that no device holds more of it than it keeps.
         """
         parts = self.microbatches.count
-        gradient_of = jax.grad(self._scaled_loss, has_aux=True)
+        gradient_of = summed_in_equal_parts(
+            jax.grad(self._scaled_loss, has_aux=True), self.layout.update, GRADIENT_SCOPE
+        )
         total = None
         if parts > 1:
             # Sums of many small gradients need more digits than half precision has.

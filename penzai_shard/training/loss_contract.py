@@ -19,10 +19,10 @@ from penzai_shard.training.state_layout import with_strong_type
 from penzai_shard.tree_paths import join_paths, paths_and_leaves
 
 RESERVED = ("model", "rng", "state")
+CONTRACT = "loss_fn(model, rng, state, **inputs) -> (loss, new_state, aux)"
 _FIX_AUX = "Leave it out of the auxiliary outputs; of a variable return its .value."
 _FIX_STATE = "Carry arrays in the state, and keep other things where the loss function is defined."
 _GIVEN_PLAIN = "The loss function was given a model of plain arrays"
-_CONTRACT = "loss_fn(model, rng, state, **inputs) -> (loss, new_state, aux)"
 
 
 class Loss(NamedTuple):
@@ -84,7 +84,7 @@ def check_signature(loss_fn: Callable[..., Any], inputs: Mapping[str, Any]) -> N
         given = ", ".join([*RESERVED, *inputs])
         raise ShardingError(
             f"the loss function cannot be called with the keywords {given}: {error}. "
-            f"Its signature is {signature}; it must be {_CONTRACT}, with one keyword per input "
+            f"Its signature is {signature}; it must be {CONTRACT}, with one keyword per input "
             "of step(train_state, **inputs)."
         ) from error
 
@@ -167,7 +167,7 @@ def read_result(result: Any) -> tuple[Loss, Any, Any]:
         elif is_array_like(result):
             got = f"one array of shape {np.shape(result)}"
         raise ShardingError(
-            f"the loss function returned {got}; it must be {_CONTRACT}. "
+            f"the loss function returned {got}; it must be {CONTRACT}. "
             "Return (loss, state, {}) if there is nothing else to report."
         )
     loss, state, aux = result

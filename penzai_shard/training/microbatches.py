@@ -80,13 +80,12 @@ def _stackable(output: Any) -> Any:
     )
 
 
-def check_split(parts: Any, batch_axis: Any, argument: str = "accumulate_steps") -> None:
+def check_split(parts: Any, batch_axis: Any) -> None:
     """Checks how inputs are to be split.
 
     Args:
         parts: How many microbatches.
         batch_axis: Logical axis to split along, or the number of a dimension.
-        argument: What the number is called, for the message.
 
     Raises:
         RuleTypeError: The number is not a positive integer, or the other not a logical axis.
@@ -94,7 +93,7 @@ def check_split(parts: Any, batch_axis: Any, argument: str = "accumulate_steps")
     >>> check_split(4, "batch")
     """
     if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
-        raise RuleTypeError(f"{argument} must be a positive integer, not {parts!r}.")
+        raise RuleTypeError(f"accumulate_steps must be a positive integer, not {parts!r}.")
     is_number = isinstance(batch_axis, int)
     fits = batch_axis >= 0 if is_number else isinstance(batch_axis, Hashable)
     if not fits or isinstance(batch_axis, bool):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
-from penzai_shard.array_kinds import is_abstract, is_traced
+from penzai_shard.array_kinds import is_abstract, is_array_like, is_traced
 from penzai_shard.errors import ShardingError, raise_all
 from penzai_shard.meshes import AnyMesh, auto_context, mesh_text
 from penzai_shard.named_arrays import dimension_names
@@ -109,6 +109,7 @@ def _padded_as_params(opt_state: Any, params: Mapping[str, Any]) -> Any:
             name: padded_like(statistic, params[name])
             if is_padded(params[name])
             and isinstance(statistic, pz.nx.NamedArray)
+            and is_array_like(statistic.data_array)
             and dimension_names(statistic)
             else statistic
             for name, statistic in node.items()

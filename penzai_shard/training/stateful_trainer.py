@@ -10,8 +10,8 @@ from penzai_shard.meshes import AnyMesh
 from penzai_shard.model_variables import TrainablePredicate
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.placement import place, put
-from penzai_shard.planning import PlacingRequest, PlanRequest
-from penzai_shard.readers import without_bare_arrays
+from penzai_shard.planning import PlacingRequest, PlanRequest, plan_before_padding
+from penzai_shard.readers import foreign_nodes, without_bare_arrays
 from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible, OnUnnamed
 from penzai_shard.text_tables import NotebookView
 from penzai_shard.training.batches import (
@@ -187,7 +187,13 @@ class StatefulTrainer(NotebookView):
         }
         if mesh is not None:
             request = PlacingRequest.read("StatefulTrainer.build", mesh, **layout)
-            model = place(model, request.plan(model))
+            pads = on_indivisible == "pad" and foreign_nodes(model)
+            model = place(
+                model,
+                plan_before_padding(model, request.mesh, request.rules, on_unnamed)
+                if pads
+                else request.plan(model),
+            )
         guards: dict[str, Any] = {"loss_scaling": loss_scaling, "skip_nonfinite": skip_nonfinite}
         train_state = TrainState.initial_state(
             model,

@@ -26,7 +26,7 @@ class Disk:
                 self._failing = None
 
             def wait():
-                self.may_write.wait(30)
+                self.may_write.wait(600)
                 written()
                 if fails:
                     raise OSError(errno.ENOSPC, "full")

@@ -45,7 +45,8 @@ SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
 PLACES = ("one path", "numbered paths")
 # A save takes one to three tenths of a second.
 LONGEST_WAIT = 0.3
-MOST_SECONDS = 20.0
+# Orbax' threads would wait for five minutes.
+MOST_SECONDS = 120.0
 
 
 def values(version: int) -> dict[str, Any]:
@@ -272,7 +273,7 @@ def killed(folder: pathlib.Path, place: str, name: str, rng: random.Random, befo
     process = started(lambda say: save_for_ever(PLACES[place](folder), say))
     kill = Kill(place, name)
     saves, wait = rng.randint(1, 3), rng.uniform(0, LONGEST_WAIT)
-    for what, content in process.said(120):
+    for what, content in process.said(600):
         _take(kill, before, what, content)
         if what == "begins":
             saves -= 1

@@ -8,7 +8,6 @@ import math
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from penzai_shard.errors import (
 )
 from penzai_shard.library_apis import orbax_api
 from tests.checkpointing.disk import Disk
+from tests.processes.jobs import run_script
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -87,7 +87,7 @@ def kept_by_definition(keep_last, keep_every, best, steps, losses):
 FIGURES = st.sampled_from([0.0, 1.0, 2.5, -1.0, math.nan, math.inf, -math.inf])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     keep_last=st.none() | st.integers(1, 4),
     keep_every=st.none() | st.integers(1, 5),
@@ -162,7 +162,7 @@ def test_a_state_is_not_kept_longer_than_orbax_keeps_it(tmp_path, disk, wide):
         assert len(kept()) == 1
         del given
         # Orbax writes on, and keeps the arrays until it has written them.
-        ends = time.monotonic() + 20
+        ends = time.monotonic() + 120
         while kept() and time.monotonic() < ends:
             time.sleep(0.01)
         assert not kept()
@@ -241,14 +241,7 @@ print("end of the script")
 
 
 def test_a_program_that_ends_finishes_its_saves_and_reports_those_that_failed(tmp_path, where):
-    done = subprocess.run(
-        [sys.executable, "-c", AT_EXIT, tmp_path / "good", tmp_path / "bad"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = run_script(AT_EXIT, tmp_path / "good", tmp_path / "bad")
     assert done.returncode == 0
     assert done.stdout == "end of the script\n"
     *others, last = done.stderr.splitlines()
@@ -269,15 +262,7 @@ def test_a_program_that_ends_finishes_its_saves_and_reports_those_that_failed(tm
 
 
 def test_whenever_a_process_is_killed_only_whole_checkpoints_are_left(tmp_path):
-    program = pathlib.Path(__file__).with_name("killed_manager.py")
-    done = subprocess.run(
-        [sys.executable, program, tmp_path, "2"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+    done = run_script(pathlib.Path(__file__).with_name("killed_manager.py"), tmp_path, 2)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert (found["killed"], found["problems"], found["left"]) == (2, [], [])

@@ -213,7 +213,6 @@ def paths(parts, longest):
     )
 
 
-@hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
 @hypothesis.given(paths(WILD, 3), paths(PARTS, 3))
 def test_wildcards_stand_for_what_makes_the_pattern_the_path(pattern, path):
     found = list(wildcard_texts(pattern, path))
@@ -242,7 +241,7 @@ def requests(draw):
     return stored, sorted({name for name in wanted if name and name != dropped}), rules
 
 
-@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=150)
 @hypothesis.given(requests())
 def test_matching_any_names_agrees_with_the_definition(request):
     try:
@@ -261,7 +260,7 @@ RENAMINGS = [
 ]
 
 
-@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(
     st.lists(
         st.tuples(st.sampled_from(RENAMINGS), st.lists(PARTS, min_size=2, max_size=2)),

@@ -9,8 +9,10 @@ from penzai import pz
 from penzai.models import simple_mlp
 
 import penzai_shard as pzs
+from penzai_shard.checkpointing import padded_layouts
 from penzai_shard.errors import CheckpointMismatchError
-from penzai_shard.padded_arrays import true_layout
+from penzai_shard.even_layouts import true_layout
+from penzai_shard.library_apis import orbax_api
 
 RULES = {"features": "data", "features_out": "model"}
 
@@ -135,6 +137,83 @@ def test_no_array_is_whole_on_a_device_while_it_is_read(meshes):
     assert read.spec == PartitionSpec(None, ("data", "model"))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_where_no_length_divides_no_device_has_the_whole_array_either(
+    meshes, tmp_path, monkeypatch, dtype
+):
+    wanted = {
+        "neither": pz.nx.wrap(np.arange(33 * 35).reshape(33, 35).astype(dtype), "a", "b"),
+        "one": pz.nx.wrap(np.arange(33 * 32).reshape(33, 32).astype(dtype), "a", "b"),
+    }
+    rules = {"a": "data", "b": "model"}
+    padded = pzs.place(wanted, meshes["pads"], rules, on_indivisible="pad")
+    parts = {name: value.stored.addressable_shards[0].data.size for name, value in padded.items()}
+    on_devices = {}
+
+    def watched(called):
+        of_orbax = getattr(orbax_api, called)
+
+        def call(where, arrays, *rest):
+            for path, array in jax.tree_util.tree_leaves_with_path(arrays):
+                if getattr(array, "sharding", None) is not None:
+                    part = array.sharding.shard_shape(array.shape)
+                    on_devices[called, jax.tree_util.keystr(path[-1:])] = np.prod(part)
+            return of_orbax(where, arrays, *rest)
+
+        monkeypatch.setattr(orbax_api, called, call)
+
+    for called in ("begin_save", "load"):
+        watched(called)
+    path = pzs.save_params(tmp_path / "checkpoint", padded)
+    restored = pzs.restore_params(path, wanted, meshes["pads"], rules, on_indivisible="pad")
+    for name, value in restored.items():
+        assert jax.tree.structure(value) == jax.tree.structure(padded[name])
+        assert value.stored.sharding == padded[name].stored.sharding
+        np.testing.assert_array_equal(value.stored, padded[name].stored)
+    # The other one went through host memory.
+    assert set(on_devices) == {("begin_save", "['one']"), ("load", "['one']")}
+    assert max(on_devices.values()) <= parts["one"]
+
+
+def test_orbax_itself_reads_into_padded_structs(saved, meshes, padded):
+    structs = pzs.restore_structs(padded, meshes["pads"], RULES, on_indivisible="pad")
+    context = orbax_api.orbax().Context()
+    context.array.loading.enable_padding_and_truncation = True
+    with context:
+        wanted = {name: jax.tree.leaves(struct)[0] for name, struct in structs.items()}
+        read = orbax_api.orbax().load(saved / "padded", wanted)
+    for name, value in values_of(padded).items():
+        np.testing.assert_array_equal(read[name], jax.tree.leaves(value)[0])
+        assert read[name].sharding == wanted[name].sharding
+
+
+def test_where_no_length_divides_axes_and_dtypes_are_changed_too(meshes, tmp_path):
+    saved = {"w": pz.nx.wrap(np.arange(35.0, dtype=np.float32).reshape(7, 5), "a", "b")}
+    wanted = {"w": pz.nx.wrap(np.zeros((5, 7), jax.numpy.bfloat16), "b", "a")}
+    path = pzs.save_params(tmp_path / "checkpoint", saved)
+    restored = pzs.restore_params(
+        path,
+        wanted,
+        meshes["pads"],
+        {"a": "data", "b": "model"},
+        on_indivisible="pad",
+        on_axis_mismatch="transpose",
+        on_dtype_mismatch="cast",
+    )
+    assert restored["w"].stored.shape == (6, 8)
+    assert restored["w"].dtype == jax.numpy.bfloat16
+    np.testing.assert_array_equal(restored["w"].data_array, saved["w"].data_array.T)
+
+
+def test_states_that_were_moved_to_one_device_are_saved_and_restored(meshes, padded, tmp_path):
+    moved = jax.device_put(values_of(padded), jax.devices()[3])
+    pzs.save_train_state(tmp_path / "state", moved)
+    restored = pzs.restore_train_state(tmp_path / "state", moved)
+    for name, value in restored.items():
+        assert jax.tree.structure(value) == jax.tree.structure(moved[name])
+        np.testing.assert_array_equal(value.data_array, moved[name].data_array)
+
+
 def test_kept_and_initialised_parameters_are_padded_too(saved, meshes, padded):
     only = "mlp/Affine_1/**"
     for others in ("keep", lambda: build(0)):
@@ -154,7 +233,10 @@ def test_kept_and_initialised_parameters_are_padded_too(saved, meshes, padded):
         assert padded_names(restored) == padded_names(padded)
 
 
-def test_weights_of_safetensors_have_the_true_lengths(saved, meshes):
+def test_weights_of_safetensors_have_the_true_lengths_and_are_read_part_by_part(
+    saved, meshes, padded, monkeypatch
+):
+    monkeypatch.delattr(padded_layouts, "padded_on_devices")  # Nothing is padded once it is there.
     restored = pzs.load_safetensors(
         saved / "weights",
         meshes["pads"],
@@ -162,8 +244,29 @@ def test_weights_of_safetensors_have_the_true_lengths(saved, meshes):
         into=pzs.abstract_model(build),
         on_indivisible="pad",
     )
-    assert_same(restored, build())
-    assert padded_names(restored)
+    for name, value in values_of(restored).items():
+        expected = values_of(padded)[name]
+        assert jax.tree.structure(value) == jax.tree.structure(expected)
+        for own, other in zip(jax.tree.leaves(value), jax.tree.leaves(expected), strict=True):
+            assert own.sharding == other.sharding
+            np.testing.assert_array_equal(own, other)
+
+
+def test_weights_that_safetensors_do_not_have_are_kept_padded(meshes, padded, tmp_path):
+    values = pzs.param_dict(build(seed=1))
+    pzs.save_safetensors(tmp_path / "weights", {n: v for n, v in values.items() if "Affine_0" in n})
+    restored = pzs.load_safetensors(
+        tmp_path / "weights",
+        meshes["pads other"],
+        RULES,
+        into=padded,
+        on_missing="keep",
+        on_indivisible="pad",
+    )
+    for name, value in pzs.param_dict(restored).items():
+        expected = values[name] if "Affine_0" in name else pzs.param_dict(padded)[name]
+        np.testing.assert_array_equal(value.data_array, expected.data_array)
+    assert padded_names(restored) == padded_names(padded)
 
 
 def test_a_run_goes_on_on_another_mesh(meshes, padded, tmp_path):

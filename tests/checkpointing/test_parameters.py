@@ -238,6 +238,15 @@ def test_casting_is_asked_for_by_name(tmp_path, mlp, wide):
     assert_restored(restored, half, wide, FSDP)
 
 
+def test_numbers_saved_with_x64_keep_the_order_of_their_axes_without_it(tmp_path, wide):
+    numbers = np.arange(64.0).reshape(8, 8)
+    with jax.enable_x64(True):
+        path = save_params(tmp_path / "x64", {"w": pz.nx.wrap(jnp.asarray(numbers), "a", "b")})
+    like = {"w": pz.nx.zeros({"a": 8, "b": 8})}
+    restored = restore_params(path, like, wide, {"a": "data"}, on_dtype_mismatch="cast")
+    np.testing.assert_array_equal(restored["w"].data_array, numbers)
+
+
 def test_axes_are_renamed_on_the_way(tmp_path, wide):
     path = save_params(tmp_path / "params", {"w": pz.nx.ones({"old": 8, "b": 2})})
     like = {"w": pz.nx.ones({"b": 2, "new": 8})}
@@ -312,7 +321,7 @@ def test_nothing_is_left_running_or_written_to_the_terminal(tmp_path, wide, capf
     # Idle workers of Orbax' event loops end once the loops are collected.
     gc.collect()
     for thread in set(threading.enumerate()) - threads:
-        thread.join(timeout=5)
+        thread.join(timeout=60)
     assert set(threading.enumerate()) <= threads
     assert capfd.readouterr() == ("", "")
     assert [entry.name for entry in tmp_path.iterdir()] == ["params"]

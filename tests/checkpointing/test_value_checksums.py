@@ -158,7 +158,7 @@ def test_every_layout_and_every_copy_has_the_same(spec, wide, on_devices):
         assert checksum(placed) == oracle(array)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=st.lists(st.integers(1, 5), max_size=4),
     dtype=st.sampled_from([*DTYPES, *DTYPES_OF_NUMPY]),

@@ -85,10 +85,17 @@ def test_rules_that_do_not_fit_are_refused_when_written():
         GatherParameters(layer(), MESH, {"neurons": "modle"})
 
 
-def test_a_length_that_does_not_divide_is_refused():
-    odd = pz.nn.Linear.from_config("odd", jax.random.key(0), {"features": 8}, {"neurons": 3})
-    with pytest.raises(PlanError, match=r"'neurons' \(3\) does not divide over mesh axis 'model'"):
+def test_lengths_that_do_not_divide_are_refused_all_at_once():
+    odd = pz.nn.Affine.from_config("odd", jax.random.key(0), {"features": 8}, {"neurons": 3})
+    with pytest.raises(PlanError) as caught:
         GatherParameters(odd, MESH, {"neurons": "model"})(pz.nx.ones({"features": 8}))
+    assert str(caught.value).startswith("no valid layout for some parameters that are gathered:")
+    assert caught.value.problems == tuple(
+        f"odd/{name}: logical axis 'neurons' (3) does not divide over mesh axis 'model' (2), asked "
+        "by rule 'neurons' -> 'model'. Pad it to 4, or map 'neurons' to None. Or store it padded: "
+        'on_indivisible="pad".'
+        for name in ("Linear.weights", "AddBias.bias")
+    )
 
 
 def test_rematerialisation_inside_of_the_gathering_is_warned_of():

@@ -41,7 +41,7 @@ def in_threads(*functions):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=120)
+            thread.join(timeout=600)
             assert not thread.is_alive(), "deadlock"
     finally:
         sys.setswitchinterval(interval)

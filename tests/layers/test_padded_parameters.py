@@ -147,6 +147,23 @@ def affine():
     return pz.nn.Affine.from_config("mlp", jax.random.key(0), {"embedding": 5}, {"neurons": 7})
 
 
+def test_gradients_of_gathered_parameters_are_padded_as_they_are(mesh):
+    def gradients(layer):
+        slots, variables = pz.unbind_params(layer, freeze=True)
+
+        def loss(values):
+            y = pz.bind_variables(slots, values)(pz.nx.ones({"embedding": 5}))
+            return (y**2).untag("neurons").sum().unwrap()
+
+        return jax.jit(jax.grad(loss))(variables)
+
+    placed = pzs.place(affine(), mesh, RULES, on_indivisible="pad")
+    gathered = pzs.GatherParameters(placed, mesh, {}, gradients_as_used=False)
+    for own, other in zip(gradients(gathered), gradients(affine()), strict=True):
+        assert_same(own.value, other.value)
+        assert isinstance(own.value, pzs.PaddedArray)
+
+
 def test_a_padded_model_is_certified_and_another_is_not(mesh):
     rules, x = {"neurons": "model", "embedding": "data"}, pz.nx.ones({"batch": 3, "embedding": 5})
     model = pzs.place(affine(), mesh, rules, on_indivisible="pad")
@@ -167,10 +184,48 @@ def test_an_abstract_padded_model_is_compared_by_its_true_lengths(mesh):
     assert pzs.check_equivalent(abstract, other, x, gradients=False)
 
 
+@pz.pytree_dataclass
+class Averaging(pz.nn.Layer):
+    """Keeps a running mean of what it is given."""
+
+    mean: pz.StateVariable
+
+    def __call__(self, x, **_side_inputs):
+        self.mean.value = self.mean.value * 0.9 + x * 0.1
+        return x
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        pzs.Jitted,
+        lambda layer: pzs.Checkpointed(layer, "nothing"),
+        pzs.AxesInPlace,
+        lambda layer: pzs.Jitted(pzs.InPrecision(layer, "float32")),
+    ],
+    ids=["jitted", "checkpointed", "in place", "in precision"],
+)
+def test_state_variables_that_a_layer_assigns_stay_padded(mesh, wrapped):
+    mean = pz.StateVariable(value=pz.nx.ones({"embedding": 3, "neurons": 7}), label="mean")
+    layer = pzs.place(Averaging(mean), mesh, {"neurons": "model"}, on_indivisible="pad")
+    before = layer.mean.value
+    x = pz.nx.wrap(jnp.arange(21.0).reshape(7, 3), "neurons", "embedding")
+    for _ in range(2):
+        wrapped(layer)(x)
+    after = layer.mean.value
+    assert jax.tree.structure(after) == jax.tree.structure(before)
+    assert after.stored.sharding.is_equivalent_to(before.stored.sharding, 2)
+    expected = np.zeros((3, 8), np.float32)
+    expected[:, :7] = 0.81 + 0.19 * np.arange(21.0).reshape(7, 3).T
+    np.testing.assert_allclose(after.stored, expected, rtol=1e-6)
+
+
 def test_reports_of_a_padded_model_count_what_is_stored(padded, mesh, tokens):
     plan = pzs.make_plan(padded, mesh, RULES, on_indivisible="pad")
     stored = sum(leaf.bytes_per_device for leaf in plan.leaves if leaf.shape)
-    assert pzs.device_memory(padded, tokens).parameters == stored
+    memory = pzs.device_memory(padded, tokens)
+    assert memory.parameters == stored
+    assert "vocabulary=13(16)/model" in " ".join(str(memory).split())
     assert pzs.collectives(padded, tokens)
     assert "nothing found" in str(pzs.lint(padded, mesh, RULES, on_indivisible="pad"))
     table = pz.unbind_params(padded)[1][0].value

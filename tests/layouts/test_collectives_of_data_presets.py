@@ -19,6 +19,7 @@ from penzai import pz
 from benchmarks.compiled_collectives import read_collectives
 from penzai_shard import Layout, make_mesh
 from tests.judged_collectives import assert_report_is_as_judged
+from tests.layouts.preset_runs import loss_fn
 from tests.model_families import transformer
 
 N = 8
@@ -47,14 +48,6 @@ def build_model():
         mlp_hidden_dim=128,
         vocab_size=64,
     )
-
-
-def loss_fn(model, rng, state, tokens):
-    logits = model(tokens[{"seq": pz.slice[:-1]}])
-    log_probs = pz.nx.nmap(jax.nn.log_softmax)(logits.untag("vocabulary")).tag("vocabulary")
-    right = log_probs[{"vocabulary": tokens[{"seq": pz.slice[1:]}]}]
-    loss = -right.untag("batch", "seq").mean().unwrap()
-    return loss, state, {"loss": loss}
 
 
 @functools.cache

@@ -15,9 +15,11 @@ from penzai.models.transformer.model_parts import TransformerBlock
 
 from penzai_shard import (
     Layout,
+    ShardingWarning,
     TrainState,
     abstract_model,
     build_train_step_fn,
+    make_mesh,
     place,
     roll_layer_stacks,
     save_params,
@@ -257,3 +259,15 @@ def test_no_step_after_the_first_compiles(name):
     first, *later = run(name).compilations
     assert first > 0
     assert later == [0, 0]
+
+
+def test_rules_of_parameters_alone_mean_that_the_batch_is_whole_and_misspelt_ones_still_warn():
+    model, mesh = build_model(jax.random.key(0)), make_mesh({"model": 8}, abstract=True)
+
+    def traced(rules):
+        edited = Layout(parameters={"vocabulary": "model"}, compute=rules).recipe(model, mesh)
+        jax.eval_shape(lambda: edited.apply(model)(TOKENS))
+
+    traced({"vocabulary": "model"})
+    with pytest.warns(ShardingWarning, match="Did you mean 'batch'"):
+        traced({"vocabulary": "model", "batc": "model"})

@@ -6,7 +6,8 @@ import pytest
 
 import penzai_shard as pzs
 from penzai_shard.errors import RuleTypeError
-from penzai_shard.layouts.layout_file import EXAMPLE, PRESETS
+from penzai_shard.layouts.example_file import EXAMPLE
+from penzai_shard.layouts.layout_file import PRESETS
 from penzai_shard.layouts.rule_expressions import read_rules_expression
 from penzai_shard.rule_kinds import IdentityRule, LargestDimensionRule, NameRule
 
@@ -34,7 +35,7 @@ def read(tmp_path):
     return read
 
 
-@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.settings(max_examples=150)
 @hypothesis.given(parameters=RULES, compute=RULES, optimizer=st.none() | RULES)
 def test_rules_that_are_written_are_read_as_the_same(
     tmp_path_factory, parameters, compute, optimizer
@@ -134,6 +135,9 @@ MISTAKES = {
     'layout = "two_dimensionl"': "Did you mean two_dimensional",
     'layout = "zero1(min_sise=3)"': "min_sise=3: this preset has no such option",
     "layout = \"__import__('os')\"": "there is no '__import__'",
+    "parameters = [\"tensor_parallel('model', axis=('neurons',))\"]": (
+        r"got an unexpected keyword argument 'axis'. It takes \w+, axes"
+    ),
     'layout = "fully_sharded(open(1))"': "arguments are literals",
     "[parmeters]\na = 'b'": "parmeters: is not known. Did you mean parameters",
     "[parameters]\nembedding = 3": "embedding: is 3, and has to be a mesh axis",

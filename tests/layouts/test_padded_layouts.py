@@ -19,14 +19,17 @@ from penzai_shard import (
     GatherParameters,
     Jitted,
     Layout,
+    StatefulTrainer,
     abstract_model,
     build_eval_step_fn,
     cross_entropy,
     lint,
     make_mesh,
     place,
+    sharded_init,
 )
 from penzai_shard.errors import PlanError, RuleTypeError
+from penzai_shard.layouts import building
 from tests.layouts.preset_runs import compilations, mesh_of
 from tests.model_families import transformer
 from tests.training.test_padded_states import assert_padding_is_zero, assert_same, padded_nodes
@@ -262,6 +265,32 @@ def test_a_layer_that_gathers_takes_padded_parameters():
     assert_same(Jitted(layer)(x), linear(x))
 
 
+def test_models_of_other_libraries_are_made_in_parts_before_they_are_padded(monkeypatch):
+    made = []
+
+    def watched(*args, **options):
+        made.append(sharded_init(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(building, "sharded_init", watched)
+    split = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
+    state, _ = Layout(parameters={"in": "data", "out": "model"}, compute={}, blocks=()).build(
+        lambda: nn.Dense(7, use_bias=False, kernel_init=split).init(
+            jax.random.key(0), jnp.ones((2, 8))
+        ),
+        mesh=make_mesh({"data": 4, "model": 2}),
+        loss_fn=loss_fn,
+        optimizer=optax.adam(1e-2),
+        rng=jax.random.key(1),
+        on_indivisible="pad",
+    )
+    (before,) = jax.tree.leaves(made)
+    assert before.sharding.spec == PartitionSpec(("data", "model"))
+    (after,) = padded_nodes(state.params)
+    assert after.stored.shape == (8, 8)
+    np.testing.assert_array_equal(after.data_array, before)
+
+
 def test_states_of_other_libraries_are_padded():
     split = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
     dense = nn.Dense(7, kernel_init=split)
@@ -271,11 +300,11 @@ def test_states_of_other_libraries_are_padded():
         return jnp.mean(dense.apply(model, x) ** 2), state, {}
 
     layout = Layout(parameters={"in": "data", "out": "model"}, compute={"batch": "data"}, blocks=())
-    states = []
+    mesh, states = make_mesh({"data": 4, "model": 2}), []
     for options in ({"on_indivisible": "pad"}, {"on_indivisible": "replicate"}):
         state, step = layout.build(
             lambda: dense.init(jax.random.key(0), x),
-            mesh=make_mesh({"data": 4, "model": 2}),
+            mesh=mesh,
             loss_fn=loss_fn,
             optimizer=optax.adam(1e-2),
             rng=jax.random.key(1),
@@ -283,7 +312,25 @@ def test_states_of_other_libraries_are_padded():
             **options,
         )
         states.append(step(state, x=x)[0])
-    found, expected = ((state.params, state.opt_state) for state in states)
-    assert_same(found, expected)
-    assert len(padded_nodes(found)) == 3
-    assert_padding_is_zero(found)
+    model = dense.init(jax.random.key(0), x)
+    with pytest.raises(
+        PlanError, match=r"place\(TrainState\.initial_state\(model, optimizer, key\), "
+    ):
+        place(model, mesh, layout.parameters, on_indivisible="pad")
+    trainer = StatefulTrainer.build(
+        jax.random.key(1),
+        model,
+        optax.adam(1e-2),
+        loss_fn,
+        mesh=mesh,
+        rules=layout.parameters,
+        on_indivisible="pad",
+        on_unnamed="replicate",
+        first_axis="batch",
+    )
+    trainer.step(x=x)
+    *padded, expected = ((state.params, state.opt_state) for state in (trainer.state, *states))
+    for found in padded:
+        assert_same(found, expected)
+        assert len(padded_nodes(found)) == 3
+        assert_padding_is_zero(found)

@@ -42,13 +42,6 @@ SHAPES_OF_MESH = (
 )
 LENGTHS = (1, 2, 3, 4, 6, 8, 8, 16, 16, 24, 0)
 
-modest = hypothesis.settings(
-    max_examples=100,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-
 
 @st.composite
 def arrays(draw):
@@ -280,7 +273,6 @@ def assert_refused(function, layouts, *args, **options):
 
 
 @pytest.mark.parametrize("relaxed", [False, True])
-@modest
 @hypothesis.given(cases())
 @hypothesis.example(ALL_TAKEN)
 def test_a_plan_is_what_the_rules_say_or_refused_with_reasons(relaxed, case):
@@ -309,7 +301,6 @@ def test_a_plan_is_what_the_rules_say_or_refused_with_reasons(relaxed, case):
     assert_lies_as_wanted(jax.device_put(tree, plan.sharding_tree()), layouts, tree, mesh_shape)
 
 
-@modest
 @hypothesis.given(cases())
 @hypothesis.example(ALIKE_BUT_FOR_POSITIONS)
 def test_whatever_places_arrays_places_them_by_the_rules(case):
@@ -328,7 +319,6 @@ def test_whatever_places_arrays_places_them_by_the_rules(case):
         assert by_spec.setdefault(sharding.spec, sharding) is sharding
 
 
-@modest
 @hypothesis.given(cases())
 def test_joining_rules_in_any_grouping_means_the_same(case):
     mesh_shape, tree, names, terms = case
@@ -346,7 +336,6 @@ def test_joining_rules_in_any_grouping_means_the_same(case):
                 assert tuple(explained.spec) == tuple(spec_of(layout))
 
 
-@modest
 @hypothesis.given(st.data())
 def test_the_order_of_a_mapping_says_nothing(data):
     mesh_shape = data.draw(st.sampled_from(SHAPES_OF_MESH))

@@ -164,21 +164,20 @@ def taking_part(folder):
     At the end process 1 is done, and process 0 saves alone; so that the job does not end well.
     """
     me = jax.process_index()
-    job_of_processes.joined().patience = 1.0
-    checkpointing_together._SECONDS_TO_SEE = 1.0
+    job_of_processes.joined().patience = 100.0
+    job_of_processes._SECONDS_TO_SAY_WHERE = 60.0
     path, other, weights = (f"{folder}/{name}" for name in ("params", "other", "weights"))
     manager = pzs.CheckpointManager(f"{folder}/run")
     model = pzs.place(model_of(), mesh(), RULES)
     state = state_of(model_of())
     found = {}
 
-    def in_thread(name, *acts):
+    def in_thread(name, *acts, after=lambda: None):
         """What happens in threads of one name, one in each process."""
 
         def act():
-            began = time.monotonic()
             found[name] = refused(acts[me])
-            found[f"{name}: seconds"] = time.monotonic() - began
+            after()
 
         any_process(False, "beginning at the same time")
         thread = threading.Thread(target=act, name=name)
@@ -186,14 +185,28 @@ def taking_part(folder):
         thread.join()
         any_process(False, "ending at the same time")
 
+    def alone(name, process, act):
+        """What one process is told while the other one does something else, until it was told."""
+        told = f"{folder}/{name} was told"
+        if me == 0:
+            os.mkfifo(told)
+
+        def works_on():
+            os.close(os.open(told, os.O_RDONLY))  # Something else.
+
+        def tell():
+            if me == process:
+                os.close(os.open(told, os.O_WRONLY))
+
+        job_of_processes.joined().patience = 1.0
+        in_thread(name, *(act if each == process else works_on for each in (0, 1)), after=tell)
+        job_of_processes.joined().patience = 100.0
+
     def save(path=path, model=model, **options):
         return lambda: pzs.save_params(path, model, **options)
 
     def restore(path=path, model=model, mesh_of=mesh, rules=RULES, **options):
         return lambda: pzs.restore_params(path, model, mesh_of(), rules, **options)
-
-    def works_on():
-        time.sleep(3)  # Something else.
 
     def load(rules=RULES):
         return lambda: pzs.load_safetensors(weights, mesh(), rules, into=model)
@@ -204,13 +217,13 @@ def taking_part(folder):
     float16 = model | {"whole": model["whole"].astype("float16")}
     split = pzs.place(model_of(), mesh(), {"features": "model"})
     less = {name: model[name] for name in ("split", "whole")}
-    in_thread("first saves", save(), works_on)
-    in_thread("last saves", works_on, save())
-    in_thread("manager saves", works_on, lambda: manager.save(1, state))
+    alone("first saves", 0, save())
+    alone("last saves", 1, save())
+    alone("manager saves", 1, lambda: manager.save(1, state))
     save()()
     save(other)()
     pzs.save_safetensors(weights, model)
-    in_thread("first restores", restore(), works_on)
+    alone("first restores", 0, restore())
     in_thread("save and restore", save(overwrite=True), restore())
     in_thread("save and any", save(overwrite=True), lambda: pzs.any_process(False, "shall we stop"))
     for name, one, another in (
@@ -237,6 +250,7 @@ def taking_part(folder):
     own = pathlib.Path(folder, f"own {me}")
     own.mkdir()
     os.chdir(own)
+    checkpointing_together._SECONDS_TO_SEE = 1.0
     in_thread("unshared", save("/proc/self/cwd/params"), save("/proc/self/cwd/params"))
     # What each process does with its own devices is its own affair.
     alone = pzs.make_mesh({"data": 4}, jax.local_devices())
@@ -244,7 +258,6 @@ def taking_part(folder):
     assert_equal(restored, model_of())
     pathlib.Path(folder, f"found.{me}.json").write_text(json.dumps(found))
     if me == 0:
-        job_of_processes.joined().patience = 100.0
         try:
             save(f"{folder}/alone")()
         except ShardingError as error:

@@ -14,16 +14,17 @@ import importlib
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 
+from penzai_shard.processes.launching import reserved_port
 from tests.simulated_devices import fast
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-ATTEMPTS = 3
+# A job that hangs is ended; one of a busy machine is not.
+SECONDS_PER_JOB = 600
 
 
 class Starter:
@@ -66,9 +67,8 @@ class Job:
 
     def __init__(self, function, arguments, processes, devices, folder, begun_by="jax"):
         self.folder = pathlib.Path(folder)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self._held = contextlib.ExitStack()
+        port = self._held.enter_context(reserved_port())
         flags = fast(f"--xla_force_host_platform_device_count={devices // processes}")
         given = [port, processes, begun_by, function, arguments, str(folder), flags]
         self._pids = [starter().ask("start", number, *given) for number in range(processes)]
@@ -82,6 +82,7 @@ class Job:
         for number, pid in enumerate(self._pids):
             if self.status(number) is None:
                 starter().ask("kill", pid)
+        self._held.close()
 
     def status(self, number):
         """The exit status of a process; None while it runs."""
@@ -99,7 +100,7 @@ class Job:
     def printed(self, number):
         return (self.folder / f"printed.{number}").read_text(errors="replace")
 
-    def wait(self, seconds):
+    def wait(self, seconds=SECONDS_PER_JOB):
         """The exit status of each process; None for one that did not end in time."""
         ends = time.monotonic() + seconds
         numbers = range(len(self._pids))
@@ -112,21 +113,32 @@ class Job:
         return [json.loads(path.read_text()) for path in paths]
 
 
-def run(function, arguments=(), processes=2, devices=8, seconds=240, begun_by="jax"):
+def run(function, arguments=(), processes=2, devices=8, begun_by="jax"):
     """What the function returned in each process."""
-    for attempt in range(ATTEMPTS):
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            Job(function, list(arguments), processes, devices, folder, begun_by) as job,
-        ):
-            statuses = job.wait(seconds)
-            if statuses == [0] * processes:
-                return job.results()
-            printed = [f"process {n}: {job.printed(n)[-3000:]}" for n in range(processes)]
-            # Another program may have taken the port between finding it and using it.
-            if "already in use" not in job.printed(0) or attempt == ATTEMPTS - 1:
-                raise AssertionError("\n".join([f"exit statuses {statuses}", *printed]))
-    return None
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Job(function, list(arguments), processes, devices, folder, begun_by) as job,
+    ):
+        statuses = job.wait()
+        printed = [f"process {n}: {job.printed(n)[-3000:]}" for n in range(processes)]
+        assert statuses == [0] * processes, "\n".join(printed)
+        return job.results()
+
+
+def run_script(script, *arguments):
+    """Runs a program, in a fork in place of a new Python that would import everything first.
+
+    Args:
+        script: Path of its file, or its text.
+        arguments: What it finds in ``sys.argv``.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Job("script", [str(script), [*map(str, arguments)], folder], 1, 8, folder) as job,
+    ):
+        (status,) = job.wait()
+        printed = [(pathlib.Path(folder) / name).read_text() for name in ("stdout", "stderr")]
+    return subprocess.CompletedProcess(script, status, *printed)
 
 
 CLUSTERS = {
@@ -164,7 +176,7 @@ def begin(number, port, count, begun_by):
     if begun_by == "jax":
         if count > 1:
             jax.distributed.initialize(
-                f"127.0.0.1:{port}", count, number, initialization_timeout=120
+                f"127.0.0.1:{port}", count, number, initialization_timeout=SECONDS_PER_JOB
             )
         return contextlib.nullcontext()
     os.environ["JAX_COORDINATOR_PORT"] = str(port)

@@ -6,7 +6,9 @@ import functools
 import io
 import os
 import pathlib
+import runpy
 import signal
+import sys
 import time
 
 import jax
@@ -418,6 +420,18 @@ class Halving(pz.nn.Layer):
 class Doubling(pz.nn.Layer):
     def __call__(self, x, **side_inputs):
         return x * 2.0
+
+
+def script(path_or_text, arguments, folder):
+    """A program as Python runs it, with its output in files of its own."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        with open(pathlib.Path(folder) / name, "wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    sys.argv = [path_or_text, *arguments]
+    if "\n" in path_or_text:
+        exec(compile(path_or_text, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        runpy.run_path(path_or_text, run_name="__main__")
 
 
 def demonstration(folder):

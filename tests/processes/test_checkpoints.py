@@ -11,6 +11,9 @@ import pytest
 import penzai_shard as pzs
 from tests.processes import checkpoint_programs, jobs
 
+# JAX alone would wait for 100 seconds, as would a process that is to wait for another one. How busy
+# the machine is makes less difference.
+SOON = 60
 DEATHS = (("saving", 1), ("restoring", 0), ("stepping", 1))
 
 
@@ -85,11 +88,11 @@ def test_a_process_that_dies_ends_the_others_with_one_message_and_loses_nothing(
     name = "checkpoint_programs.dying"
     # Two processes of two devices, which first restore what two of four devices saved.
     with jobs.Job(name, [folder, when, victim], 2, 4, tmp_path) as job:
-        statuses = job.wait(120)
+        statuses = job.wait()
         assert statuses[victim] == -9, job.printed(victim)
         assert statuses[survivor] == 75, job.printed(survivor)
         died_at = float(re.search(r"dies at ([\d.]+)", job.printed(victim))[1])
-        assert job.ended_at(survivor) - died_at < 30
+        assert job.ended_at(survivor) - died_at < SOON
         lines = lines_without_gloo(job.printed(survivor))
     doing = {"saving": "saving a checkpoint to", "restoring": "restoring the checkpoint at"}
     doing = f", in the midst of {doing[when]} {folder}/{when}." if when in doing else ". "
@@ -113,7 +116,7 @@ def taken(tmp_path_factory):
     """What each process found, what it printed last, and its exit status."""
     folder = tmp_path_factory.mktemp("shared")
     with jobs.Job("checkpoint_programs.taking_part", [str(folder)], 2, 8, folder) as job:
-        statuses = job.wait(200)
+        statuses = job.wait()
         printed = [job.printed(0), job.printed(1)]
         ended = [job.ended_at(0), job.ended_at(1)]
     paths = [folder / f"found.{number}.json" for number in (0, 1)]
@@ -132,9 +135,8 @@ def test_one_process_that_saves_or_restores_alone_says_who_is_missing_and_where_
         text = here[name]
         assert f"process {absent} of 2 has not come to {doing} a checkpoint (/" in text
         assert ") within 1 s: it is at " in text
-        assert "in works_on: time.sleep(3)  # Something else." in text
+        assert "in works_on: os.close(os.open(told, os.O_RDONLY))  # Something else." in text
         assert "several_processes(patience_seconds=300)" in text
-        assert here[f"{name}: seconds"] < 15
 
 
 def test_processes_that_do_different_things_are_told_what_each_of_them_does(taken):
@@ -177,5 +179,5 @@ def test_one_that_is_done_is_not_waited_for(taken):
     assert "it is at the end of its program" in first
     assert f"process 0 failed: ShardingError: {text}" in last
     said_at = float(re.search(r"said at ([\d.]+)", first)[1])
-    assert max(ended) - said_at < 20
+    assert max(ended) - said_at < SOON
     assert not jax.distributed.is_initialized()

@@ -15,6 +15,7 @@ from penzai_shard.cli.main import main
 from penzai_shard.errors import ShardingError
 from penzai_shard.processes import several_processes
 from penzai_shard.processes.launching import run_processes
+from tests.processes.jobs import SECONDS_PER_JOB
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -25,7 +26,7 @@ def command(*arguments):
     return [sys.executable, "-m", "penzai_shard", *map(str, arguments)]
 
 
-def run(*arguments, seconds=120):
+def run(*arguments):
     return subprocess.run(
         command(*arguments),
         cwd=ROOT,
@@ -33,20 +34,29 @@ def run(*arguments, seconds=120):
         capture_output=True,
         text=True,
         check=False,
-        timeout=seconds,
+        timeout=SECONDS_PER_JOB,
     )
 
 
 def test_an_error_in_one_process_is_said_in_the_others():
-    """That one is killed is tested with a job that trains, in test_training."""
-    start = time.monotonic()
     done = run("run", "--processes", 2, "--simulate-devices", 4, SCRIPT, 1)
     assert done.returncode == 1
     said = "process 1 failed: ValueError: this cannot go on. Process 0 of 2 ends too."
     assert said in done.stderr
     assert "process 1 of 2 failed with exit status 1" in done.stderr
     assert 'raise ValueError("this cannot go on")' in done.stderr
-    assert time.monotonic() - start < 60
+
+
+def test_a_process_that_is_killed_ends_the_others_and_gives_the_status_of_a_shell(capfd):
+    code = (
+        "import os, signal, time\n"
+        "if os.environ['PENZAI_SHARD_PROCESS_ID'] == '0':\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(600)\n"
+    )
+    assert run_processes([sys.executable, "-c", code], 2) == 128 + signal.SIGKILL
+    said = "process 0 of 2 was ended by SIGKILL. Ending the others."
+    assert said in capfd.readouterr().err
 
 
 def test_signals_reach_every_process_once(tmp_path):
@@ -57,7 +67,7 @@ def test_signals_reach_every_process_once(tmp_path):
         "    sys.exit(5)\n"
         "signal.signal(signal.SIGTERM, stop)\n"
         "open(os.path.join(sys.argv[1], 'ready' + os.environ['PENZAI_SHARD_PROCESS_ID']), 'w')\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     starter = (
         "import sys\n"
@@ -65,12 +75,26 @@ def test_signals_reach_every_process_once(tmp_path):
         "sys.exit(run_processes([sys.executable, *sys.argv[1:]], 3))\n"
     )
     with subprocess.Popen([sys.executable, "-c", starter, "-c", code, str(tmp_path)]) as process:
-        ends = time.monotonic() + 60
-        while len(list(tmp_path.glob("ready*"))) < 3 and time.monotonic() < ends:
+        while len(list(tmp_path.glob("ready*"))) < 3 and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 5
+        assert process.wait(SECONDS_PER_JOB) == 5
     assert len(list(tmp_path.iterdir())) == 6
+
+
+def test_a_signal_before_all_processes_are_started_ends_all_of_them(monkeypatch):
+    started, start = [], subprocess.Popen
+
+    def start_and_signal(*arguments, **options):
+        started.append(start(*arguments, **options))
+        if len(started) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_signal)
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    assert run_processes(command, 3) == 128 + signal.SIGTERM
+    assert [process.returncode for process in started] == [-signal.SIGTERM] * 3
 
 
 def test_what_a_process_printed_is_shown_if_it_fails(capfd):

@@ -1,11 +1,6 @@
 """The same run over one, two and four processes: losses, checkpoints, and a job that is killed."""
 
-import json
-import os
-import pathlib
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -55,31 +50,15 @@ def test_what_two_processes_saved_is_restored_by_one_and_by_four(runs, layout):
         assert exactly(runs[count][0][layout]["resumed"]) == pytest.approx(resumed, rel=1e-6)
 
 
+@pytest.mark.long
 def test_a_job_that_was_killed_goes_on_from_its_last_checkpoint_with_the_same_losses(tmp_path):
-    results = tmp_path / "results.json"
-    program = pathlib.Path(__file__).with_name("training_programs.py")
-    root = program.parent.parent.parent
-    command = [sys.executable, "-m", "penzai_shard", "run", "--processes", "2"]
-    command += ["--simulate-devices", "8", str(program), str(tmp_path), str(results)]
-
-    def run(*killed_at):
-        return subprocess.run(
-            [*command, *killed_at],
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": str(root)},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-        )
-
-    killed = run("5")
-    assert killed.returncode == 128 + signal.SIGKILL, killed.stderr
-    assert "process 0 of 2 was ended by SIGKILL. Ending the others." in killed.stderr
+    folder = str(tmp_path / "run")
+    with jobs.Job("training_programs.fitted", [folder, 5], 2, 8, tmp_path, begun_by="slurm") as job:
+        assert job.wait() == [-signal.SIGKILL, 75], job.printed(1)
     assert (tmp_path / "run" / "step_00000002").exists()
-    assert not results.exists()
-    assert run().returncode == 0
-    resumed, undisturbed = json.loads(results.read_text())
+    resumed, undisturbed = jobs.run(
+        "training_programs.resumed_and_undisturbed", [str(tmp_path / "whole"), folder]
+    )[0]
     # The checkpoint after step 4 may not have been complete.
     assert list(resumed) in (["5", "6", "7", "8"], ["3", "4", "5", "6", "7", "8"])
     assert resumed == {step: undisturbed[step] for step in resumed}

@@ -2,10 +2,8 @@
 
 import functools
 import itertools
-import json
 import os
 import signal
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -132,15 +130,6 @@ def fitted(folder, killed_at=None):
     return losses
 
 
-def main(folder, results, killed_at=None):
-    """A job that is killed if ``killed_at`` is given, or else goes on, and does it undisturbed."""
-    found = fitted(f"{folder}/run", None if killed_at is None else int(killed_at))
-    whole = fitted(f"{folder}/undisturbed")
-    if jax.process_index() == 0:
-        with open(results, "w") as file:
-            json.dump([found, whole], file)
-
-
-if __name__ == "__main__":
-    with pzs.several_processes():
-        main(*sys.argv[1:])
+def resumed_and_undisturbed(folder, killed):
+    """The losses of a run that goes on from what was left by a killed one, and of a whole one."""
+    return fitted(killed), fitted(folder)

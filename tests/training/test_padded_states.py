@@ -25,6 +25,7 @@ from penzai_shard import (
     place,
     shard_batch,
     train_state_sharding,
+    why,
 )
 from penzai_shard.errors import PlanError, RuleTypeError, ShardingError
 from penzai_shard.padded_arrays import is_padded, without_padding
@@ -39,6 +40,16 @@ OPTIMIZERS = COMMON | {
     "adafactor of small arrays": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2),
     "noisy_sgd": lambda: optax.noisy_sgd(1e-2, key=jax.random.key(5)),
     "ema": lambda: optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+    # What these make of zeros, or of how many there are, is not nothing.
+    "rprop": lambda: optax.rprop(1e-2),
+    "adan": lambda: optax.adan(1e-2, weight_decay=1e-2),
+    "signs": lambda: optax.chain(optax.scale_by_sign(), optax.sgd(1e-2, 0.9, nesterov=True)),
+    "norms": lambda: optax.chain(
+        optax.normalize_by_update_norm(),
+        optax.apply_if_finite(
+            optax.chain(optax.centralize(), optax.scale_by_param_block_rms(), optax.scale(-1e-2)), 2
+        ),
+    ),
 }
 
 
@@ -238,6 +249,15 @@ def test_a_padded_state_is_evaluated_with_true_lengths(safe_runs):
     assert_same(evaluate(run.state, **inputs()), evaluate(expected.state, **inputs()))
 
 
+def test_why_tells_of_gradients_of_padded_parameters():
+    state = TrainState.initial_state(padded(weights()), optax.sgd(0.1), jax.random.key(1))
+    rows = why(build_train_step_fn(squares), state, **inputs()).of_kind("gradient")
+    assert {row.label: (row.shape, row.spec) for row in rows} == {
+        "weights": ((5, 7), (("data",), ("model",))),
+        "bias": ((7,), (("model",),)),
+    }
+
+
 def test_steps_without_compilation_take_padded_states():
     def pinned(model, rng, state, x):
         pin = ConstrainShardingByName(MESH, {"in": "data", "out": "model"}, on_indivisible="pad")
@@ -295,10 +315,14 @@ def test_any_lengths_on_any_mesh_train_as_by_hand(lengths, sizes, splits, explic
         assert_padding_is_zero((state.params, velocity))
 
 
-def test_abstract_states_are_padded_too():
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.adafactor(1e-2, min_dim_size_to_factor=2, momentum=0.9), optax.sm3(1e-2)],
+    ids=["adafactor", "sm3"],
+)
+def test_abstract_states_are_padded_too(optimizer):
     mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
     plan = make_plan(jax.eval_shape(weights), mesh, RULES, on_indivisible="pad")
-    optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=2, momentum=0.9)
     state = TrainState.initial_state(plan.restore_structs(), optimizer, jax.random.key(0))
     concrete = TrainState.initial_state(padded(weights()), optimizer, jax.random.key(0))
     assert jax.tree.structure(state) == jax.tree.structure(concrete)
@@ -310,6 +334,7 @@ def test_abstract_states_are_padded_too():
     without_mesh = jax.eval_shape(
         lambda: TrainState.initial_state(padded(weights()), optimizer, jax.random.key(0))
     )
+    assert jax.tree.structure(without_mesh) == jax.tree.structure(concrete)
     sizes = [x.shape for x in jax.tree.leaves(without_mesh)]
     assert sizes == [x.shape for x in jax.tree.leaves(concrete)]
 

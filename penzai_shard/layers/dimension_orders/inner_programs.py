@@ -11,19 +11,18 @@ from typing import Any
 import jax
 
 from penzai_shard.layers.dimension_orders.ordered_arrays import OrderedArray
-from penzai_shard.library_apis.jax_api import (
-    ClosedJaxpr,
-    Jaxpr,
-    is_weakly_typed,
-    manual_mesh_axes,
-    scan_counts,
+from penzai_shard.library_apis.jax_api import ClosedJaxpr, Jaxpr, scan_counts
+from penzai_shard.traced_programs import (
+    called_program,
+    evaluate,
+    in_place_of,
+    is_call_with_options,
+    opened,
 )
-from penzai_shard.traced_programs import called_program, evaluate, opened
 
 Run = Callable[[Any, Sequence[OrderedArray]], list[OrderedArray]]
 """Runs a program in place."""
 
-_CALLS = ("checkpoint", "closed_call", "remat2")
 _OTHERS = ("cond", "scan", "while")
 
 
@@ -42,7 +41,7 @@ def run_with_inner_programs(
     """
     name = equation.primitive.name
     results = None
-    if name in _CALLS:
+    if is_call_with_options(equation):
         results = _call(equation, operands, run)
     elif name == "scan":
         results = _scan(equation, operands, run)
@@ -116,38 +115,13 @@ def _evaluated(
     dims: list[tuple[int, ...]],
 ) -> list[OrderedArray] | None:
     """The operation with another program in it; None if that cannot take the program's place."""
-    changed = _in_place_of(program, body, inside)
+    changed = in_place_of(program, body, inside)
     if changed is None:
         return None
     (name,) = (name for name, value in equation.params.items() if value is program)
     results = evaluate(equation.replace(params={**equation.params, name: changed}), arrays)
     shapes = [variable.aval.shape for variable in equation.outvars]
     return list(map(OrderedArray, results, dims, shapes))
-
-
-def _in_place_of(program: Any, body: Callable[..., list[Any]], arguments: Sequence[Any]) -> Any:
-    """A function's program, in the form that another one has; None if that cannot be."""
-    jaxpr, _ = opened(program)
-    # Inside of jax.shard_map types say more than shape and dtype.
-    if jaxpr.effects or manual_mesh_axes():
-        return None
-    types: list[Any] = [variable.aval for variable in jaxpr.invars]
-    structs = [
-        jax.ShapeDtypeStruct(jax.numpy.shape(given), own.dtype, weak_type=is_weakly_typed(own))
-        for given, own in zip(arguments, types, strict=True)
-    ]
-    new = jax.make_jaxpr(body)(*structs)
-    if _kinds(new.jaxpr) != _kinds(jaxpr) or new.jaxpr.effects:
-        return None
-    if isinstance(program, ClosedJaxpr):
-        return new
-    return None if new.consts else new.jaxpr
-
-
-def _kinds(jaxpr: Jaxpr) -> list[tuple[Any, bool]]:
-    """The dtype of each result, and whether it gives way to another."""
-    types: list[Any] = [variable.aval for variable in jaxpr.outvars]
-    return [(of.dtype, is_weakly_typed(of)) for of in types]
 
 
 def _with_programs_in_place(equation: Any, run: Run) -> Any:
@@ -158,7 +132,7 @@ def _with_programs_in_place(equation: Any, run: Run) -> Any:
             return [result.whole() for result in run(program, list(map(OrderedArray.of, arrays)))]
 
         types = [variable.aval for variable in opened(program)[0].invars]
-        return _in_place_of(program, body, types) or program
+        return in_place_of(program, body, types) or program
 
     changed: dict[str, Any] = {}
     for name, value in equation.params.items():

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard.layers.dimension_orders.ordered_arrays import OrderedArray, common_order
-from penzai_shard.meshes import has_explicit_axes
-from penzai_shard.traced_programs import ELEMENTWISE
+from penzai_shard.traced_programs import ELEMENTWISE, asks_for_sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,24 +36,9 @@ Rule = Callable[[Any, list[OrderedArray]], "Ready | OrderedArray | None"]
 None for an equation that it does not know how to run."""
 
 
-SHARDINGS = ("sharding", "out_sharding")
-"""Parameters by which an operation asks for the layout of its result. On Auto mesh axes JAX fills
-them in by itself, with a layout that asks for nothing."""
-
-
-def _asks_for_sharding(equation: Any) -> bool:
-    return any(map(_says_something, map(equation.params.get, SHARDINGS)))
-
-
-def _says_something(sharding: Any) -> bool:
-    if not isinstance(sharding, NamedSharding):
-        return sharding is not None
-    return has_explicit_axes(sharding.mesh) or any(entry is not None for entry in sharding.spec)
-
-
 def _elementwise(equation: Any, operands: list[OrderedArray]) -> Ready | None:
     shape = equation.outvars[0].aval.shape
-    if _asks_for_sharding(equation) or not all(_fits(o.shape, shape) for o in operands):
+    if asks_for_sharding(equation) or not all(_fits(o.shape, shape) for o in operands):
         return None
     # A dimension of length one stands for the same element at every index.
     values = [o.renamed(range(len(shape)), shape) if o.shape else o for o in operands]
@@ -83,7 +67,7 @@ def _transpose(equation: Any, operands: list[OrderedArray]) -> OrderedArray:
 
 
 def _broadcast(equation: Any, operands: list[OrderedArray]) -> OrderedArray | None:
-    if _asks_for_sharding(equation) or len(operands) > 1:
+    if asks_for_sharding(equation) or len(operands) > 1:
         return None
     return operands[0].renamed(
         equation.params["broadcast_dimensions"], equation.outvars[0].aval.shape
@@ -105,7 +89,7 @@ def _reshape(equation: Any, operands: list[OrderedArray]) -> OrderedArray | None
     """Dimensions of length one come and go; any other change of shape needs the whole value."""
     before, after = operands[0].shape, equation.outvars[0].aval.shape
     places = [dim for dim, length in enumerate(after) if length != 1]
-    if _asks_for_sharding(equation) or equation.params.get("dimensions") is not None:
+    if asks_for_sharding(equation) or equation.params.get("dimensions") is not None:
         return None
     if [n for n in before if n != 1] != [n for n in after if n != 1] or 0 in before:
         return None
@@ -115,7 +99,7 @@ def _reshape(equation: Any, operands: list[OrderedArray]) -> OrderedArray | None
 
 def _reduction(equation: Any, operands: list[OrderedArray]) -> Ready | None:
     axes = equation.params["axes"]
-    if _asks_for_sharding(equation) or len(operands) > 1:
+    if asks_for_sharding(equation) or len(operands) > 1:
         return None
     (operand,) = operands
     order = operand.order_with(axes)
@@ -131,7 +115,7 @@ def _along(parameter: str) -> Rule:
     def rule(equation: Any, operands: list[OrderedArray]) -> Ready | None:
         along = equation.params[parameter]
         several = isinstance(along, tuple)
-        if _asks_for_sharding(equation) or any(not operand.shape for operand in operands):
+        if asks_for_sharding(equation) or any(not operand.shape for operand in operands):
             return None
         order = common_order(operands, along if several else (along,))
         places = tuple(map(order.index, along)) if several else order.index(along)
@@ -182,7 +166,7 @@ def dot_general(
         operands: The operands.
         moved: The order that the program moves the result's dimensions to, if it does so.
     """
-    if _asks_for_sharding(equation):
+    if asks_for_sharding(equation):
         return None
     contracted, batch = equation.params["dimension_numbers"]
     used = [(*contracted[side], *batch[side]) for side in (0, 1)]

@@ -9,13 +9,19 @@ import jax
 from penzai_shard.layers.dimension_orders.inner_programs import run_with_inner_programs
 from penzai_shard.layers.dimension_orders.operation_rules import (
     RULES,
-    SHARDINGS,
     Ready,
     dot_general,
 )
 from penzai_shard.layers.dimension_orders.ordered_arrays import OrderedArray
 from penzai_shard.library_apis.jax_api import Literal, scope_path
-from penzai_shard.traced_programs import called_program, evaluate, is_jit, opened, walk
+from penzai_shard.traced_programs import (
+    called_program,
+    evaluate,
+    is_plain_call,
+    opened,
+    walk,
+    with_parameters,
+)
 
 
 def run_in_place(program: Any, arguments: Sequence[OrderedArray]) -> list[OrderedArray]:
@@ -68,10 +74,7 @@ def _run_equation(
         return [ready]
     if ready is None:
         return run_with_inner_programs(equation, operands, run_in_place)
-    nothing_asked = {name: None for name in SHARDINGS if name in equation.params}
-    parameters = {**equation.params, **nothing_asked, **ready.parameters}
-    changed = equation.replace(params=parameters)
-    results = evaluate(changed, ready.arrays)
+    results = evaluate(with_parameters(equation, ready.parameters), ready.arrays)
     return [
         OrderedArray(array, dims, variable.aval.shape)
         for array, dims, variable in zip(results, ready.dims, equation.outvars, strict=True)
@@ -93,17 +96,3 @@ def _made_ready(
     if rule is dot_general:
         return dot_general(equation, operands, moved.get(equation.outvars[0]))
     return rule(equation, operands)
-
-
-def is_plain_call(equation: Any) -> bool:
-    """Whether an equation calls a function under ``jax.jit`` that could as well stand in place."""
-    if not is_jit(equation.primitive):
-        return False
-    options = equation.params
-    shardings = (*options["in_shardings"], *options["out_shardings"])
-    return not (
-        any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
-        or any(layout is not None for layout in (*options["in_layouts"], *options["out_layouts"]))
-        or any(options["donated_invars"])
-        or options["compiler_options_kvs"]
-    )
