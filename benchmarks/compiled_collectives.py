@@ -113,8 +113,8 @@ def read_collectives(
     """
     text = program if isinstance(program, str) else program.as_text()
     sizes = None if mesh is None else dict(getattr(mesh, "shape", mesh))
-    computations = _computations(text)
-    times = _executions(computations)
+    computations = computations_of(text)
+    times = executions_of(computations)
     found = []
     for computation in computations.values():
         for one in computation.instructions.values():
@@ -216,7 +216,7 @@ class _Computation:
         return result
 
 
-def _computations(text: str) -> dict[str, _Computation]:
+def computations_of(text: str) -> dict[str, _Computation]:
     result: dict[str, _Computation] = {}
     current = None
     for line in text.splitlines():
@@ -270,7 +270,7 @@ def _called(instruction: _Instruction) -> Iterator[tuple[str, int | None]]:
             yield name, turns
 
 
-def _executions(computations: Mapping[str, _Computation]) -> dict[str, int | None]:
+def executions_of(computations: Mapping[str, _Computation]) -> dict[str, int | None]:
     """How often one run executes each computation; None where a loop does not say."""
     result: dict[str, int | None] = {}
 
@@ -288,7 +288,7 @@ def _executions(computations: Mapping[str, _Computation]) -> dict[str, int | Non
     return result
 
 
-def _arrays(type_: str) -> list[tuple[str, int, int]]:
+def arrays_of(type_: str) -> list[tuple[str, int, int]]:
     """The arrays of a type: each as text, its number of elements, and its size in bytes."""
     result = []
     for dtype, sizes in _ARRAY.findall(re.sub(r"/\*.*?\*/", "", type_)):
@@ -303,7 +303,7 @@ def _collective(kind, one, computation, computations, sizes, times) -> Collectiv
     if one.opcode.endswith("-start") and kind != "all-reduce" and type_.startswith("("):
         # An asynchronous start returns its operands too: the second part is the result.
         type_ = _parts(type_)[1]
-    arrays = _arrays(type_)
+    arrays = arrays_of(type_)
     axes, group_size = groups_of(kind, one.name, one.attributes, sizes)
     payload = sum(size for _, _, size in arrays)
     if kind == "reduce-scatter":
@@ -355,7 +355,7 @@ def _scattered(values, group_size, computation, computations) -> int:
         size
         for value in values
         if _Slices(group_size, computations).are_all_of(value, computation, ())
-        for _, _, size in _arrays(value.type)
+        for _, _, size in arrays_of(value.type)
     )
 
 
@@ -380,7 +380,7 @@ class _Slices:
 
     def _is_one(self, user, value, computation, callers) -> bool:
         if user.opcode == "dynamic-slice":
-            whole, part = (sum(n for _, n, _ in _arrays(one.type)) for one in (value, user))
+            whole, part = (sum(n for _, n, _ in arrays_of(one.type)) for one in (value, user))
             return user.operands[0] == value.name and part * self.group_size == whole
         if _ELEMENTWISE.fullmatch(user.opcode):
             return self.are_all_of(user, computation, callers)
@@ -416,7 +416,7 @@ def _added(values, computation, computations) -> int:
             _adds_up([one.name for one in members], computation.instructions[user], computations)
             for user in users
         ):
-            saved += (len(members) - 1) * _arrays(type_)[0][2]
+            saved += (len(members) - 1) * arrays_of(type_)[0][2]
     return saved
 
 

@@ -35,6 +35,7 @@ from penzai.models.transformer.variants import llamalike_common
 
 import penzai_shard as pzs
 from benchmarks.compiled_collectives import counts, read_collectives
+from benchmarks.weak_scaling import loss_fn
 
 DEVICES = 8
 # In bytes: float32 parameters, gradients, and the two moments of adamw.
@@ -56,14 +57,6 @@ def build_model(blocks: int = 24, stacked: bool = True) -> Any:
         use_layer_stack=stacked,
     )
     return llamalike_common.build_llamalike_transformer(config, jax.random.key(0), name="lm")
-
-
-def loss_fn(model: Any, rng: Any, state: Any, tokens: Any) -> Any:
-    logits = model(tokens[{"seq": pz.slice[:-1]}])
-    log_probs = pz.nx.nmap(jax.nn.log_softmax)(logits.untag("vocabulary")).tag("vocabulary")
-    right = log_probs[{"vocabulary": tokens[{"seq": pz.slice[1:]}]}]
-    loss = -right.untag("batch", "seq").mean().unwrap()
-    return loss, state, {"loss": loss}
 
 
 def abstract_state(layout: pzs.Layout, mesh: Any, *, stacked: bool = True) -> pzs.TrainState:

@@ -35,10 +35,12 @@ class Shallow:
 
     Attributes:
         problems: The step with one block and the step with two, for a model whose blocks are
-            known; of any other the step itself alone.
+            known; of any other the step itself alone. Where blocks are groups of layers of which
+            the last is left unfinished, that part of one stands for the first block.
         blocks: How many blocks the model has, so that ``one.deeper(two, blocks)`` is its cost; 1
             if it is not cut.
-        reason: What was cut, or why nothing was, in a sentence.
+        doubt: Why blocks that seem equal are not cut, in words; empty if they are, or there are
+            none.
         is_loop: Whether all these blocks are the body of a loop (``RolledLayerStack``), so that a
             program of all of them is no longer than one of two. In those with fewer blocks the
             loop is unrolled, so that every block is in sight.
@@ -46,7 +48,7 @@ class Shallow:
 
     problems: tuple[TrainingProblem, ...]
     blocks: int
-    reason: str
+    doubt: str = ""
     is_loop: bool = False
 
 
@@ -73,11 +75,13 @@ def shallow(problem: TrainingProblem) -> Shallow:
     runs = [run for run in _runs_in(problem.model, is_sequential=False) if _is_apart(run, names)]
     chosen = _most_saving(runs)
     if not chosen:
-        return Shallow((problem,), 1, "the model has no three equal blocks one behind the other")
-    blocks = chosen[0].count
+        return Shallow((problem,), 1)
+    # What stands for a block already is kept alone and with one more.
+    fewest = 0 if all(run.is_continued for run in chosen) else 1
+    blocks = chosen[0].count + 1 - fewest
     one, two = (
         dataclasses.replace(problem, model=_with_blocks(problem.model, chosen, kept))
-        for kept in (1, 2)
+        for kept in (fewest, fewest + 1)
     )
     is_certain = all(run.is_sequential for run in chosen)
     try:
@@ -95,8 +99,7 @@ def shallow(problem: TrainingProblem) -> Shallow:
             f"with fewer of the {blocks} blocks the loss function does not compute as much less",
         )
     is_loop = all(isinstance(run.container, RolledLayerStack) for run in chosen)
-    reason = f"{blocks} equal blocks, priced from one and two of them"
-    return Shallow((one, two), blocks, reason, is_loop)
+    return Shallow((one, two), blocks, is_loop=is_loop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +126,23 @@ class _Run:
             return _shorter_stack(self.container, kept)
         first, end = self.start + kept * self.period, self.start + self.count * self.period
         return self.container[:first] + self.container[end:]
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether a part of one more block is behind them, with every kind of their variables.
+
+        Local and global layers of attention in turn are alike but for their masks, so that a few
+        local ones have all arrays that a layout is about. None may be of several blocks.
+        """
+        if isinstance(self.container, pz.nn.LayerStack):
+            return False
+        end = self.start + self.count * self.period
+        before, block, behind = (
+            self.container[first : first + self.period]
+            for first in (end - 2 * self.period, end - self.period, end)
+        )
+        is_shared = not set(_names_in(block)).isdisjoint(_names_in(before))
+        return not is_shared and _kinds_of_variables(block) <= _kinds_of_variables(behind)
 
     @property
     def bytes(self) -> int:
@@ -219,6 +239,12 @@ def _kinds_of(items: Sequence[Any]) -> list[int]:
             alike.append((structure, number))
         kinds.append(kind)
     return kinds
+
+
+def _kinds_of_variables(tree: Any) -> set[Hashable]:
+    """The kinds of variables and of other arrays in a tree, whatever else is in it."""
+    leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_variable)
+    return {_kind_of_leaf(leaf) for leaf in leaves if is_variable(leaf) or _is_array(leaf)}
 
 
 def _kind_of_leaf(leaf: Any) -> Hashable:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Self, TypeAlias, TypeVar
 
@@ -42,8 +43,8 @@ class StepCost:
     """What a training step costs one device.
 
     Attributes:
-        flops: Floating point operations of matrix products, a multiplication and an addition
-            being two.
+        flops: Floating point operations of matrix products and convolutions, a multiplication and
+            an addition being two.
         sent: What it sends, and why.
         memory: The most bytes that are in its memory at once, by what they are for:
             ``"parameters"``, ``"optimizer"``, ``"gradients"``, ``"activations"``, ``"inputs"``.
@@ -57,6 +58,21 @@ class StepCost:
     def memory_bytes(self) -> int:
         """All of its memory."""
         return round(sum(self.memory.values()))
+
+    @property
+    def unfit_figure(self) -> str:
+        """Which figure of it is none, in words; empty if all are finite and not negative.
+
+        >>> StepCost(math.nan, (), {}).unfit_figure
+        'flops is nan'
+        """
+        figures = [
+            ("flops", self.flops),
+            *(("sent", one.bytes) for one in self.sent),
+            *(("memory", bytes_) for bytes_ in self.memory.values()),
+        ]
+        unfit = (each for each in figures if not 0 <= each[1] < math.inf)
+        return next((f"{name} is {figure}" for name, figure in unfit), "")
 
     @property
     def traffic(self) -> dict[tuple[str, ...], float]:

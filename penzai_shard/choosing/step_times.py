@@ -12,20 +12,26 @@ from penzai_shard.inspection.traffic.transfer_time import time_of_loads
 class StepTime:
     """A lower bound of the time of a step, and what it is made of, in seconds.
 
-    It holds for perfect overlap: everything is computed and sent at the same time, at the peak that
-    the vendor publishes. Real steps take longer; which of two layouts is faster is said by the same
-    figures. Source of the method: Williams et al. 2009, "Roofline".
+    It holds for perfect overlap: everything is computed, sent and updated at the same time, at the
+    peak that the vendor publishes; of devices that share the same cores, one after the other. Real
+    steps take longer; which of two layouts is faster is said by the same figures. Source of the
+    method: Williams et al. 2009, "Roofline"; of the update's part in it: Xu et al. 2020,
+    arXiv:2004.13336.
 
     Attributes:
-        compute: For the matrix products, at the peak in bfloat16.
+        compute: For matrix products and convolutions, at the peak in bfloat16.
         traffic: For everything that is sent, by the best division over the links.
         by_mesh_axis: For what is sent over each mesh axis; of what goes over several, each carries
-            its part at the same time.
+            its part at the same time, or less where the best division has another carry more.
+        update: For the optimizer's state, which is read from memory and written back once.
+        overlaps: Whether all of that happens at the same time.
     """
 
     compute: float
     traffic: float
     by_mesh_axis: Mapping[str, float]
+    update: float = 0.0
+    overlaps: bool = True
 
     @classmethod
     def of(cls, cost: StepCost, mesh_shape: Mapping[str, int], hardware: Hardware) -> "StepTime":
@@ -42,30 +48,39 @@ class StepTime:
 
         >>> from penzai_shard.choosing.step_costs import Sent
         >>> sent = (Sent("parameter", "", (), ("data",), 5e10),)
-        >>> cost = StepCost(flops=1.97e14, sent=sent, memory={})
-        >>> StepTime.of(cost, {"data": 8, "model": 4}, Hardware.read("v5e:32"))
-        StepTime(compute=1.0, traffic=1.0, by_mesh_axis={'data': 1.0, 'model': 0.0})
+        >>> cost = StepCost(flops=1.97e14, sent=sent, memory={"optimizer": 8.19e9})
+        >>> time = StepTime.of(cost, {"data": 8, "model": 4}, Hardware.read("v5e:32"))
+        >>> time.compute, time.traffic, time.by_mesh_axis, time.update
+        (1.0, 1.0, {'data': 1.0, 'model': 0.0}, 0.02)
         """
         network = hardware.of_mesh(mesh_shape)
-        real = tuple(axis for axis, links in network.rates.items() if links)
         loads: dict[frozenset[str], float] = {}
         for axes, bytes_ in cost.traffic.items():
-            over = frozenset(axis for axis in axes or real if axis in real)
-            if over:
+            if over := network.used(axes):
                 loads[over] = loads.get(over, 0.0) + bytes_
         by_axis = dict.fromkeys(mesh_shape, 0.0)
         for over, bytes_ in loads.items():
             seconds = bytes_ / network.carried(over)
             for axis in over:
                 by_axis[axis] += seconds
-        return cls(cost.flops / hardware.flops, time_of_loads(loads, network.carried), by_axis)
+        traffic = time_of_loads(loads, network.carried)
+        updated = 2 * cost.memory.get("optimizer", 0.0)
+        return cls(
+            cost.flops / hardware.flops,
+            traffic,
+            {axis: min(seconds, traffic) for axis, seconds in by_axis.items()},
+            updated / hardware.memory_bandwidth if hardware.memory_bandwidth else 0.0,
+            hardware.overlaps,
+        )
 
     @property
     def bound(self) -> float:
-        """The larger of the two, which is what the step takes at least."""
-        return max(self.compute, self.traffic)
+        """The largest of the three, which is what the step takes at least; or their sum."""
+        if not self.overlaps:
+            return self.without_overlap
+        return max(self.compute, self.traffic, self.update)
 
     @property
     def without_overlap(self) -> float:
-        """The two one after the other."""
-        return self.compute + self.traffic
+        """The three one after the other."""
+        return self.compute + self.traffic + self.update

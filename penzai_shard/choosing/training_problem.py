@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import jax
 from penzai import pz
@@ -12,11 +12,16 @@ from penzai_shard.layouts import Layout
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.placement import described
 from penzai_shard.planning import make_plan
+from penzai_shard.rule_kinds import OnIndivisible
 from penzai_shard.surgery import Recipe
 from penzai_shard.training import TrainState, TrainStep, build_train_step_fn, train_state_sharding
 
 if TYPE_CHECKING:
     import optax
+
+
+class _Relaxed(TypedDict):
+    on_indivisible: OnIndivisible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +34,21 @@ class TrainingProblem:
         optimizer: An optax optimizer.
         inputs: What the loss function gets beside model, key and state, by keyword: named arrays
             of structs, with the logical axes of the batch.
+        batch_axis: The logical axis along which a batch is split into microbatches.
     """
 
     model: Any
     loss_fn: Callable[..., Any]
     optimizer: "optax.GradientTransformation"
     inputs: Mapping[str, Any]
+    batch_axis: str = "batch"
 
     def built(
-        self, layout: Layout, mesh: AnyMesh, microbatches: int = 1
+        self,
+        layout: Layout,
+        mesh: AnyMesh,
+        microbatches: int = 1,
+        on_indivisible: OnIndivisible = "error",
     ) -> tuple[TrainStep, TrainState, dict[str, Any]]:
         """The step in a layout, with its state and its inputs, in structs that are laid out.
 
@@ -45,6 +56,7 @@ class TrainingProblem:
             layout: The layout.
             mesh: The mesh, which may be abstract.
             microbatches: In how many parts, one after the other, the batch is computed.
+            on_indivisible: As for ``Layout.build``.
 
         Returns:
             The step, and what it is called with: ``step(state, **inputs)``.
@@ -52,12 +64,12 @@ class TrainingProblem:
         Raises:
             ShardingError: As ``Layout.build`` does.
         """
-        laid_out = layout.for_model(self.model, mesh)
-        edits = layout.recipe(self.model, mesh)
-        loss_fn = layout.computing(self.loss_fn, mesh)
-        step, state = self.built_by(
-            edits, laid_out.parameters, laid_out.optimizer, mesh, loss_fn, microbatches
-        )
+        relaxed: _Relaxed = {"on_indivisible": on_indivisible}
+        laid_out = layout.for_model(self.model, mesh, **relaxed)
+        edits = layout.recipe(self.model, mesh, **relaxed)
+        loss_fn = layout.computing(self.loss_fn, mesh, **relaxed)
+        tables = laid_out.parameters, laid_out.optimizer
+        step, state = self.built_by(edits, *tables, mesh, loss_fn, microbatches, on_indivisible)
         return step, state, layout.shard_batch(dict(self.inputs), mesh)
 
     def built_by(
@@ -68,6 +80,7 @@ class TrainingProblem:
         mesh: AnyMesh,
         loss_fn: Callable[..., Any],
         microbatches: int = 1,
+        on_indivisible: OnIndivisible = "error",
     ) -> tuple[TrainStep, TrainState]:
         """The step with a model edited in some way and stored by some rules.
 
@@ -78,17 +91,24 @@ class TrainingProblem:
             mesh: The mesh, which may be abstract.
             loss_fn: The loss function, computing on the mesh.
             microbatches: As for ``built``.
+            on_indivisible: As for ``built``.
         """
         edited = edits.apply(self.model)
-        shardings = make_plan(edited, mesh, parameters).sharding_tree()
-        model = described(pz.freeze_variables(edited), shardings, "choose_layout")
+        # The state can be stored padded whoever's arrays the model has, and is described last.
+        whole: OnIndivisible = "replicate" if on_indivisible == "pad" else on_indivisible
+        plan = make_plan(edited, mesh, parameters, on_indivisible=whole)
+        model = described(pz.freeze_variables(edited), plan.sharding_tree(), "choose_layout")
+        relaxed: _Relaxed = {"on_indivisible": on_indivisible}
         state = TrainState.initial_state(
-            model, self.optimizer, jax.random.key(0), optimizer_rules=optimizer
+            model, self.optimizer, jax.random.key(0), optimizer_rules=optimizer, **relaxed
         )
+        shardings = train_state_sharding(state, mesh, parameters, optimizer, **relaxed)
+        state = described(state, shardings, "choose_layout")
         step = build_train_step_fn(
             loss_fn,
-            train_state_shardings=train_state_sharding(state, mesh, parameters, optimizer),
+            train_state_shardings=shardings,
             donate_params_and_state=True,
             accumulate_steps=microbatches,
+            batch_axis=self.batch_axis,
         )
         return step, state

@@ -40,12 +40,12 @@ class OneLineParser(argparse.ArgumentParser):
         return known, unknown
 
 
-def add_answer_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of every command that answers a question."""
+def add_answer_options(
+    parser: argparse.ArgumentParser, rows: str = "a row for each array, also of equal blocks"
+) -> None:
+    """Adds the options of every command that answers a question; ``rows`` is what all are."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.add_argument(
-        "--all", action="store_true", help="a row for each array, also of equal blocks"
-    )
+    parser.add_argument("--all", action="store_true", help=rows)
     parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     parser.set_defaults(answers=True)
 

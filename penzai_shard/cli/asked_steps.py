@@ -13,6 +13,8 @@ from penzai_shard.cli.chosen_models import ChosenModel, add_model_arguments, cho
 from penzai_shard.cli.chosen_steps import (
     ChosenStep,
     add_step_arguments,
+    not_of_tokens,
+    step_of_problem,
     step_of_reference,
     training_step,
 )
@@ -41,7 +43,8 @@ def add_asked_arguments(parser: argparse.ArgumentParser, is_compiled: bool = Tru
     add_model_arguments(
         parser,
         "; or one that returns (step, args) or (step, args, kwargs), for any step; --mesh "
-        "and what else concerns a model is then left out",
+        "and what else concerns a model is then left out; or what choose takes: {'model': ..., "
+        "'loss_fn': ..., 'optimizer': ..., 'batch': {'x': ...}}",
     )
     add_layout_arguments(parser)
     add_step_arguments(parser)
@@ -179,13 +182,11 @@ class AskedStep:
         try:
             yield
         except Exception as error:
-            if isinstance(error, ShardingError | MissingExtraError) or "model" not in self._said:
+            is_of_tokens = self.model is not None and self.model.problem is None
+            if isinstance(error, ShardingError | MissingExtraError) or not is_of_tokens:
                 raise
-            raise RuleTypeError(
-                f"{self._said['model']} cannot be called with numbers of tokens that have the "
-                "logical axes batch and seq, to give logits that have vocabulary too: "
-                f"{type(error).__name__}: {str(error).partition(chr(10))[0]} For any other model "
-                "give a function that returns (step, args), or (step, args, kwargs)."
+            raise not_of_tokens(
+                self._said["model"], error, "(step, args), or (step, args, kwargs)"
             ) from error
 
     def said(self) -> dict[str, Any]:
@@ -216,7 +217,10 @@ class AskedStep:
             self._lines = [given.text]
             return given
         chosen = chosen_model(
-            options.model, options.dtype, stacked=False if options.unroll else None
+            options.model,
+            options.dtype,
+            stacked=False if options.unroll else None,
+            is_trained=True,
         )
         layout = chosen_layout(options, chosen.model)
         if topology is not None:
@@ -224,7 +228,8 @@ class AskedStep:
         self._said = {**chosen.said(), **layout.said()}
         self._lines = [chosen.headline(), layout.line()]
         self.model, self.layout = chosen, layout
-        step = training_step(chosen, layout, options)
+        of_step = training_step if chosen.problem is None else step_of_problem
+        step = of_step(chosen, layout, options)
         self._said["step"] = step.text
         self._lines.append(step.text)
         return step

@@ -47,9 +47,8 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on-indivisible",
         choices=get_args(OnIndivisible),
-        default="error",
-        help="what becomes of lengths that do not divide: an error by default; whole on every "
-        "device; stored padded",
+        help="what becomes of lengths that do not divide: an error; whole on every device "
+        "(replicate); stored padded (pad). By default what the file of rules says, or an error",
     )
 
 
@@ -65,6 +64,8 @@ class ChosenLayout:
         microbatches: In how many parts a batch is computed, if the file of rules says it.
         says_step: Whether the file of rules says the mesh, as those of ``choose_layout`` do, and
             with it all of the step: where it is silent of rematerialisation, all is kept.
+        on_indivisible: What becomes of lengths that do not divide, as it was asked for, or as the
+            file of rules says.
     """
 
     text: str
@@ -103,6 +104,8 @@ def chosen_layout(options: argparse.Namespace, model: Any) -> ChosenLayout:
         ShardingError: They cannot be read, or do not belong together.
     """
     chosen = _chosen(options, model)
+    if options.on_indivisible is None:
+        return chosen
     return dataclasses.replace(chosen, on_indivisible=options.on_indivisible)
 
 
@@ -123,7 +126,7 @@ def _chosen(options: argparse.Namespace, model: Any) -> ChosenLayout:
         layout = Layout.of_expression(options.layout)
         return ChosenLayout(f"--layout {_quoted(options.layout)}", layout, mesh)
     if options.rules is None:
-        return _by_default(model, mesh, options.on_indivisible)
+        return _by_default(model, mesh, options.on_indivisible or "error")
     notes = []
     if said.mesh_shape is not None and list(mesh.shape.items()) != list(said.mesh_shape.items()):
         notes.append(f"which is for mesh ({mesh_text(said.mesh_shape)})")
@@ -134,6 +137,7 @@ def _chosen(options: argparse.Namespace, model: Any) -> ChosenLayout:
         tuple(notes),
         said.microbatches,
         said.mesh_shape is not None,
+        said.on_indivisible or "error",
     )
 
 

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penzai_shard.checkpointing import param_dict
@@ -35,6 +35,7 @@ class ChosenModel:
         dtype: The dtype of its parameters; several if it has several.
         published: What is published of it, if it is a published one.
         called_with: What its function says that it is called with, as ``lint`` takes it.
+        problem: All that its function says that ``choose_layout`` is called with.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ChosenModel:
     dtype: str
     published: PublishedModel | None = None
     called_with: Any = None
+    problem: Mapping[str, Any] | None = None
 
     @property
     def parameter_count(self) -> int:
@@ -82,9 +84,13 @@ def _print_published() -> int:
     return 0
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, others: str = "") -> None:
-    """Adds the model, and how it is built; ``others`` is what else may stand there."""
-    parser.add_argument("model", metavar="MODEL", help=_MODEL_HELP + others)
+def add_model_arguments(parser: argparse.ArgumentParser, others: str = "") -> argparse.Action:
+    """Adds the model, and how it is built; ``others`` is what else may stand there.
+
+    Returns:
+        The model's.
+    """
+    model = parser.add_argument("model", metavar="MODEL", help=_MODEL_HELP + others)
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
@@ -94,10 +100,16 @@ def add_model_arguments(parser: argparse.ArgumentParser, others: str = "") -> No
     parser.add_argument(
         "--list", action=_ListAction, nargs=0, help="list the published models, and do no more"
     )
+    return model
 
 
 def chosen_model(
-    text: str, dtype: str | None = None, *, stacked: bool | None = False, is_called: bool = False
+    text: str,
+    dtype: str | None = None,
+    *,
+    stacked: bool | None = False,
+    is_called: bool = False,
+    is_trained: bool = False,
 ) -> ChosenModel:
     """Builds the model that was asked for.
 
@@ -106,6 +118,7 @@ def chosen_model(
         dtype: The dtype of the parameters of a published model.
         stacked: Whether its blocks are one ``pz.nn.LayerStack``; None where they can be.
         is_called: Whether its function may say too what the model is called with.
+        is_trained: Whether its function may give all that ``choose_layout`` is called with.
 
     Raises:
         RuleTypeError: There is no such model, or it cannot be built.
@@ -122,6 +135,9 @@ def chosen_model(
                 f"--stacked: is for published models, and {text} says itself how its blocks are "
                 "kept. Leave it out."
             )
+        if is_trained:
+            model, problem = reference.problem()
+            return ChosenModel(text, model, _dtypes(model), problem=problem)
         model, called_with = reference.called_model() if is_called else (reference.model(), None)
         return ChosenModel(text, model, _dtypes(model), called_with=called_with)
     match = _NAME.fullmatch(text.strip())

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from penzai import pz
 
+from penzai_shard.choosing.choices.asked_problem import read_problem
 from penzai_shard.cli.chosen_layouts import ChosenLayout
 from penzai_shard.cli.chosen_models import ChosenModel
 from penzai_shard.cli.model_references import ModelReference, is_step, step_arguments
@@ -33,6 +34,8 @@ from penzai_shard.training import (
 _OPTIMIZER_EXAMPLE = "Write for instance adamw, or 'adamw(1e-3, weight_decay=0.1)'."
 _LEARNING_RATE = 1e-3
 SEQUENCE_LENGTH = 2048
+# Options of what is computed, which a function may say itself.
+_OF_STEPS = ("batch", "seq", "optimizer", "remat", "unroll", "inference")
 # What full rematerialisation of blocks is called for a stack of them, and for each of them.
 _KEEPS_INPUTS = {"carries": "nothing"}
 
@@ -83,18 +86,19 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_batch_arguments(parser: argparse.ArgumentParser, *, is_required: bool = False) -> None:
+def add_batch_arguments(
+    parser: argparse.ArgumentParser,
+    default: str = " (default: one for each part that the batch is split into)",
+) -> None:
     """Adds the batch and the optimizer.
 
     Args:
         parser: What to add them to.
-        is_required: Whether the size of the batch must be given.
+        default: What is said of a batch that is not given.
     """
-    default = "" if is_required else " (default: one for each part that the batch is split into)"
     parser.add_argument(
         "--batch",
         type=int,
-        required=is_required,
         metavar="N",
         help=f"sequences in a batch{default}",
     )
@@ -163,6 +167,58 @@ def training_step(
     return ChosenStep(text, step, (state,), {"tokens": tokens})
 
 
+def step_of_problem(
+    chosen: ChosenModel, layout: ChosenLayout, options: argparse.Namespace
+) -> ChosenStep:
+    """The training step that a function says all of, as ``choose_layout`` is called with it.
+
+    Args:
+        chosen: The model, with its problem.
+        layout: Mesh and layout.
+        options: What was parsed.
+
+    Raises:
+        ShardingError: Something does not go together; the model or the batch has no valid layout.
+    """
+    _check_numbers(options)
+    refuse_said_twice(chosen, options, "this cannot be priced:")
+    given = dict(chosen.problem or {})
+    asked = read_problem(
+        chosen.model,
+        given["loss_fn"],
+        given["optimizer"],
+        given["batch"],
+        given.get("seq"),
+        given.get("plain_arrays", False),
+        given.get("names"),
+    )
+    microbatches = options.microbatches or layout.microbatches or 1
+    used = _for_known_blocks(layout.layout, chosen.model)
+    relaxed = layout.on_indivisible
+    step, state, inputs = asked.problem.built(used, layout.mesh, microbatches, relaxed)
+    size = f" in {microbatches} microbatches" if microbatches > 1 else ""
+    return ChosenStep(f"one training step of {asked.words}{size}, donated", step, (state,), inputs)
+
+
+def refuse_said_twice(chosen: ChosenModel, options: argparse.Namespace, title: str) -> None:
+    """Refuses options for what a function says itself that gives all of a training step.
+
+    Args:
+        chosen: What it gives.
+        options: What was parsed.
+        title: The first line of the error.
+
+    Raises:
+        RuleTypeError: Such options were given.
+    """
+    twice = [
+        f"--{name}: {chosen.name} says itself what is computed. Leave it out."
+        for name in _OF_STEPS
+        if name in options.of_models and getattr(options, name) != options.of_models[name]
+    ]
+    raise_all(RuleTypeError, title, twice)
+
+
 def step_of_reference(text: str) -> ChosenStep | None:
     """The step that a function gives with its arguments; None if the text is something else.
 
@@ -190,6 +246,22 @@ def step_of_reference(text: str) -> ChosenStep | None:
     return ChosenStep(f"the step of {text}", step, *step_arguments(rest))
 
 
+def not_of_tokens(name: str, error: Exception, instead: str) -> RuleTypeError:
+    """What is said where a model cannot be called as one of tokens.
+
+    Args:
+        name: What was asked for.
+        error: What was raised.
+        instead: What a function returns for any other model.
+    """
+    return RuleTypeError(
+        f"{name} cannot be called with numbers of tokens that have the logical axes batch and seq, "
+        f"to give logits that have vocabulary too: {type(error).__name__}: "
+        f"{str(error).partition(chr(10))[0]} For any other model give a function that returns "
+        f"{instead}."
+    )
+
+
 def next_token_loss(model: Any, rng: Any, state: Any, tokens: Any) -> tuple[Any, Any, Any]:
     """The loss function of a model of tokens: the cross entropy of each next one."""
     del rng
@@ -202,11 +274,9 @@ def _edited(
     model: Any, layout: ChosenLayout, options: argparse.Namespace
 ) -> tuple[Any, Layout, str]:
     """The model as it computes in the layout, the layout in full, and what was done in words."""
-    used = layout.layout
-    has_blocks = bool(pz.select(model).at_instances_of((*BLOCKS, *REGIONS)).count())
+    used = _for_known_blocks(layout.layout, model)
+    has_blocks = _has_blocks(model)
     has_stack = bool(pz.select(model).at_instances_of(pz.nn.LayerStack).count())
-    if not has_blocks and used.blocks is None:
-        used = dataclasses.replace(used, blocks=())
     is_said = used.rematerialise is not None or layout.says_step
     remat = options.remat or ("none" if is_said else "carries")
     keeps_all = remat == "none" or options.inference
@@ -225,6 +295,17 @@ def _edited(
         kept = "all" if remat == "none" else f"what {remat!r} says"
         said.append(f"for the backward pass they keep {used.rematerialise or kept}")
     return recipe.apply(model), used, ", ".join(said)
+
+
+def _has_blocks(model: Any) -> bool:
+    return bool(pz.select(model).at_instances_of((*BLOCKS, *REGIONS)).count())
+
+
+def _for_known_blocks(layout: Layout, model: Any) -> Layout:
+    """A layout that leaves the activations of a model without known blocks to the compiler."""
+    if layout.blocks is not None or _has_blocks(model):
+        return layout
+    return dataclasses.replace(layout, blocks=())
 
 
 def batch_of_tokens(batch: int, length: int) -> Any:

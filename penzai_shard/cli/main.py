@@ -173,5 +173,6 @@ def _demo(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _one_line(error: Exception) -> str:
-    notes = getattr(error, "__notes__", ())
+    # JAX says of every error in a traced function that it has shortened the traceback.
+    notes = [note for note in getattr(error, "__notes__", ()) if "internal frames" not in note]
     return " ".join(line.strip() for text in (str(error), *notes) for line in text.splitlines())

@@ -26,7 +26,7 @@ _EXAMPLE = "Write for instance model.py:build_model, or my_package.models:build(
 
 
 class _StepGivenError(Exception):
-    """Ends the trace of a function that gives a step: what it holds belongs outside of it."""
+    """Ends the trace of a function that gives more than a model, which belongs outside of it."""
 
 
 def is_step(made: Any) -> bool:
@@ -36,6 +36,19 @@ def is_step(made: Any) -> bool:
     (True, False, False)
     """
     return isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])
+
+
+# What a function has to give that is to say all of a training step, and not a model alone.
+_OF_A_PROBLEM = frozenset({"model", "loss_fn", "optimizer", "batch"})
+
+
+def is_problem(made: Any) -> bool:
+    """Whether a value is what ``choose_layout`` is called with, by keyword.
+
+    >>> is_problem({"model": {}, "loss_fn": len, "optimizer": None, "batch": {}})
+    True
+    """
+    return isinstance(made, dict) and made.keys() >= _OF_A_PROBLEM
 
 
 def step_arguments(rest: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -87,10 +100,11 @@ class ModelReference:
         return cls(text, match["place"], match["name"], arguments, keywords)
 
     def model(self) -> Any:
-        """What the function builds, with structs in place of arrays.
+        """The model that the function builds, with structs in place of arrays.
 
-        Only the function's program is looked at, unless it calls ``abstract_model`` itself: then
-        it is called. What is not a function, such as a model, is taken as it is.
+        Of what ``choose_layout`` is called with it is the model. Only the function's program is
+        looked at, unless it calls ``abstract_model`` itself: then it is called. What is not a
+        function, such as a model, is taken as it is.
 
         Raises:
             RuleTypeError: There is no such file, module or function, or it fails, or gives a step.
@@ -101,7 +115,24 @@ class ModelReference:
                 f"{self.text}: it gives a step with its arguments, and a model is needed. "
                 "penzai-shard price takes both."
             )
-        return built
+        return built["model"] if is_problem(built) else built
+
+    def problem(self) -> tuple[Any, dict[str, Any] | None]:
+        """The model, and all that ``choose_layout`` is called with, None of a model alone.
+
+        Raises:
+            RuleTypeError: As ``model`` does.
+        """
+        made = self.built()
+        if is_problem(made):
+            return made["model"], made
+        if is_step(made):
+            raise RuleTypeError(
+                f"{self.text}: it gives a step with its arguments, which lies as it does already. "
+                "Return what choose_layout is called with: {'model': ..., 'loss_fn': ..., "
+                "'optimizer': ..., 'batch': {'x': ...}}."
+            )
+        return made, None
 
     def called_model(self) -> tuple[Any, Any]:
         """The model, and what it is called with: of a function that gives both, or one of them.
@@ -115,7 +146,7 @@ class ModelReference:
         """
         made = self.built()
         if not is_step(made):
-            return made, None
+            return (made["model"] if is_problem(made) else made), None
         model, *rest = made
         if not is_layer(model):
             raise RuleTypeError(
@@ -126,7 +157,7 @@ class ModelReference:
         return model, (*args, kwargs)
 
     def built(self) -> Any:
-        """What ``model`` gives; or a step with its arguments, as the function gives them."""
+        """What ``model`` gives; or a step with its arguments, or what ``choose_layout`` takes."""
         built = self._named()
         if not callable(built) or is_model(built):
             if jax.tree_util.all_leaves([built]) and not hasattr(built, "shape"):
@@ -142,8 +173,9 @@ class ModelReference:
 
         def building() -> Any:
             made = calling()
-            returned.append(tuple if is_step(made) else type(made))
-            if is_step(made):
+            is_more = is_step(made) or is_problem(made)
+            returned.append(tuple if is_more else type(made))
+            if is_more:
                 raise _StepGivenError
             return made
 

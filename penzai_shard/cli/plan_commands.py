@@ -10,7 +10,7 @@ from penzai_shard.cli.chosen_layouts import ChosenLayout, for_shell
 from penzai_shard.cli.chosen_models import ChosenModel
 from penzai_shard.cli.chosen_trees import add_tree_arguments, chosen_tree
 from penzai_shard.errors import PlanError, ShardingWarning
-from penzai_shard.layouts.layout_file import EXAMPLE
+from penzai_shard.layouts.example_file import EXAMPLE
 from penzai_shard.planning import ShardingPlan
 from penzai_shard.rule_kinds import did_you_mean
 

@@ -67,9 +67,8 @@ def _of_convolution(one: Instruction, left: ArrayType, right: ArrayType) -> int:
     for number in filter(str.isdigit, labels[1]):
         image, kernel, result = (each[number] for each in sizes)
         places *= _places(image, kernel, result, _window_of(window, int(number)))
-    groups = int(one.attributes.get("batch_group_count", "1"))
-    features = sizes[2]["b"] * sizes[2]["f"] * sizes[1]["i"]
-    return 2 * features * places // groups
+    # Each group of the features, or of the batch, has its own part of the kernel and of the result.
+    return 2 * sizes[2]["b"] * sizes[2]["f"] * sizes[1]["i"] * places
 
 
 _FLOPS = {"dot": _of_dot, "convolution": _of_convolution}

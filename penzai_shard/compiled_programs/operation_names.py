@@ -14,7 +14,8 @@ from collections.abc import Iterator
 _CALL = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
 # What stands in these brackets is the name of a function, not a scope.
 _OF_FUNCTIONS = frozenset({"jit", "pjit", "pmap", "xla_call"})
-_COMPUTED_AGAIN = "rematted_computation"
+COMPUTED_AGAIN = "rematted_computation"
+"""The scope of what the backward pass computes again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class OperationName:
     is_transposed: bool
 
     @classmethod
+    @functools.lru_cache(maxsize=1 << 16)
     def of(cls, name: str) -> "OperationName":
         """Takes a name apart, which is not one of several merged operations."""
         scopes: list[str] = []
@@ -48,7 +50,7 @@ class OperationName:
                 outermost = transformations
             scopes += [scope for scope in inner.split("/") if scope]
         if outermost is None:
-            computed_again = _COMPUTED_AGAIN in scopes
+            computed_again = COMPUTED_AGAIN in scopes
             return cls(tuple(scopes), computed_again, computed_again)
         return cls(tuple(scopes), True, "transpose" in outermost)
 

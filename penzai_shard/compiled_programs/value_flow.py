@@ -4,13 +4,15 @@ A value stays the same where it is copied, converted, cut, stacked or sent to ot
 where it goes in and out of fusions, loops, branches, calls and asynchronous instructions.
 """
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from penzai_shard.compiled_programs.instruction_text import ArrayType, Type
 from penzai_shard.compiled_programs.modules import Instruction, Module
+from penzai_shard.compiled_programs.reachable_ends import ReachableEnds
 from penzai_shard.compiled_programs.slices import partner
 
 # Which operands come out of an instruction as they went in, or a part of them; None for all.
@@ -50,6 +52,8 @@ _PASSING = (
 )
 
 Path = tuple[int, ...]
+_Uses: TypeAlias = list[tuple[Instruction, int]]
+_UsersByPart: TypeAlias = tuple[Mapping[Path, _Uses], _Uses]
 
 
 class _Every(Collection[str]):
@@ -109,15 +113,14 @@ class ValueFlow:
 
         Arguments have the names that JAX gave to the program's parameters, and their order.
         """
+        parameters = self.module.computations[self.module.entry].parameters
         found = []
         for i in range(len(one.operand_names)):
             start = self.operand(Place(one), i)
             if all(array.dtype == "token" for array in start.one.results):
                 continue
             arrays = [start._replace(path=path) for path in _array_paths(start.one.read.type)]
-            places = self._ends(arrays, self.before)
-            by_position = {int(place.one.read.operands): place.one.op_name for place in places}
-            found.append(tuple(name for _, name in sorted(by_position.items())))
+            found.append(tuple(parameters[n].op_name for n in self._first_ends.of(*arrays)))
         return tuple(found)
 
     def results_of(self, one: Instruction) -> tuple[tuple[int, ...], ...]:
@@ -126,11 +129,7 @@ class ValueFlow:
         Results count in the program's order. Of the start of an asynchronous instruction, the
         arrays are those that come out when it is done.
         """
-        found = []
-        for path in _paths_out(one):
-            places = self._ends([Place(one, path)], self._after)
-            found.append(tuple(sorted({place.path[0] if place.path else 0 for place in places})))
-        return tuple(found)
+        return tuple(self._last_ends.of(Place(one, path)) for path in _paths_out(one))
 
     def makers_of(self, one: Instruction) -> tuple[tuple[Instruction, ...], ...]:
         """For each operand of an instruction, what makes the values that are in it.
@@ -151,7 +150,7 @@ class ValueFlow:
             users = (
                 user
                 for place in self._walk([Place(one, path)], self._after)
-                for user, position in self._direct_users(place.one)
+                for user, position in self._direct_users(place)
                 if user.opcode not in _PASSING
                 and next(self._into(user, position, place.path, place.callers), None) is None
             )
@@ -167,12 +166,15 @@ class ValueFlow:
         ]
         return frozenset((place.one.name, place.path) for place in self._walk(start, self._after))
 
-    def _ends(
-        self, start: Iterable[Place], step: Callable[[Place], Iterator[Place]]
-    ) -> Iterator[Place]:
-        """The places at the border of the program that a walk comes to."""
-        at_border = self._is_argument if step == self.before else self._is_result
-        return filter(at_border, self._walk(start, step))
+    @functools.cached_property
+    def _first_ends(self) -> ReachableEnds[Place]:
+        """The arguments of the program, backwards."""
+        return ReachableEnds(self.before, self._argument_number)
+
+    @functools.cached_property
+    def _last_ends(self) -> ReachableEnds[Place]:
+        """The results of the program, forwards."""
+        return ReachableEnds(self._after, self._result_number)
 
     def _walk(
         self, start: Iterable[Place], step: Callable[[Place], Iterator[Place]]
@@ -188,11 +190,13 @@ class ValueFlow:
                     seen.add(other)
                     left.append(other)
 
-    def _is_argument(self, place: Place) -> bool:
-        return place.one.opcode == "parameter" and place.one.computation == self.module.entry
+    def _argument_number(self, place: Place) -> int | None:
+        is_one = place.one.opcode == "parameter" and place.one.computation == self.module.entry
+        return int(place.one.read.operands) if is_one else None
 
-    def _is_result(self, place: Place) -> bool:
-        return place.one.is_root and place.one.computation == self.module.entry
+    def _result_number(self, place: Place) -> int | None:
+        is_one = place.one.is_root and place.one.computation == self.module.entry
+        return next(iter(place.path), 0) if is_one else None
 
     # Backwards
 
@@ -221,9 +225,8 @@ class ValueFlow:
             for name in self.module.called_by(one):
                 yield Place(self.module.computations[name].root, inside, (*callers, one))
         else:
-            for i in range(len(one.operand_names)):
-                if path in self._paths_of_operand(one, i):
-                    yield self.operand(place, i)
+            for i in self._operands_by_path(one).get(path, ()):
+                yield self.operand(place, i)
 
     def _arguments_of_call(self, place: Place) -> Iterator[Place]:
         one, path, _ = place
@@ -250,23 +253,38 @@ class ValueFlow:
             yield from self._results_of_call(place)
         if one.opcode == "send" and (received := partner(self.module, one)) is not None:
             yield Place(received, path, callers)
-        for user, position in self._direct_users(one):
+        for user, position in self._direct_users(place):
             yield from self._into(user, position, path, callers)
 
-    def _direct_users(self, one: Instruction) -> Iterator[tuple[Instruction, int]]:
-        """The instructions that an instruction is an operand of, and as which."""
+    def _direct_users(self, place: Place) -> Iterator[tuple[Instruction, int]]:
+        """The instructions that an array is in an operand of, and in which."""
+        # Of a tuple, hundreds may take one part each.
+        of_part, of_all = self._users_by_part(place.one)
+        yield from of_part.get(place.path[:1], ())
+        yield from of_all
+
+    @functools.cached_property
+    def _users_by_part(self) -> Callable[[Instruction], _UsersByPart]:
+        return functools.cache(self._read_users)
+
+    def _read_users(self, one: Instruction) -> _UsersByPart:
+        """The users of each part of a tuple, and those of all of it."""
         siblings = self.module.computations[one.computation].instructions
+        of_part: dict[Path, _Uses] = collections.defaultdict(list)
+        of_all: _Uses = []
         for name in dict.fromkeys(one.user_names):
             user = siblings[name]
-            for position in user.positions[one.name]:
-                yield user, position
+            if user.opcode == "get-tuple-element":
+                of_part[(int(user.attributes["index"]),)].append((user, 0))
+            else:
+                of_all += [(user, position) for position in user.positions[one.name]]
+        return of_part, of_all
 
     def _into(
         self, user: Instruction, position: int, path: Path, callers: tuple[Instruction, ...]
     ) -> Iterator[Place]:
         if user.opcode == "get-tuple-element":
-            if path and path[0] == int(user.attributes["index"]):
-                yield Place(user, path[1:], callers)
+            yield Place(user, path[1:], callers)
         elif user.opcode == "tuple":
             yield Place(user, (position, *path), callers)
         elif user.opcode in _SAME_STRUCTURE:
@@ -305,7 +323,7 @@ class ValueFlow:
         several = len(one.operand_names) > 1
         if one.opcode in _ONE_BY_ONE or one.opcode == "all-reduce-start":
             if one.opcode == "all-to-all" and several:
-                return tuple((i,) for i in range(len(one.operand_names)))
+                return _parts(len(one.operand_names))
             return ((position,),) if several else ((),)
         if one.opcode in _STARTS:
             return ((0, position), (1, position)) if several else ((0,), (1,))
@@ -319,6 +337,18 @@ class ValueFlow:
             kept = _KEPT[one.opcode]
             return ((),) if kept is None or position in kept else ()
         return ()
+
+    @functools.cached_property
+    def _operands_by_path(self) -> Callable[[Instruction], Mapping[Path, Sequence[int]]]:
+        return functools.cache(self._read_operands)
+
+    def _read_operands(self, one: Instruction) -> Mapping[Path, Sequence[int]]:
+        """Which operands are in each array that an instruction gives."""
+        found: dict[Path, list[int]] = collections.defaultdict(list)
+        for position in range(len(one.operand_names)):
+            for path in self._paths_of_operand(one, position):
+                found[path].append(position)
+        return found
 
     def _callers(self, place: Place) -> Iterator[tuple[Instruction, tuple[Instruction, ...]]]:
         """The instructions through which a walk leaves a computation, with theirs."""
@@ -336,6 +366,11 @@ class ValueFlow:
                 for name in self.module.called_by(one):
                     callers.setdefault(name, []).append(one)
         return callers
+
+
+@functools.cache
+def _parts(count: int) -> tuple[Path, ...]:
+    return tuple((i,) for i in range(count))
 
 
 def _paths_out(one: Instruction) -> list[Path]:

@@ -97,7 +97,7 @@ def answer_to(program: Program, devices: Sequence[Any]) -> Answer:
     try:
         devices = mesh_devices(program, devices)
         step, start = "compile", time.perf_counter()
-        compiler_api = _compiler_api()
+        compiler_api = _beside("compiler_api")
         compiled = compiler_api.compile_bytecode(program["bytecode"], devices, program["options"])
     except Exception as error:
         kind = devices[0].device_kind if step == "compile" else ""
@@ -116,10 +116,10 @@ def _message_of(error: Exception) -> str:
 
 
 @functools.cache
-def _compiler_api() -> Any:
-    """The module beside this one, without the package around it."""
-    path = pathlib.Path(__file__).with_name("compiler_api.py")
-    spec = importlib.util.spec_from_file_location("compiler_api", path)
+def _beside(name: str) -> Any:
+    """A module beside this one, without the package around it."""
+    path = pathlib.Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -162,6 +162,8 @@ def main() -> None:
         program = programs.get()
         pickle.dump(failure or answer_to(program, devices), answers)
         answers.flush()
+        # It may wait long for the next one, beside others that need memory.
+        _beside("c_library").give_back_free_memory()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ except ImportError:
     sdy = None  # type: ignore[assignment]
 
 from penzai_shard.errors import PropagationError, raise_all
+from penzai_shard.library_apis.shardy_forms import bring_to_form_of_xla
 from penzai_shard.library_apis.shardy_records import (
     PythonFrame,
     ShardyBlock,
@@ -84,7 +85,7 @@ def propagated(lowered: jax.stages.Lowered) -> ShardyProgram:
     with module.context:
         copied = module.operation.clone().operation
         passes = passes_from(_with_notes)
-        copied.walk(give_rule)
+        bring_to_form_of_xla(copied)
         main = main_function(copied)
         arguments = main.regions[0].blocks[0].arguments
         _refuse_unknown_shapes(arguments)
@@ -113,47 +114,6 @@ def main_function(module: MlirObject) -> MlirObject:
     """The function of a module that is run."""
     functions = (each.operation for each in module.regions[0].blocks[0].operations)
     return next(each for each in functions if text_of(each.attributes, "sym_name") == "main")
-
-
-def give_rule(operation: MlirObject) -> ir.WalkResult:
-    """Tells Shardy the rule of an operation that XLA takes apart before it propagates layouts.
-
-    Most of the ``chlo`` dialect, such as ``erf_inv``, acts on each element.
-    """
-    if operation.name.startswith("chlo."):
-        values = [*operation.operands, *operation.results]
-        shapes = [shape_and_dtype(value.type)[0] for value in values]
-        if operation.name == "chlo.top_k":
-            rule = _rule_text(shapes, ordered=len(shapes[0]) - 1)
-            operation.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
-        elif len(set(shapes)) == 1:
-            operation.attributes["sdy.sharding_rule"] = ir.Attribute.parse(_rule_text(shapes))
-    return ir.WalkResult.ADVANCE
-
-
-def _rule_text(shapes: Sequence[tuple[int, ...]], ordered: int | None = None) -> str:
-    """A rule of an operation with one operand or more, each dimension of which is a factor.
-
-    Args:
-        shapes: Of the first operand, and of all other operands and results.
-        ordered: The dimension along which values are ordered, so that it is needed whole.
-    """
-    names = [chr(ord("i") + number) for number in range(len(shapes[0]))]
-    sizes = dict(zip(names, shapes[0], strict=True))
-    texts = []
-    for shape in shapes:
-        factors = list(names)
-        if ordered is not None and shape[ordered] != shapes[0][ordered]:
-            factors[ordered] = chr(ord("i") + len(names))
-            sizes[factors[ordered]] = shape[ordered]
-        texts.append(f"[{', '.join(factors)}]")
-    text = f"({texts[0]})->({', '.join(texts[1:])})"
-    if ordered is None:
-        # Which are operands and which results makes no difference to what the factors are.
-        text = f"({', '.join(texts[:-1])})->({texts[-1]})"
-    text += f" {{{', '.join(f'{name}={size}' for name, size in sizes.items())}}}" if sizes else ""
-    text += f" need_replication={{{names[ordered]}}}" if ordered is not None else ""
-    return f"#sdy.op_sharding_rule<{text}>"
 
 
 def passes_from(change: Callable[[str], str]) -> MlirObject:

@@ -19,7 +19,6 @@ from penzai_shard.library_apis.shardy_api import (
     WRITES_FILES,
     MlirObject,
     dictionaries_of,
-    give_rule,
     main_function,
     name_of,
     passes_from,
@@ -29,13 +28,20 @@ from penzai_shard.library_apis.shardy_api import (
     spec_of,
     text_of,
 )
+from penzai_shard.library_apis.shardy_forms import bring_to_form_of_xla
+from penzai_shard.library_apis.shardy_products import lay_out_products_as_xla, sharding_text
+from penzai_shard.library_apis.shardy_records import itemsize_of
 
 Spec = tuple[tuple[str, ...], ...]
 """Per dimension the mesh axes, major first."""
 
 # Behind the propagation: what two operations have otherwise is brought over by collectives.
 _RESHARDS = "func.func(sdy-insert-explicit-reshards"
-_TO_COLLECTIVES = f"{_RESHARDS}{{enable-full-version=true}},sdy-reshard-to-collectives),cse)"
+# Arguments and results that do not divide are stored padded, and keep their layouts.
+_WHOLE_IF_UNEVEN = ",sdy-update-non-divisible-input-output-shardings"
+_TO_COLLECTIVES = (
+    f"builtin.module({_RESHARDS}{{enable-full-version=true}},sdy-reshard-to-collectives),cse)"
+)
 _AXES_OF = {
     "sdy.all_gather": "gathering_axes",
     "sdy.all_reduce": "reduction_axes",
@@ -45,8 +51,8 @@ _AXES_OF = {
 }
 COLLECTIVES = frozenset({*_AXES_OF, "sdy.collective_permute"})
 _AXIS = re.compile(r'"([^"]+)"')
-_BITS = re.compile(r"(\d+)")
-_CONTRACTED = re.compile(r"lhs_contracting_dimensions = \[([\d, ]*)\]")
+_CONTRACTED = re.compile(r"rhs_contracting_dimensions = \[([\d, ]*)\]")
+_OF_KERNEL = re.compile(r"\]x\[([^\]]*)\]")
 _CONSTANT = re.compile(r"dense<(\d+)>")
 # Hand their operands on.
 _SAME = frozenset({"sdy.data_flow_edge", "sdy.sharding_barrier"})
@@ -85,8 +91,10 @@ class PlacedOperation:
         operands: What it takes.
         results: What it makes.
         mesh_axes: Of a collective, the mesh axes that it goes over.
-        contracted: Of a matrix product, the dimensions of its first operand that are summed over.
+        contracted: Of a matrix product or a convolution, the dimensions of its second operand that
+            are summed over.
         times: How often a step runs it.
+        starts: Of a slice, where it begins in each dimension.
     """
 
     kind: str
@@ -96,6 +104,7 @@ class PlacedOperation:
     mesh_axes: tuple[str, ...] = ()
     contracted: tuple[int, ...] = ()
     times: int = 1
+    starts: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,9 +156,11 @@ class MarkedProgram:
         self._lowered = lowered
         with module.context:
             self._module = module.operation.clone().operation
-            self._module.walk(give_rule)
-            self._passes = passes_from(_down_to_collectives)
-            self._passes.enable_verifier(False)
+            bring_to_form_of_xla(self._module)
+            self._propagation = passes_from(_down_to_reshards)
+            self._collectives = passes_from(lambda pipeline: _TO_COLLECTIVES)
+            for passes in (self._propagation, self._collectives):
+                passes.enable_verifier(False)
             # By the order in which operations are walked.
             self._of_operations = list(self._read_operations())
             self._of_functions = list(self._read_functions())
@@ -158,22 +169,27 @@ class MarkedProgram:
                     each.attributes[_TIMES] = ir.StringAttr.get(str(_trip_count(each)))
         self.marks = tuple(self._marks)
 
-    def placed(self, mesh_shape: Mapping[str, int], specs: Sequence[Spec]) -> PlacedProgram:
+    def placed(self, mesh_shape: Mapping[str, int], specs: Sequence[Spec | None]) -> PlacedProgram:
         """The program in a layout.
 
         Args:
             mesh_shape: The size of each mesh axis.
-            specs: In place of each of ``marks``, the mesh axes of each dimension.
+            specs: In place of each of ``marks``, the mesh axes of each dimension; None takes out
+                the constraints that have the mark, which no argument or result may have.
 
         Raises:
             PropagationError: Shardy's passes refuse the layout.
         """
         with self._module.context:
             module = self._module.clone().operation
-            attributes = [ir.Attribute.parse(_sharding_text(spec)) for spec in specs]
+            attributes = [
+                None if spec is None else ir.Attribute.parse(sharding_text(spec)) for spec in specs
+            ]
             self._put_in(module, mesh_shape, attributes)
             try:
-                self._passes.run(module)
+                self._propagation.run(module)
+                lay_out_products_as_xla(module)
+                self._collectives.run(module)
             except Exception as error:
                 raise PropagationError(f"Shardy cannot lay out this program: {error}") from error
             return _Reader(module).program()
@@ -217,16 +233,22 @@ class MarkedProgram:
     ) -> None:
         axes = ", ".join(f'"{name}"={size}' for name, size in mesh_shape.items())
         marks = iter(self._of_operations)
+        left_out: list[MlirObject] = []
 
         def put(operation: MlirObject) -> ir.WalkResult:
             mark = next(marks)
-            if mark is not None:
+            if mark is not None and attributes[mark] is None:
+                left_out.append(operation)
+            elif mark is not None:
                 operation.attributes["sharding"] = attributes[mark]
             if operation.name == "sdy.mesh":
                 operation.attributes["mesh"] = ir.Attribute.parse(f"#sdy.mesh<[{axes}]>")
             return ir.WalkResult.ADVANCE
 
         module.walk(put)
+        for constraint in left_out:
+            constraint.results[0].replace_all_uses_with(constraint.operands[0])
+            constraint.erase()
         for function, found in zip(_functions(module), self._of_functions, strict=True):
             for name, marked in zip(("arg_attrs", "res_attrs"), found, strict=True):
                 if any(mark is not None for mark in marked):
@@ -242,11 +264,13 @@ _WHILE = "stablehlo.while"
 _TIMES = "penzai_shard.times"
 
 
-def _down_to_collectives(pipeline: str) -> str:
-    propagation, found, _ = pipeline.partition(_RESHARDS)
-    if not found:
-        raise ValueError(f"{_RESHARDS!r} is not among them")
-    return WRITES_FILES.sub("", propagation) + _TO_COLLECTIVES
+def _down_to_reshards(pipeline: str) -> str:
+    propagation, _, _ = pipeline.partition(_RESHARDS)
+    for part in (_RESHARDS, _WHOLE_IF_UNEVEN):
+        if part not in pipeline:
+            raise ValueError(f"{part!r} is not among them")
+    propagation = propagation.replace(_WHOLE_IF_UNEVEN, "")
+    return WRITES_FILES.sub("", propagation).rstrip(",") + ")"
 
 
 def _walked(module: MlirObject) -> list[MlirObject]:
@@ -268,12 +292,6 @@ def _functions(module: MlirObject) -> list[MlirObject]:
 def _with_sharding(attributes: MlirObject, sharding: MlirObject) -> MlirObject:
     named = (attributes[number] for number in range(len(attributes)))
     return ir.DictAttr.get({each.name: each.attr for each in named} | {"sdy.sharding": sharding})
-
-
-def _sharding_text(spec: Spec) -> str:
-    named = [", ".join(f'"{axis}"' for axis in axes) for axes in spec]
-    dimensions = ", ".join(f"{{{axes}}}" for axes in named)
-    return f"#sdy.sharding<@mesh, [{dimensions}]>"
 
 
 def _trip_count(loop: MlirObject) -> int:
@@ -326,10 +344,8 @@ class _Reader:
         if key not in self._known:
             shape, dtype = shape_and_dtype(value.type)
             spec = spec_of(sharding)[0] if sharding is not None and shape else ()
-            bits = _BITS.search(dtype)
-            itemsize = max(int(bits[1]) // 8, 1) if bits else 4
             whole = (*spec, *((),) * (len(shape) - len(spec)))
-            self._known[key] = PlacedValue(shape, itemsize, whole)
+            self._known[key] = PlacedValue(shape, itemsize_of(dtype), whole)
         self._values.append(self._known[key])
         return number
 
@@ -382,17 +398,19 @@ class _Reader:
         contracted: tuple[int, ...] = ()
         if kind == "stablehlo.dot_general":
             contracted = self._once(_contracted, attributes["dot_dimension_numbers"])
+        elif kind == "stablehlo.convolution":
+            contracted = self._once(_convolved, attributes["dimension_numbers"])
+        starts: tuple[int, ...] = ()
+        if kind == "stablehlo.slice":
+            starts = self._once(_numbers, attributes["start_indices"])
         mesh_axes: tuple[str, ...] = ()
         if kind in _AXES_OF:
             mesh_axes = self._once(_axes, attributes[_AXES_OF[kind]])
         elif kind in COLLECTIVES:
             specs = [self._values[each].spec for each in (*operands, *results)]
             mesh_axes = tuple(dict.fromkeys(a for spec in specs for d in spec for a in d))
-        self._operations.append(
-            PlacedOperation(
-                kind, name_of(operation.location), operands, results, mesh_axes, contracted, times
-            )
-        )
+        made = kind, name_of(operation.location), operands, results
+        self._operations.append(PlacedOperation(*made, mesh_axes, contracted, times, starts))
 
     def _once(self, read: Any, attribute: MlirObject) -> Any:
         key = (read, attribute)
@@ -404,6 +422,21 @@ class _Reader:
 def _contracted(text: str) -> tuple[int, ...]:
     found = _CONTRACTED.search(text)
     return tuple(int(each) for each in found[1].split(",") if each.strip()) if found else ()
+
+
+def _convolved(text: str) -> tuple[int, ...]:
+    """All dimensions of a kernel but that of the features that come out.
+
+    >>> _convolved("#stablehlo.conv<[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]>")
+    (0, 1, 2)
+    """
+    found = _OF_KERNEL.search(text)
+    labels = found[1].split(", ") if found else ()
+    return tuple(i for i, label in enumerate(labels) if label != "o")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text.partition(":")[2])))
 
 
 def _axes(text: str) -> tuple[str, ...]:

@@ -1,7 +1,16 @@
 """What Shardy says of a program after propagation, as plain values."""
 
 import dataclasses
+import re
 from typing import NamedTuple
+
+_BITS = re.compile(r"\d+")
+
+PRODUCTS = frozenset({"stablehlo.dot_general", "stablehlo.convolution"})
+"""The kinds of operation that multiply and add."""
+
+CONSTANTS = frozenset({"sdy.constant", "stablehlo.constant", "stablehlo.iota"})
+"""The kinds of operation that are made of nothing."""
 
 
 class PythonFrame(NamedTuple):
@@ -10,6 +19,17 @@ class PythonFrame(NamedTuple):
     file: str
     function: str
     line: int
+
+
+def itemsize_of(dtype: str) -> int:
+    """The bytes of an element, by the dtype as programs write it.
+
+    >>> itemsize_of("bf16"), itemsize_of("i1"), itemsize_of("complex<f32>"), itemsize_of("f8E4M3FN")
+    (2, 1, 8, 1)
+    """
+    bits = _BITS.search(dtype)
+    count = 2 if dtype.startswith("complex") else 1
+    return count * max(int(bits[0]) // 8, 1) if bits else 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,9 @@ class Truth:
 
 def compiled_truth(problem, candidate):
     mesh = make_mesh(dict(candidate.mesh_axes))
-    step, state, inputs = problem.built(candidate.layout, mesh, candidate.microbatches)
+    step, state, inputs = problem.built(
+        candidate.layout, mesh, candidate.microbatches, candidate.on_indivisible
+    )
     program = compiled_program(step, (state,), inputs)
     traffic = collections.Counter()
     for one in CollectiveReport.of(program).collectives:

@@ -119,6 +119,25 @@ def test_a_loss_for_plain_arrays_is_priced_with_named_ones(kind):
     }
 
 
+def test_a_batch_that_is_called_otherwise_is_split_into_microbatches():
+    def loss(model, rng, state, x):
+        return jnp.mean(model(x).untag("examples", "features").unwrap()), state, {}
+
+    inputs = {"x": pz.nx.ones({"examples": 8, "features": 4})}
+    choices = pzs.choose_layout(
+        *(build_mlp(), loss, optax.adam(1e-3)),
+        **{"devices": "v5e:4", "batch": inputs, "names": {"batch": "examples"}},
+        **{"microbatches": (1, 2), "propagated": 8, "compiled": 0, "progress": False},
+    )
+    assert not choices.found.refused
+    for priced in choices.found.priced.values():
+        flops = {parts: set() for parts in (1, 2)}
+        for one in priced:
+            flops[one.candidate.microbatches].add(one.cost.flops)
+        assert flops[1] == flops[2]
+    assert choices.best.step_options["batch_axis"] == "examples"
+
+
 def test_numbers_stand_for_plain_tokens_where_the_model_computes_with_plain_arrays():
     model, *_ = plain_models()["equinox"]
 
@@ -193,13 +212,14 @@ MISTAKES = {
     ),
     "another signature": (
         {"loss": lambda m, x: 0.0},
-        r"takes 'm' too.*\n.*no parameter 'model' and none 'rng' and none 'state'. It is called by",
+        # Its inputs are not what they seem to be, and nothing is said of them.
+        r"given:\n  loss_fn: has no parameter 'model' and none 'rng' and none 'state'. It is",
     ),
     "no inputs": (
         {"loss": lambda model, rng, state, **batch: None, "batch": 8, "seq": 16},
         "loss_fn: takes no inputs by name, .*batch={'tokens': jax.ShapeDtypeStruct",
     ),
-    "no loss": ({"loss": 3}, "loss_fn: is a int, and must be loss_fn"),
+    "no loss": ({"loss": 3}, "loss_fn: is an int, and must be loss_fn"),
     "an optimizer's class": ({"optimizer": optax.adam}, "optimizer: is a function, and must be"),
     "a function for the model": ({"model": build_mlp}, "not the function build_mlp. Give what it"),
     "no arrays": ({"model": {}}, "the model has no arrays, so that there is nothing to lay out"),
@@ -227,15 +247,19 @@ def test_devices_are_a_name_a_mesh_or_a_number():
     assert by_name.mesh_shape is None
     assert by_name.memory == by_name.hardware.memory
     assert read_devices(8, "v5e", None) == by_name
+    assert read_devices(jax.devices(), "v5e", None) == by_name
+    assert read_devices(np.int64(8), "v5e", np.int64(2**30)).memory == 2**30
     assert read_devices(8, by_name.hardware, "2GiB").memory == 2 * 2**30
     of_mesh = read_devices(mesh, "v5e:2x4", 1e9)
     assert (of_mesh.mesh_shape, of_mesh.memory) == ({"data": 4, "model": 2}, 10**9)
     assert of_mesh.words == "8 devices (v5e:2x4, mesh (data=4, model=2))"
+    assert read_devices(8, "cpu", "2GiB") == read_devices("cpu:8", None, "2GiB")
 
 
 def test_a_mesh_of_known_devices_says_what_they_are(monkeypatch):
     mesh = pzs.make_mesh(data=8)
-    with pytest.raises(MeshError, match=r"the mesh \(data=8\) has 8 devices, and how fast they"):
+    asked = r"\(data=8\) has 8 devices of kind 'cpu', and how fast .* are: hardware=.cpu., memory="
+    with pytest.raises(MeshError, match=asked):
         read_devices(mesh, None, None)
     monkeypatch.setattr(
         asked_devices, "PUBLISHED", {"v5e": types.SimpleNamespace(device_kind="cpu")}
@@ -249,21 +273,28 @@ OTHER_DEVICES = {
     "a name alone": (("v5e", None, None), MeshError, "is not the name of hardware"),
     "hardware twice": (("v5e:8", "v5e", None), RuleTypeError, "Leave out hardware="),
     "a number alone": ((8, None, None), MeshError, 'there are 8 devices, .* hardware="v5e"'),
-    "a truth": ((True, None, None), RuleTypeError, 'devices must be devices="v5e:32", a mesh'),
-    "the devices themselves": ((jax.devices(), "v5e", None), RuleTypeError, "Write devices=8"),
+    "simulated devices": ((8, "cpu", None), MeshError, "a device of 'cpu:8' has is not known"),
+    "a truth": ((True, None, None), RuleTypeError, 'devices must be a name such as "v5e:32", a me'),
+    "the devices themselves": ((jax.devices(), None, None), MeshError, "8 devices of kind 'cpu'"),
     "the sizes of a mesh": (
         ({"data": 4, "model": 2}, "v5e", None),
         RuleTypeError,
-        r"devices=jax.sharding.AbstractMesh\(\(4, 2\), \('data', 'model'\)\)",
+        r"devices=penzai_shard.make_mesh\({'data': 4, 'model': 2}, abstract=True\)\.$",
     ),
-    "a list": (([8], None, None), RuleTypeError, r"or a number with hardware=.* not \[8\].$"),
-    "other numbers": ((8, "v5e:4x4", None), MeshError, "has 16 devices, and there are 8"),
+    "a list": (
+        ([4, 2], None, None),
+        RuleTypeError,
+        r"make_mesh\({'data': 4, 'model': 2}, abstract=True\), hardware=\"v5e\"\.$",
+    ),
+    "a list of texts": ((["v5e"], None, None), RuleTypeError, r"hardware=\"v5e\", not \['v5e'\].$"),
+    "other numbers": ((8, "v5e:4x4", None), MeshError, "there are 8. .* alone: hardware='v5e'"),
     "a number as hardware": ((8, 3, None), RuleTypeError, "hardware must be a name such as"),
     "no size": (("v5e:8", None, "much"), RuleTypeError, "memory 'much' is not a size"),
     "GiB as bytes": (("v5e:8", None, 16), RuleTypeError, "too few .* Write '16GiB'"),
     "a text of bytes": (("v5e:8", None, "16"), RuleTypeError, "too few .* Write '16GiB'"),
     "a number as text": (("8", None, None), MeshError, "Say what they are: 'v5e:8'"),
     "no memory": (("v5e:8", None, 0), RuleTypeError, "memory must be a number of bytes"),
+    "no end of memory": (("v5e:8", None, np.inf), RuleTypeError, "must be a number of .* not inf"),
 }
 
 
@@ -281,12 +312,16 @@ def test_memory_that_is_not_known_has_to_be_said():
     assert read_devices(8, own, "1GiB").memory == 2**30
 
 
-def check(keep=None, rematerialise=(None,), microbatches=(1,), propagated=0, compiled=0):
-    check_search(keep, rematerialise, microbatches, propagated, compiled)
+def check(
+    keep=None, rematerialise=(None,), microbatches=(1,), propagated=0, compiled=0, names=None
+):
+    check_search(keep, rematerialise, microbatches, propagated, compiled, names=names)
 
 
 SEARCH_MISTAKES = {
     "keep as text": ({"keep": "batch"}, r'keep: is .batch.*Write keep=\{"batch": "data"\}'),
+    "keep over a number": ({"keep": {"batch": 4}}, r"Write keep=\{'batch': 'data'\}"),
+    "one name": ({"names": "mlp"}, r'Write names=\{"neurons": "mlp"\}'),
     "one policy": ({"rematerialise": "dots"}, r"Write rematerialise=\['dots'\]"),
     "no policy": ({"rematerialise": None}, r"Write rematerialise=\[None\]"),
     "another policy": (

@@ -1,5 +1,7 @@
 """Candidates priced by their compiled steps: exact where the program is, in order, and ended."""
 
+import dataclasses
+import functools
 from concurrent.futures import Future
 
 import jax
@@ -12,7 +14,7 @@ from penzai_shard.choosing.by_compiling import CompiledPrices
 from penzai_shard.choosing.by_compiling import compiled_prices as prices_module
 from penzai_shard.choosing.by_compiling.compiled_costs import cost_of, extrapolated
 from penzai_shard.choosing.candidates import Candidate
-from penzai_shard.choosing.shallow_models import shallow
+from penzai_shard.choosing.shallow_models import Shallow
 from penzai_shard.choosing.step_costs import Sent, StepCost
 from penzai_shard.compiled_programs import Module
 from penzai_shard.compiled_programs.matrix_products import product_flops
@@ -22,9 +24,12 @@ from penzai_shard.inspection.devices.topologies import Topology
 from penzai_shard.inspection.steps.lowered_steps import lower_step
 from penzai_shard.inspection.steps.programs import StepProgram
 from penzai_shard.library_apis.compiler_api import FOR_PRICES_ON_CPUS, bytecode_of
+from penzai_shard.named_arrays import named_array
+from penzai_shard.planning import without_names
 from tests.choosing.small_problems import llama, problem_of
 
-BLOCKS = 5
+pytestmark = pytest.mark.long  # What they share takes long.
+BLOCKS = 4
 MESH = (("data", 4), ("model", 2))
 SPLIT = {"embedding": "data", "neurons": "model", "head_groups": "model", "vocabulary": "model"}
 LAYOUTS = {
@@ -47,10 +52,25 @@ def problem():
 @pytest.fixture(scope="module")
 def prices(problem):
     with CompiledPrices(problem) as prices:
+        workers = prices._workers_of(Topology("cpu:8"))
+        # What is one program, such as that of one block, is compiled once.
+        workers.compiling = functools.cache(workers.compiling)
         yield prices
-        processes = [each._process for each in prices._running["cpu:8"]._all]
+        processes = [each._process for each in workers._all]
         assert [process.poll() for process in processes] == [None, None]
     assert all(process.poll() is not None for process in processes)
+
+
+@pytest.fixture(scope="module")
+def prices_of(prices):
+    """Prices of another problem, compiled in the processes that run already."""
+
+    def of(problem, cut=None):
+        others = CompiledPrices(problem, cut=cut)
+        others._running.update(prices._running)
+        return others
+
+    return of
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +80,11 @@ def priced(prices):
 
 
 @pytest.fixture(scope="module")
-def whole(problem, prices):
-    """The same from the programs of all blocks."""
-    cut, prices._problems = prices._problems, (problem,)
-    found = list(prices.costs([Candidate(MESH, layout) for layout in LAYOUTS.values()]))
-    prices._problems = cut
+def whole(problem, prices_of):
+    """The same from the programs of all blocks, in the leaner of two orders of instructions."""
+    # Twice the same program adds nothing from one to two, and is taken for one that was cut.
+    prices = prices_of(problem, Shallow((problem, problem), 1))
+    found = prices.costs([Candidate(MESH, layout) for layout in LAYOUTS.values()])
     return dict(zip(LAYOUTS, found, strict=True))
 
 
@@ -78,6 +98,22 @@ def test_one_and_two_blocks_give_the_cost_of_all_of_them(priced, whole, name):
     assert [cost.memory[key] for key in exact] == [of_all.memory[key] for key in exact]
     assert cost.memory["activations"] == pytest.approx(of_all.memory["activations"], rel=0.05)
     assert {line.reason for line in cost.sent} == {line.reason for line in of_all.sent}
+
+
+def test_a_deep_model_is_compiled_whole_where_that_is_asked_for(prices, whole):
+    assert prices.are_extrapolated
+    (cost,) = prices.costs([Candidate(MESH, LAYOUTS["over both, again"])], whole=True)
+    of_all = whole["over both, again"]
+    assert (cost.flops, cost.traffic) == (of_all.flops, of_all.traffic)
+    assert cost.memory == of_all.memory
+
+
+def test_a_step_that_is_compiled_whole_holds_what_its_compiler_says(problem, prices_of, whole):
+    prices = prices_of(problem, Shallow((problem,), 1))
+    (cost,) = prices.costs([Candidate(MESH, LAYOUTS["over both, again"])])
+    # Compilers for CPUs gather the parameters of all blocks at once.
+    assert cost.memory["activations"] > 2 * whole["over both, again"].memory["activations"]
+    assert cost.traffic == whole["over both, again"].traffic
 
 
 def products_of_a_llama(batch, seq, blocks, again):
@@ -109,8 +145,8 @@ def test_what_is_sent_says_what_and_where_and_over_which_mesh_axes(priced):
     ]
     assert gathered.names == ("embedding", "neurons")
     assert gathered.mesh_axes == ("data",)
-    # Three of four parts of 32 x 64 floats, in each of five blocks, at least once.
-    assert gathered.bytes >= 5 * 3 / 4 * 32 * 64 * 4
+    # Three of four parts of 32 x 64 floats, in each block, at least once.
+    assert gathered.bytes >= BLOCKS * 3 / 4 * 32 * 64 * 4
     (gradient,) = [
         line
         for line in lines
@@ -122,6 +158,44 @@ def test_what_is_sent_says_what_and_where_and_over_which_mesh_axes(priced):
     # What layers pass on to each other is not the gradient of the table that it ends in.
     tables = {line.where for lines in priced_lines(priced) for line in lines}
     assert tables <= {"transformer/embedder", "transformer/lm_head"}
+
+
+def test_of_a_function_without_layers_gradients_are_told_from_what_is_passed_on():
+    def loss_fn(model, rng, state, tokens):
+        model, tokens = without_names((model, tokens))
+        x = model["table"][tokens]
+        for w in (model["first"], model["second"]):
+            x = x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+        return (x**2).mean(), state, {}
+
+    def weight(shape, *names):
+        return named_array(jax.ShapeDtypeStruct(shape, "float32"), names)
+
+    layer = {
+        "up": weight((32, 64), "embedding", "neurons"),
+        "down": weight((64, 32), "neurons", "embedding"),
+    }
+    table = weight((40, 32), "vocabulary", "embedding")
+    problem = problem_of({"table": table, "first": layer, "second": layer}, loss_fn, 16, 12)
+    layout = Layout(
+        parameters={"neurons": "model"}, compute={"batch": "data", "neurons": "model"}, blocks=()
+    )
+    with CompiledPrices(problem) as prices:
+        (cost,) = prices.costs([Candidate(MESH, layout)])
+    sent = {(line.what, line.where, line.names, line.mesh_axes): line.bytes for line in cost.sent}
+    gradients = {
+        names: bytes_ for (what, _, names, _), bytes_ in sent.items() if what == "gradient"
+    }
+    # In a ring of four 3/2 of what is summed: a table of 40 x 32, and two halves of 32 x 64 each.
+    assert gradients == {
+        ("vocabulary", "embedding"): 3 / 2 * 40 * 32 * 4,
+        ("embedding", "neurons"): 2 * 3 / 2 * 32 * 32 * 4,
+        ("neurons", "embedding"): 2 * 3 / 2 * 32 * 32 * 4,
+    }
+    # The first layer's inputs have a gradient too, which ends in the table: 4 x 12 x 32 floats in
+    # each direction and layer.
+    assert sent["activation", "", (), ("model",)] == 4 * 4 * 12 * 32 * 4
+    assert {where for _, where, _, _ in sent} == {""}
 
 
 def priced_lines(priced):
@@ -144,9 +218,9 @@ def test_a_candidate_that_cannot_be_laid_out_is_an_error_in_its_place(priced):
     assert "'head_groups' (2) does not divide" in str(priced["impossible"])
 
 
-def test_what_is_compiled_quickly_computes_and_sends_what_users_compile(problem):
+def test_what_is_compiled_quickly_computes_and_sends_what_users_compile(prices):
     mesh = AbstractMesh((4, 2), ("data", "model"))
-    step, state, inputs = shallow(problem).problems[0].built(LAYOUTS["over both, again"], mesh)
+    step, state, inputs = prices._problems[0].built(LAYOUTS["over both, again"], mesh)
     lowered = lower_step(step, (state,), inputs)
     bytecode = bytecode_of(lowered.lowered)
     with CompilerProcess(Topology("cpu:8")) as process:
@@ -164,7 +238,9 @@ def test_what_is_compiled_quickly_computes_and_sends_what_users_compile(problem)
     assert quick.memory["activations"] <= users.memory["activations"]
 
 
-def test_costs_come_in_the_order_of_the_candidates_whatever_is_compiled_first(monkeypatch, problem):
+def test_costs_come_in_the_order_of_the_candidates_whatever_is_compiled_first(
+    monkeypatch, problem, prices
+):
     """The first program is the last to be compiled."""
     futures = []
 
@@ -186,22 +262,22 @@ def test_costs_come_in_the_order_of_the_candidates_whatever_is_compiled_first(mo
             return futures[-1]
 
     monkeypatch.setattr(prices_module, "CompilerWorkers", Late)
-    with CompiledPrices(problem) as prices:
+    with CompiledPrices(problem, cut=prices._cut) as prices:
         found = list(prices.costs([Candidate(MESH, layout) for layout in LAYOUTS.values()]))
-    # Of one block and of two, and four times what is more.
-    assert [round(cost.memory_bytes, -3) for cost in found] == [5_000_000, 7_000_000]
+    # Of one block and of two, and three times what is more.
+    assert [round(cost.memory_bytes, -3) for cost in found] == [4_000_000, 6_000_000]
 
 
 def too_large(needed):
     return TooLargeError("the program does not fit", needed, 1, "TPU v5 lite")
 
 
-def test_what_does_not_fit_into_the_hardware_costs_its_memory_alone(monkeypatch, problem):
+def test_what_does_not_fit_into_the_hardware_costs_its_memory_alone(monkeypatch):
     def compile_none(process, bytecode, mesh, options=None):
         raise too_large(3_000_000_000)
 
     monkeypatch.setattr(CompilerProcess, "compile", compile_none)
-    with CompiledPrices(problem, workers=1) as prices:
+    with CompiledPrices(problem_of(llama(1)), workers=1) as prices:
         (cost,) = prices.costs([Candidate(MESH, LAYOUTS["all over data"])])
     assert (cost.flops, cost.sent) == (0.0, ())
     assert cost.memory_bytes == 3_000_000_000
@@ -209,11 +285,11 @@ def test_what_does_not_fit_into_the_hardware_costs_its_memory_alone(monkeypatch,
     assert cost.memory["parameters"] > 0
 
 
-def test_an_interruption_ends_the_processes_and_whoever_waits_for_them(problem):
+def test_an_interruption_ends_the_processes_and_whoever_waits_for_them():
     processes, waiting = [], []
 
     def interrupted():
-        with CompiledPrices(problem) as prices:
+        with CompiledPrices(problem_of(llama(1))) as prices:
             waiting.extend(prices._started(Candidate(MESH, LAYOUTS["all over data"])))
             processes.extend(each._process for each in prices._running["cpu:8"]._all)
             raise KeyboardInterrupt
@@ -257,6 +333,23 @@ def test_convolutions_count_where_the_window_is_over_the_image():
     assert flops == 2 * (2 * 5 * 3) * rows * columns
 
 
+def test_convolutions_of_groups_count_what_each_group_computes():
+    def convolved(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "VALID", feature_group_count=16)
+
+    def of_kernel(x, w, y):
+        return jax.vjp(lambda w: convolved(x, w), w)[1](y)[0]
+
+    structs = [
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((8, 16, 9, 9), (16, 1, 3, 3), (8, 16, 7, 7))
+    ]
+    for function, given in ((convolved, structs[:2]), (of_kernel, structs)):
+        # As it is lowered: compilers for CPUs write groups otherwise.
+        program = jax.jit(function).lower(*given).as_text(dialect="hlo")
+        assert product_flops(Module.from_text(program)) == 2 * 8 * 16 * 7 * 7 * 3 * 3
+
+
 def test_products_that_compilers_for_tpus_write_as_convolutions_are_counted():
     """They have no window, as no dimension slides."""
     module = Module.from_text("""HloModule m
@@ -269,11 +362,10 @@ ENTRY main {
     assert product_flops(module) == 2 * 4 * 8 * 16
 
 
-def test_products_in_bfloat16_are_neither_sent_nor_held_in_float32(priced):
+def test_products_in_bfloat16_are_neither_sent_nor_held_in_float32(priced, prices_of):
     halved = problem_of(llama(BLOCKS, parameter_dtype=jnp.bfloat16, activation_dtype=jnp.bfloat16))
     name = "over both, again"
-    with CompiledPrices(halved) as prices:
-        (cost,) = prices.costs([Candidate(MESH, LAYOUTS[name])])
+    (cost,) = prices_of(halved).costs([Candidate(MESH, LAYOUTS[name])])
     assert cost.traffic["model",] < 0.55 * priced[name].traffic["model",]
     # Losses are computed in float32 all the same.
     assert cost.memory["activations"] < 0.75 * priced[name].memory["activations"]
@@ -284,14 +376,13 @@ def test_memory_does_not_get_less_with_more_blocks():
     assert extrapolated(one, two, 5) == StepCost(5.0, (), {"activations": 9.0})
 
 
-def test_what_blocks_do_not_keep_is_not_held_for_their_gradients():
+def test_what_blocks_do_not_keep_is_not_held_for_their_gradients(prices_of):
     """Of many tokens, no block keeps more than what goes into it, one part over the heads."""
-    mesh, held = (("data", 2), ("model", 4)), []
-    layout = LAYOUTS["over both, again"]
+    prices = prices_of(problem_of(llama(3, num_kv_heads=4), batch=16, seq=256))
+    layout, held = LAYOUTS["over both, again"], []
+    started = prices._started(Candidate((("data", 2), ("model", 4)), layout))
     for blocks in (3, 11):
-        problem = problem_of(llama(blocks, num_kv_heads=4), batch=16, seq=256)
-        with CompiledPrices(problem) as prices:
-            (cost,) = prices.costs([Candidate(mesh, layout)])
-        held.append(cost.memory["activations"])
+        prices._cut = dataclasses.replace(prices._cut, blocks=blocks)  # The same programs.
+        held.append(prices._finished(started).memory["activations"])
     into_a_block = 16 // 2 * 256 * 32 * 4
     assert into_a_block <= (held[1] - held[0]) / 8 <= 1.25 * into_a_block

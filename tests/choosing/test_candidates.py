@@ -215,7 +215,6 @@ def stored(one, name, size):
         ({"seq": None}, lambda one: one.layout.between_blocks is None),
         ({"embedding": "data"}, lambda one: stored(one, "embedding", 8) == jax.P("data")),
         ({"embedding": None}, lambda one: stored(one, "embedding", 2**16) == jax.P()),
-        ({"batch": "model", "neurons": None}, lambda one: False),
     ],
 )  # fmt: skip
 def test_what_is_decided_is_kept_and_the_rest_stays_free(problem, free, keep, holds):
@@ -224,8 +223,33 @@ def test_what_is_decided_is_kept_and_the_rest_stays_free(problem, free, keep, ho
     if "embedding" not in keep:
         texts = list(map(repr, found))
         assert [text for text in map(repr, free) if text in texts] == texts
-    assert bool(found) == (keep.get("batch") != "model")
-    assert len({one.layout.rematerialise for one in found}) in (0, 3)
+    assert len({one.layout.rematerialise for one in found}) == 3
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            {"blocks": "**/blok"},
+            r"blocks='\*\*/blok': the TransformerLM has no such layers: .*'blok'",
+        ),
+        (
+            {"blocks": (), "rematerialise": ["dots"]},
+            r"rematerialise=\['dots'\]: it is done to blocks, and the TransformerLM has none",
+        ),
+    ],
+)
+def test_blocks_that_there_are_not_are_refused(problem, asked, message):
+    with pytest.raises(RuleTypeError, match=message):
+        candidates(problem, MESHES, **asked)
+    assert candidates(problem, MESHES, blocks="**/transformer_block")
+
+
+def test_the_batch_may_be_kept_over_the_mesh_axis_of_the_model_too(problem):
+    found = candidates(problem, MESHES, keep={"batch": ("data", "model")})
+    assert {one.layout.batch_rules.spec(("batch",), (8,), one.mesh_shape) for one in found} == {
+        jax.P(("data", "model"))
+    }
 
 
 def test_on_a_mesh_of_other_names_the_batch_goes_where_it_is_kept(problem):

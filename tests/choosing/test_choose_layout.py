@@ -11,9 +11,10 @@ from penzai import pz
 from penzai.models.transformer.variants import llamalike_common
 
 import penzai_shard as pzs
-from penzai_shard.choosing.choices import stages
 from penzai_shard.errors import RuleTypeError
+from tests.choosing.traced_once import trace_once
 
+pytestmark = pytest.mark.long  # What they share takes long.
 CONFIG = llamalike_common.LlamalikeTransformerConfig(
     num_kv_heads=2,
     query_head_multiplier=2,
@@ -48,25 +49,17 @@ choose = functools.partial(
     memory="4MiB",
     rematerialise=(None, "nothing"),
     microbatches=(1, 2),
-    propagated=6,
-    compiled=3,
+    propagated=4,
+    compiled=2,
     progress=False,
 )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def traced_once():
-    """The same step is traced once; what another batch has is another step."""
-    known, prices_of = {}, stages.NamePrices.of
-
-    def traced(problem):
-        sizes = repr(problem.inputs["tokens"].named_shape)
-        if sizes not in known:
-            known[sizes] = prices_of(problem)
-        return known[sizes]
-
+    known = {}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(stages.NamePrices, "of", traced)
+        trace_once(patched, known)
         yield known
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from penzai_shard import Layout
 from penzai_shard.choosing.by_names import NamePrices
+from penzai_shard.choosing.by_propagation import PropagatedPrices
 from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.shallow_models import Shallow
 from penzai_shard.choosing.training_problem import TrainingProblem
@@ -17,6 +18,7 @@ from penzai_shard.fused_axes import FusedAxes
 from penzai_shard.named_arrays import named_array
 from tests.choosing.compiled_truth import compiled_truth
 from tests.choosing.small_problems import llama, problem_of
+from tests.model_families import GLOBAL, LOCAL
 
 TALL, WIDE, LONG = (
     (("data", 4), ("model", 2)),
@@ -67,7 +69,7 @@ def costs(prices):
 @pytest.fixture(scope="module")
 def deep_prices():
     problem = problem_of(llama(3, num_kv_heads=4))
-    return NamePrices.of(problem), NamePrices(Shallow((problem,), 1, "whole"))
+    return NamePrices.of(problem), NamePrices(Shallow((problem,), 1))
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -109,9 +111,48 @@ def test_a_deep_model_costs_what_its_first_two_blocks_say(name, deep_prices):
     assert shallow.memory == pytest.approx(whole.memory)
 
 
+def test_local_and_global_attention_in_turn_costs_what_an_unfinished_turn_and_one_more_say():
+    kinds = [LOCAL, GLOBAL] * 3 + [LOCAL]
+    problem = problem_of(llama(7, num_kv_heads=4, attention_type=kinds))
+    cut, whole = NamePrices.of(problem), NamePrices(Shallow((problem,), 1))
+    assert len(cut._depth.problems) == 2
+    for candidate in (CANDIDATES["two_dimensional"], CANDIDATES["neurons"]):
+        found, expected = (prices.cost(candidate) for prices in (cut, whole))
+        assert found.flops == pytest.approx(expected.flops)
+        assert found.traffic == pytest.approx(expected.traffic)
+        assert found.memory == pytest.approx(expected.memory)
+
+
+@pytest.fixture(scope="module")
+def prices_of_stack():
+    return NamePrices.of(problem_of(llama(3, num_kv_heads=4, stack=True)))
+
+
+def test_layers_in_a_stack_are_priced_as_those_in_a_list(prices_of_stack, deep_prices):
+    candidate = CANDIDATES["neurons"]
+    (flops, held), expected = (
+        (cost.flops, cost.memory["parameters"])
+        for cost in (each.cost(candidate) for each in (prices_of_stack, deep_prices[0]))
+    )
+    assert (flops, held) == expected
+
+
+def test_what_a_stack_keeps_for_the_backward_pass_stays_where_it_was_made(
+    prices_of_stack, deep_prices
+):
+    sequence = {"batch": "data", "seq": "model"}
+    split = Layout(parameters=SPLIT, compute={"batch": "data"} | SPLIT, between_blocks=sequence)
+    stacked, listed = (
+        sum(prices.cost(Candidate(WIDE, split)).traffic.values())
+        for prices in (prices_of_stack, deep_prices[0])
+    )
+    # What loops compute once for all of their layers, such as masks, is brought to each.
+    assert listed <= stacked < 1.2 * listed
+
+
 def test_the_peak_of_a_deep_model_may_be_behind_its_backward_pass():
-    problem = problem_of(llama(4, mlp_hidden_dim=256, vocab_size=32), batch=8, seq=2)
-    prices = NamePrices.of(problem), NamePrices(Shallow((problem,), 1, "whole"))
+    problem = problem_of(llama(3, mlp_hidden_dim=256, vocab_size=32), batch=8, seq=2)
+    prices = NamePrices.of(problem), NamePrices(Shallow((problem,), 1))
     candidate = Candidate(LONG, Layout.data_parallel())
     shallow, whole = (each.cost(candidate).memory for each in prices)
     assert shallow == pytest.approx(whole)
@@ -188,14 +229,44 @@ def test_what_has_no_name_counts_as_whole_and_is_said():
     model = {"w": named_array(jax.ShapeDtypeStruct((32, 64), jnp.float32), (None, "embedding"))}
     problem = TrainingProblem(model, loss_fn, optax.sgd(1.0), {"x": struct("batch", "embedding")})
     prices = NamePrices.of(problem)
-    assert (
-        "stablehlo.dot_general in loss: no parameter and no input names its dimension of length "
-        "32, which counts as whole"
-    ) in prices.notes
     split = {"embedding": "model"}
     layout = Layout(parameters=split, compute=split | {"batch": "data"}, blocks=())
     # Two products forward and one backward, each split along what has a name.
     assert prices.cost(Candidate(TALL, layout)).flops == 3 * 2 * 32 * 64 * 32 / 8
+    assert (
+        "stablehlo.dot_general in loss: no parameter and no input names its dimension of length "
+        "32, which counts as whole"
+    ) in prices.notes
+
+
+def convolutions(*strides):
+    """A step of convolutions one after the other, each of windows of 3 by 3."""
+
+    def loss_fn(*, model, rng, state, x):
+        del rng
+        y = x.unwrap("batch", "features", "rows", "columns")
+        for stride, kernel in zip(strides, model, strict=True):
+            y = jax.lax.conv(y, kernel.data_array, (stride, stride), "VALID")
+        return jnp.square(y).sum(), state, {}
+
+    kernel_axes = ("features", None, None, None)
+    kernel = named_array(jax.ShapeDtypeStruct((16, 16, 3, 3), jnp.float32), kernel_axes)
+    image = jax.ShapeDtypeStruct((16, 16, 8, 8), jnp.float32)
+    inputs = {"x": named_array(image, ("batch", "features", "rows", "columns"))}
+    return TrainingProblem([kernel for _ in strides], loss_fn, optax.sgd(1.0), inputs)
+
+
+def test_convolutions_count_all_of_their_windows_and_no_gaps_between_places():
+    split = {"features": "model"}
+    layout = Layout(parameters=split, compute=split | {"batch": "data"}, blocks=())
+    first, second = (2 * 16 * 16 * places * 16 * 3 * 3 for places in (6 * 6, 2 * 2))
+    for of_one in (NamePrices.of(convolutions(1)), PropagatedPrices.of(convolutions(1))):
+        # One product forward, and one for the kernel's gradient.
+        assert of_one.cost(Candidate(TALL, layout)).flops == 2 * first / 8
+    # The gradient of what goes into the second one has gaps between its places.
+    by_data = Layout(parameters={}, compute={"batch": "data"}, blocks=())
+    of_two = NamePrices.of(convolutions(1, 2)).cost(Candidate(LONG, by_data))
+    assert of_two.flops == (2 * first + 3 * second) / 8
 
 
 def test_a_layout_that_does_not_fit_is_refused_as_it_is_when_it_is_built(prices):
@@ -225,8 +296,8 @@ def test_of_fused_logical_axes_the_major_one_is_split():
         layout = Layout(parameters=rules, compute=rules, blocks=())
         return prices.cost(Candidate(TALL, layout))
 
-    assert prices.notes == ()
     whole = cost("heads", None)
+    assert prices.notes == ()
     assert cost("heads", "data").flops == whole.flops / 4
     assert cost("heads", "data").memory["parameters"] == whole.memory["parameters"] / 4
     assert cost("projection", "data").memory["parameters"] == whole.memory["parameters"]

@@ -5,6 +5,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from penzai_shard import Layout, fully_sharded, make_mesh
@@ -13,6 +14,7 @@ from penzai_shard.choosing.by_propagation.marked_steps import MarkedStep, StepTa
 from penzai_shard.choosing.by_propagation.program_costs import cost_of
 from penzai_shard.choosing.candidates import Candidate, candidates
 from penzai_shard.choosing.shallow_models import Shallow
+from penzai_shard.choosing.training_problem import TrainingProblem
 from penzai_shard.errors import PropagationError
 from penzai_shard.library_apis.shardy_collectives import (
     MarkedProgram,
@@ -20,8 +22,9 @@ from penzai_shard.library_apis.shardy_collectives import (
     PlacedProgram,
     PlacedValue,
 )
+from penzai_shard.named_arrays import named_array
 from tests.choosing.compiled_truth import compiled_truth
-from tests.choosing.small_problems import llama, problem_of
+from tests.choosing.small_problems import llama, problem_of, tokens_like
 
 WIDE, LONG = (("data", 2), ("model", 4)), (("data", 8),)
 SPLIT = {"neurons": "model", "heads": "model", "vocabulary": "model"}
@@ -78,6 +81,82 @@ def test_a_step_costs_what_it_costs_compiled(name, prices, truths):
     assert 0.4 * truth.temporaries < temporaries < 1.5 * truth.temporaries
 
 
+@pytest.fixture(scope="module")
+def prices_without_blocks():
+    """Those of a feed-forward layer on a table, in which nothing but the batch is pinned."""
+    shapes = {
+        "table": {"vocabulary": 128, "embedding": 32},
+        "up": {"neurons": 128, "embedding": 32},
+        "down": {"embedding": 32, "neurons": 128},
+    }
+    model = {
+        name: named_array(jax.ShapeDtypeStruct(tuple(axes.values()), jnp.float32), tuple(axes))
+        for name, axes in shapes.items()
+    }
+
+    def loss_fn(*, model, rng, state, tokens):
+        weights = {name: array.unwrap(*array.named_axes) for name, array in model.items()}
+        x = weights["table"][tokens.unwrap("batch", "seq")]
+        x = x - x.mean(-1, keepdims=True)
+        neurons = jax.nn.gelu(jnp.einsum("bse,ne->bsn", x, weights["up"]))
+        y = x + jnp.einsum("bsn,en->bse", neurons, weights["down"])
+        return (y**2).mean(), state, {}
+
+    inputs = {"tokens": tokens_like(16, 32)}
+    problem = TrainingProblem(model, loss_fn, optax.sgd(0.1), inputs)
+    return PropagatedPrices.of(problem), problem
+
+
+@pytest.mark.parametrize(
+    "parameters", [fully_sharded("data", 1), {"neurons": "data"}, {"embedding": "data"}]
+)
+def test_where_two_layouts_want_a_mesh_axis_the_one_wins_that_wins_compiled(
+    parameters, prices_without_blocks
+):
+    prices, problem = prices_without_blocks
+    layout = Layout(parameters=parameters, compute={"batch": "data"}, blocks=())
+    candidate = Candidate(LONG, layout)
+    cost, truth = prices.cost(candidate), compiled_truth(problem, candidate)
+    assert cost.flops == truth.flops
+    assert cost.traffic == pytest.approx(truth.traffic, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def prices_of_logits():
+    """Those of a table and of logits that are far larger than all weights."""
+    shapes = {
+        "table": {"vocabulary": 2048, "embedding": 16},
+        "head": {"embedding": 16, "vocabulary": 2048},
+    }
+    model = {
+        name: named_array(jax.ShapeDtypeStruct(tuple(axes.values()), jnp.float32), tuple(axes))
+        for name, axes in shapes.items()
+    }
+
+    def loss_fn(*, model, rng, state, tokens):
+        table, head = (model[name].unwrap(*axes) for name, axes in shapes.items())
+        tokens = tokens.unwrap("batch", "seq")
+        x = table[tokens] + table[tokens].mean(1, keepdims=True)
+        x = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True))
+        losses = optax.softmax_cross_entropy_with_integer_labels(x @ head, tokens)
+        return losses.mean(), state, {}
+
+    problem = TrainingProblem(model, loss_fn, optax.sgd(0.1), {"tokens": tokens_like(128, 4)})
+    return PropagatedPrices.of(problem), problem
+
+
+@pytest.mark.parametrize("parameters", [{"embedding": "data"}, fully_sharded("data", 1)])
+def test_products_are_split_and_means_of_rows_are_gathered_as_they_are_compiled(
+    parameters, prices_of_logits
+):
+    prices, problem = prices_of_logits
+    layout = Layout(parameters=parameters, compute={"batch": "data"}, blocks=())
+    candidate = Candidate(LONG, layout)
+    cost, truth = prices.cost(candidate), compiled_truth(problem, candidate)
+    assert cost.flops == truth.flops
+    assert cost.traffic == pytest.approx(truth.traffic, rel=0.01)
+
+
 def collectives_of(placed):
     return collections.Counter(
         (each.kind, each.mesh_axes, placed.values[each.results[0]], each.times)
@@ -86,19 +165,35 @@ def collectives_of(placed):
     )
 
 
+def split_in_layers(with_vocabulary, with_sequence, with_gathers):
+    split = SPLIT if with_vocabulary else {**SPLIT, "vocabulary": None}
+    layout = Layout(
+        parameters={"embedding": "data" if with_gathers else None} | split,
+        compute={"batch": "data"} | split,
+        between_blocks={"batch": "data", "seq": "model"} if with_sequence else None,
+        rematerialise="dots",
+    )
+    return Candidate(WIDE, layout)
+
+
 def test_a_layout_in_place_of_marks_is_as_if_the_step_were_lowered_for_it(problem):
     asked = (
-        ({"data": 4, "model": 2}, None, 1),
-        ({"data": 8}, "nothing", 2),
-        ({"x": 2, "y": 2, "z": 2}, None, 1),
+        ({"data": 4, "model": 2}, None, 1, 2),
+        ({"data": 8}, "nothing", 2, 2),
+        ({"x": 2, "y": 2, "z": 2}, None, 1, 2),
     )
     drawn = [
         one
-        for mesh, policy, parts in asked
+        for mesh, policy, parts, count in asked
         for found in [candidates(problem, [mesh], rematerialise=(policy,), microbatches=(parts,))]
-        for one in found[1 :: len(found) // 4][:4]
+        for one in found[1 :: len(found) // count][:count]
     ]
-    assert len({(repr(one.layout), one.mesh_axes) for one in drawn}) == 12
+    alike = [split_in_layers(*which) for which in ((1, 0, 1), (1, 1, 0), (0, 0, 0), (0, 1, 1))]
+    drawn += alike
+    assert len({(repr(one.layout), one.mesh_axes) for one in drawn}) == 10
+    structures = [StepTables.of(problem, one).structure for one in alike]
+    # One program serves all of these but the last, in which logits are split by the sequence alone.
+    assert structures[0] == structures[1] == structures[2] != structures[3]
     steps = {}
     for one in drawn:
         tables = StepTables.of(problem, one)
@@ -122,8 +217,7 @@ def test_a_deep_model_costs_what_one_and_two_blocks_say():
         WIDE[:1], Layout(parameters=fully_sharded("data", 1), compute={"batch": "data"})
     )
     short = PropagatedPrices.of(deep)
-    assert short.notes == ("3 equal blocks, priced from one and two of them",)
-    found, whole = short.cost(candidate), PropagatedPrices(Shallow((deep,), 1, "")).cost(candidate)
+    found, whole = short.cost(candidate), PropagatedPrices(Shallow((deep,), 1)).cost(candidate)
     assert found.flops == pytest.approx(whole.flops)
     assert found.traffic == pytest.approx(whole.traffic)
     assert found.memory == pytest.approx(whole.memory)
@@ -171,21 +265,21 @@ def priced(values, *operations, mesh):
     return cost_of(program, Step(), mesh)
 
 
-WHOLE, ROWS = ((), ()), (("data",), ())
+WHOLE, ROWS, COLUMNS = ((), ()), (("data",), ()), ((), ("data",))
 
 
 @pytest.mark.parametrize(
-    ("kind", "spec", "sent"),
+    ("kind", "before", "after", "sent"),
     [
-        ("all_gather", WHOLE, 1024 * 3 / 4),
-        ("all_reduce", WHOLE, 2 * 1024 * 3 / 4),
-        ("reduce_scatter", ROWS, 1024 * 3 / 4),
-        ("all_to_all", ROWS, 1024 / 4 * 3 / 4),
-        ("collective_permute", ROWS, 1024 / 4),
+        ("all_gather", ROWS, WHOLE, 1024 * 3 / 4),
+        ("all_reduce", WHOLE, WHOLE, 2 * 1024 * 3 / 4),
+        ("reduce_scatter", WHOLE, ROWS, 1024 * 3 / 4),
+        ("all_to_all", COLUMNS, ROWS, 1024 / 4 * 3 / 4),
+        ("collective_permute", ROWS, ROWS, 1024 / 4),
     ],
 )
-def test_a_ring_sends_what_the_textbook_says(kind, spec, sent):
-    values = [PlacedValue((16, 16), 4, WHOLE), PlacedValue((16, 16), 4, spec)]
+def test_a_ring_sends_what_the_textbook_says(kind, before, after, sent):
+    values = [PlacedValue((16, 16), 4, before), PlacedValue((16, 16), 4, after)]
     one = PlacedOperation(f"sdy.{kind}", "", (0,), (1,), ("data",), times=3)
     cost = priced(values, one, mesh={"data": 4})
     assert cost.traffic == {("data",): 3 * sent}
@@ -223,7 +317,7 @@ def test_products_count_by_the_mesh_axes_that_split_them():
         PlacedValue((32, 8), 4, (("model",), ())),
         PlacedValue((16, 8), 4, (("data",), ())),
     ]
-    product = PlacedOperation("stablehlo.dot_general", "", (0, 1), (2,), contracted=(1,), times=2)
+    product = PlacedOperation("stablehlo.dot_general", "", (0, 1), (2,), contracted=(0,), times=2)
     cost = priced(values, product, mesh={"data": 4, "model": 2, "idle": 5})
     assert cost.flops == 2 * 2 * 16 * 32 * 8 / 8
 
@@ -261,3 +355,15 @@ def test_loops_count_as_often_as_they_run_and_others_are_refused():
     assert [each.times for each in program.operations if each.kind == "sdy.all_reduce"] == [5]
     with pytest.raises(PropagationError, match="runs an unknown number of times"):
         MarkedProgram(lowered(unknown))
+
+
+@pytest.mark.parametrize("name", ["again", "sequence"])
+def test_layers_in_a_stack_hold_what_layers_in_a_row_do(name):
+    """What they keep for the backward pass is written down as stacks, and slices of these."""
+    stacked, in_a_row = (
+        PropagatedPrices.of(problem_of(llama(5, stack=stack, num_kv_heads=4))).cost(
+            CANDIDATES[name]
+        )
+        for stack in (True, False)
+    )
+    assert stacked.memory_bytes == pytest.approx(in_a_row.memory_bytes, rel=0.1)

@@ -9,10 +9,14 @@ import optax
 import pytest
 from penzai import pz
 
-from penzai_shard import RolledLayerStack, abstract_model, make_plan
+from penzai_shard import Layout, RolledLayerStack, abstract_model, make_plan
+from penzai_shard.choosing.candidates import Candidate
+from penzai_shard.choosing.choices.stages import stages_of
 from penzai_shard.choosing.shallow_models import shallow
 from penzai_shard.choosing.training_problem import TrainingProblem
 from tests.choosing.small_problems import llama, next_token_loss, problem_of
+from tests.model_families import GLOBAL, LOCAL
+from tests.small_train_steps import squares
 
 
 def labels(model):
@@ -37,7 +41,7 @@ def test_blocks_of_a_transformer_are_cut_and_the_rest_keeps_its_labels(mlp):
     found = shallow(problem)
     assert found.blocks == 5
     assert not found.is_loop
-    assert found.reason == "5 equal blocks, priced from one and two of them"
+    assert found.doubt == ""
     one, two = (labels(cut.model) for cut in found.problems)
     every = labels(problem.model)
     assert one == [name for name in every if "block_" not in name or "block_0" in name]
@@ -78,11 +82,6 @@ def back(label):
     return pz.nn.Linear.from_config(label, jax.random.key(0), {"o": 16}, {"embedding": 16})
 
 
-def squares(*, model, rng, state, x):
-    del rng
-    return jnp.mean(model(x).unwrap("batch", "embedding") ** 2), state, {}
-
-
 def mlp_problem(build, loss_fn=squares):
     x = jax.eval_shape(lambda: pz.nx.ones({"batch": 8, "embedding": 16}))
     return TrainingProblem(abstract_model(build), loss_fn, optax.sgd(0.1), {"x": x})
@@ -99,6 +98,45 @@ def test_layers_that_repeat_together_are_one_block():
     assert found.blocks == 4
     kept = ["first.weights", "first_back.weights", "b0/up.weights", "b0/down.weights"]
     assert labels(found.problems[0].model) == kept
+
+
+def test_local_and_global_attention_in_turn_is_cut_to_the_unfinished_turn():
+    kinds = (LOCAL, LOCAL, GLOBAL)
+    problem = problem_of(llama(11, attention_type=[kinds[i % 3] for i in range(11)]))
+    found = shallow(problem)
+    assert found.blocks == 4
+    every = labels(problem.model)
+    for cut, kept in zip(found.problems, ((9, 10), (0, 1, 2, 9, 10)), strict=True):
+        blocks = tuple(f"block_{number}/" for number in kept)
+        assert labels(cut.model) == [
+            name for name in every if "block_" not in name or any(map(name.__contains__, blocks))
+        ]
+    assert_extrapolates_sizes(problem, found)
+
+
+def test_an_unfinished_turn_without_some_of_the_parameters_is_not_all_that_is_kept():
+    def build():
+        layers = []
+        for i in range(3):
+            layers += [linear(f"b{i}/up"), pz.nn.Elementwise(jnp.tanh), back(f"b{i}/down")]
+        return pz.nn.Sequential([*layers, linear("b3/up"), back("last")])
+
+    found = shallow(mlp_problem(build))
+    assert found.blocks == 3
+    kept = ["b0/up.weights", "b0/down.weights", "b3/up.weights", "last.weights"]
+    assert labels(found.problems[0].model) == kept
+
+
+def test_an_unfinished_turn_does_not_stand_for_what_the_others_share():
+    def build():
+        shared = [linear("shared_0"), back("shared_0/back")]
+        layers = [pz.nn.Elementwise(jnp.tanh), pz.nn.Softmax("embedding")]
+        turns = [layer for _ in range(3) for layer in (*shared, *layers)]
+        return pz.nn.Sequential([*turns[:12], linear("shared_1"), back("shared_1/back")])
+
+    found = shallow(mlp_problem(build))
+    assert found.blocks == 3
+    assert "shared_0.weights" in labels(found.problems[0].model)
 
 
 def test_only_the_equal_ones_among_blocks_are_cut():
@@ -137,7 +175,7 @@ def test_blocks_that_are_all_different_are_not_cut():
     found = shallow(problem)
     assert found.problems == (problem,)
     assert found.blocks == 1
-    assert found.reason == "the model has no three equal blocks one behind the other"
+    assert found.doubt == ""
 
 
 def test_blocks_that_share_a_parameter_with_some_others_are_not_cut():
@@ -185,7 +223,7 @@ def test_a_loss_that_asks_for_every_block_is_not_cut():
     problem = problem_of(llama(5), with_last_block)
     found = shallow(problem)
     assert found.problems == (problem,)
-    assert found.reason == (
+    assert found.doubt == (
         "the loss function does not run on fewer of the 5 blocks (AssertionError: five blocks and "
         "what is around them)"
     )
@@ -235,7 +273,7 @@ def test_blocks_in_a_list_of_another_library_are_cut_if_the_loss_computes_that_m
 
 
 @pytest.mark.parametrize(
-    ("run", "reason"),
+    ("run", "doubt"),
     [
         (
             at_most_three,
@@ -248,11 +286,16 @@ def test_blocks_in_a_list_of_another_library_are_cut_if_the_loss_computes_that_m
         ),
     ],
 )
-def test_a_list_that_a_loss_does_not_run_through_once_is_not_cut(run, reason):
+def test_a_list_that_a_loss_does_not_run_through_once_is_not_cut(run, doubt):
     problem = equinox_problem(run)
     found = shallow(problem)
     assert found.problems == (problem,)
-    assert found.reason == reason
+    assert found.doubt == doubt
+    notes = []
+    by_names = stages_of(problem, notes=notes)[0]
+    layout = Layout(parameters={}, compute={"batch": "data"}, blocks=())
+    list(by_names.costs([Candidate((("data", 2),), layout)]))
+    assert notes == [f"Priced whole, which takes longer: {doubt}."]
 
 
 def test_what_is_beside_the_model_stays():

@@ -55,7 +55,7 @@ def axes(one, sizes):
     return found.mesh_axes if is_exact else None
 
 
-@hypothesis.settings(max_examples=10, deadline=None, derandomize=True, database=None)
+@hypothesis.settings(max_examples=10)
 @hypothesis.given(st.lists(SPECS, min_size=3, max_size=3), st.sampled_from([0, 0, 3]))
 def test_a_reader_that_shares_no_code_finds_the_same(specs, turns):
     text = program(specs, turns).as_text()

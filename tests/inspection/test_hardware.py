@@ -26,6 +26,8 @@ def test_every_kind_has_figures_with_their_sources_and_a_memory(kind):
     )
     assert all(source.startswith(("https://", "Jouppi")) for source in figures.sources)
     assert hardware.sources[:-1] == figures.sources
+    assert hardware.memory_bandwidth * hardware.device_count == figures.memory_bandwidth * 4
+    assert hardware.overlaps
     assert hardware.bandwidth({"data": hardware.device_count})["data"] > 1e10
 
 
@@ -56,18 +58,35 @@ def test_names_say_chips_topologies_and_hosts(name, meaning, devices):
         ("h10O:16", r"'h10O' is not known\. Did you mean 'h100:16'"),
         ("v5litepod-16", r"Write 'v5e:4x4'\. Names are for instance \"v5e:32\""),
         ("v5litepod:16", r"'v5litepod' is not known\. Write 'v5e:16'\."),
-        ("cpu:8", r"Figures are known of v2, .*Others can be described: Hardware\('cpu:8'"),
+        ("dgx:8", r"Figures are known of v2, .*, cpu\. Others .* described: Hardware\('dgx:8'"),
+        ("cpu:2x4", r'simulated devices are counted\. Write "cpu:8"\.'),
+        ("cpu:0", r'simulated devices are counted\. Write "cpu:8"\.'),
         ("v5e:3x3", r"there is no slice of 3x3 chips of v5e"),
         ("h100:8*2", r"GPUs have no slices\. Write h100:8\."),
         ("h100:2x2x2", r'write "h100:16", or by hosts and devices "h100:2x8"'),
         ("v5e:0", r"no slices of 0 chips of v5e\. Write 'v5e:1'\."),
-        ("h100", r"'h100' is not the name of hardware"),
+        ("h100", r"'h100' is not the name of hardware\. Say how many: 'h100:8'\."),
+        ("8xH100", r"Write 'h100:8'\. Names are"),
+        ("TPU v5e:8", r"Write 'v5e:8'\. Names are"),
         (32, r"32 is not the name of hardware"),
     ],
 )
 def test_what_is_no_hardware_is_refused_with_what_to_write(name, message):
     with pytest.raises(MeshError, match=message):
         Hardware.read(name)
+
+
+def test_simulated_devices_share_what_one_machine_has():
+    eight, two = Hardware.read("cpu:8"), Hardware.read("cpu:2")
+    assert (eight.device_count, eight.memory, eight.overlaps) == (8, None, False)
+    for figure in ("flops", "memory_bandwidth"):
+        assert getattr(eight, figure) * 8 == getattr(two, figure) * 2
+    shared = eight.of_mesh({"data": 4, "model": 2})
+    assert (
+        shared.carried(["data", "model"])
+        == shared.bandwidth["data"]
+        == two.bandwidth({"x": 2})["x"] / 4
+    )
 
 
 def test_figures_of_ones_own_count_and_must_be_positive_numbers():

@@ -78,6 +78,10 @@ CASES = [
     ),
     (of_array(shape=(64, 32)), {f"{PATH}: was float32[32,64], is now float32[64,32]": "changed"}),
     (
+        of_array(true_shape=(32, 63)),
+        {f"{PATH}: was float32[32,64], is now float32[32,63(64)]": "changed"},
+    ),
+    (
         of_array(part="constants"),
         {f"{PATH}: was one of the parameters, is now of the constants": "changed"},
     ),

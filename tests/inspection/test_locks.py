@@ -362,6 +362,34 @@ def test_a_train_step_that_became_worse_is_refused(name, of_train_step):
     assert words in [str(each) for each in report.differences]
 
 
+def padded_step(vocabulary):
+    """A step of a model of one matrix, whose vocabulary of 29 to 31 is stored as 32."""
+    model = pzs.abstract_model(
+        lambda: pz.nn.Linear.from_config(
+            "head", jax.random.key(0), {"embedding": 16}, {"vocabulary": vocabulary}
+        )
+    )
+    plan = pzs.make_plan(model, mesh(), {"vocabulary": ("data", "model")}, on_indivisible="pad")
+    state = pzs.TrainState.initial_state(
+        plan.restore_structs(), optax.sgd(0.1, momentum=0.9), jax.random.key(0)
+    )
+    step = pzs.build_train_step_fn(lambda model, rng, state, x: (mean_square(model(x)), state, {}))
+    return step, state, pz.nx.ones({"batch": 8, "embedding": 16})
+
+
+def test_a_length_that_changes_within_its_padding_is_noticed():
+    was, now, whole = (pzs.ShardingLock.of(s, a, x=x) for s, a, x in map(padded_step, (29, 30, 32)))
+    assert was.content.memory["parameters"] == now.content.memory["parameters"]
+    report = pzs.ShardingLock.from_json(was.to_json()).check_lock(now)
+    assert [str(each) for each in report.differences] == [
+        "params/head.weights: was float32[16,29(32)], is now float32[16,30(32)]",
+        "opt_state/0/trace/head.weights: was float32[16,29(32)], is now float32[16,30(32)]",
+    ]
+    report = now.check_lock(pzs.ShardingLock.from_json(whole.to_json()))
+    said = [str(each) for each in report.differences]
+    assert "params/head.weights: was float32[16,30(32)], is now float32[16,32]" in said
+
+
 IN_A_PROCESS_OF_ITS_OWN = """
 from tests.inspection import test_locks
 step, state, x = test_locks.train_step()

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
@@ -12,12 +13,9 @@ from penzai_shard.compiled_programs.live_values import values_at_peak
 from penzai_shard.compiled_programs.matrix_products import product_flops
 from penzai_shard.inspection.memory.memory_report import MemoryReport
 from penzai_shard.inspection.steps.programs import StepProgram
+from penzai_shard.inspection.steps.step_arrays import StepArray
 from penzai_shard.inspection.traffic.attribution import GRADIENT_OF, NEW_VALUE_OF
-from penzai_shard.inspection.traffic.collective_records import (
-    Collective,
-    CollectivePart,
-    ring_bytes,
-)
+from penzai_shard.inspection.traffic.collective_records import Collective, CollectivePart
 from penzai_shard.inspection.traffic.collective_report import CollectiveReport
 from penzai_shard.path_folding import folding_key
 
@@ -39,20 +37,26 @@ def cost_of(program: StepProgram) -> StepCost:
     """
     sent: dict[SentReason, float] = collections.defaultdict(float)
     is_cpu = program.device_kind == "cpu"
+    has_layers = bool(program.step.scopes.paths)
     paths = {array.path: array for array in program.step.arguments.values()}
     for one in CollectiveReport.of(program).collectives:
-        meant = _wire_bytes_as_meant(one)
         payload = sum(part.payload_bytes for part in one.parts)
         for part in one.parts:
             what, path = _what(one, part)
             array = paths.get(path)
+            if what == "gradient" and not _is_of(array, part, has_layers):
+                # What goes on from layer to layer, down to a table of embeddings.
+                what, array = "activation", None
             names = () if array is None or array.names is None else tuple(array.names)
             share = part.payload_bytes / payload if payload else 1 / len(one.parts)
             if is_cpu and what == "gradient" and array is not None and one.dtype == "f32":
                 share *= min(jnp.dtype(array.dtype).itemsize / 4, 1)
-            where = " + ".join(dict.fromkeys(map(folding_key, part.labels)))
+            # Of a program without layers, labels say no more than the names of the array.
+            labels = part.labels if has_layers else ()
+            where = " + ".join(dict.fromkeys(map(folding_key, labels)))
             reason = what, where, names, one.mesh_axes or ()
-            sent[reason] += share * meant * (1 if one.times is None else one.times)
+            times = 1 if one.times is None else one.times
+            sent[reason] += share * one.wire_bytes_as_meant * times
     lines = tuple(Sent(*reason, bytes=bytes_) for reason, bytes_ in sent.items() if bytes_)
     return StepCost(
         float(product_flops(program.module)), lines, memory_of(MemoryReport.of(program))
@@ -88,10 +92,6 @@ def memory_of(report: MemoryReport) -> Mapping[str, float]:
     return {name: float(bytes_) for name, bytes_ in held.items()}
 
 
-def _wire_bytes_as_meant(one: Collective) -> float:
-    return one.wire_bytes - ring_bytes("reduce-scatter", one.scattered_bytes, one.group_size)
-
-
 def _what(one: Collective, part: CollectivePart) -> tuple[str, str]:
     """What a collective moves, and the path of the array that it is of; empty if of none."""
     moves = part.moves
@@ -103,11 +103,21 @@ def _what(one: Collective, part: CollectivePart) -> tuple[str, str]:
         return "optimizer", moves
     if not moves or moves.startswith(_ACTIVATION):
         return "activation", ""
-    name = moves.partition("/")[2]
-    if is_gradient and part.labels and not any(map(name.startswith, part.labels)):
-        # What goes on from layer to layer, down to a table of embeddings.
-        return "activation", ""
     return "gradient" if is_gradient else "parameter", moves
+
+
+def _is_of(array: StepArray | None, part: CollectivePart, has_layers: bool) -> bool:
+    """Whether a gradient that ends in an array alone is that of the array."""
+    if array is None:
+        return False
+    if has_layers:
+        name = array.path.partition("/")[2]
+        return not part.labels or any(map(name.startswith, part.labels))
+    # It has the length of the array or of a split of it, and the dtype of the array or float32.
+    return any(
+        math.prod(array.shape) * itemsize % max(part.payload_bytes, 1) == 0
+        for itemsize in (jnp.dtype(array.dtype).itemsize, 4)
+    )
 
 
 def extrapolated(one: StepCost, two: StepCost, blocks: int) -> StepCost:

@@ -8,8 +8,6 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from jax.sharding import AbstractMesh
-
 from penzai_shard.choosing.by_compiling.compiled_costs import (
     cost_of,
     extrapolated,
@@ -18,7 +16,7 @@ from penzai_shard.choosing.by_compiling.compiled_costs import (
 )
 from penzai_shard.choosing.by_compiling.compiler_workers import CompilerWorkers
 from penzai_shard.choosing.candidates import Candidate
-from penzai_shard.choosing.shallow_models import shallow
+from penzai_shard.choosing.shallow_models import Shallow, shallow
 from penzai_shard.choosing.step_costs import StepCost
 from penzai_shard.choosing.training_problem import TrainingProblem
 from penzai_shard.errors import ShardingError
@@ -27,6 +25,7 @@ from penzai_shard.inspection.devices.absent_devices import CompiledElsewhere, To
 from penzai_shard.inspection.devices.topologies import Topology
 from penzai_shard.inspection.steps.lowered_steps import LoweredStep, lower_step
 from penzai_shard.inspection.steps.programs import StepProgram
+from penzai_shard.library_apis.c_library import give_back_free_memory
 from penzai_shard.library_apis.compiler_api import bytecode_of
 from penzai_shard.meshes import mesh_shape_of
 
@@ -46,15 +45,18 @@ class CompiledPrices:
 
     For simulated devices the programs have float16 in the place of bfloat16, which compilers for
     CPUs would compute, send and hold in float32. Memory for temporaries is an estimate of what the
-    hardware needs: what is there at once in the best order of instructions that is known, that of
-    the compiler or one by what is in memory. What compilers for the hardware fuse otherwise, such
-    as the scores of attention, is in it as compilers for CPUs have it.
+    hardware needs: what the compiler for CPUs says of a program of all blocks. From one block to
+    two its order of instructions may add what others hold one block after the other, such as
+    gathered parameters; there it is what is there at once in the best order that is known, that
+    of the compiler or one by what is in memory. What compilers for the hardware fuse otherwise,
+    such as the scores of attention, is in it as compilers for CPUs have it.
 
     Args:
         problem: The step that a layout is looked for.
         topology: The devices to compile for, as ``compile_ahead`` takes them; simulated CPU devices
             by default.
         workers: How many processes compile at once.
+        cut: The step with fewer blocks, if ``shallow`` was asked for it already.
 
     Raises:
         MissingExtraError: The compiler for the devices is not installed.
@@ -67,13 +69,15 @@ class CompiledPrices:
         topology: str | Topology | None = None,
         *,
         workers: int = 2,
+        cut: Shallow | None = None,
     ) -> None:
         self._topology = Topology(topology) if isinstance(topology, str) else topology
         self._workers = workers
         self._running: dict[str, CompilerWorkers] = {}
         self._exits = contextlib.ExitStack()
-        self._cut = shallow(problem)
-        self._problems = (problem,) if self._cut.is_loop else self._cut.problems
+        self._cut = shallow(problem) if cut is None else cut
+        self._whole = (problem,)
+        self._problems = self._whole if self._cut.is_loop else self._cut.problems
         if self._topology is not None:
             self._workers_of(self._topology)
 
@@ -89,11 +93,20 @@ class CompiledPrices:
         self._exits.close()
         self._running.clear()
 
-    def costs(self, candidates: Iterable[Candidate]) -> Iterator[StepCost | ShardingError]:
+    @property
+    def are_extrapolated(self) -> bool:
+        """Whether costs follow from those of fewer blocks."""
+        return len(self._problems) > 1
+
+    def costs(
+        self, candidates: Iterable[Candidate], *, whole: bool = False
+    ) -> Iterator[StepCost | ShardingError]:
         """What each candidate costs, in their order.
 
         Args:
             candidates: What to price; they are taken as there is room to compile.
+            whole: Whether all blocks are compiled, in place of one and two; of many blocks that
+                takes as much longer.
 
         Yields:
             The cost; or the error, of a candidate that cannot be laid out or compiled so. One that
@@ -107,10 +120,12 @@ class CompiledPrices:
                     candidate = next(left, None)
                     if candidate is None:
                         break
-                    pending.append(self._started(candidate))
+                    pending.append(self._started(candidate, whole=whole))
                 if not pending:
                     return
-                yield self._finished(pending.popleft())
+                cost = self._finished(pending.popleft())
+                give_back_free_memory()
+                yield cost
         finally:
             for started in pending:
                 for _, future in started if isinstance(started, list) else ():
@@ -121,15 +136,19 @@ class CompiledPrices:
         futures = [future for _, future in itertools.chain.from_iterable(started)]
         return sum(not future.done() for future in futures) < _WAITING * self._workers
 
-    def _started(self, candidate: Candidate) -> list[_Compiling] | ShardingError:
-        mesh = AbstractMesh(tuple(candidate.mesh_shape.values()), tuple(candidate.mesh_shape))
+    def _started(
+        self, candidate: Candidate, *, whole: bool = False
+    ) -> list[_Compiling] | ShardingError:
+        mesh = candidate.mesh
         topology = self._topology or Topology(f"cpu:{mesh.size}")
         workers = self._workers_of(topology)
         started: list[_Compiling] = []
         try:
             topology.refuse_mesh(mesh_shape_of(mesh))
-            for problem in self._problems:
-                step, state, inputs = problem.built(candidate.layout, mesh, candidate.microbatches)
+            for problem in self._whole if whole else self._problems:
+                step, state, inputs = problem.built(
+                    candidate.layout, mesh, candidate.microbatches, candidate.on_indivisible
+                )
                 lowered = lower_step(step, (state,), inputs, platform=topology.platform)
                 is_simulated = topology.platform == "cpu"
                 bytecode = bytecode_of(lowered.lowered, with_float16=is_simulated)
@@ -162,7 +181,8 @@ class CompiledPrices:
             else:
                 program = _program(lowered, elsewhere)
                 cost = cost_of(program)
-                found.append((cost, in_leaner_order(cost, program)))
+                is_deep = self.are_extrapolated
+                found.append((cost, in_leaner_order(cost, program) if is_deep else cost))
         orders = [list(costs) for costs in zip(*found, strict=True)]
         return min(
             (self._of_all_blocks(costs, is_too_large) for costs in orders),

@@ -10,7 +10,7 @@ from penzai_shard.axis_rules import AxisRules
 from penzai_shard.choosing.by_names.step_arrays import Table
 from penzai_shard.choosing.by_names.stored_arrays import StoredArrays
 from penzai_shard.layouts import Layout
-from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class LayoutTables:
         policy: What blocks keep for the backward pass, as of the layout.
         vocabulary: The logical axis of the vocabulary.
         gathers_again: Whether gathered parameters are dropped after the forward pass.
+        on_indivisible: What becomes of lengths of parameters that do not divide.
     """
 
     rules: Mapping[Table, AxisRules]
@@ -34,26 +35,35 @@ class LayoutTables:
     policy: str | None
     vocabulary: LogicalAxis
     gathers_again: bool
+    on_indivisible: OnIndivisible
 
     @classmethod
-    def of(cls, layout: Layout, stored: StoredArrays, mesh: AbstractMesh) -> "LayoutTables":
+    def of(
+        cls,
+        layout: Layout,
+        stored: StoredArrays,
+        mesh: AbstractMesh,
+        on_indivisible: OnIndivisible = "error",
+    ) -> "LayoutTables":
         """Reads a layout.
 
         Args:
             layout: The layout.
             stored: The parameters that it is for.
             mesh: The mesh.
+            on_indivisible: What the layout is applied with.
 
         Raises:
             ShardingError: The layout does not fit.
         """
         model = stored.representatives
-        asked = layout.edit_request(model, mesh)
+        asked = layout.edit_request(model, mesh, on_indivisible)
         parameters, compute = asked.parameters, asked.compute
         between = compute if asked.between is None else asked.between
-        optimizer = None if layout.optimizer is None else layout.for_model(model, mesh).optimizer
-        if optimizer is None:
-            optimizer = parameters
+        optimizer = parameters
+        if layout.optimizer is not None:
+            laid_out = layout.for_model(model, mesh, on_indivisible=on_indivisible)
+            optimizer = laid_out.optimizer or parameters
         # Only then lookups and logits are edited too.
         edits_regions = (
             asked.split_in_layers or asked.splits_vocabulary or asked.between is not None
@@ -75,4 +85,5 @@ class LayoutTables:
             asked.rematerialise,
             asked.vocabulary,
             asked.gather_again,
+            on_indivisible,
         )

@@ -4,11 +4,10 @@ import math
 import re
 from collections.abc import Iterator
 
-from penzai_shard.choosing.dimensions.loop_indices import counter_behind
-from penzai_shard.sharding_propagation import Operation, PropagatedProgram
+from penzai_shard.choosing.dimensions.loop_indices import counter_behind, indexed_dimensions
+from penzai_shard.sharding_propagation import PropagatedProgram
 
 _LOOP = re.compile(r"/while/(cond|body)(?=/|$)")
-_INDEXING = {"stablehlo.dynamic_slice": 1, "stablehlo.dynamic_update_slice": 2}
 
 
 class LoopTimes:
@@ -27,10 +26,10 @@ class LoopTimes:
         self._lengths: dict[int, set[int]] = {}
         counters = dict(self._read(program))
         for each in program.operations:
-            for index, length in _indexed(program, each):
+            for number, index in indexed_dimensions(program, each):
                 loop = counters.get(counter_behind(program, index))
                 if loop is not None:
-                    self._lengths[loop].add(length)
+                    self._lengths[loop].add(program.values[each.operands[0]].shape[number])
         self.unknown = frozenset(
             number
             for number, loops in self._loops.items()
@@ -59,16 +58,3 @@ class LoopTimes:
                     yield from ((value, current[place]) for value in each.operands)
             if inside:
                 self._loops[each.number] = tuple(inside)
-
-
-def _indexed(program: PropagatedProgram, operation: Operation) -> Iterator[tuple[int, int]]:
-    """The dimensions of which an operation takes or writes one element: the index, the length."""
-    first = _INDEXING.get(operation.kind)
-    if first is None:
-        return
-    part = operation.results[0] if first == 1 else operation.operands[1]
-    lengths = program.values[operation.operands[0]].shape
-    sizes, indices = program.values[part].shape, operation.operands[first:]
-    for length, size, index in zip(lengths, sizes, indices, strict=True):
-        if size == 1 < length:
-            yield index, length

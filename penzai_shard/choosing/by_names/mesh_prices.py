@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.choosing.by_names.operation_prices import OperationForm, OperationPrice, price
-from penzai_shard.choosing.by_names.placements import Moved, Placement, Tensor, dimension_of, moves
+from penzai_shard.choosing.by_names.placements import Moved, Placement, Tensor, dimension_of
 
 MeshItems: TypeAlias = tuple[tuple[str, int], ...]
 
@@ -18,11 +18,13 @@ class MeshPrices:
     Attributes:
         items: Name and size of each mesh axis.
         shape: The size of each mesh axis.
+        pads: Whether lengths that do not divide are split too, the last part padded.
         places: Placements by the numbers that stand for them.
     """
 
-    def __init__(self, mesh_items: MeshItems) -> None:
+    def __init__(self, mesh_items: MeshItems, pads: bool = False) -> None:
         self.items = mesh_items
+        self.pads = pads
         self.shape = dict(mesh_items)
         self.places: list[Placement] = []
         self._numbers: dict[Placement, int] = {}
@@ -40,7 +42,9 @@ class MeshPrices:
         def placed(tensor: Tensor) -> int:
             found = known.get(id(tensor))
             if found is None:
-                found = known[id(tensor)] = self._number(tensor.placed(rules, self.items))
+                found = known[id(tensor)] = self._number(
+                    tensor.placed(rules, self.items, self.pads)
+                )
             return found
 
         return placed
@@ -59,7 +63,7 @@ class MeshPrices:
         found = known.get(placements)
         if found is None:
             given = [self.places[number] for number in placements]
-            found = known[placements] = price(form, given, self.shape)
+            found = known[placements] = price(form, given, self.shape, self.pads)
         return found
 
     def moves(self, tensor: Tensor, source: int, target: int) -> tuple[Moved, ...]:
@@ -68,7 +72,7 @@ class MeshPrices:
         found = self._moves.get(key)
         if found is None:
             before, after = dimension_of(self.places[source]), dimension_of(self.places[target])
-            found = tuple(moves(tensor.nbytes, before, after, frozenset(), self.shape))
+            found = tensor.moves(before, after, frozenset(), self.shape)
             self._moves[key] = found
         return found
 

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from jax.sharding import AbstractMesh
-
 from penzai_shard.choosing.by_names.costing import Costing
 from penzai_shard.choosing.by_names.layout_tables import LayoutTables
 from penzai_shard.choosing.by_names.mesh_prices import MeshItems, MeshPrices
@@ -18,9 +16,7 @@ from penzai_shard.choosing.step_costs import StepCost
 from penzai_shard.choosing.training_problem import TrainingProblem
 from penzai_shard.layouts import Layout
 from penzai_shard.named_leaves import leaves_of
-
-BATCH = "batch"
-"""The logical axis that a step splits into microbatches."""
+from penzai_shard.rule_kinds import OnIndivisible
 
 
 class NamePrices:
@@ -42,15 +38,18 @@ class NamePrices:
     hold more at once, by their schedule and what they cannot fuse.
 
     Attributes:
-        notes: What is not known, in sentences: operations of which dimensions have no name, so
-            that they count as whole, and what was made of the model's depth.
+        notes: What is not known of what was priced, in sentences: operations of which dimensions
+            have no name, so that they count as whole, or of which nothing is known, and loops
+            without a number of turns.
     """
 
     def __init__(self, depth: Shallow) -> None:
         """Prices of a step by those of steps with fewer blocks, or by the step itself."""
         self._depth = depth
         self._steps = tuple(map(_StepPrices, depth.problems))
-        self._tables: dict[tuple[Layout, MeshItems], LayoutTables] = {}
+        # A step that cannot be traced is one error, told at once, and not that of every layout.
+        self._steps[0].forms_for(None, None, "vocabulary", 1)
+        self._tables: dict[tuple[Layout, MeshItems, OnIndivisible], LayoutTables] = {}
 
     @classmethod
     def of(cls, problem: TrainingProblem) -> "NamePrices":
@@ -75,17 +74,18 @@ class NamePrices:
         Raises:
             ShardingError: The layout does not fit the model or the mesh.
         """
-        tables = self._tables_of(candidate.layout, candidate.mesh_axes)
+        tables = self._tables_of(candidate)
         found = [step.costs(candidate, tables) for step in self._steps]
         stages = found[0] if len(found) == 1 else self._of_all_blocks(*found)
         return max(stages, key=lambda cost: cost.memory_bytes)
 
-    def _tables_of(self, layout: Layout, items: MeshItems) -> LayoutTables:
-        key = layout, items
+    def _tables_of(self, candidate: Candidate) -> LayoutTables:
+        layout, items, pads = candidate.layout, candidate.mesh_axes, candidate.on_indivisible
+        key = layout, items, pads
         if key not in self._tables:
             # Arrays that are alike once: whole models take long to read.
             stored = self._steps[0].stored
-            self._tables[key] = LayoutTables.of(layout, stored, abstract_mesh(items))
+            self._tables[key] = LayoutTables.of(layout, stored, candidate.mesh, pads)
         return self._tables[key]
 
     def _of_all_blocks(self, one: list[StepCost], two: list[StepCost]) -> list[StepCost]:
@@ -110,9 +110,8 @@ class _StepPrices:
         self.stored = StoredArrays.of(problem)
         self._inputs = tuple(map(tensor_of, leaves_of(dict(problem.inputs))))
         self._forms: dict[Any, StepForms] = {}
-        self._meshes: dict[MeshItems, MeshPrices] = {}
+        self._meshes: dict[tuple[MeshItems, bool], MeshPrices] = {}
         self._held: dict[Any, tuple[int, int]] = {}
-        self._forms_for(None, None, "vocabulary", 1)
 
     @property
     def notes(self) -> list[str]:
@@ -122,13 +121,14 @@ class _StepPrices:
     def costs(self, candidate: Candidate, tables: LayoutTables) -> list[StepCost]:
         """What the step costs; one for each of its stages, which differ in memory alone."""
         items = candidate.mesh_axes
-        mesh = self._meshes.setdefault(items, MeshPrices(items))
-        forms = self._forms_for(
+        pads = tables.on_indivisible == "pad"
+        mesh = self._meshes.setdefault((items, pads), MeshPrices(items, pads))
+        forms = self.forms_for(
             tables.blocks, tables.policy, tables.vocabulary, candidate.microbatches
         )
         costing = Costing(forms, tables, mesh, candidate.microbatches, self.stored)
         cost = costing.cost()
-        parameters, optimizer = self._held_by(tables, items)
+        parameters, optimizer = self._held_by(tables, candidate)
         placed = mesh.placer(tables.batch)
         always = {
             "parameters": float(parameters),
@@ -137,25 +137,23 @@ class _StepPrices:
         }
         return [StepCost(cost.flops, cost.sent, always | peak) for peak in costing.peaks()]
 
-    def _forms_for(self, blocks: Any, policy: Any, vocabulary: Any, microbatches: int) -> StepForms:
+    def forms_for(self, blocks: Any, policy: Any, vocabulary: Any, microbatches: int) -> StepForms:
+        """The step as layouts with such edits have it, traced once."""
         key = repr(blocks), policy, vocabulary
         if (*key, 1) not in self._forms:
             step = TracedStep.of(self._problem, blocks, vocabulary, policy)
             self._forms[*key, 1] = read_step(step)
         if (*key, microbatches) not in self._forms:
             whole = self._forms[*key, 1]
-            self._forms[*key, microbatches] = whole.of_microbatch(BATCH, microbatches)
+            self._forms[*key, microbatches] = whole.of_microbatch(
+                self._problem.batch_axis, microbatches
+            )
         return self._forms[*key, microbatches]
 
-    def _held_by(self, tables: LayoutTables, items: MeshItems) -> tuple[int, int]:
+    def _held_by(self, tables: LayoutTables, candidate: Candidate) -> tuple[int, int]:
         """The bytes of parameters and of the optimizer's state on one device."""
-        key = items, tables.rules[Table.STORED], tables.optimizer
+        rules = tables.rules[Table.STORED], tables.optimizer
+        key = candidate.mesh_axes, *rules, tables.on_indivisible
         if key not in self._held:
-            self._held[key] = self.stored.bytes_per_device(abstract_mesh(items), *key[1:])
+            self._held[key] = self.stored.bytes_per_device(candidate.mesh, *key[1:])
         return self._held[key]
-
-
-def abstract_mesh(items: MeshItems) -> AbstractMesh:
-    """A mesh without devices."""
-    names, sizes = zip(*items, strict=True)
-    return AbstractMesh(sizes, names)

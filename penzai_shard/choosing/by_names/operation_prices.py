@@ -15,7 +15,6 @@ from penzai_shard.choosing.by_names.placements import (
     Placement,
     Tensor,
     dimension_of,
-    moves,
 )
 
 # What compilers weigh where nothing says how an operation is split: about as many floating point
@@ -35,6 +34,7 @@ class OperationForm:
         reduced: The factors that are summed up.
         whole: The factors along which it cannot be split.
         is_product: Whether it is a matrix product, which multiplies and adds.
+        makes_gradients: Whether its results are gradients, which are padded before they are summed.
     """
 
     operands: tuple[Tensor, ...]
@@ -44,6 +44,7 @@ class OperationForm:
     reduced: frozenset[int]
     whole: frozenset[int]
     is_product: bool
+    makes_gradients: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -90,7 +91,10 @@ class OperationPrice(NamedTuple):
 
 
 def price(
-    form: OperationForm, placements: Sequence[Placement], mesh: Mapping[str, int]
+    form: OperationForm,
+    placements: Sequence[Placement],
+    mesh: Mapping[str, int],
+    pads: bool = False,
 ) -> OperationPrice:
     """The price of the cheapest way to run an operation.
 
@@ -98,6 +102,7 @@ def price(
         form: The operation.
         placements: Where its operands are, and where its results have to be.
         mesh: The sizes of the mesh axes.
+        pads: Whether lengths that do not divide are split too, the last part padded.
     """
     given = [
         {
@@ -120,7 +125,8 @@ def price(
     best: tuple[float, OperationPrice] | None = None
     for picked in itertools.product(*choices.values()):
         chosen = {axis: f for axis, f in zip(choices, picked, strict=True) if f is not None}
-        chosen = _dividing(form, chosen, mesh)
+        if not pads:
+            chosen = _dividing(form, chosen, mesh)
         found = _price_of(form, placements, chosen, mesh)
         total = found.flops / _FLOPS_PER_BYTE + sum(
             moved.bytes for each in found.sent for moved in each.moved
@@ -152,7 +158,10 @@ def _price_of(
 ) -> OperationPrice:
     flops = 0.0
     if form.is_product:
-        flops = 2.0 * math.prod(form.sizes) / math.prod(mesh[axis] for axis in chosen)
+        parts = [1] * len(form.sizes)
+        for axis, factor in chosen.items():
+            parts[factor] *= mesh[axis]
+        flops = 2.0 * math.prod(-(-size // n) for size, n in zip(form.sizes, parts, strict=True))
     sent = []
     partial = frozenset(axis for axis, factor in chosen.items() if factor in form.reduced)
     for position, tensor in enumerate(form.tensors):
@@ -160,9 +169,9 @@ def _price_of(
         at = dimension_of(placements[position])
         needed = {axis: factors.index(f) for axis, f in chosen.items() if f in factors}
         if position < len(form.operands):
-            moved = tuple(moves(tensor.nbytes, at, needed, frozenset(), mesh))
+            moved = tensor.moves(at, needed, frozenset(), mesh)
         else:
-            moved = tuple(moves(tensor.nbytes, needed, at, partial, mesh))
+            moved = tensor.moves(needed, at, partial, mesh, form.makes_gradients)
         if moved:
             names = tensor.names
             key = tuple((a, i if names[i] is None else names[i]) for a, i in needed.items())

@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeAlias
 from penzai_shard.axis_decisions import decide
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.inspection.traffic.collective_records import ring_bytes
-from penzai_shard.partition_specs import mesh_axes_by_dimension, part_count
-from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.partition_specs import mesh_axes_by_dimension, padded_length, part_count
+from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible
 
 Placement: TypeAlias = tuple[tuple[str, ...], ...]
 
@@ -72,20 +72,72 @@ class Tensor:
         )
         return Tensor(dimensions, self.itemsize)
 
-    def placed(self, rules: AxisRules, mesh_items: tuple[tuple[str, int], ...]) -> Placement:
-        """How rules split it; what does not divide stays whole, as it does in a computation."""
+    def placed(
+        self, rules: AxisRules, mesh_items: tuple[tuple[str, int], ...], pads: bool = False
+    ) -> Placement:
+        """How rules split it; what does not divide stays whole, as it does in a computation.
+
+        Args:
+            rules: The rules.
+            mesh_items: Name and size of each mesh axis.
+            pads: Whether such lengths are split too, as they are where parameters are padded.
+        """
         names = [d.name if d.size > 1 else None for d in self.dimensions]
         for i, name in enumerate(names):
             if name is not None and name in names[:i]:
                 # Such as the sequence of queries and that of keys: the first one is split.
                 names[i] = None
         sizes = tuple(d.size for d in self.dimensions)
-        spec = decide(rules.rules, tuple(names), sizes, mesh_items, "replicate").spec
+        unfit: OnIndivisible = "pad" if pads else "replicate"
+        spec = decide(rules.rules, tuple(names), sizes, mesh_items, unfit).spec
         return mesh_axes_by_dimension(spec, len(sizes))
 
     def local_bytes(self, placement: Placement, mesh: Mapping[str, int]) -> float:
-        """The bytes of one device's part."""
-        return self.nbytes / math.prod(part_count(axes, mesh) for axes in placement)
+        """The bytes of one device's part; of one that does not divide, of the largest part."""
+        return self.itemsize * math.prod(
+            -(-d.size // part_count(axes, mesh)) * d.inner
+            for d, axes in zip(self.dimensions, placement, strict=True)
+        )
+
+    def moves(
+        self,
+        source: Mapping[str, int],
+        target: Mapping[str, int],
+        partial: frozenset[str],
+        mesh: Mapping[str, int],
+        is_gradient: bool = False,
+    ) -> tuple[Moved, ...]:
+        """What one device sends to bring it from one placement to another; see ``moves``.
+
+        Of a length that does not divide, padding is sent too. What is summed up is then not
+        scattered: compilers sum up all of it, pad that, and take a slice. A gradient is padded
+        before.
+        """
+        before, after = (self._counts(split, mesh) for split in (source, target))
+        whole = frozenset(
+            axis
+            for axis in partial
+            if axis in target and not is_gradient and self._is_uneven(target[axis], after)
+        )
+        if whole:
+            target = {axis: i for axis, i in target.items() if axis not in whole}
+            after = self._counts(target, mesh)
+        lengths = [
+            max(padded_length(d.size, before[i]), padded_length(d.size, after[i])) * d.inner
+            for i, d in enumerate(self.dimensions)
+        ]
+        nbytes = self.itemsize * math.prod(lengths)
+        return tuple(moves(nbytes, source, target, partial, mesh))
+
+    def _counts(self, split: Mapping[str, int], mesh: Mapping[str, int]) -> list[int]:
+        """In how many parts each dimension is split."""
+        counts = [1] * len(self.dimensions)
+        for axis, dimension in split.items():
+            counts[dimension] *= mesh[axis]
+        return counts
+
+    def _is_uneven(self, dimension: int, counts: Sequence[int]) -> bool:
+        return self.dimensions[dimension].size % counts[dimension] != 0
 
 
 def moves(

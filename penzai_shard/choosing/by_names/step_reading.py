@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Iterator, Mapping
 
 from penzai_shard.choosing.by_names.operation_prices import OperationForm
@@ -13,20 +12,29 @@ from penzai_shard.choosing.by_names.step_forms import StepForms, StepOperation, 
 from penzai_shard.choosing.by_names.traced_steps import MAKING, STACKING, TracedStep
 from penzai_shard.choosing.dimensions import DimensionClass, ProgramDimensions
 from penzai_shard.fused_axes import FusedAxes
+from penzai_shard.library_apis.shardy_records import PRODUCTS, ShardyRule, itemsize_of
 from penzai_shard.path_folding import folding_key
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.sharding_propagation import FLOW, Operation
 from penzai_shard.sharding_propagation.factors import rule_of
-
-_PRODUCTS = frozenset({"stablehlo.dot_general", "stablehlo.convolution"})
-_BITS = re.compile(r"\d+")
-
 
 _OF_PLACES = {
     Place.INSIDE: Table.INSIDE,
     Place.LOGITS: Table.LOGITS,
     Place.BETWEEN: Table.BETWEEN,
 }
+
+# What loops do with what they stack, each with the operands that it is about.
+_OF_STACKS = {
+    FLOW: slice(None),
+    "stablehlo.concatenate": slice(None),
+    "stablehlo.dynamic_slice": slice(1),
+    "stablehlo.reshape": slice(1),
+    "stablehlo.slice": slice(1),
+    STACKING: slice(1, 2),
+}
+# One of them makes a stack: in a loop, or where it is unrolled.
+_STACKS = frozenset({"stablehlo.concatenate", STACKING})
 
 
 def read_step(step: TracedStep) -> StepForms:
@@ -51,7 +59,9 @@ class _Reading:
         self._operations = [
             each for each in step.program.operations if not step.is_of_optimizer(each)
         ]
+        self._makers = {value: each for each in self._operations for value in each.results}
         self._place = {each.number: self._place_of(each) for each in self._operations}
+        self._place |= dict(self._places_of_stacks())
 
     def forms(self) -> StepForms:
         operations = [found for each in self._operations if (found := self._operation(each))]
@@ -118,12 +128,43 @@ class _Reading:
             name, *others = [self._names.get(part) for part in parts] or [None]
             # Of fused logical axes only the slowest can be split, by its own length.
             slowest = parts[0].size if any(other is not None for other in others) else size
-            dimensions.append(Dimension(name, slowest, size // slowest))
-        tensor = Tensor(tuple(dimensions), _itemsize(known.dtype))
+            # A loop that is unrolled has nothing left over, in arrays without elements.
+            dimensions.append(Dimension(name, slowest, size // slowest if size else 1))
+        tensor = Tensor(tuple(dimensions), itemsize_of(known.dtype))
         return self._tensors.setdefault(tensor, tensor)
 
     def _place_of(self, operation: Operation) -> Table:
         return _OF_PLACES[self._step.places.place(self._step.layers(operation))]
+
+    def _places_of_stacks(self) -> Iterator[tuple[int, Table]]:
+        """Where loops stack what a layer keeps for the backward pass, and take it off again.
+
+        These operations are of the loop, which is between layers; what they hand on stays where
+        it was made.
+        """
+        if not any(each.kind in _STACKS and self._is_of_stacks(each) for each in self._operations):
+            return
+        for each in self._operations:
+            if self._is_of_stacks(each):
+                maker = self._maker_behind_stacks(each, set())
+                if maker is not None:
+                    yield each.number, self._place[maker.number]
+
+    def _is_of_stacks(self, operation: Operation) -> bool:
+        return operation.kind in _OF_STACKS and self._place[operation.number] == Table.BETWEEN
+
+    def _maker_behind_stacks(self, operation: Operation, seen: set[int]) -> Operation | None:
+        """The operation that made what others hand on."""
+        if not self._is_of_stacks(operation):
+            return operation
+        seen.add(operation.number)
+        for value in operation.operands[_OF_STACKS[operation.kind]]:
+            maker = self._makers.get(value)
+            if maker is None or maker.number in seen or value in self._step.free:
+                continue
+            if (found := self._maker_behind_stacks(maker, seen)) is not None:
+                return found
+        return None
 
     def _weight_table(self, operation: Operation) -> Table:
         """How a parameter is laid out where an operation uses it."""
@@ -191,7 +232,7 @@ class _Reading:
             for dimensions in (*rule.operands, *rule.results)
         )
         # Without a sum it is a product of elements.
-        is_product = each.kind in _PRODUCTS and bool(rule.reduced)
+        is_product = each.kind in PRODUCTS and bool(rule.reduced)
         if is_product:
             self._note_unnamed(each, tensors[: len(each.operands)])
         count = len(each.operands)
@@ -199,13 +240,32 @@ class _Reading:
             tuple(tensors[:count]),
             tuple(tensors[count:]),
             factors,
-            tuple(rule.sizes),
+            self._sizes(each, rule),
             frozenset(rule.reduced),
             frozenset(rule.replicated | rule.blocked),
             is_product,
+            step.gradients.issuperset(each.results),
         )
         form, roots = self._forms.setdefault(form, form), self._roots(values)
         return StepOperation(form, tables, roots, step.label(each), step.times[each.number])
+
+    def _sizes(self, each: Operation, rule: ShardyRule) -> tuple[int, ...]:
+        """The length of each factor.
+
+        For Shardy the windows of a convolution have length 1. Where it skips places of the image,
+        or puts gaps between them, the shorter side says how many windows there are.
+        """
+        sizes = list(rule.sizes)
+        if each.kind == "stablehlo.convolution":
+            found: dict[int, int] = {}
+            values = (*each.operands, *each.results)
+            for value, dimensions in zip(values, (*rule.operands, *rule.results), strict=True):
+                for length, factors in zip(self._step.shape(value), dimensions, strict=True):
+                    if len(factors) == 1:
+                        found[factors[0]] = min(found.get(factors[0], length), length)
+            for factor, length in found.items():
+                sizes[factor] = length
+        return tuple(sizes)
 
     def _roots(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """The values, or the parameter that one comes of."""
@@ -349,14 +409,3 @@ class _Reading:
 def _is_by_element(operation: Operation) -> bool:
     """Whether an operation makes each element of some of its operands, or hands them on."""
     return operation.kind not in MAKING and len(operation.results) == 1
-
-
-def _itemsize(dtype: str) -> int:
-    """The bytes of an element, by the dtype as programs write it.
-
-    >>> _itemsize("bf16"), _itemsize("i1"), _itemsize("complex<f32>"), _itemsize("f8E4M3FN")
-    (2, 1, 8, 1)
-    """
-    bits = _BITS.search(dtype)
-    count = 2 if dtype.startswith("complex") else 1
-    return count * max(int(bits[0]) // 8, 1) if bits else 1

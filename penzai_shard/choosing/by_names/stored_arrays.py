@@ -21,6 +21,7 @@ from penzai_shard.reduced_statistics import (
     dimensions_of_statistics,
     parameters_of,
 )
+from penzai_shard.rule_kinds import OnIndivisible
 from penzai_shard.training import TrainState, train_state_sharding
 
 
@@ -94,7 +95,11 @@ class StoredArrays:
         }
 
     def bytes_per_device(
-        self, mesh: AnyMesh, parameters: AxisRules, optimizer: AxisRules
+        self,
+        mesh: AnyMesh,
+        parameters: AxisRules,
+        optimizer: AxisRules,
+        on_indivisible: OnIndivisible = "error",
     ) -> tuple[int, int]:
         """What one device holds of the parameters, and of the optimizer's state, in bytes.
 
@@ -102,17 +107,20 @@ class StoredArrays:
             mesh: The mesh.
             parameters: The rules that parameters are stored by.
             optimizer: Those of the optimizer's state.
+            on_indivisible: What becomes of lengths that do not divide; padding is held too.
 
         Raises:
             ShardingError: As ``train_state_sharding`` does.
         """
         held = []
         for rules, kinds in ((parameters, self._of_parameters), (optimizer, self._of_optimizer)):
-            planner, total = Planner(mesh, rules), 0
+            planner, total = Planner(mesh, rules, on_indivisible), 0
             for leaf, made_of, count in kinds:
                 plan, problems = planner.plan_leaf(leaf, made_of)
                 if problems:
-                    train_state_sharding(self._state, mesh, parameters, optimizer)
+                    train_state_sharding(
+                        self._state, mesh, parameters, optimizer, on_indivisible=on_indivisible
+                    )
                 total += plan.bytes_per_device * count
             held.append(total)
         return held[0], held[1]

@@ -19,6 +19,7 @@ from penzai_shard.choosing.by_names.places import ModelPlaces
 from penzai_shard.choosing.training_problem import TrainingProblem
 from penzai_shard.compiled_programs.operation_names import OperationName
 from penzai_shard.inspection.steps.lowered_steps import LoweredStep, lower_step
+from penzai_shard.library_apis.shardy_records import CONSTANTS
 from penzai_shard.path_folding import folding_key
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.sharding_propagation import Operation, PropagatedProgram
@@ -44,8 +45,6 @@ MAKING = frozenset(
     }
 )
 STACKING = "stablehlo.dynamic_update_slice"
-# They hold nothing of any parameter or input.
-_CONSTANT = frozenset({"sdy.constant", "stablehlo.constant", "stablehlo.iota"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +113,11 @@ class TracedStep:
 
     def is_of_optimizer(self, operation: Operation) -> bool:
         """Whether an operation is behind the gradient."""
-        return OPTIMIZER_SCOPE in _read(operation.name).scopes
+        return OPTIMIZER_SCOPE in OperationName.of(operation.name).scopes
 
     def is_backward(self, operation: Operation) -> bool:
         """Whether an operation is of the backward pass, what is computed again included."""
-        return _read(operation.name).is_transposed
+        return OperationName.of(operation.name).is_transposed
 
     def layers(self, operation: Operation) -> tuple[str, ...]:
         """The paths of the layers that an operation is in, the outermost first."""
@@ -134,7 +133,7 @@ class TracedStep:
         """The values that come of no parameter and no input: any device makes its own part."""
         found: set[int] = set()
         for each in self.program.operations:
-            if each.kind in _CONSTANT or (
+            if each.kind in CONSTANTS or (
                 each.operands and all(value in found for value in each.operands)
             ):
                 found.update(each.results)
@@ -153,8 +152,8 @@ class TracedStep:
                     continue
                 # What a loop stacks is what it writes, whatever was there before.
                 taken = each.operands[1:2] if each.kind == STACKING else each.operands
-                known = self.free.union(each.results)
-                sources = [v for v in taken if v not in known and self.shape(v)]
+                others = (v for v in taken if v not in self.free and v not in each.results)
+                sources = [value for value in others if self.shape(value)]
                 if sources and all(value in found for value in sources):
                     of = frozenset().union(*(found[value] for value in sources))
                     if self._grows(each, of):
@@ -209,8 +208,3 @@ class TracedStep:
     def shape(self, value: int) -> tuple[int, ...]:
         """The shape of a value."""
         return self.program.values[value].shape
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _read(name: str) -> OperationName:
-    return OperationName.of(name)

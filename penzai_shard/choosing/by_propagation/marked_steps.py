@@ -28,10 +28,12 @@ from penzai_shard.library_apis.shardy_collectives import (
 from penzai_shard.meshes import make_mesh
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.partition_specs import mesh_axes_by_dimension
-from penzai_shard.rule_kinds import LargestDimensionRule, LogicalAxis
+from penzai_shard.rule_kinds import LargestDimensionRule, LogicalAxis, OnIndivisible
 from penzai_shard.training import shard_batch
 
-_STORED = ("parameters", "optimizer")
+_GATHERED_FROM, _GATHERED_TO = "gathered from", "gathered to"
+_STORED = ("parameters", "optimizer", _GATHERED_FROM)
+_TABLES = ("parameters", "optimizer", "compute", "between", _GATHERED_FROM, _GATHERED_TO)
 # Constraints are left out on a mesh of one device.
 _REST = "rest"
 
@@ -42,22 +44,23 @@ class StepTables:
 
     Attributes:
         mesh: The candidate's mesh.
-        rules: The table of each name: ``"parameters"``, ``"optimizer"``, ``"compute"`` and, if
-            there is one, ``"between"``.
+        rules: The table of each name: ``"parameters"``, ``"optimizer"``, ``"compute"``; if there
+            is one, ``"between"``; and if parameters are used otherwise than they are stored,
+            ``"gathered from"`` and ``"gathered to"``.
         request: What its edits follow from.
-        gathers: Whether parameters are used otherwise than they are stored.
         is_idle: Whether a mesh axis does not split the batch.
         microbatches: In how many parts the batch is computed.
         batch: What the model calls the axis of the batch.
+        on_indivisible: What becomes of lengths that do not divide.
     """
 
     mesh: AbstractMesh
     rules: Mapping[str, AxisRules]
     request: EditRequest
-    gathers: bool
     is_idle: bool
     microbatches: int
     batch: tuple[LogicalAxis, ...]
+    on_indivisible: OnIndivisible
 
     @classmethod
     def of(cls, problem: TrainingProblem, candidate: Candidate) -> "StepTables":
@@ -67,39 +70,74 @@ class StepTables:
             ShardingError: The layout does not fit the model.
         """
         layout = candidate.layout
-        mesh = make_mesh(candidate.mesh_shape, abstract=True)
-        laid_out = layout.for_model(problem.model, mesh)
-        request = layout.edit_request(problem.model, mesh)
+        mesh = candidate.mesh
+        pads = candidate.on_indivisible
+        laid_out = layout.for_model(problem.model, mesh, on_indivisible=pads)
+        request = layout.edit_request(problem.model, mesh, pads)
         rules = {"parameters": request.parameters, "compute": request.compute}
         rules["optimizer"] = laid_out.optimizer or request.parameters
         if request.between is not None:
             rules["between"] = request.between
+        if gathering(problem.model, mesh, request):
+            rules |= {_GATHERED_FROM: request.parameters, _GATHERED_TO: request.compute}
         used = {name for name, size in mesh.shape.items() if size > 1}
         return cls(
             mesh,
             rules,
             request,
-            bool(gathering(problem.model, mesh, request)),
             bool(used - set(request.batch_axes)),
             candidate.microbatches,
             tuple(name for group in groups_of("batch", layout.names) for name in group),
+            pads,
         )
+
+    def spec(
+        self, what: str, names: tuple[LogicalAxis | None, ...], shape: tuple[int, ...]
+    ) -> Spec:
+        """The mesh axes of each dimension of an array, by the rules of a table."""
+        spec = self.rules[what].spec(names, shape, self.mesh, on_indivisible=self.on_indivisible)
+        return tuple(mesh_axes_by_dimension(spec, len(shape)))
+
+    @property
+    def splits_layers(self) -> bool:
+        """Whether what flows into layers and out of them is pinned."""
+        asked = self.request
+        return bool(asked.split_in_layers or asked.splits_vocabulary or "between" in self.rules)
+
+    @property
+    def splits_vocabulary(self) -> bool:
+        """Whether the vocabulary counts as split.
+
+        It makes a difference to a layout of activations between layers. A program in which that is
+        left out is the one with the vocabulary split.
+        """
+        return self.request.splits_vocabulary or "between" not in self.rules
+
+    @property
+    def has_gathers(self) -> bool:
+        """Whether the program says how parameters are gathered, which may be left out again."""
+        asked = self.request
+        return _GATHERED_TO in self.rules or bool(asked.split_in_layers and not asked.manual)
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether parameters are gathered again in the backward pass."""
+        is_left_out = self.has_gathers and _GATHERED_TO not in self.rules
+        return self.request.gather_again and not is_left_out
 
     @property
     def structure(self) -> Hashable:
         """What the program is but for the layouts in it; equal for equal programs."""
         asked = self.request
-        is_split = bool(asked.split_in_layers or asked.splits_vocabulary or "between" in self.rules)
         return (
-            is_split,
-            asked.splits_vocabulary,
-            "between" in self.rules,
+            self.splits_layers,
+            self.splits_vocabulary,
             asked.rematerialise,
-            asked.gather_again,
+            self.gathers_again,
             asked.manual,
             repr(asked.blocks),
-            self.gathers,
-            self.gathers and self.is_idle,
+            self.has_gathers,
+            self.has_gathers and self.is_idle,
             self.microbatches,
             self.batch,
         )
@@ -141,7 +179,7 @@ class MarkedStep:
             PlanError: A length does not divide.
             PropagationError: Shardy refuses it.
         """
-        specs = [
+        specs: list[Spec | None] = [
             self._spec(tables, *meaning) if meaning else ((),) * len(mark.shape)
             for mark, meaning in zip(self._program.marks, self._read, strict=True)
         ]
@@ -150,7 +188,7 @@ class MarkedStep:
     def _lower(self, problem: TrainingProblem, tables: StepTables) -> LoweredStep:
         marks = {
             what: AxisRules({name: _mark(what, number) for number, name in enumerate(self._names)})
-            for what in ("parameters", "optimizer", "compute", "between")
+            for what in _TABLES
         }
         sizes = {
             axis: 1
@@ -161,9 +199,13 @@ class MarkedStep:
         mesh = make_mesh({**sizes, _REST: 2}, abstract=True)
         request = dataclasses.replace(
             tables.request,
-            parameters=marks["parameters" if tables.gathers else "compute"],
+            parameters=marks[_GATHERED_FROM if tables.has_gathers else "compute"],
             compute=marks["compute"],
-            between=marks["between"] if "between" in tables.rules else None,
+            used=marks[_GATHERED_TO] if tables.has_gathers else None,
+            gather_again=tables.gathers_again,
+            # What a candidate has none of is left out again.
+            between=marks["between"] if tables.splits_layers else None,
+            splits_vocabulary=tables.splits_layers and tables.splits_vocabulary,
             batch_axes=() if tables.is_idle else (_REST,),
         )
         edits = layout_edits(problem.model, mesh, request)
@@ -197,16 +239,18 @@ class MarkedStep:
         what: str,
         names: tuple[LogicalAxis | None, ...],
         shape: tuple[int, ...],
-    ) -> Spec:
+    ) -> Spec | None:
+        if what not in tables.rules:
+            return None
         rules = tables.rules[what]
         by_largest = any(isinstance(rule, LargestDimensionRule) for rule in rules.rules)
         if what in _STORED and by_largest and (names, shape) not in self._shapes:
             # A statistic of some dimensions of a parameter is split as these are.
             for axes, sizes in self._shapes:
                 if set(names) <= set(axes):
-                    spec = mesh_axes_by_dimension(rules.spec(axes, sizes, tables.mesh), len(sizes))
+                    spec = tables.spec(what, axes, sizes)
                     return tuple(spec[axes.index(name)] if name else () for name in names)
-        return tuple(mesh_axes_by_dimension(rules.spec(names, shape, tables.mesh), len(shape)))
+        return tables.spec(what, names, shape)
 
 
 def _mark(what: str, number: int) -> str:

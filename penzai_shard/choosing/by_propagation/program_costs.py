@@ -11,12 +11,15 @@ from typing import TypeAlias
 from penzai_shard.choosing.step_costs import Sent, SentReason, StepCost
 from penzai_shard.inspection.steps.lowered_steps import LoweredStep
 from penzai_shard.inspection.steps.step_arrays import StepArray
+from penzai_shard.inspection.traffic.collective_records import ring_bytes
 from penzai_shard.library_apis.shardy_collectives import (
     COLLECTIVES,
     PlacedOperation,
     PlacedProgram,
     PlacedValue,
 )
+from penzai_shard.library_apis.shardy_records import CONSTANTS, PRODUCTS
+from penzai_shard.partition_specs import padded_length
 from penzai_shard.path_folding import NUMBER, folding_key
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.training.gradient_step import OPTIMIZER_SCOPE
@@ -30,12 +33,15 @@ _OF_FORM = frozenset(
 )
 # Hands its operands on, so that what is behind it is not taken for what is in front of it.
 _BARRIER = "stablehlo.optimization_barrier"
+# All or a part of one array, and an array with a part written anew.
+_SLICES = frozenset({"stablehlo.slice", "stablehlo.dynamic_slice"})
+_UPDATE = "stablehlo.dynamic_update_slice"
+_CONCATENATE = "stablehlo.concatenate"
 # A part of the result is made of parts of the operands, which are summed up alike.
 _LINEAR = _OF_FORM | {"stablehlo.add", "stablehlo.negate", "stablehlo.subtract"}
-# These are made where they are used, from next to nothing.
-_MADE_ANYWHERE = frozenset(
-    {"sdy.constant", "stablehlo.broadcast_in_dim", "stablehlo.constant", "stablehlo.iota"}
-)
+# These are made where they are used: constants from nothing, a broadcast in what uses it.
+_BROADCAST = "stablehlo.broadcast_in_dim"
+_MADE_ANYWHERE = CONSTANTS | {_BROADCAST}
 # The memory of what is made of constants.
 _NOWHERE = -1
 _PART = re.compile(r"\((\d+)\)(\d+)")
@@ -132,13 +138,15 @@ class _Costs:
             if array.part == "parameters"
         }
         self._bytes = functools.cache(self._local_bytes)
+        # What one operation of JAX becomes, all has its name.
+        self._label = functools.cache(self._label_of)
 
     def cost(self) -> StepCost:
         flops = 0.0
         sent: dict[SentReason, float] = collections.defaultdict(float)
         gathered: set[object] = set()
         for each in self._program.operations:
-            if each.kind == "stablehlo.dot_general":
+            if each.kind in PRODUCTS:
                 flops += self._flops(each) * each.times
             elif each.kind in COLLECTIVES and each.kind != "sdy.all_slice":
                 origin = self._origin(each.operands[0])
@@ -165,37 +173,44 @@ class _Costs:
             count *= int(part[2]) if part else self._mesh[axis]
         return count
 
+    def _part(self, length: int, mesh_axes: Iterable[str]) -> int:
+        """The length of the largest part of a dimension that mesh axes split."""
+        return -(-length // self._parts(mesh_axes))
+
     def _local_bytes(self, value: PlacedValue) -> float:
-        split = self._parts(axis for axes in value.spec for axis in axes)
-        return math.prod(value.shape) * value.itemsize / split
+        lengths = map(self._part, value.shape, value.spec)
+        return math.prod(lengths) * value.itemsize
 
     def _value_bytes(self, number: int) -> float:
         return self._bytes(self._program.values[number])
 
     def _flops(self, product: PlacedOperation) -> float:
-        result, first = (
-            self._program.values[number] for number in (product.results[0], product.operands[0])
+        result, second = (
+            self._program.values[number] for number in (product.results[0], product.operands[1])
         )
-        summed = math.prod(first.shape[each] for each in product.contracted)
         used = {axis for axes in result.spec for axis in axes}
-        used |= {axis for each in product.contracted for axis in first.spec[each]}
-        return 2 * math.prod(result.shape) * summed / self._parts(used)
+        summed = [
+            self._part(second.shape[each], (axis for axis in second.spec[each] if axis not in used))
+            for each in product.contracted
+        ]
+        return 2.0 * math.prod(map(self._part, result.shape, result.spec)) * math.prod(summed)
 
     def _bytes_sent(self, each: PlacedOperation) -> list[tuple[tuple[str, ...], float]]:
         """What one device sends for a collective over which mesh axes, in a ring."""
         held = self._value_bytes(each.results[0])
         axes = tuple(axis for axis in self._mesh if axis in each.mesh_axes)
         count = self._parts(axes)
-        part = (count - 1) / count
-        if self._root(each.operands[0]) == _NOWHERE:
+        if self._is_made_from_nothing(each.operands[0]):
             return []
         if each.kind == "sdy.all_reduce":
             return self._of_reduction(each, axes, held)
         if each.kind == "sdy.reduce_scatter":
-            return [(axes, held * (count - 1))]
-        if each.kind in ("sdy.all_gather", "sdy.all_to_all"):
-            return [(axes, held * part)]
-        return [(axes, held)]
+            held *= count
+        if each.kind == "sdy.all_gather":
+            # What is gathered is as long as its parts together, padding included.
+            held = self._value_bytes(each.operands[0]) * count
+        kind = each.kind.removeprefix("sdy.").replace("_", "-")
+        return [(axes, ring_bytes(kind, held, count))]
 
     def _of_reduction(
         self, each: PlacedOperation, axes: tuple[str, ...], held: float
@@ -203,14 +218,21 @@ class _Costs:
         sliced = self._sliced(each.results[0])
         # What is sliced afterwards over other mesh axes is sliced before.
         held /= self._parts(axis for axis in sliced if axis not in axes)
+        if self._moved(each).what == "gradient":
+            # The step pads it before.
+            held *= math.prod(stored / length for length, stored in {*sliced.values()})
+            scattered = set(sliced)
+        else:
+            # The compiler sums up all of what it has to pad for that.
+            scattered = {axis for axis, (length, stored) in sliced.items() if length == stored}
         sent = []
-        for group in sorted(self._reduced_together(each, axes), key=lambda g: sliced >= set(g)):
+        for group in sorted(self._reduced_together(each, axes), key=lambda g: scattered >= set(g)):
             count = self._parts(group)
-            if sliced >= set(group):
+            if scattered >= set(group):
+                sent.append((group, ring_bytes("reduce-scatter", held, count)))
                 held /= count
-                sent.append((group, held * (count - 1)))
             else:
-                sent.append((group, 2 * held * (count - 1) / count))
+                sent.append((group, ring_bytes("all-reduce", held, count)))
         return sent
 
     def _reduced_together(
@@ -228,24 +250,47 @@ class _Costs:
                 return [group for group in groups if group]
         return [axes]
 
-    def _sliced(self, value: int) -> frozenset[str]:
-        """The mesh axes over which every use of a value takes one device's part."""
-        found: frozenset[str] | None = None
+    def _sliced(self, value: int) -> dict[str, tuple[int, int]]:
+        """The mesh axes over which every use takes one device's part.
+
+        Returns:
+            For each the length that it splits, and that of all its parts together.
+        """
+        found: dict[str, tuple[int, int]] | None = None
         for user in self._users[value]:
+            if user.kind != "sdy.all_slice" and user.kind not in _LINEAR:
+                return {}
+            taken = self._sliced(user.results[0])
             if user.kind == "sdy.all_slice":
-                taken = frozenset(user.mesh_axes) | self._sliced(user.results[0])
-            elif user.kind in _LINEAR:
-                taken = self._sliced(user.results[0])
-            else:
-                return frozenset()
-            found = taken if found is None else found & taken
-        return found or frozenset()
+                lengths = self._lengths(self._program.values[user.results[0]])
+                taken = {axis: lengths[axis] for axis in user.mesh_axes} | taken
+            common = taken.keys() if found is None else found.keys() & taken.keys()
+            found = {axis: max(taken[axis], (found or taken)[axis]) for axis in common}
+        return found or {}
+
+    def _lengths(self, value: PlacedValue) -> dict[str, tuple[int, int]]:
+        """The length that each mesh axis splits, and that of all its parts together."""
+        return {
+            axis: (length, padded_length(length, self._parts(axes)))
+            for length, axes in zip(value.shape, value.spec, strict=True)
+            for axis in axes
+        }
 
     def _origin(self, value: int) -> int:
         """What a value is another form of."""
         while (maker := self._makers.get(value)) is not None and maker.kind in _OF_FORM:
             value = maker.operands[0]
         return value
+
+    def _is_made_from_nothing(self, value: int) -> bool:
+        """Whether a value is made of constants, or of one number, so that nobody has to send it."""
+        value = self._origin(value)
+        maker = self._makers.get(value)
+        if maker is not None and maker.kind == _BROADCAST:
+            (whole,) = maker.operands
+            is_number = math.prod(self._program.values[whole].shape) == 1
+            return is_number or self._is_made_from_nothing(whole)
+        return maker is not None and maker.kind in CONSTANTS
 
     def _gathered_again(self, each: PlacedOperation) -> list[PlacedOperation]:
         """The barriers behind which something is gathered anew, for a pass that computes again.
@@ -269,14 +314,15 @@ class _Costs:
             return _Moved(what or "activation", argument.names or ())
         shape = self._program.values[each.results[0]].shape
         alike = self._parameters.get(tuple(sorted(shape)))
-        if OPTIMIZER_SCOPE in each.name.split("/"):
+        phase = self._phase(each.name)
+        if phase == "optimizer":
             what = "parameter" if each.kind == "sdy.all_gather" else "gradient"
             return _Moved(what, alike.names or () if alike else ())
-        if alike is not None and "transpose(" in each.name:
+        if alike is not None and phase == "backward":
             return _Moved("gradient", alike.names or ())
         return _Moved("activation", ())
 
-    def _label(self, name: str) -> str:
+    def _label_of(self, name: str) -> str:
         """The layer or the part of the step that an operation is of."""
         scopes = self._step.scopes
         paths = scopes.paths_in(name)
@@ -315,6 +361,8 @@ class _Costs:
         roots = functools.cache(self._root)
         last: dict[int, int] = {}
         for number, each in enumerate(self._program.operations):
+            if self._is_in_place(each):
+                continue
             for value in each.operands:
                 if not self._is_gathered_behind(each, value):
                     last[roots(value)] = number
@@ -341,16 +389,59 @@ class _Costs:
     def _root(self, value: int) -> int:
         """The value whose memory a value has: that which it is a form of, or none."""
         maker = self._makers.get(value)
-        while maker is not None and (maker.kind in _OF_FORM or maker.kind == _BARRIER):
-            operand = _same_place(maker, value)
+        while maker is not None and (operand := self._in_place_of(maker, value)) is not None:
             if self._is_gathered_behind(maker, operand):
                 return value
             value, maker = operand, self._makers.get(operand)
         return _NOWHERE if maker is not None and maker.kind in _MADE_ANYWHERE else value
 
+    def _in_place_of(self, maker: PlacedOperation, value: int) -> int | None:
+        """The operand whose memory a result has; None if it has memory of its own.
+
+        What a stack of layers keeps for the backward pass is written down as stacks and slices of
+        these; the compiler takes what a slice is of, if that is all of something stacked.
+        """
+        if maker.kind in _OF_FORM or maker.kind == _BARRIER:
+            return _same_place(maker, value)
+        if maker.kind == _UPDATE and self._has_one_shape(value, maker.operands[1]):
+            return maker.operands[1]
+        if maker.kind == _CONCATENATE:
+            # With nothing but empty arrays.
+            return next((one for one in maker.operands if self._has_one_shape(one, value)), None)
+        if maker.kind not in _SLICES:
+            return None
+        if self._has_one_shape(value, maker.operands[0]):
+            return maker.operands[0]
+        stack = self._makers.get(self._root(maker.operands[0]))
+        if stack is None or stack.kind != _CONCATENATE:
+            return None
+        return self._part_at(stack, maker.starts, value)
+
+    def _part_at(self, stack: PlacedOperation, starts: Sequence[int], value: int) -> int | None:
+        """Which of the parts of a stack a slice of it is; None if it is not one of them."""
+        whole = self._program.values[stack.results[0]].shape
+        start = [0] * len(whole)
+        for part in stack.operands:
+            shape = self._program.values[part].shape
+            if list(starts) == start and self._has_one_shape(part, value):
+                return part
+            along = next((i for i, n in enumerate(shape) if n != whole[i]), 0)
+            start[along] += shape[along]
+        return None
+
+    def _has_one_shape(self, one: int, other: int) -> bool:
+        return self._program.values[one].shape == self._program.values[other].shape
+
+    def _is_in_place(self, each: PlacedOperation) -> bool:
+        """Whether it only says which part of memory is meant."""
+        return (
+            each.kind in {*_SLICES, _CONCATENATE}
+            and self._in_place_of(each, each.results[0]) is not None
+        )
+
     def _is_gradient(self, each: PlacedOperation, value: int) -> bool:
         shape = tuple(sorted(self._program.values[value].shape))
-        return "transpose(" in each.name and shape in self._parameters
+        return self._phase(each.name) == "backward" and shape in self._parameters
 
 
 def _same_place(maker: PlacedOperation, value: int) -> int:

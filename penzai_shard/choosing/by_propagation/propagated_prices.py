@@ -17,11 +17,8 @@ class PropagatedPrices:
 
     The step is lowered once for all layouts that edit the model alike, with marks in place of
     layouts; a candidate's are then put in. Shardy, the part of XLA that lays out values, propagates
-    them and writes down what has to be moved between any two operations. A deep model is priced
-    from one and two of its blocks.
-
-    Attributes:
-        notes: What was cut of the model, or why nothing was.
+    them and writes down what has to be moved between any two operations; products are laid out as
+    XLA does it, which Shardy leaves to it. A deep model is priced from one and two of its blocks.
 
     >>> import jax, optax, penzai_shard
     >>> from penzai import pz
@@ -43,7 +40,6 @@ class PropagatedPrices:
     def __init__(self, shallow_problem: Shallow) -> None:
         self._problems = shallow_problem
         self._steps: dict[tuple[int, Hashable], MarkedStep] = {}
-        self.notes: tuple[str, ...] = (shallow_problem.reason,)
 
     @classmethod
     def of(cls, problem: TrainingProblem) -> "PropagatedPrices":

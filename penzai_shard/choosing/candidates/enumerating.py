@@ -4,26 +4,31 @@ import collections
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.choosing.candidates.candidate import Candidate
 from penzai_shard.choosing.candidates.kept_axes import Keep, KeptAxes
 from penzai_shard.choosing.candidates.mesh_uses import MeshUse, mesh_uses
-from penzai_shard.choosing.candidates.problem_axes import ProblemAxes
+from penzai_shard.choosing.candidates.problem_axes import LaidOut, ProblemAxes
 from penzai_shard.choosing.training_problem import TrainingProblem
-from penzai_shard.errors import PlanError
+from penzai_shard.errors import PlanError, RuleTypeError
 from penzai_shard.inspection.devices.hardware import Hardware
 from penzai_shard.layouts import Layout
 from penzai_shard.layouts.model_roles import Names
 from penzai_shard.layouts.presets import MIN_SIZE
+from penzai_shard.report_trees import count_text
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.rule_presets import data_parallel, fully_sharded
 from penzai_shard.rule_presets import tensor_parallel as split_names
+from penzai_shard.surgery import rematerialise_blocks
 
+OnUnfit: TypeAlias = Literal["error", "pad"]
 MICROBATCHES = (1, 2, 4, 8)
 POLICIES = (None, "dots", "nothing")
+_PADDED_LENGTH = re.compile(r"Pad it to (\d+)")
 
 
 class Candidates(tuple[Candidate, ...]):
@@ -31,14 +36,19 @@ class Candidates(tuple[Candidate, ...]):
 
     Attributes:
         left_out: One line for each reason, with the number of tables that it concerns.
+        could_be_padded: How many of these tables ``on_indivisible="pad"`` would try.
     """
 
     left_out: tuple[str, ...]
+    could_be_padded: int
 
-    def __new__(cls, found: Iterable[Candidate], left_out: Iterable[str] = ()) -> "Candidates":
+    def __new__(
+        cls, found: Iterable[Candidate], left_out: Iterable[str] = (), could_be_padded: int = 0
+    ) -> "Candidates":
         """Makes them of candidates and reasons."""
         made = super().__new__(cls, found)
         made.left_out = tuple(left_out)
+        made.could_be_padded = could_be_padded
         return made
 
 
@@ -63,6 +73,7 @@ def candidates(
     blocks: Any = None,
     rematerialise: Sequence[str | None] = POLICIES,
     microbatches: Sequence[int] = MICROBATCHES,
+    on_indivisible: OnUnfit = "error",
 ) -> Candidates:
     """Every sane way to lay out a training step on some meshes.
 
@@ -88,6 +99,8 @@ def candidates(
         blocks: As for ``Layout``. A model without blocks that are known gets ``()``.
         rematerialise: The policies to try.
         microbatches: The numbers of microbatches to try.
+        on_indivisible: ``"pad"`` for tables too by which parameters are stored padded, as their
+            lengths do not divide; but for those that would make a length twice as long or more.
 
     Returns:
         The candidates, each once, always in the same order, and why others are left out.
@@ -111,15 +124,38 @@ def candidates(
     axes = ProblemAxes.of(problem, dict(names or {}), blocks)
     shapes = [dict(shape) for shape in mesh_shapes]
     kept = KeptAxes.read(dict(keep or {}), axes, shapes)
-    search = _Search(axes, kept, blocks, tuple(rematerialise), tuple(microbatches))
-    for use in itertools.chain.from_iterable(mesh_uses(shape, hardware) for shape in shapes):
+    _check_blocks(problem.model, blocks, axes.has_blocks, rematerialise)
+    pads = on_indivisible == "pad"
+    search = _Search(axes, kept, blocks, tuple(rematerialise), tuple(microbatches), pads)
+    batch = kept.roles.get("batch")
+    uses = (mesh_uses(shape, hardware, batch) for shape in shapes)
+    for use in itertools.chain.from_iterable(uses):
         if kept.allows(use):
             search.add(use, is_merged=_merged(use) in shapes)
     lines = [
         f"{reason} ({count:,} {'table' if count == 1 else 'tables'})"
         for reason, count in search.left_out.items()
     ]
-    return Candidates(search.found.values(), lines)
+    return Candidates(search.found.values(), lines, search.could_be_padded)
+
+
+def _check_blocks(model: Any, blocks: Any, has_blocks: bool, policies: Sequence[Any]) -> None:
+    """Refuses blocks that there are not, and policies alone where there are none."""
+    named = f"the {type(model).__name__}"
+    if blocks is not None and blocks != ():
+        for row in rematerialise_blocks(blocks).report(model).rows:
+            if not row.count:
+                raise RuleTypeError(
+                    f"blocks={blocks!r}: {named} has no such layers: "
+                    f"{row.problem.partition(' Give expect=0')[0]} Give their type, as in "
+                    "blocks=MyBlock, or its name in a pattern, blocks='**/my_block'; or leave it "
+                    "out."
+                )
+    if not has_blocks and None not in policies:
+        raise RuleTypeError(
+            f"rematerialise={list(policies)}: it is done to blocks, and {named} has none that are "
+            "known. Leave it out; jax.checkpoint in the model itself is priced as it is."
+        )
 
 
 @dataclasses.dataclass
@@ -131,8 +167,10 @@ class _Search:
     blocks: Any
     policies: tuple[str | None, ...]
     microbatches: tuple[int, ...]
+    pads: bool
     found: dict[Any, Candidate] = dataclasses.field(default_factory=dict)
     left_out: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    could_be_padded: int = 0
 
     def add(self, use: MeshUse, is_merged: bool) -> None:
         """Adds the candidates of one way to use a mesh."""
@@ -142,26 +180,43 @@ class _Search:
             fewest = min(self.microbatches)
             in_parts = f" in {fewest} microbatches" if fewest > 1 else ""
             self.left_out[
-                f"the batch ({self.axes.batch}) does not divide over {devices} devices{in_parts}"
+                f"the batch ({self.axes.batch}) does not divide over "
+                f"{count_text(devices, 'device')}{in_parts}"
             ] += 1
             return
         for storage in _storages(use, self.axes, self.kept, is_merged):
-            tables = {"parameters": storage.parameters, "compute": storage.compute}
-            if storage.optimizer is not None:
-                tables["optimizer"] = storage.optimizer
-            try:
-                specs = self.axes.specs(tables, use.mesh_shape)
-            except PlanError as error:
-                self.left_out[_reason(error)] += 1
-                continue
-            if specs.get("optimizer") == specs["parameters"]:
-                continue  # It is there without a table of the optimizer's own.
-            ways = _ways(use, self.axes, self.kept, storage, self.policies)
-            for (between, policy, again), parts in itertools.product(ways, counts):
-                key = (use.mesh_axes, use.batch, *specs.items(), between, policy, again, parts)
-                if key not in self.found:
-                    layout = self._layout(storage, between, policy, again)
-                    self.found[key] = Candidate(use.mesh_axes, layout, parts)
+            for specs, padded, _ in self._laid_out(storage, use.mesh_shape):
+                if specs.get("optimizer") == specs["parameters"]:
+                    continue  # It is there without a table of the optimizer's own.
+                ways = _ways(use, self.axes, self.kept, storage, self.policies)
+                for (between, policy, again), parts in itertools.product(ways, counts):
+                    key = (use.mesh_axes, use.batch, *specs.items(), between, policy, again, parts)
+                    if key not in self.found:
+                        layout = self._layout(storage, between, policy, again)
+                        self.found[key] = Candidate(use.mesh_axes, layout, parts, padded)
+
+    def _laid_out(self, storage: _Storage, mesh_shape: Mapping[str, int]) -> Iterator[LaidOut]:
+        """How parameters lie by some tables: as they are, and padded where that is other."""
+        tables = {"parameters": storage.parameters, "compute": storage.compute}
+        if storage.optimizer is not None:
+            tables["optimizer"] = storage.optimizer
+        refusal = None
+        try:
+            yield self.axes.laid_out(tables, mesh_shape)
+        except PlanError as error:
+            refusal = error
+        if refusal is None and not self.pads:
+            return
+        try:
+            padded = self.axes.laid_out(tables, mesh_shape, "pad")
+        except PlanError as error:
+            self.left_out[_reason(error)] += 1
+            return
+        if self.pads and padded.padded and padded.is_sane:
+            yield padded
+        elif refusal is not None:
+            self.left_out[_reason(refusal, would_pad=padded.is_sane)] += 1
+            self.could_be_padded += padded.is_sane
 
     def _layout(
         self, storage: _Storage, between: AxisRules | None, policy: str | None, again: bool
@@ -290,8 +345,12 @@ def _ways(
     return [(between, *each) for between, each in itertools.product(betweens, keeping)]
 
 
-def _reason(error: PlanError) -> str:
-    """What does not divide, without where it was met."""
+def _reason(error: PlanError, would_pad: bool = False) -> str:
+    """What does not divide, without where it was met; and whether padding would help."""
     problem = error.problems[0] if error.problems else str(error)
     said = problem[max(problem.find("logical axis"), 0) :]
-    return said.partition(". ")[0].partition(", asked by")[0]
+    reason = said.partition(". ")[0].partition(", asked by")[0]
+    length = _PADDED_LENGTH.search(problem)
+    if would_pad and length is not None:
+        return f'{reason}; on_indivisible="pad" would store it as {length[1]}'
+    return reason

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from penzai_shard.inspection.devices.hardware import Hardware
 
@@ -43,22 +43,33 @@ class MeshUse:
         return (self.model, *((each,) for each in self.model))
 
 
-def mesh_uses(mesh_shape: Mapping[str, int], hardware: Hardware | None = None) -> list[MeshUse]:
+def mesh_uses(
+    mesh_shape: Mapping[str, int],
+    hardware: Hardware | None = None,
+    batch: Sequence[str] | None = None,
+) -> list[MeshUse]:
     """The ways to use a mesh, each mesh axis for the batch or for the model.
 
-    In a mesh with an axis that is called ``model`` this one is for the model and the others are
-    for the batch. In any other mesh each may be for either; of ways that differ only in which
-    of several equal mesh axes are used, the first is taken.
+    Where all mesh axes are called ``replica``, ``data`` or ``model``, the last one is for the model
+    and the others are for the batch. In any other mesh each may be for either; of ways that differ
+    only in which of several equal mesh axes are used, the first is taken.
 
     Args:
         mesh_shape: The size of each mesh axis; those of size 1 are not used.
         hardware: The devices, by which mesh axes of one size may differ.
+        batch: The mesh axes of the batch, the major one first, if that is decided: it may be split
+            over one that is called ``model``, too.
 
     >>> [use.batch for use in mesh_uses({"x": 4, "y": 2})]
     [('x', 'y'), ('x',), ('y',), ()]
+    >>> [use.batch for use in mesh_uses({"data": 4, "model": 2}, batch=("data", "model"))]
+    [('data', 'model')]
     """
     mesh_axes = tuple(mesh_shape.items())
     used = tuple(name for name, size in mesh_axes if size > 1)
+    if batch is not None and _OF_THE_MODEL in batch:
+        of_batch = tuple(name for name in batch if name in used)
+        return [MeshUse(mesh_axes, of_batch, tuple(n for n in used if n not in of_batch))]
     if set(used) <= {"replica", "data", _OF_THE_MODEL}:
         batch = tuple(name for name in used if name != _OF_THE_MODEL)
         return [MeshUse(mesh_axes, batch, tuple(name for name in used if name not in batch))]

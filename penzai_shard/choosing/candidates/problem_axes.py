@@ -3,16 +3,20 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 from penzai import pz
 
+from penzai_shard.axis_decisions import DimensionDecision
 from penzai_shard.axis_rules import AxisRules
+from penzai_shard.choosing.candidates.candidate import PaddedAxis
 from penzai_shard.choosing.training_problem import TrainingProblem
 from penzai_shard.equinox_modules import is_equinox_module
-from penzai_shard.errors import RuleTypeError
+from penzai_shard.errors import PlanError, RuleTypeError, raise_all
+from penzai_shard.fused_axes import divided_length
 from penzai_shard.layouts.layout_edits import BLOCKS, REGIONS
 from penzai_shard.layouts.model_roles import (
     OF_LAYERS,
@@ -25,7 +29,8 @@ from penzai_shard.layouts.model_roles import (
 from penzai_shard.meshes import make_mesh
 from penzai_shard.named_arrays import named_array
 from penzai_shard.named_leaves import leaves_of
-from penzai_shard.rule_kinds import LogicalAxis
+from penzai_shard.partition_specs import part_count
+from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnIndivisible
 
 SPLIT_ROLES = ("experts", "vocabulary", *(role for role in OF_LAYERS if role != "experts"))
 """What is split over the mesh axes of the model, in the order in which one array's are chosen."""
@@ -40,6 +45,20 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
 }
 # Of a model in which no role is known, so many axes of its parameters are tried, the largest first.
 MOST_UNKNOWN_AXES = 4
+
+
+class LaidOut(NamedTuple):
+    """How tables of rules lay out parameters.
+
+    Attributes:
+        specs: For each table the spec of each parameter.
+        padded: What they store padded.
+        is_sane: Whether what they split and pad is worth a price.
+    """
+
+    specs: Mapping[str, tuple[PartitionSpec, ...]]
+    padded: tuple[PaddedAxis, ...]
+    is_sane: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,20 +132,63 @@ class ProblemAxes:
             for axes, sizes in self.shapes
         ]
 
-    def specs(
-        self, tables: Mapping[str, AxisRules], mesh_shape: Mapping[str, int]
-    ) -> dict[str, tuple[Any, ...]]:
+    def laid_out(
+        self,
+        tables: Mapping[str, AxisRules],
+        mesh_shape: Mapping[str, int],
+        on_indivisible: OnIndivisible = "error",
+    ) -> "LaidOut":
         """How each of some tables of rules lays out the parameters.
+
+        Args:
+            tables: The tables.
+            mesh_shape: The size of each mesh axis.
+            on_indivisible: As for ``make_plan``.
 
         Raises:
             PlanError: A length does not divide.
         """
         mesh = make_mesh(mesh_shape, abstract=True)
-        found = roles_of_model(self._tree, mesh, tables, self.names).tables
-        return {
-            what: tuple(table.spec(axes, sizes, mesh) for axes, sizes in self.shapes)
-            for what, table in found.items()
-        }
+        found = roles_of_model(
+            self._tree, mesh, tables, self.names, on_indivisible=on_indivisible
+        ).tables
+        specs: dict[str, tuple[PartitionSpec, ...]] = {}
+        padded: set[PaddedAxis] = set()
+        is_sane = True
+        for what, table in found.items():
+            decided = [
+                table.explain(axes, sizes, mesh, on_indivisible=on_indivisible)
+                for axes, sizes in self.shapes
+            ]
+            raise_all(
+                PlanError,
+                "this layout does not fit the model:",
+                [problem for each in decided for problem in each.problems],
+            )
+            specs[what] = tuple(each.spec for each in decided)
+            dimensions = [d for each in decided for d in each.dimensions]
+            is_sane = is_sane and all(_is_sanely_split(d, mesh_shape) for d in dimensions)
+            padded |= {
+                PaddedAxis(d.logical_axis, d.size, d.stored_size)
+                for d in dimensions
+                if d.stored_size != d.size
+            }
+        return LaidOut(specs, tuple(sorted(padded, key=str)), is_sane)
+
+
+def _is_sanely_split(dimension: DimensionDecision, mesh_shape: Mapping[str, int]) -> bool:
+    """Whether it may pay to split a dimension so.
+
+    By a rule for its name a dimension is split in what is computed too. If half of it is padding,
+    fewer devices compute as fast. Parts of fused axes that cut through the major one are moved
+    about wherever that is told from the others.
+    """
+    name, rule, size = dimension.logical_axis, dimension.rule, dimension.size
+    if not isinstance(rule, NameRule) or not dimension.mesh_axes:
+        return True
+    length = divided_length(name, size, rule.logical_axis)
+    is_cut = rule.logical_axis != name and (length or 1) % part_count(rule.mesh_axes, mesh_shape)
+    return not is_cut and dimension.stored_size < 2 * size
 
 
 def _largest(axes: Mapping[LogicalAxis, FoundAxis], count: int) -> tuple[LogicalAxis, ...]:

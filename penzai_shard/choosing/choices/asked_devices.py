@@ -1,7 +1,8 @@
 """The devices that ``choose_layout`` is asked about, read from its arguments."""
 
 import dataclasses
-from collections.abc import Mapping
+import numbers
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jax import Device
@@ -11,11 +12,11 @@ from penzai_shard.errors import MeshError, RuleTypeError
 from penzai_shard.inspection.devices.hardware import Hardware
 from penzai_shard.inspection.devices.mesh_networks import TorusNetwork
 from penzai_shard.inspection.devices.published_figures import PUBLISHED
-from penzai_shard.inspection.devices.quantities import read_bytes
+from penzai_shard.inspection.devices.quantities import is_positive, read_bytes
 from penzai_shard.inspection.devices.topologies import Topology
-from penzai_shard.meshes import AnyMesh, mesh_text
+from penzai_shard.meshes import mesh_text
 
-_EXAMPLES = 'devices="v5e:32", a mesh, or a number with hardware="v5e"'
+_EXAMPLES = 'a name such as "v5e:32", a mesh, or a number with hardware="v5e"'
 _FEW_BYTES = 1024
 
 
@@ -69,7 +70,7 @@ def read_devices(devices: Any, hardware: Any, memory: Any) -> AskedDevices:
     """Reads the arguments of ``choose_layout`` that say what is computed on.
 
     Args:
-        devices: The name of hardware, a mesh, or a number.
+        devices: The name of hardware, a mesh, JAX's devices, or a number.
         hardware: What a mesh is of, or a number: ``"v5e"``, ``"v5e:4x8"`` or ``Hardware``.
         memory: The memory of a device as a number of bytes or a text such as ``"16GiB"``; None
             for what programs can have of it.
@@ -86,28 +87,47 @@ def read_devices(devices: Any, hardware: Any, memory: Any) -> AskedDevices:
         found = Hardware.read(devices)
     elif isinstance(devices, Mesh | AbstractMesh):
         mesh_shape = {str(name): size for name, size in devices.shape.items()}
-        found = _of_count(devices.size, hardware, devices)
-    elif isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
-        found = _of_count(devices, hardware, None)
+        members = devices.devices.flat if isinstance(devices, Mesh) else ()
+        found = _of_count(devices.size, hardware, f"the mesh ({mesh_text(devices)}) has ", members)
+    elif _are_devices(devices):
+        found = _of_count(len(devices), hardware, "", devices)
+    elif _is_number(devices) and devices == int(devices) and devices > 0:
+        found = _of_count(int(devices), hardware)
     else:
-        raise RuleTypeError(f"devices must be {_EXAMPLES}, not {devices!r:.80}.{_meant(devices)}")
+        meant = _meant(devices, hardware)
+        raise RuleTypeError(f"devices must be {_EXAMPLES}, not {devices!r:.80}.{meant}")
     return AskedDevices(found, mesh_shape, _memory(memory, found))
 
 
-def _meant(devices: Any) -> str:
+def _are_devices(given: Any) -> bool:
+    return (
+        isinstance(given, list | tuple)
+        and bool(given)
+        and all(isinstance(each, Device) for each in given)
+    )
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, numbers.Real) and not isinstance(given, bool)
+
+
+def _meant(devices: Any, hardware: Any) -> str:
     """What to write in the place of what stands for devices elsewhere."""
+    shape = None
     if isinstance(devices, Mapping) and devices:
-        sizes, names = tuple(devices.values()), tuple(devices)
-        return f" Write devices=jax.sharding.AbstractMesh({sizes}, {names})."
-    if isinstance(devices, list | tuple) and all(isinstance(d, Device) for d in devices):
-        return f" Write devices={len(devices)}."
-    return ""
+        shape = dict(devices)
+    elif isinstance(devices, list | tuple) and devices and all(map(_is_number, devices)):
+        shape = dict(zip(("data", "model", "expert", "replica"), devices, strict=False))
+    if shape is None:
+        return ""
+    speed = ', hardware="v5e"' if hardware is None else ""
+    return f" Write devices=penzai_shard.make_mesh({shape}, abstract=True){speed}."
 
 
-def _of_count(count: int, hardware: Any, mesh: AnyMesh | None) -> Hardware:
-    """The hardware of so many devices."""
-    if hardware is None and isinstance(mesh, Mesh):
-        kinds = {device.device_kind for device in mesh.devices.flat}
+def _of_count(count: int, hardware: Any, of: str = "", members: Iterable[Device] = ()) -> Hardware:
+    """The hardware of so many devices, of which some are known; ``of`` says whose they are."""
+    kinds = {device.device_kind for device in members}
+    if hardware is None and kinds:
         known = {figures.device_kind: name for name, figures in PUBLISHED.items()}
         names = {known[kind] for kind in kinds if kind in known}
         if len(names) == 1 and kinds <= known.keys():
@@ -115,11 +135,11 @@ def _of_count(count: int, hardware: Any, mesh: AnyMesh | None) -> Hardware:
     if isinstance(hardware, str):
         hardware = Hardware.read(hardware if ":" in hardware else f"{hardware}:{count}")
     if hardware is None:
-        of_mesh = "" if mesh is None else f"the mesh ({mesh_text(mesh)}) has "
+        kind = f" of kind {' and '.join(map(repr, sorted(kinds)))}" if kinds else ""
         raise MeshError(
-            f"devices: {of_mesh or 'there are '}{count:,} devices, and how fast they are is not "
+            f"devices: {of or 'there are '}{count:,} devices{kind}, and how fast they are is not "
             'known. Say what they are, hardware="v5e", or describe others: '
-            "hardware=Hardware(...)."
+            'hardware=Hardware(...). Simulated devices as they are: hardware="cpu", memory="2GiB".'
         )
     if not isinstance(hardware, Hardware):
         raise RuleTypeError(
@@ -128,7 +148,7 @@ def _of_count(count: int, hardware: Any, mesh: AnyMesh | None) -> Hardware:
     if hardware.device_count != count:
         raise MeshError(
             f"hardware {hardware.name!r} has {hardware.device_count:,} devices, and there are "
-            f"{count:,}. Give as many."
+            f"{count:,}. Give as many, or its kind alone: hardware={hardware.name.split(':')[0]!r}."
         )
     return hardware
 
@@ -143,7 +163,7 @@ def _memory(memory: Any, hardware: Hardware) -> int:
                 'memory="16GiB".'
             )
         return hardware.memory
-    if isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0:
+    if not is_positive(memory):
         raise RuleTypeError(
             f'memory must be a number of bytes, or a text such as "16GiB", not {memory!r}.'
         )

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,20 +15,18 @@ from penzai_shard.array_kinds import is_array_like
 from penzai_shard.choosing.training_problem import TrainingProblem
 from penzai_shard.equinox_modules import are_arrays, leaves_in_modules
 from penzai_shard.errors import RuleTypeError, raise_all
+from penzai_shard.layouts.model_roles import Names, groups_of
 from penzai_shard.named_arrays import named_array
 from penzai_shard.named_leaves import NamedLeaf, is_named_unit, leaves_of
 from penzai_shard.named_nodes import is_named_node, named_like, node_data, node_names
 from penzai_shard.placement import described_array
 from penzai_shard.planning import without_names
 from penzai_shard.training import TrainState
-from penzai_shard.training.loss_contract import note_plain_arrays
+from penzai_shard.training.loss_contract import CONTRACT, RESERVED, note_plain_arrays
 from penzai_shard.tree_arguments import refuse_builder
 
 TOKENS = ("batch", "seq")
 """The logical axes of inputs of which sizes alone are given."""
-
-_RESERVED = ("model", "rng", "state")
-_SIGNATURE = "loss_fn(model, rng, state, **inputs) -> (loss, new_state, aux)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,13 @@ class AskedProblem:
 
 
 def read_problem(
-    model: Any, loss_fn: Any, optimizer: Any, batch: Any, seq: Any, plain_arrays: bool
+    model: Any,
+    loss_fn: Any,
+    optimizer: Any,
+    batch: Any,
+    seq: Any,
+    plain_arrays: bool,
+    names: Names | None = None,
 ) -> AskedProblem:
     """Reads the arguments of ``choose_layout`` that say what is computed.
 
@@ -80,10 +85,13 @@ def read_problem(
     )
     named = {name: _named(value) for name, value in inputs.items()}
     called = _with_plain_arrays(loss_fn, plain, plain_arrays)
-    options: dict[str, Any] = {"batch_axis": 0} if plain else {}
+    batch_axis = _batch_axis(named, names or {})
+    options: dict[str, Any] = {"batch_axis": batch_axis} if batch_axis != "batch" else {}
+    if plain:
+        options["batch_axis"] = 0
     if plain_arrays:
         options["plain_arrays"] = True
-    problem = TrainingProblem(abstract, called, optimizer, named)
+    problem = TrainingProblem(abstract, called, optimizer, named, batch_axis)
     return AskedProblem(problem, options, _words(named))
 
 
@@ -95,7 +103,7 @@ def _unfit_functions(model: Any, loss_fn: Any, optimizer: Any) -> list[str]:
             "that it was made of, such as abstract_model(build_model, ...)."
         )
     if not callable(loss_fn):
-        problems.append(f"loss_fn: is {_kind(loss_fn)}, and must be {_SIGNATURE}.")
+        problems.append(f"loss_fn: is {_kind(loss_fn)}, and must be {CONTRACT}.")
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         problems.append(
             f"optimizer: is {_kind(optimizer)}, and must be one of optax: optax.adamw(1e-3)."
@@ -104,7 +112,10 @@ def _unfit_functions(model: Any, loss_fn: Any, optimizer: Any) -> list[str]:
 
 
 def _kind(value: Any) -> str:
-    return "not given" if value is None else f"a {type(value).__name__}"
+    if value is None:
+        return "not given"
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "AEIOUaeiou" else f"a {name}"
 
 
 def _read_inputs(
@@ -120,9 +131,10 @@ def _read_inputs(
         ]
         problems += [
             f"batch: loss_fn takes {name!r} too, which is not in it."
-            for name in names - batch.keys()
+            for name in sorted(names - batch.keys())
         ]
-        problems += _unlike_the_signature(loss_fn, problems)
+        # One that is called otherwise has other inputs than it seems to have.
+        problems = _unlike_the_signature(loss_fn, problems) or problems
         if seq is not None:
             problems.append("seq: is for a batch that is given as a number. Leave it out.")
         problems += [
@@ -130,6 +142,12 @@ def _read_inputs(
             for name, value in batch.items()
             for leaf in jax.tree_util.tree_leaves(value)
             if not is_array_like(leaf)
+        ]
+        problems += [
+            f"batch: {name!r} is {_kind(value)} of numbers, and must be an array or a struct. Put "
+            "numpy.array(...) around it."
+            for name, value in batch.items()
+            if isinstance(value, list | tuple) and not _is_shape(value) and _has_numbers(value)
         ]
         problems += [
             f"batch: {name!r} is a shape, and must be an array or a struct. Write "
@@ -157,7 +175,7 @@ def _read_inputs(
         )
     if problems:
         return {}, problems
-    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((int(batch), int(seq)), jnp.int32)
     return {name: named_array(tokens, TOKENS) for name in sorted(names)}, []
 
 
@@ -165,12 +183,12 @@ def _unlike_the_signature(loss_fn: Callable[..., Any], problems: list[str]) -> l
     """Says how a loss function is called, if inputs do not fit one that does not take that."""
     parameters = inspect.signature(loss_fn).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    missing = [name for name in _RESERVED if name not in parameters]
+    missing = [name for name in RESERVED if name not in parameters]
     if not problems or takes_any or not missing:
         return []
     return [
         f"loss_fn: has no parameter {' and none '.join(map(repr, missing))}. It is called by "
-        f"keyword: {_SIGNATURE}."
+        f"keyword: {CONTRACT}."
     ]
 
 
@@ -183,7 +201,7 @@ def _inputs_of(loss_fn: Callable[..., Any]) -> tuple[set[str], bool]:
         for parameter in parameters
         if parameter.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
         and parameter.default is kinds.empty
-        and parameter.name not in _RESERVED
+        and parameter.name not in RESERVED
     }
     optional = any(
         parameter.kind is kinds.VAR_KEYWORD or parameter.default is not kinds.empty
@@ -196,13 +214,17 @@ def _is_shape(given: Any) -> bool:
     return isinstance(given, tuple) and len(given) > 1 and all(map(_is_count, given))
 
 
+def _has_numbers(given: Any) -> bool:
+    return any(isinstance(leaf, numbers.Number) for leaf in jax.tree_util.tree_leaves(given))
+
+
 def _is_input(given: Any) -> bool:
     is_array = is_named_node(given) or is_array_like(given)
     return _is_shape(given) or (is_array and not isinstance(given, int | float))
 
 
 def _is_count(given: Any) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and given > 0
+    return isinstance(given, numbers.Integral) and not isinstance(given, bool) and int(given) > 0
 
 
 def _listed(names: set[str]) -> str:
@@ -297,6 +319,13 @@ def _named(value: Any) -> Any:
         return named_array(struct, ("batch", *(None,) * (rank - 1))[:rank])
 
     return jax.tree_util.tree_map(one, value, is_leaf=is_named_node)
+
+
+def _batch_axis(inputs: Mapping[str, Any], names: Names) -> str:
+    """What the inputs call the axis of the batch."""
+    called = [n for group in groups_of("batch", names) for n in group if isinstance(n, str)]
+    present = {name for leaf in leaves_of(dict(inputs)) for name in leaf.names or ()}
+    return next((name for name in called if name in present), "batch")
 
 
 def _with_plain_arrays(

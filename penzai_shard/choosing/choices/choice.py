@@ -9,13 +9,14 @@ from typing import Any
 import jax
 
 from penzai_shard.choosing.choices.cost_differences import CostDifference, seconds_text
-from penzai_shard.choosing.choices.layout_words import layout_words, step_words
+from penzai_shard.choosing.choices.layout_words import candidate_words
 from penzai_shard.choosing.choices.priced_candidates import Priced, StageName
 from penzai_shard.layouts import Layout
 from penzai_shard.meshes import AnyMesh, make_mesh
 from penzai_shard.report_trees import bytes_text
+from penzai_shard.rule_kinds import OnIndivisible
 from penzai_shard.training import TrainState, TrainStep
-from penzai_shard.whole_files import write_whole
+from penzai_shard.whole_files import refuse_folder, write_whole
 
 PRICED_BY: dict[StageName, str] = {
     "names": "by names",
@@ -30,9 +31,10 @@ class Choice:
 
     Attributes:
         priced: The candidate and its price.
-        pays: What it pays more for than the pick, and then what less; of the pick itself what it
-            pays most for.
-        memory_words: Of what it holds more than the pick, or less; empty where there is little in
+        pays: What it pays more for than the pick, and then what less, where that makes its step
+            longer; of the pick itself what it pays most for.
+        compared_words: How much slower it is than the pick, and what bounds it; empty for the pick.
+        memory_words: How much more it holds than the pick, or less; empty where there is little in
             it.
         step_options: What a train step is to be given beside the layout: ``accumulate_steps``,
             and how plain arrays are split into microbatches.
@@ -42,6 +44,7 @@ class Choice:
 
     priced: Priced
     pays: tuple[CostDifference, ...] = ()
+    compared_words: str = ""
     memory_words: str = ""
     step_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     origin: tuple[str, ...] = ()
@@ -63,8 +66,13 @@ class Choice:
         return self.priced.candidate.microbatches
 
     @property
+    def on_indivisible(self) -> OnIndivisible:
+        """``"pad"`` if it stores something padded, with which the layout is to be applied."""
+        return self.priced.candidate.on_indivisible
+
+    @property
     def seconds(self) -> float:
-        """What a step takes at least, the larger of computing and sending, in seconds."""
+        """What a step takes at least in seconds; see ``StepTime``."""
         return self.priced.time.bound
 
     @property
@@ -84,7 +92,7 @@ class Choice:
 
     @property
     def priced_by(self) -> StageName:
-        """``"compiled"``; ``"propagation"`` or ``"names"`` if the search was interrupted."""
+        """``"compiled"``; ``"propagation"`` or ``"names"`` where nothing was compiled."""
         return self.priced.stage
 
     def mesh(
@@ -113,7 +121,7 @@ class Choice:
         mesh: AnyMesh | None = None,
         **step_options: Any,
     ) -> tuple[TrainState, TrainStep]:
-        """Builds the train state and its step, as ``Layout.build`` does, with the microbatches.
+        """Builds the train state and its step as ``Layout.build`` does, with the microbatches.
 
         Args:
             initializer: As for ``Layout.build``.
@@ -134,11 +142,11 @@ class Choice:
             loss_fn=loss_fn,
             optimizer=optimizer,
             rng=rng,
-            **{**self.step_options, **step_options},
+            **{"on_indivisible": self.on_indivisible, **self.step_options, **step_options},
         )
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
-        """Writes layout, mesh and microbatches to a TOML file, with the reasons as comments.
+        """Writes layout, mesh, microbatches and padding to a TOML file, the reasons as comments.
 
         ``Layout.from_toml`` reads the layout, ``Layout.read_toml`` all of it, and
         ``penzai-shard price MODEL --rules FILE`` prices a step in it.
@@ -150,8 +158,10 @@ class Choice:
             The file.
 
         Raises:
-            RuleTypeError: The layout cannot be written; see ``Layout.to_toml``.
+            RuleTypeError: The path is that of a folder, or the layout cannot be written; see
+                ``Layout.to_toml``.
         """
+        refuse_folder(path, "path=", "rules.toml", "table of rules")
         return write_whole(path, self.to_toml())
 
     def to_toml(self) -> str:
@@ -163,12 +173,14 @@ class Choice:
             f"A device holds {bytes_text(self.memory_bytes)}: {held}.",
             f"{self.pays_words()}.",
         ]
-        written = self.layout.to_toml(self.mesh_shape, self.microbatches)
+        written = self.layout.to_toml(
+            self.mesh_shape, self.microbatches, on_indivisible=self.on_indivisible
+        )
         return "".join(f"# {line}\n" for line in comments) + f"\n{written}"
 
     def words(self) -> str:
         """Mesh, microbatches and layout in words."""
-        return f"{step_words(self.priced.candidate)}: {layout_words(self.layout)}"
+        return candidate_words(self.priced.candidate)
 
     def _time_words(self) -> str:
         over = ", ".join(
@@ -178,15 +190,20 @@ class Choice:
         )
         sending = seconds_text(self.priced.time.traffic) + (f" ({over})" if over else "")
         computing = seconds_text(self.priced.time.compute)
-        return f"computing {computing}, sending {sending}; priced {PRICED_BY[self.priced_by]}"
+        updating = seconds_text(self.priced.time.update)
+        return (
+            f"computing {computing}, sending {sending}, updating {updating}; "
+            f"priced {PRICED_BY[self.priced_by]}"
+        )
 
     def pays_words(self) -> str:
-        """What it pays more for than the pick, or less, in a line."""
+        """How it compares to the pick, in a line; of the pick what it pays most for."""
         if self.is_pick:
-            paid = ", ".join(f"{seconds_text(one.seconds)} {one.text}" for one in self.pays)
-            return f"It pays most for {paid}"
-        said = "; ".join(filter(None, [*map(str, self.pays), self.memory_words]))
-        return f"Against the pick {said}" if said else "It costs the same as the pick"
+            paid = "; ".join(f"{seconds_text(one.seconds)} {one.text}" for one in self.pays)
+            return f"It pays most for {paid}" if paid else "It pays for nothing that counts"
+        paid = "; ".join(map(str, self.pays))
+        said = ": ".join(filter(None, [self.compared_words, paid]))
+        return "; ".join(filter(None, [said, self.memory_words]))
 
     def __repr__(self) -> str:
         return (

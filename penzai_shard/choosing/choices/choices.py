@@ -4,17 +4,18 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from penzai_shard.choosing.choices.choice import PRICED_BY, Choice
+from penzai_shard.choosing.choices.choice_rows import ChoiceRow, choice_rows
 from penzai_shard.choosing.choices.cost_differences import (
-    CostDifference,
-    differences,
+    Comparison,
+    PaidTimes,
+    compared,
     memory_difference,
     seconds_text,
-    times_of,
 )
-from penzai_shard.choosing.choices.layout_words import layout_words, step_words
+from penzai_shard.choosing.choices.layout_words import laid_out_words, step_words
 from penzai_shard.choosing.choices.priced_candidates import Priced
 from penzai_shard.choosing.choices.search import Found
 from penzai_shard.inspection.devices.hardware import Hardware
@@ -29,6 +30,8 @@ from penzai_shard.text_tables import PreparedTable, Report
 
 # So many of the best are choices; the rest is in what was priced.
 MOST_CHOICES = 24
+# So many rows of them are shown at first.
+_ROWS_SHOWN = 10
 # Of the pick it is said what it pays most for.
 _PAID_SHOWN = 3
 _REFUSED_SHOWN = 2
@@ -38,8 +41,8 @@ _REFUSED_SHOWN = 2
 class ChoicesTable(PreparedTable):
     """Layouts with their prices, the best first; ``print`` and notebooks show it."""
 
-    headings = ("layout", "step", "computing", "sending", "memory", "priced", "why")
-    right_aligned = frozenset({"step", "computing", "memory"})
+    headings = ("layout", "step", "computing", "sending", "updating", "memory", "priced", "why")
+    right_aligned = frozenset({"step", "computing", "updating", "memory"})
     unwrapped = frozenset({"priced"})
     below = "why"
     wide = 240
@@ -68,18 +71,27 @@ class Choices(Report, Sequence[Choice]):
     @functools.cached_property
     def _rows(self) -> tuple[Choice, ...]:
         ranked = self.found.ranked(self.memory_limit)[:MOST_CHOICES]
-        times = [self._times(one) for one in ranked]
-        return tuple(
-            Choice(
-                one,
-                differences(own, times[0], ranked[0].time.bound) if number else _paid_for(own, one),
-                memory_difference(one, ranked[0]) if number else "",
-                {**self.step_options, "accumulate_steps": one.candidate.microbatches},
-                self._origin(number + 1),
-                number == 0,
+        paid = [PaidTimes(one, self.hardware.of_mesh(one.candidate.mesh_shape)) for one in ranked]
+        rows = []
+        for number, (one, times) in enumerate(zip(ranked, paid, strict=True), 1):
+            is_pick = number == 1
+            against = (
+                Comparison("", times.most_paid(_PAID_SHOWN))
+                if is_pick
+                else compared(times, paid[0])
             )
-            for number, (one, own) in enumerate(zip(ranked, times, strict=True))
-        )
+            rows.append(
+                Choice(
+                    one,
+                    against.pays,
+                    against.words,
+                    "" if is_pick else memory_difference(one, ranked[0]),
+                    {**self.step_options, "accumulate_steps": one.candidate.microbatches},
+                    self._origin(number),
+                    is_pick,
+                )
+            )
+        return tuple(rows)
 
     @property
     def best(self) -> Choice:
@@ -103,6 +115,21 @@ class Choices(Report, Sequence[Choice]):
     def __getitem__(self, index: int | slice) -> Choice | Sequence[Choice]:
         return self._rows[index]
 
+    # Type checkers know that there is none without being told.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Also reached where a property of this class fails: then its own error is the answer.
+            if name.startswith("_") or hasattr(type(self), name) or not _is_of_choice(name):
+                return super().__getattribute__(name)
+            call = "(...)" if callable(getattr(Choice, name, None)) else ""
+            raise AttributeError(
+                f"these are several choices, and {name} is that of one. Write "
+                f"choices.best.{name}{call}, or choices[1].{name}{call} for the second best.",
+                name=name,
+                obj=self,
+            )
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -113,29 +140,31 @@ class Choices(Report, Sequence[Choice]):
         """The choices as a table.
 
         Args:
-            collapse: Show layouts that cost the same as one row with a count.
+            collapse: Show layouts on one mesh whose figures differ by less than 1 % as one row, and
+                under the best way to run a layout also the others, which differ in microbatches
+                or rematerialisation, each with a count; and the first ten rows alone. What holds
+                least memory has its row.
         """
-        rows = []
-        for number, alike in self._numbered(collapse):
-            choice, time = alike[0], alike[0].priced.time
-            over = [
-                f"{axis} {seconds_text(seconds)}"
-                for axis, seconds in choice.traffic_seconds.items()
-                if seconds
-            ]
-            others = f" (and {count_text(len(alike) - 1, 'layout')} that cost the same)"
-            rows.append(
-                (
-                    f"{number}. {choice.words()}{others if len(alike) > 1 else ''}",
-                    seconds_text(choice.seconds),
-                    seconds_text(time.compute),
-                    f"{seconds_text(time.traffic)} ({', '.join(over)})" if over else "nothing",
-                    bytes_text(choice.memory_bytes),
-                    PRICED_BY[choice.priced_by],
-                    f"{choice.pays_words()}.",
-                )
+        numbered = choice_rows(self, collapse=collapse)
+        shown = numbered[: _ROWS_SHOWN if collapse else None]
+        rows = tuple(
+            (
+                f"{row.number}. {row.words()}",
+                *_figure_texts(row.choice),
+                f"{row.choice.pays_words()}.",
             )
-        return ChoicesTable(tuple(rows), self._verdict(), tuple(self._remarks()))
+            for row in shown
+        )
+        remarks = [*self._remarks()]
+        left = len(numbered) - len(shown)
+        if left or any(row.stands_for_others for row in shown):
+            which = count_text(left, "more row") if left else "Those that share a row"
+            remarks.insert(
+                0,
+                f"{which}, up to choices[{len(self) - 1}]: print(choices.table(collapse=False)), "
+                "or --all at the shell.",
+            )
+        return ChoicesTable(rows, self._verdict(), tuple(remarks))
 
     def tree(self, *, collapse: bool = True) -> ReportTree:
         """The choices as a tree: what each holds, and what it pays for.
@@ -146,7 +175,7 @@ class Choices(Report, Sequence[Choice]):
         return ReportTree(
             "Choices",
             self._verdict(),
-            tuple(_tree_node(number, alike) for number, alike in self._numbered(collapse)),
+            tuple(map(_tree_node, choice_rows(self, collapse=collapse))),
             notes=tuple(self._remarks()),
         )
 
@@ -165,7 +194,8 @@ class Choices(Report, Sequence[Choice]):
                     {
                         "mesh": dict(one.candidate.mesh_axes),
                         "microbatches": one.candidate.microbatches,
-                        "layout": layout_words(one.candidate.layout),
+                        "on_indivisible": one.candidate.on_indivisible,
+                        "layout": laid_out_words(one.candidate),
                         "seconds": one.time.bound,
                         "memory": one.memory,
                         "priced_by": one.stage,
@@ -196,21 +226,9 @@ class Choices(Report, Sequence[Choice]):
 
         return plot_choices(self, axes)
 
-    def _times(self, one: Priced) -> dict[str, float]:
-        return times_of(one, self.hardware.of_mesh(one.candidate.mesh_shape))
-
-    def _numbered(self, collapse: bool) -> list[tuple[int, list[Choice]]]:
-        """The choices with their numbers; those that cost the same under that of the first."""
-        found: dict[Any, tuple[int, list[Choice]]] = {}
-        for number, choice in enumerate(self, 1):
-            step = step_words(choice.priced.candidate)
-            cost = (choice.priced.price, choice.memory_bytes, step, 0 if collapse else number)
-            found.setdefault(cost, (number, []))[1].append(choice)
-        return list(found.values())
-
     def _verdict(self) -> str:
         best = self.best
-        how = "the best so far, after an interruption" if self.interrupted else "the best"
+        how = "the best so far (interrupted)" if self.interrupted else "the best"
         count = count_text(len(self.priced), "layout")
         return (
             f"{how} of {count} for {self.asked}: {step_words(best.priced.candidate)}; at least "
@@ -227,6 +245,12 @@ class Choices(Report, Sequence[Choice]):
         counts = [f"{len(priced):,} {PRICED_BY[stage]}" for stage, priced in self._stages()]
         over = sum(one.memory > self.memory_limit for one in self.priced)
         yield f"Priced: {', '.join(counts)}; of all, {over:,} need more memory than there is."
+        if self.best.priced_by != "compiled":
+            better = "" if self.interrupted else " What is compiled has a better one: compiled=12."
+            yield (
+                f"Memory {PRICED_BY[self.best.priced_by]} is an estimate, which may be wrong by a "
+                f"factor of 2 for some layouts.{better}"
+            )
         if self.found.refused:
             reasons = [
                 f"{step_words(candidate)}: {why}"
@@ -249,15 +273,31 @@ class Choices(Report, Sequence[Choice]):
         )
 
 
-def _paid_for(times: Mapping[str, float], pick: Priced) -> tuple[CostDifference, ...]:
-    """What the pick pays most for."""
-    paid = differences(dict(times), {}, pick.time.bound)
-    return paid[:_PAID_SHOWN]
+def _is_of_choice(name: str) -> bool:
+    return hasattr(Choice, name) or name in {field.name for field in dataclasses.fields(Choice)}
 
 
-def _tree_node(number: int, alike: Sequence[Choice]) -> TreeNode:
-    choice = alike[0]
-    label = f"{number}. {step_words(choice.priced.candidate)}"
+def _figure_texts(choice: Choice) -> tuple[str, ...]:
+    """The figures of a choice, as its row has them."""
+    time = choice.priced.time
+    over = [
+        f"{axis} {seconds_text(seconds)}"
+        for axis, seconds in choice.traffic_seconds.items()
+        if seconds
+    ]
+    return (
+        seconds_text(choice.seconds),
+        seconds_text(time.compute),
+        f"{seconds_text(time.traffic)} ({', '.join(over)})" if over else "nothing",
+        seconds_text(time.update) if time.update else "nothing",
+        bytes_text(choice.memory_bytes),
+        PRICED_BY[choice.priced_by],
+    )
+
+
+def _tree_node(row: ChoiceRow) -> TreeNode:
+    choice = row.choice
+    label = f"{row.number}. {step_words(choice.priced.candidate)}"
     held = tuple(
         TreeNode(part, f"{label}/{part}", figures=(TreeFigure("memory", size),))
         for part, size in choice.memory.items()
@@ -266,7 +306,7 @@ def _tree_node(number: int, alike: Sequence[Choice]) -> TreeNode:
     return TreeNode(
         label,
         label,
-        f"at least {seconds_text(choice.seconds)}; {layout_words(choice.layout)}",
+        f"at least {seconds_text(choice.seconds)}; {laid_out_words(choice.priced.candidate)}",
         (TreeFigure("memory", choice.memory_bytes),),
         (f"{choice.pays_words()}.",),
         children=held,
@@ -278,13 +318,15 @@ def _data(choice: Choice) -> dict[str, Any]:
     return {
         "mesh": choice.mesh_shape,
         "microbatches": choice.microbatches,
-        "layout": layout_words(choice.layout),
+        "on_indivisible": choice.on_indivisible,
+        "layout": laid_out_words(choice.priced.candidate),
         "toml": choice.to_toml(),
         "priced_by": choice.priced_by,
         "seconds": {
             "bound": time.bound,
             "compute": time.compute,
             "traffic": time.traffic,
+            "update": time.update,
             "by_mesh_axis": dict(time.by_mesh_axis),
         },
         "flops": cost.flops,

@@ -1,15 +1,21 @@
 """The layout for a training step, found among all sane ones."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
+
 from penzai_shard.choosing.candidates import Candidate, candidates, mesh_shapes
-from penzai_shard.choosing.candidates.enumerating import MICROBATCHES, POLICIES
+from penzai_shard.choosing.candidates.enumerating import MICROBATCHES, POLICIES, OnUnfit
 from penzai_shard.choosing.candidates.kept_axes import Keep
 from penzai_shard.choosing.choices.asked_devices import AskedDevices, read_devices
 from penzai_shard.choosing.choices.asked_problem import AskedProblem, read_problem
 from penzai_shard.choosing.choices.asked_search import check_search
 from penzai_shard.choosing.choices.choices import Choices
+from penzai_shard.choosing.choices.garbage_collection import seldom_collected
+from penzai_shard.choosing.choices.interruption import Interruption
 from penzai_shard.choosing.choices.priced_candidates import StageName
 from penzai_shard.choosing.choices.search import Search, Stage
 from penzai_shard.choosing.choices.search_progress import SearchProgress
@@ -18,6 +24,7 @@ from penzai_shard.choosing.choices.what_would_help import nothing_fits
 from penzai_shard.choosing.step_costs import StepCost
 from penzai_shard.choosing.step_times import StepTime
 from penzai_shard.errors import PlanError
+from penzai_shard.inspection.devices.absent_devices import compiler_of
 from penzai_shard.inspection.devices.hardware import Hardware
 from penzai_shard.layouts.model_roles import Names
 from penzai_shard.meshes import AnyMesh
@@ -36,7 +43,7 @@ def choose_layout(
     loss_fn: Callable[..., Any],
     optimizer: "optax.GradientTransformation",
     *,
-    devices: str | AnyMesh | int,
+    devices: str | AnyMesh | int | Sequence[jax.Device],
     batch: int | Mapping[str, Any],
     seq: int | None = None,
     memory: float | str | None = None,
@@ -46,6 +53,7 @@ def choose_layout(
     blocks: Any = None,
     rematerialise: Sequence[str | None] = POLICIES,
     microbatches: Sequence[int] = MICROBATCHES,
+    on_indivisible: OnUnfit = "error",
     plain_arrays: bool = False,
     propagated: int = PROPAGATED,
     compiled: int = COMPILED,
@@ -58,10 +66,10 @@ def choose_layout(
     on every shape of the mesh, with every policy of rematerialisation and number of microbatches.
     All are priced by the names of axes, from one trace of the step; the best by Shardy's
     propagation, from their programs; and the best of these are compiled for as many simulated
-    devices. The price is the larger of the time to compute and the time to send, at the figures
-    that the hardware's vendor publishes; one whose step needs more memory than there is, is never
-    picked. Nothing runs, and no device is touched. The same question has the same answer on every
-    machine.
+    devices. The price is the largest of the times to compute, to send and to update the optimizer's
+    state, at the figures that the hardware's vendor publishes; one whose step needs more memory
+    than there is, is never picked. Nothing runs, and no device is touched. The same question has
+    the same answer on every machine.
 
     Listing shardings and pricing them is what Alpa does for tensors without names (Zheng et al.
     2022, arXiv:2201.12023); the price is that of a roofline (Williams et al. 2009).
@@ -73,7 +81,8 @@ def choose_layout(
         loss_fn: As for ``build_train_step_fn``.
         optimizer: An optax optimizer.
         devices: The name of hardware (``"v5e:32"``, ``"v5p:4x4x8"``, ``"h100:16"``), which leaves
-            the mesh open; a mesh, which may be abstract, to be kept; or a number of devices.
+            the mesh open, as does a number of devices, or ``jax.devices()``; or a mesh, which may
+            be abstract, to be kept.
         batch: How many sequences a batch has: each input of the loss function that has no default
             is then tokens, ``batch`` x ``seq``. Or the inputs by name, arrays or structs; the first
             dimension of a plain array is the batch.
@@ -83,14 +92,21 @@ def choose_layout(
         keep: What is decided: logical axis to mesh axis, to several, or to None for whole. For
             instance ``{"batch": "data"}``.
         hardware: What a mesh or a number is of: ``"v5e"``, or a ``Hardware`` of one's own.
+            ``"cpu"`` are simulated devices as they are, which share the cores and the memory of one
+            machine: what is best for them is not what is best for accelerators.
         names: As for ``Layout``: what the model calls its axes, where that is not found out.
         blocks: As for ``Layout``.
         rematerialise: Of the policies of ``Layout`` those to try.
         microbatches: The numbers of microbatches to try.
+        on_indivisible: ``"error"`` leaves out what does not divide, which the notes list; with
+            ``"pad"`` layouts are tried too that store parameters padded, and ``Choice.build``
+            stores them so.
         plain_arrays: Whether a loss function gets plain arrays of a model that is not a module,
             such as a dictionary; as for ``TrainState.initial_state``.
         propagated: How many layouts are priced by propagation.
-        compiled: How many of these are compiled; 0 for none.
+        compiled: How many of these are compiled; 0 for none. Of a deep model these are one and two
+            blocks. All of them are compiled, which takes as much longer, of what would be picked
+            and is too near to the limit for fewer to tell whether it fits.
         compile_for: For as many simulated devices, which takes seconds each; or for the
             ``"hardware"`` itself by its own compiler, for TPUs, which takes minutes.
         progress: None shows a bar for each stage in a terminal or a notebook, True lines elsewhere
@@ -127,26 +143,32 @@ def choose_layout(
     >>> choices.best.mesh_shape
     {'data': 2, 'model': 4}
     """
-    check_search(keep, rematerialise, microbatches, propagated, compiled)
-    asked = read_problem(model, loss_fn, optimizer, batch, seq, plain_arrays)
+    check_search(keep, rematerialise, microbatches, propagated, compiled, on_indivisible, names)
+    asked = read_problem(model, loss_fn, optimizer, batch, seq, plain_arrays, names)
     on = read_devices(devices, hardware, memory)
-    found = candidates(
+    topology = on.compiled_for(compile_for)
+    if compiled and topology is not None:
+        compiler_of(topology)  # Refused now, if it is not there, and not after the other stages.
+    find = functools.partial(
+        candidates,
         asked.problem,
         mesh_shapes(on.hardware) if on.mesh_shape is None else [on.mesh_shape],
-        keep,
         hardware=on.hardware,
         names=names,
         blocks=blocks,
         rematerialise=rematerialise,
         microbatches=microbatches,
+        on_indivisible=on_indivisible,
     )
+    found = find(keep)
     restrictions = {
-        f"keep={dict(keep or {})!r}": bool(keep),
+        _text_of_kept(keep or {}, find if not found else None): bool(keep),
         "the mesh, devices=": on.mesh_shape is not None,
         "rematerialise=": tuple(rematerialise) != POLICIES,
         "microbatches=": tuple(microbatches) != MICROBATCHES,
     }
-    return searched(
+    notes = [f"Left out: {reason}." for reason in found.left_out]
+    choices = searched(
         asked,
         on,
         found,
@@ -154,16 +176,30 @@ def choose_layout(
             asked.problem,
             with_propagation=propagated > 0,
             with_compiling=compiled > 0,
-            topology=on.compiled_for(compile_for),
+            topology=topology,
+            notes=notes,
         ),
         most={"propagation": propagated, "compiled": compiled},
         restricted_by=[text for text, is_given in restrictions.items() if is_given],
         progress=progress,
-        notes=[
-            *([_ESTIMATED] if compiled and compile_for == "simulated" else []),
-            *(f"Left out: {reason}." for reason in found.left_out),
-        ],
+        notes=notes,
+        could_be_padded=found.could_be_padded,
     )
+    if compile_for == "hardware" or choices.best.priced_by != "compiled":
+        return choices
+    return dataclasses.replace(choices, notes=(_ESTIMATED, *choices.notes))
+
+
+def _text_of_kept(keep: Keep, find: Callable[[Keep], Sequence[Candidate]] | None) -> str:
+    """What is kept; only the pairs without which there are layouts, if these are looked for."""
+    of_pair = {
+        name: f"keep={ {name: over}!r}"
+        for name, over in keep.items()
+        if find is not None
+        and len(keep) > 1
+        and find({other: each for other, each in keep.items() if other != name})
+    }
+    return " or ".join(of_pair.values()) or f"keep={dict(keep)!r}"
 
 
 def searched(
@@ -176,6 +212,7 @@ def searched(
     restricted_by: Sequence[str] = (),
     progress: Any = None,
     notes: Sequence[str] = (),
+    could_be_padded: int = 0,
 ) -> Choices:
     """The choices among some candidates.
 
@@ -188,6 +225,7 @@ def searched(
         restricted_by: The arguments by which there are fewer candidates.
         progress: As for ``byte_progress``.
         notes: What else there is to know, in sentences.
+        could_be_padded: How many tables are left out that ``on_indivisible="pad"`` would try.
 
     Raises:
         NothingFitsError: No candidate fits into the memory.
@@ -201,18 +239,32 @@ def searched(
     def time_of(candidate: Candidate, cost: StepCost) -> StepTime:
         return StepTime.of(cost, candidate.mesh_shape, devices.hardware)
 
-    with SearchProgress(progress) as shown:
-        search = Search(devices.memory, time_of, dict(most), shown.watch)
+    with (
+        seldom_collected(),
+        SearchProgress(progress) as shown,
+        Interruption() as interruption,
+    ):
+
+        def watch(stage: StageName, done: int, total: int) -> None:
+            shown.watch(stage, done, total)
+            interruption.check()
+
+        search = Search(devices.memory, time_of, dict(most), watch)
         found = search.run(some, stages)
-    priced = found.all_priced()
-    if not priced:
-        raise PlanError(
-            f"none of the layouts for {asked} can be laid out:",
-            [why for _, why in found.refused],
-        )
+    if found.refusals:
+        raise PlanError(f"none of the layouts for {asked} can be laid out:", found.refusals)
     if not found.ranked(devices.memory):
-        batch = problem.sizes.get("batch")
-        raise nothing_fits(found.last_priced(), len(priced), devices.memory, batch, restricted_by)
+        batch = problem.sizes.get(problem.problem.batch_axis)
+        count = len(found.all_priced())
+        raise nothing_fits(
+            found.last_priced(),
+            count,
+            devices.memory,
+            batch,
+            restricted_by,
+            could_be_padded,
+            found.in_doubt,
+        )
     return Choices(
         found, devices.hardware, devices.memory, asked, problem.step_options, tuple(notes)
     )

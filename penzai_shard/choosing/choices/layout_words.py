@@ -43,7 +43,23 @@ def step_words(candidate: Candidate) -> str:
 
 def candidate_words(candidate: Candidate) -> str:
     """A candidate in words; two that are laid out otherwise have other words."""
-    return f"{step_words(candidate)}: {layout_words(candidate.layout)}"
+    return f"{step_words(candidate)}: {laid_out_words(candidate)}"
+
+
+def laid_out_words(candidate: Candidate) -> str:
+    """The layout of a candidate, and what is stored padded.
+
+    >>> from penzai_shard.choosing.candidates.candidate import PaddedAxis
+    >>> layout = Layout(parameters={"vocabulary": "model"}, compute={})
+    >>> padded = (PaddedAxis("vocabulary", 50257, 50264),)
+    >>> laid_out_words(Candidate((("model", 8),), layout, padded=padded))
+    'parameters: vocabulary over model | activations: whole | padded: vocabulary 50,257 to 50,264'
+    """
+    said = layout_words(candidate.layout)
+    if not candidate.padded:
+        return said
+    padded = [f"{name} {length:,} to {stored:,}" for name, length, stored in candidate.padded]
+    return f"{said} | padded: {', '.join(padded)}"
 
 
 def _rules_words(rules: AxisRules) -> str:

@@ -1,13 +1,29 @@
 """The search: all candidates priced quickly, the best of them more and more exactly."""
 
+import collections
 import dataclasses
-import statistics
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from penzai_shard.choosing.candidates import Candidate
+from penzai_shard.choosing.choices.estimate_errors import (
+    MARGIN_IF_CHECKED,
+    EstimateErrors,
+    computing_kind,
+)
 from penzai_shard.choosing.choices.priced_candidates import Priced, StageName
-from penzai_shard.choosing.choices.selection import best_by_price, may_fit, selected
+from penzai_shard.choosing.choices.selection import (
+    Price,
+    as_bound,
+    as_priced,
+    best_by_price,
+    leanest,
+    price_of,
+    selected,
+    without,
+)
 from penzai_shard.choosing.step_costs import StepCost
 from penzai_shard.choosing.step_times import StepTime
 from penzai_shard.errors import ShardingError
@@ -21,6 +37,11 @@ _MOST_ROUNDS = 4
 _CLEARLY_LESS = 0.98
 # What seems to be over the limit by less than this may fit.
 _NEARLY = 1.05
+# What is held but for what is stored is extrapolated from one and two blocks this well (3.5 % at
+# most was seen, where buffers of two blocks fell into place otherwise than those of four).
+_EXTRAPOLATED_WITHIN = 0.05
+# So many that are over the limit by no more than that are compiled whole, because they may fit.
+_MOST_DOUBTFUL = 4
 
 
 class Stage(Protocol):
@@ -34,10 +55,23 @@ class Stage(Protocol):
         """What each costs, in their order; or why it cannot be laid out so."""
 
     def close(self) -> None:
-        """Ends what it holds, such as processes."""
+        """Ends what it holds, such as processes; once more does nothing."""
+
+
+@runtime_checkable
+class ExtrapolatingStage(Stage, Protocol):
+    """A stage whose costs of deep models may follow from those of fewer blocks."""
+
+    @property
+    def is_extrapolating(self) -> bool:
+        """Whether they do."""
+
+    def whole_costs(self, candidates: Sequence[Candidate]) -> Iterator[StepCost | ShardingError]:
+        """What each costs, extrapolated from nothing."""
 
 
 TimeOf: TypeAlias = Callable[[Candidate, StepCost], StepTime]
+CostsOf: TypeAlias = Callable[[Sequence[Candidate]], Iterator[StepCost | ShardingError]]
 Watch: TypeAlias = Callable[[StageName, int, int], None]
 """Told of a stage, how many of its candidates are priced, and how many there are."""
 
@@ -48,13 +82,18 @@ class Found:
 
     Attributes:
         priced: What was priced, by the stage.
+        asked: How many candidates each stage was asked for.
         refused: Candidates that turned out not to be possible, with the reason.
         is_interrupted: Whether it was ended before it was through.
+        in_doubt: Where nothing that was compiled fits, how many others may, as much as estimates
+            of memory err.
     """
 
     priced: dict[StageName, list[Priced]] = dataclasses.field(default_factory=dict)
+    asked: collections.Counter[StageName] = dataclasses.field(default_factory=collections.Counter)
     refused: list[tuple[Candidate, str]] = dataclasses.field(default_factory=list)
     is_interrupted: bool = False
+    in_doubt: int = 0
 
     def all_priced(self) -> list[Priced]:
         """Every candidate with its most exact price."""
@@ -63,6 +102,13 @@ class Found:
             for one in stage:
                 last[one.candidate] = one
         return list(last.values())
+
+    @property
+    def refusals(self) -> list[str]:
+        """The reasons, each once, if a stage refused all that it was asked for."""
+        if self.is_interrupted or all(self.priced.values()):
+            return []
+        return list(dict.fromkeys(why for _, why in self.refused))
 
     def last_priced(self) -> list[Priced]:
         """What the most exact stage that priced anything has priced."""
@@ -116,12 +162,12 @@ class Search:
             self._price(first, candidates, found)
             before = first
             for stage in later:
+                before.close()
                 priced = found.priced[before.name]
                 if stage.name == "compiled":
                     self._compile(stage, priced, found)
                 else:
-                    best = selected(priced, self.limit, self.most[stage.name])
-                    self._price(stage, [one.candidate for one in best], found)
+                    self._narrow(stage, priced, found)
                 before = stage
         except KeyboardInterrupt:
             if not any(found.priced.values()):
@@ -133,79 +179,202 @@ class Search:
         return found
 
     def _price(
-        self, stage: Stage, candidates: Sequence[Candidate], found: Found, expected: int = 0
+        self,
+        stage: Stage,
+        candidates: Sequence[Candidate],
+        found: Found,
+        expected: int = 0,
+        costs_of: CostsOf | None = None,
     ) -> None:
         priced = found.priced.setdefault(stage.name, [])
-        before = len(priced)
+        before = found.asked[stage.name]
         count = max(expected, before + len(candidates))
         self.watch(stage.name, before, count)
-        costs = stage.costs(candidates)
+        costs = (costs_of or stage.costs)(candidates)
         for number, (candidate, cost) in enumerate(zip(candidates, costs, strict=True), 1):
             if isinstance(cost, ShardingError):
                 found.refused.append((candidate, str(cost)))
+            elif unfit := cost.unfit_figure:
+                reason = f"the stage {stage.name!r} gave no price: {unfit}."
+                found.refused.append((candidate, reason))
             else:
                 time = self.time_of(candidate, cost)
                 priced.append(Priced(candidate, stage.name, cost, time))
+            found.asked[stage.name] = before + number
             self.watch(stage.name, before + number, count)
+
+    def _narrow(self, stage: Stage, estimated: Sequence[Priced], found: Found) -> None:
+        """Prices the best in several parts, each chosen by the memory of those before."""
+        checked = found.priced.setdefault(stage.name, [])
+        most = min(self.most[stage.name], len(estimated))
+        left, prices = list(estimated), set[Price]()
+        for part in _parts(most):
+            errors = EstimateErrors.of(checked, estimated)
+            fitting = [one for one in left if errors.likely_memory(one) <= self.limit]
+            time = min((one.time.bound for one in fitting), default=math.inf)
+            quicker = self._quicker_of_kinds(without(left, fitting), errors, time, part // 2)
+            best = list(quicker)
+            # Which of the two stages is right is not known yet.
+            learned = errors.likely_memory, errors.likely_time
+            for memory_of, time_of in (learned, (as_priced, as_bound)):
+                open_ = part - len(best)
+                places = open_ if memory_of is as_priced else open_ - open_ // _PARTS
+                rest = without(left, best)
+                best += selected(rest, self.limit, places, memory_of, time_of, prices)
+            best = best or leanest(left, part, errors.likely_memory)
+            self._price(stage, [one.candidate for one in best], found, most)
+            prices.update(price_of(one) for one in best)
+            left = without(left, best)
 
     def _compile(self, stage: Stage, estimated: Sequence[Priced], found: Found) -> None:
         """Compiles the best in several parts, each chosen by what is known of the ones before.
 
-        The estimates of time are good, those of memory wrong by a factor that candidates share
-        that keep alike for the backward pass. So the first part says what else fits.
+        Both stages before say what is best: each is wrong at times, and seldom at the same ones.
+        Their estimates of memory are wrong by a factor that candidates share which compute alike,
+        so that the first part says what else fits.
         """
         compiled = found.priced.setdefault(stage.name, [])
-        left = [one for one in estimated if may_fit(one, self.limit)]
-        guessed = {one.candidate: one.memory for one in estimated}
+        if not estimated:
+            return
+        possible = {one.candidate for one in estimated}
+        first = [one for one in next(iter(found.priced.values())) if one.candidate in possible]
+        views = [estimated, first] if first[0].stage != estimated[0].stage else [estimated]
         most, tried = self.most[stage.name], 0
-        while left and tried < _MOST_ROUNDS * most:
-            errors = MemoryErrors.of(compiled, guessed)
-            fitting = [one for one in compiled if one.memory <= self.limit]
-            limit = self.limit * _NEARLY
-            likely = [one for one in left if errors.likely_memory(one) <= limit]
-            if tried >= most and fitting:
-                bound = min(one.time.bound for one in fitting) * _CLEARLY_LESS
-                likely = [one for one in likely if one.time.bound < bound]
-                if not likely or tried >= _MOST_IF_ANY_FITS * most:
+        while tried < _MOST_ROUNDS * most:
+            times = [one.time.bound for one in compiled if one.memory <= self.limit]
+            part = min(max(most // _PARTS, 2), most - tried if tried < most else most)
+            best = self._worth_compiling(views, found, min(times, default=math.inf), part)
+            if tried >= most and times:
+                bound = min(times) * _CLEARLY_LESS
+                best = [one for one in best if one.time.bound < bound]
+                if tried >= _MOST_IF_ANY_FITS * most:
                     break
-            part = min(max(most // _PARTS, 1), most - tried if tried < most else most)
+            if not best:
+                break
+            some = list(dict.fromkeys(one.candidate for one in best))
+            self._price(stage, some, found, most)
+            tried += len(some)
+        whole = next(iter(found.priced.values()))
+        checked: set[Candidate] = set()
+        before = -1
+        while before < found.asked[stage.name]:
+            before = found.asked[stage.name]
+            self._look_for_any_that_fits(stage, [estimated, whole], found)
+            if isinstance(stage, ExtrapolatingStage) and stage.is_extrapolating:
+                self._check_the_best(stage, found, checked)
+            if any(one.memory <= self.limit for one in compiled):
+                break
+
+    def _check_the_best(
+        self, stage: ExtrapolatingStage, found: Found, checked: set[Candidate]
+    ) -> None:
+        """Compiles the best whole where it is too near to the limit to be told by fewer blocks.
+
+        So on with the next, until the best is one that is certain to fit. What seems to be over the
+        limit by no more than that may fit too, and a few of these are compiled whole.
+
+        Args:
+            stage: The stage that compiles.
+            found: What is found so far.
+            checked: The candidates that were compiled whole, to which those are added that are.
+        """
+        compiled, doubtful = found.priced[stage.name], _MOST_DOUBTFUL
+
+        def margin(one: Priced) -> float:
+            return 0.0 if one.candidate in checked else _EXTRAPOLATED_WITHIN * _not_stored(one)
+
+        while True:
+            fitting = [one for one in compiled if one.memory <= self.limit]
+            near = [one for one in compiled if 0 < one.memory - self.limit <= margin(one)]
+            # Where nothing fits, what is nearest most likely does.
+            some = [*fitting, *(near if doubtful else ())]
+            best = min(some, key=lambda one: one.rank if fitting else (one.memory,), default=None)
+            if best is None or best.memory + margin(best) <= self.limit:
+                return
+            doubtful -= best.memory > self.limit
+            checked.add(best.candidate)
+            self._price(stage, [best.candidate], found, costs_of=stage.whole_costs)
+            compiled[:] = [each for each in compiled if each is not best]
+
+    def _look_for_any_that_fits(
+        self, stage: Stage, views: Sequence[Sequence[Priced]], found: Found
+    ) -> None:
+        """Compiles what may fit although it does not seem to, or hold less than the nearest.
+
+        Else it cannot be said that nothing fits. What a stage before left out may be among it.
+        """
+        compiled, most = found.priced[stage.name], _MOST_ROUNDS * self.most[stage.name]
+        while not any(one.memory <= self.limit for one in compiled):
+            nearest = min((one.memory for one in compiled), default=math.inf)
+            least: dict[Candidate, None] = {}
+            doubtful: set[Candidate] = set()
+            for view in views:
+                left, errors = self._left(view, found)
+                bounds = [(errors.least_memory(one), one.rank, one.candidate) for one in left]
+                doubtful |= {one for bytes_, _, one in bounds if bytes_ <= self.limit}
+                if bounds and min(bounds)[0] < max(nearest, self.limit * MARGIN_IF_CHECKED):
+                    least[min(bounds)[2]] = None
+            found.in_doubt = len(doubtful)
+            if not least or len(compiled) >= most:
+                break
+            self._price(stage, list(least), found)
+
+    def _left(self, view: Sequence[Priced], found: Found) -> tuple[list[Priced], EstimateErrors]:
+        """What was not compiled yet, by what it holds; and how wrong that is thought to be."""
+        compiled = found.priced["compiled"]
+        errors = EstimateErrors.of(compiled, view)
+        done = {one.candidate for one in compiled} | {one for one, _ in found.refused}
+        left = [one for one in view if one.candidate not in done]
+        return leanest(left, len(left), errors.likely_memory), errors
+
+    def _worth_compiling(
+        self, views: Sequence[Sequence[Priced]], found: Found, best_time: float, most: int
+    ) -> list[Priced]:
+        """The best of what seems to fit, and what is quicker and may fit, by each stage before."""
+        chosen: list[Priced] = []
+        for view, places in zip(views, (most - most // 2, most // 2), strict=False):
+            left, errors = self._left(view, found)
+            taken = {one.candidate for one in chosen}
+            left = [one for one in left if one.candidate not in taken]
+            if found.priced["compiled"]:
+                left = [one for one in left if errors.may_fit(one, self.limit)]
+            places = places if len(views) > 1 else most
+            likely = [one for one in left if errors.likely_memory(one) <= self.limit * _NEARLY]
+            time = min([best_time, *(errors.likely_time(one) for one in likely)])
+            quicker = self._quicker_of_kinds(
+                without(left, likely), errors, time, places - min(len(likely), (places + 1) // 2)
+            )
+            best = [*quicker, *best_by_price(likely, places - len(quicker), errors.likely_time)]
             # Those that hold least come nearest, where none seems to fit.
-            leanest = sorted(left, key=lambda one: (errors.likely_memory(one), one.rank))
-            best = best_by_price(likely, part) or leanest[:part]
-            if not compiled and part > 1:
-                best = [*(one for one in best if one is not leanest[0])][: part - 1] + leanest[:1]
-            self._price(stage, [one.candidate for one in best], found, most)
-            tried += len(best)
-            done = {id(one) for one in best}
-            left = [one for one in left if id(one) not in done]
+            best = best or left[:places]
+            if not found.priced["compiled"] and places > 1:
+                best = [*(one for one in best if one is not left[0])][: places - 1] + left[:1]
+            chosen += best
+        return chosen
+
+    def _quicker_of_kinds(
+        self, doubtful: Sequence[Priced], errors: EstimateErrors, time: float, most: int
+    ) -> list[Priced]:
+        """Candidates that are quicker than a time and may fit, of kinds that were not checked.
+
+        One of each kind, because its price tells which others of its kind fit.
+        """
+        found: dict[Hashable, Priced] = {}
+        for one in sorted(doubtful, key=lambda one: one.rank):
+            if errors.likely_time(one) >= time * _CLEARLY_LESS:
+                continue
+            if not errors.is_checked(one) and errors.may_fit(one, self.limit):
+                found.setdefault(computing_kind(one.candidate), one)
+        return list(found.values())[:most]
 
 
-@dataclasses.dataclass(frozen=True)
-class MemoryErrors:
-    """How wrong estimates of memory are, by those that were checked.
-
-    Attributes:
-        by_kind: The ratios of exact to estimated memory, by what blocks keep.
-    """
-
-    by_kind: Mapping[Hashable, Sequence[float]]
-
-    @classmethod
-    def of(cls, exact: Sequence[Priced], guessed: Mapping[Candidate, int]) -> "MemoryErrors":
-        """The errors of those estimates of which the truth is known."""
-        by_kind: dict[Hashable, list[float]] = {}
-        for one in exact:
-            ratio = one.memory / max(guessed[one.candidate], 1)
-            by_kind.setdefault(_kind(one.candidate), []).append(ratio)
-        return cls(by_kind)
-
-    def likely_memory(self, estimated: Priced) -> float:
-        """The memory of a candidate, if its estimate is as wrong as those of its like."""
-        everything = [ratio for ratios in self.by_kind.values() for ratio in ratios]
-        ratios = self.by_kind.get(_kind(estimated.candidate)) or everything or [1.0]
-        return estimated.memory * statistics.median(ratios)
+def _not_stored(one: Priced) -> float:
+    """What a candidate holds beside what is stored, in bytes."""
+    memory = one.cost.memory
+    return memory.get("activations", 0.0) + memory.get("gradients", 0.0)
 
 
-def _kind(candidate: Candidate) -> Hashable:
-    layout = candidate.layout
-    return layout.rematerialise, layout.reshard_after_forward, candidate.microbatches > 1
+def _parts(most: int) -> list[int]:
+    """A number in parts, the first ones not larger than the others."""
+    ends = [most * number // _PARTS for number in range(_PARTS + 1)]
+    return [end - start for start, end in itertools.pairwise(ends) if end > start]

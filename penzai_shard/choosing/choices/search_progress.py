@@ -47,5 +47,8 @@ class SearchProgress:
             shown = byte_progress(self._progress, _LABELS[stage], "layouts")
             self._display = self._shown.enter_context(shown)
             self._display.begin(total)
-        else:
-            self._display.advance(done - self._display.done)
+            return
+        if total > self._display.total:
+            # More is compiled than was meant to be.
+            self._display.begin(total)
+        self._display.advance(done - self._display.done)

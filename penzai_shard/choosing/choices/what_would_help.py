@@ -1,7 +1,7 @@
 """What is said where nothing fits: the nearest candidate, and what would help."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from penzai_shard.choosing.choices.layout_words import candidate_words
 from penzai_shard.choosing.choices.priced_candidates import Priced
@@ -18,6 +18,8 @@ def nothing_fits(
     limit: int,
     batch: int | None,
     restricted_by: Sequence[str],
+    could_be_padded: int = 0,
+    in_doubt: int = 0,
 ) -> NothingFitsError:
     """The error that no candidate fits.
 
@@ -27,6 +29,8 @@ def nothing_fits(
         limit: The memory of a device, in bytes.
         batch: How many examples the batch has; None if that is not known.
         restricted_by: The arguments by which there were fewer candidates.
+        could_be_padded: How many tables are left out that ``on_indivisible="pad"`` would try.
+        in_doubt: How many candidates may fit that were not compiled, as estimates err.
     """
     nearest = min(priced, key=lambda one: (one.memory, one.rank))
     held = ", ".join(
@@ -37,13 +41,15 @@ def nothing_fits(
         f"each device. The nearest needs {bytes_text(nearest.memory)}, which is "
         f"{bytes_text(nearest.memory - limit)} too much ({held}): "
         f"{candidate_words(nearest.candidate)}. What would help:",
-        _advice(nearest, limit, batch, restricted_by),
+        [
+            *_advice(nearest, limit, batch),
+            *_more_compiled(priced, count, in_doubt),
+            *_more_layouts(restricted_by, could_be_padded),
+        ],
     )
 
 
-def _advice(
-    nearest: Priced, limit: int, batch: int | None, restricted_by: Sequence[str]
-) -> list[str]:
+def _advice(nearest: Priced, limit: int, batch: int | None) -> list[str]:
     candidate = nearest.candidate
     devices = math.prod(candidate.mesh_shape.values())
     resident = sum(nearest.cost.memory.get(part, 0.0) for part in _HELD_WITHOUT_BATCH)
@@ -51,10 +57,11 @@ def _advice(
     advice = [f"more devices: {_power_of_two(devices * nearest.memory / limit):,} or more."]
     if resident >= limit:
         advice.append(
-            "less in each device: parameters in bfloat16, or an optimizer that keeps less, such as "
-            f"optax.adafactor. Without any batch it is {bytes_text(resident)}."
+            "less in each device: an optimizer that keeps less, such as optax.adafactor, or "
+            "parameters of fewer bytes, as bfloat16 has. Without any batch it is "
+            f"{bytes_text(resident)}."
         )
-        return [*advice, *_less_restricted(restricted_by)]
+        return advice
     if batch is not None and batch > 1:
         less = max(int(batch * (limit - resident) / with_batch), 1)
         advice.append(f"a smaller batch: about {less:,} in place of {batch:,}.")
@@ -63,13 +70,27 @@ def _advice(
             "rematerialisation: jax.checkpoint around the blocks of a model whose blocks are not "
             "those of Penzai's transformers."
         )
-    return [*advice, *_less_restricted(restricted_by)]
+    return advice
 
 
-def _less_restricted(restricted_by: Sequence[str]) -> list[str]:
-    if not restricted_by:
-        return []
-    return [f"more layouts to choose from: leave out {' and '.join(restricted_by)}."]
+def _more_compiled(priced: Sequence[Priced], count: int, in_doubt: int) -> Iterator[str]:
+    if priced[0].stage == "compiled" and len(priced) < count:
+        some = f"{in_doubt:,} of the others may fit" if in_doubt else "none of the others fits"
+        yield (
+            f"more of them compiled: {len(priced):,} of {count:,} were, and {some}, if estimates "
+            "of their memory are no more wrong than those of the compiled ones were. "
+            f"compiled={min(2 * len(priced), count)} tries more."
+        )
+
+
+def _more_layouts(restricted_by: Sequence[str], could_be_padded: int) -> Iterator[str]:
+    if restricted_by:
+        yield f"more layouts to choose from: leave out {' and '.join(restricted_by)}."
+    if could_be_padded:
+        yield (
+            f'storing padded what does not divide: on_indivisible="pad" tries '
+            f"{count_text(could_be_padded, 'more table')}."
+        )
 
 
 def _power_of_two(number: float) -> int:

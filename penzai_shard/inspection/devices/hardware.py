@@ -15,7 +15,12 @@ from penzai_shard.inspection.devices.mesh_networks import (
     MeshNetwork,
     TorusNetwork,
 )
-from penzai_shard.inspection.devices.published_figures import PUBLISHED, PublishedFigures
+from penzai_shard.inspection.devices.published_figures import (
+    PUBLISHED,
+    SIMULATED,
+    PublishedFigures,
+)
+from penzai_shard.inspection.devices.quantities import is_positive
 from penzai_shard.inspection.devices.topologies import (
     OTHER_NAMES,
     TPU_GENERATIONS,
@@ -38,6 +43,10 @@ class Hardware:
         memory: How much of its memory a program can have, in bytes; None if that is not known.
         network: How the devices are joined: a ``HostNetwork``, or a ``TorusNetwork`` of TPUs.
         sources: Where the figures are from.
+        memory_bandwidth: What one device can read from its memory and write to it, in bytes per
+            second; None if that is not known.
+        overlaps: Whether a device can compute while it sends. Simulated devices cannot: they share
+            the cores of one machine, and its memory.
 
     >>> hardware = Hardware.read("v5e:32")
     >>> hardware.name, hardware.device_count, f"{hardware.flops:.3g}"
@@ -52,12 +61,15 @@ class Hardware:
     memory: int | None
     network: DeviceNetwork
     sources: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    memory_bandwidth: float | None = None
+    overlaps: bool = True
 
     def __post_init__(self) -> None:
         problems = [
             f"{figure}: must be a positive number, not {given!r}."
-            for figure, given in (("flops", self.flops), ("memory", self.memory))
-            if given is not None and not _is_positive(given)
+            for figure in ("flops", "memory", "memory_bandwidth")
+            for given in (getattr(self, figure),)
+            if given is not None and not is_positive(given)
         ]
         raise_all(MeshError, f"hardware {self.name!r} cannot be:", problems)
 
@@ -68,10 +80,10 @@ class Hardware:
         Args:
             name: A kind of device and how many: chips of TPUs (``"v5e:32"``), or the name of a
                 topology (``"v5p:4x4x8"``, ``"v5e:16x16*2"``); GPUs in hosts of 8 (``"h100:16"``),
-                or hosts and devices of each (``"h100:4x4"``).
+                or hosts and devices of each (``"h100:4x4"``); simulated devices (``"cpu:8"``).
 
         Returns:
-            The hardware, with published figures.
+            The hardware, with published figures; of simulated devices with measured ones.
 
         Raises:
             MeshError: There is none of that name; the message says which there is.
@@ -81,12 +93,13 @@ class Hardware:
         """
         found = _NAME.fullmatch(name) if isinstance(name, str) else None
         if found is None:
-            counted = isinstance(name, str) and name.isdecimal()
-            fix = f"Say what they are: 'v5e:{name}'. " if counted else machine_fix(name)
+            fix = _meant_name(name) if isinstance(name, str) else ""
             raise MeshError(
                 f"{name!r} is not the name of hardware. {fix}Names are for instance {_EXAMPLES}."
             )
         kind, shape = found[1].lower(), tuple(map(int, found[2].split("x")))
+        if kind == "cpu":
+            return _simulated(name, shape, found[3])
         if kind not in PUBLISHED:
             raise MeshError(f"hardware {name!r}: {_unknown_kind(name, found[1])}")
         figures = PUBLISHED[kind]
@@ -147,6 +160,7 @@ class Hardware:
         within: float | None = None,
         between: float | None = None,
         within_chip: float | None = None,
+        memory_bandwidth: float | None = None,
     ) -> "Hardware":
         """The same with figures of one's own, measured or not published.
 
@@ -157,6 +171,7 @@ class Hardware:
                 per second.
             between: What a GPU or a chip can send to other hosts or slices.
             within_chip: What a device can send to the other one of its TPU chip.
+            memory_bandwidth: As the attribute.
 
         >>> hardware = Hardware.read("v4:4x4x4*2").with_figures(between=6.25e9)
         >>> hardware.bandwidth({"data": 2, "model": 64})["data"]
@@ -169,7 +184,7 @@ class Hardware:
         problems = [
             f"{figure}: must be a positive number of bytes per second, not {value!r}."
             for figure, value in changed.items()
-            if not _is_positive(value)
+            if not is_positive(value)
         ]
         raise_all(MeshError, f"hardware {self.name!r} cannot be:", problems)
         network: Any = self.network
@@ -177,6 +192,9 @@ class Hardware:
             self,
             flops=self.flops if flops is None else flops,
             memory=self.memory if memory is None else memory,
+            memory_bandwidth=(
+                self.memory_bandwidth if memory_bandwidth is None else memory_bandwidth
+            ),
             network=dataclasses.replace(network, **changed),
         )
 
@@ -190,6 +208,22 @@ def _tpus(topology: Topology, figures: PublishedFigures) -> Hardware:
         topology, figures.device_kind, figures.link, within_chip, figures.network
     )
     return _of_kind(topology.name, figures, network, per_chip)
+
+
+def _simulated(name: str, shape: tuple[int, ...], rest: str) -> Hardware:
+    """Simulated devices, each with its share of one machine."""
+    if len(shape) > 1 or rest or shape[0] == 0:
+        raise MeshError(f'hardware {name!r}: simulated devices are counted. Write "cpu:8".')
+    count, figures = shape[0], SIMULATED
+    return Hardware(
+        f"cpu:{count}",
+        figures.flops / count,
+        None,
+        HostNetwork(1, count, figures.link / count, None),
+        figures.sources,
+        figures.memory_bandwidth / count,
+        overlaps=False,
+    )
 
 
 def _gpus(kind: str, shape: tuple[int, ...], figures: PublishedFigures) -> Hardware:
@@ -217,7 +251,8 @@ def _of_kind(
     usable = device_figures(figures.device_kind)
     assert usable is not None
     sources = (*figures.sources, usable.source)
-    return Hardware(name, figures.flops / per_chip, usable.memory, network, sources)
+    bandwidth = figures.memory_bandwidth / per_chip
+    return Hardware(name, figures.flops / per_chip, usable.memory, network, sources, bandwidth)
 
 
 def _topology(kind: str, shape: tuple[int, ...], rest: str) -> Topology:
@@ -244,8 +279,24 @@ def _near_counts(kind: str, chips: int) -> str:
     return f"Write {' or '.join(names)}."
 
 
+def _meant_name(name: str) -> str:
+    """What to write in place of a number, of a kind alone, or of other people's forms of a name."""
+    if name.isdecimal():
+        return f"Say what they are: 'v5e:{name}'. "
+    kind = OTHER_NAMES.get(name.lower(), name.lower())
+    if kind in PUBLISHED:
+        return f"Say how many: '{kind}:8'. "
+    counted_first = re.fullmatch(r"(\d+)\s*x?\s*([A-Za-z][\w-]*)", name)
+    if counted_first and counted_first[2].lower() in PUBLISHED:
+        return f"Write '{counted_first[2].lower()}:{counted_first[1]}'. "
+    last_word = name.split()[-1] if name.split() else ""
+    if last_word != name and _NAME.fullmatch(last_word):
+        return f"Write {last_word!r}. "
+    return machine_fix(name)
+
+
 def _unknown_kind(name: str, kind: str) -> str:
-    known = f"Figures are known of {', '.join(PUBLISHED)}."
+    known = f"Figures are known of {', '.join(PUBLISHED)}, cpu."
     if kind.lower() in OTHER_NAMES:
         return f"{kind!r} is not known. Write {name.replace(kind, OTHER_NAMES[kind.lower()])!r}."
     near = [name.replace(kind, each) for each in difflib.get_close_matches(kind.lower(), PUBLISHED)]
@@ -255,8 +306,3 @@ def _unknown_kind(name: str, kind: str) -> str:
         "flops=4e14, memory=64 * 10**9, network=HostNetwork(hosts=2, devices_per_host=8, "
         "within=2e11, between=2e10))."
     )
-
-
-def _is_positive(given: Any) -> bool:
-    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
-    return is_number and 0 < given < float("inf")

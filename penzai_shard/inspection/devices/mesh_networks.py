@@ -48,6 +48,11 @@ class MeshNetwork:
                 best[link] = max(best.get(link, 0.0), rate)
         return sum(best.values())
 
+    def used(self, mesh_axes: Collection[str]) -> frozenset[str]:
+        """Of some mesh axes those of more than one device; if they are not known, all of these."""
+        real = [axis for axis, links in self.rates.items() if links]
+        return frozenset(axis for axis in mesh_axes or real if axis in real)
+
 
 class DeviceNetwork(Protocol):
     """How devices are connected."""

@@ -147,3 +147,11 @@ PUBLISHED: dict[str, PublishedFigures] = {
     "t4": _gpu("Tesla T4", 65, 320, 16, None, _GPU_PAGES + "tesla-t4"),
 }
 """By the short name of the kind of device, as in ``"v5e:32"`` and ``"h100:16"``."""
+
+# Of all simulated devices together in a second of one core of a server's processor (AMD EPYC with
+# AVX-512), rounded. Other machines are faster or slower in all of it; which of two layouts is
+# faster depends on ratios.
+SIMULATED = PublishedFigures(
+    "cpu", 120 * _GIGA, 7 * _GIGA, 10 * _GIGA, None, ("python -m benchmarks.simulated_hardware",)
+)
+"""What was measured of devices that JAX simulates on CPUs, of which nobody publishes anything."""

@@ -1,6 +1,9 @@
 """Bytes and rates as people write them."""
 
+import math
+import numbers
 import re
+from typing import Any
 
 from penzai_shard.errors import RuleTypeError
 
@@ -56,3 +59,13 @@ def read_bandwidths(text: str) -> dict[str, float]:
             )
         found[name] = float(read_bytes(size, f"--bandwidth {name}="))
     return found
+
+
+def is_positive(given: Any) -> bool:
+    """Whether something is a positive number, and not infinite.
+
+    >>> is_positive(2.5), is_positive(0), is_positive(True), is_positive(math.inf)
+    (True, False, False, False)
+    """
+    is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
+    return is_number and 0 < given < math.inf

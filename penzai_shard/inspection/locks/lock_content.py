@@ -23,11 +23,12 @@ class LockedArray:
         part: What it is for the step, such as ``"parameters"``.
         spec: The entries of its canonical spec, ``FREE`` for one that is left to the compiler;
             None if its whole layout is.
-        shape: Its global shape.
+        shape: Its global shape, as it is stored.
         dtype: Its dtype, such as ``"float32"`` or ``"key<fry>"``.
         donated: Whether a result may take its memory.
         on_host: Whether it is kept in the host's memory.
         chosen: The shape of what one device holds, where the compiler decided to split it.
+        true_shape: Its global shape without padding, if it is stored padded.
     """
 
     part: StepPart
@@ -37,6 +38,7 @@ class LockedArray:
     donated: bool = False
     on_host: bool = False
     chosen: tuple[int, ...] | None = None
+    true_shape: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, array: StepArray) -> "LockedArray":
@@ -50,6 +52,7 @@ class LockedArray:
             array.donated,
             array.is_on_host,
             array.shard_shape if spec is None and array.shard_shape != array.shape else None,
+            array.true_shape if array.true_shape != array.shape else None,
         )
 
     @property
@@ -66,12 +69,18 @@ class LockedArray:
 
     @property
     def type_text(self) -> str:
-        """Its dtype and shape for people.
+        """Its dtype and shape for people; behind a true length what it is padded to.
 
         >>> LockedArray("inputs", (), (8, 2), "int32").type_text
         'int32[8,2]'
+        >>> LockedArray("parameters", (), (16, 2), "float32", true_shape=(13, 2)).type_text
+        'float32[13(16),2]'
         """
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        lengths = (
+            f"{length}({stored})" if stored != length else str(length)
+            for length, stored in zip(self.true_shape or self.shape, self.shape, strict=True)
+        )
+        return f"{self.dtype}[{','.join(lengths)}]"
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -116,7 +116,8 @@ def _written_array(path: str, array: LockedArray) -> dict[str, Any]:
         "dtype": array.dtype,
     }
     written |= {name: True for name in ("donated", "on_host") if getattr(array, name)}
-    return written | ({} if array.chosen is None else {"chosen": list(array.chosen)})
+    shapes = {"chosen": array.chosen, "true_shape": array.true_shape}
+    return written | {name: list(shape) for name, shape in shapes.items() if shape is not None}
 
 
 def _written_collectives(
@@ -246,14 +247,17 @@ class _Reader:
     def arrays(self, entries: list[Any]) -> Iterator[tuple[str, LockedArray]]:
         def read(entry: Any) -> Iterator[tuple[str, LockedArray]]:
             chosen = _taken(entry, "chosen", _is_list_of(_is_count), None)
+            shape = _taken(entry, "shape", _is_list_of(_is_count))
+            true_shape = _taken(entry, "true_shape", _is_padded_to(shape), None)
             array = LockedArray(
                 part=_taken(entry, "part", lambda value: value in _PARTS),
                 spec=_spec(_taken(entry, "spec", _is_spec)),
-                shape=tuple(_taken(entry, "shape", _is_list_of(_is_count))),
+                shape=tuple(shape),
                 dtype=_taken(entry, "dtype", _is_text),
                 donated=_taken(entry, "donated", _is_truth, False),
                 on_host=_taken(entry, "on_host", _is_truth, False),
                 chosen=None if chosen is None else tuple(chosen),
+                true_shape=None if true_shape is None else tuple(true_shape),
             )
             return ((path, array) for path in _paths(_taken(entry, "path", _is_text)))
 
@@ -335,6 +339,17 @@ def _is_spec(value: Any) -> bool:
 
 def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+def _is_padded_to(stored: list[int]) -> Callable[[Any], bool]:
+    """Whether something is the true lengths of what is stored with these."""
+    is_list = _is_list_of(_is_count)
+    return lambda value: (
+        is_list(value)
+        and len(value) == len(stored)
+        and value != stored
+        and all(true <= length for true, length in zip(value, stored, strict=True))
+    )
 
 
 def _is_truth(value: Any) -> bool:

@@ -43,7 +43,8 @@ class ShardingLock:
     difference in a pull request shows what a change costs. The pytest plugin does both:
     ``assert_sharding_lock("train_step", step, state, tokens=tokens)``.
 
-    Specs, shapes, dtypes and counts of collectives are compared exactly, bytes within a tolerance.
+    Specs, shapes (stored and true ones, where arrays are padded), dtypes and counts of collectives
+    are compared exactly, bytes within a tolerance.
     The values of arrays and the names of functions are no part of it.
 
     Attributes:

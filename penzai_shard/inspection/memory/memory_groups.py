@@ -22,12 +22,13 @@ class MemoryGroup:
         part: What they are for the step.
         count: How many there are.
         names: The logical axes of each; None without names.
-        shape: The global shape of each.
+        shape: The global shape of each, without padding.
         dtype: The dtype of each.
         spec: The spec of each.
         is_replicated: Whether every device holds all of them.
         array_bytes: What one device holds of them, in bytes.
         optimizer_bytes: What one device holds of the optimizer's state for them, in bytes.
+        stored_shape: The global shape that each is stored with, which may be padded.
     """
 
     path: str
@@ -40,6 +41,7 @@ class MemoryGroup:
     is_replicated: bool
     array_bytes: int
     optimizer_bytes: int
+    stored_shape: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
@@ -49,7 +51,7 @@ class MemoryGroup:
     @property
     def axes_text(self) -> str:
         """The dimensions of each, with the mesh axes that they are split over."""
-        return axes_text(self.names, self.shape, self.spec)
+        return axes_text(self.names, self.shape, self.spec, self.stored_shape)
 
     def data(self) -> dict[str, Any]:
         """All but the count, for programs."""
@@ -63,6 +65,7 @@ class MemoryGroup:
             "is_replicated": self.is_replicated,
             "array_bytes": self.array_bytes,
             "optimizer_bytes": self.optimizer_bytes,
+            "stored_shape": self.stored_shape,
         }
 
 
@@ -101,12 +104,13 @@ def _group(members: Sequence[StepArray], of_optimizer: dict[str, int]) -> Memory
         part=first.part,
         count=len(members),
         names=first.names,
-        shape=first.shape,
+        shape=first.true_shape or first.shape,
         dtype=str(first.dtype),
         spec=first.spec,
         is_replicated=first.is_replicated,
         array_bytes=sum(array.bytes_per_device for array in members),
         optimizer_bytes=sum(of_optimizer[name] for name in trained),
+        stored_shape=first.shape,
     )
 
 
@@ -115,7 +119,7 @@ def _likeness(array: StepArray, collapse: bool) -> tuple[object, ...]:
         return (array.path,)
     if not array.shape:
         return (SCALARS,)
-    axes = axes_text(array.names, array.shape, array.spec)
+    axes = axes_text(array.names, array.true_shape or array.shape, array.spec, array.shape)
     return (folding_key(array.path), axes, str(array.dtype), array.is_replicated)
 
 

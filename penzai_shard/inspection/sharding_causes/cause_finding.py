@@ -219,8 +219,9 @@ class CauseFinder:
         """The parameter whose gradient or update a train step brings to its layout there."""
         if self._scopes.paths_in(operation.name):
             return None
-        parts = operation.name.split("/")[:-1]
-        names = ("/".join(parts[i:]) for i in range(1, len(parts)))
+        # What splits unevenly is pinned in a function that is compiled on its own.
+        parts = [each for each in operation.name.split("/")[:-1] if not each.startswith("jit(")]
+        names = ("/".join(parts[i:]) for i in range(len(parts)))
         return next((self._parameters[name] for name in names if name in self._parameters), None)
 
     def parameter_behind(self, value: int) -> StepArray | None:

@@ -11,7 +11,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from penzai_shard.compiled_programs.operation_names import OperationName
+from penzai_shard.compiled_programs.operation_names import COMPUTED_AGAIN, OperationName
 from penzai_shard.inspection.sharding_causes.cause_finding import CauseFinder
 from penzai_shard.inspection.sharding_causes.records import RowKind
 from penzai_shard.inspection.steps.lowered_steps import LoweredStep
@@ -23,7 +23,6 @@ from penzai_shard.tree_paths import path_endings
 # What a loop keeps of each round for later is written into one large array.
 _STORES = frozenset({"stablehlo.dynamic_update_slice"})
 _RESHAPES = frozenset({"stablehlo.reshape", "stablehlo.broadcast_in_dim"})
-_COMPUTED_AGAIN = "rematted_computation"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +194,7 @@ def _turned(array: StepArray, shape: tuple[int, ...]) -> StepArray:
 
 def _is_forward(name: str) -> bool:
     read = OperationName.of(name)
-    return not read.is_transposed and _COMPUTED_AGAIN not in read.scopes
+    return not read.is_transposed and COMPUTED_AGAIN not in read.scopes
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """What the layers of a model give while it is traced: shapes and logical axis names, no values."""
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import jax
@@ -39,7 +40,8 @@ class LayerOutputs:
                 if is_array_like(data):
                     struct = jax.ShapeDtypeStruct(data.shape, data.dtype)
                     names = dimension_names(leaf) if _is_named(leaf) else None
-                    arrays[StepArray.of(place, "outputs", struct, names)] = None
+                    array = StepArray.of(place, "outputs", struct)
+                    arrays[dataclasses.replace(array, names=names)] = None
 
     def of(self, path: str) -> tuple[StepArray, ...]:
         """The arrays that a layer gave, in their order; none if it was not called."""

@@ -17,7 +17,7 @@ from penzai_shard.inspection.steps.step_arguments import (
     one_mesh,
     refuse_constraints_alone,
 )
-from penzai_shard.inspection.steps.step_arrays import StepArray, abstract_leaf, names_in
+from penzai_shard.inspection.steps.step_arrays import StepArray, abstract_leaf, read_in
 from penzai_shard.inspection.steps.step_parts import StepPart, part_of_field
 from penzai_shard.inspection.steps.traced_functions import (
     arguments_of,
@@ -125,10 +125,9 @@ def _lower_state_step(
     traced, scopes, more = with_marks(
         lambda scopes: _marked_step(step, scopes).trace(state, **inputs), of_step
     )
-    names = names_in(state)
     arrays = [
-        StepArray.of(path, part_of_field(path), leaf, names)
-        for path, leaf, names in zip(paths, jax.tree.leaves(state), names, strict=True)
+        StepArray.of(path, part_of_field(path), leaf, read)
+        for path, leaf, read in zip(paths, jax.tree.leaves(state), read_in(state), strict=True)
     ]
     changing, constant = flat.form.parted(arrays)
     going_in = [*changing, *constant, *_arrays_of("inputs", inputs, "inputs")]
@@ -218,8 +217,8 @@ def _lowered(
 def _arrays_of(name: str, tree: Any, part: StepPart) -> list[StepArray]:
     """The arrays of an argument or a result, in order."""
     return [
-        StepArray.of(join_paths(name, path), part, leaf, names)
-        for (path, leaf), names in zip(paths_and_leaves(tree), names_in(tree), strict=True)
+        StepArray.of(join_paths(name, path), part, leaf, read)
+        for (path, leaf), read in zip(paths_and_leaves(tree), read_in(tree), strict=True)
     ]
 
 

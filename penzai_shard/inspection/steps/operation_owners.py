@@ -1,6 +1,5 @@
 """What the names of a program's operations say: whose each is, and in which phase it runs."""
 
-import functools
 import re
 from typing import Literal, get_args
 
@@ -25,13 +24,12 @@ class OperationOwners:
     def __init__(self, program: StepProgram) -> None:
         self._scopes: LayerScopes = program.step.scopes
         self._groups = _groups_of_arrays(program)
-        self._read = functools.cache(OperationName.of)
         # A program that differentiates nothing is a forward pass.
         differentiated = [
             name
             for op_name in {one.op_name for one in program.module}
             for name in merged_names(op_name)
-            if self._read(name).is_differentiated
+            if OperationName.of(name).is_differentiated
         ]
         self.has_gradients = bool(differentiated)
         # What is differentiated and has layers in it is a loss, also where a user wrote the step.
@@ -48,7 +46,7 @@ class OperationOwners:
             return paths[-1]
         if part := self._part_of_step(name):
             return part
-        if self._has_loss and self._read(name).is_differentiated:
+        if self._has_loss and OperationName.of(name).is_differentiated:
             return LOSS_SCOPE
         return None if self.has_layers else self._group_named(name)
 
@@ -58,7 +56,7 @@ class OperationOwners:
         Modules of Flax write the names under which they keep their arrays, behind the name of the
         outermost one.
         """
-        scopes = [scope for scope in self._read(name).scopes[:-1] if not _STRUCTURE.match(scope)]
+        scopes = [each for each in OperationName.of(name).scopes[:-1] if not _STRUCTURE.match(each)]
         for i in range(len(scopes)):
             if i and scopes[i - 1] != scopes[0]:
                 break
@@ -72,14 +70,14 @@ class OperationOwners:
         """The phase that an operation's name says."""
         if self._part_of_step(name) == OPTIMIZER_SCOPE:
             return "optimizer"
-        read = self._read(name)
+        read = OperationName.of(name)
         if read.is_differentiated:
             return "backward" if read.is_transposed else "forward"
         return None if self.has_gradients else "forward"
 
     def _part_of_step(self, name: str) -> str | None:
         """The outermost scope that the step wrote itself, and not its loss function."""
-        scopes = self._read(name).scopes
+        scopes = OperationName.of(name).scopes
         return next((scope for scope in scopes if scope in self._scopes.of_step), None)
 
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from penzai_shard.inspection.steps.step_parts import StepPart
 from penzai_shard.layers.remat_policies import HOST_MEMORY
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.named_leaves import map_arrays
+from penzai_shard.named_leaves import NamedLeaf, map_arrays
 from penzai_shard.partition_specs import canonical_spec
 from penzai_shard.placement import described_array
 from penzai_shard.planning.plan import itemsize
@@ -28,12 +28,13 @@ class StepArray:
     Attributes:
         path: Where it is, as plans print it: ``params/decoder/block_3/mlp.up``.
         part: What it is for the step.
-        shape: Its global shape.
+        shape: Its global shape, as it is stored.
         dtype: Its dtype.
         sharding: How it is laid out; None if the compiler decides.
         donated: Of an argument, whether a result may take its memory.
         names: The logical axis of each dimension.
         chosen_shape: The shape of what one device holds, where the compiler decides.
+        true_shape: Its global shape without padding, if it is stored padded.
     """
 
     path: str
@@ -44,6 +45,7 @@ class StepArray:
     donated: bool = False
     names: Names = None
     chosen_shape: tuple[int, ...] | None = None
+    true_shape: tuple[int, ...] | None = None
 
     @property
     def spec(self) -> PartitionSpec:
@@ -93,22 +95,34 @@ class StepArray:
         return dataclasses.replace(self, chosen_shape=shape[: len(self.shape)])
 
     @classmethod
-    def of(cls, path: str, part: StepPart, leaf: Any, names: Names = None) -> "StepArray":
-        """That of an array, or of a struct in its place."""
-        sharding = getattr(leaf, "sharding", None)
-        return cls(path, part, tuple(leaf.shape), leaf.dtype, sharding, names=names)
+    def of(cls, path: str, part: StepPart, leaf: Any, read: NamedLeaf | None = None) -> "StepArray":
+        """That of an array, or of a struct in its place.
+
+        Args:
+            path: Where it is.
+            part: What it is for the step.
+            leaf: The array.
+            read: The same with its logical axes, as ``read_in`` gives it.
+        """
+        array = cls(path, part, tuple(leaf.shape), leaf.dtype, getattr(leaf, "sharding", None))
+        return array if read is None else array.known_as(read)
+
+    def known_as(self, read: NamedLeaf) -> "StepArray":
+        """The array with the logical axes and true lengths that its tree gives it."""
+        true_shape = None if read.padding is None else read.shape
+        return dataclasses.replace(self, names=read.names, true_shape=true_shape)
 
 
-def names_in(tree: Any) -> list[Names]:
-    """The logical axes of every array of a tree, in the order of its leaves.
+def read_in(tree: Any) -> list[NamedLeaf]:
+    """Every array of a tree with its logical axes, in the order of its leaves.
 
     >>> from penzai import pz
     >>> import jax.numpy as jnp
-    >>> names_in([jnp.ones(3), pz.nx.ones({"embedding": 4})])
+    >>> [leaf.names for leaf in read_in([jnp.ones(3), pz.nx.ones({"embedding": 4})])]
     [None, ('embedding',)]
     """
-    # A leaf stands for itself in a tree, where None would be an empty tree.
-    return [leaf.names for leaf in jax.tree.leaves(map_arrays(tree, lambda leaf: leaf))]
+    # Of what is stored padded the leaf stands in the place of what is stored.
+    return list(jax.tree.leaves(map_arrays(tree, lambda leaf: leaf)))
 
 
 def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:

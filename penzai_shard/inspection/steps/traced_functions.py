@@ -24,7 +24,7 @@ from penzai_shard.inspection.steps.step_arguments import (
     check_callable,
     refuse_variables,
 )
-from penzai_shard.inspection.steps.step_arrays import StepArray, names_in
+from penzai_shard.inspection.steps.step_arrays import StepArray, read_in
 from penzai_shard.inspection.steps.step_parts import is_optimizer_state, paths_and_parts
 from penzai_shard.layers import Jitted
 from penzai_shard.library_apis.compiler_api import compiler_options_of, traced_arguments
@@ -340,14 +340,11 @@ def arguments_of(traced: jax.stages.Traced, scopes: LayerScopes) -> dict[str, St
         argument = scopes.unmarked(argument)
         places = paths_and_parts(argument, path, "inputs")
         structs = [jax.ShapeDtypeStruct(info.shape, info.dtype) for _, info in flat]
-        names = names_in(jax.tree.unflatten(jax.tree.structure(argument), structs))
-        for (place, part), array, struct, of_array in zip(
-            places, here, structs, names, strict=True
-        ):
-            shape, dtype = struct.shape, struct.dtype
+        named = read_in(jax.tree.unflatten(jax.tree.structure(argument), structs))
+        for (place, part), array, struct, read in zip(places, here, structs, named, strict=True):
             found[array.name] = StepArray(
-                place, part, shape, dtype, array.sharding, array.donated, of_array
-            )
+                place, part, struct.shape, struct.dtype, array.sharding, array.donated
+            ).known_as(read)
     return _with_trained_parameters(found)
 
 
@@ -369,10 +366,8 @@ def results_of(traced: jax.stages.Traced, scopes: LayerScopes) -> tuple[StepArra
     root = "" if isinstance(own, _WithVariables) else "result"
     places = paths_and_parts(own, root, "outputs")
     return tuple(
-        StepArray.of(path, part, leaf, names)
-        for (path, part), leaf, names in zip(
-            places, jax.tree.leaves(own), names_in(own), strict=True
-        )
+        StepArray.of(path, part, leaf, read)
+        for (path, part), leaf, read in zip(places, jax.tree.leaves(own), read_in(own), strict=True)
     )
 
 

@@ -213,11 +213,11 @@ class _Parts:
 
     def _makers(self, operation: CollectiveOperation, position: int) -> tuple[Instruction, ...]:
         """What computes the values in an operand."""
-        return self._moved.flow.makers_of(operation.instruction)[position]
+        return self._moved.makers_of(operation.instruction)[position]
 
     def _users(self, operation: CollectiveOperation, position: int) -> tuple[Instruction, ...]:
         """What uses what comes out for an operand."""
-        return self._moved.flow.users_of(operation.instruction)[_out(operation, position)]
+        return self._moved.users_of(operation.instruction)[_out(operation, position)]
 
     def _named(self, instructions: Iterable[Instruction]) -> list[AttributedPart]:
         """What the names of some operations say."""

@@ -83,6 +83,11 @@ class Collective:
     scattered_bytes: int = 0
 
     @property
+    def wire_bytes_as_meant(self) -> float:
+        """What one device would send each time with a reduce-scatter for its scattered part."""
+        return self.wire_bytes - ring_bytes("reduce-scatter", self.scattered_bytes, self.group_size)
+
+    @property
     def dtype(self) -> str:
         """The dtype of what it moves, as programs write it; several joined by ``+``."""
         return "+".join(dict.fromkeys(array.partition("[")[0] for array in self.arrays))
@@ -156,7 +161,7 @@ class CollectiveTotal:
         return CollectiveTotal(*(a + b for a, b in zip(ours, theirs, strict=True)))
 
 
-def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
+def ring_bytes(kind: str, payload_bytes: float, group_size: int) -> float:
     """What one device sends in one collective by a ring algorithm, in bytes.
 
     Of n devices, with P the payload on one device: (n - 1) / n P in an all-gather, a reduce-scatter

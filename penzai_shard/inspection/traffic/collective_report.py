@@ -81,7 +81,7 @@ class CollectiveReport(Report):
         The compiler for CPUs writes them so; those for GPUs and TPUs do not.
         """
         saved = (
-            (one.times or 0) * ring_bytes("reduce-scatter", one.scattered_bytes, one.group_size)
+            (one.times or 0) * (one.wire_bytes - one.wire_bytes_as_meant)
             for one in self.collectives
         )
         return self.wire_bytes - sum(saved)

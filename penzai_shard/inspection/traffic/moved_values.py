@@ -45,24 +45,26 @@ class MovedValues:
     """The arrays of a step that the values in its program are, or are for.
 
     Attributes:
-        flow: The ways of values that stay what they are.
+        makers_of: For each operand of an instruction what makes the values in it.
+        users_of: For each array that comes out of an instruction what computes something of it.
     """
 
     def __init__(self, program: StepProgram) -> None:
         self._arguments: Mapping[str, StepArray] = program.step.arguments
         self._results = program.step.results
-        self.flow = ValueFlow(program.module)
+        flow = ValueFlow(program.module)
         self._updates = ValueFlow(program.module, through=_ELEMENTWISE)
         self._root = program.module.computations[program.module.entry].root
         # By instruction, since one collective may have many operands.
-        self._makers = functools.cache(self.flow.makers_of)
-        self._ends = functools.cache(self.flow.results_of)
+        self.makers_of = functools.cache(flow.makers_of)
+        self.users_of = functools.cache(flow.users_of)
+        self._ends = functools.cache(flow.results_of)
         self._updated = functools.cache(self._updates.results_of)
         self._argument_updated_to = functools.cache(self._find_argument_updated_to)
 
     def argument(self, one: Instruction, position: int) -> StepArray | None:
         """The argument of the step that an operand is, or a part of it; None if it is computed."""
-        makers = self._makers(one)[position]
+        makers = self.makers_of(one)[position]
         names = {maker.op_name for maker in makers if maker.opcode == "parameter"}
         if len(names) != 1 or any(
             maker.opcode not in ("parameter", "constant") for maker in makers
@@ -100,7 +102,7 @@ class MovedValues:
     @functools.cached_property
     def _from_inputs(self) -> frozenset[tuple[str, tuple[int, ...]]]:
         inputs = {name for name, array in self._arguments.items() if array.part == "inputs"}
-        every = ValueFlow(self.flow.module, through=EVERY_OPCODE)
+        every = ValueFlow(self._updates.module, through=EVERY_OPCODE)
         return every.reached_from(inputs)
 
     def _result_at(self, end: int) -> StepArray | None:

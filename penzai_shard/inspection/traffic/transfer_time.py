@@ -1,12 +1,10 @@
 """The least time in which a network can carry what a step moves."""
 
 import itertools
-import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from penzai_shard.errors import MeshError, raise_all
+from penzai_shard.inspection.devices.quantities import is_positive
 from penzai_shard.inspection.traffic.collective_records import Collective
 from penzai_shard.meshes import mesh_text
 
@@ -55,19 +53,39 @@ def time_of_loads(
     >>> time_of_loads({frozenset({"data"}): 6.0, frozenset({"data", "model"}): 6.0}, len)
     6.0
     """
+    return _time_over(loads, carried, worst_set(loads, carried))
+
+
+def worst_set(
+    loads: Mapping[frozenset[str], float], carried: Callable[[frozenset[str]], float]
+) -> frozenset[str]:
+    """The mesh axes whose links are busy for as long as ``time_of_loads`` says; the fewest.
+
+    Args:
+        loads: As for ``time_of_loads``.
+        carried: The same.
+
+    >>> sorted(worst_set({frozenset({"data"}): 6.0, frozenset({"data", "model"}): 7.0}, len))
+    ['data', 'model']
+    """
     used = sorted({axis for axes, bytes_ in loads.items() if bytes_ for axis in axes})
     sets = (
         frozenset(chosen)
         for size in range(1, len(used) + 1)
         for chosen in itertools.combinations(used, size)
     )
-    return max(
-        (
-            sum(bytes_ for axes, bytes_ in loads.items() if axes <= chosen) / carried(chosen)
-            for chosen in sets
-        ),
-        default=0.0,
-    )
+    return max(sets, key=lambda chosen: _time_over(loads, carried, chosen), default=frozenset())
+
+
+def _time_over(
+    loads: Mapping[frozenset[str], float],
+    carried: Callable[[frozenset[str]], float],
+    chosen: frozenset[str],
+) -> float:
+    """The time for what stays within some mesh axes."""
+    if not chosen:
+        return 0.0
+    return sum(bytes_ for axes, bytes_ in loads.items() if axes <= chosen) / carried(chosen)
 
 
 def _refuse_other_bandwidths(
@@ -95,11 +113,6 @@ def _refuse_other_bandwidths(
         f"mesh axis {axis!r}: its bandwidth must be a positive number of bytes per second, "
         f"not {given!r}."
         for axis, given in bandwidth.items()
-        if not _is_positive(given)
+        if not is_positive(given)
     ]
     raise_all(MeshError, "the least time of the collectives is not known:", problems)
-
-
-def _is_positive(given: Any) -> bool:
-    is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
-    return is_number and math.isfinite(given) and given > 0
