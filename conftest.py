@@ -4,10 +4,17 @@ import atexit
 import gc
 import os
 import pathlib
+import signal
 import tempfile
 from collections.abc import Iterator
 
-from tests.simulated_devices import EIGHT_DEVICES, fast, users_fusions
+from tests.simulated_devices import (
+    EIGHT_DEVICES,
+    UNFINISHED_ENTRY,
+    fast,
+    ignore_unfinished_entries,
+    users_fusions,
+)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Fused operations get other code than those of users: see tests.simulated_devices.
@@ -27,6 +34,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # Each program runs a few times: compiling it costs more than running it. What XLA does to whole
 # programs, their collectives and temporaries are the same; its code for one operation is slower.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Bytecode of the package is written, as Python does unless it is told otherwise: without it each of
+# the many processes that tests start compiles the whole package, in half a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # The width of every table and console that is not given one, whatever terminal the tests run in.
 os.environ["COLUMNS"] = "100"
 
@@ -36,15 +46,33 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="penzai_shard_tests_", ignore_cleanup_errors=True)
     atexit.register(_cache.cleanup)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
+os.environ["PYTHONWARNINGS"] = ",".join(
+    filter(None, [os.environ.get("PYTHONWARNINGS"), UNFINISHED_ENTRY])
+)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # Before any module is collected for its doctests, which would otherwise be imported a second time
 # if it is named first, with classes of its own.
+import hypothesis
 import jax
 import pytest
 
 import penzai_shard  # noqa: F401
+
+ignore_unfinished_entries()
+# A shell has programs in the background ignore Ctrl-C, and so all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples in every run, however slow the machine is: what fails was broken by a change.
+# --hypothesis-profile=others draws other ones.
+hypothesis.settings.register_profile(
+    "others", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile(
+    "tests", hypothesis.settings.get_profile("others"), derandomize=True
+)
+hypothesis.settings.load_profile("tests")
 
 # Tracing makes many small objects and little garbage, and JAX looks through all of its arrays at
 # each collection. With Python's own numbers, collections take a tenth of the time.
@@ -63,8 +91,8 @@ def compiled_as_by_users() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole notebooks come first, so that at the end no process waits half a minute for another."""
-    items.sort(key=lambda item: item.get_closest_marker("notebook") is None)
+    """Long tests come first, so that at the end no process waits half a minute for another."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 _running: pathlib.Path | None = None

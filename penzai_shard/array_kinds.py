@@ -81,6 +81,15 @@ def is_abstract(value: Any) -> bool:
     return isinstance(value, jax.ShapeDtypeStruct)
 
 
+def has_abstract(tree: Any) -> bool:
+    """Whether a tree has a shape where an array should be.
+
+    >>> has_abstract({"a": jax.ShapeDtypeStruct((2,), "float32"), "b": 1}), has_abstract([1])
+    (True, False)
+    """
+    return any(map(is_abstract, jax.tree_util.tree_leaves(tree)))
+
+
 def is_traced(value: Any) -> bool:
     """Whether a leaf is a tracer, of which only shape and dtype are known.
 

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 from jax.sharding import PartitionSpec
 
 from penzai_shard.fused_axes import divided_length, factors_of, lengths_of_fused, why_whole
-from penzai_shard.partition_specs import canonical_spec, part_count
+from penzai_shard.partition_specs import canonical_spec, padded_length, part_count
 from penzai_shard.rule_kinds import (
     IdentityRule,
     LargestDimensionRule,
@@ -344,22 +344,26 @@ class _Decider:
             what += f" of {name!r} ({size})"
         parts = part_count(rule.mesh_axes, self.mesh_shape)
         over = sized_mesh_axes_text(rule.mesh_axes, self.mesh_shape)
-        padded = max(parts, -(-length // parts) * parts)
         if self.on_indivisible == "replicate":
             reason = f"{what} replicated: does not divide over {over}, rule {rule}"
             self._decide(i, (), rule, reason)
             return
         if self.on_indivisible == "pad":
-            reason = f"{what} padded to {padded} over {over}, rule {rule}"
-            # A rule for a part of a fused dimension is for its major one, of which whole ones are
-            # added at the end.
-            self._decide(i, rule.mesh_axes, rule, reason, size // length * padded)
+            # Compilers split the true length into equal parts, and so is the dimension stored.
+            stored = padded_length(size, parts)
+            reason = f"{what} padded to {stored} over {over}, rule {rule}"
+            if rule.logical_axis != name:
+                reason = (
+                    f"{what} does not divide over {over}: equal parts of {stored // parts} cut "
+                    f"through it, rule {rule}"
+                )
+            self._decide(i, rule.mesh_axes, rule, reason, stored)
             return
         self._refuse(
             name,
             "indivisible",
             f"logical axis {what} does not divide over {over}, asked by rule {rule}. "
-            f"Pad it to {padded}, or map {name!r} to None.{PADDING_FIX}",
+            f"Pad it to {padded_length(length, parts)}, or map {name!r} to None.{PADDING_FIX}",
         )
 
     def _asked_twice(self, i: int, rule: NameRule) -> None:
@@ -433,6 +437,6 @@ class _Decider:
             self._decide(i, rule.mesh_axes, rule, reason)
             return
         parts = part_count(rule.mesh_axes, self.mesh_shape)
-        padded = -(-size // parts) * parts
+        padded = padded_length(size, parts)
         reason = f"{what} ({size}) padded to {padded} over {over} (largest free)"
         self._decide(i, rule.mesh_axes, rule, reason, padded)

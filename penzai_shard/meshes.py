@@ -9,6 +9,7 @@ array from one to the other moves no data.
 
 import contextlib
 import functools
+import inspect
 import math
 import numbers
 import reprlib
@@ -152,6 +153,11 @@ def refuse_other_than_mesh(mesh: Any, called: str = "", beside: Sequence[Any] = 
         if any(map(_is_mesh, beside)):
             raise RuleTypeError(
                 f"the arguments are mixed up: the mesh comes second. Write {called}."
+            )
+        if inspect.ismethod(mesh):
+            raise RuleTypeError(
+                f"the mesh is the method {mesh.__name__}, which was not called. Write "
+                f".{mesh.__name__}()."
             )
         raise RuleTypeError(
             f"a mesh is needed, not {type(mesh).__name__}: {reprlib.repr(mesh)}. "

@@ -9,6 +9,7 @@ import dataclasses
 import html
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -18,6 +19,8 @@ from penzai_shard.report_trees import ReportTree, printable, treescope_part
 PLAIN_WIDTH = 100
 # More lines than this in one cell are worse to read than the narrow layout.
 MOST_LINES = 4
+# Cells with more characters keep a width that can be read, however narrow the page is: it scrolls.
+_LONG_TEXT = 60
 # A table in a notebook shows at most so many rows; its text shows them all.
 NOTEBOOK_ROWS = 250
 
@@ -39,6 +42,7 @@ _CSS = (
     "max-width:34em;white-space:normal;word-break:normal;overflow-wrap:normal}"
     "table.pzs-table .r{text-align:right!important;font-variant-numeric:tabular-nums}"
     "table.pzs-table .n{white-space:nowrap}"
+    "table.pzs-table .w{min-width:14em}"
 )
 
 
@@ -170,7 +174,9 @@ class TextTable(NotebookView):
             shown = _element("strong", verdict, "", self.verdict_style())
             parts.append(f"<div>{shown}</div>")
         if rows or self.has_headings_alone:
-            parts += self._html_table(rows, styled=True)
+            # Wider than the page it scrolls, and not the page.
+            table = "".join(self._html_table(rows, styled=True))
+            parts.append(f'<section style="overflow-x:auto">{table}</section>')
         parts += [_element("div", line) for line in (*self.text_summary(), *_left_out(rows))]
         return "".join(parts)
 
@@ -178,7 +184,7 @@ class TextTable(NotebookView):
         """The rows alone as HTML, for a page that has a style and shows the rest itself.
 
         Its classes are ``pzs-table``, ``r`` for cells of numbers, ``n`` for what is not wrapped,
-        and the words of rich's styles, such as ``green``.
+        ``w`` for long texts, and the words of rich's styles, such as ``green``.
         """
         rows = self.text_rows()
         if not rows and not self.has_headings_alone:
@@ -199,6 +205,7 @@ class TextTable(NotebookView):
             yield "<tr>"
             for heading, kind, cell in zip(self.headings, classes, row, strict=True):
                 style = self.style_of(number, heading)
+                kind = kind or ("w" if len(cell) > _LONG_TEXT else "")
                 yield _element("td", cell, kind, style, styled, heading in self.paths)
             yield "</tr>"
         yield "</tbody></table>"
@@ -362,6 +369,13 @@ class Report(NotebookView):
 
     def __repr__(self) -> str:
         return str(self.table())
+
+
+def is_in_notebook() -> bool:
+    """Whether a kernel runs this, which shows more than text."""
+    shell = sys.modules.get("IPython")
+    current = None if shell is None else shell.get_ipython()
+    return current is not None and hasattr(current, "kernel")
 
 
 def wrapped(text: str, width: int, at_slash: bool = False) -> list[str]:

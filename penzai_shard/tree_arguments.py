@@ -39,16 +39,25 @@ the class dict. ...
             f"{called} takes a model or another tree of arrays, not a {type(tree).__name__}, which "
             "can be read only once. Give a dictionary or a list of what it yields: dict(...)."
         )
+    if said := getattr(type(tree), "given_for_arrays", ""):
+        raise RuleTypeError(
+            f"{called} takes a model or another tree of arrays. This {type(tree).__name__} {said}."
+        )
+    if tree is None:
+        raise RuleTypeError(
+            f"{called} takes a model or another tree of arrays, not None. Give a model, or one "
+            "without memory: abstract_model(build_model, ...)."
+        )
     refuse_module_without_arrays(f"{called} takes a model or another tree of arrays", tree)
     if problem := not_a_tree(tree):
         raise RuleTypeError(f"{called} takes a model or another tree of arrays; {problem}.")
     if problem := refusal(tree, as_model):
         raise RuleTypeError(f"{called} takes a model or another tree of arrays, {problem}.")
-    if tree is not None and not (callable(tree) and jax.tree_util.all_leaves([tree])):
+    if not (callable(tree) and jax.tree_util.all_leaves([tree])):
         return
     name = getattr(tree, "__name__", "")
     kind = "class" if isinstance(tree, type) else "function"
-    given = f"the {kind} {name}" if name else f"a {type(tree).__name__}" if callable(tree) else tree
+    given = f"the {kind} {name}" if name else f"a {type(tree).__name__}"
     example = name if name.isidentifier() else "build_model"
     raise RuleTypeError(
         f"{called} takes a model or another tree of arrays, not {given}. Give what it builds: "

@@ -3,6 +3,8 @@
 import os
 import pathlib
 
+from penzai_shard.errors import RuleTypeError
+
 
 def write_whole(path: str | os.PathLike[str], text: str) -> pathlib.Path:
     """Writes a text file in the place of one that is there.
@@ -32,3 +34,23 @@ def write_whole(path: str | os.PathLike[str], text: str) -> pathlib.Path:
     finally:
         beside.unlink(missing_ok=True)
     return path
+
+
+def refuse_folder(path: str | os.PathLike[str], option: str, file: str, what: str) -> None:
+    """Refuses a folder in place of a file, best before anything is computed for it.
+
+    Args:
+        path: Where the file is to be written.
+        option: How that is said.
+        file: What the file may be called.
+        what: What is written.
+
+    Raises:
+        RuleTypeError: A folder is there.
+    """
+    # An empty path is the folder that one is in.
+    if os.path.isdir(os.fspath(path) or "."):
+        raise RuleTypeError(
+            f"{os.fspath(path) or 'an empty path'} is a folder, and the {what} is one file. "
+            f"Give {option}{os.path.join(os.fspath(path), file)!r}."
+        )

@@ -8,7 +8,7 @@ import numpy as np
 from penzai import pz
 from penzai.models.transformer.variants import gpt_neox, llamalike_common
 
-_SLIDING = llamalike_common.AttentionTypeSlidingWindowCausal(2)
+LOCAL = llamalike_common.AttentionTypeSlidingWindowCausal(2)
 GLOBAL = llamalike_common.AttentionTypeGlobalCausal()
 _GEMMA = {"mlp_variant": "geglu_approx", "tie_embedder_and_logits": True}
 _GEMMA_2 = {
@@ -17,12 +17,12 @@ _GEMMA_2 = {
     "use_post_ffw_norm": True,
     "attn_logits_soft_cap": 50.0,
     "final_logit_softcap": 30.0,
-    "attention_type": (_SLIDING, GLOBAL),
+    "attention_type": (LOCAL, GLOBAL),
 }
 
 LLAMALIKE = {
     "llama": {},
-    "mistral": {"attention_type": _SLIDING},
+    "mistral": {"attention_type": LOCAL},
     "gemma": _GEMMA,
     "gemma_2": _GEMMA_2,
     "gemma_3": {

@@ -1,10 +1,12 @@
 """What XLA is asked for in tests and in the processes that they start: fast compilation.
 
-Named here is all in which tests do not compile as users do.
+Named here is all in which tests do not compile and run as users do.
 """
 
 import contextlib
 import importlib.metadata
+import types
+import warnings
 from collections.abc import Iterator
 
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
@@ -19,17 +21,38 @@ OLDER_FUSIONS = (
 # The code of a program in one piece: for small programs, 32 pieces to be compiled at once are a
 # tenth more work.
 ONE_PIECE = "--xla_cpu_parallel_codegen_split_count=1"
+# Of a machine that is busy with other things a device may get its turn late: after 40 seconds those
+# that wait for it end the process.
+PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+# Processes share what they compile, and JAX writes it into its place as it goes: one that reads too
+# early, or what a process has left that was killed, warns, and compiles it itself.
+_UNFINISHED = "Error reading persistent compilation cache entry"
+# In PYTHONWARNINGS, of which the last that fits counts: Python forgets what -W repeats of it.
+UNFINISHED_ENTRY = f"ignore:{_UNFINISHED}:UserWarning"
 # For `compile(compiler_options=...)`: the code for fused operations that users get.
 USERS_FUSIONS = {"xla_cpu_use_fusion_emitters": True} if OLDER_FUSIONS else {}
 
 
 def fast(flags: str) -> str:
-    """XLA flags with those that compile fast; what they say of it themselves is left alone."""
-    own = [flag for flag in (OLDER_FUSIONS, ONE_PIECE) if flag.partition("=")[0] not in flags]
+    """XLA flags with the tests' own; what they say of the same themselves is left alone."""
+    own = [
+        flag for flag in (OLDER_FUSIONS, ONE_PIECE, PATIENCE) if flag.partition("=")[0] not in flags
+    ]
     return " ".join([*flags.split(), *filter(None, own)])
 
 
 EIGHT_DEVICES_FAST = fast(EIGHT_DEVICES)
+
+
+def ignore_unfinished_entries() -> None:
+    """Has JAX say nothing of them in this process, whatever a test makes of warnings."""
+    from jax._src import compiler
+
+    def warn(message, *arguments, **options):
+        if not message.startswith(_UNFINISHED):
+            warnings.warn(message, *arguments, **options)
+
+    compiler.warnings = types.SimpleNamespace(warn=warn)
 
 
 @contextlib.contextmanager

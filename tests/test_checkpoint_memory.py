@@ -33,5 +33,6 @@ def test_all_ways_of_restoring_give_the_same_on_the_same_devices(prepared, layou
 
 def test_the_peak_is_that_of_the_work():
     _, above, peak = peak_above(lambda: np.ones(2**23))
-    assert 2**26 <= above < 2**27
+    # Linux counts the pages of a process to within some.
+    assert 0.9 * 2**26 < above < 2**27
     assert peak > above

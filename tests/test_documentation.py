@@ -11,7 +11,7 @@ import pytest
 
 import penzai_shard
 from penzai_shard import errors
-from tests.simulated_devices import EIGHT_DEVICES, EIGHT_DEVICES_FAST
+from tests.simulated_devices import EIGHT_DEVICES, EIGHT_DEVICES_FAST, UNFINISHED_ENTRY
 
 ROOT = Path(__file__).parents[1]
 ONE_NAME = """
@@ -83,6 +83,7 @@ def is_error(kind):
     return isinstance(kind, type) and issubclass(kind, Exception)
 
 
+@pytest.mark.long
 def test_every_public_name_has_its_page(site):
     names = {name for name in penzai_shard.__all__ if not name.startswith("__")}
     pages = {path.stem for path in (site / "reference" / "generated").glob("*.html")}
@@ -104,10 +105,19 @@ def test_the_front_page_leads_to_the_short_texts_and_the_reference(front):
     links = re.findall(r'href="([^"#]+)', page)
     for name in SHORT_TEXTS:
         assert f"guide/{name}.html" in links
-    for page in ("tour", "rules", "surgery", "training", "checkpoints", "reference/index"):
+    for page in (
+        "tour",
+        "rules",
+        "surgery",
+        "choosing",
+        "training",
+        "checkpoints",
+        "reference/index",
+    ):
         assert f"{page}.html" in links
 
 
+@pytest.mark.long
 def test_every_notebook_is_shown_with_its_pictures(site):
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
         page = (site / "notebooks" / f"{notebook.stem}.html").read_text("utf-8")
@@ -124,9 +134,14 @@ def test_the_short_texts_run_as_pasted_one_after_the_other(tmp_path):
     script = script.replace(EIGHT_DEVICES, EIGHT_DEVICES_FAST)
     inherited = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
+        [sys.executable, "-c", script],
         cwd=tmp_path,
-        env={**inherited, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        env={
+            **inherited,
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": f"error,{UNFINISHED_ENTRY}",
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -5,23 +5,27 @@ A release that breaks one of them fails here, with the name of the assumption.
 
 import ast
 import collections
+import contextlib
 import dataclasses
 import datetime
 import importlib
 import json
 import math
+import os
 import pathlib
 import re
 import subprocess
 import sys
 import threading
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import treescope
+from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.layout import Layout
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxlib.mlir.passmanager import PassManager
@@ -43,9 +47,11 @@ from penzai_shard.library_apis import (
     python_api,
     shardy_api,
     shardy_collectives,
+    shardy_forms,
     treescope_api,
 )
 from penzai_shard.traced_programs import inner_programs
+from tests.simulated_devices import UNFINISHED_ENTRY
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
@@ -323,7 +329,75 @@ def test_mesh_axes_of_size_one_stay_in_what_jax_lowers_and_shardy_takes_others_i
         ("sdy.all_reduce", ("model",))
     ]
     products = [each for each in reduces.operations if each.kind == "stablehlo.dot_general"]
-    assert [each.contracted for each in products] == [(1,)]
+    assert [each.contracted for each in products] == [(0,)]
+
+
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_a_product_gets_the_layout_of_xla_by_reshards_behind_it(in_a_loop):
+    """Shardy alone would exchange the first operand and gather the second one."""
+    automatic = (AxisType.Auto,) * 3
+    mesh = AbstractMesh((1, 1, 2), ("rows", "summed", "rest"), axis_types=automatic)
+    x, y = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (
+            ((64, 8), PartitionSpec(None, "summed")),
+            ((8, 64), PartitionSpec("summed")),
+        )
+    )
+    by_rows = NamedSharding(mesh, PartitionSpec("rows"))
+
+    def product(x, y):
+        made = jnp.sin(jnp.dot(x, y))
+        return x + jax.lax.with_sharding_constraint(made, by_rows)[:, :8]
+
+    def looped(x, y):
+        return jax.lax.scan(lambda x, _: (product(x, y), None), x, length=3)[0]
+
+    traced_product = jax.jit(looped if in_a_loop else product).trace(x, y)
+    program = shardy_collectives.MarkedProgram(traced_product.lower(lowering_platforms=("cpu",)))
+    assert {axis for mark in program.marks for axes in mark.dimensions for axis in axes} == {
+        "rows",
+        "summed",
+    }
+    specs = [tuple(("data",) if axes else () for axes in mark.dimensions) for mark in program.marks]
+    placed = program.placed({"data": 4}, specs)
+    moved = [each for each in placed.operations if each.mesh_axes]
+    behind = [each for each in moved if each.kind != "sdy.all_to_all"]
+    assert [each.kind for each in behind] == ["sdy.all_reduce", "sdy.all_slice"]
+    assert {each.times for each in behind} == {3 if in_a_loop else 1}
+
+
+def test_shardy_keeps_the_layout_of_arguments_that_do_not_divide():
+    mesh = AbstractMesh((1, 2), ("rows", "rest"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.ShapeDtypeStruct((5,), "float32", sharding=NamedSharding(mesh, PartitionSpec("rows")))
+    lowered = jax.jit(jnp.sin).trace(x).lower(lowering_platforms=("cpu",))
+    program = shardy_collectives.MarkedProgram(lowered)
+    placed = program.placed({"data": 4}, [(("data",),) for _ in program.marks])
+    assert placed.values[placed.arguments[0]].spec == (("data",),)
+    assert not any(each.mesh_axes for each in placed.operations)
+
+
+def test_dimensions_of_length_one_are_added_and_dropped_by_reshapes_and_not_by_broadcasts():
+    def function(rows, columns, one):
+        added = jax.lax.broadcast_in_dim(rows, (1, 4, 1), (1,))
+        stretched = jax.lax.broadcast_in_dim(columns, (4, 5, 6), (0, 2))
+        return added, stretched, one + stretched
+
+    shapes = (4,), (1, 6), ()
+    lowered = jax.jit(function).lower(*(jnp.ones(shape) for shape in shapes))
+    module = lowered.compiler_ir("stablehlo").operation.clone()
+    with module.context:
+        shardy_forms.bring_to_form_of_xla(module)
+        assert module.verify()
+    text = str(module)
+    assert re.findall(r"reshape .*: \((.*)\) -> (.*)", text) == [
+        ("tensor<4xf32>", "tensor<1x4x1xf32>"),
+        ("tensor<1x6xf32>", "tensor<6xf32>"),
+    ]
+    assert re.findall(r"broadcast_in_dim .*, (.*) : \((.*)\) -> (.*)", text) == [
+        ("dims = [2]", "tensor<6xf32>", "tensor<4x5x6xf32>"),
+        ("dims = []", "tensor<f32>", "tensor<4x5x6xf32>"),
+    ]
 
 
 def test_new_variables_of_a_program_take_the_type_of_others():
@@ -603,7 +677,7 @@ def test_what_is_called_before_threads_end_may_still_give_them_work():
         "api['before_threads_end'](lambda: print(pool.submit(int, 7).result()))"
     )
     command = [sys.executable, "-c", program, python_api.__file__]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     assert (done.stdout, done.stderr) == ("7\n", "")
 
 
@@ -614,7 +688,7 @@ def test_a_program_that_is_being_aborted_has_time_to_say_why():
         "time.sleep(0.3); print('why', flush=True); os._exit(75)"
     )
     command = [sys.executable, "-c", program, python_api.__file__]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert (done.stdout, done.returncode) == ("why\n", 75)
 
 
@@ -817,6 +891,26 @@ def test_a_program_compiled_from_its_bytecode_is_the_one_that_jax_compiles(lower
     assert {"w['kernel']", "x"} <= names
 
 
+@contextlib.contextmanager
+def cached_in(folder):
+    """JAX's cache of what is compiled is that folder."""
+    settings = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
 def test_the_persistent_cache_does_not_give_a_program_with_other_names(tmp_path):
     def compiled(scope):
         def function(x):
@@ -829,21 +923,51 @@ def test_the_persistent_cache_does_not_give_a_program_with_other_names(tmp_path)
         )
         return program.module.to_string()
 
-    cache = {
-        "jax_compilation_cache_dir": str(tmp_path),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in cache}
-    try:
-        for name, value in cache.items():
-            jax.config.update(name, value)
+    with cached_in(tmp_path):
         assert "one_scope" in compiled("one_scope")
         assert "another_scope" in compiled("another_scope")
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-    assert not list(tmp_path.iterdir())
+        assert not list(tmp_path.iterdir())
+        jax.jit(lambda x: x + 2)(3.0)
+        assert list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1, 100])
+def test_a_program_that_another_process_is_still_writing_into_the_cache_is_compiled_again(
+    kept_bytes, tmp_path
+):
+    with cached_in(tmp_path):
+        for _ in range(2):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                assert jax.jit(lambda x: x * 3 + 1)(3.0) == 10
+            assert not said
+            entries = list(tmp_path.iterdir())
+            assert entries
+            for entry in entries:
+                entry.write_bytes(entry.read_bytes()[:kept_bytes])
+            jax.clear_caches()
+
+
+def test_a_process_of_the_tests_says_nothing_of_what_another_is_still_writing(tmp_path):
+    program = (
+        "import jax, pathlib, sys\n"
+        "for _ in range(2):\n"
+        "    print(jax.jit(lambda x: x * 2 + 1)(3.0))\n"
+        "    for entry in pathlib.Path(sys.argv[1]).iterdir():\n"
+        "        entry.write_bytes(entry.read_bytes()[:100])\n"
+        "    jax.clear_caches()\n"
+    )
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    for filters in (os.environ["PYTHONWARNINGS"], f"error,{UNFINISHED_ENTRY}"):
+        done = subprocess.run(
+            [sys.executable, "-c", program, tmp_path],
+            env=environment | {"PYTHONWARNINGS": filters},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "7.0\n7.0\n", "")
+        assert list(tmp_path.iterdir())
 
 
 # Nothing else uses them
@@ -1002,6 +1126,24 @@ def test_a_slice_of_a_lowered_program_says_what_it_takes_of_each_dimension():
     operations = shardy_api.propagated(lowered).main.operations
     assert operations[0].cuts == ((1, 3, 1), (0, 6, 2))
     assert operations[-1].cuts == ()
+
+
+def test_of_two_layouts_that_want_a_mesh_axis_shardy_says_the_one_that_wins_compiled():
+    split, whole = (NamedSharding(MESH, PartitionSpec(*axes)) for axes in (("data",), ()))
+
+    def product_and_gradient(rows, w):
+        x = rows[:, None]
+        y = jnp.sin(x @ w)
+        return y, jax.lax.with_sharding_constraint(y.T @ x, split)
+
+    rows = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=split)
+    w = jax.ShapeDtypeStruct((1, 32), jnp.float32, sharding=whole)
+    lowered = jax.jit(product_and_gradient).lower(rows, w)
+    compiled, _ = lowered.compile().output_shardings
+    program = shardy_api.propagated(lowered)
+    products = [each for each in program.main.operations if each.kind == "stablehlo.dot_general"]
+    assert compiled.spec == PartitionSpec("data")
+    assert program.values[products[0].results[0]].spec == (("data",), ())
 
 
 def test_shardy_splits_mesh_axes_in_parts():

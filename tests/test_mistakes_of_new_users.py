@@ -1144,6 +1144,191 @@ def a_drawing_with_the_sharding_first(directory):
     )
 
 
+# Choosing layouts
+
+
+@answered(
+    errors.RuleTypeError,
+    "the names of inputs do not fit them:",
+    "  input 0: is of float32, shape (8, 16), and by default inputs are tokens, batch x seq. Say "
+    "what its dimensions are, None for one without a name: input_names=[('batch', None)].",
+)
+def features_taken_for_tokens(directory):
+    weights, x = jnp.ones((16, 4)), jnp.ones((8, 16))
+    return (
+        lambda: pzs.infer_names(lambda weights, x: x @ weights, weights, x),
+        lambda: pzs.infer_names(
+            lambda weights, x: x @ weights, weights, x, input_names=[("batch", None)]
+        ),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "make_plan takes a model or another tree of arrays. This InferredNames says what arrays are "
+    "called, and is none itself. Give the arrays with these names: name_axes(params, names).",
+)
+def inferred_names_in_the_place_of_the_arrays(directory):
+    weights, x = {"w": jnp.ones((16, 4))}, jnp.ones((8, 16))
+    names = pzs.infer_names(
+        lambda weights, x: x @ weights["w"],
+        weights,
+        x,
+        input_names=[("batch", None)],
+        overrides={"w": ("in", "out")},
+    )
+    return (
+        lambda: pzs.make_plan(names, mesh(), {"in": "data"}),
+        lambda: pzs.make_plan(pzs.name_axes(weights, names), mesh(), {"in": "data"}),
+    )
+
+
+def choose(loss_fn=loss_fn, **asked):
+    batch = {"x": features(64)}
+    asked = {"batch": batch, "propagated": 0, "compiled": 0, "progress": False, **asked}
+    return pzs.choose_layout(abstract(), loss_fn, optax.sgd(0.1), **asked)
+
+
+def plain_loss(model, rng, state, x):
+    return loss_fn(model, rng, state, pz.nx.wrap(x, "batch", "features"))
+
+
+@answered(
+    errors.RuleTypeError,
+    'devices must be a name such as "v5e:32", a mesh, or a number with hardware="v5e", not '
+    "{'data': 4, 'model': 2}. Write devices=penzai_shard.make_mesh({'data': 4, 'model': 2}, "
+    'abstract=True), hardware="v5e".',
+)
+def the_sizes_of_a_mesh_as_devices(directory):
+    sizes = {"data": 4, "model": 2}
+    return (
+        lambda: choose(devices=sizes),
+        lambda: choose(devices=pzs.make_mesh(sizes, abstract=True), hardware="v5e"),
+    )
+
+
+@answered(
+    errors.PlanError,
+    "there is no sane layout for batch 64 x features 8 on 8 devices (v5e:2x4). Leave out "
+    "keep={'batch': ('data', 'model')} or keep={'features': 'model'}.",
+)
+def two_logical_axes_kept_over_mesh_axes_that_no_mesh_has_both(directory):
+    kept = {"batch": ("data", "model"), "features_out": None, "features": "model"}
+    return (
+        lambda: choose(devices="v5e:8", keep=kept),
+        lambda: choose(devices="v5e:8", keep={"batch": ("data", "model"), "features_out": None}),
+    )
+
+
+@answered(
+    AttributeError,
+    "Layout has no 'fsdp'. Write Layout.fully_sharded(). There are data_parallel, zero1, "
+    "fully_sharded, tensor_parallel, sequence_parallel, two_dimensional, hybrid, and "
+    "Layout(parameters=rules, compute=rules) for any other.",
+)
+def a_preset_by_the_name_of_others(directory):
+    return lambda: pzs.Layout.fsdp(), lambda: pzs.Layout.fully_sharded()
+
+
+@answered(
+    errors.MeshError,
+    "devices: there are 8 devices, and how fast they are is not known. Say what they are, "
+    'hardware="v5e", or describe others: hardware=Hardware(...). Simulated devices as they are: '
+    'hardware="cpu", memory="2GiB".',
+)
+def a_number_of_devices_of_no_kind(directory):
+    return (
+        lambda: choose(devices=8),
+        lambda: choose(devices=8, hardware="cpu", memory="2GiB"),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "choose_layout cannot read what it was given:",
+    "  batch: 'x' is a list of numbers, and must be an array or a struct. Put numpy.array(...) "
+    "around it.",
+)
+def a_batch_of_lists(directory):
+    x = [[0.0] * 8] * 64
+    return (
+        lambda: choose(devices="v5e:8", batch={"x": x}),
+        lambda: choose(devices="v5e:8", batch={"x": np.array(x)}, loss_fn=plain_loss),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "choose_layout cannot read what it was given:",
+    "  rematerialise: there is no checkpoint policy 'full'. The named ones are 'nothing', 'dots', "
+    "'dots_without_batch', 'everything', 'all_but_gathered', 'offload_dots'; any other is given as "
+    "a callable, such as those in jax.checkpoint_policies.",
+)
+def a_policy_that_does_not_exist_in_the_place_of_several(directory):
+    return (
+        lambda: choose(devices="v5e:8", rematerialise="full"),
+        lambda: choose(devices="v5e:8", rematerialise=[None, "nothing"]),
+    )
+
+
+@answered(
+    errors.ShardingError,
+    "the loss function returned 2 values; it must be loss_fn(model, rng, state, **inputs) -> "
+    "(loss, new_state, aux). Return (loss, state, {}) if there is nothing else to report.",
+)
+def a_loss_that_gives_no_state(directory):
+    def without_state(model, rng, state, x):
+        loss, _, aux = loss_fn(model, rng, state, x)
+        return loss, aux
+
+    return (
+        lambda: choose(devices="v5e:8", loss_fn=without_state),
+        lambda: choose(devices="v5e:8", loss_fn=loss_fn),
+    )
+
+
+@answered(
+    errors.RuleTypeError,
+    "the mesh is the method mesh, which was not called. Write .mesh().",
+)
+def the_mesh_of_a_choice_that_was_not_called(directory):
+    best = choose(devices="v5e:8", microbatches=[1]).best
+    return (
+        lambda: best.layout.plan(abstract(), best.mesh),
+        lambda: best.layout.plan(abstract(), best.mesh()),
+    )
+
+
+@answered(
+    AttributeError,
+    "these are several choices, and layout is that of one. Write choices.best.layout, or "
+    "choices[1].layout for the second best.",
+)
+def the_layout_of_several_choices(directory):
+    choices = choose(devices="v5e:8", microbatches=[1])
+    return lambda: choices.layout, lambda: (choices.best.layout, choices[1].layout)
+
+
+@answered(
+    AttributeError,
+    "these are several choices, and save is that of one. Write choices.best.save(...), or "
+    "choices[1].save(...) for the second best.",
+)
+def several_choices_saved_as_one(directory):
+    choices = choose(devices="v5e:8", microbatches=[1])
+    path = directory / "rules.toml"
+    return lambda: choices.save(path), lambda: choices.best.save(path)
+
+
+@answered(
+    errors.RuleTypeError,
+    "TMP is a folder, and the table of rules is one file. Give path='TMP/rules.toml'.",
+)
+def a_choice_saved_to_a_folder(directory):
+    best = choose(devices="v5e:8", microbatches=[1]).best
+    return lambda: best.save(directory), lambda: best.save(path=f"{directory}/rules.toml")
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_message_says_what_is_wrong_and_its_fix_works(name, tmp_path):
     mistake = MISTAKES[name]

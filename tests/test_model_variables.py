@@ -1,8 +1,5 @@
 """A model's variables: read, thawed, distinguished and looked up, of either of Penzai's APIs."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -126,17 +123,6 @@ def test_all_that_cannot_be_split_is_reported_at_once():
     with pytest.raises(ShardingError) as caught:
         model_variables.split_model(model)
     assert len(caught.value.problems) == 4
-
-
-def test_the_first_api_is_looked_up_and_never_imported():
-    code = (
-        "import sys, penzai_shard, penzai_shard.layers, penzai_shard.training\n"
-        "from penzai_shard.model_variables import first_api, is_variable\n"
-        "assert first_api.parameter_types() == () == first_api.sensitive_layer_types()\n"
-        "assert not is_variable(1)\n"
-        "assert not any(name.startswith('penzai.deprecated') for name in sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_kinds_of_the_first_api():

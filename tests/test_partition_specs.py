@@ -22,8 +22,6 @@ from penzai_shard.partition_specs import (
 
 MESH_SHAPE = {"x": 2, "y": 2, "z": 2}
 
-modest = hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
-
 
 @st.composite
 def axes_per_dimension(draw):
@@ -40,7 +38,6 @@ def is_canonical(spec):
     return not len(spec) or spec[-1] is not None
 
 
-@modest
 @hypothesis.given(axes_per_dimension())
 def test_a_spec_and_its_mesh_axes_per_dimension_say_the_same(dimensions):
     spec = canonical_spec(dimensions)
@@ -51,7 +48,6 @@ def test_a_spec_and_its_mesh_axes_per_dimension_say_the_same(dimensions):
     assert canonical_spec(P(*dimensions, None)) == canonical_spec(spec) == spec
 
 
-@modest
 @hypothesis.given(axes_per_dimension(), st.sets(st.sampled_from(list(MESH_SHAPE))))
 def test_restricting_leaves_the_other_mesh_axes_in_their_order(dimensions, wanted):
     spec = restricted_spec(canonical_spec(dimensions), wanted)
@@ -61,7 +57,6 @@ def test_restricting_leaves_the_other_mesh_axes_in_their_order(dimensions, wante
     )
 
 
-@modest
 @hypothesis.given(axes_per_dimension(), st.data())
 def test_permuting_is_what_numpy_does_to_shapes(dimensions, data):
     order = data.draw(st.permutations(range(len(dimensions))))
@@ -73,7 +68,6 @@ def test_permuting_is_what_numpy_does_to_shapes(dimensions, data):
     assert mesh_axes_by_dimension(spec, len(shape)) == tuple(by_size[size] for size in permuted)
 
 
-@modest
 @hypothesis.given(axes_per_dimension())
 def test_the_number_of_parts_is_that_of_jax(dimensions):
     sharding = NamedSharding(make_mesh(MESH_SHAPE), canonical_spec(dimensions))

@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 import penzai_shard
 
 ROOT = pathlib.Path(penzai_shard.__file__).parent.parent
@@ -27,9 +29,9 @@ NO_READER_IS_LOADED = (
 )
 
 
-def test_importing_and_planning_loads_no_optional_dependency_and_starts_no_device():
+def test_importing_and_planning_loads_no_optional_dependency_nor_first_api_and_starts_no_device():
     done = run_python(
-        "import jax, sys, penzai_shard\n"
+        "import jax, sys, penzai_shard, penzai_shard.layers, penzai_shard.training\n"
         "from penzai import pz\n"
         "mesh = jax.sharding.AbstractMesh((2,), ('data',))\n"
         "array = pz.nx.NamedArray({'a': 2}, jax.ShapeDtypeStruct((2,), float))\n"
@@ -43,6 +45,10 @@ def test_importing_and_planning_loads_no_optional_dependency_and_starts_no_devic
         f"{NO_READER_IS_LOADED}"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge._backends, xla_bridge._backends\n"
+        "from penzai_shard.model_variables import first_api, is_variable\n"
+        "assert first_api.parameter_types() == () == first_api.sensitive_layer_types()\n"
+        "assert not is_variable(1)\n"
+        "assert not any(name.startswith('penzai.deprecated') for name in sys.modules)\n"
     )
     assert done.returncode == 0, done.stderr
 
@@ -76,12 +82,20 @@ def test_a_model_of_penzai_needs_no_other_library_and_loads_no_reader():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_builder_whose_library_is_missing_is_told_the_extra_that_installs_it():
+@pytest.fixture(scope="module")
+def without_optional_dependencies():
+    """What is printed where none of them can be imported: a plan, and who misses them."""
     done = run_python(
-        "import sys, penzai_shard\n"
-        "from penzai_shard.surgery.references import resolve\n"
+        "import sys\n"
         f"libraries = {LIBRARIES_OF_MODELS}\n"
-        "sys.modules.update(dict.fromkeys(libraries))\n"
+        "for name in ('optax', 'orbax', 'rich', 'orbax.checkpoint', *libraries):\n"
+        "    sys.modules[name] = None\n"
+        "import jax, penzai_shard\n"
+        "from penzai import pz\n"
+        "from penzai_shard.surgery.references import resolve\n"
+        "mesh = jax.sharding.AbstractMesh((4, 2), ('data', 'model'))\n"
+        "sys.stdout.isatty = lambda: True\n"
+        "print(penzai_shard.make_plan({'w': pz.nx.ones({'a': 8})}, mesh, {'a': 'data'}))\n"
         "for name in libraries:\n"
         "    def build():\n"
         "        __import__(name)\n"
@@ -95,25 +109,20 @@ def test_a_builder_whose_library_is_missing_is_told_the_extra_that_installs_it()
         "        print(error)\n"
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_builder_whose_library_is_missing_is_told_the_extra_that_installs_it(
+    without_optional_dependencies,
+):
     for name in LIBRARIES_OF_MODELS:
-        assert done.stdout.count(f"Install it with: pip install 'penzai-shard[{name}]'") == 2
+        said = f"Install it with: pip install 'penzai-shard[{name}]'"
+        assert without_optional_dependencies.count(said) == 2
 
 
-def test_a_plan_needs_no_optional_dependency():
-    done = run_python(
-        "import sys\n"
-        "for name in ('optax', 'orbax', 'rich', 'orbax.checkpoint'):\n"
-        "    sys.modules[name] = None\n"
-        "import jax\n"
-        "from penzai import pz\n"
-        "from penzai_shard import make_plan\n"
-        "mesh = jax.sharding.AbstractMesh((4, 2), ('data', 'model'))\n"
-        "sys.stdout.isatty = lambda: True\n"
-        "print(make_plan({'w': pz.nx.ones({'a': 8})}, mesh, {'a': 'data'}))\n"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "a=8/data" in done.stdout
-    assert "each device holds 8 B" in done.stdout
+def test_a_plan_needs_no_optional_dependency(without_optional_dependencies):
+    assert "a=8/data" in without_optional_dependencies
+    assert "each device holds 8 B" in without_optional_dependencies
 
 
 def test_every_public_name_is_there_once_and_documented():

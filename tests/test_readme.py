@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import penzai_shard
-from tests.simulated_devices import EIGHT_DEVICES, EIGHT_DEVICES_FAST
+from tests.simulated_devices import EIGHT_DEVICES, EIGHT_DEVICES_FAST, UNFINISHED_ENTRY
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -38,6 +38,7 @@ def test_the_constraints_pin_exact_versions_and_name_no_index(name):
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+", line)
 
 
+@pytest.mark.long
 def test_every_python_block_runs_as_pasted_twice_in_one_process_and_one_folder(tmp_path):
     """In a fresh interpreter, as somebody would who pastes the blocks in their order."""
     pasted = "\n".join(blocks("python"))
@@ -63,9 +64,14 @@ def test_every_python_block_runs_as_pasted_twice_in_one_process_and_one_folder(t
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
+        [sys.executable, "-c", script],
         cwd=tmp_path,
-        env={**environment, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        env={
+            **environment,
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": f"error,{UNFINISHED_ENTRY}",
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -189,6 +189,12 @@ def test_html_needs_nothing_from_elsewhere_and_fits_light_and_dark_pages():
     assert set(re.findall(r"color:([^;\"}]+)", text)) == {"inherit", "#2a9d4a"}
 
 
+def test_long_texts_keep_a_width_that_can_be_read_on_narrow_pages():
+    text = Table((("a" * 61, "1", "x " * 40, "short"),))._repr_html_()
+    assert ".w{min-width:14em}" in text
+    assert re.findall(r'<td(?: class="([^"]*)")?', text) == ["w", "r n", "w", ""]
+
+
 def test_a_notebook_shows_a_part_of_a_very_long_table_and_says_so():
     table = Table(tuple((f"block_{i}/w", "1", "x", "y") for i in range(10_000)))
     text = table._repr_html_()

@@ -84,7 +84,7 @@ def _matches_slowly(pattern, parts):
     )
 
 
-@hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=200)
 @hypothesis.given(
     st.lists(st.sampled_from(["a", "b", "*", "**", "?"]), max_size=6),
     st.lists(st.sampled_from(["a", "b", "ab"]), max_size=6),

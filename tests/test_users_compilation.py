@@ -6,7 +6,14 @@ import re
 import jax
 import jax.numpy as jnp
 
-from tests.simulated_devices import OLDER_FUSIONS, ONE_PIECE, USERS_FUSIONS, fast, users_fusions
+from tests.simulated_devices import (
+    OLDER_FUSIONS,
+    ONE_PIECE,
+    PATIENCE,
+    USERS_FUSIONS,
+    fast,
+    users_fusions,
+)
 
 
 def test_within_users_fusions_programs_are_those_of_users_and_others_before_and_after():
@@ -32,7 +39,10 @@ def test_within_users_fusions_programs_are_those_of_users_and_others_before_and_
 
 
 def test_choices_in_the_environment_are_kept():
-    chosen = "--xla_cpu_use_fusion_emitters=true --xla_cpu_parallel_codegen_split_count=32"
+    chosen = (
+        "--xla_cpu_use_fusion_emitters=true --xla_cpu_parallel_codegen_split_count=32 "
+        "--xla_cpu_collective_call_terminate_timeout_seconds=20"
+    )
     assert fast(chosen) == chosen
-    added = [*OLDER_FUSIONS.split(), ONE_PIECE]
+    added = [*OLDER_FUSIONS.split(), ONE_PIECE, PATIENCE]
     assert fast("--xla_dump_to=x").split() == ["--xla_dump_to=x", *added]

@@ -11,6 +11,7 @@ import jax
 
 from penzai_shard.errors import RuleTypeError, require_extra
 from penzai_shard.fitting.log_records import LogRecord
+from penzai_shard.text_tables import is_in_notebook
 
 # A bar is drawn anew at most so often, and a line printed at most so often between the first and
 # the last.
@@ -260,15 +261,8 @@ def progress_display(progress: Any) -> ProgressDisplay:
         if progress.is_terminal:
             return TerminalBar(progress)
         return PlainLines(lambda text: progress.print(text, highlight=False, markup=False))
-    if _is_in_notebook():
+    if is_in_notebook():
         return NotebookBar()
     if sys.stdout is not None and sys.stdout.isatty():
         return TerminalBar(require_extra("rich.console", "train").Console())
     return PlainLines(lambda text: print(text, flush=True))
-
-
-def _is_in_notebook() -> bool:
-    """Whether a kernel runs this, which shows more than text."""
-    shell = sys.modules.get("IPython")
-    current = None if shell is None else shell.get_ipython()
-    return current is not None and hasattr(current, "kernel")

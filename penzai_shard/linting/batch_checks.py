@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from penzai import pz
 
 from penzai_shard.array_kinds import is_abstract, is_array_like
+from penzai_shard.axis_decisions import PADDING_FIX
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.linting.findings import Change, Finding
 from penzai_shard.linting.lint_subject import LintSubject
@@ -37,10 +38,13 @@ def batches_that_do_not_fit(subject: LintSubject) -> Iterator[Finding]:
         sizes = axis_sizes(leaf.names, leaf.shape)
         for unfit in explained.unfit:
             name = unfit.logical_axis
+            if subject.on_indivisible != "error" and name in subject.plan.logical_axes:
+                continue  # Trainers leave it whole in a batch, as was asked for.
+            problem = unfit.problem.replace(PADDING_FIX, "")
             yield Finding(
                 unfit.misfit,
                 _path(leaf),
-                f"{array_text(leaf.names, leaf.shape)}: {unfit.problem}",
+                f"{array_text(leaf.names, leaf.shape)}: {problem}",
                 figures={"length": sizes[name]},
                 paths=(_path(leaf),),
                 about=f"{name!r}",
@@ -70,6 +74,8 @@ def _for_fitting(
 def _padded(flows: SubjectFlows, leaf: NamedLeaf, name: LogicalAxis) -> Iterator[Change]:
     """The batch with more examples, if all of its arrays have as many."""
     batch = flows.subject.batch
+    if name in flows.subject.plan.logical_axes:
+        return  # The model could not be called with more.
     arrays = jax.tree.leaves(batch, is_leaf=pz.nx.is_namedarray)
     size = axis_sizes(leaf.names, leaf.shape)[name]
     if any(not pz.nx.is_namedarray(x) or x.named_shape.get(name) != size for x in arrays):

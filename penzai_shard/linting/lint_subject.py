@@ -10,6 +10,7 @@ from penzai_shard.axis_decisions import SpecExplanation
 from penzai_shard.axis_rules import AxisRules
 from penzai_shard.errors import PlanError, RuleTypeError, ShardingError, ShardingWarning
 from penzai_shard.layouts import Layout
+from penzai_shard.layouts.layout_file import TABLES
 from penzai_shard.layouts.model_roles import DEFAULT_NAMES, OF_LAYERS
 from penzai_shard.linting.constraint_layers import Constraints, constraints_in
 from penzai_shard.linting.equal_blocks import without_repeated_blocks
@@ -23,7 +24,6 @@ from penzai_shard.rule_kinds import LogicalAxis, NameRule, OnIndivisible, OnUnna
 # From so large a part of an array in each device on, it is called wasteful by default.
 MIN_BYTES = 2**20
 # The tables of a layout that are about arrays which are stored, and those about activations.
-_TABLES = ("parameters", "compute", "optimizer", "between_blocks")
 # The field of a train state that a layout has a table of its own for.
 _OPTIMIZER_STATE = "opt_state"
 
@@ -91,7 +91,7 @@ class LintSubject:
                 return {"rules": AxisRules.of(self.rules)}
             except RuleTypeError:
                 return {}
-        tables = {name: getattr(self.given_layout, name) for name in _TABLES}
+        tables = {name: getattr(self.given_layout, name) for name in TABLES}
         return {name: rules for name, rules in tables.items() if rules is not None}
 
     @functools.cached_property

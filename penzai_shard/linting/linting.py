@@ -60,7 +60,7 @@ def lint(
         min_bytes: An array of which each device holds less than this, in bytes, is not called
             wasteful. By default 1 MiB, which is what ``fully_sharded()`` leaves whole in float32.
         on_indivisible: As for ``make_plan``; lengths that do not divide are findings by default.
-            Those of a batch are always.
+            Those of a batch are always, but where parameters have the same logical axis.
         on_unnamed: As for ``make_plan``; arrays without names are findings by default.
 
     Returns:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from penzai_shard.errors import RuleTypeError, require_extra
+from penzai_shard.text_tables import is_in_notebook
 
 _SECONDS_BETWEEN_DRAWINGS = 0.2
 _SECONDS_BETWEEN_LINES = 10.0
@@ -194,7 +195,7 @@ def byte_progress(progress: Any, label: str, counted: str = "") -> ByteProgress:
             return _TerminalBar(progress, label, counted)
         write = functools.partial(progress.print, highlight=False, markup=False)
         return _PlainLines(write, label, counted)
-    if _is_in_notebook():
+    if is_in_notebook():
         return _NotebookBar(label, counted)
     # Where it goes to a terminal at all; other output may be data that something reads.
     if sys.stderr is not None and sys.stderr.isatty():
@@ -203,10 +204,3 @@ def byte_progress(progress: Any, label: str, counted: str = "") -> ByteProgress:
     if progress is None:
         return ByteProgress()
     return _PlainLines(lambda text: print(text, file=sys.stderr, flush=True), label, counted)
-
-
-def _is_in_notebook() -> bool:
-    """Whether a kernel runs this, which shows more than text."""
-    shell = sys.modules.get("IPython")
-    current = None if shell is None else shell.get_ipython()
-    return current is not None and hasattr(current, "kernel")

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from penzai_shard.checkpointing.arrays_by_name import ArraysByName, layouts_by_name
-from penzai_shard.checkpointing.padded_layouts import layouts_to_read, stored_by
+from penzai_shard.checkpointing.padded_layouts import PaddedLayout, stored_by, true_layouts
 from penzai_shard.checkpointing.parameter_dict import (
     rebuilt,
     refuse_states_without_values,
@@ -39,7 +39,6 @@ class ModelToFill:
         refuse_states_without_values(self._model, "loading parameters leaves these without values:")
         self._plan = request.plan(self._model)
         self._layouts = layouts_by_name(stored_params(self._plan.starting_shardings()))
-        self._shardings = layouts_to_read(self._layouts, self.leaves)
 
     def keep(self, names: Sequence[str]) -> None:
         """Says which parameters keep their values; these are in ``leaves`` no more.
@@ -57,7 +56,7 @@ class ModelToFill:
         self.leaves = {name: leaf for name, leaf in self.leaves.items() if name not in kept}
 
     def structs(self, names: Iterable[str], dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape, dtype and sharding of every array that is read.
+        """Shape, dtype and sharding of every array that is read, as it is to be stored.
 
         Args:
             names: Their names.
@@ -67,14 +66,18 @@ class ModelToFill:
         for name in names:
             leaf = self.leaves[name]
             is_cast = dtype is not None and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+            shape, layout = leaf.shape, self._layouts[name]
+            if isinstance(layout, PaddedLayout):
+                shape, layout = layout.stored_shape(shape), layout.sharding
             structs[name] = jax.ShapeDtypeStruct(
-                leaf.shape, dtype if is_cast else leaf.dtype, sharding=self._shardings[name]
+                shape, dtype if is_cast else leaf.dtype, sharding=layout
             )
         return structs
 
     def filled(self, arrays: Mapping[str, jax.Array]) -> Any:
         """The model with these arrays, and with those that it keeps, all in their layouts."""
-        own = kept_values(self._kept, self._shardings, "load_safetensors")
+        shardings = true_layouts(self._layouts, self._kept)
+        own = kept_values(self._kept, shardings, "load_safetensors")
         stored = stored_by(self._layouts, {**arrays, **own}, "load_safetensors")
         values = self._arrays.filled(stored)
         return rebuilt(self._model, values, self._plan.sharding_tree())

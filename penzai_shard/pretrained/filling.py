@@ -55,6 +55,13 @@ class _Part:
     def shape(self) -> tuple[int, ...]:
         return tuple(piece.stop - piece.start for piece in self.index)
 
+    def without_padding(self, view: TensorView) -> Index:
+        """Where it is in a view that may be shorter than the array."""
+        return tuple(
+            slice(*(min(end, length) for end in (piece.start, piece.stop)))
+            for piece, length in zip(self.index, view.shape, strict=True)
+        )
+
 
 def filled_arrays(
     reader: TensorReader,
@@ -70,7 +77,7 @@ def filled_arrays(
         reader: The tensors.
         views: By name, how each array is made of them.
         structs: By name, shape, dtype and sharding of each. Another dtype than the view's is cast
-            to, as NumPy does it.
+            to, as NumPy does it; behind what is longer than the view are zeros.
         progress: Is told of the bytes that this process reads.
         verifying: What reads in place of the reader, each element once over all processes.
         finished: Is told of every view that is not read any more.
@@ -83,7 +90,7 @@ def filled_arrays(
     """
     parts = [part for name, struct in structs.items() for part in _parts(name, struct)]
     sizes = [math.prod(part.shape) * np.dtype(structs[part.name].dtype).itemsize for part in parts]
-    progress.begin(sum(sizes))
+    progress.begin(sum(map(functools.partial(_bytes_to_read, views, structs), parts)))
     budget = _Budget(BYTES_IN_FLIGHT)
 
     def placed(part: _Part, size: int) -> list[jax.Array]:
@@ -131,6 +138,13 @@ def _parts(name: str, struct: jax.ShapeDtypeStruct) -> list[_Part]:
     return parts
 
 
+def _bytes_to_read(
+    views: Mapping[str, TensorView], structs: Mapping[str, jax.ShapeDtypeStruct], part: _Part
+) -> int:
+    lengths = (piece.stop - piece.start for piece in part.without_padding(views[part.name]))
+    return math.prod(lengths) * int(np.dtype(structs[part.name].dtype).itemsize)
+
+
 def _read(
     reader: TensorReader,
     view: TensorView,
@@ -140,7 +154,12 @@ def _read(
 ) -> np.ndarray[Any, Any]:
     """One part in the dtype wanted, read piece by piece."""
     data = _aligned(part.shape, np.dtype(struct.dtype))
-    for index in _pieces(part.index, np.dtype(view.dtype).itemsize):
+    true = part.without_padding(view)
+    if true != part.index:
+        data[...] = 0
+    if any(piece.start == piece.stop for piece in true):
+        return data
+    for index in _pieces(true, np.dtype(view.dtype).itemsize):
         read = view.read(reader, index)
         place = tuple(
             slice(piece.start - whole.start, piece.stop - whole.start)

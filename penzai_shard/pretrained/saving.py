@@ -21,6 +21,7 @@ from penzai_shard.checkpointing.arrays_by_name import ArraysByName
 from penzai_shard.checkpointing.locations import PathLike, absolute_path, is_remote
 from penzai_shard.checkpointing.name_matching import NameRules
 from penzai_shard.checkpointing.orbax_store import unsavable
+from penzai_shard.checkpointing.padded_layouts import leaf_to_save
 from penzai_shard.checkpointing.parameter_dict import stored_params
 from penzai_shard.checkpointing.replacement import Replacement, where_content_is
 from penzai_shard.checkpointing.taking_part import all_save, refuse_other_arrays_elsewhere
@@ -225,7 +226,7 @@ def _arrays_to_save(where: str, model: Any, names: Any, dtype: Any) -> dict[str,
             problems.append(f"{name}: no tensor may be called {new}. Give it another name.")
     raise_all(CheckpointMismatchError, f"cannot save to {where}:", problems)
     return {
-        new: dataclasses.replace(array, leaf=array.leaf.without_padding())
+        new: dataclasses.replace(array, leaf=leaf_to_save(array.leaf))
         for new, array in arrays.items()
     }
 

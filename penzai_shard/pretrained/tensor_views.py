@@ -176,14 +176,5 @@ def part_of(source: TensorView, starts: Sequence[int], shape: Sequence[int]) -> 
     return Sliced(source, starts, shape)
 
 
-def whole_index(shape: Sequence[int]) -> Index:
-    """The index of all elements of an array.
-
-    >>> whole_index((2, 3))
-    (slice(0, 2, None), slice(0, 3, None))
-    """
-    return tuple(slice(0, length) for length in shape)
-
-
 def _shape_at(index: Index) -> tuple[int, ...]:
     return tuple(s.stop - s.start for s in index)

@@ -58,9 +58,11 @@ def run_processes(
     with contextlib.ExitStack() as stack:
         logs: list[Any] = [None]
         logs += [stack.enter_context(tempfile.TemporaryFile()) for _ in range(processes - 1)]
-        children = _Children(command, logs, _job_environment(processes, environment or {}))
+        port = stack.enter_context(reserved_port())
+        children = _Children()
         stack.callback(children.kill)
         with children.passing_on_signals():
+            children.start(command, logs, _job_environment(port, processes, environment or {}))
             failed = children.first_failure()
             if failed is None:
                 return 0
@@ -74,13 +76,27 @@ def run_processes(
         return status if status > 0 else 128 - status
 
 
-def _job_environment(processes: int, environment: Mapping[str, str]) -> dict[str, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port on loopback, where the first process of a job can serve.
+
+    A process needs seconds until it serves there. Meanwhile nobody else is given the port, since it
+    is bound here; the process gets it all the same, as gRPC shares its ports (``SO_REUSEPORT``).
+
+    >>> with reserved_port() as port:
+    ...     0 < port < 65536
+    True
+    """
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+def _job_environment(port: int, processes: int, environment: Mapping[str, str]) -> dict[str, str]:
     return {
         **os.environ,
-        COORDINATOR: address,
+        COORDINATOR: f"127.0.0.1:{port}",
         PROCESSES: str(processes),
         LAUNCHER: str(os.getpid()),
         **environment,
@@ -88,12 +104,15 @@ def _job_environment(processes: int, environment: Mapping[str, str]) -> dict[str
 
 
 class _Children:
-    def __init__(
+    def __init__(self) -> None:
+        self.is_stopped = self._are_started = False
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def start(
         self, command: Sequence[str], logs: Sequence[Any], environment: Mapping[str, str]
     ) -> None:
-        self.is_stopped = False
-        self._children = [
-            subprocess.Popen(
+        for number, log in enumerate(logs):
+            child = subprocess.Popen(
                 command,
                 env={**environment, PROCESS_ID: str(number)},
                 stdout=log,
@@ -101,8 +120,11 @@ class _Children:
                 # Signals of the terminal reach them through this process alone, and so once.
                 start_new_session=True,
             )
-            for number, log in enumerate(logs)
-        ]
+            self._children.append(child)
+        self._are_started = True
+        if self.is_stopped:
+            # Told to stop before there were all of them.
+            self._signal(signal.SIGTERM)
 
     def status(self, number: int) -> int:
         return int(self._children[number].wait())
@@ -150,7 +172,8 @@ class _Children:
     @contextlib.contextmanager
     def passing_on_signals(self) -> Iterator[None]:
         def pass_on(number: int, frame: FrameType | None) -> None:
-            self._signal(signal.SIGKILL if self.is_stopped else number)
+            if self._are_started:
+                self._signal(signal.SIGKILL if self.is_stopped else number)
             self.is_stopped = True
 
         before = {n: signal.signal(n, pass_on) for n in (signal.SIGINT, signal.SIGTERM)}

@@ -156,14 +156,12 @@ def elided(keys: Sequence[Key], most: int) -> list[Key | None]:
     return [*keys[:first], None, *keys[len(keys) - (most - first - 1) :]]
 
 
-def remark_on_elided(
-    grid: PartGrid, most_rows: int = MOST_ROWS, most_columns: int = MOST_COLUMNS
-) -> str:
+def remark_on_elided(grid: PartGrid, most_columns: int = MOST_COLUMNS) -> str:
     """What is said where not all rows and columns are drawn; empty otherwise."""
     left_out = [
         f"{len(keys):,} {what}"
         for keys, most, what in (
-            (grid.rows, most_rows, "rows"),
+            (grid.rows, MOST_ROWS, "rows"),
             (grid.columns, most_columns, "columns"),
         )
         if len(keys) > most

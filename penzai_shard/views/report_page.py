@@ -24,7 +24,7 @@ from penzai_shard.training import TrainState
 from penzai_shard.tree_arguments import refuse_builder
 from penzai_shard.views.page_content import Missing, PageContent
 from penzai_shard.views.page_html import page_html
-from penzai_shard.whole_files import write_whole
+from penzai_shard.whole_files import refuse_folder, write_whole
 
 _NO_STEP = Missing(
     "No step is given, and what one needs and moves is in its program: "
@@ -39,6 +39,7 @@ def report(
     step: Any = None,
     *args: Any,
     path: str | os.PathLike[str] = "report.html",
+    on_indivisible: OnIndivisible = "error",
     **kwargs: Any,
 ) -> pathlib.Path:
     """Writes one page about a layout: plan, memory, collectives, findings, and why.
@@ -58,6 +59,7 @@ def report(
         path: The file to write, in the place of one that is there; its folder is made if there is
             none. It is the page's, so an input of the step of that name is given by way of
             ``compile_step(step, ..., path=...)``.
+        on_indivisible: As for ``make_plan`` and ``lint``; the page's as well.
         **kwargs: What the step is called with by keyword. Without a step, or with one that is
             compiled, ``batch=`` is what the model is called with, as for ``lint``, so that what
             flows through it is looked at too. If the step is a layer that has the model's
@@ -82,14 +84,14 @@ def report(
     refuse_other_than_mesh(mesh, "report(model, mesh, rules, step, ...)", (model, rules))
     refuse_builder("report", model)
     _refuse_path_as_step(step)
-    refuse_folder(path, "path=")
+    refuse_folder(path, "path=", "report.html", "page")
     batch, kwargs = _batch_of(model, step, args, kwargs)
     if step is None and (args or kwargs):
         raise RuleTypeError(
             f"no step is given, and {', '.join(kwargs) or 'its arguments'} would be what it is "
             "called with. Give the step before them: report(model, mesh, rules, step, ...)."
         )
-    plan = plan_for_page(model, mesh, rules)
+    plan = plan_for_page(model, mesh, rules, on_indivisible)
     program = None if step is None else compile_step(step, *args, **kwargs)
     if program is not None:
         _refuse_other_mesh(program, mesh)
@@ -99,7 +101,14 @@ def report(
         plan=plan,
         memory=_NO_STEP if program is None else MemoryReport.of(program),
         collectives=_NO_STEP if program is None else _collectives(program),
-        lint=lint(model, mesh, rules, on_unnamed="replicate", batch=batch),
+        lint=lint(
+            model,
+            mesh,
+            rules,
+            on_indivisible=on_indivisible,
+            on_unnamed="replicate",
+            batch=batch,
+        ),
         why=_NO_STEP if program is None else why_for_page(program),
     )
     return write_page(content, path)
@@ -165,20 +174,6 @@ def why_for_page(program: CompiledProgram) -> WhyReport | Missing:
         return why(program.step)
     except PropagationError as error:
         return Missing(str(error))
-
-
-def refuse_folder(path: str | os.PathLike[str], option: str) -> None:
-    """Refuses a folder in place of a file, to be called before anything is compiled.
-
-    Args:
-        path: Where the page is to be written.
-        option: How that is said.
-    """
-    if os.path.isdir(path):
-        raise RuleTypeError(
-            f"{os.fspath(path)} is a folder, and the page is one file. "
-            f"Give {option}{os.path.join(os.fspath(path), 'report.html')!r}."
-        )
 
 
 def _refuse_path_as_step(step: Any) -> None:

@@ -54,5 +54,4 @@ def train(folder, kill_at=None, number=None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     train(sys.argv[1], int(sys.argv[2]), getattr(signal, sys.argv[3]))

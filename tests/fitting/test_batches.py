@@ -73,14 +73,14 @@ def test_an_item_is_made_while_another_one_is_used():
 
     def items():
         yield 0
-        assert is_used.wait(20)
+        assert is_used.wait(120)
         is_made.set()
         yield 1
 
     with BackgroundFeed(items(), ahead=1) as feed:
         assert feed.next() == 0
         is_used.set()
-        assert is_made.wait(20)
+        assert is_made.wait(120)
         assert feed.next() == 1
 
 
@@ -115,7 +115,7 @@ def test_an_item_that_takes_for_ever_is_not_waited_for(monkeypatch):
     never = threading.Event()
 
     def items():
-        never.wait(20)
+        never.wait(120)
         yield 1
 
     feed = BackgroundFeed(items(), 1)

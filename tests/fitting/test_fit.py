@@ -1,10 +1,7 @@
 """What ``fit`` promises of its steps, its records, and a run that goes on."""
 
 import os
-import pathlib
 import shutil
-import subprocess
-import sys
 import threading
 
 import jax
@@ -38,6 +35,7 @@ from penzai_shard.fitting import fit_call
 from tests.checkpointing.disk import Disk
 from tests.fitting import killed_run
 from tests.fitting.conftest import RULES, CountingIterator, numbers
+from tests.processes.jobs import run_script
 
 
 @pytest.fixture
@@ -191,14 +189,7 @@ def test_a_state_that_jax_was_free_to_place_stays_so_when_it_is_restored(setting
 
 
 def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, capsys):
-    program = pathlib.Path(killed_run.__file__)
-    killed = subprocess.run(
-        [sys.executable, str(program), str(tmp_path / "run"), "8", "SIGKILL"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(program.parents[2])},
-    )
+    killed = run_script(killed_run.__file__, tmp_path / "run", 8, "SIGKILL")
     assert killed.returncode == -9, killed.stderr
     killed_run.train(tmp_path / "run")
     resumed = capsys.readouterr().out.splitlines()

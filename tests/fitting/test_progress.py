@@ -173,7 +173,7 @@ def test_a_notebook_has_one_output_that_is_replaced(train, monkeypatch):
         return Handle()
 
     monkeypatch.setattr("IPython.display.display", display)
-    monkeypatch.setattr(displays, "_is_in_notebook", lambda: True)
+    monkeypatch.setattr(displays, "is_in_notebook", lambda: True)
     train()
     (data,) = shown
     assert data["text/plain"].startswith("step 4/4: loss ")

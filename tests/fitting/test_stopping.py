@@ -1,29 +1,25 @@
 """Ctrl-C, SIGTERM and an event: the step under way is finished, and nothing is left behind."""
 
 import os
-import pathlib
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from penzai_shard import fit
 from penzai_shard.fitting.stop_requests import StopRequests
+from tests.fitting import killed_run
 from tests.fitting.conftest import numbers
+from tests.processes.jobs import run_script
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 
 @pytest.fixture(autouse=True)
 def handlers_are_as_before():
-    # A shell has programs in the background ignore Ctrl-C, tests too.
-    usual = [signal.default_int_handler, signal.SIG_DFL]
-    before = [signal.signal(*pair) for pair in zip(SIGNALS, usual, strict=True)]
     yield
-    after = [signal.signal(*pair) for pair in zip(SIGNALS, before, strict=True)]
-    assert after == usual
+    usual = [signal.default_int_handler, signal.SIG_DFL]
+    assert [signal.getsignal(number) for number in SIGNALS] == usual
     assert not [t for t in threading.enumerate() if t.name.startswith("penzai-shard")]
 
 
@@ -120,8 +116,9 @@ def test_ctrl_c_does_not_wait_for_a_batch_that_does_not_come(train):
 
     def batches():
         yield from numbers(2)
+        # Asked for once the second batch was taken: step 2 is under way, or waited for already.
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-        is_over.wait(20)
+        assert is_over.wait(60)
 
     class Stuck:
         """Asks for nothing more once the run was told to stop."""
@@ -134,9 +131,9 @@ def test_ctrl_c_does_not_wait_for_a_batch_that_does_not_come(train):
 
     def release():
         seen.append(signal.getsignal(signal.SIGINT) is not before)
+        is_over.set()
 
-    _, run = train(release, at=2, batches=Stuck())
-    threading.Timer(0.5, is_over.set).start()
+    _, run = train(release, at=2, batches=Stuck(), prefetch=1)
     with pytest.raises(KeyboardInterrupt, match="stopped after step 2 of 9"):
         run()
     assert seen == [True]
@@ -174,15 +171,7 @@ def test_a_signal_that_is_ignored_stays_so_and_a_handler_set_meanwhile_stays():
 
 
 def test_a_script_that_gets_ctrl_c_saves_and_ends_with_the_usual_status(tmp_path):
-    program = pathlib.Path(__file__).with_name("killed_run.py")
-    arguments = [sys.executable, str(program), str(tmp_path), "4", "SIGINT"]
-    done = subprocess.run(
-        arguments,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(program.parents[2])},
-    )
+    done = run_script(killed_run.__file__, tmp_path, 4, "SIGINT")
     assert done.returncode == -signal.SIGINT, done.stderr
     assert len(done.stdout.splitlines()) == 5
     assert (tmp_path / "step_00000005").exists()

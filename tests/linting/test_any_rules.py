@@ -43,7 +43,7 @@ def linted(subject):
     return pzs.lint(subject["model"], subject["mesh"], subject["rules"], min_bytes=1)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.builds(subject_of, models, sizes, sizes, tables))
 def test_a_plan_is_refused_exactly_where_an_error_is_found(subject):
     found = {finding.kind for finding in linted(subject).findings}
@@ -56,7 +56,7 @@ def test_a_plan_is_refused_exactly_where_an_error_is_found(subject):
             pzs.make_plan(subject["model"], subject["mesh"], subject["rules"])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.builds(subject_of, models, sizes, sizes, tables))
 def test_every_fix_mends_what_it_is_for_and_in_the_end_nothing_is_found(subject):
     for finding in linted(subject).findings:

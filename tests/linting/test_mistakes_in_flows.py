@@ -1,6 +1,7 @@
 """Seeded mistakes in what flows through a model: each is found, and its fix works when pasted."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -409,3 +410,20 @@ def test_a_contradiction_moves_as_many_bytes_as_it_says():
     batch = struct("float32", batch=16, seq=8)
     (finding,) = pzs.lint(model, mesh, BATCH, batch=batch).findings
     assert moved(model, BATCH, mesh, batch) == finding.figures["moved_bytes"] > 0
+
+
+@pytest.mark.parametrize("on_indivisible", ["pad", "replicate"])
+def test_of_a_batch_only_what_counts_examples_must_divide_where_parameters_need_not(on_indivisible):
+    def linted(examples):
+        batch = struct("float32", batch=examples, embedding=5)
+        return pzs.lint(model, MESH, rules, batch=batch, on_indivisible=on_indivisible)
+
+    affine = functools.partial(pz.nn.Affine.from_config, input_axes={"embedding": 5})
+    model = pzs.abstract_model(affine, "mlp", jax.random.key(0), output_axes={"neurons": 6})
+    rules = {"batch": "data", "embedding": "model"}
+    assert "indivisible" not in kinds_of(linted(8))
+    (finding,) = (each for each in linted(6).findings if each.kind == "indivisible")
+    assert str(finding).startswith(
+        "batch: [batch=6, embedding=5]: logical axis 'batch' (6) does not divide over mesh axis "
+        "'data' (4), asked by rule 'batch' -> 'data'. Pad it to 8, or map 'batch' to None. Fix: "
+    )

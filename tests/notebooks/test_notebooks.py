@@ -40,7 +40,7 @@ def kinds_of_outputs(notebook):
     }
 
 
-@pytest.mark.notebook
+@pytest.mark.long
 @each_notebook
 def test_notebook_runs_without_error_or_warning_and_shows_what_is_stored(path, tmp_path):
     stored = read(path)

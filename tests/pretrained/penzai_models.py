@@ -8,7 +8,7 @@ import numpy as np
 from penzai import pz
 
 from penzai_shard.library_apis.jax_api import UNOPTIMISED_COMPILATION, is_weakly_typed
-from penzai_shard.pretrained.tensor_views import whole_index
+from tests.pretrained.tensors_in_memory import whole_index
 
 # In units of a rounding of the greatest logit. Seen are 10; torch is up to 9 from its own float64.
 ROUNDINGS = 24

@@ -222,7 +222,7 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_configuration_of_anything_is_read_or_refused(data):
     config = config_of(

@@ -11,7 +11,15 @@ import pytest
 from penzai import pz
 from safetensors.numpy import load_file
 
-from penzai_shard import CheckpointMismatchError, load_safetensors, make_mesh, make_plan
+from penzai_shard import (
+    CheckpointMismatchError,
+    PaddedArray,
+    fully_sharded,
+    load_safetensors,
+    make_mesh,
+    make_plan,
+    param_dict,
+)
 from penzai_shard.pretrained.conversion import converted_model
 from tests.pretrained.hugging_face_models import TOKENS
 from tests.pretrained.penzai_models import assert_same_logits, assert_same_models, filled, logits
@@ -100,6 +108,27 @@ def test_a_directory_goes_straight_onto_a_mesh(name, version, options, mesh, tmp
         parts = {"data": 4, "model": 2}
         wanted = [n // parts.get(RULES.get(a), 1) for a, n in zip(names, array.shape, strict=True)]
         assert list(array.addressable_shards[0].data.shape) == wanted, parameter.label
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", GEMMA_3])
+def test_a_directory_goes_straight_into_padded_parameters(name, tmp_path):
+    shutil.copytree(FOLDER / name, tmp_path / name)
+    (tmp_path / name / CONFIG.format(5)).rename(tmp_path / name / "config.json")
+    three = make_mesh({"data": 3}, jax.devices()[:3])
+    loaded = load_safetensors(
+        tmp_path / name, three, fully_sharded(min_size=1), on_indivisible="pad"
+    )
+    reader = reader_of(name)
+    model, views = converted_model(config_of(name, 5), reader.tensors)
+    expected = param_dict(filled(model, views, reader))
+    stored = {v.label: v.value for v in pz.unbind_params(loaded, freeze=True)[1]}
+    assert sum(isinstance(value, PaddedArray) for value in stored.values()) > len(stored) / 2
+    for name, value in param_dict(loaded).items():
+        np.testing.assert_array_equal(value.data_array, expected[name].data_array)
+        if isinstance(stored[name], PaddedArray):
+            behind = np.array(stored[name].stored)
+            behind[tuple(map(slice, value.data_array.shape))] = 0
+            assert not behind.any()
 
 
 def with_images(name):

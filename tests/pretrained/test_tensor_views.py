@@ -18,9 +18,8 @@ from penzai_shard.pretrained.tensor_views import (
     WholeTensor,
     part_of,
     stacked,
-    whole_index,
 )
-from tests.pretrained.tensors_in_memory import TensorsInMemory
+from tests.pretrained.tensors_in_memory import TensorsInMemory, whole_index
 
 DTYPES = ["float32", "bfloat16", "float16"]
 
@@ -125,7 +124,7 @@ def indices(draw, shape):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(compositions(), st.data())
 def test_any_composition_reads_what_numpy_does_and_no_element_more(composition, data):
     arrays, drawn, repeated = composition

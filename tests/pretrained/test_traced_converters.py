@@ -9,9 +9,9 @@ import pytest
 from penzai import pz
 
 from penzai_shard.errors import ShardingError
-from penzai_shard.pretrained.tensor_views import WholeTensor, whole_index
+from penzai_shard.pretrained.tensor_views import WholeTensor
 from penzai_shard.pretrained.traced_converters import converted_views
-from tests.pretrained.tensors_in_memory import TensorsInMemory
+from tests.pretrained.tensors_in_memory import TensorsInMemory, whole_index
 
 ARRAYS = {
     "a": np.arange(24, dtype=np.float32).reshape(4, 6),

@@ -148,7 +148,7 @@ def boxes(draw):
     return kind(jax.ShapeDtypeStruct(tuple(sizes), jnp.float32), tuple(names))
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(
     tree=st.lists(boxes(), min_size=1, max_size=4),
     rules=st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(TARGETS)), max_size=6),

@@ -163,7 +163,7 @@ def test_random_state_is_replicated_without_names():
 mesh_axes = st.sampled_from([None, "data", "model", ("data", "model")])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     rules=st.fixed_dictionaries(dict.fromkeys("abc", mesh_axes)),
     names=st.permutations(["a", "b", "c", None]),

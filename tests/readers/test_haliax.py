@@ -95,7 +95,7 @@ TARGETS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     mapping=st.dictionaries(st.sampled_from(["layers", "mlp", "embed", "batch"]), TARGETS),
     sizes=st.sampled_from([(2, 4), (4, 2), (1, 8), (8, 1), (3, 2)]),

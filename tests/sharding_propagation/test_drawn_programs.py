@@ -7,12 +7,13 @@ import hypothesis
 from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
+from penzai_shard.library_apis.shardy_forms import bring_to_form_of_xla
 from penzai_shard.sharding_propagation import PropagatedProgram
 from tests.sharding_propagation.drawn_programs import drawn_programs, source_of
 
 _SHARDING = re.compile(r"<@\w+, \[((?:\{[^}]*\}(?:, )?)*)\]")
 _MESH_AXIS = re.compile(r'"(\w+)"((?::\(\d+\)\d+)?)')
-SETTINGS = hypothesis.settings(max_examples=16, deadline=None)
+SETTINGS = hypothesis.settings(max_examples=16)
 
 
 def specs_in(attribute):
@@ -47,6 +48,8 @@ def layouts_by_shardy_alone(lowered):
     module = lowered.compiler_ir("stablehlo")
     with module.context:
         copied = module.operation.clone().operation
+        # That the compiler has this form is the claim of a test of its own, by what it compiles.
+        bring_to_form_of_xla(copied)
         passes = str(PassManager.parse("builtin.module(sdy-propagation-pipeline)"))
         # What is behind moves values to where each operation wants them.
         layouts = passes.partition(",func.func(sdy-insert-explicit-reshards")[0]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import time
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +80,7 @@ def test_manual_sharding_is_equivalent():
     assert report, report
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     st.lists(
         st.sampled_from(
@@ -485,9 +484,7 @@ class TestTheReport:
     def test_a_notebook_shows_the_verdict_first_in_little_space(self):
         model = stacked_mlp(12)
         report = check_equivalent(model, jit_root().apply(model), features())
-        before = time.perf_counter()
         shown = report._repr_html_()
-        assert time.perf_counter() - before < 1
         assert len(shown) < 20_000
         assert re.sub("<style>.*?</style>|<[^>]*>", "", shown).startswith("equivalent")
         held = jax.tree.leaves(dataclasses.asdict(report))

@@ -406,7 +406,7 @@ class Bias(pz.nn.Layer):
         return value + self.bias.value
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     st.sampled_from(["float32", "bfloat16"]),
     st.integers(0, 2**16),

@@ -112,7 +112,7 @@ def fitting(recipe, model):
     return Recipe(*kept), model
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(models(), st.lists(st.sampled_from(EDITS), min_size=1, max_size=6))
 def test_apply_and_strip_is_the_identity(model, edits):
     recipe, expected = fitting(Recipe(*edits), model)
@@ -128,7 +128,7 @@ def test_apply_and_strip_is_the_identity(model, edits):
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(models(), st.lists(st.sampled_from(EDITS[:16]), min_size=1, max_size=5))
 def test_library_layers_come_off_a_model_that_was_rebuilt(model, edits):
     _, edited = fitting(Recipe(*edits), model)
@@ -136,7 +136,7 @@ def test_library_layers_come_off_a_model_that_was_rebuilt(model, edits):
     assert strip(rebuilt) == model
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(models(), st.lists(st.sampled_from(EDITS[:16]), min_size=1, max_size=5))
 def test_json_and_repr_make_the_same_edits(model, edits):
     recipe, edited = fitting(Recipe(*edits), model)

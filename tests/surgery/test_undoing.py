@@ -451,7 +451,7 @@ PLACES = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_nesting_of_edits_comes_off(data):
     model = mlp(data.draw(st.integers(1, 2)))

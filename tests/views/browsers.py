@@ -6,6 +6,8 @@ import shutil
 
 import pytest
 
+# A browser that hangs is given up; one of a busy machine is not.
+MILLISECONDS = 600_000
 # A browser of one's own, by its path.
 VARIABLE = "PENZAI_SHARD_CHROMIUM"
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -32,7 +34,7 @@ def chromium():
         path = chromium_path(playwright)
         if path is None:
             pytest.skip(f"no Chromium: none of {', '.join(_NAMES)}, and {VARIABLE} is not set")
-        browser = playwright.chromium.launch(executable_path=path)
+        browser = playwright.chromium.launch(executable_path=path, timeout=MILLISECONDS)
         try:
             yield browser
         finally:

@@ -197,6 +197,13 @@ def test_rules_that_do_not_fit_are_on_the_page_with_what_to_write(rules, page_of
     assert " ".join(finding.fix.split()) in words
 
 
+def test_what_is_stored_padded_is_on_the_page(page_of):
+    weights = {"up": pz.nx.ones({"embedding": 8, "neurons": 7})}
+    page = page_of(weights, make_mesh({"data": 8}), {"neurons": "data"}, on_indivisible="pad")
+    assert "'neurons' (7) padded to 8 over mesh axis 'data' (8)" in page
+    assert "does not divide" not in page
+
+
 def test_where_layouts_cannot_be_followed_the_page_says_so_and_has_the_rest(
     memory, model, page_of, monkeypatch
 ):

@@ -10,7 +10,7 @@ from penzai import pz
 from penzai_shard import Layout, abstract_model, make_mesh, report
 from penzai_shard.pretrained.published_models import find_published
 from tests.small_train_steps import EVERYTHING, build_mlp, report_of
-from tests.views.browsers import chromium
+from tests.views.browsers import MILLISECONDS, chromium
 
 WIDE = {"width": 1280, "height": 900}
 NARROW = {"width": 480, "height": 800}
@@ -53,6 +53,7 @@ def opened(browser, pages):
         context = browser.new_context(
             viewport=screen, color_scheme=color_scheme, reduced_motion="reduce"
         )
+        context.set_default_timeout(MILLISECONDS)
         contexts.append(context)
         page = context.new_page()
         page.heard = []

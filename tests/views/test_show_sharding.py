@@ -32,7 +32,7 @@ import penzai_shard as pzs
 from penzai_shard.errors import PlanError, RuleTypeError, ShardingError
 from penzai_shard.views import showing_shardings
 
-modest = hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+modest = hypothesis.settings(max_examples=60)
 
 
 # What is drawn, read back from the text and from the HTML

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
+from penzai_shard.array_kinds import has_abstract
 from penzai_shard.meshes import auto_context
 from penzai_shard.surgery.equivalence.array_comparisons import Comparison
 from penzai_shard.surgery.equivalence.model_calls import ModelCall
 from penzai_shard.surgery.equivalence.model_steps import STATE, ModelStep
-from penzai_shard.surgery.equivalence.named_values import NamedValues, has_abstract, some
+from penzai_shard.surgery.equivalence.named_values import NamedValues, some
 from penzai_shard.surgery.equivalence.paired_runs import PairedRuns
 from penzai_shard.surgery.equivalence.report import EquivalenceReport
 from penzai_shard.surgery.equivalence.unfit_comparisons import explain_nameless_inputs, refuse_unfit

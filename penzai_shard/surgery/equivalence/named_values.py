@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from penzai_shard.array_kinds import is_abstract
+from penzai_shard.array_kinds import has_abstract, is_abstract
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.padded_arrays import PaddedArray, is_padded, pad_to
 from penzai_shard.processes import is_on_this_process
@@ -122,11 +122,6 @@ def form(value: Any) -> str:
         named = sorted(f"{name}={size}" for name, size in dimensions if name is not None)
         described.append(f"{leaf.dtype}[{', '.join([*positional, *named])}]")
     return " ".join(described)
-
-
-def has_abstract(value: Any) -> bool:
-    """Whether a tree has a shape where an array should be."""
-    return any(map(is_abstract, jax.tree_util.tree_leaves(value)))
 
 
 def drawn(name: Any, value: Any) -> Any:
