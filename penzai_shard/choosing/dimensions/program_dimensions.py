@@ -13,9 +13,9 @@ from penzai_shard.sharding_propagation import PropagatedProgram
 _TRANSPOSED = "transpose("
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, order=True)
 class DimensionClass:
-    """A logical axis of a program; equal ones are one.
+    """A logical axis of a program; equal ones are one, and the first in it comes first.
 
     Attributes:
         number: Its place, as the program's arguments and operations come to it.

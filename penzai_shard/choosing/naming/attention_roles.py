@@ -1,13 +1,14 @@
 """Heads and projections: what attention contracts, and what it does side by side."""
 
 import collections
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 from penzai_shard.choosing.dimensions import DimensionClass
 from penzai_shard.choosing.naming.attentions import Attention
 from penzai_shard.choosing.naming.class_names import ClassNames
-from penzai_shard.choosing.naming.program_facts import Classes, Product, ProgramFacts, parts_of
+from penzai_shard.choosing.naming.program_facts import Classes, Product, ProgramFacts
 from penzai_shard.choosing.naming.rotations import is_rotated
 
 
@@ -44,7 +45,7 @@ def _name_positions(facts: ProgramFacts, names: ClassNames, attention: Attention
     Those that are a sequence themselves, as the latents of a Perceiver, are not added to it.
     """
     for part in names.without_role(attention.summed & facts.in_weights.keys()):
-        values = [facts.call.weights[number].value for number in facts.in_weights[part]]
+        values = [each.value for each in facts.in_weights[part]]
         if any(value is not None and _is_added_to_inputs(facts, value) for value in values):
             reason = "attention sums over it, and weights that have it are added to its inputs"
             names.give(part, "positions", reason)
@@ -59,7 +60,7 @@ def _is_added_to_inputs(facts: ProgramFacts, weight: int) -> bool:
     return any(
         weight in facts.moved_from(first) and second in facts.from_inputs and second not in made
         for each in added
-        for first, second in (each.operands, each.operands[::-1])
+        for first, second in itertools.permutations(each.operands)
     )
 
 
@@ -182,7 +183,7 @@ def _keys_lack(facts: ProgramFacts, attention: Attention, head: DimensionClass) 
         for value in (each.weight_operand, *facts.before(each.weight_operand))
     }
     for weight in facts.call.weights:
-        parts = frozenset(parts_of(weight))
+        parts = frozenset(weight.classes)
         others = parts.intersection(attention.heads) or len(attention.heads) == 1
         if weight.value in projections and head not in parts and others and projecting & parts:
             return True

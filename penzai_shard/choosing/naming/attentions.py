@@ -6,13 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from penzai_shard.choosing.dimensions import DimensionClass
 from penzai_shard.choosing.naming.class_names import ClassNames
-from penzai_shard.choosing.naming.program_facts import (
-    DOT,
-    Classes,
-    Product,
-    ProgramFacts,
-    parts_of,
-)
+from penzai_shard.choosing.naming.program_facts import DOT, Classes, Product, ProgramFacts
 from penzai_shard.sharding_propagation.factors import rule_of
 
 _PRODUCTS = frozenset({DOT, "stablehlo.while"})
@@ -83,10 +77,10 @@ def attentions_of(facts: ProgramFacts, names: ClassNames) -> Iterator[Attention]
         of_projections = {
             part
             for weight in facts.call.weights
-            if projecting.intersection(parts_of(weight))
-            for part in parts_of(weight)
+            if projecting.intersection(weight.classes)
+            for part in weight.classes
         }
-        heads = sorted(beside & weighted & of_projections - summed, key=lambda part: part.number)
+        heads = sorted(beside & weighted & of_projections - summed)
         mixes.sort(key=lambda product: product.operation.number)
         yield Attention(
             scores,

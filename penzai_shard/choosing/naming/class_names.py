@@ -64,4 +64,4 @@ class ClassNames:
 
     def without_role(self, parts: Iterable[DimensionClass]) -> list[DimensionClass]:
         """Those that have no role yet, in order."""
-        return sorted((p for p in parts if p not in self.roles), key=lambda part: part.number)
+        return sorted(part for part in parts if part not in self.roles)

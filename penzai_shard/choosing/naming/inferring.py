@@ -101,7 +101,7 @@ def infer_names(
 def name_classes(facts: ProgramFacts, names: ClassNames) -> None:
     """Names the classes of a traced call by what the program does with them."""
     for weight in facts.call.weights:
-        for parts, name in zip(weight.parts or (), weight.names, strict=False):
+        for parts, name in zip(weight.parts, weight.names, strict=False):
             if name is not None and len(parts) == 1:
                 names.call(parts[0], str(name), f"{weight.path} has that name already")
     name_embedding(facts, names)

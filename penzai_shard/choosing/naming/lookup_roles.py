@@ -5,12 +5,7 @@ from collections.abc import Set
 from penzai_shard.choosing.dimensions import DimensionClass
 from penzai_shard.choosing.naming.class_names import ClassNames
 from penzai_shard.choosing.naming.path_words import WORDS_OF_PLACES, words_of
-from penzai_shard.choosing.naming.program_facts import (
-    Classes,
-    Lookup,
-    ProgramFacts,
-    parts_of,
-)
+from penzai_shard.choosing.naming.program_facts import Classes, Lookup, ProgramFacts
 from penzai_shard.library_apis.shardy_records import PRODUCTS
 from penzai_shard.sharding_propagation import FLOW
 
@@ -46,7 +41,7 @@ def name_vocabulary(facts: ProgramFacts, names: ClassNames) -> None:
     for part in chosen:
         names.give(part, "vocabulary", _LOOKED_UP)
     sizes = {part.size for part in chosen}
-    for part in sorted(results, key=lambda part: part.number):
+    for part in sorted(results):
         alike = [other for other in results if other.size == part.size]
         if part in targets and part.size in sizes:
             alike = [part]
@@ -64,8 +59,8 @@ def name_vocabulary(facts: ProgramFacts, names: ClassNames) -> None:
 
 def _word_of(facts: ProgramFacts, part: DimensionClass, known: Set[str]) -> str:
     """The word in the path of a table that says what it is a table of; "" if none does."""
-    paths = (facts.call.weights[number].path for number in facts.in_weights[part])
-    return next((word for path in paths for word in words_of(path) if word in known), "")
+    words = (word for each in facts.in_weights[part] for word in words_of(each.path))
+    return next((word for word in words if word in known), "")
 
 
 def _is_added_to_others(facts: ProgramFacts, rows: DimensionClass) -> bool:
@@ -86,8 +81,7 @@ def _is_added_to_others(facts: ProgramFacts, rows: DimensionClass) -> bool:
 
 def _beside(facts: ProgramFacts, part: DimensionClass) -> Classes:
     """What the weights that have a class have beside it."""
-    beside = (facts.classes_of_weight(number) for number in facts.in_weights[part])
-    return frozenset[DimensionClass]().union(*beside) - {part}
+    return frozenset(p for each in facts.in_weights[part] for p in each.classes) - {part}
 
 
 def _begins_a_stream(facts: ProgramFacts, names: ClassNames, part: DimensionClass) -> bool:
@@ -173,7 +167,7 @@ def name_outputs(facts: ProgramFacts, names: ClassNames) -> None:
     """
     embedding = names.with_role("embedding")
     made = {p for each in facts.with_weights if each.contracted & embedding for p in each.made}
-    of_inputs = {part for each in facts.call.inputs for part in parts_of(each)}
+    of_inputs = {part for each in facts.call.inputs for part in each.classes}
     last = {
         parts[-1][0]
         for parts in map(facts.call.dimensions.of_value, facts.program.results)

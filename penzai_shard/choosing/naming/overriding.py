@@ -52,7 +52,7 @@ class Overrides:
         problems: dict[str, None] = {}
         for number, dimensions in self._given.items():
             weight = self._weights[number]
-            for parts, name in zip(weight.parts or (), dimensions, strict=False):
+            for parts, name in zip(weight.parts, dimensions, strict=False):
                 own: Sequence[LogicalAxis | None] = factors_of(name) or (name,)
                 for part, one in zip(parts, own, strict=False):
                     if not isinstance(one, str) or len(own) != len(parts):
@@ -95,7 +95,7 @@ def _with_lengths(names: AxisNames, weight: CalledArray) -> tuple[LogicalAxis | 
     """Names with the lengths of what they are fused of, where the program knows these."""
     known = []
     for number, name in enumerate(names):
-        parts = weight.parts[number] if weight.parts is not None else ()
+        parts = weight.parts[number] if weight.parts else ()
         if type(name) is str and len(factors_of(name)) == len(parts) > 1:
             name = FusedAxes(name, [part.size for part in parts])
         known.append(name)

@@ -42,8 +42,8 @@ def name_by_path_words(facts: ProgramFacts, names: ClassNames) -> None:
     """
     lengths = {name: {part.size for part in names.with_role(name)} for name, *_ in _VOCABULARY}
     led = {facts.leads[part] for part in names.with_role("embedding") & facts.leads.keys()}
-    for number, weight in enumerate(facts.call.weights):
-        parts = [part for dimension in weight.parts or () for part in dimension if part.size > 1]
+    for weight in facts.call.weights:
+        parts = [part for part in weight.classes if part.size > 1]
         open_parts = names.without_role({*parts} - facts.of_inputs.keys() - led)
         named = tuple(sorted(names.roles[part] for part in parts if part in names.roles))
         if len(open_parts) != 1:
@@ -52,7 +52,7 @@ def name_by_path_words(facts: ProgramFacts, names: ClassNames) -> None:
         words = set(words_of(weight.path))
         for name, known, beside, needs in _VOCABULARY:
             found = sorted(words & known)
-            if not found or named not in beside or facts.in_weights[part][0] != number:
+            if not found or named not in beside or facts.in_weights[part][0] is not weight:
                 continue
             if needs == "sharing" and not _is_shared(facts, part):
                 continue

@@ -100,7 +100,7 @@ class ProgramFacts:
     Attributes:
         call: The traced call.
         program: Its operations, without those that go back over others for a gradient.
-        in_weights: The arrays that have a class, by their places in ``call.weights``.
+        in_weights: The weights that have a class; those of length 1 are left out.
         of_inputs: The names of the classes of inputs that have one.
         from_inputs: The values that are computed from inputs.
         from_weights: The values that are computed from weights.
@@ -109,17 +109,14 @@ class ProgramFacts:
     def __init__(self, call: TracedCall) -> None:
         self.call = call
         self.program = call.dimensions.forward
-        in_weights: dict[DimensionClass, dict[int, None]] = collections.defaultdict(dict)
-        for number, weight in enumerate(call.weights):
-            for part in parts_of(weight):
+        self.in_weights: dict[DimensionClass, list[CalledArray]] = {}
+        for weight in call.weights:
+            for part in dict.fromkeys(weight.classes):
                 if part.size > 1:
-                    in_weights[part][number] = None
-        self.in_weights: Mapping[DimensionClass, tuple[int, ...]] = {
-            part: tuple(numbers) for part, numbers in in_weights.items()
-        }
+                    self.in_weights.setdefault(part, []).append(weight)
         self.of_inputs: dict[DimensionClass, LogicalAxis] = {}
         for each in call.inputs:
-            for parts, name in zip(each.parts or (), each.names, strict=False):
+            for parts, name in zip(each.parts, each.names, strict=False):
                 if name is not None and self._is_one(parts):
                     for part in parts:
                         self.of_inputs.setdefault(part, name)
@@ -148,10 +145,6 @@ class ProgramFacts:
     def classes(self, value: int) -> Classes:
         """The classes of a value."""
         return frozenset(p for parts in self.call.dimensions.of_value(value) for p in parts)
-
-    def classes_of_weight(self, number: int) -> Classes:
-        """The classes of a weight, by its place in ``call.weights``."""
-        return frozenset(parts_of(self.call.weights[number]))
 
     @functools.cached_property
     def together(self) -> Mapping[DimensionClass, Classes]:
@@ -194,7 +187,7 @@ class ProgramFacts:
         before: dict[DimensionClass, set[DimensionClass | None]] = collections.defaultdict(set)
         behind: dict[DimensionClass, set[DimensionClass | None]] = collections.defaultdict(set)
         for weight in self.call.weights:
-            for parts in weight.parts or ():
+            for parts in weight.parts:
                 for first, second in zip((None, *parts), (*parts, None), strict=True):
                     if first is not None:
                         behind[first].add(second)
@@ -422,9 +415,3 @@ def sources_of(operation: Operation) -> Sequence[int]:
     if operation.kind == FLOW and len(operation.operands) > 1:
         return [each for each in operation.operands if each not in operation.results]
     return operation.operands
-
-
-def parts_of(array: CalledArray) -> Iterator[DimensionClass]:
-    """The classes of an array, in order."""
-    for parts in array.parts or ():
-        yield from parts

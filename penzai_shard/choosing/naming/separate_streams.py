@@ -38,7 +38,7 @@ def tell_streams_apart(facts: ProgramFacts, names: ClassNames) -> None:
     begins at the vocabulary is the embedding; where none does, the one that more than twice as many
     weights have as all others, as those of blocks do beside those of a pooling behind them.
     """
-    streams = sorted(names.with_role("embedding"), key=lambda part: part.number)
+    streams = sorted(names.with_role("embedding"))
     if len(streams) < 2:
         return
     words = _words(facts, streams)
@@ -50,13 +50,11 @@ def tell_streams_apart(facts: ProgramFacts, names: ClassNames) -> None:
             reason = f"{names.reason(part)}, of the stream of {words.labels[stream]!r}"
             names.call(part, f"{words.labels[stream]}_{names.roles[part]}", reason)
         return
+    vocabulary = names.with_role("vocabulary")
     begins = [
         stream
         for stream in streams
-        if any(
-            names.with_role("vocabulary") & facts.classes_of_weight(number)
-            for number in facts.in_weights[stream]
-        )
+        if any(not vocabulary.isdisjoint(each.classes) for each in facts.in_weights[stream])
     ]
     counts = {stream: len(facts.in_weights[stream]) for stream in streams}
     most = [stream for stream in streams if counts[stream] > sum(counts.values()) * 2 / 3]
@@ -71,9 +69,9 @@ def _words(facts: ProgramFacts, streams: list[DimensionClass]) -> _Words | None:
     """A word for each stream, which stands at one place of the paths of most of its weights."""
     paths = {
         stream: [
-            split_path(facts.call.weights[number].path)
-            for number in facts.in_weights[stream]
-            if facts.classes_of_weight(number).isdisjoint(set(streams) - {stream})
+            split_path(each.path)
+            for each in facts.in_weights[stream]
+            if ({*streams} - {stream}).isdisjoint(each.classes)
         ]
         for stream in streams
     }
@@ -104,13 +102,9 @@ def _owners(
     the paths of which have the word of the stream.
     """
     for part, role in list(names.roles.items()):
-        numbers = facts.in_weights.get(part, ())
-        paths = [split_path(facts.call.weights[number].path) for number in numbers]
-        beside = {
-            stream
-            for number in numbers
-            for stream in facts.classes_of_weight(number).intersection(words.labels)
-        }
+        weights = facts.in_weights.get(part, ())
+        paths = [split_path(each.path) for each in weights]
+        beside = {stream for each in weights for stream in each.classes if stream in words.labels}
         if len(beside) > 1:
             own = {_word(path, words.place) if len(path) > words.place else () for path in paths}
             beside = {words.by_part[word] for word in own if own <= words.by_part.keys()}

@@ -31,11 +31,7 @@ def name_layers(facts: ProgramFacts, names: ClassNames) -> None:
     for part in _taken_one_after_another(facts, names):
         by_length[part.size].append(part)
     for parts in by_length.values():
-        stacked = {
-            folding_key(facts.call.weights[number].path)
-            for part in parts
-            for number in facts.in_weights[part]
-        }
+        stacked = {folding_key(each.path) for part in parts for each in facts.in_weights[part]}
         if len(stacked) >= _FEWEST_STACKED:
             for part in names.without_role(parts):
                 names.give(part, "layers", "its elements are used one after the other")
@@ -132,11 +128,11 @@ def name_gates(facts: ProgramFacts, names: ClassNames) -> None:
     """Names the two of which one weight makes neurons, and the gates of these."""
     beside: dict[DimensionClass, list[set[str]]] = collections.defaultdict(list)
     for weight in facts.call.weights:
-        parts = [part for dimension in weight.parts or () for part in dimension]
-        for part in names.without_role({*parts}):
-            beside[part].append({names.roles[p] for p in parts if p in names.roles})
+        roles = {names.roles[part] for part in weight.classes if part in names.roles}
+        for part in names.without_role({*weight.classes}):
+            beside[part].append(roles)
     apart = _taken_apart(facts)
-    for part in sorted(apart & beside.keys(), key=lambda part: part.number):
+    for part in sorted(apart & beside.keys()):
         in_weights = beside[part]
         if part in facts.together or any(part in each for each in facts.together.values()):
             continue
@@ -173,8 +169,7 @@ def _tell_numbers_apart(facts: ProgramFacts, names: ClassNames) -> None:
     elements: collections.Counter[int] = collections.Counter()
     modulations = names.with_role("modulations")
     for part in modulations:
-        of_weights = (facts.call.weights[number].shape for number in facts.in_weights[part])
-        elements[part.size] += sum(map(math.prod, of_weights))
+        elements[part.size] += sum(math.prod(each.shape) for each in facts.in_weights[part])
     for part in modulations:
         if part.size != max(elements, key=lambda size: (elements[size], size)):
             doubt = "one weight makes so many scales and shifts of the embedding, and others others"
@@ -186,7 +181,7 @@ def _taken_apart(facts: ProgramFacts) -> set[DimensionClass]:
     apart = {
         part
         for weight in facts.call.weights
-        for dimension in weight.parts or ()
+        for dimension in weight.parts
         for part in dimension[:-1]
     }
     for operation in facts.program.operations:

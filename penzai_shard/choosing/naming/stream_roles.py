@@ -34,7 +34,7 @@ def name_embedding(facts: ProgramFacts, names: ClassNames) -> None:
         best = [part for part, count in candidates.items() if count == most]
         if most > 1 and len(best) == 1:
             found[best[0]] = "blocks read it and add to it what they make of it"
-    for part in sorted(found, key=lambda part: part.number):
+    for part in sorted(found):
         names.give(part, "embedding", found[part])
 
 
@@ -177,11 +177,8 @@ def name_ranks(facts: ProgramFacts, names: ClassNames) -> None:
         if len(each.contracted) > 1 or each.batch & side_by_side:
             continue
         for part in names.without_role(each.contracted & facts.in_weights.keys()):
-            beside = [
-                math.prod(size for size in facts.call.weights[number].shape) // part.size
-                for number in facts.in_weights[part]
-            ]
-            if part not in facts.of_inputs and part.size < min(beside):
+            beside = min(math.prod(each.shape) for each in facts.in_weights[part]) // part.size
+            if part not in facts.of_inputs and part.size < beside:
                 reason = "two weights are multiplied over it, with nothing in between"
                 names.give(part, "rank", reason)
 

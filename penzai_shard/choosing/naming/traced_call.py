@@ -34,15 +34,20 @@ class CalledArray:
         path: Where it is.
         shape: Its shape.
         names: The logical axes that it is known to have, None for those that are not known.
-        parts: The classes of each dimension; None if the program does not use it.
+        parts: The classes of each dimension; none if the program does not use it.
         value: Its number in the program; None if the program does not use it.
     """
 
     path: str
     shape: tuple[int, ...]
     names: tuple[LogicalAxis | None, ...]
-    parts: tuple[tuple[DimensionClass, ...], ...] | None
+    parts: tuple[tuple[DimensionClass, ...], ...]
     value: int | None
+
+    @functools.cached_property
+    def classes(self) -> tuple[DimensionClass, ...]:
+        """The classes of all its dimensions, in order."""
+        return tuple(part for parts in self.parts for part in parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +148,7 @@ def _called_array(
         leaf.shape,
         (None,) * len(leaf.shape) if names is None else tuple(names),
         # A random key is lowered to an array of numbers: more dimensions, after its own.
-        None if value is None else dimensions.of_value(value)[: len(leaf.shape)],
+        () if value is None else dimensions.of_value(value)[: len(leaf.shape)],
         value,
     )
 

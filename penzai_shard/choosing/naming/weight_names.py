@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from penzai_shard.choosing.dimensions import DimensionClass
 from penzai_shard.choosing.naming.class_names import ClassNames
-from penzai_shard.choosing.naming.program_facts import Classes, parts_of
+from penzai_shard.choosing.naming.program_facts import Classes
 from penzai_shard.choosing.naming.traced_call import CalledArray
 from penzai_shard.fused_axes import FusedAxes, factors_of
 from penzai_shard.path_folding import folding_key
@@ -46,7 +46,7 @@ def with_numbers(
     numbers: dict[tuple[DimensionClass, ...], int] = {}
 
     def numbered(weight: CalledArray, place: int, each: DimensionName) -> DimensionName:
-        if each.name is not None or weight.parts is None or weight.shape[place] == 1:
+        if each.name is not None or weight.value is None or weight.shape[place] == 1:
             return each
         number = numbers.setdefault(weight.parts[place], len(numbers) + 1)
         return dataclasses.replace(each, unknown=number)
@@ -69,9 +69,7 @@ def names_of_weights(
         names: What classes are called.
         together: For each class those one of which always follows it: both are one axis.
     """
-    importance = collections.Counter(
-        part for weight in weights for part in {p for parts in weight.parts or () for p in parts}
-    )
+    importance = collections.Counter(part for weight in weights for part in {*weight.classes})
     found = [
         _without_repeats(_of_weight(weight, names, together), weight, importance)
         for weight in weights
@@ -90,12 +88,12 @@ def _as_alike(
     """
     alike: dict[tuple[str, tuple[int, ...]], list[int]] = collections.defaultdict(list)
     for number, weight in enumerate(weights):
-        if weight.parts is not None and all(p in names.roles for p in parts_of(weight)):
+        if weight.value is not None and all(part in names.roles for part in weight.classes):
             alike[folding_key(weight.path), weight.shape].append(number)
     named = list(found)
     for number, weight in enumerate(weights):
         used = alike.get((folding_key(weight.path), weight.shape), [])
-        if weight.parts is None and len({tuple(each.name for each in found[n]) for n in used}) == 1:
+        if weight.value is None and len({tuple(each.name for each in found[n]) for n in used}) == 1:
             reason = f"{weights[used[0]].path} has it there, and their paths are alike"
             named[number] = tuple(DimensionName(e.name, reason) for e in found[used[0]])
     return named
@@ -106,7 +104,7 @@ def _of_weight(
     names: ClassNames,
     together: Mapping[DimensionClass, Classes],
 ) -> list[DimensionName]:
-    if weight.parts is None:
+    if weight.value is None:
         return [
             DimensionName(known, "it is called so already" if known else UNUSED)
             for known in weight.names
@@ -187,7 +185,7 @@ def _without_repeats(
     """An array has each logical axis once: the dimension whose axis more weights have keeps it."""
 
     def rank(number: int) -> tuple[int, int]:
-        parts = weight.parts[number] if weight.parts is not None else ()
+        parts = weight.parts[number] if weight.parts else ()
         return -max((importance.get(part, 0) for part in parts), default=0), number
 
     taken: set[LogicalAxis] = set()
