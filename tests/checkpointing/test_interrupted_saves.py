@@ -122,6 +122,16 @@ from penzai_shard import save_params
 numbers = np.random.default_rng(0).normal(size=(8, 1_000_000)).astype("float32")
 values = {"w": pz.nx.wrap(numbers).tag("a", "b")}
 """
+# The old checkpoint is not replaced before an interrupt has come, however late that is; it may be lost
+# in a callback of the garbage collector.
+REPLACE_LATE = """
+import time
+from penzai_shard.checkpointing.replacement import Replacement
+commit = Replacement.commit
+Replacement.commit = lambda self: (time.sleep(60), commit(self))
+print(1, flush=True)
+save_params(sys.argv[1], values, overwrite=True)
+"""
 FAIL_TWICE = f"""{SAVE_MUCH}
 import resource
 import signal
@@ -173,9 +183,8 @@ def test_the_process_goes_on_after_a_refused_path_and_ends_soon(failed_twice):
 
 def test_a_process_ends_soon_after_an_interrupt(tmp_path, wide):
     path = save_params(tmp_path / "params", ONES)
-    code = f"{SAVE_MUCH}\nprint(1, flush=True)\nsave_params(sys.argv[1], values, overwrite=True)"
     with subprocess.Popen(
-        [sys.executable, "-c", code, path],
+        [sys.executable, "-c", SAVE_MUCH + REPLACE_LATE, path],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

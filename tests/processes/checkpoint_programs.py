@@ -187,19 +187,26 @@ def taking_part(folder):
 
     def alone(name, process, act):
         """What one process is told while the other one does something else, until it was told."""
-        told = f"{folder}/{name} was told"
+        told, begun = f"{folder}/{name} was told", pathlib.Path(folder, f"{name}, something else")
         if me == 0:
             os.mkfifo(told)
 
         def works_on():
+            begun.touch()
             os.close(os.open(told, os.O_RDONLY))  # Something else.
+
+        def meanwhile():
+            while not begun.exists():
+                time.sleep(0.01)
+            act()
 
         def tell():
             if me == process:
                 os.close(os.open(told, os.O_WRONLY))
 
         job_of_processes.joined().patience = 1.0
-        in_thread(name, *(act if each == process else works_on for each in (0, 1)), after=tell)
+        acts = (meanwhile if each == process else works_on for each in (0, 1))
+        in_thread(name, *acts, after=tell)
         job_of_processes.joined().patience = 100.0
 
     def save(path=path, model=model, **options):
