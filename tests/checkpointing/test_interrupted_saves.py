@@ -122,8 +122,8 @@ from penzai_shard import save_params
 numbers = np.random.default_rng(0).normal(size=(8, 1_000_000)).astype("float32")
 values = {"w": pz.nx.wrap(numbers).tag("a", "b")}
 """
-# The old checkpoint is not replaced before an interrupt has come, however late that is; it may be lost
-# in a callback of the garbage collector.
+# An interrupt comes before the old checkpoint is replaced, however late it is. The wait ends, since
+# one that comes in a callback of the garbage collector is lost.
 REPLACE_LATE = """
 import time
 from penzai_shard.checkpointing.replacement import Replacement
