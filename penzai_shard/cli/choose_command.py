@@ -202,16 +202,11 @@ def _problem(chosen: ChosenModel, options: argparse.Namespace) -> dict[str, Any]
     """
     if chosen.problem is not None:
         refuse_said_twice(chosen, options, "no layout can be chosen:")
+        _refuse_unnamed(chosen, "")
         return {name: each for name, each in chosen.problem.items() if name != "model"}
     if options.batch is None:
         raise _required("--batch")
-    unnamed = [leaf.path for leaf in leaves_of(chosen.model) if leaf.shape and leaf.names is None]
-    if unnamed:
-        raise RuleTypeError(
-            f"{chosen.name}: {count_text(len(unnamed), 'array')} have no logical axis names, such "
-            f"as {unnamed[0]!r}. Give them names in the function, name_axes(model, infer_names("
-            f"...)), and return {_EXAMPLE_PROBLEM}."
-        )
+    _refuse_unnamed(chosen, f", and return {_EXAMPLE_PROBLEM}")
 
     def loss_fn(model: Any, rng: Any, state: Any, tokens: Any) -> Any:
         try:
@@ -226,6 +221,24 @@ def _problem(chosen: ChosenModel, options: argparse.Namespace) -> dict[str, Any]
     }
 
 
+def _refuse_unnamed(chosen: ChosenModel, else_needed: str) -> None:
+    """Refuses a model with arrays without names; in a line, where choose_layout writes code."""
+    arrays = [leaf for leaf in leaves_of(chosen.model) if leaf.shape and leaf.dtype is not None]
+    unnamed = [leaf for leaf in arrays if leaf.names is None]
+    if not unnamed:
+        return
+    whole = {unnamed[0].path: (None,) * len(unnamed[0].shape)}
+    fix = (
+        "name_axes(model, infer_names(...))"
+        if len(unnamed) == len(arrays)
+        else f"name_axes(model, {whole}), None for a dimension that stays whole"
+    )
+    raise RuleTypeError(
+        f"{chosen.name}: {count_text(len(unnamed), 'array')} without logical axis names, such "
+        f"as {unnamed[0].path!r}. Give names in the function, {fix}{else_needed}."
+    )
+
+
 def _devices(options: argparse.Namespace) -> dict[str, Any]:
     """The devices, and the mesh over them if that is decided."""
     if options.mesh is None:
@@ -238,9 +251,10 @@ def _kept(text: str | None) -> Keep | None:
     if text is None:
         return None
     if ":" in text:
-        raise RuleTypeError(f"--keep {text!r}: write {text.replace(':', '=')}.")
-    rules = read_rules(text).parameters
-    if len(rules.name_rules) < len(rules.rules):
+        meant = re.sub(r"[{}'\"\s]", "", text).replace(":", "=")
+        raise RuleTypeError(f"--keep {text!r}: write {meant}.")
+    rules = read_rules(text).parameters if "=" in text else None
+    if rules is None or len(rules.name_rules) < len(rules.rules):
         raise RuleTypeError(
             f"--keep {text!r}: write pairs of a logical axis and a mesh axis: "
             "batch=data,heads=none."

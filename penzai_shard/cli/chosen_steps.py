@@ -257,8 +257,8 @@ def not_of_tokens(name: str, error: Exception, instead: str) -> RuleTypeError:
     return RuleTypeError(
         f"{name} cannot be called with numbers of tokens that have the logical axes batch and seq, "
         f"to give logits that have vocabulary too: {type(error).__name__}: "
-        f"{str(error).partition(chr(10))[0]} For any other model give a function that returns "
-        f"{instead}."
+        f"{str(error).partition(chr(10))[0].rstrip('.')}. For any other model give a function that "
+        f"returns {instead}."
     )
 
 

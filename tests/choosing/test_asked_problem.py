@@ -199,6 +199,18 @@ MISTAKES = {
     "seq beside arrays": ({"seq": 16}, "seq: is for a batch that is given as a number"),
     "other inputs": ({"batch": {"y": jnp.ones(8)}}, "batch: has 'y', and loss_fn takes 'x'"),
     "an input less": ({"batch": {}}, "batch: loss_fn takes 'x' too, which is not in it"),
+    "sizes in a mapping": (
+        {"batch": {"batch": 8, "seq": 16}, "loss": of_tokens},
+        r"given:\n  batch: is {'batch': 8, 'seq': 16}, sizes and no inputs\. Write .*seq=16\.$",
+    ),
+    "a number as input": (
+        {"batch": {"x": 8}},
+        "batch: 'x' is the number 8, .* Write batch=8, seq=",
+    ),
+    "a text of a number": (
+        {"batch": "8", "loss": of_tokens, "seq": 16.0},
+        "Write batch=8.*\n.*seq=16.",
+    ),
     "no array": ({"batch": {"x": "text"}}, "batch: 'x' is a str, and must be an array"),
     "a shape": (
         {"batch": {"x": (8, 4)}},

@@ -265,6 +265,7 @@ def test_on_a_mesh_of_other_names_the_batch_goes_where_it_is_kept(problem):
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
+        ({"data": "batch"}, r"keep\['data'\]: .* come first\. Write keep={'batch': 'data'}\.$"),
         ({"neuron": "model"}, r"keep\['neuron'\]: the model has no such .* Did you mean 'neurons'"),
         (
             {"batch": "models"},
@@ -279,6 +280,16 @@ def test_on_a_mesh_of_other_names_the_batch_goes_where_it_is_kept(problem):
 def test_what_cannot_be_kept_is_refused_with_what_was_meant(problem, keep, message):
     with pytest.raises(RuleTypeError, match=message):
         candidates(problem, MESHES, keep=keep)
+
+
+def test_what_is_kept_over_one_mesh_axis_twice_leaves_a_reason_that_says_both(problem):
+    found = candidates(problem, MESHES, keep={"neurons": "model", "embedding": "model"})
+    assert not found
+    assert any(
+        reason.startswith("mesh axis 'model' is asked for twice, by logical axis 'neurons' and by")
+        or reason.startswith("mesh axis 'model' is asked for twice, by logical axis 'embedding'")
+        for reason in found.left_out
+    )
 
 
 def test_a_problem_without_a_batch_is_refused(problem):

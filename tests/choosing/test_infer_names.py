@@ -279,7 +279,7 @@ def test_a_function_that_cannot_be_traced_says_which_call():
             lambda weights, x: weights["embed"] @ weights["lm_head"] @ x, WEIGHTS, TOKENS
         )
     assert raised.value.__notes__[-1:] == [
-        "This was raised while infer_names traced <lambda>(params, int32[2,5])."
+        "This was raised while infer_names traced <lambda>(weights=params, x=int32[2,5])."
     ]
     with pytest.raises((IndexError, TypeError)) as raised:
         pzs.infer_names(logits, WEIGHTS, pz.nx.wrap(jnp.zeros((2, 5), int), "batch", "seq"))

@@ -26,7 +26,7 @@ from penzai_shard.choosing.choices.stages import OneByOne
 from penzai_shard.choosing.choices.what_would_help import nothing_fits
 from penzai_shard.choosing.step_costs import Sent, StepCost
 from penzai_shard.choosing.step_times import StepTime
-from penzai_shard.errors import NothingFitsError, PlanError
+from penzai_shard.errors import NothingFitsError, PlanError, RuleTypeError
 from tests.choosing.fake_stages import (
     GIB,
     MOST,
@@ -59,6 +59,9 @@ def test_all_are_priced_by_names_and_the_best_more_and_more_exactly(problem):
     assert len(choices.priced) == 36
     assert choices[0] is best
     assert [*choices][:2] == [*choices[:2]]
+    for index, error in ((100, IndexError), ("best", TypeError)):
+        with pytest.raises(error, match=r"there are 4 choices, choices\[0\], .* to choices\[3\]\."):
+            choices[index]
 
 
 def test_what_a_stage_holds_is_given_up_before_the_next_one_starts(problem):
@@ -394,12 +397,12 @@ def test_it_says_what_the_others_pay_more_for_and_where(problem):
     assert choices.best.pays_words() == "It pays most for 44.7 ms computing"
     one, two = (choices[number] for number in (1, 3))
     assert one.pays_words() == (
-        "124% slower than the pick, bound by sending over 'data': +100.0 ms gathering parameters "
-        "[neurons, x] of lm/block_*/neurons over 'data'; -1.0 GiB of parameters"
+        "2.2 times as long as the pick, bound by sending over 'data': +100.0 ms gathering "
+        "parameters [neurons, x] of lm/block_*/neurons over 'data'; -1.0 GiB of parameters"
     )
     assert two.pays_words() == (
-        "348% slower than the pick, bound by sending over 'data': +200.0 ms gathering parameters "
-        "over 'data', above all [embedding, x] of lm/block_*/embedding and [mlp, x] of "
+        "4.5 times as long as the pick, bound by sending over 'data': +200.0 ms gathering "
+        "parameters over 'data', above all [embedding, x] of lm/block_*/embedding and [mlp, x] of "
         "lm/block_*/mlp; -2.0 GiB of parameters"
     )
     assert two.pays[0].seconds == pytest.approx(0.2)
@@ -420,11 +423,11 @@ def sends(**bytes_over):
     [
         (
             StepCost(1e12, sends(data={"up": 9e9}, model={"down": 1e9}), {}),
-            "slower than the pick, bound by sending over 'data': +",
+            "times as long as the pick, bound by sending over 'data': +",
         ),
         (
             StepCost(1e12, sends(data={"up": 1e9}, model={"down": 9e9}), {}),
-            "slower than the pick, bound by sending over 'model': +",
+            "times as long as the pick, bound by sending over 'model': +",
         ),
         (StepCost(4e13, sends(data={"up": 2e9}), {}), "bound by computing, a part of it alike on"),
         (
@@ -458,7 +461,7 @@ UPDATING = {
         "cpu:8",
         3e9,
         8e9,
-        "slower than the pick: +17.14 s updating the optimizer's state; +800.0 ms reducing",
+        "as long as the pick: +17.14 s updating the optimizer's state; +800.0 ms reducing",
     ),
 }
 
@@ -489,7 +492,8 @@ def test_layouts_that_cost_nearly_the_same_are_one_row_and_ten_rows_are_shown(pr
     }
     choices = choose(problem, FakeStage("names", some.__getitem__), among=list(some))
     table = choices.table()
-    assert [row[0].partition(".")[0] for row in table.rows] == [str(n) for n in range(1, 20, 2)]
+    assert [row[0].partition(" ")[0] for row in table.rows] == [f"[{n}]" for n in range(0, 20, 2)]
+    assert choices.table(collapse=False).rows[4][0].endswith(choices[4].words())
     assert "(and 1 layout that costs nearly the same)" in table.rows[0][0]
     assert table.summary[0] == (
         "2 more rows, up to choices[23]: print(choices.table(collapse=False)), or --all at the "
@@ -517,17 +521,17 @@ def test_other_ways_to_run_a_layout_share_its_row_and_the_leanest_of_all_is_seen
     table = choices.table()
     assert [row[0].rpartition(" (and ")[::2] for row in table.rows] == [
         (
-            "1. data=8: parameters: whole | activations: whole",
+            "[0] data=8: parameters: whole | activations: whole",
             "4 more with 2 to 4 microbatches or another rematerialisation, from 1.0 GiB, up to 50% "
             "slower)",
         ),
         (
             "",
-            "6. data=8, 4 microbatches: parameters: whole | activations: whole | blocks keep "
+            "[5] data=8, 4 microbatches: parameters: whole | activations: whole | blocks keep "
             "nothing",
         ),
         (
-            "7. data=8: parameters: a over data | activations: whole",
+            "[6] data=8: parameters: a over data | activations: whole",
             "5 more with 2 to 4 microbatches or another rematerialisation, from 768.0 MiB, up to "
             "17% slower)",
         ),
@@ -554,8 +558,8 @@ def test_choices_are_a_table_a_tree_and_json_with_the_same_figures(problem, caps
         "the best of 36 layouts for batch 8 x seq 16 on 8 devices (v5e:2x4): data=2, model=4; at "
         "least 11.2 ms in each step, 6.0 GiB of 16.0 GiB on each device"
     )
-    assert "1. data=2, model=4: parameters: whole | activations: batch over data" in text
-    assert "Priced: 36 by names, 8 by propagation, 4 as compiled; of all, 0 need more" in text
+    assert "[0] data=2, model=4: parameters: whole | activations: batch over data" in text
+    assert "Priced: 36 by names, 8 by propagation, 4 as compiled; none needs more" in text
     assert all(len(line) <= 100 for line in str(choices).splitlines())
     found = json.loads(choices.to_json())
     assert found["counts"] == {"names": 36, "propagation": 8, "compiled": 4}
@@ -593,6 +597,8 @@ def test_a_choice_is_saved_with_its_reasons_and_read_back(problem, tmp_path):
 def test_all_that_was_priced_is_drawn_with_the_pick(problem):
     figure, axes = plt.subplots()
     assert choose(problem).plot(axes) is axes
+    with pytest.raises(RuleTypeError, match=r'plot\(\).figure.savefig\("priced.png"\)'):
+        choose(problem).plot("priced.png")
     shown = {one.get_label(): one for one in axes.collections}
     assert [*shown] == ["by names", "by propagation", "as compiled", "the pick"]
     assert [len(one.get_offsets()) for one in shown.values()] == [28, 4, 4, 1]

@@ -48,7 +48,7 @@ def test_the_best_layouts_are_printed_with_what_they_pay_for(shell):
     assert "for batch 16 x seq 33 on 8 devices (v5e:2x4, mesh (data=4, model=2))" in text
     assert "It pays most for" in text
     assert "than the pick, bound by " in text or "As fast as the pick" in text
-    assert "of all, 0 need more memory than there is" in text
+    assert "none needs more memory than there is" in text
     assert "What is compiled has a better one: --compiled 12." in text
 
 
@@ -187,7 +187,8 @@ MISTAKES = {
     ): "the model has no such logical axis. Did you mean 'neurons'",
     (*ASKED, "--keep", "neurons=modle"): "--keep neurons: no mesh has mesh axis 'modle'. Did you ",
     (*ASKED, "--keep", "batch:data"): "--keep 'batch:data': write batch=data.",
-    (*ASKED, "--keep", "neurons"): "there is no 'neurons'",
+    (*ASKED, "--keep", "{'batch': 'data'}"): ": write batch=data.",
+    (*ASKED, "--keep", "neurons"): "--keep 'neurons': write pairs of a logical axis and a mesh",
     (*ASKED, "--keep", "fully_sharded()"): "write pairs of a logical axis and a mesh axis",
     (*ASKED, "--mesh", "data=2,model=2"): "has 8 devices, and there are 4. Give as many, "
     "or its kind alone: --devices v5e.",

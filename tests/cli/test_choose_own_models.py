@@ -36,6 +36,10 @@ def problem(neurons=128):
         "batch": {"x": jax.ShapeDtypeStruct((64, 64), "float32")},
         "plain_arrays": True,
     }
+
+
+def problem_without_names():
+    return {**problem(), "model": plain()}
 """
 QUICK = ("--devices", "v5e:8", "--propagated", "0", "--compiled", "0")
 
@@ -63,7 +67,8 @@ def test_a_function_may_say_all_that_a_layout_is_chosen_for(shell):
 MISTAKES = {
     ("models.py:problem", "--batch", "8"): "--batch: models.py:problem says itself what is",
     ("models.py:problem", "--optimizer", "sgd(1.0)"): "--optimizer: models.py:problem says itself",
-    ("models.py:plain", "--batch", "8"): "2 arrays have no logical axis names, such as 'down'.",
+    ("models.py:plain", "--batch", "8"): "2 arrays without logical axis names, such as 'down'.",
+    ("models.py:problem_without_names",): "in the function, name_axes(model, infer_names(...)).",
     ("models.py:perceptron", "--batch", "8"): "For any other model give a function that returns wh",
     ("models.py:perceptron",): "the following arguments are required: --batch",
 }

@@ -29,6 +29,10 @@ OnUnfit: TypeAlias = Literal["error", "pad"]
 MICROBATCHES = (1, 2, 4, 8)
 POLICIES = (None, "dots", "nothing")
 _PADDED_LENGTH = re.compile(r"Pad it to (\d+)")
+_TWICE = re.compile(
+    r"(mesh axis '.*?') \(\d+\) is asked for twice: by (logical axis '.*?') .*?"
+    r", and by (logical axis '.*?') "
+)
 
 
 class Candidates(tuple[Candidate, ...]):
@@ -346,8 +350,10 @@ def _ways(
 
 
 def _reason(error: PlanError, would_pad: bool = False) -> str:
-    """What does not divide, without where it was met; and whether padding would help."""
+    """What does not divide or meets on one mesh axis, without the array; would padding help?"""
     problem = error.problems[0] if error.problems else str(error)
+    if twice := _TWICE.search(problem):
+        return f"{twice[1]} is asked for twice, by {twice[2]} and by {twice[3]}"
     said = problem[max(problem.find("logical axis"), 0) :]
     reason = said.partition(". ")[0].partition(", asked by")[0]
     length = _PADDED_LENGTH.search(problem)

@@ -59,6 +59,9 @@ class KeptAxes:
             if str(name) not in known:
                 near = nearest_name(str(name), known)
                 fix = f"Did you mean {near!r}?" if near else f"There are {', '.join(known)}."
+                if str(name) in mesh_axes and over and all(each in known for each in over):
+                    turned = {each: str(name) for each in over}
+                    fix = f"Logical axes come first. Write keep={turned}."
                 problems.append(f"keep[{name!r}]: the model has no such logical axis. {fix}")
             elif unknown:
                 near = nearest_name(unknown[0], mesh_axes)

@@ -124,6 +124,9 @@ def _read_inputs(
     """The inputs of the loss function, and what is wrong with what was said of them."""
     names, takes_any = _inputs_of(loss_fn)
     if isinstance(batch, Mapping):
+        if batch and TOKENS[0] not in names and all(name in TOKENS for name in batch):
+            sizes = ", ".join(f"{name}={size!r:.80}" for name, size in batch.items())
+            return {}, [f"batch: is {batch!r:.80}, sizes and no inputs. Write {sizes}."]
         problems = [
             f"batch: has {name!r}, and loss_fn takes {_listed(names)}."
             for name in batch
@@ -142,6 +145,13 @@ def _read_inputs(
             for name, value in batch.items()
             for leaf in jax.tree_util.tree_leaves(value)
             if not is_array_like(leaf)
+        ]
+        problems += [
+            f"batch: {name!r} is the number {value!r}, and must be an array or a struct. Write "
+            f"batch={value!r}, seq=2048 for tokens, or {name!r}: jax.ShapeDtypeStruct(({value!r}, "
+            "2048), 'int32')."
+            for name, value in batch.items()
+            if isinstance(value, numbers.Number)
         ]
         problems += [
             f"batch: {name!r} is {_kind(value)} of numbers, and must be an array or a struct. Put "
@@ -164,7 +174,8 @@ def _read_inputs(
         ]
     problems = [
         f"{argument}: is {given!r}, and must be a positive number"
-        f"{', or a mapping of arrays' if argument == 'batch' else ''}. Write {argument}={example}."
+        f"{', or a mapping of arrays' if argument == 'batch' else ''}. Write "
+        f"{argument}={_count_meant(given) or example}."
         for argument, given, example in (("batch", batch, 32), ("seq", seq, 2048))
         if not _is_count(given)
     ]
@@ -225,6 +236,19 @@ def _is_input(given: Any) -> bool:
 
 def _is_count(given: Any) -> bool:
     return isinstance(given, numbers.Integral) and not isinstance(given, bool) and int(given) > 0
+
+
+def _count_meant(given: Any) -> int | None:
+    """The number that a text or another kind of number stands for.
+
+    >>> _count_meant("16"), _count_meant(16.0), _count_meant(0.5), _count_meant(None)
+    (16, 16, None, None)
+    """
+    if isinstance(given, str):
+        given = int(given) if given.isdecimal() else None
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    is_whole = is_number and given >= 1 and given == given // 1
+    return int(given) if is_whole else None
 
 
 def _listed(names: set[str]) -> str:

@@ -18,14 +18,14 @@ class ChoiceRow:
     """A choice, and the later ones that its row stands for.
 
     Attributes:
-        number: Its number among the choices, from 1.
+        index: Its index among the choices.
         choice: The choice, the best of the row.
         alike: Those that run in the same way at nearly the same costs.
         otherwise: Those laid out like it, or like one of ``alike``, with other microbatches or
             another rematerialisation. They take as long or longer.
     """
 
-    number: int
+    index: int
     choice: Choice
     alike: list[Choice] = dataclasses.field(default_factory=list)
     otherwise: list[Choice] = dataclasses.field(default_factory=list)
@@ -94,9 +94,9 @@ def choice_rows(choices: Sequence[Choice], *, collapse: bool) -> list[ChoiceRow]
     """
     rows: list[ChoiceRow] = []
     leanest = min(choices, key=lambda each: each.memory_bytes, default=None)
-    for number, choice in enumerate(choices, 1):
+    for index, choice in enumerate(choices):
         if not (collapse and _is_taken(rows, choice, choice is leanest)):
-            rows.append(ChoiceRow(number, choice))
+            rows.append(ChoiceRow(index, choice))
     return rows
 
 

@@ -113,7 +113,15 @@ class Choices(Report, Sequence[Choice]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Choice]: ...
     def __getitem__(self, index: int | slice) -> Choice | Sequence[Choice]:
-        return self._rows[index]
+        rows = self._rows
+        try:
+            return rows[index]
+        except (IndexError, TypeError) as error:
+            raise type(error)(
+                f"choices[{index!r}]: there are {count_text(len(self), 'choice')}, choices[0], "
+                f"which is choices.best, to choices[{len(self) - 1}]. All layouts that were "
+                "priced, without what builds them, are in choices.priced."
+            ) from None
 
     # Type checkers know that there is none without being told.
     if not TYPE_CHECKING:
@@ -144,12 +152,14 @@ class Choices(Report, Sequence[Choice]):
                 under the best way to run a layout also the others, which differ in microbatches
                 or rematerialisation, each with a count; and the first ten rows alone. What holds
                 least memory has its row.
+
+        What a row begins with is the index of its choice: ``choices[4]`` is the row ``[4]``.
         """
         numbered = choice_rows(self, collapse=collapse)
         shown = numbered[: _ROWS_SHOWN if collapse else None]
         rows = tuple(
             (
-                f"{row.number}. {row.words()}",
+                f"[{row.index}] {row.words()}",
                 *_figure_texts(row.choice),
                 f"{row.choice.pays_words()}.",
             )
@@ -220,6 +230,7 @@ class Choices(Report, Sequence[Choice]):
             The axes.
 
         Raises:
+            RuleTypeError: ``axes`` is something else, such as a path.
             MissingExtraError: matplotlib is not installed.
         """
         from penzai_shard.choosing.choices.choices_plot import plot_choices
@@ -244,7 +255,8 @@ class Choices(Report, Sequence[Choice]):
             )
         counts = [f"{len(priced):,} {PRICED_BY[stage]}" for stage, priced in self._stages()]
         over = sum(one.memory > self.memory_limit for one in self.priced)
-        yield f"Priced: {', '.join(counts)}; of all, {over:,} need more memory than there is."
+        need = f"{over:,} of all need" if over else "none needs"
+        yield f"Priced: {', '.join(counts)}; {need} more memory than there is."
         if self.best.priced_by != "compiled":
             better = "" if self.interrupted else " What is compiled has a better one: compiled=12."
             yield (
@@ -297,7 +309,7 @@ def _figure_texts(choice: Choice) -> tuple[str, ...]:
 
 def _tree_node(row: ChoiceRow) -> TreeNode:
     choice = row.choice
-    label = f"{row.number}. {step_words(choice.priced.candidate)}"
+    label = f"[{row.index}] {step_words(choice.priced.candidate)}"
     held = tuple(
         TreeNode(part, f"{label}/{part}", figures=(TreeFigure("memory", size),))
         for part, size in choice.memory.items()

@@ -1,10 +1,11 @@
 """The picture of all layouts that were priced: memory against time."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from penzai_shard.choosing.choices.choice import PRICED_BY
 from penzai_shard.choosing.choices.priced_candidates import StageName
-from penzai_shard.errors import require_extra
+from penzai_shard.errors import RuleTypeError, require_extra
 
 if TYPE_CHECKING:
     from penzai_shard.choosing.choices.choices import Choices
@@ -19,6 +20,12 @@ def plot_choices(choices: "Choices", axes: Any = None) -> Any:
     if axes is None:
         pyplot = require_extra("matplotlib.pyplot", "notebook")
         axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")[1]
+    elif not hasattr(axes, "scatter"):
+        file = axes if isinstance(axes, str | os.PathLike) else "choices.png"
+        raise RuleTypeError(
+            f"axes: is {axes!r:.80}, and must be the matplotlib.axes.Axes to draw on. To write a "
+            f'file: choices.plot().figure.savefig("{file}").'
+        )
     limit = choices.memory_limit
     unit, name = (_GIB, "GiB") if limit >= _GIB else (_MIB, "MiB")
     for stage, shade in _SHADES.items():

@@ -149,7 +149,7 @@ def compared(other: PaidTimes, pick: PaidTimes) -> Comparison:
     time, best = other.priced.time, pick.priced.time
     bound = max(time.bound, best.bound)
     if time.bound - best.bound > _SMALL * best.bound:
-        slower = f"{time.bound / best.bound - 1:.0%} slower than the pick"
+        slower = f"{_slower_text(time.bound / best.bound)} the pick"
         if not time.overlaps:
             return Comparison(slower, _all_compared(other, pick, bound))
         words, pays = _part_compared(other.bound_by, other, pick, bound)
@@ -179,6 +179,15 @@ def memory_difference(other: Priced, pick: Priced) -> str:
 
 def _signed(number: float, text: Callable[[float], str]) -> str:
     return f"{'+' if number > 0 else '-'}{text(abs(number))}"
+
+
+def _slower_text(ratio: float) -> str:
+    """How much longer something takes, before what it is compared to.
+
+    >>> _slower_text(1.37), _slower_text(12.69)
+    ('37% slower than', '12.7 times as long as')
+    """
+    return f"{ratio - 1:.0%} slower than" if ratio < 2 else f"{ratio:.1f} times as long as"
 
 
 def _repeated(other: PaidTimes, pick: PaidTimes) -> str:

@@ -67,8 +67,8 @@ def _advice(nearest: Priced, limit: int, batch: int | None) -> list[str]:
         advice.append(f"a smaller batch: about {less:,} in place of {batch:,}.")
     if candidate.layout.rematerialise is None:
         advice.append(
-            "rematerialisation: jax.checkpoint around the blocks of a model whose blocks are not "
-            "those of Penzai's transformers."
+            "rematerialisation: jax.checkpoint around the blocks in the model's own code. It is "
+            "tried without that for Penzai's transformers alone."
         )
     return advice
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -268,9 +269,19 @@ def _fits(leaf: NamedLeaf, names: AxisNames | None) -> bool:
 
 
 def _call_text(function: Callable[..., Any], trees: Sequence[_Arrays]) -> str:
-    """A call as people write it, such as ``logits(params, int32[4,16])``."""
+    """A call as people write it, such as ``logits(weights=params, tokens=int32[4,16])``."""
     inputs = [
         ", ".join(f"{struct.dtype}[{','.join(map(str, struct.shape))}]" for struct in tree.structs)
         for tree in trees[1:]
     ]
-    return f"{_name(function)}({', '.join(['params', *inputs])})"
+    given = ["params", *inputs]
+    try:
+        taken = list(inspect.signature(function).bind(*given).arguments)
+    except (TypeError, ValueError):
+        taken = []  # It does not say what it takes.
+    if len(taken) == len(given):
+        given = [
+            each if name == each else f"{name}={each}"
+            for name, each in zip(taken, given, strict=True)
+        ]
+    return f"{_name(function)}({', '.join(given)})"

@@ -289,6 +289,10 @@ def _meant_name(name: str) -> str:
     counted_first = re.fullmatch(r"(\d+)\s*x?\s*([A-Za-z][\w-]*)", name)
     if counted_first and counted_first[2].lower() in PUBLISHED:
         return f"Write '{counted_first[2].lower()}:{counted_first[1]}'. "
+    kinds = "|".join(sorted(PUBLISHED, key=len, reverse=True))
+    counted_last = re.fullmatch(rf"({kinds})[\s:x*]*(\d[\dx]*)", name.strip().lower())
+    if counted_last:
+        return f"Write '{counted_last[1]}:{counted_last[2]}'. "
     last_word = name.split()[-1] if name.split() else ""
     if last_word != name and _NAME.fullmatch(last_word):
         return f"Write {last_word!r}. "
