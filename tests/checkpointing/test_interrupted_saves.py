@@ -160,9 +160,11 @@ def test_a_full_disk_is_one_error_and_keeps_what_was_there(failed_twice, wide):
     done, seconds, path = failed_twice
     assert seconds < MUCH_SOONER
     assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 1
-    assert len(done.stderr.splitlines()) < 25
-    error = done.stderr.splitlines()[-1]
+    # One traceback, and nothing else; Python's releases mark more or fewer places in it.
+    begins, *frames, error = done.stderr.splitlines()
+    assert begins == "Traceback (most recent call last):"
+    assert [line for line in frames if not line.startswith("  ")] == []
+    assert sum(line.startswith("  File ") for line in frames) < 12
     assert error.startswith(
         f"penzai_shard.errors.CheckpointWriteError: cannot save to {path}: the disk is full. The "
         "arrays take 32,000,000 bytes, and "
