@@ -81,7 +81,9 @@ def read_call(
     except RuleTypeError:
         raise
     except TypeError as error:
-        raise RuleTypeError(f"{text!r}: {error}.{_taken(known[name], kwargs)}") from error
+        # Python guesses since 3.13 which name was meant.
+        said = str(error).partition(". Did you mean")[0]
+        raise RuleTypeError(f"{text!r}: {said}.{_taken(known[name], kwargs)}") from error
 
 
 def _taken(function: Callable[..., Any], given: Collection[str]) -> str:

@@ -136,7 +136,7 @@ MISTAKES = {
     'layout = "zero1(min_sise=3)"': "min_sise=3: this preset has no such option",
     "layout = \"__import__('os')\"": "there is no '__import__'",
     "parameters = [\"tensor_parallel('model', axis=('neurons',))\"]": (
-        r"got an unexpected keyword argument 'axis'. It takes \w+, axes"
+        r"got an unexpected keyword argument 'axis'\. It takes \w+, axes\."
     ),
     'layout = "fully_sharded(open(1))"': "arguments are literals",
     "[parmeters]\na = 'b'": "parmeters: is not known. Did you mean parameters",
