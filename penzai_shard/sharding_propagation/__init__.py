@@ -4,6 +4,7 @@ from penzai_shard.sharding_propagation.causes import Cause, CauseKind
 from penzai_shard.sharding_propagation.losses import Loss, LossKind, Standing
 from penzai_shard.sharding_propagation.operations import FLOW, Edge, Hop, Operation
 from penzai_shard.sharding_propagation.program import PropagatedProgram
+from penzai_shard.sharding_propagation.value_walks import walk
 
 __all__ = [
     "FLOW",
@@ -16,4 +17,5 @@ __all__ = [
     "Operation",
     "PropagatedProgram",
     "Standing",
+    "walk",
 ]

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from penzai_shard.choosing.dimensions.splittable_classes import SplittableClasses
 from penzai_shard.choosing.dimensions.tied_dimensions import Elements
-from penzai_shard.sharding_propagation import FLOW, Operation, PropagatedProgram
+from penzai_shard.sharding_propagation import FLOW, Operation, PropagatedProgram, walk
 
 _Place: TypeAlias = tuple[int, int, int]
 """Where a part starts in a dimension, where it ends, and its stride."""
@@ -120,27 +120,26 @@ def _came_from(
     """
     values = program.values
     length = values[operation.results[0]].shape[number]
-    waiting = list(operation.operands)
-    seen = set(waiting)
-    while waiting:
-        value = waiting.pop()
-        shape = values[value].shape
-        if shape[number] == length:
-            yield elements[_handed_on(program, value)][number]
-            continue
-        maker = program.makers.get(value)
-        if maker is None or (maker.rule is None and len(maker.operands) != 1):
-            continue
+
+    def sources(value: int) -> Iterator[int]:
+        shape, maker = values[value].shape, program.makers.get(value)
+        if shape[number] == length or maker is None:
+            return
+        if maker.rule is None and len(maker.operands) != 1:
+            return
+        along = maker.cuts or maker.kind == "stablehlo.concatenate"
         for operand in maker.operands:
             before = values[operand].shape
-            along = maker.cuts or maker.kind == "stablehlo.concatenate"
             if along:
                 follows = _but_one(before, number) == _but_one(shape, number)
             else:
                 follows = before == shape and maker.kind not in _MOVES
-            if follows and operand not in seen:
-                seen.add(operand)
-                waiting.append(operand)
+            if follows:
+                yield operand
+
+    for value in walk(operation.operands, sources):
+        if values[value].shape[number] == length:
+            yield elements[_handed_on(program, value)][number]
 
 
 def _but_one(shape: tuple[int, ...], number: int) -> tuple[int, ...]:

@@ -180,7 +180,7 @@ def _keys_lack(facts: ProgramFacts, attention: Attention, head: DimensionClass) 
         value
         for each in facts.with_weights
         if each.made & projecting
-        for value in (each.weight_operand, *facts.before(each.weight_operand))
+        for value in facts.before(each.weight_operand)
     }
     for weight in facts.call.weights:
         parts = frozenset(weight.classes)

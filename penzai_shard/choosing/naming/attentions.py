@@ -9,7 +9,7 @@ from penzai_shard.choosing.naming.class_names import ClassNames
 from penzai_shard.choosing.naming.program_facts import DOT, Classes, Product, ProgramFacts
 from penzai_shard.sharding_propagation.factors import rule_of
 
-_PRODUCTS = frozenset({DOT, "stablehlo.while"})
+_PRODUCTS = frozenset({DOT})
 _SOFTMAX = frozenset({"stablehlo.exponential"})
 _SUM = "stablehlo.reduce"
 _SIDE_BY_SIDE = -1
@@ -113,10 +113,7 @@ def _taken(
     if keys is not None:
         found["queries"] = scores.operation.operands[1 - keys]
         found["keys"] = scores.operation.operands[keys]
-    of_softmax = {exponential}
-    for operation in facts.after(exponential, _PRODUCTS):
-        if operation.kind not in _PRODUCTS:
-            of_softmax.update(operation.results)
+    of_softmax = {*facts.made_of(exponential, _PRODUCTS)}
     for mix in mixes[:1]:
         others = [each for each in mix.operation.operands if each not in of_softmax]
         if len(others) == 1:

@@ -64,7 +64,7 @@ def _purposes(facts: ProgramFacts, attentions: Sequence[Attention]) -> Mapping[i
     for attention in attentions:
         own: dict[int, set[str]] = collections.defaultdict(set)
         for purpose, operand in attention.taken.items():
-            for value in (operand, *facts.before(operand, facts.by_result)):
+            for value in facts.before(operand, facts.by_result):
                 own[value].add(_LETTERS[purpose])
             for product in facts.nearest_products(operand):
                 if product.has_weight:

@@ -120,7 +120,7 @@ def _latent(
 def _is_normed(facts: ProgramFacts, product: Product) -> bool:
     """Whether nothing but norms is between what a product takes and other products."""
     made = facts.by_result
-    between = {product.data, *facts.before(product.data, made)} & facts.from_inputs
+    between = {*facts.before(product.data, made)} & facts.from_inputs
     makers = (facts.program.makers.get(value) for value in between if value not in made)
     return all(each is None or each.kind in _OF_NORMS for each in makers)
 

@@ -138,7 +138,7 @@ def _is_given(facts: ProgramFacts, index: int) -> bool:
     if index in given or index not in facts.from_inputs:
         return index in given
     makers = facts.program.makers
-    before = (index, *facts.before(index, facts.by_result))
+    before = facts.before(index, facts.by_result)
     handed_on = (makers[value] for value in before if value in makers)
     return any(each.kind == FLOW and not given.isdisjoint(each.operands) for each in handed_on)
 
@@ -190,7 +190,7 @@ def name_positions(facts: ProgramFacts, names: ClassNames) -> None:
             and lookup.operation.operands[0] not in facts.from_inputs
             and lookup.index not in facts.from_weights
             and index_rank <= 3
-            and _is_counted(facts, lookup.index)
+            and "stablehlo.iota" in facts.kinds_before(lookup.index)
         ):
             names.give(lookup.rows, "positions", "rows are looked up along it by counted places")
     for operation in facts.program.operations:
@@ -222,11 +222,3 @@ def _tell_crossing_apart(facts: ProgramFacts, names: ClassNames) -> None:
     }
     for part in crossing:
         names.take_back(part, "it is one of several positions that some values have at once")
-
-
-def _is_counted(facts: ProgramFacts, index: int) -> bool:
-    makers = facts.program.makers
-    return any(
-        value in makers and makers[value].kind == "stablehlo.iota"
-        for value in (index, *facts.before(index))
-    )

@@ -67,12 +67,7 @@ def _is_shared(facts: ProgramFacts, rows: DimensionClass) -> bool:
     """Whether several places may share a row: far ones do, with T5; none does with Swin."""
     chosen = [each.index for each in facts.lookups if each.rows == rows]
     chosen += [each.data for each in facts.with_weights if each.contracted == {rows}]
-    makers = facts.program.makers
-    return any(
-        value in makers and makers[value].kind in _SHARING
-        for each in chosen
-        for value in (each, *facts.before(each))
-    )
+    return any(not _SHARING.isdisjoint(facts.kinds_before(each)) for each in chosen)
 
 
 def words_of(path: str) -> Iterable[str]:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TypeAlias
 
 from penzai_shard.choosing.dimensions import DimensionClass
@@ -13,7 +13,7 @@ from penzai_shard.choosing.naming.cut_runs import Runs, cut_runs
 from penzai_shard.choosing.naming.traced_call import CalledArray, TracedCall
 from penzai_shard.library_apis.shardy_records import PRODUCTS
 from penzai_shard.rule_kinds import LogicalAxis
-from penzai_shard.sharding_propagation import FLOW, Operation
+from penzai_shard.sharding_propagation import FLOW, Operation, walk
 
 Classes: TypeAlias = frozenset[DimensionClass]
 
@@ -130,17 +130,14 @@ class ProgramFacts:
             values: The values; None for none.
             last: The number of an operation: those behind it are not looked at.
         """
-        reached = {value for value in values if value is not None}
-        before = -1
-        # What goes round in a loop is read before it is made.
-        while len(reached) != before:
-            before = len(reached)
-            for operation in self.program.operations:
-                if operation.number > last:
-                    break
-                if not reached.isdisjoint(operation.operands):
-                    reached.update(operation.results)
-        return reached
+        start = [value for value in values if value is not None]
+        return set(walk(start, lambda each: self._made_by(each, lambda one: one.number <= last)))
+
+    def _made_by(self, value: int, counts: Callable[[Operation], bool]) -> Iterator[int]:
+        """What those operations that count make of a value."""
+        for user in self.program.users.get(value, ()):
+            if counts(user):
+                yield from user.results
 
     def classes(self, value: int) -> Classes:
         """The classes of a value."""
@@ -245,7 +242,7 @@ class ProgramFacts:
     def nearest_products(self, value: int) -> Sequence[Product]:
         """The products that a value is computed from, with none in between."""
         made = self.by_result
-        return [made[each] for each in (value, *self.before(value, made)) if each in made]
+        return [made[each] for each in self.before(value, made) if each in made]
 
     @functools.cached_property
     def made_by_weights(self) -> Mapping[int, Operation]:
@@ -278,18 +275,9 @@ class ProgramFacts:
 
     def _is_scaled(self, value: int) -> bool:
         """Whether all that makes a value is weights, moved and scaled, as what was quantised is."""
-        waiting, seen = [value], {value}
-        while waiting:
-            value = waiting.pop()
-            maker = self.program.makers.get(value)
-            if maker is None or value in self._given:
-                continue
-            if maker.kind not in _FORMS | _SCALES:
-                return False
-            fresh = [each for each in sources_of(maker) if each not in seen]
-            waiting += fresh
-            seen.update(fresh)
-        return True
+        makers = self.program.makers
+        before = walk([value], lambda each: sources_of(makers[each]) if each in makers else ())
+        return all(each not in makers or makers[each].kind in _FORMS | _SCALES for each in before)
 
     @functools.cached_property
     def _of_weights(self) -> Set[int]:
@@ -351,22 +339,19 @@ class ProgramFacts:
 
     def linear_origins(self, value: int) -> Iterator[Operation]:
         """What makes a value, but for moves and for scales that are not data."""
-        waiting, seen = [value], {value}
-        while waiting:
-            maker = self.program.makers.get(waiting.pop())
-            if maker is None:
-                continue
-            if maker.kind in _MOVES:
-                sources: Sequence[int] = sources_of(maker)
-            elif maker.kind in _SCALES:
-                sources = [each for each in maker.operands if each in self.from_inputs]
-                sources = sources if len(sources) == 1 else ()
-            else:
-                sources = ()
-            if not sources:
-                yield maker
-            waiting += [each for each in sources if each not in seen]
-            seen.update(sources)
+        makers = self.program.makers
+
+        def sources(value: int) -> Sequence[int]:
+            if value not in makers:
+                return ()
+            if makers[value].kind in _MOVES:
+                return sources_of(makers[value])
+            scaled = [each for each in makers[value].operands if each in self.from_inputs]
+            return scaled if makers[value].kind in _SCALES and len(scaled) == 1 else ()
+
+        return (
+            makers[each] for each in walk([value], sources) if each in makers and not sources(each)
+        )
 
     def after(self, value: int, until: Set[str]) -> Iterator[Operation]:
         """The operations that a value comes to, the nearest first, those of some kinds last.
@@ -375,39 +360,43 @@ class ProgramFacts:
             value: The value.
             until: Kinds of operations behind which nothing is looked at.
         """
-        waiting = collections.deque([value])
-        seen = {value}
-        while waiting and len(seen) < _FAR:
-            for user in self.program.users.get(waiting.popleft(), ()):
-                yield user
-                if user.kind in until:
-                    continue
-                fresh = [each for each in user.results if each not in seen]
-                waiting += fresh
-                seen.update(fresh)
+        for each in self.made_of(value, until):
+            yield from self.program.users.get(each, ())
+
+    def made_of(self, value: int, until: Set[str]) -> Iterator[int]:
+        """A value, and those that are computed from it, the nearest first.
+
+        Args:
+            value: The value.
+            until: Kinds of operations whose results are left out.
+        """
+        return walk(
+            [value], lambda each: self._made_by(each, lambda one: one.kind not in until), _FAR
+        )
 
     def before(self, value: int, until: Container[int] = ()) -> Iterator[int]:
-        """The values that a value is computed from, the nearest first, within one round of a loop.
+        """A value, and those that it is computed from, the nearest first.
+
+        Within one round of a loop.
 
         Args:
             value: The value.
             until: Values behind which nothing is looked at.
         """
-        waiting = collections.deque([value])
-        seen = {value}
-        while waiting and len(seen) < _FAR:
-            value = waiting.popleft()
-            maker = self.program.makers.get(value)
-            if maker is None or value in until:
-                continue
-            sources = sources_of(maker)
-            if maker.kind == FLOW and len(sources) > 1:
-                continue
-            for operand in sources:
-                if operand not in seen:
-                    seen.add(operand)
-                    waiting.append(operand)
-                    yield operand
+
+        def sources(each: int) -> Sequence[int]:
+            maker = self.program.makers.get(each)
+            if maker is None or each in until:
+                return ()
+            found = sources_of(maker)
+            return found if maker.kind != FLOW or len(found) == 1 else ()
+
+        return walk([value], sources, _FAR)
+
+    def kinds_before(self, value: int, until: Container[int] = ()) -> Set[str]:
+        """The kinds of the operations that make a value, and what it is computed from."""
+        makers = self.program.makers
+        return {makers[each].kind for each in self.before(value, until) if each in makers}
 
 
 def sources_of(operation: Operation) -> Sequence[int]:

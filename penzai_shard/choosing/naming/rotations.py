@@ -15,11 +15,8 @@ def is_rotated(facts: ProgramFacts, made: int, operand: int) -> bool:
         made: The value.
         operand: What is computed of it, with no product in between.
     """
-    on_the_way = {operand, *facts.before(operand, facts.by_result)}
-    of_value = {made}
-    for operation in facts.after(made, PRODUCTS):
-        if operation.kind not in PRODUCTS:
-            of_value.update(operation.results)
+    on_the_way = {*facts.before(operand, facts.by_result)}
+    of_value = {*facts.made_of(made, PRODUCTS)}
     for value in on_the_way & of_value:
         maker = facts.program.makers.get(value)
         if maker is None or maker.kind != _TIMES:
@@ -31,10 +28,8 @@ def is_rotated(facts: ProgramFacts, made: int, operand: int) -> bool:
 
 def _is_table(facts: ProgramFacts, value: int) -> bool:
     """Whether a value is of cosines and sines, or has been computed before."""
-    makers = facts.program.makers
-    sources = (value, *facts.before(value, facts.by_result))
-    if any(each in makers and makers[each].kind in _WAVES for each in sources):
+    if not _WAVES.isdisjoint(facts.kinds_before(value, facts.by_result)):
         return True
-    first = list(facts.moved_from(value))[-1]
+    *_, first = facts.moved_from(value)
     has_elements = any(length > 1 for length in facts.program.values[first].shape)
     return has_elements and value not in facts.from_inputs and value not in facts.from_weights

@@ -81,10 +81,8 @@ def _is_made_of(facts: ProgramFacts, added: int, stream: int) -> bool:
     if not {added, stream} <= facts.from_inputs:
         return False
     made = facts.made_by_weights
-    last = next((made[v] for v in (added, *facts.before(added, made)) if v in made), None)
-    return last is not None and any(
-        stream in (operand, *facts.before(operand)) for operand in last.operands
-    )
+    last = next((made[v] for v in facts.before(added, made) if v in made), None)
+    return last is not None and any(stream in facts.before(each) for each in last.operands)
 
 
 def name_neurons(facts: ProgramFacts, names: ClassNames) -> None:
@@ -118,7 +116,7 @@ def _between_products(facts: ProgramFacts, product: Product) -> Classes:
     as the noise of a code.
     """
     made = facts.by_result
-    between = (product.data, *facts.before(product.data, made))
+    between = tuple(facts.before(product.data, made))
     nearest = [made[value] for value in between if value in made]
     if any(each.weight is None for each in nearest) or _is_linear(facts, product):
         return frozenset()
@@ -142,12 +140,8 @@ def _has_noise(facts: ProgramFacts, value: int) -> bool:
     maker = facts.program.makers.get(value)
     if maker is None or maker.kind not in _SCALED or value in facts.by_result:
         return False
-    for operand in {*maker.operands} & facts.from_inputs - facts.from_weights:
-        before = (operand, *facts.before(operand))
-        makers = (facts.program.makers.get(each) for each in before)
-        if not any(each is not None and each.kind == "stablehlo.compare" for each in makers):
-            return True
-    return False
+    given = {*maker.operands} & facts.from_inputs - facts.from_weights
+    return any("stablehlo.compare" not in facts.kinds_before(operand) for operand in given)
 
 
 def _is_linear(facts: ProgramFacts, product: Product) -> bool:
@@ -194,7 +188,7 @@ def name_ranks_of_tables(facts: ProgramFacts, names: ClassNames) -> None:
         is_first = each.operation.kind == DOT and not facts.nearest_products(each.data)
         if not is_first or not each.made <= embedding:
             continue
-        before = {each.data, *facts.before(each.data)}
+        before = {*facts.before(each.data)}
         rows = {p for one in tables if one.operation.results[0] in before for p in one.others}
         for part in names.without_role(rows & each.contracted & facts.in_weights.keys()):
             if part.size < math.prod(made.size for made in each.made):

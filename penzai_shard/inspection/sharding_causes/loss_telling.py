@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from penzai_shard.inspection.sharding_causes.cause_finding import CauseFinder
 from penzai_shard.inspection.sharding_causes.records import ShardingLoss
 from penzai_shard.rule_kinds import LogicalAxis
-from penzai_shard.sharding_propagation import FLOW, Loss, PropagatedProgram, Standing
+from penzai_shard.sharding_propagation import FLOW, Loss, PropagatedProgram, Standing, walk
 
 # What a reduction leaves behind is summed up by devices: nothing is lost.
 _NO_LOSS = "reduced"
@@ -66,16 +66,9 @@ class LossTeller:
 
     def _is_of_split(self, value: int) -> bool:
         """Whether anything that a value is computed from is split."""
-        waiting, seen = [value], {value}
-        while waiting:
-            value = waiting.pop()
-            if any(self._program.values[value].spec or ()):
-                return True
-            maker = self._program.makers.get(value)
-            new = [one for one in (maker.operands if maker else ()) if one not in seen]
-            seen.update(new)
-            waiting += new
-        return False
+        makers = self._program.makers
+        before = walk([value], lambda each: makers[each].operands if each in makers else ())
+        return any(any(self._program.values[each].spec or ()) for each in before)
 
     def _told(self, loss: Loss) -> ShardingLoss:
         if id(loss) not in self._known:
