@@ -1,13 +1,15 @@
 """Which dimensions of the values of a traced program are one logical axis."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from penzai_shard.choosing.dimensions.cut_dimensions import tie_cuts
 from penzai_shard.choosing.dimensions.loop_indices import tie_what_loops_index
 from penzai_shard.choosing.dimensions.splittable_classes import SplittableClasses
 from penzai_shard.choosing.dimensions.tied_dimensions import Conflict, tie_operations
-from penzai_shard.sharding_propagation import PropagatedProgram
+from penzai_shard.sharding_propagation import Operation, PropagatedProgram
 
 # How JAX calls what goes back over an operation; its own ``transpose`` has no bracket.
 _TRANSPOSED = "transpose("
@@ -24,6 +26,22 @@ class DimensionClass:
 
     number: int
     size: int
+
+
+class CutDimension(NamedTuple):
+    """A dimension that a slice cuts, or leaves whole.
+
+    Attributes:
+        operation: The slice.
+        before: The parts of the dimension of what is cut.
+        after: The parts of that of the result.
+        place: Where it starts, where it ends, and its stride.
+    """
+
+    operation: Operation
+    before: tuple[DimensionClass, ...]
+    after: tuple[DimensionClass, ...]
+    place: tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,6 +118,21 @@ class ProgramDimensions:
     def of_value(self, value: int) -> tuple[tuple[DimensionClass, ...], ...]:
         """The parts of each dimension of a value."""
         return self._of_values[value]
+
+    @functools.cached_property
+    def cuts(self) -> tuple[CutDimension, ...]:
+        """The dimensions that slices cut, in the program's order."""
+        return tuple(
+            CutDimension(each, *of_dimension)
+            for each in self.forward.operations
+            if each.cuts
+            for of_dimension in zip(
+                self.of_value(each.operands[0]),
+                self.of_value(each.results[0]),
+                each.cuts,
+                strict=True,
+            )
+        )
 
 
 class _Numbered:

@@ -66,8 +66,7 @@ def _is_added_to_inputs(facts: ProgramFacts, weight: int) -> bool:
 
 def _beside_heads(attention: Attention, product: Product) -> Classes:
     """What a product makes of a weight for each head."""
-    scores = attention.scores
-    return product.made - scores.batch - scores.free[0] - scores.free[1]
+    return product.made - attention.scores.of_result
 
 
 def _made_for_queries(

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from penzai_shard.choosing.dimensions import DimensionClass
@@ -55,12 +56,11 @@ def attentions_of(facts: ProgramFacts, names: ClassNames) -> Iterator[Attention]
         exponential = _softmax_of(facts, scores)
         if exponential is None:
             continue
-        beside = scores.batch | scores.free[0] | scores.free[1]
-        summed_over = _summed_by_softmax(facts, scores)
-        if summed_over == _SIDE_BY_SIDE:
+        keys = _summed_by_softmax(facts, scores)
+        if keys == _SIDE_BY_SIDE:
             # So capsules share out what each of them gives among those that get it.
             continue
-        keys = summed_over if summed_over in (0, 1) else None
+        beside = scores.of_result
         shared = scores.free[0] | scores.free[1] if keys is None else scores.free[keys]
         values: set[DimensionClass] = set()
         summed: set[DimensionClass] = set()
@@ -148,7 +148,9 @@ def _summed_by_softmax(facts: ProgramFacts, scores: Product) -> int | None:
             }
             if user.kind == _SUM:
                 reduced = {of_factor[factor] for factor in rule.reduced & of_factor.keys()}
-                sides = [bool(reduced & (own - other)) for own, other in _both(operands)]
+                sides = [
+                    bool(reduced & (own - other)) for own, other in itertools.permutations(operands)
+                ]
                 if reduced and not any(sides):
                     return _SIDE_BY_SIDE
                 return sides.index(True) if sum(sides) == 1 else None
@@ -162,9 +164,3 @@ def _summed_by_softmax(facts: ProgramFacts, scores: Product) -> int | None:
                     }
                     waiting.append(made)
     return None
-
-
-def _both(operands: list[set[int]]) -> Iterator[tuple[set[int], set[int]]]:
-    left, right = operands
-    yield left, right
-    yield right, left

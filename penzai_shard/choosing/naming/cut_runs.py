@@ -16,21 +16,16 @@ Runs: TypeAlias = Mapping[tuple[int, int], Sequence[Cut]]
 def cut_runs(dimensions: ProgramDimensions) -> Mapping[DimensionClass, Runs]:
     """What slices cut out of the slowest classes of dimensions, without what is faster in both."""
     found: dict[DimensionClass, dict[tuple[int, int], list[Cut]]] = {}
-    for operation in dimensions.forward.operations:
-        if not operation.cuts:
+    for operation, before, after, (start, end, stride) in dimensions.cuts:
+        faster = before[1:]
+        step = math.prod(part.size for part in faster)
+        if before == after or stride != 1 or start % step or end % step:
             continue
-        result = operation.results[0]
-        parts = dimensions.of_value(operation.operands[0]), dimensions.of_value(result)
-        for before, after, (start, end, stride) in zip(*parts, operation.cuts, strict=True):
-            faster = before[1:]
-            step = math.prod(part.size for part in faster)
-            if before == after or stride != 1 or start % step or end % step:
-                continue
-            slower = after[: len(after) - len(faster)]
-            if after == (*slower, *faster):
-                runs = found.setdefault(before[0], {})
-                cut = tuple(part for part in slower if part.size > 1)
-                runs.setdefault((start // step, end // step), []).append((result, cut))
+        slower = after[: len(after) - len(faster)]
+        if after == (*slower, *faster):
+            runs = found.setdefault(before[0], {})
+            cut = tuple(part for part in slower if part.size > 1)
+            runs.setdefault((start // step, end // step), []).append((operation.results[0], cut))
     return found
 
 

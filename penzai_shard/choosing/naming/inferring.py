@@ -25,7 +25,7 @@ from penzai_shard.choosing.naming.stream_roles import (
     tell_groups,
 )
 from penzai_shard.choosing.naming.traced_call import OF_TOKENS, AxisNames, traced_call
-from penzai_shard.choosing.naming.weight_names import names_of_weights, with_numbers
+from penzai_shard.choosing.naming.weight_names import names_of_weights
 
 
 def infer_names(
@@ -90,8 +90,7 @@ def infer_names(
     chosen.name_classes(names)
     facts = ProgramFacts(call)
     name_classes(facts, names)
-    found = names_of_weights(call.weights, names, facts.together)
-    named = chosen.applied(with_numbers(call.weights, found))
+    named = chosen.applied(names_of_weights(facts, names))
     return InferredNames(
         {weight.path: each for weight, each in zip(call.weights, named, strict=True)},
         {weight.path: weight.shape for weight in call.weights},

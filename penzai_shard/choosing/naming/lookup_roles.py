@@ -193,18 +193,13 @@ def name_positions(facts: ProgramFacts, names: ClassNames) -> None:
             and "stablehlo.iota" in facts.kinds_before(lookup.index)
         ):
             names.give(lookup.rows, "positions", "rows are looked up along it by counted places")
-    for operation in facts.program.operations:
-        if not operation.cuts or operation.operands[0] in facts.from_inputs:
+    for operation, before, after, _ in facts.call.dimensions.cuts:
+        is_cut = len(before) == len(after) == 1 and before != after
+        if not is_cut or operation.operands[0] in facts.from_inputs:
             continue
-        before, after = (
-            facts.call.dimensions.of_value(value)
-            for value in (operation.operands[0], operation.results[0])
-        )
-        for parts, cut in zip(before, after, strict=True):
-            is_cut = len(parts) == len(cut) == 1 and parts != cut
-            if is_cut and cut[0] in facts.of_inputs and parts[0] in facts.in_weights:
-                reason = "as many of its elements are taken as an input is long"
-                names.give(parts[0], "positions", reason)
+        if after[0] in facts.of_inputs and before[0] in facts.in_weights:
+            reason = "as many of its elements are taken as an input is long"
+            names.give(before[0], "positions", reason)
     _tell_crossing_apart(facts, names)
 
 

@@ -55,6 +55,11 @@ class Product:
     weight: int | None
 
     @property
+    def of_result(self) -> Classes:
+        """What the result has."""
+        return self.batch | self.free[0] | self.free[1]
+
+    @property
     def has_weight(self) -> bool:
         """Whether one of its operands is of weights alone."""
         return self.weight is not None

@@ -10,7 +10,7 @@ from penzai_shard.choosing.naming.class_names import ClassNames
 from penzai_shard.choosing.naming.program_facts import Product, ProgramFacts
 from penzai_shard.library_apis.shardy_records import PRODUCTS
 from penzai_shard.path_folding import folding_key
-from penzai_shard.sharding_propagation import FLOW
+from penzai_shard.sharding_propagation import FLOW, Operation
 
 # A stack of layers is one of several weights.
 _FEWEST_STACKED = 2
@@ -100,13 +100,9 @@ def _taken_one_after_another(facts: ProgramFacts, names: ClassNames) -> Iterator
         for weight in facts.call.weights
         if weight.parts and {*weight.parts[0][:-1]} <= names.with_role("layers")
     }
-    for operation in facts.program.operations:
-        if not operation.cuts or operation.operands[0] in facts.from_inputs:
-            continue
-        parts = facts.call.dimensions.of_value(operation.operands[0])
-        for dimension, (start, end, _) in zip(parts, operation.cuts, strict=True):
-            if end - start == 1 and len(dimension) == 1 and dimension[0] in first:
-                taken[dimension[0]].setdefault(start, operation.results[0])
+    for part, start, operation in _elements(facts):
+        if part in first and operation.operands[0] not in facts.from_inputs:
+            taken[part].setdefault(start, operation.results[0])
     for part, values in taken.items():
         if len(values) == part.size > 1 and _is_used_after(facts, values[1], values[0]):
             yield part
@@ -178,18 +174,12 @@ def _tell_numbers_apart(facts: ProgramFacts, names: ClassNames) -> None:
 
 def _taken_apart(facts: ProgramFacts) -> set[DimensionClass]:
     """Classes whose elements are taken one by one, or that a dimension is cut into the parts of."""
-    apart = {
-        part
-        for weight in facts.call.weights
-        for dimension in weight.parts
-        for part in dimension[:-1]
-    }
-    for operation in facts.program.operations:
-        for dimension, (start, end, _) in zip(
-            facts.call.dimensions.of_value(operation.operands[0]) if operation.cuts else (),
-            operation.cuts,
-            strict=True,
-        ):
-            if end - start == 1 and len(dimension) == 1:
-                apart.add(dimension[0])
-    return apart
+    parts = (part for each in facts.call.weights for parts in each.parts for part in parts[:-1])
+    return {*parts, *(part for part, *_ in _elements(facts))}
+
+
+def _elements(facts: ProgramFacts) -> Iterator[tuple[DimensionClass, int, Operation]]:
+    """The classes that slices take an element of, each with its place, and the slice."""
+    for operation, before, _, (start, end, _) in facts.call.dimensions.cuts:
+        if end - start == 1 and len(before) == 1:
+            yield before[0], start, operation

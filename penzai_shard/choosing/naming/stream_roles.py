@@ -1,6 +1,7 @@
 """The logical axes of what flows between blocks, and of what stands between two products."""
 
 import collections
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -71,7 +72,7 @@ def _residual_streams(facts: ProgramFacts) -> Iterator[tuple[int, Classes]]:
         left, right = operation.operands
         if classes in seen or left == right or classes.isdisjoint(facts.in_weights):
             continue
-        if any(_is_made_of(facts, *pair) for pair in ((left, right), (right, left))):
+        if any(_is_made_of(facts, *pair) for pair in itertools.permutations((left, right))):
             seen.add(classes)
             yield operation.results[0], classes
 

@@ -65,11 +65,6 @@ class TracedCall:
     inputs: tuple[CalledArray, ...]
     dimensions: ProgramDimensions
 
-    @property
-    def program(self) -> PropagatedProgram:
-        """The program."""
-        return self.dimensions.program
-
 
 def traced_call(
     function: Callable[..., Any],

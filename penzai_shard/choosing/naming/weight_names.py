@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from penzai_shard.choosing.dimensions import DimensionClass
 from penzai_shard.choosing.naming.class_names import ClassNames
-from penzai_shard.choosing.naming.program_facts import Classes
+from penzai_shard.choosing.naming.program_facts import ProgramFacts
 from penzai_shard.choosing.naming.traced_call import CalledArray
 from penzai_shard.fused_axes import FusedAxes, factors_of
 from penzai_shard.path_folding import folding_key
@@ -30,19 +30,13 @@ class DimensionName:
     unknown: int | None = None
 
 
-UNUSED = "the program does not use this array"
 _UNKNOWN = "the program does not decide what it is"
 
 
-def with_numbers(
+def _with_numbers(
     weights: Sequence[CalledArray], found: Sequence[tuple[DimensionName, ...]]
 ) -> list[tuple[DimensionName, ...]]:
-    """Gives what is not decided the numbers by which it is known again.
-
-    Args:
-        weights: The weights.
-        found: The names of their dimensions.
-    """
+    """Gives what is not decided the numbers by which it is known again."""
     numbers: dict[tuple[DimensionClass, ...], int] = {}
 
     def numbered(weight: CalledArray, place: int, each: DimensionName) -> DimensionName:
@@ -57,24 +51,14 @@ def with_numbers(
     ]
 
 
-def names_of_weights(
-    weights: Sequence[CalledArray],
-    names: ClassNames,
-    together: Mapping[DimensionClass, Classes],
-) -> list[tuple[DimensionName, ...]]:
-    """The name of each dimension of each weight.
-
-    Args:
-        weights: The weights.
-        names: What classes are called.
-        together: For each class those one of which always follows it: both are one axis.
-    """
+def names_of_weights(facts: ProgramFacts, names: ClassNames) -> list[tuple[DimensionName, ...]]:
+    """The name of each dimension of each weight of a call, from those of its classes."""
+    weights = facts.call.weights
     importance = collections.Counter(part for weight in weights for part in {*weight.classes})
     found = [
-        _without_repeats(_of_weight(weight, names, together), weight, importance)
-        for weight in weights
+        _without_repeats(_of_weight(facts, names, weight), weight, importance) for weight in weights
     ]
-    return _as_alike(weights, found, names)
+    return _with_numbers(weights, _as_alike(weights, found, names))
 
 
 def _as_alike(
@@ -99,34 +83,26 @@ def _as_alike(
     return named
 
 
-def _of_weight(
-    weight: CalledArray,
-    names: ClassNames,
-    together: Mapping[DimensionClass, Classes],
-) -> list[DimensionName]:
-    if weight.value is None:
-        return [
-            DimensionName(known, "it is called so already" if known else UNUSED)
-            for known in weight.names
-        ]
-    return [
-        DimensionName(known, "it is called so already")
-        if known is not None
-        else _of_dimension(parts, names, together)
-        for known, parts in zip(weight.names, weight.parts, strict=True)
-    ]
+def _of_weight(facts: ProgramFacts, names: ClassNames, weight: CalledArray) -> list[DimensionName]:
+    found = []
+    for number, known in enumerate(weight.names):
+        if known is not None:
+            found.append(DimensionName(known, "it is called so already"))
+        elif weight.value is None:
+            found.append(DimensionName(None, "the program does not use this array"))
+        else:
+            found.append(_of_dimension(facts, names, weight.parts[number]))
+    return found
 
 
 def _of_dimension(
-    parts: Sequence[DimensionClass],
-    names: ClassNames,
-    together: Mapping[DimensionClass, Classes],
+    facts: ProgramFacts, names: ClassNames, parts: Sequence[DimensionClass]
 ) -> DimensionName:
     if len(parts) == 1 and parts[0].size == 1:
         return DimensionName(None, "it has length 1")
     groups: list[list[DimensionClass]] = []
     for part in parts:
-        if groups and _are_one(groups[-1][-1], part, names, together):
+        if groups and _are_one(facts, names, groups[-1][-1], part):
             groups[-1].append(part)
         else:
             groups.append([part])
@@ -148,15 +124,12 @@ def _of_dimension(
 
 
 def _are_one(
-    first: DimensionClass,
-    second: DimensionClass,
-    names: ClassNames,
-    together: Mapping[DimensionClass, Classes],
+    facts: ProgramFacts, names: ClassNames, first: DimensionClass, second: DimensionClass
 ) -> bool:
     """Whether two parts of a dimension that follow each other are one logical axis."""
     if names.groups.get(first) == second:
         return True
-    if second not in together.get(first, ()):
+    if second not in facts.together.get(first, ()):
         return False
     one, other = names.name(first), names.name(second)
     return one is not None and other is not None and one[0] == other[0]
