@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
+from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.choices.choice import PRICED_BY, Choice
 from penzai_shard.choosing.choices.choice_rows import ChoiceRow, choice_rows
 from penzai_shard.choosing.choices.cost_differences import (
@@ -202,10 +203,7 @@ class Choices(Report, Sequence[Choice]):
                 "choices": [_data(choice) for choice in self],
                 "priced": [
                     {
-                        "mesh": dict(one.candidate.mesh_axes),
-                        "microbatches": one.candidate.microbatches,
-                        "on_indivisible": one.candidate.on_indivisible,
-                        "layout": laid_out_words(one.candidate),
+                        **_laid_out_data(one.candidate),
                         "seconds": one.time.bound,
                         "memory": one.memory,
                         "priced_by": one.stage,
@@ -253,7 +251,11 @@ class Choices(Report, Sequence[Choice]):
                 "Interrupted: later stages would have priced the best of these more exactly. "
                 "Choose again to have them all."
             )
-        counts = [f"{len(priced):,} {PRICED_BY[stage]}" for stage, priced in self._stages()]
+        counts = [
+            f"{len(priced):,} {PRICED_BY[stage]}"
+            for stage, priced in self.found.priced.items()
+            if priced
+        ]
         over = sum(one.memory > self.memory_limit for one in self.priced)
         need = f"{over:,} of all need" if over else "none needs"
         yield f"Priced: {', '.join(counts)}; {need} more memory than there is."
@@ -271,9 +273,6 @@ class Choices(Report, Sequence[Choice]):
             count = count_text(len(self.found.refused), "layout")
             yield f"{count} cannot be built, and are left out. {' '.join(reasons)}"
         yield from self.notes
-
-    def _stages(self) -> list[tuple[Any, list[Priced]]]:
-        return [(stage, priced) for stage, priced in self.found.priced.items() if priced]
 
     def _origin(self, number: int) -> tuple[str, ...]:
         place = "The best" if number == 1 else f"Number {number}"
@@ -325,13 +324,19 @@ def _tree_node(row: ChoiceRow) -> TreeNode:
     )
 
 
+def _laid_out_data(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "mesh": dict(candidate.mesh_axes),
+        "microbatches": candidate.microbatches,
+        "on_indivisible": candidate.on_indivisible,
+        "layout": laid_out_words(candidate),
+    }
+
+
 def _data(choice: Choice) -> dict[str, Any]:
     cost, time = choice.priced.cost, choice.priced.time
     return {
-        "mesh": choice.mesh_shape,
-        "microbatches": choice.microbatches,
-        "on_indivisible": choice.on_indivisible,
-        "layout": laid_out_words(choice.priced.candidate),
+        **_laid_out_data(choice.priced.candidate),
         "toml": choice.to_toml(),
         "priced_by": choice.priced_by,
         "seconds": {

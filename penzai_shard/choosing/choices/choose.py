@@ -15,10 +15,10 @@ from penzai_shard.choosing.choices.asked_problem import AskedProblem, read_probl
 from penzai_shard.choosing.choices.asked_search import check_search
 from penzai_shard.choosing.choices.choices import Choices
 from penzai_shard.choosing.choices.garbage_collection import seldom_collected
-from penzai_shard.choosing.choices.interruption import Interruption
+from penzai_shard.choosing.choices.interruption import remembered_interruption
 from penzai_shard.choosing.choices.priced_candidates import StageName
 from penzai_shard.choosing.choices.search import Search, Stage
-from penzai_shard.choosing.choices.search_progress import SearchProgress
+from penzai_shard.choosing.choices.search_progress import search_progress
 from penzai_shard.choosing.choices.stages import stages_of
 from penzai_shard.choosing.choices.what_would_help import nothing_fits
 from penzai_shard.choosing.step_costs import StepCost
@@ -241,13 +241,13 @@ def searched(
 
     with (
         seldom_collected(),
-        SearchProgress(progress) as shown,
-        Interruption() as interruption,
+        search_progress(progress) as show,
+        remembered_interruption() as check,
     ):
 
         def watch(stage: StageName, done: int, total: int) -> None:
-            shown.watch(stage, done, total)
-            interruption.check()
+            show(stage, done, total)
+            check()
 
         search = Search(devices.memory, time_of, dict(most), watch)
         found = search.run(some, stages)

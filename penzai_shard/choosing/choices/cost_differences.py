@@ -210,10 +210,15 @@ def _otherwise_equal(other: Priced, pick: Priced) -> str:
 def _part_compared(
     part: str, other: PaidTimes, pick: PaidTimes, bound: float
 ) -> tuple[str, tuple[CostDifference, ...]]:
-    """A part of the step in words, and for what it takes longer in it than another."""
-    if part == "traffic":
-        return _sending_compared(other, pick, bound)
-    return _OWN_PARTS[part], (_of_part(part, other, pick),)
+    """A part of the step in words, and for what it takes longer in it than another.
+
+    Sending is compared over the mesh axes over which the step sends for the longest.
+    """
+    if part != "traffic":
+        return _OWN_PARTS[part], (_of_part(part, other, pick),)
+    more = _less(other.sending(other.busiest), pick.sending(other.busiest))
+    words = f"sending over {_axes_words(other.busiest)}"
+    return words, _most_different(_by_kind(more), bound)
 
 
 def _of_part(part: str, other: PaidTimes, pick: PaidTimes) -> CostDifference:
@@ -234,15 +239,6 @@ def _less(
         reason: sent.get(reason, 0.0) - of_pick.get(reason, 0.0)
         for reason in dict.fromkeys((*sent, *of_pick))
     }
-
-
-def _sending_compared(
-    other: PaidTimes, pick: PaidTimes, bound: float
-) -> tuple[str, tuple[CostDifference, ...]]:
-    """Over which mesh axes a step sends for the longest, and for what longer than another."""
-    more = _less(other.sending(other.busiest), pick.sending(other.busiest))
-    words = f"sending over {_axes_words(other.busiest)}"
-    return words, _most_different(_by_kind(more), bound)
 
 
 def _most_different(found: Iterable[CostDifference], bound: float) -> tuple[CostDifference, ...]:

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from penzai_shard.choosing.candidates import Candidate
@@ -138,12 +138,14 @@ class Search:
         time_of: The least time of a cost.
         most: How many candidates each later stage prices.
         watch: Told how far it is.
+        found: What is found so far.
     """
 
     limit: int
     time_of: TimeOf
     most: dict[StageName, int]
     watch: Watch
+    found: Found = dataclasses.field(default_factory=Found)
 
     def run(self, candidates: Sequence[Candidate], stages: Sequence[Stage]) -> Found:
         """Prices candidates by one stage after the other.
@@ -156,18 +158,16 @@ class Search:
             What was found, also if it is interrupted by ``KeyboardInterrupt`` once something
             is priced.
         """
-        found = Found()
+        found = self.found
         try:
             first, *later = stages
-            self._price(first, candidates, found)
+            self._price(first, candidates)
             before = first
             for stage in later:
                 before.close()
                 priced = found.priced[before.name]
-                if stage.name == "compiled":
-                    self._compile(stage, priced, found)
-                else:
-                    self._narrow(stage, priced, found)
+                price = self._compile if stage.name == "compiled" else self._narrow
+                price(stage, priced)
                 before = stage
         except KeyboardInterrupt:
             if not any(found.priced.values()):
@@ -182,10 +182,10 @@ class Search:
         self,
         stage: Stage,
         candidates: Sequence[Candidate],
-        found: Found,
         expected: int = 0,
         costs_of: CostsOf | None = None,
     ) -> None:
+        found = self.found
         priced = found.priced.setdefault(stage.name, [])
         before = found.asked[stage.name]
         count = max(expected, before + len(candidates))
@@ -203,9 +203,9 @@ class Search:
             found.asked[stage.name] = before + number
             self.watch(stage.name, before + number, count)
 
-    def _narrow(self, stage: Stage, estimated: Sequence[Priced], found: Found) -> None:
+    def _narrow(self, stage: Stage, estimated: Sequence[Priced]) -> None:
         """Prices the best in several parts, each chosen by the memory of those before."""
-        checked = found.priced.setdefault(stage.name, [])
+        checked = self.found.priced.setdefault(stage.name, [])
         most = min(self.most[stage.name], len(estimated))
         left, prices = list(estimated), set[Price]()
         for part in _parts(most):
@@ -222,17 +222,18 @@ class Search:
                 rest = without(left, best)
                 best += selected(rest, self.limit, places, memory_of, time_of, prices)
             best = best or leanest(left, part, errors.likely_memory)
-            self._price(stage, [one.candidate for one in best], found, most)
+            self._price(stage, [one.candidate for one in best], most)
             prices.update(price_of(one) for one in best)
             left = without(left, best)
 
-    def _compile(self, stage: Stage, estimated: Sequence[Priced], found: Found) -> None:
+    def _compile(self, stage: Stage, estimated: Sequence[Priced]) -> None:
         """Compiles the best in several parts, each chosen by what is known of the ones before.
 
         Both stages before say what is best: each is wrong at times, and seldom at the same ones.
         Their estimates of memory are wrong by a factor that candidates share which compute alike,
         so that the first part says what else fits.
         """
+        found = self.found
         compiled = found.priced.setdefault(stage.name, [])
         if not estimated:
             return
@@ -241,9 +242,9 @@ class Search:
         views = [estimated, first] if first[0].stage != estimated[0].stage else [estimated]
         most, tried = self.most[stage.name], 0
         while tried < _MOST_ROUNDS * most:
-            times = [one.time.bound for one in compiled if one.memory <= self.limit]
+            times = [one.time.bound for one in self._fitting(compiled)]
             part = min(max(most // _PARTS, 2), most - tried if tried < most else most)
-            best = self._worth_compiling(views, found, min(times, default=math.inf), part)
+            best = self._worth_compiling(views, min(times, default=math.inf), part)
             if tried >= most and times:
                 bound = min(times) * _CLEARLY_LESS
                 best = [one for one in best if one.time.bound < bound]
@@ -252,22 +253,23 @@ class Search:
             if not best:
                 break
             some = list(dict.fromkeys(one.candidate for one in best))
-            self._price(stage, some, found, most)
+            self._price(stage, some, most)
             tried += len(some)
         whole = next(iter(found.priced.values()))
         checked: set[Candidate] = set()
         before = -1
         while before < found.asked[stage.name]:
             before = found.asked[stage.name]
-            self._look_for_any_that_fits(stage, [estimated, whole], found)
+            self._look_for_any_that_fits(stage, [estimated, whole])
             if isinstance(stage, ExtrapolatingStage) and stage.is_extrapolating:
-                self._check_the_best(stage, found, checked)
-            if any(one.memory <= self.limit for one in compiled):
+                self._check_the_best(stage, checked)
+            if self._fitting(compiled):
                 break
 
-    def _check_the_best(
-        self, stage: ExtrapolatingStage, found: Found, checked: set[Candidate]
-    ) -> None:
+    def _fitting(self, priced: Iterable[Priced]) -> list[Priced]:
+        return [one for one in priced if one.memory <= self.limit]
+
+    def _check_the_best(self, stage: ExtrapolatingStage, checked: set[Candidate]) -> None:
         """Compiles the best whole where it is too near to the limit to be told by fewer blocks.
 
         So on with the next, until the best is one that is certain to fit. What seems to be over the
@@ -275,16 +277,15 @@ class Search:
 
         Args:
             stage: The stage that compiles.
-            found: What is found so far.
             checked: The candidates that were compiled whole, to which those are added that are.
         """
-        compiled, doubtful = found.priced[stage.name], _MOST_DOUBTFUL
+        compiled, doubtful = self.found.priced[stage.name], _MOST_DOUBTFUL
 
         def margin(one: Priced) -> float:
             return 0.0 if one.candidate in checked else _EXTRAPOLATED_WITHIN * _not_stored(one)
 
         while True:
-            fitting = [one for one in compiled if one.memory <= self.limit]
+            fitting = self._fitting(compiled)
             near = [one for one in compiled if 0 < one.memory - self.limit <= margin(one)]
             # Where nothing fits, what is nearest most likely does.
             some = [*fitting, *(near if doubtful else ())]
@@ -293,50 +294,49 @@ class Search:
                 return
             doubtful -= best.memory > self.limit
             checked.add(best.candidate)
-            self._price(stage, [best.candidate], found, costs_of=stage.whole_costs)
+            self._price(stage, [best.candidate], costs_of=stage.whole_costs)
             compiled[:] = [each for each in compiled if each is not best]
 
-    def _look_for_any_that_fits(
-        self, stage: Stage, views: Sequence[Sequence[Priced]], found: Found
-    ) -> None:
+    def _look_for_any_that_fits(self, stage: Stage, views: Sequence[Sequence[Priced]]) -> None:
         """Compiles what may fit although it does not seem to, or hold less than the nearest.
 
         Else it cannot be said that nothing fits. What a stage before left out may be among it.
         """
-        compiled, most = found.priced[stage.name], _MOST_ROUNDS * self.most[stage.name]
-        while not any(one.memory <= self.limit for one in compiled):
+        compiled, most = self.found.priced[stage.name], _MOST_ROUNDS * self.most[stage.name]
+        while not self._fitting(compiled):
             nearest = min((one.memory for one in compiled), default=math.inf)
             least: dict[Candidate, None] = {}
             doubtful: set[Candidate] = set()
             for view in views:
-                left, errors = self._left(view, found)
+                left, errors = self._left(view)
                 bounds = [(errors.least_memory(one), one.rank, one.candidate) for one in left]
                 doubtful |= {one for bytes_, _, one in bounds if bytes_ <= self.limit}
                 if bounds and min(bounds)[0] < max(nearest, self.limit * MARGIN_IF_CHECKED):
                     least[min(bounds)[2]] = None
-            found.in_doubt = len(doubtful)
+            self.found.in_doubt = len(doubtful)
             if not least or len(compiled) >= most:
                 break
-            self._price(stage, list(least), found)
+            self._price(stage, list(least))
 
-    def _left(self, view: Sequence[Priced], found: Found) -> tuple[list[Priced], EstimateErrors]:
+    def _left(self, view: Sequence[Priced]) -> tuple[list[Priced], EstimateErrors]:
         """What was not compiled yet, by what it holds; and how wrong that is thought to be."""
-        compiled = found.priced["compiled"]
+        compiled = self.found.priced["compiled"]
         errors = EstimateErrors.of(compiled, view)
-        done = {one.candidate for one in compiled} | {one for one, _ in found.refused}
+        done = {one.candidate for one in compiled} | {one for one, _ in self.found.refused}
         left = [one for one in view if one.candidate not in done]
         return leanest(left, len(left), errors.likely_memory), errors
 
     def _worth_compiling(
-        self, views: Sequence[Sequence[Priced]], found: Found, best_time: float, most: int
+        self, views: Sequence[Sequence[Priced]], best_time: float, most: int
     ) -> list[Priced]:
         """The best of what seems to fit, and what is quicker and may fit, by each stage before."""
+        compiled = self.found.priced["compiled"]
         chosen: list[Priced] = []
         for view, places in zip(views, (most - most // 2, most // 2), strict=False):
-            left, errors = self._left(view, found)
+            left, errors = self._left(view)
             taken = {one.candidate for one in chosen}
             left = [one for one in left if one.candidate not in taken]
-            if found.priced["compiled"]:
+            if compiled:
                 left = [one for one in left if errors.may_fit(one, self.limit)]
             places = places if len(views) > 1 else most
             likely = [one for one in left if errors.likely_memory(one) <= self.limit * _NEARLY]
@@ -347,7 +347,7 @@ class Search:
             best = [*quicker, *best_by_price(likely, places - len(quicker), errors.likely_time)]
             # Those that hold least come nearest, where none seems to fit.
             best = best or left[:places]
-            if not found.priced["compiled"] and places > 1:
+            if not compiled and places > 1:
                 best = [*(one for one in best if one is not left[0])][: places - 1] + left[:1]
             chosen += best
         return chosen
