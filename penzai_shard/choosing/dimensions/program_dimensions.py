@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from penzai_shard.choosing.dimensions.cut_dimensions import tie_cuts
@@ -26,6 +27,15 @@ class DimensionClass:
 
     number: int
     size: int
+
+
+def length_of(parts: Iterable[DimensionClass]) -> int:
+    """The length of a dimension that is a product of some classes.
+
+    >>> length_of([DimensionClass(0, 2), DimensionClass(1, 4)])
+    8
+    """
+    return math.prod(part.size for part in parts)
 
 
 class CutDimension(NamedTuple):

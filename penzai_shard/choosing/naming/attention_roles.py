@@ -2,10 +2,9 @@
 
 import collections
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
-from penzai_shard.choosing.dimensions import DimensionClass
+from penzai_shard.choosing.dimensions import DimensionClass, length_of
 from penzai_shard.choosing.naming.attentions import Attention
 from penzai_shard.choosing.naming.class_names import ClassNames
 from penzai_shard.choosing.naming.program_facts import Classes, Product, ProgramFacts
@@ -27,8 +26,8 @@ def name_attention(facts: ProgramFacts, names: ClassNames, attentions: Sequence[
         made = _made_for_queries(facts, added)
         # Scores of the same axis may be added too, as those of places are in DeBERTa.
         contracted = {each.scores.contracted for each in added}
-        length = sum(math.prod(part.size for part in each) for each in contracted)
-        if len(made) > 1 and sum(math.prod(p.size for p in each) for each in made) == length:
+        length = sum(length_of(each) for each in contracted)
+        if len(made) > 1 and sum(length_of(each) for each in made) == length:
             _name_parts_of_projections(facts, names, made)
         else:
             for attention in added:
@@ -87,11 +86,11 @@ def _name_projection(facts: ProgramFacts, names: ClassNames, attention: Attentio
     """Names what queries and keys are contracted over, however its elements are moved before."""
     for part in attention.contracted:
         names.give(part, "projection", "queries and keys are contracted over it in attention")
-    length = math.prod(part.size for part in attention.scores.contracted)
+    length = length_of(attention.scores.contracted)
     for purpose in ("queries", "keys"):
         products = facts.nearest_products(attention.taken.get(purpose, -1))
         made = {_beside_heads(attention, product) for product in products}
-        if [math.prod(part.size for part in each) for each in made] == [length]:
+        if [length_of(each) for each in made] == [length]:
             for part in facts.in_weights.keys() & made.pop():
                 reason = f"{purpose} have it for each head, and attention contracts over all of it"
                 names.give(part, "projection", reason)
@@ -126,7 +125,7 @@ def _name_values(names: ClassNames, attention: Attention, length: int) -> None:
 
     It is as long as what queries and keys are contracted over, or an axis of its own.
     """
-    is_as_long = math.prod(part.size for part in attention.values) == length
+    is_as_long = length_of(attention.values) == length
     for part in attention.values:
         reason = "the results of attention have it beside the heads, as its values have"
         if is_as_long:

@@ -1,10 +1,9 @@
 """What slices cut out of the dimensions of values."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from penzai_shard.choosing.dimensions import DimensionClass, ProgramDimensions
+from penzai_shard.choosing.dimensions import DimensionClass, ProgramDimensions, length_of
 
 Cut: TypeAlias = tuple[int, tuple[DimensionClass, ...]]
 """A value that is cut out, and the classes of what it is."""
@@ -18,7 +17,7 @@ def cut_runs(dimensions: ProgramDimensions) -> Mapping[DimensionClass, Runs]:
     found: dict[DimensionClass, dict[tuple[int, int], list[Cut]]] = {}
     for operation, before, after, (start, end, stride) in dimensions.cuts:
         faster = before[1:]
-        step = math.prod(part.size for part in faster)
+        step = length_of(faster)
         if before == after or stride != 1 or start % step or end % step:
             continue
         slower = after[: len(after) - len(faster)]

@@ -1,8 +1,8 @@
 """Several residual streams in one program, such as those of images and of texts."""
 
 import collections
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from penzai_shard.choosing.dimensions import DimensionClass
 from penzai_shard.choosing.naming.class_names import ClassNames
@@ -15,18 +15,15 @@ _COMMON = frozenset(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Words:
+class _Words(NamedTuple):
     """What tells streams apart in paths.
 
     Attributes:
         place: At which place of the paths it stands.
-        labels: What each stream is called for it.
         by_part: The stream of each part of a path that can stand there.
     """
 
     place: int
-    labels: Mapping[DimensionClass, str]
     by_part: Mapping[tuple[str, ...], DimensionClass]
 
 
@@ -43,12 +40,13 @@ def tell_streams_apart(facts: ProgramFacts, names: ClassNames) -> None:
         return
     words = _words(facts, streams)
     if words is not None:
-        for stream, word in words.labels.items():
+        labels = {stream: "_".join(part) for part, stream in words.by_part.items()}
+        for stream, word in labels.items():
             reason = f"blocks under {word!r} have a residual stream that nothing ties to others"
             names.call(stream, f"{word}_embedding", reason)
         for part, stream in _owners(facts, names, words):
-            reason = f"{names.reason(part)}, of the stream of {words.labels[stream]!r}"
-            names.call(part, f"{words.labels[stream]}_{names.roles[part]}", reason)
+            reason = f"{names.reason(part)}, of the stream of {labels[stream]!r}"
+            names.call(part, f"{labels[stream]}_{names.roles[part]}", reason)
         return
     vocabulary = names.with_role("vocabulary")
     begins = [
@@ -83,8 +81,7 @@ def _words(facts: ProgramFacts, streams: list[DimensionClass]) -> _Words | None:
             if 2 * count > len(own) and "_".join(word).isidentifier():
                 found[stream] = word
         if len(found) == len(streams) == len(set(found.values())):
-            labels = {stream: "_".join(word) for stream, word in found.items()}
-            return _Words(place, labels, {word: stream for stream, word in found.items()})
+            return _Words(place, {word: stream for stream, word in found.items()})
     return None
 
 
@@ -101,10 +98,11 @@ def _owners(
     It stands beside that stream alone; or, as what a decoder makes of an encoder's, only in weights
     the paths of which have the word of the stream.
     """
+    streams = frozenset(words.by_part.values())
     for part, role in list(names.roles.items()):
         weights = facts.in_weights.get(part, ())
         paths = [split_path(each.path) for each in weights]
-        beside = {stream for each in weights for stream in each.classes if stream in words.labels}
+        beside = {stream for each in weights for stream in streams.intersection(each.classes)}
         if len(beside) > 1:
             own = {_word(path, words.place) if len(path) > words.place else () for path in paths}
             beside = {words.by_part[word] for word in own if own <= words.by_part.keys()}

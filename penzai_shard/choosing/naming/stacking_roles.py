@@ -7,7 +7,7 @@ from collections.abc import Iterator, Set
 from penzai_shard.choosing.dimensions import DimensionClass
 from penzai_shard.choosing.dimensions.loop_indices import counter_behind, indexed_dimensions
 from penzai_shard.choosing.naming.class_names import ClassNames
-from penzai_shard.choosing.naming.program_facts import Product, ProgramFacts
+from penzai_shard.choosing.naming.program_facts import ProgramFacts
 from penzai_shard.library_apis.shardy_records import PRODUCTS
 from penzai_shard.path_folding import folding_key
 from penzai_shard.sharding_propagation import FLOW, Operation
@@ -61,7 +61,12 @@ def _passed_on(facts: ProgramFacts) -> Set[DimensionClass]:
             if found.issuperset(parts):
                 continue
             own = facts.reached(values, last)
-            if any(_is_of_itself(facts, each, last) for each in _taken_with(facts, own, last)):
+            if any(
+                # What it makes goes round in the loop, and is multiplied there again.
+                each.data in facts.reached(each.operation.results, last)
+                for each in facts.with_weights
+                if each.operation.number < last and each.weight_operand in own
+            ):
                 found.update(parts)
     return found
 
@@ -75,18 +80,6 @@ def _end_of_loop(facts: ProgramFacts, counter: int) -> int:
         if is_next and operation.kind == FLOW and operation.name == own.name:
             last = operation.number
     return last
-
-
-def _taken_with(facts: ProgramFacts, weights: Set[int], last: int) -> Iterator[Product]:
-    """The products with some weights, up to the end of a loop."""
-    for each in facts.with_weights:
-        if each.operation.number < last and each.weight_operand in weights:
-            yield each
-
-
-def _is_of_itself(facts: ProgramFacts, product: Product, last: int) -> bool:
-    """Whether what a product makes goes round in a loop, and is multiplied there again."""
-    return product.data in facts.reached(product.operation.results, last)
 
 
 def _taken_one_after_another(facts: ProgramFacts, names: ClassNames) -> Iterator[DimensionClass]:

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from penzai_shard.choosing.dimensions import DimensionClass
+from penzai_shard.choosing.dimensions import DimensionClass, length_of
 from penzai_shard.choosing.naming.class_names import ClassNames
 from penzai_shard.choosing.naming.program_facts import (
     DOT,
@@ -192,7 +192,7 @@ def name_ranks_of_tables(facts: ProgramFacts, names: ClassNames) -> None:
         before = {*facts.before(each.data)}
         rows = {p for one in tables if one.operation.results[0] in before for p in one.others}
         for part in names.without_role(rows & each.contracted & facts.in_weights.keys()):
-            if part.size < math.prod(made.size for made in each.made):
+            if part.size < length_of(each.made):
                 reason = "rows of a table have it, and a product makes the longer embedding of them"
                 names.give(part, "rank", reason)
 

@@ -2,10 +2,9 @@
 
 import collections
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
-from penzai_shard.choosing.dimensions import DimensionClass
+from penzai_shard.choosing.dimensions import DimensionClass, length_of
 from penzai_shard.choosing.naming.class_names import ClassNames
 from penzai_shard.choosing.naming.program_facts import ProgramFacts
 from penzai_shard.choosing.naming.traced_call import CalledArray
@@ -115,7 +114,7 @@ def _of_dimension(
         name, reason = named
         if name in sizes:
             return DimensionName(None, f"two of the axes that it is a product of would be {name!r}")
-        sizes[name] = _length(group)
+        sizes[name] = length_of(group)
         reasons.append(reason)
     if len(sizes) == 1:
         return DimensionName(next(iter(sizes)), reasons[0])
@@ -142,12 +141,8 @@ def _doubt(
     doubt = found[0] if found else _UNKNOWN
     if len(groups) == 1:
         return doubt
-    lengths = "*".join(str(_length(each)) for each in groups)
-    return f"it is a product of lengths {lengths}; of that of {_length(group)}, {doubt}"
-
-
-def _length(group: Sequence[DimensionClass]) -> int:
-    return math.prod(part.size for part in group)
+    lengths = "*".join(str(length_of(each)) for each in groups)
+    return f"it is a product of lengths {lengths}; of that of {length_of(group)}, {doubt}"
 
 
 def _without_repeats(
