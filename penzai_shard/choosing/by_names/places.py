@@ -4,24 +4,16 @@ These are the places of the edits that a layout makes (``layouts.layout_edits``)
 """
 
 import dataclasses
-import enum
 from collections.abc import Iterable
 from typing import Any
 
+from penzai_shard.choosing.by_names.step_arrays import Table
 from penzai_shard.layers import Checkpointed
 from penzai_shard.layouts.layout_edits import BLOCKS, REGIONS
 from penzai_shard.layouts.vocabulary_layers import vocabulary_layers
 from penzai_shard.surgery import Recipe, wrap
 from penzai_shard.surgery.bare_paths import bare_paths
 from penzai_shard.surgery.tree_nodes import is_layer, nodes_of
-
-
-class Place(enum.Enum):
-    """A kind of place, by which of a layout's tables activations are laid out there."""
-
-    INSIDE = "in attention, in a feed-forward, or where tokens are looked up"
-    LOGITS = "where logits are made, and behind them"
-    BETWEEN = "between layers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,17 +58,17 @@ class ModelPlaces:
         present = tuple(kind for kind in kinds if _paths(model, [kind]))
         return cls(_paths(model, present), regions, lookups, heads, present)
 
-    def place(self, layers: Iterable[str]) -> Place:
-        """The kind of place of an operation.
+    def table(self, layers: Iterable[str]) -> Table:
+        """Which rules lay out the activations of an operation.
 
         Args:
             layers: The layers that it is in, the outermost first; none if it is of the loss.
         """
         layers = tuple(layers)
         if not layers or not self.heads.isdisjoint(layers):
-            return Place.LOGITS
+            return Table.LOGITS
         inside = self.regions | self.lookups
-        return Place.BETWEEN if inside.isdisjoint(layers) else Place.INSIDE
+        return Table.BETWEEN if inside.isdisjoint(layers) else Table.INSIDE
 
 
 def _paths(model: Any, places: Iterable[Any]) -> frozenset[str]:

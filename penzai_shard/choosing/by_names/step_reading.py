@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 
 from penzai_shard.choosing.by_names.operation_prices import OperationForm
 from penzai_shard.choosing.by_names.placements import Dimension, Tensor
-from penzai_shard.choosing.by_names.places import Place
 from penzai_shard.choosing.by_names.step_arrays import Life, ParameterUse, Table
 from penzai_shard.choosing.by_names.step_forms import StepForms, StepOperation, Transfer
 from penzai_shard.choosing.by_names.traced_steps import MAKING, STACKING, TracedStep
@@ -17,12 +16,6 @@ from penzai_shard.path_folding import folding_key
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.sharding_propagation import FLOW, Operation
 from penzai_shard.sharding_propagation.factors import rule_of
-
-_OF_PLACES = {
-    Place.INSIDE: Table.INSIDE,
-    Place.LOGITS: Table.LOGITS,
-    Place.BETWEEN: Table.BETWEEN,
-}
 
 # What loops do with what they stack, each with the operands that it is about.
 _OF_STACKS = {
@@ -134,7 +127,7 @@ class _Reading:
         return self._tensors.setdefault(tensor, tensor)
 
     def _place_of(self, operation: Operation) -> Table:
-        return _OF_PLACES[self._step.places.place(self._step.layers(operation))]
+        return self._step.places.table(self._step.layers(operation))
 
     def _places_of_stacks(self) -> Iterator[tuple[int, Table]]:
         """Where loops stack what a layer keeps for the backward pass, and take it off again.

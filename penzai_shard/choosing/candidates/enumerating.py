@@ -28,6 +28,7 @@ from penzai_shard.surgery import rematerialise_blocks
 OnUnfit: TypeAlias = Literal["error", "pad"]
 MICROBATCHES = (1, 2, 4, 8)
 POLICIES = (None, "dots", "nothing")
+_FIRST = ("experts", "vocabulary")
 _PADDED_LENGTH = re.compile(r"Pad it to (\d+)")
 _TWICE = re.compile(
     r"(mesh axis '.*?') \(\d+\) is asked for twice: by (logical axis '.*?') .*?"
@@ -178,9 +179,9 @@ class _Search:
 
     def add(self, use: MeshUse, is_merged: bool) -> None:
         """Adds the candidates of one way to use a mesh."""
-        counts = _microbatches(use, self.axes, self.microbatches)
+        devices = math.prod(use.mesh_shape[axis] for axis in use.batch)
+        counts = [n for n in self.microbatches if self.axes.batch % (devices * n) == 0]
         if not counts:
-            devices = math.prod(use.mesh_shape[axis] for axis in use.batch)
             fewest = min(self.microbatches)
             in_parts = f" in {fewest} microbatches" if fewest > 1 else ""
             self.left_out[
@@ -237,11 +238,6 @@ class _Search:
         )
 
 
-def _microbatches(use: MeshUse, axes: ProblemAxes, asked: Sequence[int]) -> list[int]:
-    devices = math.prod(use.mesh_shape[axis] for axis in use.batch)
-    return [parts for parts in asked if axes.batch % (devices * parts) == 0]
-
-
 def _merged(use: MeshUse) -> dict[str, int] | None:
     """The mesh with ``replica`` and ``data`` as one mesh axis, if it has both."""
     shape = use.mesh_shape
@@ -260,10 +256,11 @@ def _storages(
 
     What uses all mesh axes of the batch alike is left to the mesh that has them as one.
     """
-    batch = data_parallel(use.batch) if use.batch else AxisRules({})
     for split in _splits(use, axes, kept):
-        computed = _added(split) | batch | _of_layers(split)
-        used = _added(split) | _of_layers(split)
+        # As presets have them: of one array experts and vocabulary come before the axes of layers.
+        first = _split_rules(split, [role for role in split if role in _FIRST])
+        of_layers = _split_rules(split, [role for role in split if role not in _FIRST])
+        computed, used = first | _of_batch(use) | of_layers, first | of_layers
         for stored, gathers in _stored(use, axes, kept, is_merged):
             parameters = used | stored
             optimizers: list[AxisRules | None] = [None]
@@ -285,39 +282,32 @@ def _splits(
             yield split
 
 
-# As presets have them: of one array experts and vocabulary come before the axes of layers.
-_FIRST = ("experts", "vocabulary")
-
-
-def _added(split: Mapping[LogicalAxis, tuple[str, ...]]) -> AxisRules:
-    return _split_rules({role: over for role, over in split.items() if role in _FIRST})
-
-
-def _of_layers(split: Mapping[LogicalAxis, tuple[str, ...]]) -> AxisRules:
-    return _split_rules({role: over for role, over in split.items() if role not in _FIRST})
-
-
-def _split_rules(split: Mapping[LogicalAxis, tuple[str, ...]]) -> AxisRules:
+def _split_rules(
+    split: Mapping[LogicalAxis, tuple[str, ...]], roles: Iterable[LogicalAxis]
+) -> AxisRules:
     rules = AxisRules({})
-    for role, over in split.items():
-        rules = rules | split_names(over, (role,))
+    for role in roles:
+        rules = rules | split_names(split[role], (role,))
     return rules
+
+
+def _of_batch(use: MeshUse) -> AxisRules:
+    return data_parallel(use.batch) if use.batch else AxisRules({})
 
 
 def _stored(
     use: MeshUse, axes: ProblemAxes, kept: KeptAxes, is_merged: bool
 ) -> Iterator[tuple[AxisRules, bool]]:
     """By which rules parameters are stored beside those of layers, and whether this splits them."""
-    for fixed in kept.stored:
+    if (fixed := kept.stored) is not None:
         yield fixed, True
-    if kept.stored:
         return
     if not is_merged:
         yield kept.whole, False
     for over in use.stored_over():
         if is_merged and over == use.batch:
             continue
-        if axes.stored is not None and kept.allows_storing(axes.stored):
+        if axes.stored is not None and axes.stored not in kept.storing:
             yield AxisRules({axes.stored: over}) | kept.whole, True
         yield kept.whole | fully_sharded(over, MIN_SIZE), True
 
@@ -338,11 +328,12 @@ def _ways(
         if not over:
             betweens.append(None)
         elif any(length % parts == 0 for length in axes.sequence):
-            batch = data_parallel(use.batch) if use.batch else AxisRules({})
             vocabulary = [
                 rule for rule in storage.compute.name_rules if rule.logical_axis == "vocabulary"
             ]
-            between = AxisRules.from_rules(vocabulary) | batch | split_names(over, ("seq",))
+            between = (
+                AxisRules.from_rules(vocabulary) | _of_batch(use) | split_names(over, ("seq",))
+            )
             betweens.append(between)
     again = [(None, True)] if storage.gathers and None in policies else []
     keeping = [*((policy, False) for policy in policies), *again]

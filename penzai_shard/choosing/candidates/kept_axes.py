@@ -92,19 +92,15 @@ class KeptAxes:
         return (self.roles[role],) if role in self.roles else free
 
     @property
-    def stored(self) -> tuple[AxisRules, ...]:
+    def stored(self) -> AxisRules | None:
         """How parameters are stored, if that is decided."""
         split = {name: over for name, over in self.storing.items() if over}
-        return (AxisRules(split),) if split else ()
+        return AxisRules(split) if split else None
 
     @property
     def whole(self) -> AxisRules:
         """Rules for the axes that parameters are not to be split along."""
         return AxisRules({name: None for name, over in self.storing.items() if not over})
-
-    def allows_storing(self, name: LogicalAxis) -> bool:
-        """Whether parameters may be stored split by a logical axis."""
-        return name not in self.storing
 
 
 _ROLES = ("batch", "seq", "neurons", "heads", "vocabulary", "experts")
