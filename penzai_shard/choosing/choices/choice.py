@@ -8,7 +8,11 @@ from typing import Any
 
 import jax
 
-from penzai_shard.choosing.choices.cost_differences import CostDifference, seconds_text
+from penzai_shard.choosing.choices.cost_differences import (
+    Comparison,
+    CostDifference,
+    seconds_text,
+)
 from penzai_shard.choosing.choices.layout_words import candidate_words
 from penzai_shard.choosing.choices.priced_candidates import Priced, StageName
 from penzai_shard.layouts import Layout
@@ -31,11 +35,7 @@ class Choice:
 
     Attributes:
         priced: The candidate and its price.
-        pays: What it pays more for than the pick, and then what less, where that makes its step
-            longer; of the pick itself what it pays most for.
-        compared_words: How much slower it is than the pick, and what bounds it; empty for the pick.
-        memory_words: How much more it holds than the pick, or less; empty where there is little in
-            it.
+        against: How it compares to the pick; of the pick itself what it pays most for.
         step_options: What a train step is to be given beside the layout: ``accumulate_steps``,
             and how plain arrays are split into microbatches.
         origin: What it was chosen from, in sentences.
@@ -43,9 +43,7 @@ class Choice:
     """
 
     priced: Priced
-    pays: tuple[CostDifference, ...] = ()
-    compared_words: str = ""
-    memory_words: str = ""
+    against: Comparison = dataclasses.field(default_factory=Comparison)
     step_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     origin: tuple[str, ...] = ()
     is_pick: bool = False
@@ -89,6 +87,11 @@ class Choice:
     def traffic_seconds(self) -> Mapping[str, float]:
         """What sending takes over each mesh axis, in seconds."""
         return self.priced.time.by_mesh_axis
+
+    @property
+    def pays(self) -> tuple[CostDifference, ...]:
+        """What it pays more for than the pick, and then what less; see ``Comparison``."""
+        return self.against.pays
 
     @property
     def priced_by(self) -> StageName:
@@ -202,8 +205,8 @@ class Choice:
             paid = "; ".join(f"{seconds_text(one.seconds)} {one.text}" for one in self.pays)
             return f"It pays most for {paid}" if paid else "It pays for nothing that counts"
         paid = "; ".join(map(str, self.pays))
-        said = ": ".join(filter(None, [self.compared_words, paid]))
-        return "; ".join(filter(None, [said, self.memory_words]))
+        said = ": ".join(filter(None, [self.against.words, paid]))
+        return "; ".join(filter(None, [said, self.against.memory_words]))
 
     def __repr__(self) -> str:
         return (

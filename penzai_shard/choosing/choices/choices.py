@@ -13,7 +13,6 @@ from penzai_shard.choosing.choices.cost_differences import (
     Comparison,
     PaidTimes,
     compared,
-    memory_difference,
     seconds_text,
 )
 from penzai_shard.choosing.choices.layout_words import laid_out_words, step_words
@@ -77,21 +76,12 @@ class Choices(Report, Sequence[Choice]):
         for number, (one, times) in enumerate(zip(ranked, paid, strict=True), 1):
             is_pick = number == 1
             against = (
-                Comparison("", times.most_paid(_PAID_SHOWN))
+                Comparison(pays=times.most_paid(_PAID_SHOWN))
                 if is_pick
                 else compared(times, paid[0])
             )
-            rows.append(
-                Choice(
-                    one,
-                    against.pays,
-                    against.words,
-                    "" if is_pick else memory_difference(one, ranked[0]),
-                    {**self.step_options, "accumulate_steps": one.candidate.microbatches},
-                    self._origin(number),
-                    is_pick,
-                )
-            )
+            options = {**self.step_options, "accumulate_steps": one.candidate.microbatches}
+            rows.append(Choice(one, against, options, self._origin(number), is_pick))
         return tuple(rows)
 
     @property

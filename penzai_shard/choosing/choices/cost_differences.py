@@ -128,16 +128,18 @@ class PaidTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A step beside another one, the pick's.
+    """A step beside another one, the pick's; of the pick itself what it pays most for.
 
     Attributes:
         words: How much longer it takes, and what bounds it.
         pays: What it sends longer for than the other, and then what less, over the mesh axes that
             the words are about; of devices that do one thing after the other, what it does longer.
+        memory_words: How much more it holds, or less; empty where there is little in it.
     """
 
-    words: str
+    words: str = ""
     pays: tuple[CostDifference, ...] = ()
+    memory_words: str = ""
 
 
 def compared(other: PaidTimes, pick: PaidTimes) -> Comparison:
@@ -146,24 +148,29 @@ def compared(other: PaidTimes, pick: PaidTimes) -> Comparison:
     The time of a step is that of what takes longest in it, so that only this counts; of two that
     take as long it is what may not be hidden behind it.
     """
+    words, pays = _times_compared(other, pick)
+    return Comparison(words, pays, _memory_difference(other.priced, pick.priced))
+
+
+def _times_compared(other: PaidTimes, pick: PaidTimes) -> tuple[str, tuple[CostDifference, ...]]:
     time, best = other.priced.time, pick.priced.time
     bound = max(time.bound, best.bound)
     if time.bound - best.bound > _SMALL * best.bound:
         slower = f"{_slower_text(time.bound / best.bound)} the pick"
         if not time.overlaps:
-            return Comparison(slower, _all_compared(other, pick, bound))
+            return slower, _all_compared(other, pick, bound)
         words, pays = _part_compared(other.bound_by, other, pick, bound)
         repeated = _repeated(other, pick) if other.bound_by == "compute" else ""
-        return Comparison(f"{slower}, bound by {words}{repeated}", pays)
+        return f"{slower}, bound by {words}{repeated}", pays
     if abs(time.without_overlap - best.without_overlap) <= _SMALL * bound:
-        return Comparison(_otherwise_equal(other.priced, pick.priced))
+        return _otherwise_equal(other.priced, pick.priced), ()
     hidden = [part for part in _PARTS if part != other.bound_by]
     most = max(hidden, key=lambda part: other.of_part(part) - pick.of_part(part))
     words, pays = _part_compared(most, other, pick, bound)
-    return Comparison(f"{_AS_FAST}, unless {words} is not hidden", pays)
+    return f"{_AS_FAST}, unless {words} is not hidden", pays
 
 
-def memory_difference(other: Priced, pick: Priced) -> str:
+def _memory_difference(other: Priced, pick: Priced) -> str:
     """How much more memory one holds than the other, or less; empty where there is little in it."""
     more = other.memory - pick.memory
     if abs(more) < _MUCH_MEMORY * pick.memory:
