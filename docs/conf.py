@@ -33,6 +33,8 @@ templates_path = ["_templates"]
 html_theme = "furo"
 html_title = f"penzai_shard {version}"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

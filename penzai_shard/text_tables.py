@@ -21,6 +21,8 @@ PLAIN_WIDTH = 100
 MOST_LINES = 4
 # Cells with more characters keep a width that can be read, however narrow the page is: it scrolls.
 _LONG_TEXT = 60
+# A row of more cells is wider than a page, and its last text stands below it.
+_MOST_CELLS = 6
 # A table in a notebook shows at most so many rows; its text shows them all.
 NOTEBOOK_ROWS = 250
 
@@ -42,7 +44,8 @@ _CSS = (
     "max-width:34em;white-space:normal;word-break:normal;overflow-wrap:normal}"
     "table.pzs-table .r{text-align:right!important;font-variant-numeric:tabular-nums}"
     "table.pzs-table .n{white-space:nowrap}"
-    "table.pzs-table .w{min-width:14em}"
+    "table.pzs-table .w{min-width:14em}table.pzs-table .b{max-width:none;padding-left:2em}"
+    "table.pzs-table tr:has(+tr>.b) td{border-bottom:0}"
 )
 
 
@@ -184,7 +187,7 @@ class TextTable(NotebookView):
         """The rows alone as HTML, for a page that has a style and shows the rest itself.
 
         Its classes are ``pzs-table``, ``r`` for cells of numbers, ``n`` for what is not wrapped,
-        ``w`` for long texts, and the words of rich's styles, such as ``green``.
+        ``w`` for long texts, ``b`` for what is below a row, and the words of rich's styles.
         """
         rows = self.text_rows()
         if not rows and not self.has_headings_alone:
@@ -197,14 +200,19 @@ class TextTable(NotebookView):
             "r n" if heading in self.right_aligned else "n" if heading in self.unwrapped else ""
             for heading in self.headings
         ]
+        below = self.headings[-1] == self.below and len(self.headings) > _MOST_CELLS
+        next_row = f'</tr><tr><td colspan="{len(self.headings) - 1}" class="b">'
         yield '<table class="pzs-table"><thead><tr>'
-        for heading, kind in zip(self.headings, classes, strict=True):
+        for heading, kind in zip(self.headings[: -1 if below else None], classes, strict=False):
             yield _element("th", heading, kind)
         yield "</tr></thead><tbody>"
         for number, row in enumerate(rows[:NOTEBOOK_ROWS]):
             yield "<tr>"
             for heading, kind, cell in zip(self.headings, classes, row, strict=True):
                 style = self.style_of(number, heading)
+                if below and heading == self.below:
+                    yield f"{next_row}{_element('span', cell, '', style, styled)}</td>"
+                    continue
                 kind = kind or ("w" if len(cell) > _LONG_TEXT else "")
                 yield _element("td", cell, kind, style, styled, heading in self.paths)
             yield "</tr>"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from penzai_shard import text_tables
-from penzai_shard.text_tables import TextTable
+from penzai_shard.text_tables import PreparedTable, TextTable
 
 PATHS = [
     f"transformer/block_{i}/{name}"
@@ -193,6 +193,17 @@ def test_long_texts_keep_a_width_that_can_be_read_on_narrow_pages():
     text = Table((("a" * 61, "1", "x " * 40, "short"),))._repr_html_()
     assert ".w{min-width:14em}" in text
     assert re.findall(r'<td(?: class="([^"]*)")?', text) == ["w", "r n", "w", ""]
+
+
+def test_what_a_narrow_table_shows_below_a_row_of_many_cells_a_page_shows_there_too():
+    class Many(PreparedTable):
+        headings = ("a", "b", "c", "d", "e", "f", "why")
+        below = "why"
+
+    read = Cells(text := Many((("1", "2", "3", "4", "5", "6", "because"),))._repr_html_())
+    assert read.texts["th"] == ["a", "b", "c", "d", "e", "f"]
+    assert read.texts["td"] == ["1", "2", "3", "4", "5", "6", "because"]
+    assert '</tr><tr><td colspan="6" class="b">' in text
 
 
 def test_a_notebook_shows_a_part_of_a_very_long_table_and_says_so():

@@ -126,6 +126,14 @@ class ModelReference:
         made = self.built()
         if is_problem(made):
             return made["model"], made
+        given = set(made) & _OF_A_PROBLEM if isinstance(made, dict) else set()
+        if "model" in given and len(given) > 1:
+            missing = ", ".join(map(repr, sorted(_OF_A_PROBLEM - given)))
+            raise RuleTypeError(
+                f"{self.text}: it gives {', '.join(map(repr, made))}, and {missing} of what "
+                "choose_layout is called with is missing. Return {'model': ..., 'loss_fn': ..., "
+                "'optimizer': ..., 'batch': {'x': ...}}."
+            )
         if is_step(made):
             raise RuleTypeError(
                 f"{self.text}: it gives a step with its arguments, which lies as it does already. "

@@ -137,6 +137,11 @@ class LayoutFiles:
         Raises:
             RuleTypeError: As ``from_toml`` does.
         """
+        if "\n" in os.fspath(path):
+            raise RuleTypeError(
+                "this is the text of a table of rules, and the path of its file is needed. Write "
+                "it to one: pathlib.Path('rules.toml').write_text(text)."
+            )
         try:
             with open(path, "rb") as file:
                 found = tomllib.load(file)

@@ -38,6 +38,10 @@ def problem(neurons=128):
     }
 
 
+def problem_without_a_batch():
+    return {name: each for name, each in problem().items() if name != "batch"}
+
+
 def problem_without_names():
     return {**problem(), "model": plain()}
 """
@@ -68,6 +72,7 @@ MISTAKES = {
     ("models.py:problem", "--batch", "8"): "--batch: models.py:problem says itself what is",
     ("models.py:problem", "--optimizer", "sgd(1.0)"): "--optimizer: models.py:problem says itself",
     ("models.py:plain", "--batch", "8"): "2 arrays without logical axis names, such as 'down'.",
+    ("models.py:problem_without_a_batch",): "and 'batch' of what choose_layout is called with is",
     ("models.py:problem_without_names",): "in the function, name_axes(model, infer_names(...)).",
     ("models.py:perceptron", "--batch", "8"): "For any other model give a function that returns wh",
     ("models.py:perceptron",): "the following arguments are required: --batch",

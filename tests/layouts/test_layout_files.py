@@ -179,6 +179,10 @@ def test_all_mistakes_of_a_file_are_reported_at_once(read):
 def test_a_file_that_is_not_there_is_said_to_be_none(tmp_path):
     with pytest.raises(RuleTypeError, match="No such file or directory"):
         pzs.Layout.from_toml(tmp_path / "absent.toml")
+    with pytest.raises(
+        RuleTypeError, match=r"path of its file is needed\. Write it to one: pathlib"
+    ):
+        pzs.Layout.read_toml(pzs.Layout.fully_sharded().to_toml())
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(RuleTypeError, match="not a text in UTF-8"):
         pzs.Layout.from_toml(tmp_path / "binary.toml")
