@@ -64,7 +64,8 @@ def front(tmp_path_factory):
     Of the other pages it has the titles.
     """
     folder = tmp_path_factory.mktemp("front")
-    shutil.copytree(ROOT / "docs" / "_templates", folder / "docs" / "_templates")
+    for name in ("_templates", "_static"):
+        shutil.copytree(ROOT / "docs" / name, folder / "docs" / name)
     for name in ("conf.py", "index.md"):
         shutil.copy(ROOT / "docs" / name, folder / "docs")
     (folder / "docs" / "reference").mkdir()
