@@ -350,6 +350,28 @@ def _pinned_unevenly(array: Any, sharding: NamedSharding) -> Any:
     return jax.lax.with_sharding_constraint(array, sharding)
 
 
+def uneven_lengths(tree: Any) -> tuple[frozenset[int], Any]:
+    """The true lengths of padded dimensions in a tree, inside of a program; and their mesh.
+
+    Args:
+        tree: A pytree.
+
+    Returns:
+        The lengths, and the mesh that they are split over. Outside of programs there are none.
+
+    >>> uneven_lengths([PaddedArray(np.zeros(4), {"a": 3}, Padding((4,), (("data",),)))])
+    (frozenset(), None)
+    """
+    found: set[int] = set()
+    mesh = None
+    for node in filter(is_padded, jax.tree.leaves(tree, is_leaf=is_padded)):
+        if (own := _mesh_of_program(node.stored, node.spec)) is not None:
+            pairs = zip(node.named_axes.values(), node.padding.lengths, strict=True)
+            found.update(true for true, stored in pairs if true != stored)
+            mesh = own
+    return frozenset(found), mesh
+
+
 def _mesh_of_program(stored: Any, spec: PartitionSpec) -> Any:
     """The mesh of a traced array, if the compiler lays out its arrays over all axes of a spec."""
     if not is_traced(stored):

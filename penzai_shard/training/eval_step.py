@@ -8,7 +8,7 @@ import jax
 
 from penzai_shard.array_kinds import is_traced
 from penzai_shard.meshes import auto_context
-from penzai_shard.padded_arrays import without_padding
+from penzai_shard.padded_arrays import uneven_lengths, without_padding
 from penzai_shard.training.aux_reductions import AuxReductions
 from penzai_shard.training.compiled_step import (
     CompiledStep,
@@ -25,6 +25,7 @@ from penzai_shard.training.step_failures import explained, refuse_positional
 from penzai_shard.training.train_state import TrainState, from_flat
 from penzai_shard.training.train_step import LossFunction, StepProgram
 from penzai_shard.training.update_guards import GuardOptions
+from penzai_shard.training.update_layout import UpdateLayout
 
 
 def build_eval_step_fn(
@@ -186,6 +187,7 @@ class EvalStep(CompiledStep):
     def _computed(
         self, form: StateForm, changing: list[Any], constant: list[Any], inputs: dict[str, Any]
     ) -> tuple[jax.Array, Any]:
-        state = without_padding(from_flat(FlatState(form, changing, constant)))
-        loss, aux = self.computation.evaluation(state, inputs)
+        stored = from_flat(FlatState(form, changing, constant))
+        layout = dataclasses.replace(UpdateLayout.unknown(), uneven=uneven_lengths(stored))
+        loss, aux = self.computation.evaluation(without_padding(stored), inputs, layout)
         return loss, aux

@@ -22,7 +22,7 @@ from penzai_shard.training.manual_axes import ManualAxes
 from penzai_shard.training.manual_batch import ManualBatch
 from penzai_shard.training.microbatches import Microbatches, split_inputs
 from penzai_shard.training.optimizer_calls import update_parameters
-from penzai_shard.training.padded_sums import summed_in_equal_parts
+from penzai_shard.training.padded_sums import computed_rightly, summed_in_equal_parts
 from penzai_shard.training.train_state import TrainState
 from penzai_shard.training.update_guards import GuardOptions
 from penzai_shard.training.update_layout import UpdateLayout
@@ -123,7 +123,9 @@ class GradientStep:
         )
         return new_state, guard.with_metrics(self._reduced(auxes), metrics)
 
-    def evaluation(self, state: TrainState, inputs: Mapping[str, Any]) -> tuple[jax.Array, Any]:
+    def evaluation(
+        self, state: TrainState, inputs: Mapping[str, Any], layout: UpdateLayout
+    ) -> tuple[jax.Array, Any]:
         """The loss and the auxiliary output of a state and inputs, without a step.
 
         Raises:
@@ -131,7 +133,7 @@ class GradientStep:
         """
         check_signature(self.loss_fn, inputs)
         rng = jax.random.fold_in(state.root_rng, state.step)
-        batch = self.batch(state, rng, inputs, UpdateLayout.unknown(), None)
+        batch = self.batch(state, rng, inputs, layout, None)
         loss, auxes = batch.evaluation(_trainable(state))
         return loss, self._reduced(auxes)
 
@@ -210,9 +212,10 @@ class Batch:
 
     def evaluation(self, trainable: Any) -> tuple[jax.Array, Any]:
         """Loss, and auxiliary outputs along a new first dimension."""
+        loss_of = computed_rightly(self._loss, *self.layout.uneven)
 
         def evaluate(carried: Carried, index: Any, inputs: Any) -> Any:
-            _, (loss, carried, aux) = self._loss(trainable, carried, index, inputs)
+            _, (loss, carried, aux) = loss_of(trainable, carried, index, inputs)
             return carried, (loss, aux)
 
         losses, auxes = self.microbatches.in_turn(evaluate, self.carried)[1]
@@ -227,7 +230,10 @@ class Batch:
         """
         parts = self.microbatches.count
         gradient_of = summed_in_equal_parts(
-            jax.grad(self._scaled_loss, has_aux=True), self.layout.update, GRADIENT_SCOPE
+            jax.grad(self._scaled_loss, has_aux=True),
+            self.layout.update,
+            GRADIENT_SCOPE,
+            *self.layout.uneven,
         )
         total = None
         if parts > 1:

@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 from penzai_shard.array_kinds import is_traced
 from penzai_shard.errors import ShardingError
 from penzai_shard.meshes import auto_context
-from penzai_shard.padded_arrays import padded_as, without_padding
+from penzai_shard.padded_arrays import padded_as, uneven_lengths, without_padding
 from penzai_shard.training.aux_reductions import AuxReductions
 from penzai_shard.training.compiled_step import (
     CompiledStep,
@@ -338,6 +338,7 @@ class TrainStep(CompiledStep):
         # Padding is taken off here and put back below: all between knows true lengths alone.
         state = without_padding(stored)
         layout = UpdateLayout.of(state, form, shardings)
+        layout = dataclasses.replace(layout, uneven=uneven_lengths(stored))
         state, aux = self.computation(state, inputs, layout)
         leaves = [
             leaf

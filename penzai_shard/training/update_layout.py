@@ -35,11 +35,14 @@ class UpdateLayout:
             Arrays that JAX may lay out are None.
         update: The layout of its gradient and its update.
         mesh: The mesh that the state is on; None if it is on none, or that is not known.
+        uneven: The lengths that are split unevenly in the loss, and the mesh; see
+            ``uneven_lengths``.
     """
 
     loss: Mapping[str, list[NamedSharding | None]]
     update: Mapping[str, list[NamedSharding | None]]
     mesh: Mesh | None = None
+    uneven: tuple[frozenset[int], Any] = (frozenset(), None)
 
     @classmethod
     def unknown(cls) -> "UpdateLayout":

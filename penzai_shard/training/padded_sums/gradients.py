@@ -11,12 +11,15 @@ from penzai_shard.padded_arrays import splits_unevenly
 from penzai_shard.partition_specs import mesh_axes_by_dimension, padded_length, part_count
 from penzai_shard.training.padded_sums.operation_shapes import Shape
 from penzai_shard.training.padded_sums.running import PaddedValue, run_padded
+from penzai_shard.training.padded_sums.whole_operands import with_whole_operands
 
 
 def summed_in_equal_parts(
     gradient_of: Callable[..., tuple[Any, Any]],
     layouts: Mapping[str, Sequence[NamedSharding | None]],
     scope: str,
+    lengths: frozenset[int] = frozenset(),
+    mesh: Any = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """A function's gradient, each array of it summed up over devices in equal parts.
 
@@ -28,18 +31,21 @@ def summed_in_equal_parts(
             gradients by name.
         layouts: How the gradient of each parameter's arrays will be laid out, as far as known.
         scope: What the operations are called that do so.
+        lengths: The lengths that are split unevenly in the loss; see ``uneven_lengths``.
+        mesh: The mesh that they are split over.
     """
 
     def summed(parameters: Mapping[str, Any], *others: Any) -> tuple[Any, Any]:
         leaves, form = jax.tree.flatten(parameters)
         wanted = _in_equal_parts(parameters, layouts)
-        if not any(wanted) or runs_at_once(leaves[0]):
+        if not (any(wanted) or lengths) or any(map(runs_at_once, leaves)):
             return gradient_of(parameters, *others)
 
         def of_leaves(*leaves: Any) -> tuple[Any, Any]:
             return gradient_of(jax.tree.unflatten(form, leaves), *others)
 
         program, structs = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
+        program = with_whole_operands(program, lengths, mesh)
         results = jax.tree.structure(structs)
         shapes = [one and one[0] for one in wanted]
         shapes += [None] * (len(program.jaxpr.outvars) - len(wanted))
