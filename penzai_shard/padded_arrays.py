@@ -321,7 +321,7 @@ def pinned(array: Any, sharding: Any) -> Any:
         array: An array inside of a program, or outside.
         sharding: The layout.
 
-    >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    >>> mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
     >>> layout = NamedSharding(mesh, PartitionSpec("data"))
     >>> jax.eval_shape(lambda array: pinned(array, layout), np.ones(3)).shape
     (3,)

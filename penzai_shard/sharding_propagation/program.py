@@ -117,8 +117,10 @@ class PropagatedProgram:
             What it came from; behind it what proposed the same at once, on the way, and so would
             be the cause if the first were not there.
 
-        >>> mesh = jax.sharding.AbstractMesh((2,), ("data",))
-        >>> x = jax.ShapeDtypeStruct((4,), float, sharding=jax.NamedSharding(mesh, jax.P("data")))
+        >>> from penzai_shard.meshes import make_mesh
+        >>> mesh = make_mesh({"data": 2}, abstract=True)
+        >>> layout = jax.NamedSharding(mesh, jax.P("data"))
+        >>> x = jax.ShapeDtypeStruct((4,), jax.numpy.float32, sharding=layout)
         >>> lowered = jax.jit(jax.numpy.sin).trace(x).lower(lowering_platforms=("cpu",))
         >>> program = PropagatedProgram.of(lowered)
         >>> [(cause.kind, cause.name) for cause in program.causes(program.results[0], "data")]

@@ -157,6 +157,12 @@ def test_every_rule_is_for_an_axis_that_the_problem_has(on_hosts):
                 assert set(rule.mesh_axes) <= one.mesh_shape.keys()
 
 
+def test_what_is_priced_lies_on_the_mesh_that_make_mesh_gives(on_hosts):
+    for candidate in on_hosts:
+        # With Auto axes, whatever kind JAX itself gives to an abstract mesh.
+        assert candidate.mesh == make_mesh(candidate.mesh_shape, abstract=True)
+
+
 def test_every_mesh_axis_has_a_use_and_every_device_a_part_of_the_batch(on_hosts):
     for one in on_hosts:
         rules = (*one.layout.parameters.name_rules, *one.layout.compute.name_rules)

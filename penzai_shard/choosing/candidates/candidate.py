@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh
 
 from penzai_shard.layouts import Layout
+from penzai_shard.meshes import make_mesh
 from penzai_shard.rule_kinds import LogicalAxis, OnIndivisible
 
 
@@ -53,5 +54,4 @@ class Candidate:
     @property
     def mesh(self) -> AbstractMesh:
         """The mesh, without devices."""
-        names, sizes = zip(*self.mesh_axes, strict=True)
-        return AbstractMesh(sizes, names)
+        return make_mesh(self.mesh_shape, abstract=True)
