@@ -15,7 +15,7 @@ from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.compiled_programs import Module
-from penzai_shard.errors import LockError
+from penzai_shard.errors import LockError, RuleTypeError
 from penzai_shard.inspection.program_view import compile_step
 from tests.inspection.locked_jobs import (
     ACTIVATIONS,
@@ -435,6 +435,16 @@ def test_a_lock_is_saved_in_place_and_loaded(base, of_train_step, tmp_path):
     assert pzs.ShardingLock.load(path) == base.lock
     assert path.read_bytes() == base.lock.to_json().encode()
     assert repr(base.lock) == ("ShardingLock(5 arrays, 5 collectives, mesh (data=4, model=2), cpu)")
+
+
+@pytest.mark.parametrize(("path", "called"), [(".", r"\."), ("", "an empty path")])
+def test_a_lock_is_not_saved_in_the_place_of_a_folder(base, path, called):
+    file = re.escape(repr(os.path.join(path, "lock.json")))
+    with pytest.raises(
+        RuleTypeError,
+        match=rf"^{called} is a folder, and the lock is one file\. Give path={file}\.$",
+    ):
+        base.lock.save(path)
 
 
 def test_a_file_that_is_not_a_lock_is_refused_with_its_path(base, tmp_path):
