@@ -16,6 +16,7 @@ from tests.choosing import named_models_of_streams as streams
 from tests.choosing import named_models_without_attention as plain
 from tests.choosing.llama_variants import VARIANTS
 from tests.choosing.named_models import NamedModel
+from tests.choosing.named_models_of_additions import ADDITIONS, ADDITIONS_LEFT_OPEN
 from tests.choosing.named_models_of_agreements import AGREEMENTS
 from tests.choosing.named_models_of_arrangements import ARRANGEMENTS, ARRANGEMENTS_LEFT_OPEN
 from tests.choosing.named_models_of_checkpoints import CHECKPOINTS
@@ -25,10 +26,13 @@ from tests.choosing.named_models_of_films import FILMS, FILMS_LEFT_OPEN
 from tests.choosing.named_models_of_frameworks import FRAMEWORKS, FRAMEWORKS_LEFT_OPEN
 from tests.choosing.named_models_of_ideas import IDEAS, IDEAS_LEFT_OPEN
 from tests.choosing.named_models_of_loops import LOOPS, LOOPS_LEFT_OPEN
+from tests.choosing.named_models_of_modules import MODULES
 from tests.choosing.named_models_of_pictures import PICTURES, PICTURES_LEFT_OPEN
+from tests.choosing.named_models_of_senses import SENSES, SENSES_LEFT_OPEN
 from tests.choosing.named_models_of_sequences import SEQUENCES
 from tests.choosing.named_models_of_streams import STREAMS
 from tests.choosing.named_models_of_structures import STRUCTURES
+from tests.choosing.named_models_of_texts import TEXTS
 from tests.choosing.named_models_of_trainers import TRAINERS
 from tests.choosing.named_models_of_writings import WRITINGS, WRITINGS_LEFT_OPEN
 
@@ -98,6 +102,7 @@ TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
     "Flax linen ViT": lambda: flax.vit(3),
     "Flax linen BERT": lambda: flax.bert(8),
     "Haliax transformer": others.haliax_transformer,
+    **ADDITIONS,
     **ARRANGEMENTS,
     **CHECKPOINTS,
     **FAMILIES,
@@ -105,7 +110,10 @@ TRANSFORMERS: dict[str, Callable[[], NamedModel]] = {
     **FRAMEWORKS,
     **IDEAS,
     **LOOPS,
+    **MODULES,
     **PICTURES,
+    **SENSES,
+    **TEXTS,
     **TRAINERS,
     **WRITINGS,
 }
@@ -131,6 +139,7 @@ OTHERS: dict[str, Callable[[], NamedModel]] = {
     "embedding tables (DLRM)": plain.embedding_tables,
     "Equinox LSTM": others.equinox_lstm,
     "Flax linen LSTM": flax.linen_lstm,
+    **ADDITIONS_LEFT_OPEN,
     **AGREEMENTS,
     **ARRANGEMENTS_LEFT_OPEN,
     **FAMILIES_LEFT_OPEN,
@@ -139,6 +148,7 @@ OTHERS: dict[str, Callable[[], NamedModel]] = {
     **IDEAS_LEFT_OPEN,
     **LOOPS_LEFT_OPEN,
     **PICTURES_LEFT_OPEN,
+    **SENSES_LEFT_OPEN,
     **SEQUENCES,
     **STRUCTURES,
     **WRITINGS_LEFT_OPEN,
