@@ -168,7 +168,7 @@ def speedrun(layers: int = 6) -> NamedModel:
 
 
 def tuned(layers: int = 4) -> NamedModel:
-    """Around a model that stays as it is: keys and values before all others, scales, bottlenecks."""
+    """Around a frozen model: keys and values before all others, scales and bottlenecks."""
     base = attention_names("attention", has_bias=True) | mlp_names("mlp", has_bias=True)
     base |= norm_names("ln_1") | norm_names("ln_2")
     names = {"base.wte": ("vocabulary", "embedding"), "base.wpe": ("positions", "embedding")}
@@ -235,7 +235,7 @@ def skewed(layers: int = 4) -> NamedModel:
 
 
 def patches_of_bytes(layers: int = 2) -> NamedModel:
-    """MegaByte: a model of patches, whose width is that of their bytes together; in it one of bytes.
+    """MegaByte: a model of patches, as wide as their bytes together; in it one of bytes.
 
     Both have as many heads. What the first makes is cut into bytes again, and joins the second.
     """

@@ -1,4 +1,4 @@
-"""Modules of Equinox, NNX and linen that are mapped over: layers made by vmap, experts, adapters."""
+"""Modules of Equinox, NNX and linen that are mapped over: layers, experts and adapters."""
 
 import equinox as eqx
 import jax
@@ -86,7 +86,7 @@ class _RotaryDecoder(eqx.Module):
 
 
 def equinox_rotary() -> NamedModel:
-    """Layers made by ``filter_vmap``, scanned and checkpointed; heads are rotated; dropout's keys."""
+    """Layers made by ``filter_vmap``, scanned and checkpointed; heads are rotated; dropout."""
     module = eqx.filter_eval_shape(_RotaryDecoder, jax.random.key(0))
     weights, static = eqx.partition(module, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 

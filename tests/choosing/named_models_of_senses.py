@@ -217,7 +217,7 @@ def conformer(layers: int = 3) -> NamedModel:
 def distances_in_two_directions(layers: int = 4) -> NamedModel:
     """ViTDet, as in Segment Anything: queries meet tables of rows and of columns between places.
 
-    All layers but the last attend in windows. A table has twice as many rows less one, all features.
+    All layers but the last attend in windows. A table has twice as many rows less one.
     """
     side, window = 4, 2
     names = {"pos_embed": (None, "rows", "columns", "embedding")}
