@@ -267,7 +267,9 @@ def patches_of_bytes(layers: int = 2) -> NamedModel:
     for part in ("global", "local"):
         lengths |= {f"{part}_heads": 4, f"{part}_projection": 4, f"{part}_neurons": NEURONS}
     weights = structs_of(names, **lengths)
-    return NamedModel(function, weights, (TOKENS,), BATCH_SEQ, names, {}, False)
+    words = {"local": "embedding"}
+    words |= {f"local_{role}": role for role in ("heads", "projection", "neurons")}
+    return NamedModel(function, weights, (TOKENS,), BATCH_SEQ, names, words, False)
 
 
 def deltas() -> NamedModel:
@@ -353,12 +355,13 @@ def deltas() -> NamedModel:
     return NamedModel(function, weights, (TOKENS,), BATCH_SEQ, names, {}, False)
 
 
-ADDITIONS = {
+ADDITIONS = {"modded nanoGPT": speedrun}
+
+ADDITIONS_LEFT_OPEN = {
     "Gemma 3n, tables for each layer": tables_for_each_layer,
     "Gemma 3n, its gradient program": lambda: tables_for_each_layer(True),
-    "modded nanoGPT": speedrun,
     "prefixes, scales and bottlenecks": tuned,
     "Music Transformer, skewed": skewed,
+    "MegaByte": patches_of_bytes,
+    "Qwen3-Next, deltas": deltas,
 }
-
-ADDITIONS_LEFT_OPEN = {"MegaByte": patches_of_bytes, "Qwen3-Next, deltas": deltas}

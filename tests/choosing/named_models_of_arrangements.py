@@ -239,7 +239,7 @@ def fourier_mixing() -> NamedModel:
         return jnp.tanh(x[:, 0] @ w["pooler"]) @ w["classes"]
 
     weights = structs_of(names, pooled=EMBEDDING, classes=3)
-    return NamedModel(function, weights, (TOKENS,), BATCH_SEQ, names)
+    return NamedModel(function, weights, (TOKENS,), BATCH_SEQ, names, {"classes": "outputs"})
 
 
 def several_residuals() -> NamedModel:

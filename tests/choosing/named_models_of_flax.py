@@ -249,9 +249,8 @@ def bert(layers: int = LAYERS) -> NamedModel:
         names |= _linen_block_names(f"params/block_{i}")
     inputs, axes = (TOKENS, TOKENS), (("batch", "seq"), ("batch", "seq"))
     weights = _of_linen(module, *inputs)
-    return NamedModel(
-        module.apply, weights, inputs, axes, names, FLAX_WORDS | {"segments": "token_types"}
-    )
+    words = FLAX_WORDS | {"segments": "token_types", "classes": "outputs"}
+    return NamedModel(module.apply, weights, inputs, axes, names, words)
 
 
 class _LinenLstm(linen.Module):

@@ -267,7 +267,8 @@ def equinox_bert() -> NamedModel:
         names |= _scale(f"{path}/attention_norm", "weight", "bias")
         names |= _scale(f"{path}/ff_norm", "weight", "bias")
     names |= layer("pooler", "pooled", "embedding") | layer("classifier_head", "classes", "pooled")
-    return NamedModel(function, weights, (TOKENS,) * 3, BATCH_SEQ * 3, names)
+    words = {"classes": "outputs"}
+    return NamedModel(function, weights, (TOKENS,) * 3, BATCH_SEQ * 3, names, words)
 
 
 def haiku() -> NamedModel:

@@ -189,7 +189,8 @@ def nnx_adapted() -> NamedModel:
 class _Mlp(linen.Module):
     @linen.compact
     def __call__(self, x):
-        return linen.Dense(EMBEDDING)(linen.gelu(linen.Dense(NEURONS)(x)))
+        hidden = linen.gelu(linen.Dense(NEURONS)(x))
+        return linen.Dense(EMBEDDING)(hidden)
 
 
 class _MappedExperts(linen.Module):
@@ -214,7 +215,7 @@ class _MoeBlock(linen.Module):
     @linen.compact
     def __call__(self, x):
         h = linen.LayerNorm()(x)
-        x = x + linen.SelfAttention(HEADS, name="attention")(h)
+        x = x + linen.MultiHeadDotProductAttention(HEADS, name="attention")(h)
         fed = _MappedExperts(name="moe") if self.has_experts else _Mlp(name="mlp")
         return x + fed(linen.LayerNorm()(x))
 

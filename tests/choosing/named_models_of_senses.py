@@ -211,7 +211,8 @@ def conformer(layers: int = 3) -> NamedModel:
 
     weights = _structs(names, taps, letters=29, channels=EMBEDDING, gate_up=2)
     inputs, axes = (struct(BATCH, 2 * SEQ, 20),), (("batch", "frames", "mels"),)
-    return NamedModel(function, weights, inputs, axes, names, {"letters": "outputs"})
+    words = {"letters": "outputs", "channels": "conv_channels"}
+    return NamedModel(function, weights, inputs, axes, names, words)
 
 
 def distances_in_two_directions(layers: int = 4) -> NamedModel:
@@ -331,7 +332,7 @@ def captioner(layers: int = 3) -> NamedModel:
         lengths |= {f"{side}_embedding": EMBEDDING, f"{side}_neurons": 32, f"{side}_positions": SEQ}
     shaped = {path: axes for path, axes in names.items() if axes}
     weights = structs_of(shaped, **lengths) | {"logit_scale": struct()}
-    words = {"joint": "joint_embedding"}
+    words = {"joint": "joint_embedding", "p_heads": "heads", "p_projection": "projection"}
     for role in ("embedding", "heads", "projection", "neurons", "positions"):
         words |= {f"a_{role}": f"visual_{role}", f"b_{role}": f"text_{role}"}
     axes = (("batch", "patches", "pixels"), ("batch", "seq"))
@@ -387,12 +388,12 @@ def long_skips(layers: int = LAYERS) -> NamedModel:
 
 
 SENSES = {
-    "PixArt, one conditioning": one_conditioning,
     "CaiT, class attention": class_attention,
     "Conformer": conformer,
 }
 
 SENSES_LEFT_OPEN = {
+    "PixArt, one conditioning": one_conditioning,
     "Segment Anything, two directions": distances_in_two_directions,
     "CoCa": captioner,
     "U-ViT, long skips": long_skips,

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -55,6 +56,7 @@ def tie_cuts(program: PropagatedProgram, classes: SplittableClasses, elements: E
     while True:
         before = classes.ties
         _tie_same_places(parted, classes)
+        _tie_runs_of_products(parted, classes)
         _tie_put_together_again(parted, classes)
         _split_strided(parted, classes)
         if classes.ties == before:
@@ -153,6 +155,23 @@ def _tie_same_places(parted: Sequence[_Parted], classes: SplittableClasses) -> N
         whole = tuple(classes.parts(each.whole))
         for place, part in each.parts.items():
             classes.unify([first.setdefault((whole, place), part)], [part])
+
+
+def _tie_runs_of_products(parted: Sequence[_Parted], classes: SplittableClasses) -> None:
+    """What is cut out at one place of the slower parts of a product is the faster ones.
+
+    So it is with queries, keys and values that stand one after the other, each with all heads.
+    """
+    for each in parted:
+        if each.is_joined:
+            continue
+        faster = classes.of_all([each.whole])[1:]
+        while faster:
+            length = math.prod(classes.sizes[part] for part in faster)
+            for (start, end, stride), part in each.parts.items():
+                if end - start == length and start % length == 0 and stride == 1:
+                    classes.unify([part], faster)
+            faster = faster[1:]
 
 
 def _tie_put_together_again(parted: Sequence[_Parted], classes: SplittableClasses) -> None:

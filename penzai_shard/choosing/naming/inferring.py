@@ -14,7 +14,10 @@ from penzai_shard.choosing.naming.lookup_roles import name_outputs, name_positio
 from penzai_shard.choosing.naming.overriding import Overrides
 from penzai_shard.choosing.naming.path_words import name_by_path_words
 from penzai_shard.choosing.naming.program_facts import ProgramFacts
-from penzai_shard.choosing.naming.separate_streams import tell_streams_apart
+from penzai_shard.choosing.naming.separate_streams import (
+    leave_other_streams_open,
+    tell_streams_apart,
+)
 from penzai_shard.choosing.naming.stacking_roles import name_gates, name_layers, name_modulations
 from penzai_shard.choosing.naming.stream_roles import (
     name_embedding,
@@ -44,10 +47,11 @@ def infer_names(
     by side are ``heads`` (``head_groups`` and ``query_heads`` where keys and values have fewer);
     where one weight makes queries, keys and values, that along which these stand is ``qkv``; by way
     of what they are made is a ``q_lora_rank`` or ``kv_lora_rank``; what stands between two products
-    is ``neurons``; what inputs are looked up in is the ``vocabulary``, what counted places are
-    looked up in are ``positions``; what loops take one by one are ``layers``. What the program
-    leaves open may be named by a word in the path, such as ``lm_head``. What is still open has no
-    name, and the report says why: a wrong name is worse than none.
+    is ``neurons``, or ``conv_channels`` beside them, each of which a convolution takes by itself;
+    what inputs are looked up in is the ``vocabulary``, what counted places are looked up in are
+    ``positions``; what loops take one by one are ``layers``. What the program leaves open may be
+    named by a word in the path, such as ``lm_head``. What is still open has no name, and the report
+    says why: a wrong name is worse than none.
 
     Args:
         function: Any function that JAX can trace, which returns arrays; best the logits of a model.
@@ -121,7 +125,8 @@ def name_classes(facts: ProgramFacts, names: ClassNames) -> None:
     name_by_path_words(facts, names)
     name_outputs(facts, names)
     tell_groups(facts, names)
-    tell_streams_apart(facts, names)
+    leave_other_streams_open(facts, names)
+    tell_streams_apart(facts, names, attentions)
     for part, name in facts.of_inputs.items():
         if part not in names.roles:
             names.call(part, str(name), "an input has that name, and the program ties both")

@@ -1,16 +1,28 @@
 """Vocabularies and positions: what is looked up, and what logits have last."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from penzai_shard.choosing.dimensions import DimensionClass
 from penzai_shard.choosing.naming.class_names import ClassNames
 from penzai_shard.choosing.naming.path_words import WORDS_OF_PLACES, words_of
 from penzai_shard.choosing.naming.program_facts import Classes, Lookup, ProgramFacts
 from penzai_shard.library_apis.shardy_records import PRODUCTS
-from penzai_shard.sharding_propagation import FLOW
+from penzai_shard.sharding_propagation import FLOW, walk
 
 _TYPES = frozenset({"type", "types", "segment", "segments"})
 _PUT_TOGETHER = frozenset({"stablehlo.add", "stablehlo.concatenate"})
+# What is done to an index before a lookup, and leaves it the number that it was.
+_KEEPS_NUMBERS = frozenset(
+    {
+        FLOW,
+        "stablehlo.add",
+        "stablehlo.broadcast_in_dim",
+        "stablehlo.convert",
+        "stablehlo.reshape",
+        "stablehlo.select",
+        "stablehlo.transpose",
+    }
+)
 _LOOKED_UP = "rows are looked up along it by an input"
 _AS_OTHERS = "as are others, which need not mean the same"
 
@@ -48,6 +60,11 @@ def name_vocabulary(facts: ProgramFacts, names: ClassNames) -> None:
         if part.size in sizes and len(alike) == 1:
             of = "inputs are looked up along it" if part in targets else "results have it last"
             names.give(part, "vocabulary", f"{of}, and it is as long as the vocabulary")
+    for part in sorted(tables.keys() - names.roles.keys(), key=lambda part: part.number):
+        for other in (each for each in chosen if each.size == part.size):
+            if _numbers_behind(facts, tables[part]) & _numbers_behind(facts, tables[other]):
+                reason = f"{_LOOKED_UP}, by which rows of the vocabulary are looked up too"
+                names.give(part, "vocabulary", reason)
     for part in tables:
         word = _word_of(facts, part, _TYPES)
         if word and _beside(facts, part) & names.with_role("embedding"):
@@ -77,6 +94,20 @@ def _is_added_to_others(facts: ProgramFacts, rows: DimensionClass) -> bool:
             if any(each.has_weight for value in others for each in facts.nearest_products(value)):
                 return True
     return False
+
+
+def _numbers_behind(facts: ProgramFacts, index: int) -> Set[int]:
+    """The inputs whose numbers an index is, but for what makes negative ones count from the end."""
+    makers = facts.program.makers
+
+    def sources(value: int) -> Sequence[int]:
+        maker = makers.get(value)
+        if maker is None or maker.kind not in _KEEPS_NUMBERS:
+            return ()
+        given = [each for each in maker.operands if each in facts.from_inputs]
+        return () if maker.kind == "stablehlo.add" and len(given) > 1 else given
+
+    return {each for each in walk([index], sources) if each not in makers}
 
 
 def _beside(facts: ProgramFacts, part: DimensionClass) -> Classes:
@@ -173,10 +204,37 @@ def name_outputs(facts: ProgramFacts, names: ClassNames) -> None:
         for parts in map(facts.call.dimensions.of_value, facts.program.results)
         if parts and len(parts[-1]) == 1 and not of_inputs.isdisjoint(p for d in parts for p in d)
     }
-    lengths = {part.size for tables in _looked_up(facts) for part in tables}
+    looked_up = (part for tables in _looked_up(facts) for part in tables)
+    lengths = {p.size for p in looked_up if names.roles.get(p, "vocabulary") == "vocabulary"}
+    pooled = _pooled(facts, names, last)
+    if pooled is not None:
+        reason = "a product makes it of the embedding without positions, and others results of it"
+        names.give(pooled, "pooled", reason)
+        made |= {p for each in facts.with_weights if pooled in each.contracted for p in each.made}
     found = names.without_role(last & made & facts.in_weights.keys() - facts.of_inputs.keys())
     if len(found) == 1 and found[0].size not in lengths:
         names.give(found[0], "outputs", "a product makes it of the embedding, and results have it")
+
+
+def _pooled(
+    facts: ProgramFacts, names: ClassNames, last: Set[DimensionClass]
+) -> DimensionClass | None:
+    """What a product makes of the embedding without positions, for others to make results of.
+
+    So BERT's pooler does.
+    """
+    embedding = names.with_role("embedding")
+    reads = [each for each in facts.with_weights if each.contracted & embedding]
+    known = {part for each in reads for part in facts.classes(each.data) & facts.of_inputs.keys()}
+    made = {
+        part
+        for each in reads
+        if not known <= facts.classes(each.data) and len(each.made) == 1
+        for part in names.without_role(each.made & facts.in_weights.keys())
+    }
+    read = {part: [e for e in facts.with_weights if part in e.contracted] for part in made}
+    found = [part for part, by in read.items() if by and all(each.made <= last for each in by)]
+    return found[0] if len(found) == 1 else None
 
 
 def name_positions(facts: ProgramFacts, names: ClassNames) -> None:
@@ -209,10 +267,18 @@ def _tell_crossing_apart(facts: ProgramFacts, names: ClassNames) -> None:
     if len(positions) < 2:
         return
     values = {value for each in facts.program.operations for value in each.results}
+    # Rows and columns that all weights have together, as of patches, are one axis.
+    before = {second: first for first, parts in facts.together.items() for second in parts}
+
+    def slowest(part: DimensionClass) -> DimensionClass:
+        while before.get(part) in positions:
+            part = before[part]
+        return part
+
     crossing = {
         part
         for classes in {facts.classes(value) for value in values}
-        if len(classes & positions) > 1
+        if len(set(map(slowest, classes & positions))) > 1
         for part in classes & positions
     }
     for part in crossing:

@@ -1,14 +1,16 @@
 """Several residual streams in one program, such as those of images and of texts."""
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from penzai_shard.choosing.dimensions import DimensionClass
+from penzai_shard.choosing.naming.attentions import Attention
 from penzai_shard.choosing.naming.class_names import ClassNames
 from penzai_shard.choosing.naming.program_facts import ProgramFacts
 from penzai_shard.tree_paths import split_path
 
+_OF_STREAMS = ("heads", "head_groups", "query_heads", "projection", "neurons")
 # What blocks of several streams may have in common: these are no lengths of a stream.
 _COMMON = frozenset(
     {"embedding", "vocabulary", "outputs", "rank", "joint_embedding", "qkv", "kv", "gate_up"}
@@ -27,7 +29,30 @@ class _Words(NamedTuple):
     by_part: Mapping[tuple[str, ...], DimensionClass]
 
 
-def tell_streams_apart(facts: ProgramFacts, names: ClassNames) -> None:
+def leave_other_streams_open(facts: ProgramFacts, names: ClassNames) -> None:
+    """Takes their names from heads and neurons of a stream that has none, beside one that has.
+
+    They stand beside what is not decided, and never beside the embedding: there are two models.
+    """
+    embedding = names.with_role("embedding")
+    beside = {
+        part: {each for weight in facts.in_weights[part] for each in weight.classes}
+        for part in names.with_role(*_OF_STREAMS) & facts.in_weights.keys()
+    }
+    known = {names.roles[part] for part, others in beside.items() if others & embedding}
+    for part, others in beside.items():
+        is_open = any(
+            each.size > 1 and each not in names.roles and each not in facts.of_inputs
+            for each in others
+        )
+        if is_open and names.roles[part] in known and not others & embedding:
+            doubt = "it is of a residual stream that is not decided, and there is another one"
+            names.take_back(part, doubt)
+
+
+def tell_streams_apart(
+    facts: ProgramFacts, names: ClassNames, attentions: Sequence[Attention]
+) -> None:
     """Gives residual streams that nothing ties names of their own, by a word in their paths.
 
     Equal lengths are not equal axes: the width of an image encoder is not that of a text encoder,
@@ -44,7 +69,7 @@ def tell_streams_apart(facts: ProgramFacts, names: ClassNames) -> None:
         for stream, word in labels.items():
             reason = f"blocks under {word!r} have a residual stream that nothing ties to others"
             names.call(stream, f"{word}_embedding", reason)
-        for part, stream in _owners(facts, names, words):
+        for part, stream in _owners(facts, names, words, _of_poolings(facts, names, attentions)):
             reason = f"{names.reason(part)}, of the stream of {labels[stream]!r}"
             names.call(part, f"{labels[stream]}_{names.roles[part]}", reason)
         return
@@ -90,8 +115,21 @@ def _word(path: Sequence[str], place: int) -> tuple[str, ...]:
     return tuple(path[max(place - 1, 0) if path[place].isdigit() else place : place + 1])
 
 
+def _of_poolings(
+    facts: ProgramFacts, names: ClassNames, attentions: Sequence[Attention]
+) -> Set[DimensionClass]:
+    """What those attentions have for themselves whose queries are learned, not of a stream."""
+    found: set[DimensionClass] = set()
+    for attention in attentions:
+        asked = facts.nearest_products(attention.taken.get("queries", -1))
+        made_of = {part for each in asked for part in each.contracted} & facts.in_weights.keys()
+        if made_of and made_of.isdisjoint(names.roles):
+            found |= {*attention.heads} | attention.contracted | attention.values
+    return found
+
+
 def _owners(
-    facts: ProgramFacts, names: ClassNames, words: _Words
+    facts: ProgramFacts, names: ClassNames, words: _Words, of_none: Set[DimensionClass]
 ) -> Iterator[tuple[DimensionClass, DimensionClass]]:
     """What belongs to one stream alone, with the stream.
 
@@ -106,5 +144,5 @@ def _owners(
         if len(beside) > 1:
             own = {_word(path, words.place) if len(path) > words.place else () for path in paths}
             beside = {words.by_part[word] for word in own if own <= words.by_part.keys()}
-        if role not in _COMMON and len(beside) == 1:
+        if role not in _COMMON and part not in of_none and len(beside) == 1:
             yield part, beside.pop()

@@ -12,6 +12,7 @@ from penzai_shard.library_apis.shardy_records import PRODUCTS
 from penzai_shard.path_folding import folding_key
 from penzai_shard.sharding_propagation import FLOW, Operation
 
+_GATED = frozenset({"neurons", "conv_channels"})
 # A stack of layers is one of several weights.
 _FEWEST_STACKED = 2
 
@@ -102,14 +103,17 @@ def _taken_one_after_another(facts: ProgramFacts, names: ClassNames) -> Iterator
 
 
 def _is_used_after(facts: ProgramFacts, value: int, earlier: int) -> bool:
-    """Whether a value is multiplied with something that another one was used for.
+    """Whether what a value is first used with is something that another one was used for.
 
-    Within one round of the loops around them: in the next all are used after all.
+    Within one round of the loops around them: in the next all are used after all. Two scalars that
+    weigh two things, which are then added, are used side by side.
     """
+    own = {value}
     for operation in facts.after(value, PRODUCTS):
-        if operation.kind in PRODUCTS:
-            reached = facts.reached([earlier], operation.number)
-            return not reached.isdisjoint(operation.operands)
+        others = {*operation.operands} & facts.from_inputs - own
+        if others:
+            return not facts.reached([earlier], operation.number - 1).isdisjoint(others)
+        own.update(operation.results)
     return False
 
 
@@ -125,7 +129,7 @@ def name_gates(facts: ProgramFacts, names: ClassNames) -> None:
         in_weights = beside[part]
         if part in facts.together or any(part in each for each in facts.together.values()):
             continue
-        if part.size == 2 and all("neurons" in named for named in in_weights):
+        if part.size == 2 and all(named & _GATED for named in in_weights):
             names.give(part, "gate_up", "one weight makes neurons and their gates")
 
 

@@ -18,6 +18,7 @@ from penzai_shard.library_apis.shardy_records import PRODUCTS
 from penzai_shard.sharding_propagation import FLOW
 
 _SCALED = frozenset({"stablehlo.add", "stablehlo.multiply"})
+_BROADCAST = "stablehlo.broadcast_in_dim"
 _HANDING_ON = frozenset({"stablehlo.concatenate", "stablehlo.pad", "stablehlo.reduce_window"})
 
 
@@ -83,7 +84,19 @@ def _is_made_of(facts: ProgramFacts, added: int, stream: int) -> bool:
         return False
     made = facts.made_by_weights
     last = next((made[v] for v in facts.before(added, made) if v in made), None)
-    return last is not None and any(stream in facts.before(each) for each in last.operands)
+    if last is None:
+        return False
+    before = {value for operand in last.operands for value in facts.before(operand)}
+    if stream in before:
+        return True
+    # What loops make in between, as of blocks of queries, does not show in one round of them.
+    makers = facts.program.makers
+    begins = makers[stream].number if stream in makers else -1
+    handed_on = (makers[value] for value in before if value in makers)
+    loops = (each for each in handed_on if each.kind == FLOW and len(sources_of(each)) > 1)
+    if all(each.number < begins for each in loops):
+        return False
+    return not facts.reached([stream], last.number - 1).isdisjoint(last.operands)
 
 
 def name_neurons(facts: ProgramFacts, names: ClassNames) -> None:
@@ -101,12 +114,101 @@ def name_neurons(facts: ProgramFacts, names: ClassNames) -> None:
                 together[cut[0]].add(whole)
     # What a product makes of itself is the state of a recurrence.
     states = {part for each in facts.with_weights for part in each.made & each.contracted}
+    reason = "a product makes it of the embedding, and another contracts over it"
+    convolved: list[DimensionClass] = []
     for each in facts.with_weights:
         before = _between_products(facts, each) if each.made & embedding else frozenset()
         for part in names.without_role(each.contracted & facts.in_weights.keys() - states):
-            if made & before & ({part} | together[part]):
-                reason = "a product makes it of the embedding, and another contracts over it"
+            if not made & before & ({part} | together[part]):
+                continue
+            if any(part in near.batch for near in _convolutions_before(facts, each)):
+                convolved.append(part)
+            else:
                 names.give(part, "neurons", reason)
+    # Where MLPs have convolutions in them, these are their neurons; beside other MLPs they are not.
+    is_beside = bool(names.with_role("neurons"))
+    for part in convolved:
+        if is_beside:
+            why = (
+                f"{reason}; a convolution takes each by itself in between, as of other neurons none"
+            )
+            names.give(part, "conv_channels", why)
+        else:
+            names.give(part, "neurons", reason)
+    _tell_bottlenecks_apart(facts, names)
+
+
+def _convolutions_before(facts: ProgramFacts, product: Product) -> list[Product]:
+    """The convolutions that a product is taken of, with no other product in between."""
+    return [each for each in facts.nearest_products(product.data) if each.operation.kind != DOT]
+
+
+def _tell_bottlenecks_apart(facts: ProgramFacts, names: ClassNames) -> None:
+    """Takes the name from what is shorter than the embedding, where other neurons are longer.
+
+    So the bottlenecks of adapters are (https://arxiv.org/abs/1902.00751). Experts may have few
+    neurons, and so may one beside them that has all tokens, and what is gated is no adapter.
+    """
+    embedding, neurons = names.with_role("embedding"), names.with_role("neurons")
+    lengths = {part: _length(facts, names, part) for part in embedding | neurons}
+    shorter = {part for part in neurons if any(lengths[part] < lengths[each] for each in embedding)}
+    if len(embedding) != 1 or shorter == neurons or names.with_role("experts"):
+        return
+    for part in {part for part in shorter if not _is_gated(facts, part)}:
+        doubt = "a product makes it of the embedding, which is longer, as other neurons are"
+        names.take_back(part, doubt)
+
+
+def _length(facts: ProgramFacts, names: ClassNames, part: DimensionClass) -> int:
+    """How long a dimension is that has a class, together with groups of it that have no name."""
+    role = names.roles[part]
+    return max(
+        math.prod(each.size for each in parts if names.roles.get(each, role) == role)
+        for weight in facts.in_weights[part]
+        for parts in weight.parts
+        if part in parts
+    )
+
+
+def _is_gated(facts: ProgramFacts, part: DimensionClass) -> bool:
+    """Whether what a product contracts over a class is multiplied of what is made separately."""
+    ends = _Ends(facts, frozenset({part}))
+    slices = {each.results[0] for each in facts.program.operations if each.cuts}
+
+    def sources(value: int) -> set[int]:
+        before = facts.before(value, ends)
+        return {each for each in before if each in facts.by_result or each in slices}
+
+    for product in facts.with_weights:
+        if part not in product.contracted:
+            continue
+        for value in facts.before(product.data, ends):
+            maker = facts.program.makers.get(value)
+            if maker is None or maker.kind != "stablehlo.multiply" or value in facts.by_result:
+                continue
+            made = [sources(each) for each in maker.operands if each in facts.from_inputs]
+            if len(made) == 2 and all(made) and made[0] != made[1]:
+                return True
+    return False
+
+
+class _Ends:
+    """Where nothing is looked at behind: what products make, and what is broadcast along a class.
+
+    A scale for each token is made of the token, and says nothing of what it scales.
+    """
+
+    def __init__(self, facts: ProgramFacts, along: Classes) -> None:
+        self._facts = facts
+        self._along = along
+
+    def __contains__(self, value: object) -> bool:
+        facts = self._facts
+        maker = facts.program.makers.get(value) if isinstance(value, int) else None
+        if maker is None or value in facts.by_result or maker.kind != _BROADCAST:
+            return value in facts.by_result
+        before, after = (facts.classes(each) for each in (maker.operands[0], maker.results[0]))
+        return bool(self._along & after) and self._along.isdisjoint(before)
 
 
 def _between_products(facts: ProgramFacts, product: Product) -> Classes:
@@ -117,7 +219,7 @@ def _between_products(facts: ProgramFacts, product: Product) -> Classes:
     as the noise of a code.
     """
     made = facts.by_result
-    between = tuple(facts.before(product.data, made))
+    between = tuple(facts.before(product.data, _Ends(facts, product.contracted)))
     nearest = [made[value] for value in between if value in made]
     if any(each.weight is None for each in nearest) or _is_linear(facts, product):
         return frozenset()
