@@ -128,6 +128,27 @@ HELD_OUT: dict[str, Pair] = {
         {"heads": "model", "neurons": "model"},
     ),
     "retrieval, adagrad": Pair(lambda: held_out_models.retrieval(8192), "v5e:8"),
+    "scanned, recomputed": Pair(
+        lambda: held_out_models.scanned_gpt(16, 512), "v5e:8", {"data": 4, "model": 2}
+    ),
+    "NNX vision, adafactor": Pair(
+        lambda: held_out_models.nnx_vision(64),
+        "h100:8",
+        {"data": 4, "model": 2},
+        microbatches=(1, 2),
+    ),
+    "sorted experts": Pair(
+        lambda: held_out_models.sorted_experts(16, 512), "h100:2x4", {"data": 2, "model": 4}
+    ),
+    "Llama, few heads of keys": Pair(
+        lambda: models.llama(16, 512, 1024, 4096, 32_768, num_kv_heads=2, query_head_multiplier=8),
+        "v5p:16",
+        {"data": 4, "model": 4},
+        {"vocabulary": "model", "neurons": "model"},
+    ),
+    "mixer, batch of 12": Pair(
+        lambda: held_out_models.equinox_mixer(12), "v5e:8", microbatches=(1, 3)
+    ),
 }
 PAIRS = {**_SEEN, **HELD_OUT}
 QUICK = ("MLP, much traffic", "tables, much memory")

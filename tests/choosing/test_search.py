@@ -288,6 +288,33 @@ def test_the_one_that_fits_is_found_where_only_estimates_of_other_kinds_were_wro
     assert len(stages[2].seen) <= 16
 
 
+def test_a_way_to_compute_that_is_priced_too_high_by_names_is_checked_all_the_same(problem):
+    """By names all that split the neurons are the slowest, and they are the fastest."""
+    stored = [{}, {"embedding": "data"}, {"mlp": "data"}, {"embedding": "data", "mlp": "data"}]
+    some = [
+        Candidate(mesh, pzs.Layout(parameters=table, compute={"batch": "data"} | split), parts)
+        for split in ({}, {"neurons": "model"})
+        for mesh, table, parts in itertools.product([candidates()[-1].mesh_axes], stored, (2, 4, 8))
+    ]
+
+    def splits(candidate):
+        return "neurons" in candidate.layout.compute.logical_axes
+
+    def longer(one, factor):
+        flops = 1e12 * (1 + 0.01 * (some.index(one) % 12)) * (factor if splits(one) else 1)
+        return StepCost(flops, (), {"parameters": GIB * (2.0 if splits(one) else 1.0)})
+
+    stages = [FakeStage("names", lambda one: longer(one, 1.3))]
+    stages += [
+        FakeStage(name, lambda one: longer(one, 0.5)) for name in ("propagation", "compiled")
+    ]
+    choices = choose(problem, *stages, among=some, most={"propagation": 6, "compiled": 2})
+    assert choices.best.priced.candidate == some[12]
+    # What is learned of one is believed of the others.
+    assert sum(map(splits, stages[1].seen)) > 1
+    assert len(stages[1].seen) == 6
+
+
 def test_what_may_fit_and_was_not_compiled_is_counted():
     time = StepTime(1.0, 1.0, {})
     priced = [Priced(one, "compiled", cost(one), time) for one in candidates()[:4]]

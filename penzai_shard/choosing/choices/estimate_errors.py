@@ -22,14 +22,15 @@ _TINY = 1e-12
 class EstimateErrors:
     """How wrong estimates are, by those that were checked.
 
-    Candidates that compute alike have estimates of memory that are wrong by nearly the same factor,
-    and so have, on other meshes, those whose parameters are stored alike; these have such of time
-    too, because compilers follow how parameters lie where nothing else is said.
+    Candidates that compute alike have estimates of memory and time that are wrong by nearly the
+    same factor, and so have, on other meshes, those whose parameters are stored alike, because
+    compilers follow how parameters lie where nothing else is said.
 
     Attributes:
         memory: The ratios of exact to estimated memory of each kind of candidates, from kinds that
             are told from others by all that says what is computed, to that of all candidates.
-        time: The same of times, by how parameters are stored where that is not how they are used.
+        time: The same of times, by what is computed, and by how parameters are stored where that
+            is not how they are used.
     """
 
     memory: _Ratios
@@ -42,7 +43,7 @@ class EstimateErrors:
         pairs = [(one, known[one.candidate]) for one in exact if one.candidate in known]
         return cls(
             _ratios(_of_computing, [(one, one.memory, other.memory) for one, other in pairs]),
-            _ratios(_of_storing, [(one, one.time.bound, other.time.bound) for one, other in pairs]),
+            _ratios(_of_time, [(one, one.time.bound, other.time.bound) for one, other in pairs]),
         )
 
     def likely_memory(self, estimated: Priced) -> float:
@@ -51,7 +52,14 @@ class EstimateErrors:
 
     def likely_time(self, estimated: Priced) -> float:
         """The time of a candidate, in the same way."""
-        return estimated.time.bound * _likely(self.time, _of_storing(estimated.candidate))
+        alike, _, *stored = _of_time(estimated.candidate)
+        return estimated.time.bound * _likely(self.time, (alike, *stored))
+
+    def least_time(self, estimated: Priced) -> float:
+        """The time of a candidate, by those that compute alike or are stored alike, the shorter."""
+        alike, way, *_ = _of_time(estimated.candidate)
+        of_way = estimated.time.bound * _likely(self.time, (alike, way))
+        return min(of_way, self.likely_time(estimated))
 
     def least_memory(self, estimated: Priced) -> float:
         """What a candidate holds at least, as estimates of its kind were seen to be wrong.
@@ -75,8 +83,13 @@ class EstimateErrors:
 
 
 def computing_kind(candidate: Candidate) -> Hashable:
-    """What candidates have in common that compute alike."""
+    """What candidates have in common that compute alike, with parameters stored alike."""
     return _of_computing(candidate)[0]
+
+
+def way_of_computing(candidate: Candidate) -> Hashable:
+    """What candidates have in common that compute alike, however they are stored."""
+    return _of_computing(candidate)[_COMPUTED]
 
 
 def _of_computing(candidate: Candidate) -> tuple[Hashable, ...]:
@@ -88,13 +101,13 @@ def _of_computing(candidate: Candidate) -> tuple[Hashable, ...]:
     return (*computed, stored), ("stored", *kept, stored), computed, on_mesh, kept, ()
 
 
-# Which of these kinds is that of how parameters are stored.
-_STORED = 1
+# Which of these kinds are that of how parameters are stored, and that of what is computed.
+_STORED, _COMPUTED = 1, 2
 
 
-def _of_storing(candidate: Candidate) -> tuple[Hashable, ...]:
-    stored = _stored(candidate.layout)
-    return (candidate.mesh_axes, stored), (stored,)
+def _of_time(candidate: Candidate) -> tuple[Hashable, ...]:
+    stored, way = _stored(candidate.layout), way_of_computing(candidate)
+    return computing_kind(candidate), way, (candidate.mesh_axes, stored), (stored,)
 
 
 def _stored(layout: Layout) -> tuple[Hashable, ...]:

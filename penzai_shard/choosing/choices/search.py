@@ -12,8 +12,9 @@ from penzai_shard.choosing.choices.estimate_errors import (
     MARGIN_IF_CHECKED,
     EstimateErrors,
     computing_kind,
+    way_of_computing,
 )
-from penzai_shard.choosing.choices.priced_candidates import Priced, StageName
+from penzai_shard.choosing.choices.priced_candidates import Priced, Rank, StageName
 from penzai_shard.choosing.choices.selection import (
     Price,
     as_bound,
@@ -35,6 +36,8 @@ _PARTS = 3
 _MOST_IF_ANY_FITS = 2
 _MOST_ROUNDS = 4
 _CLEARLY_LESS = 0.98
+# What is thought to take no more than so many times as long as the best that is left may be better.
+_MAY_BE_QUICKER = 1.5
 # What seems to be over the limit by less than this may fit.
 _NEARLY = 1.05
 # What is held but for what is stored is extrapolated from one and two blocks this well (3.5 % at
@@ -204,7 +207,7 @@ class Search:
             self.watch(stage.name, before + number, count)
 
     def _narrow(self, stage: Stage, estimated: Sequence[Priced]) -> None:
-        """Prices the best in several parts, each chosen by the memory of those before."""
+        """Prices the best in several parts, each chosen by what is known of those before."""
         checked = self.found.priced.setdefault(stage.name, [])
         most = min(self.most[stage.name], len(estimated))
         left, prices = list(estimated), set[Price]()
@@ -212,10 +215,12 @@ class Search:
             errors = EstimateErrors.of(checked, estimated)
             fitting = [one for one in left if errors.likely_memory(one) <= self.limit]
             time = min((one.time.bound for one in fitting), default=math.inf)
-            quicker = self._quicker_of_kinds(without(left, fitting), errors, time, part // 2)
-            best = list(quicker)
+            ways = self._best_of_unchecked_ways(left, checked, errors)
+            best = ways[: part // 2 if checked else part - part // _PARTS]
+            doubtful = without(left, [*fitting, *best])
+            best += self._quicker_of_kinds(doubtful, errors, time, (part - len(best)) // 2)
             # Which of the two stages is right is not known yet.
-            learned = errors.likely_memory, errors.likely_time
+            learned = errors.likely_memory, errors.least_time
             for memory_of, time_of in (learned, (as_priced, as_bound)):
                 open_ = part - len(best)
                 places = open_ if memory_of is as_priced else open_ - open_ // _PARTS
@@ -351,6 +356,27 @@ class Search:
                 best = [*(one for one in best if one is not left[0])][: places - 1] + left[:1]
             chosen += best
         return chosen
+
+    def _best_of_unchecked_ways(
+        self, estimated: Iterable[Priced], checked: Iterable[Priced], errors: EstimateErrors
+    ) -> list[Priced]:
+        """The best of each way to compute of which none was checked, what seems to fit first.
+
+        Estimates err alike for all that compute alike, so that a way would be left out as a whole.
+        """
+        known = {way_of_computing(one.candidate) for one in checked}
+
+        def order(one: Priced) -> tuple[bool, float, Rank]:
+            return errors.likely_memory(one) > self.limit, errors.likely_time(one), one.rank
+
+        may_fit = sorted((one for one in estimated if errors.may_fit(one, self.limit)), key=order)
+        longest = min(map(errors.likely_time, may_fit), default=0.0) * _MAY_BE_QUICKER
+        best: dict[Hashable, Priced] = {}
+        for one in may_fit:
+            way = way_of_computing(one.candidate)
+            if way not in known and errors.likely_time(one) <= longest:
+                best.setdefault(way, one)
+        return list(best.values())
 
     def _quicker_of_kinds(
         self, doubtful: Sequence[Priced], errors: EstimateErrors, time: float, most: int
