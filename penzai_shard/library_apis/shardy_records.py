@@ -12,6 +12,24 @@ PRODUCTS = frozenset({"stablehlo.dot_general", "stablehlo.convolution"})
 CONSTANTS = frozenset({"sdy.constant", "stablehlo.constant", "stablehlo.iota"})
 """The kinds of operation that are made of nothing."""
 
+MAKING = frozenset(
+    {
+        "stablehlo.cholesky",
+        "stablehlo.convolution",
+        "stablehlo.custom_call",
+        "stablehlo.dot_general",
+        "stablehlo.fft",
+        "stablehlo.gather",
+        "stablehlo.reduce",
+        "stablehlo.reduce_window",
+        "stablehlo.scatter",
+        "stablehlo.select_and_scatter",
+        "stablehlo.sort",
+        "stablehlo.triangular_solve",
+    }
+)
+"""The kinds that give other elements than they take, so that these have to be written down."""
+
 
 class PythonFrame(NamedTuple):
     """A place in Python: a call, or where an operation was written."""

@@ -16,12 +16,9 @@ from penzai_shard.choosing.candidates import Candidate, candidates
 from penzai_shard.choosing.shallow_models import Shallow
 from penzai_shard.choosing.training_problem import TrainingProblem
 from penzai_shard.errors import PropagationError
-from penzai_shard.library_apis.shardy_collectives import (
-    MarkedProgram,
-    PlacedOperation,
-    PlacedProgram,
-    PlacedValue,
-)
+from penzai_shard.library_apis.compiler_api import FOR_PRICES_ON_CPUS
+from penzai_shard.library_apis.shardy_collectives import MarkedProgram
+from penzai_shard.library_apis.shardy_placed import PlacedOperation, PlacedProgram, PlacedValue
 from penzai_shard.named_arrays import named_array
 from tests.choosing.compiled_truth import compiled_truth
 from tests.choosing.small_problems import llama, problem_of, tokens_like
@@ -325,14 +322,73 @@ def test_products_count_by_the_mesh_axes_that_split_them():
 def test_memory_is_that_of_what_is_there_at_once():
     value = PlacedValue((16, 16), 4, WHOLE)
     operations = [
-        PlacedOperation("stablehlo.sine", "", (0,), (1,)),
-        PlacedOperation("stablehlo.sine", "", (1,), (2,)),
+        PlacedOperation("stablehlo.sort", "", (0,), (1,)),
+        PlacedOperation("stablehlo.sort", "", (1,), (2,)),
         PlacedOperation("stablehlo.transpose", "", (2,), (3,)),
         PlacedOperation("stablehlo.add", "", (1, 3), (4,)),
-        PlacedOperation("stablehlo.sine", "", (4,), (5,)),
+        PlacedOperation("stablehlo.sort", "", (4,), (5,)),
     ]
     cost = priced([value] * 6, *operations, mesh={"data": 4})
     assert cost.memory["activations"] == 3 * 1024
+
+
+def test_what_is_computed_element_by_element_is_there_only_if_something_else_reads_it():
+    value = PlacedValue((16, 16), 4, WHOLE)
+    operations = [
+        PlacedOperation("stablehlo.sort", "", (0,), (1,)),
+        PlacedOperation("stablehlo.sine", "", (1,), (2,)),
+        PlacedOperation("stablehlo.add", "", (1, 2), (3,)),
+        PlacedOperation("stablehlo.sort", "", (3,), (4,)),
+    ]
+    cost = priced([value] * 5, *operations, mesh={"data": 4})
+    assert cost.memory["activations"] == 2 * 1024
+    reads_sine = PlacedOperation("stablehlo.sort", "", (2,), (5,))
+    cost = priced([value] * 6, *operations, reads_sine, mesh={"data": 4})
+    assert cost.memory["activations"] == 3 * 1024
+
+
+@pytest.fixture(scope="module")
+def wide_layers():
+    """Layers of which the weights are far larger than what flows."""
+    names = {"up": ("embedding", "neurons"), "down": ("neurons", "embedding")}
+    lengths = {"batch": 64, "embedding": 128, "neurons": 512}
+
+    def struct(*axes):
+        return named_array(jax.ShapeDtypeStruct([lengths[a] for a in axes], jnp.float32), axes)
+
+    def loss_fn(*, model, rng, state, x):
+        y = x.unwrap("batch", "embedding")
+        for layer in model:
+            up, down = (layer[name].unwrap(*axes) for name, axes in names.items())
+            y = jnp.tanh(y @ up) @ down
+        return jnp.square(y).mean(), state, {}
+
+    layers = [{name: struct(*axes) for name, axes in names.items()} for _ in range(2)]
+    inputs = {"x": struct("batch", "embedding")}
+    problem = TrainingProblem(layers, loss_fn, optax.adamw(1e-3), inputs)
+    return problem, PropagatedPrices.of(problem)
+
+
+GATHERED = {"embedding": "data"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "optimizer", "parts"),
+    [({}, None, 1), ({}, None, 4), ({}, fully_sharded("data", 1), 4), (GATHERED, None, 4)],
+    ids=["whole", "whole, in parts", "zero1, in parts", "gathered, in parts"],
+)
+def test_gradients_are_there_until_their_update_and_sums_of_parts_all_the_time(
+    parameters, optimizer, parts, wide_layers
+):
+    problem, prices = wide_layers
+    batch = {"batch": "data"}
+    layout = Layout(parameters=parameters, compute=batch, optimizer=optimizer, blocks=())
+    memory = prices.cost(Candidate(LONG, layout, parts)).memory
+    step, state, inputs = problem.built(layout, make_mesh(dict(LONG)), parts)
+    lowered = step.lower(state, **inputs)
+    compiled = lowered.compile(compiler_options=dict(FOR_PRICES_ON_CPUS)).memory_analysis()
+    held = memory["gradients"] + memory["activations"]
+    assert held == pytest.approx(compiled.temp_size_in_bytes, rel=0.15)
 
 
 def test_loops_count_as_often_as_they_run_and_others_are_refused():

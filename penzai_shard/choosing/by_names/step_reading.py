@@ -8,10 +8,10 @@ from penzai_shard.choosing.by_names.operation_prices import OperationForm
 from penzai_shard.choosing.by_names.placements import Dimension, Tensor
 from penzai_shard.choosing.by_names.step_arrays import Life, ParameterUse, Table
 from penzai_shard.choosing.by_names.step_forms import StepForms, StepOperation, Transfer
-from penzai_shard.choosing.by_names.traced_steps import MAKING, STACKING, TracedStep
+from penzai_shard.choosing.by_names.traced_steps import STACKING, TracedStep
 from penzai_shard.choosing.dimensions import DimensionClass, ProgramDimensions
 from penzai_shard.fused_axes import FusedAxes
-from penzai_shard.library_apis.shardy_records import PRODUCTS, ShardyRule, itemsize_of
+from penzai_shard.library_apis.shardy_records import MAKING, PRODUCTS, ShardyRule, itemsize_of
 from penzai_shard.path_folding import folding_key
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.sharding_propagation import FLOW, Operation

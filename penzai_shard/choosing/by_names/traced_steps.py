@@ -19,7 +19,7 @@ from penzai_shard.choosing.by_names.places import ModelPlaces
 from penzai_shard.choosing.training_problem import TrainingProblem
 from penzai_shard.compiled_programs.operation_names import OperationName
 from penzai_shard.inspection.steps.lowered_steps import LoweredStep, lower_step
-from penzai_shard.library_apis.shardy_records import CONSTANTS
+from penzai_shard.library_apis.shardy_records import CONSTANTS, MAKING
 from penzai_shard.path_folding import folding_key
 from penzai_shard.rule_kinds import LogicalAxis
 from penzai_shard.sharding_propagation import Operation, PropagatedProgram
@@ -27,23 +27,6 @@ from penzai_shard.surgery import Recipe, axes_in_place, rematerialise_blocks
 from penzai_shard.training import TrainState, build_train_step_fn
 from penzai_shard.training.gradient_step import OPTIMIZER_SCOPE
 
-# They give other elements than they take, so that what they make has to be written down.
-MAKING = frozenset(
-    {
-        "stablehlo.cholesky",
-        "stablehlo.convolution",
-        "stablehlo.custom_call",
-        "stablehlo.dot_general",
-        "stablehlo.fft",
-        "stablehlo.gather",
-        "stablehlo.reduce",
-        "stablehlo.reduce_window",
-        "stablehlo.scatter",
-        "stablehlo.select_and_scatter",
-        "stablehlo.sort",
-        "stablehlo.triangular_solve",
-    }
-)
 STACKING = "stablehlo.dynamic_update_slice"
 
 

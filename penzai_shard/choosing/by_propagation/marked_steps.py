@@ -19,12 +19,8 @@ from penzai_shard.inspection.steps.lowered_steps import LoweredStep, lower_step
 from penzai_shard.layouts.computing import computing_by
 from penzai_shard.layouts.layout_edits import EditRequest, gathering, layout_edits
 from penzai_shard.layouts.model_roles import groups_of, logical_axes_of
-from penzai_shard.library_apis.shardy_collectives import (
-    Mark,
-    MarkedProgram,
-    PlacedProgram,
-    Spec,
-)
+from penzai_shard.library_apis.shardy_collectives import Mark, MarkedProgram
+from penzai_shard.library_apis.shardy_placed import PlacedProgram, Spec
 from penzai_shard.meshes import make_mesh
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.partition_specs import mesh_axes_by_dimension

@@ -9,7 +9,7 @@ from penzai_shard.choosing.shallow_models import Shallow, shallow
 from penzai_shard.choosing.step_costs import StepCost
 from penzai_shard.choosing.training_problem import TrainingProblem
 from penzai_shard.inspection.steps.lowered_steps import LoweredStep
-from penzai_shard.library_apis.shardy_collectives import PlacedProgram
+from penzai_shard.library_apis.shardy_placed import PlacedProgram
 
 
 class PropagatedPrices:
