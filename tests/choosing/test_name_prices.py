@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from penzai_shard import Layout
+from penzai_shard import Layout, fully_sharded
 from penzai_shard.choosing.by_names import NamePrices
 from penzai_shard.choosing.by_propagation import PropagatedPrices
 from penzai_shard.choosing.candidates import Candidate
@@ -87,6 +87,19 @@ def test_products_are_those_of_the_compiled_step(name, costs, truths):
 def test_what_is_sent_is_that_of_the_compiled_step(name, costs, truths):
     sent = sum(costs[name].traffic.values())
     assert sent == pytest.approx(truths[name].wire_bytes, rel=0.05)
+
+
+def test_over_the_sequence_all_of_the_gradient_of_a_whole_vocabulary_is_summed(problem, prices):
+    """Lookups and logits are split by the sequence then, and what is summed over it comes first."""
+    layout = Layout(
+        parameters=SPLIT,
+        compute={"batch": "data"} | SPLIT,
+        between_blocks={"batch": "data", "seq": "model"},
+        optimizer=fully_sharded("data", 1),
+    )
+    candidate = Candidate(TALL, layout)
+    cost, truth = prices.cost(candidate), compiled_truth(problem, candidate)
+    assert cost.traffic["model",] == pytest.approx(truth.traffic["model",], rel=0.05)
 
 
 def test_layouts_are_ranked_as_the_compiled_steps_are(costs, truths):

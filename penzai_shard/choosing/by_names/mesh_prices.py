@@ -72,7 +72,7 @@ class MeshPrices:
         found = self._moves.get(key)
         if found is None:
             before, after = dimension_of(self.places[source]), dimension_of(self.places[target])
-            found = tensor.moves(before, after, frozenset(), self.shape)
+            found = tensor.moves(before, after, {}, self.shape)
             self._moves[key] = found
         return found
 

@@ -163,13 +163,13 @@ def _price_of(
             parts[factor] *= mesh[axis]
         flops = 2.0 * math.prod(-(-size // n) for size, n in zip(form.sizes, parts, strict=True))
     sent = []
-    partial = frozenset(axis for axis, factor in chosen.items() if factor in form.reduced)
+    partial = {axis: factor for axis, factor in chosen.items() if factor in form.reduced}
     for position, tensor in enumerate(form.tensors):
         factors = form.factors[position]
         at = dimension_of(placements[position])
         needed = {axis: factors.index(f) for axis, f in chosen.items() if f in factors}
         if position < len(form.operands):
-            moved = tensor.moves(at, needed, frozenset(), mesh)
+            moved = tensor.moves(at, needed, {}, mesh)
         else:
             moved = tensor.moves(needed, at, partial, mesh, form.makes_gradients)
         if moved:

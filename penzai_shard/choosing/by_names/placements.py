@@ -103,7 +103,7 @@ class Tensor:
         self,
         source: Mapping[str, int],
         target: Mapping[str, int],
-        partial: frozenset[str],
+        partial: Mapping[str, int],
         mesh: Mapping[str, int],
         is_gradient: bool = False,
     ) -> tuple[Moved, ...]:
@@ -144,39 +144,37 @@ def moves(
     nbytes: float,
     source: Mapping[str, int],
     target: Mapping[str, int],
-    partial: frozenset[str],
+    partial: Mapping[str, int],
     mesh: Mapping[str, int],
 ) -> Iterator[Moved]:
     """What one device sends to bring an array from one placement to another.
 
-    Sums of what several devices have come first, scattered where the target is split; then what is
-    split otherwise is exchanged, and last what is whole in the target is gathered. To take a slice
-    costs nothing.
+    Sums of what several devices have come first: those of which all devices need the result, then
+    those that are scattered where the target is split. Then what is split otherwise is exchanged,
+    and last what is whole in the target is gathered. To take a slice costs nothing.
 
     Args:
         nbytes: The bytes of the whole array.
         source: Which dimension each mesh axis splits before; those of sums are not among them.
         target: The same afterwards.
-        partial: The mesh axes over whose devices it is to be summed.
+        partial: The mesh axes over whose devices it is to be summed, each with the factor of the
+            operation that it splits.
         mesh: The sizes of the mesh axes.
 
     >>> mesh = {"data": 4, "model": 2}
-    >>> list(moves(80.0, {"data": 0}, {}, frozenset(), mesh))
+    >>> list(moves(80.0, {"data": 0}, {}, {}, mesh))
     [Moved(mesh_axes=('data',), bytes=60.0)]
-    >>> list(moves(80.0, {}, {"data": 0}, frozenset({"data", "model"}), mesh))
-    [Moved(mesh_axes=('data',), bytes=60.0), Moved(mesh_axes=('model',), bytes=20.0)]
+    >>> list(moves(80.0, {}, {"data": 0}, {"data": 5, "model": 6}, mesh))
+    [Moved(mesh_axes=('model',), bytes=80.0), Moved(mesh_axes=('data',), bytes=60.0)]
     """
-    local = nbytes / part_count(source, mesh)
-    scattered = tuple(axis for axis in mesh if axis in partial and axis in target)
-    summed = tuple(axis for axis in mesh if axis in partial and axis not in target)
-    if scattered:
-        count = part_count(scattered, mesh)
-        yield Moved(scattered, ring_bytes("reduce-scatter", 1, count) * local)
-        local /= count
     sliced = [axis for axis in target if axis not in source and axis not in partial]
-    local /= part_count(sliced, mesh)
-    if summed:
-        yield Moved(summed, ring_bytes("all-reduce", 1, part_count(summed, mesh)) * local)
+    local = nbytes / part_count(source, mesh) / part_count(sliced, mesh)
+    for group in sorted(
+        _summed_together(partial, mesh), key=lambda group: target.keys() >= {*group}
+    ):
+        kind = "reduce-scatter" if target.keys() >= {*group} else "all-reduce"
+        yield Moved(group, ring_bytes(kind, 1, part_count(group, mesh)) * local)
+        local /= part_count([axis for axis in group if axis in target], mesh)
     exchanged = tuple(
         axis for axis in mesh if axis in source and axis in target and source[axis] != target[axis]
     )
@@ -186,6 +184,12 @@ def moves(
     if gathered:
         count = part_count(gathered, mesh)
         yield Moved(gathered, ring_bytes("all-gather", 1, count) * local * count)
+
+
+def _summed_together(partial: Mapping[str, int], mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """The mesh axes of a sum, by the factors that they split: compilers sum over one by one."""
+    factors = dict.fromkeys(partial.values())
+    return [tuple(axis for axis in mesh if partial.get(axis) == each) for each in factors]
 
 
 def dimension_of(placement: Sequence[Sequence[str]]) -> dict[str, int]:

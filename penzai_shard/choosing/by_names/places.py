@@ -65,10 +65,9 @@ class ModelPlaces:
             layers: The layers that it is in, the outermost first; none if it is of the loss.
         """
         layers = tuple(layers)
-        if not layers or not self.heads.isdisjoint(layers):
+        if not layers or not (self.heads | self.lookups).isdisjoint(layers):
             return Table.LOGITS
-        inside = self.regions | self.lookups
-        return Table.BETWEEN if inside.isdisjoint(layers) else Table.INSIDE
+        return Table.BETWEEN if self.regions.isdisjoint(layers) else Table.INSIDE
 
 
 def _paths(model: Any, places: Iterable[Any]) -> frozenset[str]:

@@ -13,8 +13,8 @@ class Table(enum.Enum):
     IN_BLOCKS = "parameters as blocks use them"
     IN_VOCABULARY = "parameters as lookups and logits use them"
     UPDATE = "gradients as they are kept, and updates"
-    INSIDE = "activations in attention, feed-forward and lookups"
-    LOGITS = "activations where logits are made, and behind"
+    INSIDE = "activations in attention and feed-forward"
+    LOGITS = "activations where tokens are looked up, where logits are made, and behind"
     BETWEEN = "activations between layers"
 
 
