@@ -36,8 +36,8 @@ def write_whole(path: str | os.PathLike[str], text: str) -> pathlib.Path:
     return path
 
 
-def refuse_folder(path: str | os.PathLike[str], option: str, file: str, what: str) -> None:
-    """Refuses a folder in place of a file, best before anything is computed for it.
+def refuse_unwritable(path: str | os.PathLike[str], option: str, file: str, what: str) -> None:
+    """Refuses a path that no file can be written to, best before anything is computed for it.
 
     Args:
         path: Where the file is to be written.
@@ -46,11 +46,25 @@ def refuse_folder(path: str | os.PathLike[str], option: str, file: str, what: st
         what: What is written.
 
     Raises:
-        RuleTypeError: A folder is there.
+        RuleTypeError: A folder is there; or what it would be in is no folder, or may not be written
+            to.
     """
+    given = os.fspath(path)
     # An empty path is the folder that one is in.
-    if os.path.isdir(os.fspath(path) or "."):
+    if os.path.isdir(given or "."):
         raise RuleTypeError(
-            f"{os.fspath(path) or 'an empty path'} is a folder, and the {what} is one file. "
-            f"Give {option}{os.path.join(os.fspath(path), file)!r}."
+            f"{given or 'an empty path'} is a folder, and the {what} is one file. "
+            f"Give {option}{os.path.join(given, file)!r}."
+        )
+    above = pathlib.Path(os.path.abspath(given)).parents
+    folder = next(each for each in above if os.path.lexists(each))
+    if not folder.is_dir():
+        raise RuleTypeError(
+            f"{given} cannot be written, because {folder} is a file and no folder. Give "
+            f"{option}{str(folder.with_name(file))!r}."
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RuleTypeError(
+            f"{given} cannot be written, because nothing may be written to the folder {folder}. "
+            f"Give {option}{file!r}, or another folder that is yours."
         )

@@ -30,7 +30,7 @@ from penzai_shard.errors import MeshError, NothingFitsError, PlanError, RuleType
 from penzai_shard.meshes import make_mesh
 from penzai_shard.named_leaves import leaves_of
 from penzai_shard.report_trees import count_text
-from penzai_shard.whole_files import refuse_folder
+from penzai_shard.whole_files import refuse_unwritable
 
 _EXAMPLE_PROBLEM = (
     "what choose_layout is called with: {'model': ..., 'loss_fn': ..., 'optimizer': ..., 'batch': "
@@ -139,7 +139,7 @@ def _choose(options: argparse.Namespace) -> int:
         raise _required(*_missing(options))
     raise_all(RuleTypeError, "no layout can be chosen:", less_than_one(options, "batch", "seq"))
     if options.write is not None:
-        refuse_folder(options.write, "--write ", "rules.toml", "table of rules")
+        refuse_unwritable(options.write, "--write ", "rules.toml", "table of rules")
     optimizer_of(options.optimizer)
     given = {**_devices(options), "keep": _kept(options.keep), "memory": options.memory}
     chosen = chosen_model(options.model, options.dtype, is_trained=True)
@@ -167,8 +167,11 @@ def _choose(options: argparse.Namespace) -> int:
         return _print_refusal(chosen, options, error)
     except (MeshError, RuleTypeError) as error:
         raise type(error)(_for_shell(str(error), options)) from error
-    written = None if options.write is None else choices.best.save(options.write)
-    _print(chosen, options, choices)
+    try:
+        written = None if options.write is None else choices.best.save(options.write)
+    finally:
+        # What took minutes to find is told also where the disk turns out to be full.
+        _print(chosen, options, choices)
     if written is not None:
         print(f"penzai-shard: the best is in {written}", file=sys.stderr, flush=True)
     return 0

@@ -12,7 +12,7 @@ from penzai_shard.cli.price_pages import write_price_page
 from penzai_shard.errors import CompilationError, MeshError, PlanError
 from penzai_shard.inspection.devices.quantities import read_bandwidths, read_bytes
 from penzai_shard.inspection.locks.locks import ShardingLock
-from penzai_shard.whole_files import refuse_folder
+from penzai_shard.whole_files import refuse_unwritable
 
 
 def add_price_commands(commands: Any) -> None:
@@ -91,7 +91,7 @@ def _price(options: argparse.Namespace) -> int:
                 "what a device can send over each of its own: data=25GB,model=450GB."
             )
     if options.report is not None:
-        refuse_folder(options.report, "--report ", "report.html", "page")
+        refuse_unwritable(options.report, "--report ", "report.html", "page")
     asked = AskedStep(options)
     try:
         found = asked.compiled()

@@ -24,7 +24,7 @@ from penzai_shard.training import TrainState
 from penzai_shard.tree_arguments import refuse_builder
 from penzai_shard.views.page_content import Missing, PageContent
 from penzai_shard.views.page_html import page_html
-from penzai_shard.whole_files import refuse_folder, write_whole
+from penzai_shard.whole_files import refuse_unwritable, write_whole
 
 _NO_STEP = Missing(
     "No step is given, and what one needs and moves is in its program: "
@@ -84,7 +84,7 @@ def report(
     refuse_other_than_mesh(mesh, "report(model, mesh, rules, step, ...)", (model, rules))
     refuse_builder("report", model)
     _refuse_path_as_step(step)
-    refuse_folder(path, "path=", "report.html", "page")
+    refuse_unwritable(path, "path=", "report.html", "page")
     batch, kwargs = _batch_of(model, step, args, kwargs)
     if step is None and (args or kwargs):
         raise RuleTypeError(

@@ -305,6 +305,14 @@ OTHER_DEVICES = {
     "GiB as bytes": (("v5e:8", None, 16), RuleTypeError, "too few .* Write '16GiB'"),
     "a text of bytes": (("v5e:8", None, "16"), RuleTypeError, "too few .* Write '16GiB'"),
     "a number as text": (("8", None, None), MeshError, "Say what they are: 'v5e:8'"),
+    "no number": ((float("nan"), "v5e", None), RuleTypeError, "a mesh, or a number .*, not nan"),
+    "no end of devices": ((np.inf, "v5e", None), RuleTypeError, "or a number with .*, not inf"),
+    "half a device": ((7.5, "v5e", None), RuleTypeError, "or a number with .*, not 7.5"),
+    "a mesh of nothing": (
+        (jax.sharding.AbstractMesh((), ()), "v5e", None),
+        MeshError,
+        r"no mesh axes\. Write devices=penzai_shard.make_mesh\({\"data\": 8}, abstract=True\)",
+    ),
     "no memory": (("v5e:8", None, 0), RuleTypeError, "memory must be a number of bytes"),
     "no end of memory": (("v5e:8", None, np.inf), RuleTypeError, "must be a number of .* not inf"),
 }

@@ -182,12 +182,18 @@ def test_lengths_that_do_not_divide_leave_tables_out_and_it_is_said():
     none = candidates(llama(batch=3), [{"data": 2}])
     assert (tuple(none), none.left_out) == (
         (),
-        ("the batch (3) does not divide over 2 devices (1 table)",),
+        ("the batch (3) does not divide over 2 devices; one of 2 or 4 does (1 table)",),
     )
     parts = candidates(llama(batch=8), [{"data": 2}], microbatches=[3])
     assert parts.left_out == (
-        "the batch (8) does not divide over 2 devices in 3 microbatches (1 table)",
+        "the batch (8) does not divide over 2 devices in 3 microbatches; one of 6 or 12 does "
+        "(1 table)",
     )
+
+
+def test_a_mesh_axis_that_is_kept_twice_for_one_logical_axis_is_refused():
+    with pytest.raises(RuleTypeError, match=r"is there twice\. Write keep={'batch': 'data'}\."):
+        candidates(llama(), [{"data": 2}], keep={"batch": ("data", "data")})
 
 
 def test_where_groups_of_heads_do_not_divide_the_queries_are_split():

@@ -133,6 +133,7 @@ def test_a_batch_that_does_not_divide_is_reported(abstract):
     tokens = {"tokens": pz.nx.ones({"batch": 9, "seq": 5}, dtype=jnp.int32)}
     options = {"propagated": 0, "compiled": 0, "memory": None, "rematerialise": (None,)}
     choices = choose(abstract, batch=tokens, **options)
-    assert "Left out: the batch (9) does not divide over 8 devices" in str(choices)
+    left_out = "Left out: the batch (9) does not divide over 8 devices; one of 8 or 16 does"
+    assert left_out in " ".join(str(choices).split())
     assert "an estimate of what the hardware needs" not in str(choices)
     assert all(choice.mesh_shape == {"model": 8} for choice in choices)

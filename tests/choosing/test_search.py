@@ -326,6 +326,9 @@ def test_what_may_fit_and_was_not_compiled_is_counted():
 def test_no_candidates_at_all_is_an_error(problem):
     with pytest.raises(PlanError, match=r"no sane layout for batch 8 x seq 16 on 8 devices"):
         choose(problem, among=[])
+    fixes = 'Leave out keep= or microbatches=. Storing padded .* some: on_indivisible="pad"\\.'
+    with pytest.raises(PlanError, match=rf"\(v5e:2x4\)\. {fixes}"):
+        choose(problem, among=[], restricted_by=["keep=", "microbatches="], could_be_padded=2)
 
 
 class Interrupted(FakeStage):
@@ -401,6 +404,12 @@ def test_garbage_is_looked_for_seldom_during_a_search_and_then_as_often_as_befor
 def test_an_interruption_before_any_price_is_one(problem):
     with pytest.raises(KeyboardInterrupt):
         choose(problem, Interrupted("names", 0))
+
+
+def test_an_interruption_before_anything_fits_does_not_say_that_nothing_does(problem):
+    stages = [FakeStage("names"), Interrupted("propagation", 3)]
+    with pytest.raises(KeyboardInterrupt):
+        choose(problem, *stages, memory="1GiB")
 
 
 def test_a_candidate_that_cannot_be_laid_out_is_left_out_and_reported(problem):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from penzai_shard.choosing.choices import choice
 from penzai_shard.cli import choose_command
 from penzai_shard.layouts import Layout
 from tests.choosing.traced_once import trace_once
@@ -78,6 +79,17 @@ def test_the_best_is_written_and_priced_from_the_file(shell, tmp_path):
     assert json.loads(printed)["mesh"] == best["mesh"]
 
 
+def test_what_was_found_is_told_where_it_cannot_be_written(shell, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(choice, "write_whole", full)
+    status, printed, errors = shell(*ASKED, "--write", "rules.toml")
+    assert status == 2
+    assert "It pays most for" in " ".join(printed.split())
+    assert errors.endswith("OSError: [Errno 28] No space left on device\n")
+
+
 def test_padding_is_asked_for_written_to_the_file_and_read_from_it(shell, tmp_path):
     over_three = (*ASKED, "--devices", "h100:6", "--mesh", "data=2,model=3", "--propagated", "0")
     vocabulary = (*over_three, "--keep", "vocabulary=model")
@@ -128,7 +140,7 @@ def test_nothing_that_fits_is_exit_status_1_with_what_would_help(shell):
 def test_pairs_that_leave_no_layout_are_told_as_the_shell_takes_them(shell):
     status, printed, _ = shell(*ASKED, "--keep", "neurons=model,batch=data+model,heads=none")
     assert status == 1
-    advice = "Leave out --keep neurons=model or --keep batch=data+model and --mesh."
+    advice = "Leave out --keep neurons=model or --keep batch=data+model."
     assert advice in " ".join(printed.split())
     none = ("--keep", "neurons=model,batch=data+model", "--json")
     status, printed, _ = shell(*ASKED, *none)
@@ -180,6 +192,7 @@ MISTAKES = {
     (*ASKED, "--memory", "lots"): "memory 'lots' is not a size",
     (*ASKED, "--optimizer", "adamv"): "Did you mean",
     (*ASKED, "--write", "."): "is a folder",
+    (*ASKED, "--write", f"{__file__}/rules.toml"): "test_choose_command.py is a file and no folder",
     (
         *ASKED,
         "--keep",

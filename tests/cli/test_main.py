@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 import penzai_shard
+import penzai_shard_command
 from penzai_shard.cli import demo
 from penzai_shard.cli.corpus import Corpus
 from penzai_shard.cli.main import main, mesh_shape
@@ -231,3 +232,17 @@ def test_the_corpus_is_split_and_its_entropy_is_that_of_single_bytes():
     one, again = (next(corpus.batches(7, 4, 16)) for _ in range(2))
     assert dict(one.named_shape) == {"batch": 4, "seq": 16}
     assert (one.data_array == again.data_array).all()
+
+
+def test_an_interrupt_while_the_command_is_imported_is_one_line_and_exit_status_130(
+    monkeypatch, capsys
+):
+    class Interrupted:
+        def find_spec(self, name, *_):
+            if name == "penzai_shard.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "penzai_shard.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert penzai_shard_command.main() == 130
+    assert capsys.readouterr().err == "\npenzai-shard: stopped.\n"

@@ -184,9 +184,12 @@ class _Search:
         if not counts:
             fewest = min(self.microbatches)
             in_parts = f" in {fewest} microbatches" if fewest > 1 else ""
+            unit = devices * fewest
+            least = self.axes.batch // unit * unit
+            divides = f"{least:,} or {least + unit:,}" if least else f"{unit:,}"
             self.left_out[
                 f"the batch ({self.axes.batch}) does not divide over "
-                f"{count_text(devices, 'device')}{in_parts}"
+                f"{count_text(devices, 'device')}{in_parts}; one of {divides} does"
             ] += 1
             return
         for storage in _storages(use, self.axes, self.kept, is_merged):

@@ -67,6 +67,12 @@ class KeptAxes:
                 near = nearest_name(unknown[0], mesh_axes)
                 fix = f"Did you mean {near!r}?" if near else f"There are {', '.join(mesh_axes)}."
                 problems.append(f"keep[{name!r}]: no mesh has mesh axis {unknown[0]!r}. {fix}")
+            elif len(set(over)) < len(over):
+                once = tuple(dict.fromkeys(over))
+                fix = repr(once[0] if len(once) == 1 else once)
+                problems.append(
+                    f"keep[{name!r}]: a mesh axis is there twice. Write keep={{{name!r}: {fix}}}."
+                )
             elif name in by_name:
                 roles[by_name[name]] = over
             else:

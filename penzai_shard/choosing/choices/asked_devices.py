@@ -87,11 +87,16 @@ def read_devices(devices: Any, hardware: Any, memory: Any) -> AskedDevices:
         found = Hardware.read(devices)
     elif isinstance(devices, Mesh | AbstractMesh):
         mesh_shape = {str(name): size for name, size in devices.shape.items()}
+        if not mesh_shape:
+            raise MeshError(
+                "devices: the mesh has no mesh axes. Write "
+                'devices=penzai_shard.make_mesh({"data": 8}, abstract=True).'
+            )
         members = devices.devices.flat if isinstance(devices, Mesh) else ()
         found = _of_count(devices.size, hardware, f"the mesh ({mesh_text(devices)}) has ", members)
     elif _are_devices(devices):
         found = _of_count(len(devices), hardware, "", devices)
-    elif _is_number(devices) and devices == int(devices) and devices > 0:
+    elif _is_number(devices) and devices > 0 and float(devices).is_integer():
         found = _of_count(int(devices), hardware)
     else:
         meant = _meant(devices, hardware)

@@ -20,7 +20,7 @@ from penzai_shard.meshes import AnyMesh, make_mesh
 from penzai_shard.report_trees import bytes_text
 from penzai_shard.rule_kinds import OnIndivisible
 from penzai_shard.training import TrainState, TrainStep
-from penzai_shard.whole_files import refuse_folder, write_whole
+from penzai_shard.whole_files import refuse_unwritable, write_whole
 
 PRICED_BY: dict[StageName, str] = {
     "names": "by names",
@@ -164,7 +164,7 @@ class Choice:
             RuleTypeError: The path is that of a folder, or the layout cannot be written; see
                 ``Layout.to_toml``.
         """
-        refuse_folder(path, "path=", "rules.toml", "table of rules")
+        refuse_unwritable(path, "path=", "rules.toml", "table of rules")
         return write_whole(path, self.to_toml())
 
     def to_toml(self) -> str:

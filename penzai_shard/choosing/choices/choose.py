@@ -119,7 +119,7 @@ def choose_layout(
         NothingFitsError: No layout fits into the memory; with the nearest, and what would help.
         PlanError: There is no sane layout.
         ShardingError: An argument cannot be read, or they do not go together.
-        KeyboardInterrupt: Nothing was priced yet.
+        KeyboardInterrupt: Nothing that fits was found yet.
 
     >>> import jax, optax
     >>> from penzai import pz
@@ -152,7 +152,8 @@ def choose_layout(
     find = functools.partial(
         candidates,
         asked.problem,
-        mesh_shapes(on.hardware) if on.mesh_shape is None else [on.mesh_shape],
+        mesh_shapes=mesh_shapes(on.hardware) if on.mesh_shape is None else [on.mesh_shape],
+        keep=keep,
         hardware=on.hardware,
         names=names,
         blocks=blocks,
@@ -160,13 +161,10 @@ def choose_layout(
         microbatches=microbatches,
         on_indivisible=on_indivisible,
     )
-    found = find(keep)
-    restrictions = {
-        _text_of_kept(keep or {}, find if not found else None): bool(keep),
-        "the mesh, devices=": on.mesh_shape is not None,
-        "rematerialise=": tuple(rematerialise) != POLICIES,
-        "microbatches=": tuple(microbatches) != MICROBATCHES,
-    }
+    found = find()
+    restricted_by = _restrictions(
+        on, keep or {}, rematerialise, microbatches, None if found else find
+    )
     notes = [f"Left out: {reason}." for reason in found.left_out]
     choices = searched(
         asked,
@@ -180,7 +178,7 @@ def choose_layout(
             notes=notes,
         ),
         most={"propagation": propagated, "compiled": compiled},
-        restricted_by=[text for text, is_given in restrictions.items() if is_given],
+        restricted_by=restricted_by,
         progress=progress,
         notes=notes,
         could_be_padded=found.could_be_padded,
@@ -190,16 +188,36 @@ def choose_layout(
     return dataclasses.replace(choices, notes=(_ESTIMATED, *choices.notes))
 
 
-def _text_of_kept(keep: Keep, find: Callable[[Keep], Sequence[Candidate]] | None) -> str:
-    """What is kept; only the pairs without which there are layouts, if these are looked for."""
-    of_pair = {
-        name: f"keep={ {name: over}!r}"
-        for name, over in keep.items()
-        if find is not None
-        and len(keep) > 1
-        and find({other: each for other, each in keep.items() if other != name})
-    }
-    return " or ".join(of_pair.values()) or f"keep={dict(keep)!r}"
+def _restrictions(
+    on: AskedDevices,
+    keep: Keep,
+    rematerialise: Sequence[str | None],
+    microbatches: Sequence[int],
+    find: Callable[..., Sequence[Candidate]] | None,
+) -> list[str]:
+    """The arguments by which there are fewer candidates.
+
+    Args:
+        on: The devices.
+        keep: What is kept.
+        rematerialise: The policies that are tried.
+        microbatches: The numbers of microbatches that are tried.
+        find: Finds candidates, if with all of these there are none; only those are told without
+            which there are some, and of what is kept such pairs alone.
+    """
+    without: dict[str, dict[str, Any]] = {}
+    for name in keep:
+        others = {other: each for other, each in keep.items() if other != name}
+        without[f"keep={ {name: keep[name]}!r}"] = {"keep": others}
+    if keep and (find is None or not any(find(**given) for given in without.values())):
+        without = {f"keep={dict(keep)!r}": {"keep": None}}
+    if on.mesh_shape is not None:
+        without["the mesh, devices="] = {"mesh_shapes": mesh_shapes(on.hardware)}
+    if tuple(rematerialise) != POLICIES:
+        without["rematerialise="] = {"rematerialise": POLICIES}
+    if tuple(microbatches) != MICROBATCHES:
+        without["microbatches="] = {"microbatches": MICROBATCHES}
+    return [text for text, given in without.items() if find is None or find(**given)]
 
 
 def searched(
@@ -222,7 +240,8 @@ def searched(
         some: The candidates.
         stages: The ways to price them, from the quickest to the most exact one.
         most: How many candidates each stage but the first prices.
-        restricted_by: The arguments by which there are fewer candidates.
+        restricted_by: The arguments by which there are fewer candidates; where there are none, by
+            each of which alone.
         progress: As for ``byte_progress``.
         notes: What else there is to know, in sentences.
         could_be_padded: How many tables are left out that ``on_indivisible="pad"`` would try.
@@ -230,10 +249,13 @@ def searched(
     Raises:
         NothingFitsError: No candidate fits into the memory.
         PlanError: There is no candidate, or none that can be laid out.
+        KeyboardInterrupt: Nothing that fits was found before Ctrl-C.
     """
     asked = f"{problem.words} on {devices.words}"
     if not some:
-        fix = f" Leave out {' and '.join(restricted_by)}." if restricted_by else ""
+        fix = f" Leave out {' or '.join(restricted_by)}." if restricted_by else ""
+        if could_be_padded:
+            fix += ' Storing padded what does not divide gives some: on_indivisible="pad".'
         raise PlanError(f"there is no sane layout for {asked}.{fix}", notes)
 
     def time_of(candidate: Candidate, cost: StepCost) -> StepTime:
@@ -254,6 +276,9 @@ def searched(
     if found.refusals:
         raise PlanError(f"none of the layouts for {asked} can be laid out:", found.refusals)
     if not found.ranked(devices.memory):
+        if found.is_interrupted:
+            # That nothing fits can be said of a whole search alone.
+            raise KeyboardInterrupt
         batch = problem.sizes.get(problem.problem.batch_axis)
         count = len(found.all_priced())
         raise nothing_fits(

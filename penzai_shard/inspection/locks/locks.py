@@ -28,7 +28,7 @@ from penzai_shard.inspection.steps.programs import compiled_program
 from penzai_shard.inspection.traffic.collective_records import Collective
 from penzai_shard.inspection.traffic.collective_report import CollectiveReport
 from penzai_shard.meshes import mesh_text
-from penzai_shard.whole_files import refuse_folder, write_whole
+from penzai_shard.whole_files import refuse_unwritable, write_whole
 
 # What turns a step into a program. XLA is a part of jaxlib, or of the accelerator's own package.
 _MAKERS = ("jax", "jaxlib")
@@ -159,7 +159,7 @@ class ShardingLock:
         Raises:
             RuleTypeError: A folder is there.
         """
-        refuse_folder(path, "path=", "lock.json", "lock")
+        refuse_unwritable(path, "path=", "lock.json", "lock")
         return write_whole(path, self.to_json())
 
     @classmethod
