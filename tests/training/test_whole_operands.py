@@ -12,6 +12,9 @@ from penzai_shard.traced_programs import equations
 from penzai_shard.training.padded_sums.whole_operands import with_whole_operands
 
 MESH = make_mesh({"data": 4, "model": 2})
+EXPLICIT = jax.make_mesh(
+    (4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
+)
 GROUPS = np.arange(5) % 3
 
 
@@ -50,17 +53,18 @@ def loss_fn(model, rng, state, x):
     return sum(losses.values()), state, losses
 
 
-@pytest.fixture(scope="module")
-def stepped():
+@pytest.fixture(scope="module", params=[MESH, EXPLICIT], ids=["Auto", "Explicit"])
+def stepped(request):
     """A step and an evaluation of parameters that are stored padded, and of ones that are not."""
     values = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
     weights = {name: pz.nx.wrap(values, "in", "out") for name in OPERATIONS}
     found = []
-    for rules in ({"in": "data"}, {}):
-        model = place(weights, MESH, rules, on_indivisible="pad")
+    for mesh, rules in ((request.param, {"in": "data"}), (MESH, {})):
+        model = place(weights, mesh, rules, on_indivisible="pad")
         state = TrainState.initial_state(model, optax.sgd(1.0), jax.random.key(0))
-        _, evaluated = build_eval_step_fn(loss_fn)(state, x=jnp.zeros(()))
-        state, losses = build_train_step_fn(loss_fn)(state, x=jnp.zeros(()))
+        with jax.set_mesh(mesh):
+            _, evaluated = build_eval_step_fn(loss_fn)(state, x=jnp.zeros(()))
+            state, losses = build_train_step_fn(loss_fn)(state, x=jnp.zeros(()))
         found.append((losses, evaluated, state.params))
     return found
 
