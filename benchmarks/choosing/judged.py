@@ -98,6 +98,11 @@ class Remembered:
         """Whether costs follow from those of fewer blocks."""
         return isinstance(self._stage, ExtrapolatingStage) and self._stage.is_extrapolating
 
+    def closer_costs(self, candidates: Sequence[Candidate]) -> Iterator[StepCost | ShardingError]:
+        """What each costs, extrapolated from one block more."""
+        assert isinstance(self._stage, ExtrapolatingStage)
+        yield from self._stage.closer_costs(candidates)
+
     def whole_costs(self, candidates: Sequence[Candidate]) -> Iterator[StepCost | ShardingError]:
         """What each costs, extrapolated from nothing."""
         assert isinstance(self._stage, ExtrapolatingStage)

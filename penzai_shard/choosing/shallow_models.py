@@ -41,6 +41,9 @@ class Shallow:
             if it is not cut.
         doubt: Why blocks that seem equal are not cut, in words; empty if they are, or there are
             none.
+        deeper: The step with one block more than the last of these, from which costs follow more
+            closely: the compiler orders what the first block does otherwise than what others do.
+            None for a model that is not cut.
         is_loop: Whether all these blocks are the body of a loop (``RolledLayerStack``), so that a
             program of all of them is no longer than one of two. In those with fewer blocks the
             loop is unrolled, so that every block is in sight.
@@ -50,6 +53,7 @@ class Shallow:
     blocks: int
     doubt: str = ""
     is_loop: bool = False
+    deeper: TrainingProblem | None = None
 
 
 def shallow(problem: TrainingProblem) -> Shallow:
@@ -79,9 +83,9 @@ def shallow(problem: TrainingProblem) -> Shallow:
     # What stands for a block already is kept alone and with one more.
     fewest = 0 if all(run.is_continued for run in chosen) else 1
     blocks = chosen[0].count + 1 - fewest
-    one, two = (
+    one, two, three = (
         dataclasses.replace(problem, model=_with_blocks(problem.model, chosen, kept))
-        for kept in (fewest, fewest + 1)
+        for kept in (fewest, fewest + 1, fewest + 2)
     )
     is_certain = all(run.is_sequential for run in chosen)
     try:
@@ -99,7 +103,7 @@ def shallow(problem: TrainingProblem) -> Shallow:
             f"with fewer of the {blocks} blocks the loss function does not compute as much less",
         )
     is_loop = all(isinstance(run.container, RolledLayerStack) for run in chosen)
-    return Shallow((one, two), blocks, is_loop=is_loop)
+    return Shallow((one, two), blocks, is_loop=is_loop, deeper=three)
 
 
 @dataclasses.dataclass(frozen=True)

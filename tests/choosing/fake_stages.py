@@ -59,14 +59,19 @@ class FakeStage:
 
 
 class ExtrapolatingFakeStage(FakeStage):
-    """A stage whose costs are not exact, but for those of whole programs."""
+    """A stage that extrapolates: closer from one block more, exact from all blocks."""
 
     is_extrapolating = True
 
-    def __init__(self, name, price=cost, whole_price=cost):
+    def __init__(self, name, price=cost, closer_price=cost, whole_price=cost):
         super().__init__(name, price)
-        self.whole_price = whole_price
-        self.seen_whole = []
+        self.closer_price, self.whole_price = closer_price, whole_price
+        self.seen_closer, self.seen_whole = [], []
+
+    def closer_costs(self, some):
+        for one in some:
+            self.seen_closer.append(one)
+            yield self.closer_price(one)
 
     def whole_costs(self, some):
         for one in some:

@@ -14,8 +14,11 @@ from penzai_shard.choosing.by_compiling import CompiledPrices
 from penzai_shard.choosing.by_compiling import compiled_prices as prices_module
 from penzai_shard.choosing.by_compiling.compiled_costs import cost_of, extrapolated
 from penzai_shard.choosing.candidates import Candidate
+from penzai_shard.choosing.choices.search import Search
+from penzai_shard.choosing.choices.stages import Compiling
 from penzai_shard.choosing.shallow_models import Shallow
 from penzai_shard.choosing.step_costs import Sent, StepCost
+from penzai_shard.choosing.step_times import StepTime
 from penzai_shard.compiled_programs import Module
 from penzai_shard.compiled_programs.matrix_products import product_flops
 from penzai_shard.errors import ShardingError
@@ -26,6 +29,7 @@ from penzai_shard.inspection.steps.programs import StepProgram
 from penzai_shard.library_apis.compiler_api import FOR_PRICES_ON_CPUS, bytecode_of
 from penzai_shard.named_arrays import named_array
 from penzai_shard.planning import without_names
+from tests.choosing.fake_stages import FakeStage
 from tests.choosing.small_problems import llama, problem_of
 
 pytestmark = pytest.mark.long  # What they share takes long.
@@ -106,6 +110,32 @@ def test_a_deep_model_is_compiled_whole_where_that_is_asked_for(prices, whole):
     of_all = whole["over both, again"]
     assert (cost.flops, cost.traffic) == (of_all.flops, of_all.traffic)
     assert cost.memory == of_all.memory
+
+
+def test_what_one_block_and_two_say_to_fit_is_not_picked_if_all_blocks_do_not(prices_of):
+    """The second of a few blocks adds less than each later one: 9 % less, with microbatches."""
+    model = llama(6, embedding_dim=64, mlp_hidden_dim=256, projection_dim=16, vocab_size=512)
+    problem = problem_of(model, batch=16, seq=64)
+    prices = prices_of(problem)
+    stage = Compiling(problem, None, lambda: prices._cut)
+    stage._prices = prices
+    layout = dataclasses.replace(
+        LAYOUTS["over both, again"],
+        between_blocks={"batch": "data", "seq": "model"},
+        rematerialise=None,
+    )
+    candidates = [Candidate(MESH, layout, microbatches=2)]
+    (quick,) = prices.costs(candidates)
+    limit = round(quick.memory_bytes + 0.0525 * quick.memory["activations"])
+    choose = Search(limit, lambda *_: StepTime(1.0, 1.0, {}), {"compiled": 1}, lambda *_: None)
+    names = FakeStage("names", lambda one: quick)
+    found = choose.run(candidates, [names, stage])
+    (priced,) = found.priced["compiled"]
+    assert quick.memory_bytes < limit < priced.memory
+    assert found.ranked(limit) == []
+    assert priced.cost.memory["activations"] == pytest.approx(
+        1.06 * quick.memory["activations"], rel=0.01
+    )
 
 
 def test_a_step_that_is_compiled_whole_holds_what_its_compiler_says(problem, prices_of, whole):
@@ -290,7 +320,8 @@ def test_an_interruption_ends_the_processes_and_whoever_waits_for_them():
 
     def interrupted():
         with CompiledPrices(problem_of(llama(1))) as prices:
-            waiting.extend(prices._started(Candidate(MESH, LAYOUTS["all over data"])))
+            candidate = Candidate(MESH, LAYOUTS["all over data"])
+            waiting.extend(prices._started(candidate, prices._problems))
             processes.extend(each._process for each in prices._running["cpu:8"]._all)
             raise KeyboardInterrupt
 
@@ -380,9 +411,8 @@ def test_what_blocks_do_not_keep_is_not_held_for_their_gradients(prices_of):
     """Of many tokens, no block keeps more than what goes into it, one part over the heads."""
     prices = prices_of(problem_of(llama(3, num_kv_heads=4), batch=16, seq=256))
     layout, held = LAYOUTS["over both, again"], []
-    started = prices._started(Candidate((("data", 2), ("model", 4)), layout))
+    started = prices._started(Candidate((("data", 2), ("model", 4)), layout), prices._problems)
     for blocks in (3, 11):
-        prices._cut = dataclasses.replace(prices._cut, blocks=blocks)  # The same programs.
-        held.append(prices._finished(started).memory["activations"])
+        held.append(prices._finished(started, blocks).memory["activations"])
     into_a_block = 16 // 2 * 256 * 32 * 4
     assert into_a_block <= (held[1] - held[0]) / 8 <= 1.25 * into_a_block

@@ -181,9 +181,10 @@ LIMIT = 6 * GIB
     ("extrapolated", "limit", "whole", "is_picked"),
     [
         (0.97, LIMIT - 1, 1, False),  # It seems to fit, and does not.
+        (0.92, LIMIT - 1, 1, False),  # As it is of microbatches in many blocks.
         (1.03, LIMIT, 1, True),  # It does not seem to, and does.
-        (0.90, LIMIT - 1, 0, True),  # Too far from the limit to be doubted.
-        (1.10, LIMIT, 0, False),
+        (0.85, LIMIT - 1, 0, True),  # Too far from the limit to be doubted.
+        (1.20, LIMIT, 0, False),
     ],
 )
 def test_a_pick_near_the_limit_is_compiled_whole_before_it_is_called_fitting(
@@ -201,6 +202,16 @@ def test_a_pick_near_the_limit_is_compiled_whole_before_it_is_called_fitting(
     assert shown.best.priced.memory <= limit
     assert len({one.candidate for one in shown.found.priced["compiled"]}) == len(compiled.seen)
     assert len(shown.found.priced["compiled"]) == len(compiled.seen)
+
+
+def test_a_pick_that_some_more_blocks_show_to_fit_is_not_compiled_whole(problem):
+    some = [one for one in candidates() if cost(one).memory_bytes >= LIMIT]
+    compiled = ExtrapolatingFakeStage("compiled", lambda one: with_activations(one, 0.97))
+    stages = FakeStage("names"), FakeStage("propagation"), compiled
+    best = choose(problem, *stages, among=some, memory=int(1.02 * LIMIT)).best
+    assert compiled.seen_closer == [best.priced.candidate]
+    assert best.memory_bytes == LIMIT
+    assert not compiled.seen_whole
 
 
 def test_where_nothing_fits_for_certain_what_is_nearest_is_compiled_whole(problem):

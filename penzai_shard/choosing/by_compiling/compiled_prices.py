@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Self, TypeAlias
@@ -99,12 +99,14 @@ class CompiledPrices:
         return len(self._problems) > 1
 
     def costs(
-        self, candidates: Iterable[Candidate], *, whole: bool = False
+        self, candidates: Iterable[Candidate], *, closely: bool = False, whole: bool = False
     ) -> Iterator[StepCost | ShardingError]:
         """What each candidate costs, in their order.
 
         Args:
             candidates: What to price; they are taken as there is room to compile.
+            closely: Whether of a deep model two blocks and three are compiled, in place of one and
+                two: from two on, each further one adds what the one before did.
             whole: Whether all blocks are compiled, in place of one and two; of many blocks that
                 takes as much longer.
 
@@ -112,6 +114,10 @@ class CompiledPrices:
             The cost; or the error, of a candidate that cannot be laid out or compiled so. One that
             does not fit into the devices' memory costs that memory, and nothing else is known.
         """
+        problems, blocks = (self._whole if whole else self._problems), self._cut.blocks
+        if closely and self.are_extrapolated:
+            assert self._cut.deeper is not None
+            problems, blocks = (problems[1], self._cut.deeper), blocks - 1
         left = iter(candidates)
         pending: collections.deque[list[_Compiling] | ShardingError] = collections.deque()
         try:
@@ -120,10 +126,10 @@ class CompiledPrices:
                     candidate = next(left, None)
                     if candidate is None:
                         break
-                    pending.append(self._started(candidate, whole=whole))
+                    pending.append(self._started(candidate, problems))
                 if not pending:
                     return
-                cost = self._finished(pending.popleft())
+                cost = self._finished(pending.popleft(), blocks)
                 give_back_free_memory()
                 yield cost
         finally:
@@ -137,7 +143,7 @@ class CompiledPrices:
         return sum(not future.done() for future in futures) < _WAITING * self._workers
 
     def _started(
-        self, candidate: Candidate, *, whole: bool = False
+        self, candidate: Candidate, problems: Sequence[TrainingProblem]
     ) -> list[_Compiling] | ShardingError:
         mesh = candidate.mesh
         topology = self._topology or Topology(f"cpu:{mesh.size}")
@@ -145,7 +151,7 @@ class CompiledPrices:
         started: list[_Compiling] = []
         try:
             topology.refuse_mesh(mesh_shape_of(mesh))
-            for problem in self._whole if whole else self._problems:
+            for problem in problems:
                 step, state, inputs = problem.built(
                     candidate.layout, mesh, candidate.microbatches, candidate.on_indivisible
                 )
@@ -163,7 +169,9 @@ class CompiledPrices:
             self._running[topology.name] = self._exits.enter_context(workers)
         return self._running[topology.name]
 
-    def _finished(self, started: list[_Compiling] | ShardingError) -> StepCost | ShardingError:
+    def _finished(
+        self, started: list[_Compiling] | ShardingError, blocks: int
+    ) -> StepCost | ShardingError:
         if isinstance(started, ShardingError):
             return started
         # Of each program the cost in the compiler's order of instructions and in a leaner one.
@@ -185,16 +193,17 @@ class CompiledPrices:
                 found.append((cost, in_leaner_order(cost, program) if is_deep else cost))
         orders = [list(costs) for costs in zip(*found, strict=True)]
         return min(
-            (self._of_all_blocks(costs, is_too_large) for costs in orders),
+            (_of_all_blocks(costs, blocks, is_too_large) for costs in orders),
             key=lambda cost: cost.memory_bytes,
         )
 
-    def _of_all_blocks(self, found: list[StepCost], is_too_large: bool) -> StepCost:
-        if is_too_large:
-            found = [StepCost(0.0, (), cost.memory) for cost in found]
-        if len(found) == 1:
-            return found[0]
-        return extrapolated(found[0], found[1], self._cut.blocks)
+
+def _of_all_blocks(found: list[StepCost], blocks: int, is_too_large: bool) -> StepCost:
+    if is_too_large:
+        found = [StepCost(0.0, (), cost.memory) for cost in found]
+    if len(found) == 1:
+        return found[0]
+    return extrapolated(found[0], found[1], blocks)
 
 
 def _program(lowered: LoweredStep, elsewhere: CompiledElsewhere) -> StepProgram:

@@ -81,6 +81,10 @@ class Compiling:
         """What each costs."""
         yield from self._started().costs(candidates)
 
+    def closer_costs(self, candidates: Sequence[Candidate]) -> Iterator[StepCost | ShardingError]:
+        """What each costs by programs of one block more."""
+        yield from self._started().costs(candidates, closely=True)
+
     def whole_costs(self, candidates: Sequence[Candidate]) -> Iterator[StepCost | ShardingError]:
         """What each costs by the program of all blocks."""
         yield from self._started().costs(candidates, whole=True)
