@@ -347,6 +347,19 @@ def test_what_is_computed_element_by_element_is_there_only_if_something_else_rea
     assert cost.memory["activations"] == 3 * 1024
 
 
+def test_what_is_added_to_rows_is_written_down_even_where_it_is_the_same_for_many():
+    rows, one = PlacedValue((16, 16), 4, WHOLE), PlacedValue((16,), 4, ((),))
+    operations = [
+        PlacedOperation("stablehlo.sort", "", (0,), (1,)),
+        PlacedOperation("stablehlo.broadcast_in_dim", "", (1,), (2,)),
+        PlacedOperation("stablehlo.constant", "", (), (3,)),
+        PlacedOperation("stablehlo.scatter", "", (3, 0, 2), (4,)),
+        PlacedOperation("stablehlo.sort", "", (4,), (5,)),
+    ]
+    cost = priced([one, one, rows, rows, rows, rows], *operations, mesh={"data": 4})
+    assert cost.memory["activations"] == 2 * 1024
+
+
 @pytest.fixture(scope="module")
 def wide_layers():
     """Layers of which the weights are far larger than what flows."""

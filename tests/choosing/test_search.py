@@ -21,6 +21,7 @@ from penzai_shard.choosing.candidates import Candidate
 from penzai_shard.choosing.choices.asked_devices import read_devices
 from penzai_shard.choosing.choices.choices import MOST_CHOICES
 from penzai_shard.choosing.choices.choose import searched
+from penzai_shard.choosing.choices.estimate_errors import EstimateErrors
 from penzai_shard.choosing.choices.priced_candidates import Priced
 from penzai_shard.choosing.choices.stages import OneByOne
 from penzai_shard.choosing.choices.what_would_help import nothing_fits
@@ -324,6 +325,30 @@ def test_a_way_to_compute_that_is_priced_too_high_by_names_is_checked_all_the_sa
     # What is learned of one is believed of the others.
     assert sum(map(splits, stages[1].seen)) > 1
     assert len(stages[1].seen) == 6
+
+
+def test_errors_of_how_a_candidate_computes_and_of_how_it_is_stored_both_count():
+    """By names all take half of what they do, with gathers or split heads even less."""
+    mesh = candidates()[-1].mesh_axes
+
+    def priced(stage, seconds, stored, *split):
+        compute = {"batch": "data"} | dict.fromkeys(split, "model")
+        one = Candidate(mesh, pzs.Layout(parameters=stored, compute=compute), 1)
+        return Priced(one, stage, cost(one), StepTime(seconds, 0.0, {}))
+
+    gathered = {"embedding": "data"}
+    truth = [(2.0, {}), (2.0, {}, "neurons"), (2.0, {}, "vocabulary"), (2.0, {}, "embedding")]
+    truth += [(4.0, {}, "heads"), (6.0, gathered), (14.0, {}, "experts")]
+    checked = [priced("propagation", *each) for each in truth]
+    estimated = [priced("names", 1.0, *each) for _, *each in truth]
+    errors = EstimateErrors.of(checked, estimated)
+    assert errors.likely_time(priced("names", 1.0, gathered, "heads")) == 12.0
+    # No estimate was seen to be more wrong than this.
+    assert errors.likely_time(priced("names", 1.0, gathered, "experts")) == 14.0
+    # Of one of the two nothing was seen.
+    assert errors.likely_time(priced("names", 1.0, {"mlp": "data"}, "heads")) == 4.0
+    assert errors.likely_time(priced("names", 1.0, gathered, "mlp")) == 6.0
+    assert [errors.likely_time(one) for one in estimated] == [time for time, *_ in truth]
 
 
 def test_what_may_fit_and_was_not_compiled_is_counted():

@@ -23,6 +23,7 @@ Place: TypeAlias = tuple[str, str, str]
 _SLICES = frozenset({"stablehlo.slice", "stablehlo.dynamic_slice"})
 _UPDATE = "stablehlo.dynamic_update_slice"
 _CONCATENATE = "stablehlo.concatenate"
+_SCATTER = "stablehlo.scatter"
 # These are made where they are used: constants from nothing, a broadcast in what uses it.
 _MADE_ANYWHERE = CONSTANTS | {BROADCAST}
 # The memory of what is made of constants.
@@ -55,6 +56,9 @@ class MemoryInOrder:
         # What is gathered for all turns of a loop, with the last operation of these.
         self._kept: dict[int, PlacedOperation] = {}
         self._operations = list(self._in_order())
+        # What is added to looked up rows is read in turns: it is written down, if a broadcast too.
+        scatters = (each for each in self._operations if each.kind == _SCATTER)
+        self._added = {step.origin(each.operands[-1]) for each in scatters}
         self._roots = functools.cache(self._root)
 
     def peaks(self) -> dict[Place, tuple[float, ...]]:
@@ -159,7 +163,8 @@ class MemoryInOrder:
             if self._is_gathered_behind(maker, operand):
                 return value
             value, maker = operand, makers.get(operand)
-        return _NOWHERE if maker is not None and maker.kind in _MADE_ANYWHERE else value
+        is_made = maker is not None and maker.kind in _MADE_ANYWHERE and value not in self._added
+        return _NOWHERE if is_made else value
 
     def _in_place_of(self, maker: PlacedOperation, value: int) -> int | None:
         """The operand whose memory a result has; None if it has memory of its own.

@@ -43,7 +43,10 @@ class EstimateErrors:
         pairs = [(one, known[one.candidate]) for one in exact if one.candidate in known]
         return cls(
             _ratios(_of_computing, [(one, one.memory, other.memory) for one, other in pairs]),
-            _ratios(_of_time, [(one, one.time.bound, other.time.bound) for one, other in pairs]),
+            _ratios(
+                lambda one: (*_of_time(one), ()),
+                [(one, one.time.bound, other.time.bound) for one, other in pairs],
+            ),
         )
 
     def likely_memory(self, estimated: Priced) -> float:
@@ -51,15 +54,19 @@ class EstimateErrors:
         return estimated.memory * _likely(self.memory, _of_computing(estimated.candidate))
 
     def likely_time(self, estimated: Priced) -> float:
-        """The time of a candidate, in the same way."""
-        alike, _, *stored = _of_time(estimated.candidate)
-        return estimated.time.bound * _likely(self.time, (alike, *stored))
+        """The time of a candidate, if its estimate is wrong by how it computes and is stored.
 
-    def least_time(self, estimated: Priced) -> float:
-        """The time of a candidate, by those that compute alike or are stored alike, the shorter."""
-        alike, way, *_ = _of_time(estimated.candidate)
-        of_way = estimated.time.bound * _likely(self.time, (alike, way))
-        return min(of_way, self.likely_time(estimated))
+        Both errors count, but what those of all candidates have in common only once, and no more
+        than any were wrong. Where candidates were checked that are alike in both, theirs alone.
+        """
+        alike, way, *stored = _of_time(estimated.candidate)
+        if alike in self.time:
+            return estimated.time.bound * _likely(self.time, (alike,))
+        of_both = _likely(self.time, (way,)) * _likely(self.time, stored)
+        if way in self.time and not self.time.keys().isdisjoint(stored):
+            of_all = self.time[()]
+            of_both = min(max(of_both / statistics.median(of_all), min(of_all)), max(of_all))
+        return estimated.time.bound * of_both
 
     def least_memory(self, estimated: Priced) -> float:
         """What a candidate holds at least, as estimates of its kind were seen to be wrong.

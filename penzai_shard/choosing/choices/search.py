@@ -225,7 +225,7 @@ class Search:
             doubtful = without(left, [*fitting, *best])
             best += self._quicker_of_kinds(doubtful, errors, time, (part - len(best)) // 2)
             # Which of the two stages is right is not known yet.
-            learned = errors.likely_memory, errors.least_time
+            learned = errors.likely_memory, errors.likely_time
             for memory_of, time_of in (learned, (as_priced, as_bound)):
                 open_ = part - len(best)
                 places = open_ if memory_of is as_priced else open_ - open_ // _PARTS
