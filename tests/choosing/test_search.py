@@ -351,6 +351,32 @@ def test_errors_of_how_a_candidate_computes_and_of_how_it_is_stored_both_count()
     assert [errors.likely_time(one) for one in estimated] == [time for time, *_ in truth]
 
 
+@pytest.mark.parametrize(("blocks", "factor"), [(None, 3.0), ((), 2.0)])
+def test_memory_errs_as_what_blocks_compute_or_where_none_are_known_as_parameters_lie(
+    blocks, factor
+):
+    """What is stored alike holds twice its estimate, what computes alike three times."""
+    mesh = candidates()[-1].mesh_axes
+
+    def priced(stage, held, stored, *split):
+        compute = {"batch": "data"} | dict.fromkeys(split, "model")
+        layout = pzs.Layout(parameters=stored, compute=compute, blocks=blocks)
+        memory = {"activations": float(held)}
+        return Priced(
+            Candidate(mesh, layout, 1), stage, StepCost(0, (), memory), StepTime(1.0, 0.0, {})
+        )
+
+    gathered = {"embedding": "data"}
+    checked = [
+        priced("propagation", 2 * GIB, gathered),
+        priced("propagation", 3 * GIB, {}, "heads"),
+    ]
+    estimated = [priced("names", GIB, gathered), priced("names", GIB, {}, "heads")]
+    errors = EstimateErrors.of(checked, estimated)
+    assert errors.likely_memory(priced("names", GIB, gathered, "heads")) == factor * GIB
+    assert [errors.likely_memory(one) for one in estimated] == [2 * GIB, 3 * GIB]
+
+
 def test_what_may_fit_and_was_not_compiled_is_counted():
     time = StepTime(1.0, 1.0, {})
     priced = [Priced(one, "compiled", cost(one), time) for one in candidates()[:4]]

@@ -51,7 +51,7 @@ class EstimateErrors:
 
     def likely_memory(self, estimated: Priced) -> float:
         """The memory of a candidate, if its estimate is as wrong as those that are most like it."""
-        return estimated.memory * _likely(self.memory, _of_computing(estimated.candidate))
+        return estimated.memory * _likely(self.memory, _of_memory(estimated.candidate))
 
     def likely_time(self, estimated: Priced) -> float:
         """The time of a candidate, if its estimate is wrong by how it computes and is stored.
@@ -110,6 +110,13 @@ def _of_computing(candidate: Candidate) -> tuple[Hashable, ...]:
 
 # Which of these kinds are that of how parameters are stored, and that of what is computed.
 _STORED, _COMPUTED = 1, 2
+
+
+def _of_memory(candidate: Candidate) -> tuple[Hashable, ...]:
+    """The same, from what says most of memory: blocks that are known are told how to compute."""
+    alike, stored, computed, *others = _of_computing(candidate)
+    nearest = (stored, computed) if candidate.layout.blocks == () else (computed, stored)
+    return (alike, *nearest, *others)
 
 
 def _of_time(candidate: Candidate) -> tuple[Hashable, ...]:

@@ -36,6 +36,8 @@ _PARTS = 3
 _MOST_IF_ANY_FITS = 2
 _MOST_ROUNDS = 4
 _CLEARLY_LESS = 0.98
+# Bytes are whole numbers, so that an estimate of as much memory may seem to be less by this.
+_BUT_FOR_ROUNDING = 1 - 1e-8
 # What is thought to take no more than so many times as long as the best that is left may be better.
 _MAY_BE_QUICKER = 1.5
 # What seems to be over the limit by less than this may fit.
@@ -334,7 +336,9 @@ class Search:
                 left, errors = self._left(view)
                 bounds = [(errors.least_memory(one), one.rank, one.candidate) for one in left]
                 doubtful |= {one for bytes_, _, one in bounds if bytes_ <= self.limit}
-                if bounds and min(bounds)[0] < max(nearest, self.limit * MARGIN_IF_CHECKED):
+                if bounds and min(bounds)[0] < max(
+                    nearest * _BUT_FOR_ROUNDING, self.limit * MARGIN_IF_CHECKED
+                ):
                     least[min(bounds)[2]] = None
             self.found.in_doubt = len(doubtful)
             if not least or len(compiled) >= most:
