@@ -1,1 +1,0 @@
-"""Names for models that have none, and the layout found among all sane ones."""

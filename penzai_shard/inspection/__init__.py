@@ -1,1 +1,0 @@
-"""What a step needs and moves, found out before it runs."""

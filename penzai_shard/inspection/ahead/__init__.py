@@ -1,1 +1,0 @@
-"""A step compiled for devices that are not there."""

@@ -1,1 +1,0 @@
-"""A step lowered and compiled, its layers marked; nothing runs."""

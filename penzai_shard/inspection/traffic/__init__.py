@@ -1,1 +1,0 @@
-"""What a compiled step moves between devices, and whose it is."""
