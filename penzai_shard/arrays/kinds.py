@@ -1,0 +1,50 @@
+"""Tells what stands at a leaf of a tree: an array, a struct, a tracer, a number, or none of these."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+# NumPy's kinds of dtypes for bytes, text, Python objects, spans and dates.
+_KINDS_OF_NO_DEVICE = frozenset("SUOmM")
+
+
+def is_array(value: Any) -> bool:
+    """Whether a leaf is an array, a tracer, or a struct that describes one.
+
+    >>> is_array(np.ones(2)), is_array(jax.ShapeDtypeStruct((), "int32")), is_array(np.array("a"))
+    (True, True, False)
+    """
+    if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return True
+    return (
+        isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in _KINDS_OF_NO_DEVICE
+    )
+
+
+def is_number(value: Any) -> bool:
+    """Whether a leaf is a Python number, which JAX takes for an array."""
+    return isinstance(value, bool | int | float | complex)
+
+
+def is_struct(value: Any) -> bool:
+    """Whether a leaf describes an array without holding it."""
+    return isinstance(value, jax.ShapeDtypeStruct)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether only the shape and dtype of a leaf are known."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def is_deleted(value: Any) -> bool:
+    """Whether a leaf is an array whose memory is gone, as donation takes it."""
+    return isinstance(value, jax.Array) and not is_traced(value) and value.is_deleted()
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of one element; of a random key those of its data."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return int(data.size * data.dtype.itemsize)
+    return int(np.dtype(dtype).itemsize)

@@ -1,0 +1,543 @@
+"""Takes any tree apart into arrays and a static rest, and joins them again.
+
+This is the one mechanism of the library that does so. A tree is a model of any library, a train
+state, what a plan or a checkpoint is for, or a layer with its inputs. A ``Structure`` holds no
+array: it is compared by content and hashed, so that two builds of a model share their programs.
+"""
+
+import dataclasses
+import functools
+import re
+import types
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from penzai_shard.arrays.kinds import is_array, is_number
+from penzai_shard.errors import Problem, Problems, ShardingError
+from penzai_shard.paths import join_paths, path_text
+from penzai_shard.readers.reader import Content, Reader, is_module, is_node, reader_of
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Statistic:
+    """Which dimensions of its parameter an array has that an optimizer keeps.
+
+    Attributes:
+        parameter: The parameter's path, ``""`` where its own names say which it is.
+        names: The parameter's logical axes.
+        sizes: The parameter's shape.
+        kept: For each dimension of the array its number in the parameter, or None.
+    """
+
+    parameter: str
+    names: tuple[Any, ...] | None
+    sizes: tuple[int, ...] | None
+    kept: tuple[int | None, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of a tree.
+
+    Attributes:
+        path: The label of its variable, or where it stands.
+        names: A logical axis for each dimension, None for a positional one; None altogether for an
+            array without names.
+        shape: Its shape.
+        dtype: Its dtype; None for what is no array, a sharding for instance.
+        value: What stands there: an array, a struct, a tracer, a number, a sharding.
+        role: ``"parameter"``, ``"state"``, ``"constant"``, or ``""`` where nobody said.
+        variable: The mutable variable that holds it now, if one does.
+        statistic: Of what an optimizer keeps, which dimensions of the parameter it has.
+    """
+
+    path: str
+    names: tuple[Any, ...] | None
+    shape: tuple[int, ...]
+    dtype: Any
+    value: Any
+    role: str = ""
+    variable: Any = None
+    statistic: Statistic | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variable:
+    """A mutable variable of a tree, or its frozen value.
+
+    Attributes:
+        role: Its role.
+        live: Whether it was mutable.
+        leaves: Which leaves its value has.
+    """
+
+    role: str
+    live: bool
+    leaves: slice
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Named:
+    """An array with names, for readers of nodes whose arrays lie in plain containers.
+
+    It stands in ``Content.data`` only: the walk makes a leaf of it, and ``close`` gets the array.
+
+    Attributes:
+        value: The array.
+        names: As in ``Leaf``.
+        role: As in ``Leaf``.
+        statistic: As in ``Leaf``.
+    """
+
+    value: Any
+    names: tuple[Any, ...] | None = None
+    role: str = ""
+    statistic: Statistic | None = None
+
+
+# Inside a structure: a leaf, a static value, a node of a reader, a pytree, a box once more.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slot:
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Static:
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Again:
+    box: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Box:
+    number: int
+    reader: Reader
+    template: Any
+    inner: Any
+    role: str
+    is_live: bool
+    is_plain: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tree:
+    definition: Any
+    parts: tuple[Any, ...]
+
+
+class Structure:
+    """Everything of a tree but its arrays.
+
+    Two structures are equal if paths, names, static values and containers are; settings of modules
+    too, where ``2`` and ``2.0`` differ. Lengths of arrays are not part of it.
+
+    Attributes:
+        paths: The path of each leaf.
+        names: The logical axes of each leaf.
+        statics: Path and value of each leaf that is no array, such as a function.
+        variables: The variables, each once, in the order of their first leaves.
+        problems: What is wrong with names that a library gives; not part of equality.
+        notes: What a plan should say of some leaves, by path; not part of equality.
+    """
+
+    def __init__(self, root: Any, walk: "_Walk") -> None:
+        self._root = root
+        self.paths = tuple(leaf.path for leaf in walk.leaves)
+        self.names = tuple(leaf.names for leaf in walk.leaves)
+        self.statics = tuple(walk.statics)
+        self.variables = tuple(walk.variables)
+        self.problems = tuple(walk.problems)
+        self.notes = dict(walk.notes)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Functions and settings of two builds may hash differently and be equal all the same.
+        return hash((self.paths, self.names, tuple(path for path, _ in self.statics)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, Structure)
+            and self.paths == other.paths
+            and self.names == other.names
+            and same_static(self.statics, other.statics)
+            and _same_part(self._root, other._root)
+        )
+
+    def fill(
+        self, values: Sequence[Any], *, live: Collection[str] = (), plain: bool = False
+    ) -> Any:
+        """The tree with other values in the places of its leaves.
+
+        Args:
+            values: One value for each leaf, in their order: arrays, structs, tracers, shardings.
+            live: The roles of the variables that become mutable; others are frozen.
+            plain: Whether nodes are left out without which code of their library computes.
+
+        >>> leaves, structure = flatten({"w": 1.0, "name": "up"})
+        >>> structure.fill([2.0])
+        {'name': 'up', 'w': 2.0}
+        """
+        made: dict[int, Any] = {}
+
+        def join(part: Any) -> Any:
+            match part:
+                case _Slot():
+                    return values[part.index]
+                case _Static():
+                    return self.statics[part.index][1]
+                case _Again():
+                    return made[part.box]
+                case _Tree():
+                    return part.definition.unflatten(map(join, part.parts))
+            node = join(part.inner)
+            if part.template is not None and not (plain and part.is_plain):
+                node = part.reader.close(part.template, node)
+                # Only variables can be thawed, and the ones that were mutable need not be asked.
+                if part.role in live and hasattr(part.reader, "thaw"):
+                    node = part.reader.thaw(node)
+            made[part.number] = node
+            return node
+
+        return join(self._root)
+
+    def read(self, tree: Any) -> list[Any]:
+        """The arrays of a tree of this structure, for instance after a call has assigned some.
+
+        Raises:
+            ShardingError: The tree has another structure; the first path that differs is named.
+        """
+        leaves, other = flatten(tree)
+        if other != self:
+            raise ShardingError("the tree has another structure:", [self._first_difference(other)])
+        return [leaf.value for leaf in leaves]
+
+    def _first_difference(self, other: "Structure") -> Problem:
+        for own, found in zip(self.paths, other.paths, strict=False):
+            if own != found:
+                return Problem(own, f"there is {found!r} in its place")
+        more = {*self.paths} ^ {*other.paths}
+        if more:
+            return Problem(min(more), "it is in one of the two trees only")
+        for path, own, found in zip(self.paths, self.names, other.names, strict=True):
+            if own != found:
+                return Problem(path, f"its logical axes are {found} and were {own}")
+        pairs = zip(self.statics, other.statics, strict=False)
+        path = next((own[0] for own, found in pairs if not same_static(own, found)), "")
+        return Problem(path, "a setting, a function or a container differs")
+
+
+def flatten(tree: Any) -> tuple[list[Leaf], Structure]:
+    """The arrays of a tree in the order of ``jax.tree.leaves``, and the rest.
+
+    A variable that occurs twice is one leaf.
+
+    >>> leaves, structure = flatten({"w": jax.numpy.ones((2, 3)), "act": jax.nn.relu})
+    >>> [(leaf.path, leaf.shape) for leaf in leaves], [path for path, _ in structure.statics]
+    ([('w', (2, 3))], ['act'])
+    """
+    walk = _Walk()
+    root = walk.tree(tree, "", _Around())
+    return walk.leaves, Structure(root, walk)
+
+
+def leaves_of(tree: Any) -> list[Leaf]:
+    """The arrays of a tree."""
+    return flatten(tree)[0]
+
+
+def with_arrays(tree: Any, arrays: Mapping[str, Any]) -> Any:
+    """The tree with other arrays at some paths; its variables are new ones.
+
+    >>> with_arrays({"w": 1.0, "b": 2.0}, {"w": 3.0})
+    {'b': 2.0, 'w': 3.0}
+    """
+    leaves, structure = flatten(tree)
+    problems = Problems("no array of the tree has this path:")
+    for path in arrays.keys() - set(structure.paths):
+        problems.add(path, "there is no such array")
+    problems.raise_if_any(ShardingError)
+    live = {variable.role for variable in structure.variables if variable.live}
+    return structure.fill([arrays.get(leaf.path, leaf.value) for leaf in leaves], live=live)
+
+
+def variables_of(tree: Any) -> list[Any]:
+    """The variables of a tree, or their frozen values, in the order of ``Structure.variables``."""
+    walk = _Walk()
+    walk.tree(tree, "", _Around())
+    return walk.nodes
+
+
+def read_variables(tree: Any) -> list[Any]:
+    """What each variable of a tree holds now, in the order of ``Structure.variables``.
+
+    A value may be a tree of arrays, and another one than when the tree was taken apart.
+    """
+    return [reader_of(type(node)).open(node).data for node in variables_of(tree)]  # type: ignore[union-attr]
+
+
+# Taking a tree apart
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Around:
+    """What is known of a part of a tree from the nodes around it."""
+
+    role: str = ""
+    variable: Any = None
+    # Of arrays that are statistics of a named one.
+    statistic: Statistic | None = None
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.leaves: list[Leaf] = []
+        self.statics: list[tuple[str, Any]] = []
+        self.variables: list[Variable] = []
+        self.nodes: list[Any] = []
+        self.problems: list[Problem] = []
+        self.notes: dict[str, str] = {}
+        self._boxes = 0
+        # By identity: box, path and data of a variable or module that was met.
+        self._seen: dict[Any, tuple[int, str, Any]] = {}
+
+    def tree(self, tree: Any, path: str, around: _Around) -> Any:
+        """Takes a pytree apart whose root is at ``path``."""
+        keyed, definition = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_end)
+        numbers = [is_number(value) for _, value in keyed]
+        settings = _are_in_modules(tree) if any(numbers) else numbers
+        parts = [
+            self._part(value, join_paths(path, path_text(keys)), around, setting and number)
+            for (keys, value), number, setting in zip(keyed, numbers, settings, strict=True)
+        ]
+        if len(parts) == 1 and keyed[0][1] is tree:
+            return parts[0]
+        return _Tree(definition, tuple(parts))
+
+    def _part(self, value: Any, path: str, around: _Around, is_setting: bool) -> Any:
+        if isinstance(value, Named):
+            inner = _Around(value.role or around.role, around.variable, value.statistic)
+            return self._slot(value.value, path, value.names, inner)
+        reader = reader_of(type(value))
+        if reader is not None:
+            return self._box(reader, value, path, around)
+        is_value = is_array(value) or isinstance(value, jax.sharding.Sharding)
+        if is_value or (is_number(value) and not is_setting):
+            return self._slot(value, path, None, around)
+        self.statics.append((path, value))
+        return _Static(len(self.statics) - 1)
+
+    def _slot(self, value: Any, path: str, names: Any, around: _Around) -> _Slot:
+        dtype, shape = None, tuple(getattr(value, "shape", ()))
+        if is_array(value):
+            dtype = value.dtype
+        elif is_number(value):
+            dtype = jax.dtypes.canonicalize_dtype(type(value))
+        leaf = Leaf(
+            path, names, shape, dtype, value, around.role, around.variable, around.statistic
+        )
+        self.leaves.append(leaf)
+        return _Slot(len(self.leaves) - 1)
+
+    def _box(self, reader: Reader, node: Any, path: str, around: _Around) -> Any:
+        content = reader.open(node)
+        path = content.label or path
+        if content.identity in self._seen and content.identity is not None:
+            return self._met(content, path)
+        number, self._boxes = self._boxes, self._boxes + 1
+        if content.identity is not None:
+            self._seen[content.identity] = number, path, content.data
+        if content.problem is not None:
+            self.problems.append(Problem(path, *content.problem, kind="unreadable"))
+        if content.note:
+            self.notes[path] = content.note
+
+        is_live = hasattr(reader, "is_live") and reader.is_live(node)
+        is_variable = hasattr(reader, "is_live")
+        variable = node if is_live else around.variable
+        inner = _Around(content.role or around.role, variable, around.statistic)
+        first = len(self.leaves)
+        if is_variable:
+            position = len(self.variables)
+            self.variables.append(Variable(content.role, is_live, slice(first, first)))
+            self.nodes.append(node)
+        part = self._content(content, path, inner)
+        if is_variable:
+            leaves = slice(first, len(self.leaves))
+            self.variables[position] = Variable(content.role, is_live, leaves)
+        return _Box(number, reader, content.template, part, content.role, is_live, content.is_plain)
+
+    def _content(self, content: Content, path: str, around: _Around) -> Any:
+        """What a node holds: one array with the node's names, or a tree."""
+        data, names = content.data, content.names
+        if names is None:
+            return self.tree(data, path, around)
+        if is_array(data) and content.sizes is None and len(names) <= data.ndim:
+            # As in a PartitionSpec, dimensions behind the last name have none.
+            names = (*names, *(None,) * (data.ndim - len(names)))
+            return self._slot(data, path, names, around)
+        if not is_array(data) and jax.tree_util.all_leaves([data]):
+            # A sharding, which has no shape: the node tells the lengths.
+            slot = self._slot(data, path, names, around)
+            leaf = dataclasses.replace(self.leaves[slot.index], shape=content.sizes or ())
+            self.leaves[slot.index] = leaf
+            return slot
+        # What an optimizer keeps of a named array: other dimensions, or several arrays.
+        statistic = Statistic("", names, content.sizes)
+        return self.tree(data, path, _Around(around.role, around.variable, statistic))
+
+    def _met(self, content: Content, path: str) -> _Again:
+        """A variable or module that stands in the tree a second time."""
+        number, first_path, data = self._seen[content.identity]
+        own, first = jax.tree_util.tree_leaves(content.data), jax.tree_util.tree_leaves(data)
+        # nnx.split makes a new state of the same variables each time.
+        differ = any(a is not b for a, b in zip(own, first, strict=False)) or len(own) != len(first)
+        if differ and content.label:
+            self.problems.append(
+                Problem(
+                    path,
+                    "two variables with this label hold different arrays",
+                    "Give each its own label.",
+                    "unreadable",
+                )
+            )
+        return _Again(number)
+
+
+def _is_end(value: Any) -> bool:
+    return type(value) is Named or is_node(value)
+
+
+def _are_in_modules(tree: Any) -> list[bool]:
+    """For each end of a tree whether it stands in a module, whose numbers are settings."""
+    found: list[bool] = []
+    for node in jax.tree_util.tree_leaves(tree, is_leaf=lambda n: _is_end(n) or is_module(type(n))):
+        inside = not _is_end(node) and is_module(type(node))
+        count = len(jax.tree_util.tree_leaves(node, is_leaf=_is_end)) if inside else 1
+        found += [inside] * count
+    return found
+
+
+# Comparing static values
+
+
+def same_static(a: Any, b: Any) -> bool:
+    """Whether two static values do the same wherever they are used.
+
+    Functions are the same if their code and all that they hold is, so that two optimizers made
+    alike are one. ``2`` and ``2.0``, ``0.0`` and ``-0.0`` differ, as do arrays of two dtypes.
+
+    >>> same_static(lambda x: x + 1, lambda x: x + 1), same_static({"rate": 0.0}, {"rate": -0.0})
+    (True, False)
+    """
+    try:
+        return _same_value(a, b)
+    except RecursionError:
+        # What holds itself cannot be compared: each is a static of its own.
+        return False
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, types.FunctionType):
+        return _same_function(a, b)
+    if isinstance(a, types.MethodType):
+        return a.__func__ is b.__func__ and _same_value(a.__self__, b.__self__)
+    if isinstance(a, functools.partial):
+        return _same_value((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
+    if isinstance(a, dict):
+        return _same_value((*a.items(),), (*b.items(),))
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_same_value, a, b))
+    if type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__"):
+        # Without an equality of its own, as optax.MultiSteps: what it holds tells.
+        return not isinstance(a, type | types.ModuleType) and _same_value(vars(a), vars(b))
+    try:
+        return bool(a == b) and _text(a) == _text(b)
+    except (TypeError, ValueError):
+        # Arrays with several elements cannot be compared: each is a static of its own.
+        return False
+
+
+def _same_function(a: types.FunctionType, b: types.FunctionType) -> bool:
+    if a.__code__ != b.__code__ or not (_has_constant_globals(a) and _has_constant_globals(b)):
+        return False
+    own, other = (
+        (f.__defaults__, f.__kwdefaults__, [cell.cell_contents for cell in f.__closure__ or ()])
+        for f in (a, b)
+    )
+    return _same_value(own, other)
+
+
+def _has_constant_globals(function: types.FunctionType) -> bool:
+    """Whether the globals that a function reads are the same whenever it is made again.
+
+    In a notebook they change from cell to cell, and the function of an earlier cell was compiled
+    with what they were then.
+    """
+    if function.__module__ != "__main__":
+        return True
+    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    read = [function.__globals__[name] for name in names if name in function.__globals__]
+    return all(
+        isinstance(value, types.ModuleType)
+        or getattr(value, "__module__", "") not in ("", "__main__")
+        for value in read
+    )
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _text(value: Any) -> str:
+    return _ADDRESS.sub("", repr(value))
+
+
+def _same_part(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    match a:
+        case _Slot() | _Static() | _Again():
+            return bool(a == b)
+        case _Tree():
+            return (
+                len(a.parts) == len(b.parts)
+                and all(map(_same_part, a.parts, b.parts))
+                and _same_definition(a.definition, b.definition)
+            )
+    return (
+        a.reader is b.reader
+        and (a.number, a.role, a.is_live, a.is_plain) == (b.number, b.role, b.is_live, b.is_plain)
+        and same_static(a.template, b.template)
+        and _same_part(a.inner, b.inner)
+    )
+
+
+def _same_definition(a: Any, b: Any) -> bool:
+    """Whether two tree definitions are the same; JAX takes settings ``2`` and ``2.0`` for equal."""
+    own, other = a.children(), b.children()
+    return (
+        len(own) == len(other)
+        and same_static(a.node_data(), b.node_data())
+        and all(map(_same_definition, own, other))
+    )

@@ -1,0 +1,84 @@
+"""Reads modules of Flax NNX, and their variables.
+
+A module is one node: ``nnx.split`` opens it and ``nnx.merge`` closes it, so that modules that occur
+twice, counters and random streams stay Flax's own business. Source: Flax, ``flax.nnx.spmd``.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from penzai_shard.readers.flax_linen import read_names
+from penzai_shard.readers.reader import Content
+
+# Where releases keep the names of the dimensions, the newest first.
+_NAMES = ("out_sharding", "sharding", "sharding_names")
+_EXAMPLE = 'nnx.with_partitioning(initializer, ("embed", "hidden"))'
+
+
+class _Modules:
+    library = "flax.nnx"
+
+    def reads(self, kind: type) -> bool:
+        return issubclass(kind, nnx.Pytree)
+
+    def open(self, node: Any) -> Content:
+        graph_definition, state = nnx.split(node)
+        return Content(state, graph_definition, identity=id(node))
+
+    def close(self, template: Any, data: Any) -> Any:
+        return nnx.merge(template, data)
+
+    def why_not(self, tree: Any) -> str:
+        if not isinstance(tree, nnx.GraphDef):
+            return ""
+        return "nnx.GraphDef holds no arrays. Give the module, nnx.merge(graphdef, state)."
+
+
+@dataclasses.dataclass(frozen=True)
+class _VariableTemplate:
+    kind: type
+    metadata: dict[str, Any]
+
+
+class _Variables:
+    library = "flax.nnx"
+
+    def reads(self, kind: type) -> bool:
+        return issubclass(kind, nnx.Variable)
+
+    def open(self, node: Any) -> Content:
+        metadata, data = node.get_metadata(), node.get_raw_value()
+        template = _VariableTemplate(type(node), metadata)
+        role = "parameter" if isinstance(node, nnx.Param) else "state"
+        if metadata.get("ref"):
+            what = "it holds a reference, as nnx.var_defaults(ref=True) makes them"
+            problem = (what, "Make the model without that.")
+            return Content(None, template, role=role, identity=id(node), problem=problem)
+        given = next((metadata[key] for key in _NAMES if metadata.get(key) is not None), None)
+        if given is None:
+            # Keys and counters of random streams have nothing to name.
+            is_random = isinstance(node, nnx.RngState)
+            note = "random state" if is_random else ""
+            names = (None,) * len(getattr(data, "shape", ())) if is_random else None
+            return Content(data, template, names, role=role, identity=id(node), note=note)
+        given = given.spec if isinstance(given, NamedSharding) else given
+        names, problem = read_names(given, "variable", _EXAMPLE)
+        return Content(data, template, names, role=role, identity=id(node), problem=problem)
+
+    def close(self, template: _VariableTemplate, data: Any) -> Any:
+        return template.kind.from_metadata(data, dict(template.metadata))
+
+    def is_live(self, node: Any) -> bool:
+        return True
+
+    def with_names(self, node: Any, names: Sequence[Any]) -> Any:
+        """A variable like another, which says these names itself."""
+        metadata = {**node.get_metadata(), _NAMES[0]: tuple(names)}
+        return type(node).from_metadata(node.get_raw_value(), metadata)
+
+
+READERS = [_Variables(), _Modules()]

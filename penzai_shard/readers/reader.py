@@ -1,0 +1,171 @@
+"""Knows the readers of all libraries, and which of them opens the nodes of a type.
+
+A library keeps its arrays in nodes: a box with names, a variable, an array type, a module. A reader
+opens such a node and closes another like it. Penzai is one of these libraries. A library is looked
+up, never imported: nobody has its nodes who has not imported it.
+"""
+
+import dataclasses
+import functools
+import importlib
+import sys
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+from penzai_shard.errors import RuleTypeError
+
+# Types of these modules are nobody's, and by far the most frequent.
+_NOBODYS = frozenset({"builtins", "collections", "numpy", "jaxlib._jax", "jax._src.core"})
+# Modules that whoever has nodes of a library has imported, and our module that reads these.
+_OURS = {
+    "penzai.core.variables": "penzai",
+    "penzai.deprecated.v1.nn.parameters": "penzai",
+    "flax.core.meta": "flax_linen",
+    "flax.nnx": "flax_nnx",
+    "haliax.core": "haliax",
+    "equinox": "equinox",
+    "torch": "torch",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Content:
+    """What a node holds.
+
+    Attributes:
+        data: An array, or a tree with further arrays in it.
+        template: All that ``close`` needs besides data: plain values that can be compared, never
+            the node. None puts the data itself in the place of the node.
+        names: The logical axis of each dimension of ``data``, None for a positional one; None
+            altogether where the node gives no names.
+        sizes: The lengths that the names stand for, where the data does not tell: it has no shape,
+            or is a statistic with another shape than the array that the names were given to.
+        label: The path that the node itself gives, as Penzai's variables do.
+        role: ``"parameter"`` or ``"state"``, if the library says so.
+        identity: Equal for two nodes that are one variable; None for plain values.
+        is_plain: Whether code of the library computes with the data, without the node.
+        problem: Why the names cannot be used, and a fix.
+        note: What a plan should say of the array.
+    """
+
+    data: Any
+    template: Any = None
+    names: tuple[Any, ...] | None = None
+    sizes: tuple[int, ...] | None = None
+    label: str = ""
+    role: str = ""
+    identity: Hashable = None
+    is_plain: bool = False
+    problem: tuple[str, str] | None = None
+    note: str = ""
+
+
+class Reader(Protocol):
+    """Opens and closes the nodes of one library.
+
+    A reader may have further methods, which the library's own readers show: ``is_live(node)`` and
+    ``thaw(node)`` for variables, ``with_names(node, names)`` for nodes that keep names themselves,
+    ``is_module(type)`` for modules in which Python numbers are settings and no arrays,
+    ``why_not(tree)`` for what people give in place of a tree of arrays.
+    """
+
+    library: str
+
+    def reads(self, kind: type) -> bool:
+        """Whether nodes of a type are this reader's; asked once for each type."""
+
+    def open(self, node: Any) -> Content:
+        """What a node holds; never raises, but gives a ``problem``."""
+
+    def close(self, template: Any, data: Any) -> Any:
+        """A node from its template and data: arrays, structs, tracers, shardings, anything."""
+
+
+_registered: list[Reader] = []
+
+
+def register_reader(reader: Reader) -> None:
+    """Adds a reader for arrays of another library, or of your own.
+
+    Its arrays are then planned, placed, initialised, trained and saved as all others are. A reader
+    that is registered later goes before earlier ones, and before those of this package.
+
+    Args:
+        reader: An object with ``library``, ``reads``, ``open`` and ``close``; see ``Reader``.
+
+    Raises:
+        RuleTypeError: It has not these four.
+
+    >>> import dataclasses, jax
+    >>> import penzai_shard as pzs
+    >>> @jax.tree_util.register_dataclass
+    ... @dataclasses.dataclass
+    ... class Field:
+    ...     values: jax.Array
+    ...     dims: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    >>> class FieldReader:
+    ...     library = __name__
+    ...     def reads(self, kind):
+    ...         return kind is Field
+    ...     def open(self, node):
+    ...         return Content(node.values, template=node.dims, names=node.dims)
+    ...     def close(self, template, data):
+    ...         return Field(data, template)
+    >>> register_reader(FieldReader())
+    >>> mesh = pzs.make_mesh({"data": 8})
+    >>> field = Field(jax.numpy.ones((8, 2)), ("time", "x"))
+    >>> pzs.name_to_name_sharding(field, mesh, {"time": "data"}).values.spec
+    P('data',)
+    """
+    needs = ("library", "reads", "open", "close")
+    missing = [name for name in needs if not hasattr(reader, name)]
+    if isinstance(reader, type) or missing:
+        has = "is a class" if isinstance(reader, type) else f"has no {' and no '.join(missing)}"
+        raise RuleTypeError(
+            f"register_reader: {reader!r} {has}. Give an object with {', '.join(needs)}."
+        )
+    _registered.insert(0, reader)
+    _reader_of.cache_clear()
+
+
+def reader_of(kind: type) -> Reader | None:
+    """The reader of the nodes of a type, or None."""
+    if kind.__module__ in _NOBODYS:
+        return None
+    # A library that is imported later brings its reader with it.
+    return _reader_of(kind, _imported())
+
+
+def is_node(value: Any) -> bool:
+    """Whether a reader opens this value."""
+    return reader_of(type(value)) is not None
+
+
+def is_module(kind: type) -> bool:
+    """Whether Python numbers in nodes of a type are settings of a module, and no arrays."""
+    if kind.__module__ in _NOBODYS:
+        return False
+    return _is_module(kind, _imported())
+
+
+def _imported() -> tuple[str, ...]:
+    return tuple(library for library in _OURS if library in sys.modules)
+
+
+def _active(imported: tuple[str, ...]) -> list[Reader]:
+    names = dict.fromkeys(_OURS[library] for library in imported)
+    modules = [importlib.import_module(f"penzai_shard.readers.{name}") for name in names]
+    readers = [*_registered, *(reader for module in modules for reader in module.READERS)]
+    return [reader for reader in readers if reader.library in sys.modules]
+
+
+@functools.lru_cache(maxsize=4096)
+def _reader_of(kind: type, imported: tuple[str, ...]) -> Reader | None:
+    return next((reader for reader in _active(imported) if reader.reads(kind)), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_module(kind: type, imported: tuple[str, ...]) -> bool:
+    return any(
+        reader.is_module(kind) for reader in _active(imported) if hasattr(reader, "is_module")
+    )
