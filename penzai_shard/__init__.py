@@ -1,3 +1,40 @@
-"""Patch JAX models with selectors, lay them over a mesh by axis name."""
+"""Patch JAX models with selectors, lay them over a mesh by axis name.
+
+Rules say which logical axis goes to which mesh axis; a plan is a printable decision for every
+array; everything that touches devices carries a plan out.
+"""
+
+import importlib
+from typing import Any
 
 __version__ = "0.2.0"
+
+# The public names of each module, which is imported when one of them is first used.
+_NAMES = {
+    "errors": "MeshError MissingExtraError PlanError RuleTypeError SelectionError ShardingError ShardingWarning",
+    "meshes": "make_mesh",
+    "placement.named_jit": "named_jit",
+    "placement.place": "name_to_name_device_put place",
+    "placement.sharded_init": "abstract_model initialize_parameters_sharded sharded_init",
+    "planning.name_axes": "name_axes without_names",
+    "planning.planner": "make_plan",
+    "planning.sharding_trees": "name_to_name_sharding",
+    "readers.reader": "register_reader",
+    "reports.report": "Report",
+    "rules": "AxisRules data_parallel fully_sharded tensor_parallel",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = ["__version__", *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

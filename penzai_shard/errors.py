@@ -68,7 +68,8 @@ class ShardingError(ValueError):
         if len(lines) > _MOST_LINES:
             hidden = len(lines) - _MOST_LINES
             lines = [*lines[:_MOST_LINES], f"and {hidden:,} more; all are in error.problems"]
-        return "\n  ".join([self.args[0], *lines])
+        is_of_whole = len(lines) == 1 and not self.problems[0].path
+        return (" " if is_of_whole else "\n  ").join([self.args[0], *lines])
 
 
 class RuleTypeError(ShardingError, TypeError):

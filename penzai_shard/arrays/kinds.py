@@ -42,9 +42,14 @@ def is_deleted(value: Any) -> bool:
     return isinstance(value, jax.Array) and not is_traced(value) and value.is_deleted()
 
 
+def is_key_type(dtype: Any) -> bool:
+    """Whether a dtype is one of typed random keys."""
+    return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
+
+
 def itemsize(dtype: Any) -> int:
     """Bytes of one element; of a random key those of its data."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if is_key_type(dtype):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return int(data.size * data.dtype.itemsize)
     return int(np.dtype(dtype).itemsize)

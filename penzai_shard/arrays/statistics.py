@@ -50,7 +50,8 @@ def _name_statistic(leaf: Leaf, parameters: Mapping[str, Leaf], tables: Mapping[
         and leaf.names is None
         and statistic is None
         and _OPTIMIZER in leaf.path.split("/")
-        and 0 < int(np.prod(leaf.shape)) <= _MOST_COEFFICIENTS
+        and leaf.shape
+        and int(np.prod(leaf.shape)) <= _MOST_COEFFICIENTS
     )
     return dataclasses.replace(leaf, names=(None,) * len(leaf.shape)) if is_coefficient else leaf
 

@@ -7,9 +7,10 @@ array: it is compared by content and hashed, so that two builds of a model share
 
 import dataclasses
 import functools
+import itertools
 import re
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -124,7 +125,6 @@ class _Box:
     template: Any
     inner: Any
     role: str
-    is_live: bool
     is_plain: bool
 
 
@@ -171,11 +171,14 @@ class Structure:
             return True
         return (
             isinstance(other, Structure)
-            and self.paths == other.paths
-            and self.names == other.names
-            and same_static(self.statics, other.statics)
-            and _same_part(self._root, other._root)
+            and self.variables == other.variables
+            and self._is_like(other)
         )
+
+    def _is_like(self, other: "Structure") -> bool:
+        """Whether the two differ at most in which variables are mutable."""
+        own, found = (self.statics, self._root), (other.statics, other._root)
+        return (self.paths, self.names) == (other.paths, other.names) and same_static(own, found)
 
     def fill(
         self, values: Sequence[Any], *, live: Collection[str] = (), plain: bool = False
@@ -217,24 +220,27 @@ class Structure:
     def read(self, tree: Any) -> list[Any]:
         """The arrays of a tree of this structure, for instance after a call has assigned some.
 
+        Which variables are mutable does not matter.
+
         Raises:
             ShardingError: The tree has another structure; the first path that differs is named.
         """
         leaves, other = flatten(tree)
-        if other != self:
+        if not self._is_like(other):
             raise ShardingError("the tree has another structure:", [self._first_difference(other)])
         return [leaf.value for leaf in leaves]
 
     def _first_difference(self, other: "Structure") -> Problem:
-        for own, found in zip(self.paths, other.paths, strict=False):
-            if own != found:
-                return Problem(own, f"there is {found!r} in its place")
-        more = {*self.paths} ^ {*other.paths}
-        if more:
-            return Problem(min(more), "it is in one of the two trees only")
-        for path, own, found in zip(self.paths, self.names, other.names, strict=True):
-            if own != found:
-                return Problem(path, f"its logical axes are {found} and were {own}")
+        own, found = (zip(s.paths, s.names, strict=True) for s in (self, other))
+        for here, there in itertools.zip_longest(own, found):
+            if here != there:
+                path, names = here or there
+                has = (
+                    f"the other has {there[0]!r} with axes {there[1]}"
+                    if there
+                    else "no other has it"
+                )
+                return Problem(path, f"it has axes {names}, and {has}")
         pairs = zip(self.statics, other.statics, strict=False)
         path = next((own[0] for own, found in pairs if not same_static(own, found)), "")
         return Problem(path, "a setting, a function or a container differs")
@@ -311,8 +317,10 @@ class _Walk:
         self.problems: list[Problem] = []
         self.notes: dict[str, str] = {}
         self._boxes = 0
-        # By identity: box, path and data of a variable or module that was met.
-        self._seen: dict[Any, tuple[int, str, Any]] = {}
+        # By identity: box and data of a variable or module that was met.
+        self._seen: dict[Any, tuple[int, Any]] = {}
+        # By type and label: where a variable stands.
+        self._places: dict[tuple[str, str], str] = {}
 
     def tree(self, tree: Any, path: str, around: _Around) -> Any:
         """Takes a pytree apart whose root is at ``path``."""
@@ -340,45 +348,49 @@ class _Walk:
         self.statics.append((path, value))
         return _Static(len(self.statics) - 1)
 
-    def _slot(self, value: Any, path: str, names: Any, around: _Around) -> _Slot:
-        dtype, shape = None, tuple(getattr(value, "shape", ()))
+    def _slot(
+        self, value: Any, path: str, names: Any, around: _Around, shape: tuple[int, ...] = ()
+    ) -> _Slot:
+        dtype, shape = None, tuple(getattr(value, "shape", shape))
         if is_array(value):
             dtype = value.dtype
         elif is_number(value):
             dtype = jax.dtypes.canonicalize_dtype(type(value))
-        leaf = Leaf(
-            path, names, shape, dtype, value, around.role, around.variable, around.statistic
-        )
-        self.leaves.append(leaf)
+        known = around.role, around.variable, around.statistic
+        self.leaves.append(Leaf(path, names, shape, dtype, value, *known))
         return _Slot(len(self.leaves) - 1)
 
     def _box(self, reader: Reader, node: Any, path: str, around: _Around) -> Any:
         content = reader.open(node)
-        path = content.label or path
-        if content.identity in self._seen and content.identity is not None:
-            return self._met(content, path)
-        number, self._boxes = self._boxes, self._boxes + 1
+        place, path = path, content.label or path
         if content.identity is not None:
-            self._seen[content.identity] = number, path, content.data
+            number, data = self._seen.setdefault(content.identity, (self._boxes, content.data))
+            if number < self._boxes and _same_arrays(content.data, data):
+                return _Again(number)
+        if content.identity is not None and content.label:
+            other = self._places.setdefault((content.role, content.label), place)
+            if other != place:
+                what = f"the variables at {other!r} and {place!r} have this label and differ"
+                fix = "Give each its own label."
+                self.problems.append(Problem(path, what, fix, "unreadable"))
         if content.problem is not None:
             self.problems.append(Problem(path, *content.problem, kind="unreadable"))
         if content.note:
             self.notes[path] = content.note
 
-        is_live = hasattr(reader, "is_live") and reader.is_live(node)
         is_variable = hasattr(reader, "is_live")
+        is_live = is_variable and reader.is_live(node)  # type: ignore[attr-defined]
+        number, self._boxes = self._boxes, self._boxes + 1
+        first, position = len(self.leaves), len(self.variables)
         variable = node if is_live else around.variable
         inner = _Around(content.role or around.role, variable, around.statistic)
-        first = len(self.leaves)
-        if is_variable:
-            position = len(self.variables)
-            self.variables.append(Variable(content.role, is_live, slice(first, first)))
-            self.nodes.append(node)
         part = self._content(content, path, inner)
         if is_variable:
+            # In front of the variables that it holds.
             leaves = slice(first, len(self.leaves))
-            self.variables[position] = Variable(content.role, is_live, leaves)
-        return _Box(number, reader, content.template, part, content.role, is_live, content.is_plain)
+            self.variables.insert(position, Variable(content.role, is_live, leaves))
+            self.nodes.insert(position, node)
+        return _Box(number, reader, content.template, part, content.role, content.is_plain)
 
     def _content(self, content: Content, path: str, around: _Around) -> Any:
         """What a node holds: one array with the node's names, or a tree."""
@@ -391,30 +403,19 @@ class _Walk:
             return self._slot(data, path, names, around)
         if not is_array(data) and jax.tree_util.all_leaves([data]):
             # A sharding, which has no shape: the node tells the lengths.
-            slot = self._slot(data, path, names, around)
-            leaf = dataclasses.replace(self.leaves[slot.index], shape=content.sizes or ())
-            self.leaves[slot.index] = leaf
-            return slot
+            return self._slot(data, path, names, around, content.sizes or ())
         # What an optimizer keeps of a named array: other dimensions, or several arrays.
         statistic = Statistic("", names, content.sizes)
         return self.tree(data, path, _Around(around.role, around.variable, statistic))
 
-    def _met(self, content: Content, path: str) -> _Again:
-        """A variable or module that stands in the tree a second time."""
-        number, first_path, data = self._seen[content.identity]
-        own, first = jax.tree_util.tree_leaves(content.data), jax.tree_util.tree_leaves(data)
-        # nnx.split makes a new state of the same variables each time.
-        differ = any(a is not b for a, b in zip(own, first, strict=False)) or len(own) != len(first)
-        if differ and content.label:
-            self.problems.append(
-                Problem(
-                    path,
-                    "two variables with this label hold different arrays",
-                    "Give each its own label.",
-                    "unreadable",
-                )
-            )
-        return _Again(number)
+
+def _same_arrays(a: Any, b: Any) -> bool:
+    """Whether two trees hold the same arrays; structs and shardings are made anew each time."""
+    own, other = jax.tree_util.tree_leaves(a), jax.tree_util.tree_leaves(b)
+    return len(own) == len(other) and all(
+        x is y or (isinstance(x, jax.ShapeDtypeStruct | jax.sharding.Sharding) and x == y)
+        for x, y in zip(own, other, strict=True)
+    )
 
 
 def _is_end(value: Any) -> bool:
@@ -440,13 +441,15 @@ def same_static(a: Any, b: Any) -> bool:
     Functions are the same if their code and all that they hold is, so that two optimizers made
     alike are one. ``2`` and ``2.0``, ``0.0`` and ``-0.0`` differ, as do arrays of two dtypes.
 
-    >>> same_static(lambda x: x + 1, lambda x: x + 1), same_static({"rate": 0.0}, {"rate": -0.0})
+    >>> def scale(factor):
+    ...     return lambda x: factor * x
+    >>> same_static(scale(2), scale(2)), same_static(scale(2), scale(2.0))
     (True, False)
     """
     try:
         return _same_value(a, b)
-    except RecursionError:
-        # What holds itself cannot be compared: each is a static of its own.
+    except (RecursionError, TypeError, ValueError):
+        # What holds itself, or an array of several elements: each is a static of its own.
         return False
 
 
@@ -463,16 +466,18 @@ def _same_value(a: Any, b: Any) -> bool:
         return _same_value((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
     if isinstance(a, dict):
         return _same_value((*a.items(),), (*b.items(),))
+    if isinstance(a, jax.tree_util.PyTreeDef):
+        return _same_value((a.node_data(), a.children()), (b.node_data(), b.children()))
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(_same_value, a, b))
-    if type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__"):
+    if type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__"):  # type: ignore[comparison-overlap]
         # Without an equality of its own, as optax.MultiSteps: what it holds tells.
         return not isinstance(a, type | types.ModuleType) and _same_value(vars(a), vars(b))
-    try:
-        return bool(a == b) and _text(a) == _text(b)
-    except (TypeError, ValueError):
-        # Arrays with several elements cannot be compared: each is a static of its own.
-        return False
+    if dataclasses.is_dataclass(a) and not isinstance(a, type):
+        # By fields: == takes 2 and 2.0 for equal, and two functions made alike for unlike.
+        fields = [field.name for field in dataclasses.fields(a) if field.compare]
+        return all(_same_value(getattr(a, name), getattr(b, name)) for name in fields)
+    return bool(a == b) and _text(a) == _text(b)
 
 
 def _same_function(a: types.FunctionType, b: types.FunctionType) -> bool:
@@ -493,8 +498,11 @@ def _has_constant_globals(function: types.FunctionType) -> bool:
     """
     if function.__module__ != "__main__":
         return True
-    names = {name for code in _codes(function.__code__) for name in code.co_names}
-    read = [function.__globals__[name] for name in names if name in function.__globals__]
+    read = [
+        function.__globals__[name]
+        for name in _names(function.__code__)
+        if name in function.__globals__
+    ]
     return all(
         isinstance(value, types.ModuleType)
         or getattr(value, "__module__", "") not in ("", "__main__")
@@ -502,42 +510,10 @@ def _has_constant_globals(function: types.FunctionType) -> bool:
     )
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+def _names(code: types.CodeType) -> set[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
 
 
 def _text(value: Any) -> str:
     return _ADDRESS.sub("", repr(value))
-
-
-def _same_part(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    match a:
-        case _Slot() | _Static() | _Again():
-            return bool(a == b)
-        case _Tree():
-            return (
-                len(a.parts) == len(b.parts)
-                and all(map(_same_part, a.parts, b.parts))
-                and _same_definition(a.definition, b.definition)
-            )
-    return (
-        a.reader is b.reader
-        and (a.number, a.role, a.is_live, a.is_plain) == (b.number, b.role, b.is_live, b.is_plain)
-        and same_static(a.template, b.template)
-        and _same_part(a.inner, b.inner)
-    )
-
-
-def _same_definition(a: Any, b: Any) -> bool:
-    """Whether two tree definitions are the same; JAX takes settings ``2`` and ``2.0`` for equal."""
-    own, other = a.children(), b.children()
-    return (
-        len(own) == len(other)
-        and same_static(a.node_data(), b.node_data())
-        and all(map(_same_definition, own, other))
-    )

@@ -40,14 +40,12 @@ class _Boxes:
     def close(self, template: Any, data: Any) -> Any:
         return template.replace_boxed(data)
 
-    def why_not(self, tree: Any) -> str:
+    def why_not(self, tree: Any) -> tuple[str, str] | None:
         linen = sys.modules.get("flax.linen")
         if linen is None or not isinstance(tree, linen.Module):
-            return ""
-        return (
-            f"{type(tree).__name__} is a linen module, which holds no arrays. Give its variables: "
-            "abstract_model(module.init, jax.random.key(0), x)."
-        )
+            return None
+        what = f"{type(tree).__name__} is a module of linen, which holds no arrays"
+        return what, "Give its variables: abstract_model(module.init, jax.random.key(0), x)."
 
 
 def _given_names(box: Any) -> Any:

@@ -4,6 +4,7 @@ A module is one node: ``nnx.split`` opens it and ``nnx.merge`` closes it, so tha
 twice, counters and random streams stay Flax's own business. Source: Flax, ``flax.nnx.spmd``.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -32,15 +33,20 @@ class _Modules:
     def close(self, template: Any, data: Any) -> Any:
         return nnx.merge(template, data)
 
-    def why_not(self, tree: Any) -> str:
+    def initializing(self) -> contextlib.AbstractContextManager[Any]:
+        # NNX would lay parameters out itself, by names that need not be mesh axes.
+        context: contextlib.AbstractContextManager[Any] = nnx.use_eager_sharding(False)  # type: ignore[no-untyped-call]
+        return context
+
+    def why_not(self, tree: Any) -> tuple[str, str] | None:
         if not isinstance(tree, nnx.GraphDef):
-            return ""
-        return "nnx.GraphDef holds no arrays. Give the module, nnx.merge(graphdef, state)."
+            return None
+        return "nnx.GraphDef holds no arrays", "Give the module, nnx.merge(graphdef, state)."
 
 
 @dataclasses.dataclass(frozen=True)
 class _VariableTemplate:
-    kind: type
+    kind: type[nnx.Variable[Any]]
     metadata: dict[str, Any]
 
 
@@ -56,8 +62,8 @@ class _Variables:
         role = "parameter" if isinstance(node, nnx.Param) else "state"
         if metadata.get("ref"):
             what = "it holds a reference, as nnx.var_defaults(ref=True) makes them"
-            problem = (what, "Make the model without that.")
-            return Content(None, template, role=role, identity=id(node), problem=problem)
+            fix = "Make the model without that."
+            return Content(None, template, role=role, identity=id(node), problem=(what, fix))
         given = next((metadata[key] for key in _NAMES if metadata.get(key) is not None), None)
         if given is None:
             # Keys and counters of random streams have nothing to name.
@@ -75,10 +81,8 @@ class _Variables:
     def is_live(self, node: Any) -> bool:
         return True
 
-    def with_names(self, node: Any, names: Sequence[Any]) -> Any:
-        """A variable like another, which says these names itself."""
-        metadata = {**node.get_metadata(), _NAMES[0]: tuple(names)}
-        return type(node).from_metadata(node.get_raw_value(), metadata)
+    def set_names(self, node: Any, names: Sequence[Any]) -> None:
+        node.set_metadata(**{_NAMES[0]: tuple(names)})
 
 
 READERS = [_Variables(), _Modules()]

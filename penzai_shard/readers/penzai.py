@@ -127,7 +127,7 @@ class _Variables:
         )
 
     def close(self, template: _VariableTemplate, data: Any) -> Any:
-        node = object.__new__(template.kind)
+        node: Any = object.__new__(template.kind)
         node.__dict__.update(label=template.own_label, value=data, metadata=dict(template.metadata))
         return node
 
@@ -135,6 +135,10 @@ class _Variables:
         return isinstance(node, LabeledVariable)
 
     def thaw(self, node: Any) -> Any:
+        # A mutable variable makes arrays of what it gets, which structs and shardings cannot be.
+        described = jax.ShapeDtypeStruct | jax.sharding.Sharding
+        if any(isinstance(value, described) for value in jax.tree_util.tree_leaves(node.value)):
+            return node
         return node.unfreeze_as_copy()
 
 

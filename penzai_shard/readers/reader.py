@@ -5,6 +5,7 @@ opens such a node and closes another like it. Penzai is one of these libraries. 
 up, never imported: nobody has its nodes who has not imported it.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -64,9 +65,10 @@ class Reader(Protocol):
     """Opens and closes the nodes of one library.
 
     A reader may have further methods, which the library's own readers show: ``is_live(node)`` and
-    ``thaw(node)`` for variables, ``with_names(node, names)`` for nodes that keep names themselves,
+    ``thaw(node)`` for variables, ``set_names(node, names)`` for those that keep names themselves,
     ``is_module(type)`` for modules in which Python numbers are settings and no arrays,
-    ``why_not(tree)`` for what people give in place of a tree of arrays.
+    ``why_not(tree)`` for what people give in place of a tree of arrays, ``initializing()`` for the
+    context in which a model is built whose arrays a plan lays out.
     """
 
     library: str
@@ -169,3 +171,15 @@ def _is_module(kind: type, imported: tuple[str, ...]) -> bool:
     return any(
         reader.is_module(kind) for reader in _active(imported) if hasattr(reader, "is_module")
     )
+
+
+def refusal(tree: Any) -> tuple[str, str] | None:
+    """Why something is no tree of arrays though people give it for one, and what to give."""
+    asked = (reader for reader in _active(_imported()) if hasattr(reader, "why_not"))
+    return next((found for reader in asked if (found := reader.why_not(tree))), None)
+
+
+def initializing_contexts() -> list[contextlib.AbstractContextManager[Any]]:
+    """The contexts in which libraries build models and leave their arrays where they are."""
+    asked = (reader for reader in _active(_imported()) if hasattr(reader, "initializing"))
+    return [reader.initializing() for reader in asked]

@@ -56,10 +56,10 @@ class _Tensors:
     def close(self, template: Any, data: Any) -> Any:
         return data
 
-    def why_not(self, tree: Any) -> str:
+    def why_not(self, tree: Any) -> tuple[str, str] | None:
         if not isinstance(tree, torch.nn.Module):
-            return ""
-        return "a module of torch holds its weights itself. Give module.state_dict()."
+            return None
+        return f"{type(tree).__name__} is a module of torch", "Give module.state_dict()."
 
 
 READERS = [_Tensors()]

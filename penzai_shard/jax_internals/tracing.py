@@ -1,0 +1,67 @@
+"""Gives access to traced programs (jaxprs), of which ``jax`` itself promises nothing.
+
+``jax.extend.core`` is JAX's interface for libraries such as this one; it may change with any
+release. Everything here was read from and run on jax 0.10.2.
+https://docs.jax.dev/en/latest/jax.extend.core.html
+"""
+
+from typing import Any
+
+from jax._src.named_sharding import UNSPECIFIED
+from jax.core import Tracer
+from jax.extend.core import (
+    ClosedJaxpr,  # a program with the constants that it closes over
+    DebugInfo,  # what errors of JAX call a program; `Jaxpr` warns without one
+    Jaxpr,  # a program whose constants are given apart
+    JaxprEqn,  # one operation
+    Literal,  # a scalar that is written into an operation
+    Var,  # the result of an operation; equal only to itself
+    jaxpr_as_fun,  # the function that runs a program, operation by operation unless traced
+)
+
+__all__ = [
+    "DERIVATIVE_RULES",
+    "ClosedJaxpr",
+    "DebugInfo",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "Tracer",
+    "Var",
+    "is_weak_type",
+    "jaxpr_as_fun",
+    "without_shardings",
+]
+
+# Parameters of `custom_jvp_call` and `custom_vjp_call` that only differentiation reads. JAX makes
+# them anew for each call, so that by them no two calls of one function would be equal.
+DERIVATIVE_RULES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"})
+
+
+def is_weak_type(value: Any) -> bool:
+    """Whether a value's dtype gives way to that of what it is combined with.
+
+    ``jax.dtypes`` has no public name for it; arrays, tracers and types have the attribute.
+
+    >>> import jax
+    >>> is_weak_type(jax.numpy.asarray(1.0)), is_weak_type(jax.numpy.ones(2))
+    (True, False)
+    """
+    return bool(getattr(value, "weak_type", False))
+
+
+def without_shardings(call: JaxprEqn) -> dict[str, Any]:
+    """The parameters of a call under ``jax.jit`` that was given no shardings.
+
+    What JAX writes for "no sharding" has no public name; ``None`` is something else here.
+
+    >>> import jax
+    >>> (call,) = jax.make_jaxpr(jax.jit(jax.lax.sin))(1.0).eqns
+    >>> without_shardings(call) == call.params
+    True
+    """
+    plain = {}
+    for name, nothing in (("shardings", UNSPECIFIED), ("layouts", None)):
+        plain[f"in_{name}"] = (nothing,) * len(call.invars)
+        plain[f"out_{name}"] = (nothing,) * len(call.outvars)
+    return call.params | plain

@@ -1,0 +1,1 @@
+"""Carries plans out: puts arrays on a mesh, compiles with layouts, builds models in place."""

@@ -1,0 +1,234 @@
+"""Builds models where they belong: each device makes its own part of every array.
+
+The initialiser is traced once. Its program is cut into parts and run by ``run_parts``, so that a
+model may be larger than one device, and compiling takes no longer for more layers.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from penzai_shard.arrays.kinds import is_struct
+from penzai_shard.arrays.structure import Structure, flatten, leaves_of, variables_of
+from penzai_shard.errors import Problem, Problems, RuleTypeError, ShardingError
+from penzai_shard.jax_internals.tracing import ClosedJaxpr
+from penzai_shard.meshes import AnyMesh, auto_context, on_auto_twin
+from penzai_shard.placement.place import check_devices
+from penzai_shard.placement.run_parts import run_initializer
+from penzai_shard.planning import arguments
+from penzai_shard.planning.plan import ShardingPlan
+from penzai_shard.planning.planner import plan_tree
+from penzai_shard.readers.reader import initializing_contexts
+from penzai_shard.rules import OnIndivisible
+
+
+def sharded_init(
+    initializer: Callable[..., Any],
+    *args: Any,
+    mesh: AnyMesh | None = None,
+    rules: Any = None,
+    axis_name_to_mesh_name: Any = None,
+    plan: ShardingPlan | None = None,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: arguments.OnUnnamed = "error",
+    **kwargs: Any,
+) -> Any:
+    """Builds a model on a mesh, each part of every array on the device that holds it.
+
+    The values are those of ``jax.jit(initializer)``, up to the last bit of float arithmetic, and
+    have the same bits on every mesh.
+
+    Args:
+        initializer: A function that JAX can trace and that returns a model, or any tree of arrays;
+            a class too.
+        *args: Its arguments.
+        mesh: A mesh.
+        rules: As for ``make_plan``.
+        axis_name_to_mesh_name: The same under Penzai's name.
+        plan: A plan of ``abstract_model(initializer, ...)``, in place of mesh and rules.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+        **kwargs: Its named arguments.
+
+    Raises:
+        PlanError, MeshError, RuleTypeError: As ``make_plan``; also where a model or a mesh stands in
+            the place of the initialiser or its arguments.
+        ShardingError: The initialiser left a parameter without a value.
+
+    >>> from penzai import pz
+    >>> import penzai_shard as pzs
+    >>> def build(key):
+    ...     return pz.nx.wrap(jax.random.normal(key, (64, 16))).tag("embed", "mlp")
+    >>> mesh = pzs.make_mesh({"data": 8})
+    >>> weights = sharded_init(build, jax.random.key(0), mesh=mesh, rules={"embed": "data"})
+    >>> weights.data_array.sharding.spec
+    P('data',)
+    """
+    _check_initializer("sharded_init", initializer, args)
+    request = arguments.read(
+        "sharded_init",
+        mesh,
+        rules,
+        axis_name_to_mesh_name,
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+        plan=plan,
+    )
+    check_devices(request)
+    traced, structure = _trace(initializer, args, kwargs)
+    structs = structure.fill([_struct(aval) for aval in traced.out_avals])
+    shardings = {i: leaf.sharding for i, leaf in enumerate(plan_tree(structs, request).leaves)}
+    made = run_initializer(traced, shardings)
+    live = {variable.role for variable in structure.variables if variable.live}
+    return structure.fill([made[i] for i in range(len(made))], live=live)
+
+
+def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Finds the shapes of what an initialiser would build, without memory for it.
+
+    For planning, pricing and restoring.
+
+    Args:
+        initializer: As for ``sharded_init``.
+        *args: Its arguments; arrays may be shapes.
+        **kwargs: Its named arguments.
+
+    Returns:
+        The model with ``jax.ShapeDtypeStruct`` in place of arrays; its variables are frozen.
+
+    Raises:
+        RuleTypeError: A model stands in the place of the initialiser.
+        ShardingError: The initialiser left a parameter without a value.
+
+    >>> from penzai import pz
+    >>> abstract_model(pz.nx.zeros, {"embed": 4096, "mlp": 14336}).data_array.shape
+    (4096, 14336)
+    """
+    _check_initializer("abstract_model", initializer, args)
+    args, kwargs = _on_auto_twin(args, kwargs)
+    # Shapes among the arguments become tracers; numbers must stay what they are.
+    leaves, given = flatten((args, kwargs))
+    shapes = {i: leaf.value for i, leaf in enumerate(leaves) if is_struct(leaf.value)}
+    structures: list[Structure] = []
+
+    def build(tracers: dict[int, Any]) -> list[Any]:
+        own_args, own_kwargs = args, kwargs
+        if tracers:
+            values = [tracers.get(i, leaf.value) for i, leaf in enumerate(leaves)]
+            own_args, own_kwargs = given.fill(values, live=("parameter", "state"))
+        return _flat_result(initializer(*own_args, **own_kwargs), structures)
+
+    with _initializing():
+        structs = jax.eval_shape(build, shapes)
+    return structures[-1].fill(structs)
+
+
+def initialize_parameters_sharded(
+    model: Any,
+    prng_key: jax.Array,
+    mesh: AnyMesh,
+    axis_name_to_mesh_name: Any = None,
+    *,
+    rules: Any = None,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: arguments.OnUnnamed = "error",
+) -> Any:
+    """Initialises the parameters of a model of ``penzai.deprecated.v1`` on a mesh.
+
+    Args:
+        model: A model with uninitialised parameters.
+        prng_key: The key.
+        mesh: A mesh.
+        axis_name_to_mesh_name: Rules in any form that ``make_plan`` takes.
+        rules: Another name for them.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+
+    Returns:
+        What ``pz.nn.initialize_parameters(model, prng_key)`` returns, laid out.
+
+    Raises:
+        PlanError, MeshError, RuleTypeError: As ``make_plan``.
+    """
+    from penzai.deprecated.v1.nn.parameters import initialize_parameters
+
+    return sharded_init(
+        lambda: initialize_parameters(model, prng_key),
+        mesh=mesh,
+        rules=rules,
+        axis_name_to_mesh_name=axis_name_to_mesh_name,
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+    )
+
+
+def _trace(
+    initializer: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[ClosedJaxpr, Structure]:
+    """The program of a call, whose arguments are constants of it, and what its results belong to."""
+    structures: list[Structure] = []
+
+    args, kwargs = _on_auto_twin(args, kwargs)
+    with _initializing():
+        traced = jax.make_jaxpr(lambda: _flat_result(initializer(*args, **kwargs), structures))()
+    return traced, structures[-1]
+
+
+def _flat_result(made: Any, structures: list[Structure]) -> list[Any]:
+    """The arrays of what an initialiser returns; their structure leaves the trace in a list."""
+    leaves, structure = flatten(made)
+    _check_complete(made, structure)
+    structures.append(structure)
+    return [leaf.value for leaf in leaves]
+
+
+def _on_auto_twin(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments, with those relabelled that lie on an Explicit mesh."""
+    leaves, structure = flatten((args, kwargs))
+    values = on_auto_twin([leaf.value for leaf in leaves])
+    if all(value is leaf.value for value, leaf in zip(values, leaves, strict=True)):
+        return args, kwargs
+    live = {variable.role for variable in structure.variables if variable.live}
+    relabelled: tuple[Any, Any] = structure.fill(values, live=live)
+    return relabelled
+
+
+@contextlib.contextmanager
+def _initializing() -> Iterator[None]:
+    """Contexts in which libraries build models without laying them out themselves."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(auto_context())
+        for context in initializing_contexts():
+            stack.enter_context(context)
+        yield
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _check_complete(made: Any, structure: Structure) -> None:
+    problems = Problems("the initialiser left parameters without a value:")
+    for variable, node in zip(structure.variables, variables_of(made), strict=True):
+        if variable.role == "parameter" and variable.leaves.start == variable.leaves.stop:
+            fix = "Give the initialiser a key: init_base_rng=jax.random.key(0)."
+            problems.add(str(getattr(node, "label", "")), "its place is empty", fix)
+    problems.raise_if_any(ShardingError)
+
+
+def _check_initializer(called: str, initializer: Any, args: Any) -> None:
+    """Refuses a model that exists, and a mesh or plan that would be an argument of the model."""
+    if not callable(initializer) or leaves_of(initializer):
+        what = f"a {type(initializer).__name__} stands in the place of the function that builds it"
+        fix = (
+            f"Write {called}(build, ...); a model that exists is placed: place(model, mesh, rules)."
+        )
+        raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
+    given = next((arg for arg in args if isinstance(arg, Mesh | AbstractMesh | ShardingPlan)), None)
+    if given is not None and called == "sharded_init":
+        name = "plan" if isinstance(given, ShardingPlan) else "mesh"
+        what = f"the {name} is given by position, where arguments of the initialiser stand"
+        raise RuleTypeError(f"{called}:", [Problem("", what, f"Name it: {name}={name}.")])

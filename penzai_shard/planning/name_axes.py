@@ -1,0 +1,172 @@
+"""Gives logical axes to arrays that carry none, by the pattern of their paths, and takes them off."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from penzai_shard.arrays.kinds import is_array
+from penzai_shard.arrays.structure import Leaf, flatten, variables_of
+from penzai_shard.errors import Problems, RuleTypeError, SelectionError, warn_caller
+from penzai_shard.paths import matches, nearest
+from penzai_shard.planning import arguments
+from penzai_shard.readers.reader import reader_of
+
+
+def name_axes(tree: Any, patterns: Mapping[str, Sequence[Hashable | None] | None]) -> Any:
+    """Gives logical axes to the arrays of a tree that have none.
+
+    For dictionaries, weights of torch, modules of Equinox, and anything else without names. Each
+    array becomes a ``pz.nx.NamedArray``, or a view where a nameless dimension follows a named one;
+    variables of Flax NNX keep their kind and get the names as metadata. Arrays with names, numbers
+    and what is no array stay as they are. ``without_names`` takes the names off.
+
+    Args:
+        tree: A tree of arrays, shapes or tensors of torch.
+        patterns: A name for each dimension by path pattern, None for a dimension without one; or a
+            ``PartitionSpec``, whose mesh axes are then the names, for rules None. None in place of
+            the names leaves an array without any.
+
+    Raises:
+        SelectionError: An array fits no pattern or several, a pattern fits no array, or the number
+            of names is not the array's rank; all at once.
+        RuleTypeError: The names are not a sequence of hashable names.
+
+    >>> weights = {"layers.0.weight": np.ones((4, 3)), "layers.0.bias": np.ones(4)}
+    >>> named = name_axes(weights, {"layers.*.weight": ("out", "in"), "layers.*.bias": ("out",)})
+    >>> dict(named["layers.0.weight"].named_shape)
+    {'out': 4, 'in': 3}
+    """
+    arguments.check_tree("name_axes", tree)
+    _check_names(patterns)
+    leaves, structure = flatten(tree)
+    problems = Problems("cannot name the arrays of this tree:")
+    problems.extend(structure.problems)
+    unnamed = [leaf for leaf in leaves if leaf.names is None and is_array(leaf.value)]
+    used: set[str] = set()
+    found: dict[str, tuple[Any, ...]] = {}
+    for leaf in unnamed:
+        fitting = [pattern for pattern in patterns if matches(pattern, leaf.path)]
+        used.update(fitting)
+        names = _names_for(leaf, fitting, patterns, problems)
+        if names is not None:
+            found[leaf.path] = names
+    for pattern in patterns:
+        if pattern not in used:
+            near = nearest(pattern, [leaf.path for leaf in unnamed])
+            fix = f"Write {near!r}." if near else f"Paths are: {[x.path for x in unnamed[:3]]}."
+            problems.add(pattern, "this pattern fits no array without names", fix)
+    problems.raise_if_any(SelectionError)
+    _warn_of_tied(unnamed)
+
+    # Imported here: only those who name arrays need Penzai for it.
+    from penzai_shard.readers.penzai import make_named
+
+    values = []
+    for leaf in leaves:
+        is_own = leaf.variable is not None and _keeps_names(leaf.variable)
+        is_named = leaf.path in found and leaf.names is None and not is_own
+        values.append(make_named(leaf.value, found[leaf.path]) if is_named else leaf.value)
+    live = {variable.role for variable in structure.variables if variable.live}
+    made = structure.fill(values, live=live)
+    for variable, own in zip(structure.variables, variables_of(made), strict=True):
+        for leaf in leaves[variable.leaves] if _keeps_names(own) else ():
+            if leaf.path in found:
+                reader_of(type(own)).set_names(own, found[leaf.path])  # type: ignore[union-attr]
+    return made
+
+
+def _keeps_names(variable: Any) -> bool:
+    return hasattr(reader_of(type(variable)), "set_names")
+
+
+def _names_for(
+    leaf: Leaf, fitting: Sequence[str], patterns: Mapping[str, Any], problems: Problems
+) -> tuple[Any, ...] | None:
+    """The names of one array; None if it stays as it is, or cannot have any."""
+    if not fitting:
+        if leaf.shape:
+            example = tuple(f"axis_{dim}" for dim in range(len(leaf.shape)))
+            what = f"no pattern fits this array of shape {leaf.shape}"
+            problems.add(leaf.path, what, f"Add {leaf.path!r}: {example}.")
+        return None
+    if len(fitting) > 1:
+        which = " and ".join(map(repr, fitting))
+        problems.add(leaf.path, f"{which} fit it", f"Leave out {fitting[-1]!r}, or narrow it.")
+        return None
+    given, rank = patterns[fitting[0]], len(leaf.shape)
+    names: tuple[Any, ...] = () if given is None else tuple(given)
+    if given is None or isinstance(given, PartitionSpec):
+        names = (*names, *(None,) * (rank - len(names)))
+    if len(names) != rank:
+        fitted = (*names, *(None,) * rank)[:rank]
+        problems.add(
+            leaf.path,
+            f"pattern {fitting[0]!r} gives {len(names)} names to {rank} dimensions {leaf.shape}",
+            f"Write {leaf.path!r}: {fitted}.",
+        )
+        return None
+    return names
+
+
+def _check_names(patterns: Any) -> None:
+    if not isinstance(patterns, Mapping):
+        raise RuleTypeError(
+            f"name_axes: patterns are a mapping and no {type(patterns).__name__}. "
+            "Write {'layers.*.weight': ('out', 'in')}."
+        )
+    problems = Problems("these names cannot be read:")
+    for pattern, names in patterns.items():
+        example = "Write {'layers.*.weight': ('out', 'in')}."
+        if names is None:
+            continue
+        if not isinstance(pattern, str):
+            problems.add(repr(pattern), "a pattern is a text", example)
+        elif isinstance(names, str) or not isinstance(names, Sequence):
+            problems.add(pattern, f"{names!r} is no tuple of names", f"Write ({names!r},).")
+        elif not all(name is None or isinstance(name, Hashable) for name in names):
+            problems.add(pattern, f"{names!r} has a name that cannot be hashed", example)
+        elif any(isinstance(name, int) or name == "" for name in names):
+            problems.add(pattern, f"{names!r} has a number or an empty text for a name", example)
+        else:
+            given = [name for name in names if name is not None]
+            if len(set(given)) < len(given):
+                fix = "Write None for a dimension without a name."
+                problems.add(pattern, f"{names!r} has a name twice", fix)
+    problems.raise_if_any(RuleTypeError)
+
+
+def _warn_of_tied(leaves: Sequence[Leaf]) -> None:
+    """Tied weights of torch share memory, and become two arrays here."""
+    groups: dict[Any, list[str]] = {}
+    for leaf in leaves:
+        if isinstance(leaf.value, np.ndarray) and leaf.value.size:
+            key = (leaf.value.__array_interface__["data"][0], leaf.shape)
+            groups.setdefault(key, []).append(leaf.path)
+    warn_caller(
+        f"name_axes: {' and '.join(map(repr, paths))} share their memory, as tied weights do. They "
+        "become arrays of their own. Give one of them, and let the model use it twice."
+        for paths in groups.values()
+        if len(paths) > 1
+    )
+
+
+def without_names(tree: Any) -> Any:
+    """The tree with plain arrays in place of Penzai's named arrays; the inverse of ``name_axes``.
+
+    For code that computes with plain arrays. Nothing is moved or copied; variables stay as they
+    are.
+
+    >>> named = name_axes({"w": np.ones((4, 3))}, {"w": ("out", "in")})
+    >>> without_names(named)["w"].shape
+    (4, 3)
+    """
+    from penzai import pz
+
+    return jax.tree_util.tree_map(
+        lambda node: node.data_array if pz.nx.is_namedarray(node) else node,
+        tree,
+        is_leaf=pz.nx.is_namedarray,
+    )

@@ -1,0 +1,209 @@
+"""Holds the decision for every array of a tree, and shows it.
+
+A plan touches no device. Its trees are carried out by ``place``, ``jax.jit``, a restore, or Orbax.
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from penzai_shard import specs
+from penzai_shard.arrays.structure import Leaf, Structure
+from penzai_shard.errors import PlanError, Problems
+from penzai_shard.meshes import AnyMesh, mesh_text
+from penzai_shard.reports.quantities import bytes_text
+from penzai_shard.reports.report import Column, HasReport, Report
+from penzai_shard.rules import AxisRules
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafPlan:
+    """The decision for one array.
+
+    Attributes:
+        path: Its path.
+        names: The logical axis of each dimension, None for one without; None if it has no names.
+        shape: Its shape.
+        dtype: Its dtype.
+        spec: Where it lies, canonical; None where it is left to JAX.
+        sharding: The same on the plan's mesh. Equal layouts share one object.
+        reason: Why.
+        bytes_per_device: Size of the part that one device holds.
+    """
+
+    path: str
+    names: tuple[Hashable | None, ...] | None
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec | None
+    sharding: NamedSharding | None
+    reason: str
+    bytes_per_device: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the whole array."""
+        if self.sharding is None:
+            return self.bytes_per_device
+        parts = specs.mesh_axes(self.sharding.spec, len(self.shape))
+        sizes = self.sharding.mesh.shape
+        split = [sizes[axis] for axes in parts for axis in axes]
+        return functools.reduce(int.__mul__, split, self.bytes_per_device)
+
+    @property
+    def axes_text(self) -> str:
+        """Each dimension with its length and mesh axes: ``vocab=32000, embed=4096/data``."""
+        axes: Sequence[tuple[str, ...]] = [()] * len(self.shape)
+        if self.spec is not None:
+            axes = specs.mesh_axes(self.spec, len(self.shape))
+        names = self.names or (None,) * len(self.shape)
+        return ", ".join(
+            (str(size) if name is None else f"{_name_text(name)}={size}")
+            + (f"/{'+'.join(over)}" if over else "")
+            for name, size, over in zip(names, self.shape, axes, strict=True)
+        )
+
+
+def _name_text(name: Hashable) -> str:
+    return "+".join(map(str, name)) if isinstance(name, tuple) else str(name)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class ShardingPlan(HasReport):
+    """Where every array of one tree lies on a mesh, and why.
+
+    Attributes:
+        mesh: The mesh, with Auto axes.
+        rules: The rules.
+        leaves: The decision for each array, in the order of the tree.
+        structure: The rest of the tree.
+        remarks: What else a reader should know.
+    """
+
+    mesh: AnyMesh
+    rules: AxisRules
+    leaves: tuple[LeafPlan, ...]
+    structure: Structure
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The paths of leaves that are no arrays; they stay as they are."""
+        return tuple(path for path, _ in self.structure.statics)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """What each device holds."""
+        return sum(leaf.bytes_per_device for leaf in self.leaves)
+
+    @property
+    def replicated_bytes(self) -> int:
+        """What each device holds whole, as all others do."""
+        return sum(leaf.bytes_per_device for leaf in self.leaves if not leaf.spec)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all arrays, each counted once."""
+        return sum(leaf.total_bytes for leaf in self.leaves)
+
+    @property
+    def logical_axes(self) -> tuple[Hashable, ...]:
+        """The names that arrays of the tree have, in the order of their first."""
+        names = (name for leaf in self.leaves for name in leaf.names or () if name is not None)
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def unused_rules(self) -> tuple[Hashable, ...]:
+        """The logical axes of rules that no array of the tree has."""
+        present = set(self.logical_axes)
+        return tuple(axis for axis in self.rules.logical_axes if axis not in present)
+
+    def sharding_tree(self) -> Any:
+        """The tree with a ``NamedSharding`` for each array, None where it is left to JAX.
+
+        For ``jax.device_put``, and for ``in_shardings`` and ``out_shardings`` of ``jax.jit``.
+        Variables are frozen in it.
+        """
+        return self.structure.fill([leaf.sharding for leaf in self.leaves])
+
+    def restore_structs(self) -> Any:
+        """The tree with a ``ShapeDtypeStruct`` for each array, which carries its sharding."""
+        return self.structure.fill(
+            [
+                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+                for leaf in self.leaves
+            ]
+        )
+
+    def check_fits(self, leaves: Sequence[Leaf]) -> None:
+        """Refuses a tree that is not the one of the plan.
+
+        Raises:
+            PlanError: Paths, names, shapes or dtypes differ; all differences are in it.
+        """
+        problems = Problems("the plan is one of another tree:")
+        fix = "Plan this tree: make_plan(tree, mesh, rules)."
+        found = {leaf.path: leaf for leaf in leaves}
+        planned = {leaf.path: leaf for leaf in self.leaves}
+        for path in planned.keys() - found.keys():
+            problems.add(path, "the plan has this array and the tree has not", fix, "misfit")
+        for path, leaf in found.items():
+            own = planned.get(path)
+            if own is None:
+                problems.add(path, "the tree has this array and the plan has not", fix, "misfit")
+                continue
+            for what in ("names", "shape", "dtype"):
+                a, b = getattr(own, what), getattr(leaf, what)
+                if a != b:
+                    problems.add(path, f"its {what} is {b}, and {a} in the plan", fix, "misfit")
+        if not len(problems) and len(leaves) != len(self.leaves):
+            problems.add("", f"it has {len(leaves)} arrays, the plan {len(self.leaves)}", fix)
+        problems.raise_if_any(PlanError)
+
+    def report(self) -> Report:
+        """The plan as a table."""
+        columns = (
+            Column("array", "path"),
+            Column("logical axes/mesh axes"),
+            Column("dtype"),
+            Column("per device", "bytes"),
+            Column("reason"),
+        )
+        rows = tuple(
+            (leaf.path, leaf.axes_text, str(leaf.dtype), leaf.bytes_per_device, leaf.reason)
+            for leaf in self.leaves
+        )
+        count = f"{len(self.leaves):,} array{'s' * (len(self.leaves) != 1)}"
+        verdict = (
+            f"{count}, {bytes_text(self.total_bytes)}; on mesh ({mesh_text(self.mesh)}) each device "
+            f"holds {bytes_text(self.bytes_per_device)}, of which replicated "
+            f"{bytes_text(self.replicated_bytes)}"
+        )
+        facts = {
+            "mesh": dict(self.mesh.shape),
+            "rules": self.rules.to_data(),
+            "total_bytes": self.total_bytes,
+            "bytes_per_device": self.bytes_per_device,
+            "replicated_bytes": self.replicated_bytes,
+            "others": list(self.others),
+        }
+        return Report("Plan", verdict, columns, rows, notes=self._notes(), facts=facts)
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = list(self.remarks)
+        if self.unused_rules:
+            names = ", ".join(map(repr, self.unused_rules))
+            notes.append(f"no array has these logical axes of the rules: {names}")
+        if self.others:
+            kinds = Counter(type(value).__name__ for _, value in self.structure.statics)
+            text = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+            notes.append(f"no arrays, kept as they are: {text}")
+        left = sum(leaf.spec is None for leaf in self.leaves)
+        if left:
+            notes.append(f"{left:,} arrays without names are left to JAX")
+        return tuple(notes)

@@ -1,0 +1,210 @@
+"""Decides for every array of a tree where it lies, without touching a device."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from penzai_shard import specs
+from penzai_shard.arrays.kinds import is_key_type, itemsize
+from penzai_shard.arrays.statistics import name_statistics
+from penzai_shard.arrays.structure import Leaf, flatten
+from penzai_shard.errors import PlanError, Problem, Problems, warn_caller
+from penzai_shard.meshes import AnyMesh, mesh_text
+from penzai_shard.planning import arguments
+from penzai_shard.planning.doubts import find_doubts
+from penzai_shard.planning.plan import LeafPlan, ShardingPlan
+from penzai_shard.rules import AxisRules, Decision, OnIndivisible, decide
+
+_OPTIMIZER = "opt_state"
+_WHOLE = PartitionSpec()
+
+
+def make_plan(
+    tree: Any,
+    mesh: AnyMesh,
+    rules: Any = None,
+    *,
+    axis_name_to_mesh_name: Any = None,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: arguments.OnUnnamed = "error",
+) -> ShardingPlan:
+    """Decides where every array of a tree lies on a mesh.
+
+    Args:
+        tree: A model of any library, a train state, or any tree of arrays or of
+            ``jax.ShapeDtypeStruct``.
+        mesh: A mesh, concrete or abstract.
+        rules: Which logical axis goes to which mesh axis: a mapping, pairs of which the first that
+            fits wins, ``AxisRules``, or None for the mesh axis of the same name.
+        axis_name_to_mesh_name: The same under Penzai's name.
+        on_indivisible: ``"replicate"`` leaves a dimension whole whose length does not divide.
+        on_unnamed: ``"replicate"`` lays arrays without names on every device, ``"infer"`` leaves
+            them to JAX.
+
+    Raises:
+        PlanError: Some arrays have no valid layout; all of them are in it.
+        MeshError: A rule names a mesh axis that the mesh does not have.
+        RuleTypeError: An argument cannot be read.
+
+    Warns:
+        ShardingWarning: A rule is one letter off a logical axis of the tree.
+
+    >>> import jax
+    >>> import penzai_shard as pzs
+    >>> weights = {"up": jax.ShapeDtypeStruct((64, 256), "float32")}
+    >>> named = pzs.name_axes(weights, {"up": ("embed", "mlp")})
+    >>> mesh = pzs.make_mesh({"data": 4, "model": 2})
+    >>> print(pzs.make_plan(named, mesh, {"embed": "data", "mlp": "model"}))
+    1 array, 64.0 KiB; on mesh (data=4, model=2) each device holds 8.0 KiB, of which replicated 0 B
+    array  logical axes/mesh axes        dtype    per device  reason
+    up     embed=64/data, mlp=256/model  float32     8.0 KiB  'embed' -> 'data'; 'mlp' -> 'model'
+    """
+    request = arguments.read(
+        "make_plan",
+        mesh,
+        rules,
+        axis_name_to_mesh_name,
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+    )
+    return plan_tree(tree, request)
+
+
+def plan_tree(tree: Any, request: arguments.Request) -> ShardingPlan:
+    """The plan that a caller asked for: a new one, or the one that was given, if it fits.
+
+    Raises:
+        PlanError: Some arrays have no valid layout, or the given plan is one of another tree.
+    """
+    arguments.check_tree(request.called, tree)
+    if request.plan is not None:
+        leaves, _ = flatten(tree)
+        request.plan.check_fits(name_statistics(leaves))
+        return request.plan
+    plan, problems, doubts = examine(tree, request)
+    problems.raise_if_any(PlanError)
+    warn_caller(f"{request.called}: {doubt}" for doubt in doubts)
+    return plan
+
+
+def examine(
+    tree: Any, request: arguments.Request, *, optimizer_rules: AxisRules | None = None
+) -> tuple[ShardingPlan, Problems, list[str]]:
+    """Decides for every array, and raises nothing.
+
+    Args:
+        tree: As for ``make_plan``.
+        request: Mesh, rules and options.
+        optimizer_rules: Other rules for what lies below ``opt_state``.
+
+    Returns:
+        The plan, in which arrays without a valid layout are whole; what stands in its way; and
+        which rules look like a mistake.
+    """
+    leaves, structure = flatten(tree)
+    problems = Problems(f"no valid layout on mesh ({mesh_text(request.mesh)}):")
+    for problem in structure.problems:
+        problems.add(problem.path, problem.what, problem.fix, problem.kind)
+    planner = _Planner(request, request.rules)
+    of_optimizer = planner if optimizer_rules is None else _Planner(request, optimizer_rules)
+    unreadable = {problem.path for problem in structure.problems}
+    plans = []
+    for leaf in name_statistics(leaves):
+        chosen = of_optimizer if _OPTIMIZER in leaf.path.split("/") else planner
+        spec, reason, found = chosen.decide(leaf)
+        if leaf.path not in unreadable:
+            for problem in found:
+                problems.add(leaf.path, problem.what, problem.fix, problem.kind)
+        if leaf.path in structure.notes:
+            reason = f"{reason}; {structure.notes[leaf.path]}"
+        plans.append(chosen.plan(leaf, spec, reason))
+    remarks: tuple[str, ...] = ()
+    if request.is_explicit:
+        remarks = (
+            "layouts are on the mesh with Auto axes; lay inputs over it too: "
+            "name_to_name_device_put(batch, mesh, rules)",
+        )
+    plan = ShardingPlan(request.mesh, request.rules, tuple(plans), structure, remarks)
+    return plan, problems, find_doubts(request.rules, plan.logical_axes, request.mesh.axis_names)
+
+
+class _Planner:
+    """Rules on one mesh, for one array after the other."""
+
+    def __init__(self, request: arguments.Request, rules: AxisRules) -> None:
+        self.request = request
+        self.mesh = request.mesh
+        self.sizes = request.mesh.shape
+        self.rules = rules.on(self.sizes)
+        self.items = tuple(self.sizes.items())
+        self.splits_unnamed = any(rule.unnamed for rule in self.rules)
+
+    def decide(self, leaf: Leaf) -> tuple[PartitionSpec | None, str, Sequence[Problem]]:
+        """Spec, reason and problems of one array."""
+        if leaf.dtype is None:
+            what = f"a {type(leaf.value).__name__} stands where an array should be"
+            return _WHOLE, "", [Problem("", what, "Give arrays or their shapes.", "unreadable")]
+        if leaf.statistic is not None and leaf.names is not None:
+            return self._as_parameter(leaf)
+        if leaf.names is not None:
+            decision = self._decide(leaf.names, leaf.shape)
+            return decision.spec, decision.reason, decision.problems
+        return self._decide_unnamed(leaf)
+
+    def plan(self, leaf: Leaf, spec: PartitionSpec | None, reason: str) -> LeafPlan:
+        """The row of the plan for one array."""
+        sharding = None if spec is None else shared_sharding(self.mesh, spec)
+        size = 0
+        if leaf.dtype is not None:
+            size = specs.bytes_per_device(
+                spec or _WHOLE, leaf.shape, itemsize(leaf.dtype), self.sizes
+            )
+        return LeafPlan(leaf.path, leaf.names, leaf.shape, leaf.dtype, spec, sharding, reason, size)
+
+    def _decide(self, names: Any, shape: tuple[int, ...]) -> Decision:
+        return decide(self.rules, names, shape, self.items, self.request.on_indivisible)
+
+    def _as_parameter(self, leaf: Leaf) -> tuple[PartitionSpec, str, Sequence[Problem]]:
+        """A statistic lies as the dimensions of its parameter that it has."""
+        statistic = leaf.statistic
+        assert statistic is not None and statistic.sizes is not None and statistic.kept is not None
+        decision = self._decide(statistic.names, statistic.sizes)
+        spec = specs.canonical(
+            () if dim is None else decision.mesh_axes[dim] for dim in statistic.kept
+        )
+        return spec, f"as its parameter: {decision.reason}", decision.problems
+
+    def _decide_unnamed(self, leaf: Leaf) -> tuple[PartitionSpec | None, str, Sequence[Problem]]:
+        mode, statistic = self.request.on_unnamed, leaf.statistic
+        if self.splits_unnamed and leaf.shape and not is_key_type(leaf.dtype):
+            if statistic is not None and statistic.kept is not None:
+                return self._as_parameter(leaf)
+            decision = self._decide(None, leaf.shape)
+            return decision.spec, f"no names: {decision.reason}", decision.problems
+        if mode == "infer":
+            return None, "no names: left to JAX", ()
+        if not leaf.shape:
+            return _WHOLE, "scalar: replicated", ()
+        if mode == "replicate":
+            return _WHOLE, "no names: replicated", ()
+        fix = 'Write on_unnamed="replicate"'
+        if statistic is not None and statistic.names is not None:
+            what = (
+                f"its shape {leaf.shape} is not made of the dimensions {statistic.names} "
+                f"{statistic.sizes or ''} of its parameter"
+            )
+            return _WHOLE, "", [Problem("", what, f"{fix}.", "misfit")]
+        what = f"this array of shape {leaf.shape} has no logical axis names"
+        names = tuple(f"axis_{dim}" for dim in range(len(leaf.shape)))
+        fix = f"Name it: name_axes(tree, {{{leaf.path!r}: {names}}}), or write on_unnamed=" + (
+            '"replicate".'
+        )
+        return _WHOLE, "", [Problem("", what, fix, "unnamed")]
+
+
+@functools.lru_cache(maxsize=4096)
+def shared_sharding(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
+    """The one ``NamedSharding`` of a spec on a mesh, so that trees are small and compared fast."""
+    return NamedSharding(mesh, spec)

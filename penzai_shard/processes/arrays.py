@@ -1,0 +1,102 @@
+"""Puts arrays on devices, also on those of several processes.
+
+Where there is one process, ``jax.device_put`` does it all. With several, it refuses arrays of one
+process and typed random keys (jax 0.10.2), and compares NumPy data of all processes through the
+devices, array by array. So each process fills its own devices here from the whole that it holds.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from penzai_shard.processes.agreement import refuse_differences
+
+
+def put(
+    arrays: Sequence[Any], shardings: Sequence[Sharding], *, paths: Sequence[str] = ()
+) -> list[jax.Array]:
+    """``jax.device_put`` of a list of arrays, whose devices may be those of several processes.
+
+    With several processes all call it, with equal values; a weak type is kept only by numbers.
+
+    Args:
+        arrays: Arrays of NumPy or JAX, typed random keys, numbers. What is not on devices of
+            several processes yet, every process gives whole.
+        shardings: The sharding of each.
+        paths: The path of each, for messages.
+
+    Raises:
+        ShardingError: Shapes, dtypes or shardings differ between processes.
+        ValueError: From JAX: an array of several processes is to go to other devices.
+
+    >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> halves = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    >>> put([np.arange(8.0)], [halves])[0].sharding == halves
+    True
+    """
+    if jax.process_count() == 1:
+        return list(jax.device_put(list(arrays), list(shardings)))
+    _refuse_other_arrays(arrays, shardings, paths or [f"array {i}" for i in range(len(arrays))])
+
+    results = [jax.random.key_data(array) if _is_key(array) else array for array in arrays]
+    moved = []
+    for index, (array, sharding) in enumerate(zip(results, shardings, strict=True)):
+        if sharding.is_fully_addressable or not _is_local(array):
+            moved.append(index)
+        else:
+            results[index] = _spread(array, sharding)
+
+    # JAX moves what stays in this process, and what has its devices already; all at once.
+    targets = [shardings[index] for index in moved]
+    placed = jax.device_put([results[index] for index in moved], targets)
+    for index, array in zip(moved, placed, strict=True):
+        results[index] = array
+
+    for index, array in enumerate(arrays):
+        if _is_key(array):
+            results[index] = jax.random.wrap_key_data(
+                results[index], impl=jax.random.key_impl(array)
+            )
+    return results
+
+
+def _refuse_other_arrays(
+    arrays: Sequence[Any], shardings: Sequence[Sharding], paths: Sequence[str]
+) -> None:
+    # Where a process keeps an array to itself, the others do not.
+    texts = {
+        path: f"{jax.typeof(array)} to {getattr(sharding, 'spec', sharding)}"
+        for path, array, sharding in zip(paths, arrays, shardings, strict=True)
+        if not sharding.is_fully_addressable
+    }
+    if texts:
+        refuse_differences("put", texts)
+
+
+def _is_key(array: Any) -> bool:
+    return isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def _is_local(array: Any) -> bool:
+    return not isinstance(array, jax.Array) or array.is_fully_addressable
+
+
+def _spread(array: Any, sharding: Sharding) -> jax.Array:
+    """An array of which each process fills its own parts from the whole; nothing is sent."""
+    host = np.asarray(array, jax.dtypes.result_type(array))
+    if jax.typeof(array).weak_type and not host.ndim:
+        # Made from NumPy it would turn bfloat16 into float32 where it is multiplied with it. JAX
+        # takes a number of Python as equal in all processes.
+        number: jax.Array = jax.jit(_identity, out_shardings=sharding)(host.item())
+        return number
+    return jax.make_array_from_callback(
+        host.shape, sharding, lambda index: host[index], dtype=host.dtype
+    )
+
+
+def _identity(x: jax.Array) -> jax.Array:
+    return x

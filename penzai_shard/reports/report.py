@@ -1,0 +1,238 @@
+"""Holds what a function found out: a verdict, rows of raw values, and notes.
+
+Text, rich, HTML, treescope, the tree and JSON are views of the same rows. The rows of equal blocks
+are folded once, here, so that all views fold them in the same way.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from penzai_shard.errors import SelectionError
+from penzai_shard.paths import fold_paths, group_paths
+from penzai_shard.reports.quantities import FORMATS, plain_text
+
+if TYPE_CHECKING:
+    from penzai_shard.reports.tree import Tree
+
+Kind = Literal["path", "text", "detail", "bytes", "count", "seconds", "percent", "ok"]
+# Quantities of these kinds add up over blocks and over what is below a path.
+SUMMED = frozenset({"bytes", "count", "seconds"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One column of a report.
+
+    Attributes:
+        name: Its heading, and its key in JSON.
+        kind: How its values are written. Bytes, counts and seconds add up over equal blocks; a
+            percentage is a fraction of 1; a detail is a sentence that stands below its row; the
+            rows whose "ok" is False are coloured. Text and paths may be any value.
+        shown: Whether tables have it. The tree and JSON have every column.
+
+    >>> Column("bytes_per_device", "bytes").text(4096)
+    '4.0 KiB'
+    """
+
+    name: str
+    kind: Kind = "text"
+    shown: bool = True
+
+    def text(self, value: Any) -> str:
+        """A value of this column as people read it; empty for None."""
+        return "" if value is None else FORMATS.get(self.kind, plain_text)(value)
+
+
+# How many equal blocks a folded row stands for.
+FOLDED = Column("x", "count")
+
+
+class HasReport:
+    """A value that prints, shows itself in a notebook and becomes JSON by its report.
+
+    A subclass writes ``report()`` and nothing else. If it is a dataclass, it needs ``repr=False``.
+    """
+
+    def report(self) -> "Report":
+        """The report that all views show."""
+        raise NotImplementedError
+
+    def table(self, *, collapse: bool = True) -> "Report":
+        """The report as it prints.
+
+        Args:
+            collapse: Whether equal blocks are one row.
+        """
+        return dataclasses.replace(self.report(), collapse=collapse)
+
+    def tree(self, *, collapse: bool = True) -> "Tree":
+        """The rows nested by their paths, with sums and shares; notebooks unfold it.
+
+        Args:
+            collapse: Whether equal blocks are one row.
+        """
+        from penzai_shard.reports.tree import make_tree
+
+        return make_tree(self.table(collapse=collapse))
+
+    def to_data(self) -> dict[str, Any]:
+        """The report as a dictionary: its facts, and each row with the names of the columns."""
+        report = self.report()
+        names = [column.name for column in report.columns]
+        return {
+            **report.facts,
+            "title": report.title,
+            "verdict": report.verdict,
+            "ok": report.ok,
+            "rows": [dict(zip(names, row, strict=True)) for row in report.rows],
+            "notes": list(report.notes),
+        }
+
+    def to_json(self) -> str:
+        """``to_data()`` as JSON; what JSON cannot hold is written as text."""
+
+        # The JSON module does not know NumPy's numbers.
+        def plain(value: Any) -> Any:
+            return value.tolist() if hasattr(value, "tolist") else str(value)
+
+        return json.dumps(self.to_data(), indent=2, default=plain)
+
+    def __str__(self) -> str:
+        from penzai_shard.reports.text import write_lines
+
+        width = shutil.get_terminal_size((100, 0)).columns
+        return "\n".join(text for text, _ in write_lines(self.report(), width))
+
+    __repr__ = __str__
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.text import Text
+
+        from penzai_shard.reports.text import write_lines
+
+        for text, style in write_lines(self.report(), options.max_width):
+            yield Text(text, style)
+
+    def _repr_html_(self) -> str:
+        from penzai_shard.reports.html import write_table
+
+        return write_table(self.report())
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        return self.tree(collapse=self.report().collapse).__treescope_repr__(path, subtree_renderer)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report(HasReport):
+    """A verdict, rows of raw values, and notes.
+
+    Attributes:
+        title: What it is a report of.
+        verdict: The first line.
+        columns: What the rows hold. If the first is of kind "path", equal blocks can be folded.
+        rows: One tuple per row, with a value or None for each column.
+        notes: Sentences below the table.
+        ok: Whether the verdict is good, which is the truth value; None if nothing is judged.
+        facts: What JSON says besides, for instance the mesh.
+        wholes: What shares of a column's quantities are shares of, where that is not their sum.
+        collapse: Whether the views show equal blocks as one row.
+
+    >>> columns = (Column("path", "path"), Column("bytes", "bytes"))
+    >>> Report("arrays", "2 arrays", columns, [("block_0/w", 4096), ("block_1/w", 4096)])
+    2 arrays
+    path           x    bytes
+    block_{0-1}/w  2  8.0 KiB
+    """
+
+    title: str
+    verdict: str
+    columns: Sequence[Column] = ()
+    rows: Sequence[tuple[Any, ...]] = ()
+    notes: Sequence[str] = ()
+    ok: bool | None = None
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    wholes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    collapse: bool = True
+
+    def report(self) -> "Report":
+        """This report."""
+        return self
+
+    def __bool__(self) -> bool:
+        return self.ok is None or bool(self.ok)
+
+    def folded(self) -> "Report":
+        """The same with equal blocks as one row, and a column ``x`` that counts them.
+
+        Rows are one if they read the same but for the numbers in their paths and for quantities.
+        """
+        if not (self.collapse and self.columns and self.columns[0].kind == "path"):
+            return self
+        others = [(i, c) for i, c in enumerate(self.columns) if i and c.kind not in SUMMED]
+        groups = group_paths(
+            (str(row[0]), tuple(c.text(row[i]) for i, c in others)) for row in self.rows
+        )
+        rows = []
+        for members in groups:
+            block = [self.rows[i] for i in members]
+            path = fold_paths([str(row[0]) for row in block])
+            _, *sums = map(_sum, self.columns, zip(*block, strict=True))
+            rows.append((path, len(block), *sums))
+        if len(rows) == len(self.rows):
+            return self
+        columns = (self.columns[0], FOLDED, *self.columns[1:])
+        return dataclasses.replace(self, columns=columns, rows=rows, collapse=False)
+
+    def condensed(self) -> "Report":
+        """The same, folded, without columns that say nothing.
+
+        A column of text that says the same in each of several rows becomes a note.
+        """
+        report = self.folded()
+        kept, notes = [], []
+        for index, column in enumerate(report.columns):
+            texts = {column.text(row[index]) for row in report.rows}
+            says_one_thing = len(report.rows) > 1 and column.kind in ("text", "ok")
+            if texts <= {""} or (says_one_thing and len(texts) == 1):
+                notes += [f"In all rows: {column.name} {text}." for text in texts if text]
+            else:
+                kept.append(index)
+        return dataclasses.replace(
+            report,
+            columns=[report.columns[i] for i in kept],
+            rows=[tuple(row[i] for i in kept) for row in report.rows],
+            notes=[*notes, *report.notes],
+        )
+
+    def largest(self, column: str, count: int) -> "Report":
+        """The rows with the most of a column, the largest first; the others as one row, their sum.
+
+        Args:
+            column: The name of a column of bytes, counts or seconds.
+            count: How many rows to keep. Equal blocks are one row.
+
+        Raises:
+            SelectionError: No column has this name.
+        """
+        report = self.folded()
+        names = [each.name for each in report.columns]
+        if column not in names:
+            raise SelectionError(f"No column {column!r}. The columns are {', '.join(names)}.")
+        index = names.index(column)
+        rows = sorted(report.rows, key=lambda row: row[index] or 0, reverse=True)
+        kept, rest = rows[:count], rows[count:]
+        if rest:
+            _, *sums = map(_sum, report.columns, zip(*rest, strict=True))
+            kept.append((f"({len(rest):,} more)", *sums))
+        return dataclasses.replace(report, rows=kept, collapse=False)
+
+
+def _sum(column: Column, values: Sequence[Any]) -> Any:
+    """Quantities added up; another value where all rows read the same, else None."""
+    if column.kind not in SUMMED:
+        return values[0] if len(set(map(column.text, values))) == 1 else None
+    given = [value for value in values if value is not None]
+    return sum(given) if given else None

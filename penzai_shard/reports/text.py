@@ -1,0 +1,121 @@
+"""Writes a report as lines of text that are no wider than a given width.
+
+Lines break at spaces, and in paths after a slash; never within a word. Where a word with its indent
+is wider than the width, so is its line.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from penzai_shard.reports.quantities import plain_text
+from penzai_shard.reports.report import Column, Report
+
+# A line, and how rich colours it.
+Line = tuple[str, str]
+QUANTITIES = frozenset({"bytes", "count", "seconds", "percent"})
+_GAP = "  "
+_INDENT = "    "
+_WORDS = re.compile(r"\S+\s*|\s+")
+_PATH_PIECES = re.compile(r"[^\s/]*/|[^\s/]+\s*|\s+")
+
+
+def write_lines(report: Report, width: int) -> Iterator[Line]:
+    """The verdict, the rows and the notes, each with the style that rich gives it."""
+    report = report.condensed()
+    style = {None: "bold", True: "bold green", False: "bold red"}[report.ok]
+    yield from ((text, style) for text in wrap(plain_text(report.verdict), width))
+    columns, cells = table_cells(report)
+    if columns:
+        names = [column.name for column in columns]
+        widths = _column_widths(columns, [names, *cells], width)
+        if widths:
+            yield _join_cells(columns, names, widths), "bold"
+        for row, texts in zip(report.rows, cells, strict=True):
+            style = "red" if is_bad(report, row) else ""
+            lines = _write_row(columns, texts, widths, width)
+            yield from ((line, style) for line in lines)
+            for detail in row_details(report, row):
+                yield from ((line, "") for line in wrap(detail, width, indent=_INDENT))
+    for note in report.notes:
+        yield from ((line, "") for line in wrap(plain_text(note), width))
+
+
+def table_cells(report: Report) -> tuple[list[Column], list[list[str]]]:
+    """The columns that a table shows, and the texts of its rows."""
+    shown = [i for i, c in enumerate(report.columns) if c.shown and c.kind != "detail"]
+    texts = [[report.columns[i].text(row[i]) for i in shown] for row in report.rows]
+    return [report.columns[i] for i in shown], texts
+
+
+def is_bad(report: Report, row: tuple[object, ...]) -> bool:
+    """Whether a row says that something is not as it should be."""
+    judged = [row[i] for i, c in enumerate(report.columns) if c.kind == "ok"]
+    return any(value is not None and not value for value in judged)
+
+
+def row_details(report: Report, row: tuple[object, ...]) -> list[str]:
+    """The sentences that stand below a row."""
+    return [c.text(row[i]) for i, c in enumerate(report.columns) if c.kind == "detail" and row[i]]
+
+
+def _pieces(text: str, is_path: bool) -> list[str]:
+    return (_PATH_PIECES if is_path else _WORDS).findall(text)
+
+
+def wrap(text: str, width: int, is_path: bool = False, indent: str = "") -> list[str]:
+    """Text in lines of at most ``width`` characters, with an indent; at least one line.
+
+    >>> wrap("decoder/block_0/attention", 16, is_path=True)
+    ['decoder/block_0/', 'attention']
+    """
+    lines = [indent]
+    for piece in _pieces(text, is_path):
+        if lines[-1] != indent and len(lines[-1]) + len(piece.rstrip()) > width:
+            lines.append(indent)
+        lines[-1] += piece
+    return [line.rstrip() for line in lines]
+
+
+def _column_widths(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int
+) -> list[int] | None:
+    """The widths of the columns, the widest cut first; None if a word would be broken."""
+    natural, least = [], []
+    for column, texts in zip(columns, zip(*rows, strict=True), strict=True):
+        natural.append(max(map(len, texts)))
+        pieces = [p.rstrip() for text in texts for p in _pieces(text, column.kind == "path")]
+        # A number and its unit stay together.
+        least.append(natural[-1] if column.kind in QUANTITIES else max(map(len, pieces)))
+    room = width - len(_GAP) * (len(columns) - 1)
+    if sum(least) > room:
+        return None
+    cap = max(natural)
+    while sum(widths := [max(a, min(b, cap)) for a, b in zip(least, natural, strict=True)]) > room:
+        cap -= 1
+    return widths
+
+
+def _join_cells(columns: Sequence[Column], texts: Sequence[str], widths: Sequence[int]) -> str:
+    return _GAP.join(
+        text.rjust(width) if column.kind in QUANTITIES else text.ljust(width)
+        for column, text, width in zip(columns, texts, widths, strict=True)
+    ).rstrip()
+
+
+def _write_row(
+    columns: Sequence[Column], texts: Sequence[str], widths: Sequence[int] | None, width: int
+) -> Iterator[str]:
+    if widths:
+        wrapped = [
+            wrap(text, w, c.kind == "path")
+            for c, text, w in zip(columns, texts, widths, strict=True)
+        ]
+        for number in range(max(map(len, wrapped))):
+            line = [lines[number] if number < len(lines) else "" for lines in wrapped]
+            yield _join_cells(columns, line, widths)
+        return
+    # Too narrow for columns: the path, and each other value on a line of its own.
+    yield from wrap(texts[0], width, columns[0].kind == "path")
+    for column, text in zip(columns[1:], texts[1:], strict=True):
+        if text:
+            yield from wrap(f"{column.name}: {text}", width, indent=_INDENT)
