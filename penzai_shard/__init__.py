@@ -11,7 +11,8 @@ __version__ = "0.2.0"
 
 # The public names of each module, which is imported when one of them is first used.
 _NAMES = {
-    "errors": "MeshError MissingExtraError PlanError RuleTypeError SelectionError ShardingError ShardingWarning",
+    "errors": "MeshError MissingExtraError PlanError RuleTypeError SelectionError ShardingError "
+    "ShardingWarning",
     "meshes": "make_mesh",
     "placement.named_jit": "named_jit",
     "placement.place": "name_to_name_device_put place",

@@ -133,6 +133,20 @@ def _misfits(
             yield f"mesh axis {axis!r} is wanted by both {owners[axis]!r} and {name!r}"
 
 
+def _find_unknown_axes(
+    rules: Iterable[Rule], names: Iterable[Hashable | None], mesh: Mapping[str, int]
+) -> Iterator[Problem]:
+    """Under the identity, tuples of mesh axes of which the mesh lacks some."""
+    ruled = {rule.logical_axis for rule in rules}
+    for name in names if IDENTITY in rules else ():
+        axes = name if isinstance(name, tuple) and name not in ruled else ()
+        missing = [axis for axis in axes if axis not in mesh]
+        if 0 < len(missing) < len(axes):
+            what = f"{name!r} names {missing[0]!r}, and the mesh has {mesh_text(mesh)}"
+            fix = f"Write rules=AxisRules({{{name!r}: None}}) | None."
+            yield Problem("", what, fix, "unknown")
+
+
 @functools.lru_cache(maxsize=65536)
 def decide(
     rules: tuple[Rule, ...],
@@ -163,6 +177,7 @@ def decide(
     reasons = [""] * len(names)
     owners: dict[str, Hashable] = {}
     problems = Problems("")
+    problems.extend(_find_unknown_axes(rules, names, mesh))
 
     def assign(i: int, mesh_axes: tuple[str, ...], reason: str) -> None:
         axes[i], reasons[i] = mesh_axes, reason

@@ -93,7 +93,7 @@ def _narrow(value: Any) -> np.dtype:
 
 
 def _is_too_wide(value: Any) -> bool:
-    """Whether JAX would keep other integers than those of a NumPy array, of which it has 32 bits."""
+    """Whether JAX, which has integers of 32 bits, would keep others than those of an array."""
     if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in "iu":
         return False
     narrow = _narrow(value)

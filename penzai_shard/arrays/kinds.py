@@ -1,4 +1,4 @@
-"""Tells what stands at a leaf of a tree: an array, a struct, a tracer, a number, or none of these."""
+"""Tells what stands at a leaf of a tree: an array, a struct, a tracer, a number, or none."""
 
 from typing import Any
 

@@ -137,8 +137,8 @@ class _Tree:
 class Structure:
     """Everything of a tree but its arrays.
 
-    Two structures are equal if paths, names, static values and containers are; settings of modules
-    too, where ``2`` and ``2.0`` differ. Lengths of arrays are not part of it.
+    Two structures are equal if paths, static values and containers are, also settings of modules,
+    where ``2`` and ``2.0`` differ. Lengths and positional dimensions of arrays are not part of it.
 
     Attributes:
         paths: The path of each leaf.
@@ -161,7 +161,7 @@ class Structure:
     @functools.cached_property
     def _hash(self) -> int:
         # Functions and settings of two builds may hash differently and be equal all the same.
-        return hash((self.paths, self.names, tuple(path for path, _ in self.statics)))
+        return hash((self.paths, tuple(path for path, _ in self.statics)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -178,7 +178,7 @@ class Structure:
     def _is_like(self, other: "Structure") -> bool:
         """Whether the two differ at most in which variables are mutable."""
         own, found = (self.statics, self._root), (other.statics, other._root)
-        return (self.paths, self.names) == (other.paths, other.names) and same_static(own, found)
+        return self.paths == other.paths and same_static(own, found)
 
     def fill(
         self, values: Sequence[Any], *, live: Collection[str] = (), plain: bool = False
@@ -453,11 +453,17 @@ def same_static(a: Any, b: Any) -> bool:
         return False
 
 
+@functools.lru_cache(maxsize=4096)
+def _compared_fields(kind: type) -> list[str] | None:
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return [field.name for field in dataclasses.fields(kind) if field.compare]
+
+
 def _same_value(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
+    kind: Any = type(a)
+    if a is b or kind is not type(b):
+        return a is b
     if isinstance(a, types.FunctionType):
         return _same_function(a, b)
     if isinstance(a, types.MethodType):
@@ -470,12 +476,12 @@ def _same_value(a: Any, b: Any) -> bool:
         return _same_value((a.node_data(), a.children()), (b.node_data(), b.children()))
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(_same_value, a, b))
-    if type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__"):  # type: ignore[comparison-overlap]
+    if kind.__eq__ is object.__eq__ and hasattr(a, "__dict__"):  # type: ignore[comparison-overlap]
         # Without an equality of its own, as optax.MultiSteps: what it holds tells.
         return not isinstance(a, type | types.ModuleType) and _same_value(vars(a), vars(b))
-    if dataclasses.is_dataclass(a) and not isinstance(a, type):
+    fields = _compared_fields(kind)  # type: ignore[arg-type]
+    if fields is not None:
         # By fields: == takes 2 and 2.0 for equal, and two functions made alike for unlike.
-        fields = [field.name for field in dataclasses.fields(a) if field.compare]
         return all(_same_value(getattr(a, name), getattr(b, name)) for name in fields)
     return bool(a == b) and _text(a) == _text(b)
 

@@ -27,8 +27,8 @@ _LEAST_IN_FLIGHT = 2**24
 # Random numbers need about three times their own size while they are made.
 _SIZE_IN_THE_MAKING = 4
 # The later passes of XLA's CPU compiler cost more than they save in programs that run a few times.
-# Exact programs have the same bits at this level; at level 0, which forms no fused multiply-adds,
-# they have not, nor have sums of floats at either level since jaxlib 0.11.
+# Exact programs have the same bits at level 1 as at the default. At level 0, which forms no fused
+# multiply-adds, they have not; nor have sums of floats at level 1 since jaxlib 0.11.
 _QUICK_COMPILATION: dict[str, str | bool] = {"xla_backend_optimization_level": "1"}
 
 

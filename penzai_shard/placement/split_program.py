@@ -36,6 +36,7 @@ MOST_SMALL_ELEMENTS = 1024
 # These say where arrays lie and change no value. The plan decides that, and a part that is compiled
 # for one device could not contain a constraint to a mesh.
 _LAYOUT_ONLY = {"device_put", "layout_constraint", "mesh_cast", "reshard", "sharding_constraint"}
+# Done before, outside of the parts: outputs that differ in their key only then share a program.
 _KEY_DERIVATIONS = {"random_seed", "random_wrap", "random_fold_in", "random_split"}
 # Each output that reads one of these computes it again: compilers fuse it into what reads it.
 _FREE = {"broadcast_in_dim", "iota", "reshape", "squeeze", "random_wrap", "random_unwrap"}

@@ -71,22 +71,17 @@ def read(
     """
     if isinstance(mesh, ShardingPlan) and plan is None:
         mesh, plan = None, mesh
-    _refuse_mistakes(called, mesh, rules, axis_name_to_mesh_name, plan)
+    has_options = (on_indivisible, on_unnamed) != ("error", "error")
+    _refuse_mistakes(called, mesh, rules, axis_name_to_mesh_name, plan, has_options)
     rules = axis_name_to_mesh_name if rules is None else rules
     _check_option(called, "on_indivisible", on_indivisible, get_args(OnIndivisible))
     _check_option(called, "on_unnamed", on_unnamed, get_args(OnUnnamed))
     if plan is None:
-        is_explicit = auto_twin(mesh) is not mesh
-        request = Request(
-            called,
-            auto_twin(mesh),
-            AxisRules(rules),
-            on_indivisible,
-            on_unnamed,
-            is_explicit=is_explicit,
+        twin, read_rules = auto_twin(mesh), AxisRules(rules)
+        read_rules.on(twin.shape)
+        return Request(
+            called, twin, read_rules, on_indivisible, on_unnamed, is_explicit=twin is not mesh
         )
-        request.rules.on(request.mesh.shape)
-        return request
     if mesh is not None and not same_devices(mesh, plan.mesh):
         what = f"the plan is one for another mesh ({mesh_text(plan.mesh)}) than the one given"
         fix = "Leave the mesh out, or plan for it: make_plan(tree, mesh, rules)."
@@ -94,68 +89,41 @@ def read(
     return Request(called, plan.mesh, plan.rules, plan=plan)
 
 
-def _refuse_mistakes(called: str, mesh: Any, rules: Any, penzais_rules: Any, plan: Any) -> None:
+def _refuse_mistakes(
+    called: str, mesh: Any, rules: Any, penzais_rules: Any, plan: Any, has_options: bool
+) -> None:
     given = penzais_rules if rules is None else rules
-    name = getattr(given if callable(given) else mesh, "__name__", "")
-    kind = type(mesh).__name__
-    mistakes = (
-        (
-            rules is not None and penzais_rules is not None,
-            "rules and axis_name_to_mesh_name are two names of one argument, and both are given",
-            "Give one: rules=AxisRules(first) | second.",
-        ),
-        (
-            isinstance(given, ShardingPlan),
-            "a plan stands in the place of the rules",
-            "Give it by name: plan=plan.",
-        ),
-        (
-            isinstance(given, Mesh | AbstractMesh),
-            "a mesh stands in the place of the rules",
-            "Name both: mesh=mesh, rules=rules.",
-        ),
-        (
-            plan is not None and not isinstance(plan, ShardingPlan),
-            f"plan is a {type(plan).__name__} and no plan",
-            "Make one: plan=make_plan(tree, mesh, rules).",
-        ),
-        (
-            plan is not None and given is not None,
-            "a plan is given, which has decided already, and rules are given too",
-            "Leave the rules out, or plan by them: make_plan(tree, mesh, rules).",
-        ),
-        (
-            inspect.isfunction(given),
-            f"the rules are the function {name}, which was not called",
-            f"Write {name}().",
-        ),
-        (
-            inspect.ismethod(mesh),
-            f"the mesh is the method {name}, which was not called",
-            f"Write .{name}().",
-        ),
-        (
-            mesh is None and plan is None,
-            "a mesh is needed",
-            "Write mesh=make_mesh({'data': 4, 'model': 2}).",
-        ),
-        (
-            mesh is not None and not isinstance(mesh, Mesh | AbstractMesh),
-            f"a mesh is needed, and {reprlib.repr(mesh)} is a {kind}",
-            "Write mesh=make_mesh({'data': 4, 'model': 2}).",
-        ),
-    )
-    for is_so, what, fix in mistakes:
+    name = getattr(mesh if inspect.ismethod(mesh) else given, "__name__", "")
+    make_mesh = "Write mesh=make_mesh({'data': 4, 'model': 2})."
+
+    def refuse(is_so: bool, what: str, fix: str) -> None:
         if is_so:
             raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
+
+    both = "rules and axis_name_to_mesh_name are two names of one argument, and both are given"
+    are_two = rules is not None and penzais_rules is not None
+    refuse(are_two, both, "Give one: rules=AxisRules(first) | second.")
+    is_plan = isinstance(given, ShardingPlan)
+    refuse(is_plan, "a plan stands in the place of the rules", "Give it by name: plan=plan.")
+    is_swapped = isinstance(given, Mesh | AbstractMesh)
+    refuse(is_swapped, "a mesh stands in the place of the rules", "Write mesh=mesh, rules=rules.")
+    fix = "Write plan=make_plan(tree, mesh, rules)."
+    refuse(not isinstance(plan, ShardingPlan | None), f"plan is {reprlib.repr(plan)}", fix)
+    is_decided = plan is not None and (given is not None or has_options)
+    what = "a plan is given, which has decided already, and rules or options are given too"
+    refuse(is_decided, what, "Leave them out.")
+    what = f"the rules are the function {name}, which was not called"
+    refuse(inspect.isfunction(given), what, f"Write {name}().")
+    what = f"the mesh is the method {name}, which was not called"
+    refuse(inspect.ismethod(mesh), what, f"Write .{name}().")
+    lacks_mesh = plan is None if mesh is None else not isinstance(mesh, Mesh | AbstractMesh)
+    refuse(lacks_mesh, f"a mesh is needed, not {reprlib.repr(mesh)}", make_mesh)
 
 
 def _check_option(called: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        words = ", ".join(map(repr, allowed))
-        raise RuleTypeError(
-            f"{called}:", [Problem("", f"{name} is {value!r}", f"Write one of {words}.")]
-        )
+        fix = f"Write one of {', '.join(map(repr, allowed))}."
+        raise RuleTypeError(f"{called}:", [Problem("", f"{name} is {value!r}", fix)])
 
 
 def check_tree(called: str, tree: Any) -> None:

@@ -1,4 +1,4 @@
-"""Gives logical axes to arrays that carry none, by the pattern of their paths, and takes them off."""
+"""Gives logical axes to arrays that carry none, by patterns of their paths; takes them off."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -9,13 +9,15 @@ from jax.sharding import PartitionSpec
 
 from penzai_shard.arrays.kinds import is_array
 from penzai_shard.arrays.structure import Leaf, flatten, variables_of
-from penzai_shard.errors import Problems, RuleTypeError, SelectionError, warn_caller
+from penzai_shard.errors import Problem, Problems, RuleTypeError, SelectionError, warn_caller
 from penzai_shard.paths import matches, nearest
 from penzai_shard.planning import arguments
-from penzai_shard.readers.reader import reader_of
+from penzai_shard.readers.reader import is_node, reader_of
 
 
-def name_axes(tree: Any, patterns: Mapping[str, Sequence[Hashable | None] | None]) -> Any:
+def name_axes(
+    tree: Any, patterns: Mapping[str, Sequence[Hashable | None] | PartitionSpec | None]
+) -> Any:
     """Gives logical axes to the arrays of a tree that have none.
 
     For dictionaries, weights of torch, modules of Equinox, and anything else without names. Each
@@ -112,30 +114,28 @@ def _names_for(
 
 
 def _check_names(patterns: Any) -> None:
+    example = "Write {'layers.*.weight': ('out', 'in')}."
     if not isinstance(patterns, Mapping):
-        raise RuleTypeError(
-            f"name_axes: patterns are a mapping and no {type(patterns).__name__}. "
-            "Write {'layers.*.weight': ('out', 'in')}."
-        )
+        what = f"patterns are a mapping, and this is a {type(patterns).__name__}"
+        raise RuleTypeError("name_axes:", [Problem("", what, example)])
     problems = Problems("these names cannot be read:")
     for pattern, names in patterns.items():
-        example = "Write {'layers.*.weight': ('out', 'in')}."
-        if names is None:
-            continue
         if not isinstance(pattern, str):
             problems.add(repr(pattern), "a pattern is a text", example)
-        elif isinstance(names, str) or not isinstance(names, Sequence):
-            problems.add(pattern, f"{names!r} is no tuple of names", f"Write ({names!r},).")
-        elif not all(name is None or isinstance(name, Hashable) for name in names):
-            problems.add(pattern, f"{names!r} has a name that cannot be hashed", example)
-        elif any(isinstance(name, int) or name == "" for name in names):
-            problems.add(pattern, f"{names!r} has a number or an empty text for a name", example)
-        else:
-            given = [name for name in names if name is not None]
-            if len(set(given)) < len(given):
-                fix = "Write None for a dimension without a name."
-                problems.add(pattern, f"{names!r} has a name twice", fix)
+        elif isinstance(names, str) or not isinstance(names, Sequence | PartitionSpec | None):
+            fix = f"Write ({names!r},)." if isinstance(names, str) else example
+            problems.add(pattern, f"{names!r} is no tuple of names", fix)
+        elif not all(_is_name(name) for name in names or () if name is not None):
+            problems.add(pattern, f"{names!r} has something that is no name", example)
+        elif len(given := [name for name in names or () if name is not None]) > len(set(given)):
+            fix = "Write None for a dimension without a name."
+            problems.add(pattern, f"{names!r} has a name twice", fix)
     problems.raise_if_any(RuleTypeError)
+
+
+def _is_name(name: Any) -> bool:
+    is_open = name is PartitionSpec.UNCONSTRAINED
+    return isinstance(name, Hashable) and not isinstance(name, int) and name != "" and not is_open
 
 
 def _warn_of_tied(leaves: Sequence[Leaf]) -> None:
@@ -168,5 +168,6 @@ def without_names(tree: Any) -> Any:
     return jax.tree_util.tree_map(
         lambda node: node.data_array if pz.nx.is_namedarray(node) else node,
         tree,
-        is_leaf=pz.nx.is_namedarray,
+        # Modules of NNX would lose what they share.
+        is_leaf=is_node,
     )

@@ -4,7 +4,7 @@ A plan touches no device. Its trees are carried out by ``place``, ``jax.jit``, a
 """
 
 import dataclasses
-import functools
+import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -13,6 +13,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard import specs
+from penzai_shard.arrays.kinds import itemsize
 from penzai_shard.arrays.structure import Leaf, Structure
 from penzai_shard.errors import PlanError, Problems
 from penzai_shard.meshes import AnyMesh, mesh_text
@@ -48,19 +49,12 @@ class LeafPlan:
     @property
     def total_bytes(self) -> int:
         """Size of the whole array."""
-        if self.sharding is None:
-            return self.bytes_per_device
-        parts = specs.mesh_axes(self.sharding.spec, len(self.shape))
-        sizes = self.sharding.mesh.shape
-        split = [sizes[axis] for axes in parts for axis in axes]
-        return functools.reduce(int.__mul__, split, self.bytes_per_device)
+        return 0 if self.dtype is None else math.prod(self.shape) * itemsize(self.dtype)
 
     @property
     def axes_text(self) -> str:
         """Each dimension with its length and mesh axes: ``vocab=32000, embed=4096/data``."""
-        axes: Sequence[tuple[str, ...]] = [()] * len(self.shape)
-        if self.spec is not None:
-            axes = specs.mesh_axes(self.spec, len(self.shape))
+        axes = specs.mesh_axes(self.spec or PartitionSpec(), len(self.shape))
         names = self.names or (None,) * len(self.shape)
         return ", ".join(
             (str(size) if name is None else f"{_name_text(name)}={size}")
@@ -150,7 +144,7 @@ class ShardingPlan(HasReport):
         fix = "Plan this tree: make_plan(tree, mesh, rules)."
         found = {leaf.path: leaf for leaf in leaves}
         planned = {leaf.path: leaf for leaf in self.leaves}
-        for path in planned.keys() - found.keys():
+        for path in (path for path in planned if path not in found):
             problems.add(path, "the plan has this array and the tree has not", fix, "misfit")
         for path, leaf in found.items():
             own = planned.get(path)
@@ -180,8 +174,8 @@ class ShardingPlan(HasReport):
         )
         count = f"{len(self.leaves):,} array{'s' * (len(self.leaves) != 1)}"
         verdict = (
-            f"{count}, {bytes_text(self.total_bytes)}; on mesh ({mesh_text(self.mesh)}) each device "
-            f"holds {bytes_text(self.bytes_per_device)}, of which replicated "
+            f"{count}, {bytes_text(self.total_bytes)}; on mesh ({mesh_text(self.mesh)}) each "
+            f"device holds {bytes_text(self.bytes_per_device)}, of which replicated "
             f"{bytes_text(self.replicated_bytes)}"
         )
         facts = {

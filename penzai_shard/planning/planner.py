@@ -169,10 +169,11 @@ class _Planner:
     def _as_parameter(self, leaf: Leaf) -> tuple[PartitionSpec, str, Sequence[Problem]]:
         """A statistic lies as the dimensions of its parameter that it has."""
         statistic = leaf.statistic
-        assert statistic is not None and statistic.sizes is not None and statistic.kept is not None
+        assert statistic is not None
+        assert statistic.sizes is not None
         decision = self._decide(statistic.names, statistic.sizes)
         spec = specs.canonical(
-            () if dim is None else decision.mesh_axes[dim] for dim in statistic.kept
+            () if dim is None else decision.mesh_axes[dim] for dim in statistic.kept or ()
         )
         return spec, f"as its parameter: {decision.reason}", decision.problems
 

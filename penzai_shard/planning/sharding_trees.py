@@ -7,7 +7,7 @@ fast loop knows exact types only; all else, and every problem, is left to a plan
 from collections.abc import Callable
 from typing import Any
 
-import jax
+from jax.sharding import NamedSharding
 
 from penzai_shard.errors import warn_caller
 from penzai_shard.meshes import AnyMesh
@@ -67,21 +67,21 @@ def name_to_name_sharding(
         on_indivisible=on_indivisible,
         on_unnamed="infer" if ignore_unnamed_arrays else on_unnamed,
     )
+    if as_shape_dtype_struct:
+        return plan_tree(tree, request).restore_structs()
     try:
-        return _fast_tree(tree, request, as_shape_dtype_struct)
+        return _fast_tree(tree, request)
     except _NeedsPlan:
-        plan = plan_tree(tree, request)
-    return plan.restore_structs() if as_shape_dtype_struct else plan.sharding_tree()
+        return plan_tree(tree, request).sharding_tree()
 
 
-def _fast_tree(tree: Any, request: arguments.Request, as_structs: bool) -> Any:
+def _fast_tree(tree: Any, request: arguments.Request) -> Any:
     rules = request.rules.on(request.mesh.shape)
     items = tuple(request.mesh.shape.items())
     present: dict[Any, None] = {}
 
-    def make_leaf(node: Any) -> Any:
-        array, names = node.data_array, tuple(node.named_axes)
-        shape = tuple(array.shape)
+    def find_sharding(node: Any) -> NamedSharding:
+        names, shape = tuple(node.named_axes), tuple(node.data_array.shape)
         front = len(shape) - len(names)
         if front < 0 or shape[front:] != tuple(node.named_axes.values()):
             raise _NeedsPlan
@@ -89,18 +89,15 @@ def _fast_tree(tree: Any, request: arguments.Request, as_structs: bool) -> Any:
         if decision.problems:
             raise _NeedsPlan
         present.update(dict.fromkeys(names))
-        sharding = shared_sharding(request.mesh, decision.spec)
-        if as_structs:
-            return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
-        return sharding
+        return shared_sharding(request.mesh, decision.spec)
 
-    made = _build(tree, make_leaf, as_structs)
+    made = _build(tree, find_sharding)
     doubts = find_doubts(request.rules, present, request.mesh.axis_names)
     warn_caller(f"{request.called}: {doubt}" for doubt in doubts)
     return made
 
 
-def _build(tree: Any, make_leaf: Callable[[Any], Any], as_structs: bool) -> Any:
+def _build(tree: Any, find_sharding: Callable[[Any], NamedSharding]) -> Any:
     """The tree with a result for each array, which is made once for equal names and sizes."""
     # Imported here: nobody has named arrays who has not imported Penzai.
     from penzai import pz
@@ -110,14 +107,13 @@ def _build(tree: Any, make_leaf: Callable[[Any], Any], as_structs: bool) -> Any:
 
     def build_array(node: Any) -> Any:
         try:
-            axes, data = node.named_axes, node.data_array
-            key = (data.shape, *axes, *axes.values(), *((data.dtype,) if as_structs else ()))
+            axes = node.named_axes
+            key = (node.data_array.shape, *axes, *axes.values())
         except AttributeError:
             raise _NeedsPlan from None
-        found = made.get(key)
-        if found is None:
-            found = made[key] = named_array(axes, make_leaf(node))
-        return found
+        if key not in made:
+            made[key] = named_array(axes, find_sharding(node))
+        return made[key]
 
     def build(node: Any) -> Any:
         kind = type(node)
@@ -127,14 +123,11 @@ def _build(tree: Any, make_leaf: Callable[[Any], Any], as_structs: bool) -> Any:
             # Most trees of many arrays are flat dictionaries: the look-up stands in the loop.
             result = {}
             for name, child in node.items():
-                if type(child) is named_array and not as_structs:
-                    try:
-                        axes = child.named_axes
-                        result[name] = made[(child.data_array.shape, *axes, *axes.values())]
-                        continue
-                    except (KeyError, AttributeError):
-                        pass
-                result[name] = build(child)
+                try:
+                    axes = child.named_axes
+                    result[name] = made[(child.data_array.shape, *axes, *axes.values())]
+                except (KeyError, AttributeError):
+                    result[name] = build(child)
             return result
         if kind is list or kind is tuple:
             return kind(map(build, node))

@@ -24,7 +24,9 @@ class _Boxes:
         return issubclass(kind, meta.AxisMetadata)
 
     def open(self, node: Any) -> Content:
-        template, data = node.replace_boxed(None), getattr(node, "value", None)
+        # Flax's own boxes may lay their data over a mesh when they are asked for it.
+        data = node.value if hasattr(node, "value") else node.unbox()
+        template = node.replace_boxed(None)
         names, problem = read_names(_given_names(node), f"box {type(node).__name__}", _EXAMPLE)
         if isinstance(data, meta.AxisMetadata):
             problem = (

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Hashable
 from typing import Any, Protocol
 
-from penzai_shard.errors import RuleTypeError
+from penzai_shard.errors import Problem, RuleTypeError
 
 # Types of these modules are nobody's, and by far the most frequent.
 _NOBODYS = frozenset({"builtins", "collections", "numpy", "jaxlib._jax", "jax._src.core"})
@@ -123,19 +123,18 @@ def register_reader(reader: Reader) -> None:
     missing = [name for name in needs if not hasattr(reader, name)]
     if isinstance(reader, type) or missing:
         has = "is a class" if isinstance(reader, type) else f"has no {' and no '.join(missing)}"
-        raise RuleTypeError(
-            f"register_reader: {reader!r} {has}. Give an object with {', '.join(needs)}."
-        )
+        fix = f"Give an object with {', '.join(needs)}."
+        raise RuleTypeError("register_reader:", [Problem("", f"{reader!r} {has}", fix)])
     _registered.insert(0, reader)
     _reader_of.cache_clear()
+    _is_module.cache_clear()
 
 
 def reader_of(kind: type) -> Reader | None:
     """The reader of the nodes of a type, or None."""
     if kind.__module__ in _NOBODYS:
         return None
-    # A library that is imported later brings its reader with it.
-    return _reader_of(kind, _imported())
+    return _reader_of(kind, len(sys.modules))
 
 
 def is_node(value: Any) -> bool:
@@ -147,39 +146,35 @@ def is_module(kind: type) -> bool:
     """Whether Python numbers in nodes of a type are settings of a module, and no arrays."""
     if kind.__module__ in _NOBODYS:
         return False
-    return _is_module(kind, _imported())
+    return _is_module(kind, len(sys.modules))
 
 
-def _imported() -> tuple[str, ...]:
-    return tuple(library for library in _OURS if library in sys.modules)
-
-
-def _active(imported: tuple[str, ...]) -> list[Reader]:
-    names = dict.fromkeys(_OURS[library] for library in imported)
+def _active() -> list[Reader]:
+    names = dict.fromkeys(name for library, name in _OURS.items() if library in sys.modules)
     modules = [importlib.import_module(f"penzai_shard.readers.{name}") for name in names]
     readers = [*_registered, *(reader for module in modules for reader in module.READERS)]
     return [reader for reader in readers if reader.library in sys.modules]
 
 
+# Asked of every node of every tree. The number of modules tells that there may be a new library.
 @functools.lru_cache(maxsize=4096)
-def _reader_of(kind: type, imported: tuple[str, ...]) -> Reader | None:
-    return next((reader for reader in _active(imported) if reader.reads(kind)), None)
+def _reader_of(kind: type, modules: int) -> Reader | None:
+    return next((reader for reader in _active() if reader.reads(kind)), None)
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_module(kind: type, imported: tuple[str, ...]) -> bool:
-    return any(
-        reader.is_module(kind) for reader in _active(imported) if hasattr(reader, "is_module")
-    )
+def _is_module(kind: type, modules: int) -> bool:
+    asked = (reader for reader in _active() if hasattr(reader, "is_module"))
+    return any(reader.is_module(kind) for reader in asked)
 
 
 def refusal(tree: Any) -> tuple[str, str] | None:
     """Why something is no tree of arrays though people give it for one, and what to give."""
-    asked = (reader for reader in _active(_imported()) if hasattr(reader, "why_not"))
+    asked = (reader for reader in _active() if hasattr(reader, "why_not"))
     return next((found for reader in asked if (found := reader.why_not(tree))), None)
 
 
 def initializing_contexts() -> list[contextlib.AbstractContextManager[Any]]:
     """The contexts in which libraries build models and leave their arrays where they are."""
-    asked = (reader for reader in _active(_imported()) if hasattr(reader, "initializing"))
+    asked = (reader for reader in _active() if hasattr(reader, "initializing"))
     return [reader.initializing() for reader in asked]

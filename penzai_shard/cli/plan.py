@@ -1,0 +1,44 @@
+"""Plans a model from the command line, without making its arrays."""
+
+import json
+
+from penzai_shard.cli import inputs
+from penzai_shard.errors import PlanError
+from penzai_shard.placement.sharded_init import abstract_model
+from penzai_shard.planning import arguments
+from penzai_shard.planning.planner import examine
+
+
+def print_plan(
+    model: str,
+    mesh: str,
+    rules: str | None,
+    on_indivisible: str,
+    on_unnamed: str,
+    as_json: bool,
+    show_all: bool,
+) -> None:
+    """Prints a plan as a table or as JSON.
+
+    Raises:
+        PlanError: Some arrays have no valid layout. As JSON, the problems stand in it.
+    """
+    request = arguments.read(
+        "plan",
+        inputs.read_mesh(mesh),
+        inputs.read_rules(rules),
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+    )
+    build = inputs.read_object(model)
+    tree = abstract_model(build) if callable(build) else build
+    plan, problems, doubts = examine(tree, request)
+    if as_json:
+        data = plan.report().to_data()
+        rows = [{"path": p.path, "what": p.what, "fix": p.fix, "kind": p.kind} for p in problems]
+        print(json.dumps({**data, "problems": rows, "doubts": doubts}, indent=2, default=str))
+    problems.raise_if_any(PlanError)
+    if not as_json:
+        print(plan.table(collapse=not show_all))
+        for doubt in doubts:
+            print(doubt)

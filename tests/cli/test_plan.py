@@ -1,0 +1,93 @@
+"""``penzai-shard plan``: exit status, JSON, and errors without a traceback."""
+
+import json
+import sys
+
+import pytest
+
+from penzai_shard.cli.main import main
+
+MODEL = """
+import jax
+from penzai import pz
+
+RULES = [("embed", "data"), ("mlp", "model")]
+
+
+def build():
+    return {"up": pz.nx.ones({"embed": 64, "mlp": 256}), "bias": pz.nx.ones({"mlp": 6})}
+
+
+tree = {"w": pz.nx.ones({"embed": 8})}
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["penzai-shard", "plan", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code or 0, *capsys.readouterr()
+
+    yield call
+    sys.modules.pop("model", None)
+
+
+def test_plan_prints_a_table_and_needs_no_devices(run):
+    rules = "embed=data,mlp=model"
+    status, out, _ = run("model.py:build", "--mesh", "data=64,model=2", "--rules", rules)
+    assert status == 0
+    assert "embed=64/data, mlp=256/model" in out
+
+
+def test_plan_json_has_a_row_for_each_array(run):
+    status, out, _ = run("model.py:tree", "--mesh", "data=4", "--rules", "embed=data", "--json")
+    data = json.loads(out)
+    assert status == 0
+    assert [row["array"] for row in data["rows"]] == ["w"]
+    assert data["problems"] == []
+
+
+def test_plan_without_a_valid_layout_is_an_answer_that_is_no(run):
+    call = ("model.py:build", "--mesh", "data=4,model=4", "--rules", "model.py:RULES")
+    status, out, error = run(*call)
+    assert (status, out) == (1, "")
+    assert "bias" in error
+    status, out, _ = run(*call, "--json")
+    assert status == 1
+    assert [problem["path"] for problem in json.loads(out)["problems"]] == ["bias"]
+
+
+def test_plan_replicate_takes_what_does_not_divide(run):
+    status, out, _ = run(
+        *("model.py:build", "--mesh", "data=4,model=4", "--rules", "mlp=model"),
+        *("--on-indivisible", "replicate"),
+    )
+    assert status == 0
+    assert "replicated" in out
+
+
+@pytest.mark.parametrize(
+    ("call", "fix"),
+    [
+        (("model.py:biuld", "--mesh", "data=4"), "model.py:build"),
+        (("modle.py:build", "--mesh", "data=4"), "path of a file"),
+        (("nowhere:build", "--mesh", "data=4"), "file.py:name"),
+        (("build", "--mesh", "data=4"), "build:build"),
+        (("model.py:build", "--mesh", "4x2"), "--mesh data=4,model=2"),
+        (("model.py:build", "--mesh", "data=0"), "natural number"),
+        (("model.py:build", "--mesh", "data=4", "--rules", "embed"), "--rules embedding=data"),
+        (("model.py:build", "--mesh", "data=4", "--rules", "embed=dta"), "Write 'data'"),
+        (("model.py:build", "--mesh", "data=4", "--on-unnamed", "no"), "'replicate'"),
+    ],
+)
+def test_plan_of_a_mistake_says_what_to_write(run, call, fix):
+    status, out, error = run(*call)
+    assert (status, out) == (2, "")
+    assert fix in error
+    assert "Traceback" not in error
