@@ -259,7 +259,15 @@ def test_left_rules_win_where_both_name_a_logical_axis():
 
 def test_identity_takes_several_mesh_axes_from_a_tuple_of_names():
     assert AxisRules().spec(("x", ("model", "data")), (3, 8), MESH) == P(None, ("model", "data"))
-    assert AxisRules().spec((("data", "seq"), ("x", 1)), (8, 8), MESH) == P()
+    assert AxisRules().spec((("y", "z"), ("x", 1)), (8, 8), MESH) == P()
+
+
+def test_identity_refuses_a_tuple_with_a_mesh_axis_that_is_missing():
+    name = ("data", "absent")
+    (problem,) = AxisRules().explain((name,), (8,), MESH).problems
+    assert problem.kind == "unknown"
+    rules = eval(problem.fix.removeprefix("Write rules=").removesuffix("."))
+    assert rules.spec((name, "data"), (8, 8), MESH) == P(None, "data")
 
 
 @given(all_rules)

@@ -157,19 +157,14 @@ class Structure:
         self.variables = tuple(walk.variables)
         self.problems = tuple(walk.problems)
         self.notes = dict(walk.notes)
-
-    @functools.cached_property
-    def _hash(self) -> int:
         # Functions and settings of two builds may hash differently and be equal all the same.
-        return hash((self.paths, tuple(path for path, _ in self.statics)))
+        self._hash = hash((self.paths, tuple(path for path, _ in self.statics)))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return (
+        return self is other or (
             isinstance(other, Structure)
             and self.variables == other.variables
             and self._is_like(other)
@@ -306,6 +301,8 @@ class _Around:
     variable: Any = None
     # Of arrays that are statistics of a named one.
     statistic: Statistic | None = None
+    # Numbers in modules are settings; those in a variable of a module are not.
+    in_module: bool = False
 
 
 class _Walk:
@@ -324,26 +321,26 @@ class _Walk:
 
     def tree(self, tree: Any, path: str, around: _Around) -> Any:
         """Takes a pytree apart whose root is at ``path``."""
-        keyed, definition = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_end)
-        numbers = [is_number(value) for _, value in keyed]
-        settings = _are_in_modules(tree) if any(numbers) else numbers
+        is_end = _is_end if around.in_module else _is_end_or_module
+        keyed, definition = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_end)
         parts = [
-            self._part(value, join_paths(path, path_text(keys)), around, setting and number)
-            for (keys, value), number, setting in zip(keyed, numbers, settings, strict=True)
+            self._part(value, join_paths(path, path_text(keys)), around) for keys, value in keyed
         ]
         if len(parts) == 1 and keyed[0][1] is tree:
             return parts[0]
         return _Tree(definition, tuple(parts))
 
-    def _part(self, value: Any, path: str, around: _Around, is_setting: bool) -> Any:
+    def _part(self, value: Any, path: str, around: _Around) -> Any:
         if isinstance(value, Named):
             inner = _Around(value.role or around.role, around.variable, value.statistic)
             return self._slot(value.value, path, value.names, inner)
         reader = reader_of(type(value))
         if reader is not None:
             return self._box(reader, value, path, around)
+        if not around.in_module and is_module(type(value)):
+            return self.tree(value, path, dataclasses.replace(around, in_module=True))
         is_value = is_array(value) or isinstance(value, jax.sharding.Sharding)
-        if is_value or (is_number(value) and not is_setting):
+        if is_value or (is_number(value) and not around.in_module):
             return self._slot(value, path, None, around)
         self.statics.append((path, value))
         return _Static(len(self.statics) - 1)
@@ -371,7 +368,7 @@ class _Walk:
             other = self._places.setdefault((content.role, content.label), place)
             if other != place:
                 what = f"the variables at {other!r} and {place!r} have this label and differ"
-                fix = "Give each its own label."
+                fix = "Give each its own label; place(model, mesh, rules) keeps a tied one tied."
                 self.problems.append(Problem(path, what, fix, "unreadable"))
         if content.problem is not None:
             self.problems.append(Problem(path, *content.problem, kind="unreadable"))
@@ -396,7 +393,9 @@ class _Walk:
         """What a node holds: one array with the node's names, or a tree."""
         data, names = content.data, content.names
         if names is None:
-            return self.tree(data, path, around)
+            # A variable mostly holds one node, which needs no walk through a tree.
+            walk = self._part if _is_end(data) else self.tree
+            return walk(data, path, around)
         if is_array(data) and content.sizes is None and len(names) <= data.ndim:
             # As in a PartitionSpec, dimensions behind the last name have none.
             names = (*names, *(None,) * (data.ndim - len(names)))
@@ -422,14 +421,8 @@ def _is_end(value: Any) -> bool:
     return type(value) is Named or is_node(value)
 
 
-def _are_in_modules(tree: Any) -> list[bool]:
-    """For each end of a tree whether it stands in a module, whose numbers are settings."""
-    found: list[bool] = []
-    for node in jax.tree_util.tree_leaves(tree, is_leaf=lambda n: _is_end(n) or is_module(type(n))):
-        inside = not _is_end(node) and is_module(type(node))
-        count = len(jax.tree_util.tree_leaves(node, is_leaf=_is_end)) if inside else 1
-        found += [inside] * count
-    return found
+def _is_end_or_module(value: Any) -> bool:
+    return _is_end(value) or is_module(type(value))
 
 
 # Comparing static values
@@ -483,7 +476,7 @@ def _same_value(a: Any, b: Any) -> bool:
     if fields is not None:
         # By fields: == takes 2 and 2.0 for equal, and two functions made alike for unlike.
         return all(_same_value(getattr(a, name), getattr(b, name)) for name in fields)
-    return bool(a == b) and _text(a) == _text(b)
+    return bool(a == b) and _ADDRESS.sub("", repr(a)) == _ADDRESS.sub("", repr(b))
 
 
 def _same_function(a: types.FunctionType, b: types.FunctionType) -> bool:
@@ -519,7 +512,3 @@ def _has_constant_globals(function: types.FunctionType) -> bool:
 def _names(code: types.CodeType) -> set[str]:
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return set(code.co_names).union(*map(_names, inner))
-
-
-def _text(value: Any) -> str:
-    return _ADDRESS.sub("", repr(value))

@@ -1,0 +1,142 @@
+"""What an optimizer keeps has the names of the dimensions of its parameter."""
+
+import json
+import pathlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from penzai import pz
+
+from penzai_shard.arrays.statistics import kept_dimensions, name_statistics
+from penzai_shard.arrays.structure import Statistic, leaves_of
+from tests import models
+
+# Made by code that shares nothing with this library's and walks optimizers' states node by node.
+# Two of its answers were wrong: it gave the latest values of lbfgs no names in linen's boxes, and
+# left its ten weights, which belong to no parameter, to the user to name.
+ANSWERS = json.loads(
+    pathlib.Path(__file__).parents[1].joinpath("data", "leaves.json").read_text(encoding="utf-8")
+)
+NAMES = {"up": ("embed", "mlp"), "square": ("embed", "heads"), "bias": ("mlp",)}
+SIZES = {"embed": 8, "mlp": 16, "heads": 8}
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+PARAMETERS = {path: struct(*(SIZES[name] for name in names)) for path, names in NAMES.items()}
+HOLDERS = {
+    "plain": lambda array, names: array,
+    "named": lambda array, names: pz.nx.wrap(array).tag(*names),
+    "linen": nn.LogicallyPartitioned,
+}
+
+
+def state_of(parameters, optimizer):
+    init = optimizer.init
+    return {"params": parameters, "opt_state": jax.eval_shape(init, parameters)}
+
+
+def row(leaf, names):
+    names = None if names is None else [*names]
+    return [leaf.path, names, [*leaf.shape], str(leaf.dtype)]
+
+
+def names_by_parameter(leaf):
+    """The names that a leaf would have if its parameter had them."""
+    if leaf.statistic is None:
+        return leaf.names
+    names = NAMES[leaf.statistic.parameter.removeprefix("params/")]
+    return [None if dim is None else names[dim] for dim in leaf.statistic.kept]
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("name", models.OPTIMIZERS)
+def test_name_statistics_of_optimizers(name, holder):
+    hold = HOLDERS[holder]
+    parameters = jax.eval_shape(
+        lambda: {path: hold(jnp.zeros(x.shape), NAMES[path]) for path, x in PARAMETERS.items()}
+    )
+    state = state_of(parameters, models.OPTIMIZERS[name](1e-3))
+    leaves = [x for x in name_statistics(leaves_of(state)) if x.path.startswith("opt_state")]
+    of_leaf = names_by_parameter if holder == "plain" else lambda leaf: leaf.names
+    assert [row(leaf, of_leaf(leaf)) for leaf in leaves] == ANSWERS[name]
+    if holder == "plain":
+        assert not any(leaf.names for leaf in leaves if leaf.statistic)
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_name_statistics_of_models(name):
+    leaves = name_statistics(leaves_of(models.model(name)))
+    assert [row(leaf, leaf.names) for leaf in leaves] == ANSWERS[f"model {name}"]
+
+
+def parameters_of_statistics(parameters, optimizer):
+    leaves = name_statistics(leaves_of(state_of(parameters, optimizer)))
+    return {leaf.path: leaf.statistic.parameter for leaf in leaves if leaf.statistic}
+
+
+def test_name_statistics_of_parameters_called_like_fields():
+    parameters = {"w": struct(4, 6), "mu": {"w": struct(6, 4)}, "nu": [struct(4, 4)]}
+    found = parameters_of_statistics(parameters, optax.adam(1e-3))
+    assert found == {
+        f"opt_state/0/{field}/{path}": f"params/{path}"
+        for field in ("mu", "nu")
+        for path in ("w", "mu/w", "nu/0")
+    }
+
+
+@pytest.mark.parametrize("name", ["adafactor", "sm3", "muon", "multi_steps"])
+def test_name_statistics_of_lists_of_layers(name):
+    parameters = [{"w": struct(8, 16)}, {"w": struct(16, 8)}, struct(8)]
+    found = parameters_of_statistics(parameters, models.OPTIMIZERS[name](1e-3))
+    assert {*found.values()} == {"params/0/w", "params/1/w", "params/2"}
+    for path, parameter in found.items():
+        assert f"/{parameter.removeprefix('params/')}" in path
+
+
+def test_name_statistics_of_nnx_beside_its_module():
+    module = models.nnx_block()
+    optimizer = models.nnx_optimizer(optimizer=models.OPTIMIZERS["adafactor"](1e-3))
+    names = {leaf.path: leaf.names for leaf in name_statistics(leaves_of((module, optimizer)))}
+    assert names["0/first/kernel"] == ("embed", "mlp")
+    assert names["1/opt_state/0/v_row/first/kernel"] == ("embed",)
+    assert names["1/opt_state/0/v_col/first/kernel"] == ("mlp",)
+
+
+def test_name_statistics_without_parameters_changes_nothing():
+    state = state_of(PARAMETERS, optax.adamw(1e-3))
+    leaves = leaves_of({"opt_state": state["opt_state"]})
+    assert name_statistics(leaves) == leaves
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "path", "kept"),
+    [
+        ((4, 6), (4, 6), "", (0, 1)),
+        ((4, 6), (), "", ()),
+        ((4, 6), (1,), "v", (None,)),
+        ((4, 6), (4, 1), "", (0, None)),
+        ((4, 6), (10, 4, 6), "", (None, 0, 1)),
+        ((4, 6, 8), (4, 8), "", (0, 2)),
+        ((4, 4), (4,), "", None),
+        ((4, 4), (4,), "v_row", (0,)),
+        ((4, 4), (4,), "v_col/w", (1,)),
+        ((4, 4), (4,), "mu/w/1", (1,)),
+        ((2, 8, 8), (2, 8), "v_row/w", (0, 1)),
+        ((4, 6), (5,), "", None),
+    ],
+)
+def test_kept_dimensions(sizes, shape, path, kept):
+    assert kept_dimensions(sizes, shape, path) == kept
+
+
+def test_name_statistics_keeps_what_a_reader_has_told():
+    known = Statistic("params/up", ("embed", "mlp"), (8, 16), (1,))
+    leaves = leaves_of({"params": PARAMETERS, "opt_state": {"up": struct(16)}})
+    told = [type(x)(x.path, x.names, x.shape, x.dtype, x.value, statistic=known) for x in leaves]
+    assert name_statistics(told) == told
