@@ -12,15 +12,15 @@ import tokenize
 from collections import Counter
 
 BUDGETS = {
-    "root": 784,
-    "jax_internals": 180,
+    "root": 739,
+    "jax_internals": 135,
     "reports": 410,
     "readers": 420,
-    "arrays": 415,
-    "planning": 530,
+    "arrays": 500,
+    "planning": 560,
     "placement": 545,
     "propagation": 595,
-    "processes": 320,
+    "processes": 295,
     "layers": 1670,
     "surgery": 1500,
     "training": 1090,

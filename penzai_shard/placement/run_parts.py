@@ -89,7 +89,7 @@ class _Run:
         self.parts = split.parts
         self.shardings = shardings
         meshes = [s.mesh for s in shardings.values() if isinstance(s, NamedSharding)]
-        self.everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None  # type: ignore[no-untyped-call]
+        self.everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
         # Of several processes, each computes the same on a device of its own.
         device = meshes[0].local_devices[0] if meshes else jax.local_devices()[0]
         self.one_device = SingleDeviceSharding(device) if meshes else None
@@ -114,7 +114,7 @@ class _Run:
             largest = max(largest, made_size)
             size += _SIZE_IN_THE_MAKING * made_size
             if size > max(_LEAST_IN_FLIGHT, largest):
-                jax.block_until_ready(in_the_making)  # type: ignore[no-untyped-call]
+                jax.block_until_ready(in_the_making)
                 in_the_making, size = [], 0
         return outputs
 

@@ -172,7 +172,7 @@ class _Flattener:
             # Arguments and constants stand for themselves.
             itself = ClosedJaxpr(jaxpr, jaxpr.constvars)
             results = walk(itself, jaxpr.invars, inner.write)
-            plain: Any = jaxpr.replace(eqns=inner.equations, outvars=results)  # type: ignore[no-untyped-call]
+            plain: Any = jaxpr.replace(eqns=inner.equations, outvars=results)
             # Most programs say nothing of layouts, and stay the objects that JAX has compiled.
             if [e.params for e in inner.equations] == [e.params for e in jaxpr.eqns]:
                 plain = program

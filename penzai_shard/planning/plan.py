@@ -5,7 +5,6 @@ A plan touches no device. Its trees are carried out by ``place``, ``jax.jit``, a
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -194,9 +193,7 @@ class ShardingPlan(HasReport):
             names = ", ".join(map(repr, self.unused_rules))
             notes.append(f"no array has these logical axes of the rules: {names}")
         if self.others:
-            kinds = Counter(type(value).__name__ for _, value in self.structure.statics)
-            text = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-            notes.append(f"no arrays, kept as they are: {text}")
+            notes.append(f"{len(self.others):,} leaves are no arrays and stay as they are")
         left = sum(leaf.spec is None for leaf in self.leaves)
         if left:
             notes.append(f"{left:,} arrays without names are left to JAX")

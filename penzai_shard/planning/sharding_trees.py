@@ -108,7 +108,7 @@ def _build(tree: Any, find_sharding: Callable[[Any], NamedSharding]) -> Any:
     def build_array(node: Any) -> Any:
         try:
             axes = node.named_axes
-            key = (node.data_array.shape, *axes, *axes.values())
+            key = (node.data_array.shape, *axes.items())
         except AttributeError:
             raise _NeedsPlan from None
         if key not in made:
@@ -120,12 +120,12 @@ def _build(tree: Any, find_sharding: Callable[[Any], NamedSharding]) -> Any:
         if kind is named_array:
             return build_array(node)
         if kind is dict:
-            # Most trees of many arrays are flat dictionaries: the look-up stands in the loop.
-            result = {}
+            # Most trees of many arrays are flat dictionaries: the look-up stands in the loop, and a
+            # copy, all of which is replaced, has room for all names.
+            result = node.copy()
             for name, child in node.items():
                 try:
-                    axes = child.named_axes
-                    result[name] = made[(child.data_array.shape, *axes, *axes.values())]
+                    result[name] = made[(child.data_array.shape, *child.named_axes.items())]
                 except (KeyError, AttributeError):
                     result[name] = build(child)
             return result

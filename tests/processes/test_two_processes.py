@@ -1,0 +1,216 @@
+"""Agreements and arrays of two processes: this file is the test, and the program that it starts.
+
+Each process has four simulated devices, makes all claims, and writes which of them failed.
+"""
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+
+from penzai_shard.errors import MissingExtraError, PlanError, Problem, ShardingError
+from penzai_shard.jax_internals import messages
+from penzai_shard.processes import agreement
+from penzai_shard.processes.arrays import put
+
+
+def paths_of(caught):
+    return [problem.path for problem in caught.value.problems]
+
+
+# Claims about agreements
+
+
+def claim_together_raises_what_another_process_raised(me):
+    problem = Problem("w", "does not divide", "Pad it.", "indivisible")
+    for error, elsewhere in [
+        (PlanError("no valid layout:", [problem]), PlanError),
+        (MissingExtraError("no torch"), MissingExtraError),
+        (FileNotFoundError(2, "no such file", "config.json"), FileNotFoundError),
+        (OSError("no number"), OSError),
+        (KeyError("w"), ShardingError),
+    ]:
+        with pytest.raises(Exception, match="process 1" if me == 0 else "") as caught:
+            fail_within_blocks(1, me, error)
+        assert caught.type is (elsewhere if me == 0 else type(error))
+        assert getattr(caught.value, "filename", None) == getattr(error, "filename", None)
+        assert getattr(caught.value, "problems", ()) == getattr(error, "problems", ())
+
+
+def fail_within_blocks(process, me, error):
+    with agreement.together("outermost"), agreement.together("outer"):
+        if me == process:
+            raise error
+        with agreement.together("inner"):
+            agreement.sum_over_processes([1])
+
+
+def claim_together_ends_agreements_within_the_block(me):
+    for process in (0, 1):
+        with pytest.raises(PlanError):
+            fail_within_blocks(process, me, PlanError("no valid layout:"))
+        # Both have left all blocks, and are in step.
+        assert agreement.sum_over_processes([1]) == [2]
+
+
+def claim_different_calls_are_refused(me):
+    with pytest.raises(ShardingError) as caught:
+        agreement.any_process(False, f"asked by {me}")
+    assert paths_of(caught) == ["process 0", "process 1"]
+
+
+def claim_a_process_that_does_not_come_is_named(me):
+    agreement.PATIENCE_SECONDS, patience = 1.0, agreement.PATIENCE_SECONDS
+    for late in (0, 1):
+        if me == late:
+            assert messages.receive(f"without/{late}", 20) == "gave up"
+        if me == late == 0:
+            assert agreement.any_process(True) is True
+            continue
+        with pytest.raises(ShardingError) as caught:
+            agreement.any_process(False)
+        assert paths_of(caught) == [f"process {late}"]
+        if me != late:
+            messages.send(f"without/{late}", "gave up")
+    agreement.PATIENCE_SECONDS = patience
+
+
+def claim_on_first_gives_the_value_of_the_first(me):
+    assert agreement.on_first("asking", lambda: {"process": me}) == {"process": 0}
+    with pytest.raises(ZeroDivisionError if me == 0 else ShardingError):
+        agreement.on_first("dividing", lambda: 1 // me)
+    with pytest.raises(TypeError if me == 0 else ShardingError):
+        agreement.on_first("giving what JSON cannot hold", lambda: object())
+
+
+def claim_any_process_answers_each_thread(me):
+    assert agreement.any_process(me == 1) is True
+    heard, says = [], me == 1
+    feed = threading.Thread(target=lambda: heard.append(agreement.any_process(says)), name="feed")
+    for is_feed in (me == 0, me == 1):
+        if is_feed:
+            feed.start()
+        else:
+            assert agreement.any_process(False) is False
+    feed.join()
+    assert heard == [True]
+    # Of each thread only the last round is kept.
+    assert messages.receive("penzai_shard/MainThread/0/decision", 0.1) is None
+
+
+def claim_sum_over_processes_adds_up(me):
+    assert agreement.sum_over_processes([me, 2**40]) == [1, 2**41]
+    with pytest.raises(ShardingError):
+        agreement.sum_over_processes([1] * (1 + me))
+
+
+def claim_refuse_differences_names_what_differs(me):
+    agreement.refuse_differences("place", {"a": "int32[2]", "b": "int32[3]"})
+    texts = {"same": "int32[2]", "w": f"float32[{me}]", **({"extra": "x" * 300} if me else {})}
+    with pytest.raises(ShardingError) as caught:
+        agreement.refuse_differences("place", texts)
+    assert paths_of(caught) == ["w", "extra"]
+    assert all(f"process {i} has 'float32[{i}]'" in str(caught.value) for i in (0, 1))
+    assert len(str(caught.value)) < 600
+
+
+# Claims about arrays
+
+
+def mesh_of_all(*axes):
+    return Mesh(np.array(jax.devices()).reshape(2, 4), axes)
+
+
+def check_parts(array, whole, sharding):
+    assert array.sharding.is_equivalent_to(sharding, array.ndim)
+    assert array.shape == whole.shape
+    assert len(array.addressable_shards) == 4
+    for shard in array.addressable_shards:
+        np.testing.assert_array_equal(shard.data, whole[shard.index])
+
+
+def claim_put_fills_the_parts_of_each_process(me):
+    mesh = mesh_of_all("data", "model")
+    reversed_mesh = Mesh(np.array(jax.devices())[::-1].reshape(4, 2), ("a", "b"))
+    rows = NamedSharding(mesh, jax.P("data"))
+    columns = NamedSharding(reversed_mesh, jax.P("b", "a"))
+    here = NamedSharding(Mesh(np.array(jax.local_devices()), "x"), jax.P("x"))
+    whole = np.arange(32.0).reshape(8, 4)
+    split, kept, local, number, moved = put(
+        [whole, whole, jnp.asarray(whole, jnp.bfloat16), 1.5, put([whole], [columns])[0]],
+        [rows, here, columns, NamedSharding(mesh, jax.P()), rows],
+    )
+    check_parts(split, whole, rows)
+    check_parts(kept, whole, here)
+    check_parts(local, whole, columns)
+    check_parts(moved, whole, rows)
+    assert (split.dtype, local.dtype) == (jnp.float32, jnp.bfloat16)
+    assert number.weak_type
+    assert number.addressable_data(0) == 1.5
+    # Nothing goes to the other process, which need not call.
+    if me == 0:
+        check_parts(put([whole], [here])[0], whole, here)
+
+
+def claim_put_takes_typed_keys(me):
+    split, whole = [NamedSharding(mesh_of_all("a", "b"), jax.P(*spec)) for spec in (["b"], [])]
+    for impl in ("threefry2x32", "rbg"):
+        keys = jax.random.split(jax.random.key(3, impl=impl), 8)
+        placed, one = put([keys, keys[0]], [split, whole])
+        data = np.asarray(jax.random.key_data(keys))
+        check_parts(jax.random.key_data(one), data[0], whole)
+        (moved,) = put([placed], [whole])
+        for array, sharding in [(placed, split), (moved, whole)]:
+            assert array.dtype == keys.dtype
+            check_parts(jax.random.key_data(array), data, sharding)
+
+
+def claim_put_refuses_other_shapes(me):
+    whole = NamedSharding(mesh_of_all("data", "model"), jax.P())
+    with pytest.raises(ShardingError) as caught:
+        put([np.ones(2), np.ones(2 + me)], [whole] * 2, paths=["b", "w"])
+    assert paths_of(caught) == ["w"]
+
+
+def main(me, port):
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, me)
+    agreement.PATIENCE_SECONDS = 30.0
+    failed = []
+    for name, claim in list(globals().items()):
+        try:
+            if name.startswith("claim_"):
+                claim(me)
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+    print(json.dumps(failed))
+
+
+def test_claims_of_two_processes():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": flags}
+    start = functools.partial(subprocess.Popen, env=env, text=True, stdout=subprocess.PIPE)
+    started = [start([sys.executable, __file__, me, port]) for me in ("0", "1")]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [json.loads(output.splitlines()[-1]) for output in outputs] == [[], []]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
