@@ -1,0 +1,314 @@
+"""A plan decides for every array of a tree, says why, and reports all that stands in its way."""
+
+import ast
+import collections
+import json
+import re
+import sys
+
+import flax.linen as nn
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from penzai import pz
+
+import penzai_shard as pzs
+from tests.models import MODELS, haliax_mlp, linen_state
+
+MESH = pzs.make_mesh({"data": 4, "model": 2})
+RULES = {"embed": "data", "mlp": "model"}
+ADAFACTOR = optax.adafactor(1e-3, min_dim_size_to_factor=4)
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def zeros(*shape):
+    return jnp.zeros(shape)
+
+
+def named(make=struct, **axes):
+    return pz.nx.NamedArray(collections.OrderedDict(axes), make(*axes.values()))
+
+
+def lies(leaf, spec):
+    """Whether an array lies as a spec says, which may have None at its end."""
+    return leaf.sharding.is_equivalent_to(NamedSharding(leaf.sharding.mesh, spec), len(leaf.shape))
+
+
+def problems_of(call):
+    with pytest.raises(pzs.PlanError) as caught:
+        call()
+    return caught.value.problems
+
+
+# Layouts
+
+axes = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 16), max_size=4)
+arrays = axes.map(lambda axes: named(**axes))
+trees = st.dictionaries(st.sampled_from("uvw"), arrays | st.lists(arrays, max_size=2), min_size=1)
+mesh_sizes = st.fixed_dictionaries({axis: st.integers(1, 5) for axis in ("x", "y", "z")})
+
+
+@given(trees, st.permutations(["x", "y", ("z",), None]), mesh_sizes)
+def test_make_plan_agrees_with_jax_on_drawn_trees(tree, mesh_axes, sizes):
+    mesh, rules = pzs.make_mesh(sizes, abstract=True), dict(zip("abcd", mesh_axes, strict=True))
+    plan = pzs.make_plan(tree, mesh, rules, on_indivisible="replicate")
+    for leaf in plan.leaves:
+        pairs = [(rules[name], size) for name, size in zip(leaf.names, leaf.shape, strict=True)]
+        assert lies(leaf, P(*(a if a and size % sizes[a[0]] == 0 else None for a, size in pairs)))
+        assert leaf.bytes_per_device == 4 * np.prod(leaf.sharding.shard_shape(leaf.shape))
+    assert plan.bytes_per_device == sum(leaf.bytes_per_device for leaf in plan.leaves)
+    present = {name for leaf in plan.leaves for name in leaf.names}
+    assert plan.unused_rules == tuple(name for name in "abcd" if name not in present)
+    # Equal layouts are one object, in all trees.
+    own = [id(leaf.sharding) for leaf in plan.leaves]
+    assert len(set(own)) == len({leaf.spec for leaf in plan.leaves})
+    assert [id(x) for x in jax.tree.leaves(plan.sharding_tree())] == own
+    assert [id(x.sharding) for x in jax.tree.leaves(plan.restore_structs())] == own
+
+
+CONCRETE = ("counted mlp", "v1 mlp", "linen state", "nnx optimizer", "haliax linear", "plain")
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "uninitialized" not in name])
+def test_make_plan_of_shapes_is_that_of_the_arrays(name):
+    rules = pzs.fully_sharded(min_size=1, unnamed="largest")
+    plan = pzs.make_plan(pzs.abstract_model(MODELS[name]), MESH, rules, on_unnamed="replicate")
+    trees = [plan.restore_structs(), *([MODELS[name]()] if name in CONCRETE else [])]
+    for tree in trees:
+        assert pzs.make_plan(tree, MESH, rules, on_unnamed="replicate").leaves == plan.leaves
+
+
+def test_make_plan_treats_arrays_without_names_as_asked():
+    tree = {"w": struct(8, 4), "rate": 0.5, "act": jax.nn.relu, "kind": "text", "none": None}
+    plan = pzs.make_plan(tree, MESH, {"batch": "data"}, on_unnamed="replicate")
+    assert [(leaf.path, leaf.spec) for leaf in plan.leaves] == [("rate", P()), ("w", P())]
+    assert plan.others == ("act", "kind")
+    assert plan.replicated_bytes == plan.bytes_per_device == 4 + 4 * 32
+    left = pzs.make_plan(tree, MESH, {}, on_unnamed="infer").sharding_tree()
+    assert left == {**tree, "w": None, "rate": None}
+    assert [problem.path for problem in problems_of(lambda: pzs.make_plan(tree, MESH, {}))] == ["w"]
+
+
+def test_make_plan_records_in_the_reason_what_was_replicated():
+    plan = pzs.make_plan(named(embed=6, mlp=4), MESH, RULES, on_indivisible="replicate")
+    assert plan.leaves[0].spec == P(None, "model")
+    assert plan.leaves[0].reason.startswith("'embed' (6) replicated: ")
+
+
+def test_make_plan_of_random_keys():
+    keys = {"typed": jax.random.split(jax.random.key(0), 8), "raw": jax.random.PRNGKey(0)}
+    rules = pzs.fully_sharded(min_size=1, unnamed="largest")
+    raw, typed = pzs.make_plan(keys, MESH, rules, on_unnamed="replicate").leaves
+    # Only the raw key is numbers that could be split; two of them do not divide over four devices.
+    assert (raw.bytes_per_device, typed.spec, typed.bytes_per_device) == (8, P(), 8 * 8)
+    over_batch = pzs.name_axes(keys, {"typed": ("batch",), "raw": None})
+    plan = pzs.make_plan(over_batch, MESH, pzs.data_parallel())
+    assert [leaf.bytes_per_device for leaf in plan.leaves] == [8, 8 * 8 // 4]
+
+
+@pytest.mark.parametrize("rules", [{"embeding": "data", "batch": "model"}, None])
+def test_make_plan_warns_of_what_looks_like_a_mistake(rules):
+    with pytest.warns(pzs.ShardingWarning, match="'embed'") as caught:
+        pzs.make_plan(named(embed=8), MESH, rules)
+    assert [warning.filename for warning in caught] == [__file__]
+    # Of rules for activations no parameter need have the axis, be there one of nearly its name.
+    pzs.make_plan(named(patch=8), MESH, pzs.data_parallel())
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("kind", ["named", "plain", "boxes"])
+@pytest.mark.parametrize("optimizer", [ADAFACTOR, optax.sm3(1e-3), optax.lbfgs(memory_size=3)])
+def test_make_plan_lays_statistics_as_the_dimensions_of_their_parameter(optimizer, kind):
+    params = {"w": named(embed=8, other=12, mlp=16), "b": named(mlp=16)}
+    if kind == "boxes":
+        params = {k: nn.Partitioned(v.data_array, (*v.named_axes,)) for k, v in params.items()}
+    given = pzs.without_names(params) if kind == "plain" else params
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, given)}
+    # Each length stands for one dimension of the parameters.
+    over = {8: "data", 16: "model"}
+    for leaf in pzs.make_plan(state, MESH, RULES).leaves:
+        assert lies(leaf, P(*map(over.get, leaf.shape)))
+
+
+@pytest.mark.parametrize(
+    ("rules", "mlp", "row", "column"),
+    [
+        # The second dimension is the largest, and v_row has the first.
+        (pzs.fully_sharded(min_size=1), 16, P(), P("data")),
+        # Lengths do not tell here. In v_row, optax keeps the first of two equal dimensions.
+        (RULES, 8, P("data"), P("model")),
+    ],
+)
+def test_make_plan_decides_for_the_parameter_of_a_statistic(rules, mlp, row, column):
+    params = {"w": named(embed=8, mlp=mlp)}
+    state = {"params": params, "opt_state": jax.eval_shape(ADAFACTOR.init, params)}
+    found = {leaf.path: leaf.spec for leaf in pzs.make_plan(state, MESH, rules).leaves}
+    assert (found["opt_state/0/v_row/w"], found["opt_state/0/v_col/w"]) == (row, column)
+
+
+def test_make_plan_refuses_a_statistic_that_is_no_part_of_its_parameter():
+    state = {"params": {"w": named(embed=8, mlp=16)}, "opt_state": {"mu": {"w": struct(5, 3)}}}
+    (problem,) = problems_of(lambda: pzs.make_plan(state, MESH, RULES))
+    assert (problem.path, problem.kind) == ("opt_state/mu/w", "misfit")
+    options = eval(f"dict({problem.fix.removeprefix('Write ').rstrip('.')})")
+    assert pzs.make_plan(state, MESH, RULES, **options).leaves[0].spec == P()
+
+
+# Problems
+
+
+def test_make_plan_finds_all_offenders_and_folds_equal_blocks():
+    tree = {f"block_{i}": {"up": named(mlp=7), "bias": struct(7)} for i in range(80)}
+    with pytest.raises(pzs.PlanError) as caught:
+        pzs.make_plan(tree, MESH, RULES)
+    found = {(problem.path, problem.kind) for problem in caught.value.problems}
+    kinds = {"up": "indivisible", "bias": "unnamed"}
+    assert found == {(f"block_{i}/{key}", kinds[key]) for i in range(80) for key in kinds}
+    assert str(caught.value).count("block_{0-79}/up") == str(caught.value).count("/up") == 1
+
+
+def test_make_plan_has_a_layout_after_each_fix():
+    tree = {"up": named(embed=8, mlp=14), "both": named(mlp=8, heads=4), "bias": struct(8)}
+    rules, mesh = {**RULES, "heads": "model"}, pzs.make_mesh({"data": 4, "model": 4}, abstract=True)
+    fixes = {p.path: p.fix for p in problems_of(lambda: pzs.make_plan(tree, mesh, rules))}
+    # A mesh whose sizes divide; an axis mapped to None; names for the array that has none.
+    sizes = re.findall(r"\d+", fixes["up"])
+    for size in sizes:
+        other = pzs.make_mesh({"data": 4, "model": int(size)}, abstract=True)
+        assert pzs.make_plan(tree["up"], other, rules).leaves[0].spec == P("data", "model")
+    axes = re.findall(r"Map '(\w+)' to None", fixes["up"] + fixes["both"])
+    assert (sizes, axes) == (["2", "7"], ["mlp", "heads"])
+    patterns = ast.literal_eval(re.search(r"\{.*\}", fixes["bias"])[0])
+    plan = pzs.make_plan(pzs.name_axes(tree, patterns), mesh, {**rules, **dict.fromkeys(axes)})
+    assert [leaf.spec for leaf in plan.leaves] == [P(), P(), P("data")]
+
+
+def test_plan_of_another_tree_is_refused_with_all_differences():
+    planned = {"gone": named(a=2), "names": named(a=2), "shape": named(a=2), "dtype": struct(2)}
+    plan = pzs.make_plan(planned, MESH, {}, on_unnamed="replicate")
+    tree = {"new": np.ones(2), "names": named(zeros, b=2), "shape": named(zeros, a=3)}
+    problems = problems_of(lambda: pzs.place({**tree, "dtype": np.ones(2, "int32")}, plan))
+    assert sorted(problem.path for problem in problems) == sorted([*planned, "new"])
+    assert {problem.kind for problem in problems} == {"misfit"}
+
+
+# Libraries
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [("embed", "data"), ("mlp", "model")],
+        [("mlp", ("data", "model")), ("embed", "data"), ("embed", None)],
+        [("embed", "model"), ("mlp", "model"), ("mlp", "data")],
+    ],
+)
+def test_make_plan_of_a_linen_train_state_is_flaxs(rules):
+    state = jax.eval_shape(linen_state)
+    theirs = nn.logical_to_mesh(nn.get_partition_spec(state), rules)
+    theirs = jax.tree.leaves(theirs, is_leaf=lambda node: isinstance(node, P))
+    leaves = pzs.make_plan(state, MESH, rules, on_unnamed="replicate").leaves
+    assert len(leaves) == len(theirs) == 20
+    assert all(map(lies, leaves, theirs))
+
+
+@pytest.mark.parametrize("name", ["nnx", "nnx optimizer"])
+def test_make_plan_of_an_nnx_module_is_flaxs(name):
+    model, mesh = MODELS[name](), pzs.make_mesh({"embed": 4, "mlp": 2})
+    theirs = jax.tree.leaves(nnx.get_partition_spec(nnx.state(model)))
+    leaves = pzs.make_plan(model, mesh, on_unnamed="replicate").leaves
+    assert len(leaves) == len(theirs)
+    assert all(map(lies, leaves, theirs))
+
+
+def test_make_plan_of_a_haliax_model_is_haliaxs():
+    model = jax.eval_shape(haliax_mlp)
+    arrays = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, hax.NamedArray))
+    leaves = pzs.make_plan(model, MESH, RULES).leaves
+    assert len(leaves) == len(arrays) == 6
+    theirs = [hax.partitioning.pspec_for_axis(array.axes, RULES) for array in arrays]
+    assert all(map(lies, leaves, theirs))
+
+
+@pytest.mark.parametrize(
+    "names", [("data", "model"), (("data", "model"), None), (None, "model"), ("data",)]
+)
+@pytest.mark.parametrize("own_mesh", [None, pzs.make_mesh({"model": 8})])
+def test_make_plan_reads_mesh_axes_of_linen_boxes(names, own_mesh):
+    box = nn.Partitioned(struct(8, 16), names, mesh=own_mesh)
+    (leaf,) = pzs.make_plan({"w": box}, MESH).leaves
+    assert lies(leaf, P(*names))
+    # The mesh of a box is not used, and the plan says so.
+    assert ("mesh in its box" in leaf.reason) == (own_mesh is not None)
+
+
+# Meshes, size, report
+
+
+def test_make_plan_on_an_explicit_mesh_is_on_its_auto_twin():
+    mesh = pzs.make_mesh({"data": 4, "model": 2}, explicit=True)
+    weight, batch = (named(zeros, embed=8, **other) for other in ({"mlp": 4}, {"batch": 4}))
+    plan = pzs.make_plan(weight, mesh, RULES)
+    assert plan.mesh == MESH
+    # What the remark says to do with inputs makes them fit the model.
+    assert plan.remarks[0].endswith(": name_to_name_device_put(batch, mesh, rules)")
+    batch = pzs.name_to_name_device_put(batch, mesh, RULES)
+    product = jax.jit(lambda w, x: w.data_array.T @ x.data_array)(pzs.place(weight, plan), batch)
+    assert product.shape == (4, 4)
+
+
+def transformer_70b(blocks):
+    """The arrays of Llama 2 70B."""
+    lengths = {"embed": 8192, "heads": 8192, "kv": 1024, "mlp": 28672, "vocab": 32000}
+    block = {"q": "embed heads", "k": "embed kv", "v": "embed kv", "o": "heads embed"}
+    block |= {"gate": "embed mlp", "up": "embed mlp", "down": "mlp embed"}
+    block |= {"norm_1": "embed", "norm_2": "embed"}
+    rest = {"embedder": "vocab embed", "head": "embed vocab", "norm": "embed"}
+    return jax.tree.map(
+        lambda names: named(**{name: lengths[name] for name in names.split()}),
+        {**{f"block_{i}": block for i in range(blocks)}, **rest},
+    )
+
+
+def test_make_plan_of_70_billion_parameters_takes_few_calls():
+    mesh = pzs.make_mesh({"data": 32, "model": 8}, abstract=True)
+    rules = {"embed": "data", **dict.fromkeys(("heads", "kv", "mlp", "vocab"), "model")}
+    calls = []
+    for blocks in (40, 80):
+        tree, count = transformer_70b(blocks), collections.Counter()
+        sys.setprofile(lambda frame, event, _, count=count: count.update([event]))
+        try:
+            plan = pzs.make_plan(tree, mesh, rules)
+        finally:
+            sys.setprofile(None)
+        calls.append(count["call"])
+    assert calls[1] - calls[0] < 40 * 9 * 90
+    norms = 161 * 8192
+    assert plan.total_bytes == 4 * 68_976_648_192
+    assert plan.bytes_per_device == 4 * (68_976_648_192 - norms) // 256 + 4 * norms // 32
+
+
+def test_plan_reports_its_verdict_first_and_every_array_in_json():
+    tree = {f"layers/{i}": named(embed=8, mlp=4) for i in range(3)} | {"act": jax.nn.relu}
+    plan = pzs.make_plan(tree, MESH, {**RULES, "heads": None})
+    lines = str(plan).splitlines()
+    assert lines[0] == plan.report().verdict
+    assert max(map(len, lines)) <= 100
+    data = json.loads(plan.to_json())
+    assert sum(row["per device"] for row in data["rows"]) == data["bytes_per_device"] == 48
+    assert [row["array"] for row in data["rows"]] == [leaf.path for leaf in plan.leaves]
+    assert (data["mesh"], data["others"]) == ({"data": 4, "model": 2}, ["act"])
+    assert pzs.AxisRules.from_data(data["rules"]) == plan.rules
