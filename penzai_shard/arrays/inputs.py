@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from penzai_shard.arrays.kinds import is_deleted, is_struct, is_traced
+from penzai_shard.arrays.kinds import device_dtype, is_deleted, is_struct, is_traced
 from penzai_shard.arrays.structure import Leaf, Structure, flatten
 from penzai_shard.errors import Problems, ShardingError
 from penzai_shard.meshes import mesh_text, on_auto_twin, same_devices
@@ -64,7 +64,9 @@ def run_inputs(
             problems.add(leaf.path, what, "Give an array.")
         elif _is_too_wide(value):
             fix = "Set jax.config.update('jax_enable_x64', True)."
-            problems.add(leaf.path, f"it has values that {_narrow(value)} cannot hold", fix)
+            problems.add(
+                leaf.path, f"it has values that {device_dtype(value.dtype)} cannot hold", fix
+            )
         values.append(value if is_deleted(value) else on_auto_twin(value))
         _add_mesh(values[-1], meshes)
     if len(meshes) > 1 and not several_meshes:
@@ -88,15 +90,11 @@ def _add_mesh(value: Any, meshes: list[Mesh]) -> None:
         meshes.append(mesh)
 
 
-def _narrow(value: Any) -> np.dtype:
-    return np.dtype(jax.dtypes.canonicalize_dtype(value.dtype))
-
-
 def _is_too_wide(value: Any) -> bool:
     """Whether JAX, which has integers of 32 bits, would keep others than those of an array."""
     if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in "iu":
         return False
-    narrow = _narrow(value)
+    narrow = device_dtype(value.dtype)
     if narrow == value.dtype or not value.size:
         return False
     limits = np.iinfo(narrow)

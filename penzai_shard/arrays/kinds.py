@@ -47,6 +47,16 @@ def is_key_type(dtype: Any) -> bool:
     return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
 
 
+def device_dtype(dtype: Any) -> Any:
+    """The dtype that an array has on a device, where JAX keeps 32 bits unless told otherwise.
+
+    >>> device_dtype(np.dtype("float64"))
+    dtype('float32')
+    """
+    is_kept = dtype is None or is_key_type(dtype)
+    return dtype if is_kept else np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+
+
 def itemsize(dtype: Any) -> int:
     """Bytes of one element; of a random key those of its data."""
     if is_key_type(dtype):

@@ -10,6 +10,7 @@ import functools
 import itertools
 import re
 import types
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -225,6 +226,23 @@ class Structure:
             raise ShardingError("the tree has another structure:", [self._first_difference(other)])
         return [leaf.value for leaf in leaves]
 
+    @property
+    def live_roles(self) -> frozenset[str]:
+        """The roles of the variables that were mutable: ``fill`` with them makes a tree alike."""
+        return frozenset(variable.role for variable in self.variables if variable.live)
+
+    def check_paths(self) -> None:
+        """Refuses a tree in which two arrays have one path, for those who find arrays by path.
+
+        Raises:
+            ShardingError: Some have; all of them are in it.
+        """
+        problems = Problems("each array needs a path of its own:")
+        for path, count in Counter(self.paths).items():
+            if count > 1:
+                problems.add(path, f"{count} arrays have this path", "Rename a key.", "unreadable")
+        problems.raise_if_any(ShardingError)
+
     def _first_difference(self, other: "Structure") -> Problem:
         own, found = (zip(s.paths, s.names, strict=True) for s in (self, other))
         for here, there in itertools.zip_longest(own, found):
@@ -267,12 +285,13 @@ def with_arrays(tree: Any, arrays: Mapping[str, Any]) -> Any:
     {'b': 2.0, 'w': 3.0}
     """
     leaves, structure = flatten(tree)
+    structure.check_paths()
     problems = Problems("no array of the tree has this path:")
     for path in arrays.keys() - set(structure.paths):
         problems.add(path, "there is no such array")
     problems.raise_if_any(ShardingError)
-    live = {variable.role for variable in structure.variables if variable.live}
-    return structure.fill([arrays.get(leaf.path, leaf.value) for leaf in leaves], live=live)
+    values = [arrays.get(leaf.path, leaf.value) for leaf in leaves]
+    return structure.fill(values, live=structure.live_roles)
 
 
 def variables_of(tree: Any) -> list[Any]:
@@ -316,8 +335,8 @@ class _Walk:
         self._boxes = 0
         # By identity: box and data of a variable or module that was met.
         self._seen: dict[Any, tuple[int, Any]] = {}
-        # By type and label: where a variable stands.
-        self._places: dict[tuple[str, str], str] = {}
+        # By role and label: where a variable stands, and whether it is mutable.
+        self._places: dict[tuple[str, str], tuple[str, bool]] = {}
 
     def tree(self, tree: Any, path: str, around: _Around) -> Any:
         """Takes a pytree apart whose root is at ``path``."""
@@ -364,19 +383,22 @@ class _Walk:
             number, data = self._seen.setdefault(content.identity, (self._boxes, content.data))
             if number < self._boxes and _same_arrays(content.data, data):
                 return _Again(number)
+        is_variable = hasattr(reader, "is_live")
+        is_live = is_variable and reader.is_live(node)  # type: ignore[attr-defined]
         if content.identity is not None and content.label:
-            other = self._places.setdefault((content.role, content.label), place)
-            if other != place:
+            known = (content.role, content.label)
+            other, is_other_live = self._places.setdefault(known, (place, is_live))
+            if other != place and is_live and is_other_live:
                 what = f"the variables at {other!r} and {place!r} have this label and differ"
-                fix = "Give each its own label; place(model, mesh, rules) keeps a tied one tied."
-                self.problems.append(Problem(path, what, fix, "unreadable"))
+                self.problems.append(Problem(place, what, "Give each its own label.", "unreadable"))
+            if other != place:
+                # An optimizer keeps values of variables, under the labels of the parameters.
+                path = place
         if content.problem is not None:
             self.problems.append(Problem(path, *content.problem, kind="unreadable"))
         if content.note:
             self.notes[path] = content.note
 
-        is_variable = hasattr(reader, "is_live")
-        is_live = is_variable and reader.is_live(node)  # type: ignore[attr-defined]
         number, self._boxes = self._boxes, self._boxes + 1
         first, position = len(self.leaves), len(self.variables)
         variable = node if is_live else around.variable

@@ -8,7 +8,6 @@ https://docs.jax.dev/en/latest/jax.extend.core.html
 from typing import Any
 
 from jax._src.named_sharding import UNSPECIFIED
-from jax.core import Tracer
 from jax.extend.core import (
     ClosedJaxpr,  # a program with the constants that it closes over
     DebugInfo,  # what errors of JAX call a program; `Jaxpr` warns without one
@@ -26,7 +25,6 @@ __all__ = [
     "Jaxpr",
     "JaxprEqn",
     "Literal",
-    "Tracer",
     "Var",
     "is_weak_type",
     "jaxpr_as_fun",

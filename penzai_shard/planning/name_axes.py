@@ -44,6 +44,7 @@ def name_axes(
     arguments.check_tree("name_axes", tree)
     _check_names(patterns)
     leaves, structure = flatten(tree)
+    structure.check_paths()
     problems = Problems("cannot name the arrays of this tree:")
     problems.extend(structure.problems)
     unnamed = [leaf for leaf in leaves if leaf.names is None and is_array(leaf.value)]
@@ -71,8 +72,7 @@ def name_axes(
         is_own = leaf.variable is not None and _keeps_names(leaf.variable)
         is_named = leaf.path in found and leaf.names is None and not is_own
         values.append(make_named(leaf.value, found[leaf.path]) if is_named else leaf.value)
-    live = {variable.role for variable in structure.variables if variable.live}
-    made = structure.fill(values, live=live)
+    made = structure.fill(values, live=structure.live_roles)
     for variable, own in zip(structure.variables, variables_of(made), strict=True):
         for leaf in leaves[variable.leaves] if _keeps_names(own) else ():
             if leaf.path in found:

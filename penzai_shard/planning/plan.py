@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard import specs
-from penzai_shard.arrays.kinds import itemsize
+from penzai_shard.arrays.kinds import device_dtype, itemsize
 from penzai_shard.arrays.structure import Leaf, Structure
 from penzai_shard.errors import PlanError, Problems
 from penzai_shard.meshes import AnyMesh, mesh_text
@@ -97,7 +97,8 @@ class ShardingPlan(HasReport):
     @property
     def replicated_bytes(self) -> int:
         """What each device holds whole, as all others do."""
-        return sum(leaf.bytes_per_device for leaf in self.leaves if not leaf.spec)
+        whole = PartitionSpec()
+        return sum(leaf.bytes_per_device for leaf in self.leaves if leaf.spec == whole)
 
     @property
     def total_bytes(self) -> int:
@@ -139,6 +140,7 @@ class ShardingPlan(HasReport):
         Raises:
             PlanError: Paths, names, shapes or dtypes differ; all differences are in it.
         """
+        self.structure.check_paths()
         problems = Problems("the plan is one of another tree:")
         fix = "Plan this tree: make_plan(tree, mesh, rules)."
         found = {leaf.path: leaf for leaf in leaves}
@@ -150,12 +152,11 @@ class ShardingPlan(HasReport):
             if own is None:
                 problems.add(path, "the tree has this array and the plan has not", fix, "misfit")
                 continue
-            for what in ("names", "shape", "dtype"):
-                a, b = getattr(own, what), getattr(leaf, what)
+            planned_as = own.names, own.shape, own.dtype
+            is_as = leaf.names, leaf.shape, device_dtype(leaf.dtype)
+            for what, a, b in zip(("names", "shape", "dtype"), planned_as, is_as, strict=True):
                 if a != b:
                     problems.add(path, f"its {what} is {b}, and {a} in the plan", fix, "misfit")
-        if not len(problems) and len(leaves) != len(self.leaves):
-            problems.add("", f"it has {len(leaves)} arrays, the plan {len(self.leaves)}", fix)
         problems.raise_if_any(PlanError)
 
     def report(self) -> Report:

@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard import specs
-from penzai_shard.arrays.kinds import is_key_type, itemsize
+from penzai_shard.arrays.kinds import device_dtype, is_key_type, itemsize
 from penzai_shard.arrays.statistics import name_statistics
 from penzai_shard.arrays.structure import Leaf, flatten
 from penzai_shard.errors import PlanError, Problem, Problems, warn_caller
@@ -156,12 +156,10 @@ class _Planner:
     def plan(self, leaf: Leaf, spec: PartitionSpec | None, reason: str) -> LeafPlan:
         """The row of the plan for one array."""
         sharding = None if spec is None else shared_sharding(self.mesh, spec)
-        size = 0
-        if leaf.dtype is not None:
-            size = specs.bytes_per_device(
-                spec or _WHOLE, leaf.shape, itemsize(leaf.dtype), self.sizes
-            )
-        return LeafPlan(leaf.path, leaf.names, leaf.shape, leaf.dtype, spec, sharding, reason, size)
+        size, dtype = 0, device_dtype(leaf.dtype)
+        if dtype is not None:
+            size = specs.bytes_per_device(spec or _WHOLE, leaf.shape, itemsize(dtype), self.sizes)
+        return LeafPlan(leaf.path, leaf.names, leaf.shape, dtype, spec, sharding, reason, size)
 
     def _decide(self, names: Any, shape: tuple[int, ...]) -> Decision:
         return decide(self.rules, names, shape, self.items, self.request.on_indivisible)

@@ -171,10 +171,10 @@ class _FirstApiParameters:
     def close(self, template: _FirstApiTemplate, data: Any) -> Any:
         if template.initializer is None:
             return template.kind(data, template.name)
-        is_struct = [isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree_util.tree_leaves(data)]
-        if all(is_struct):
+        leaves = jax.tree_util.tree_leaves(data)
+        if all(isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None for x in leaves):
             return template.kind(template.initializer, template.name, template.value_structure)
-        # Values and shardings are those of the parameter that the initialiser makes.
+        # Values, shardings and restore structs are those of the parameter that it becomes.
         return sys.modules[_V1_PARAMETERS].Parameter(data, template.name)
 
 

@@ -195,7 +195,7 @@ class Report(HasReport):
         kept, notes = [], []
         for index, column in enumerate(report.columns):
             texts = {column.text(row[index]) for row in report.rows}
-            says_one_thing = len(report.rows) > 1 and column.kind in ("text", "ok")
+            says_one_thing = column.shown and column.kind in ("text", "ok") and len(report.rows) > 1
             if texts <= {""} or (says_one_thing and len(texts) == 1):
                 notes += [f"In all rows: {column.name} {text}." for text in texts if text]
             else:

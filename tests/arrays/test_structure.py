@@ -13,6 +13,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from hypothesis import given, settings
@@ -239,17 +240,29 @@ def test_flatten_variable_that_occurs_twice_is_one_leaf():
     assert made[1]["again"] is made[0] is not SHARED
 
 
-@pytest.mark.parametrize("change", [lambda tree: tree, pz.freeze_variables])
-def test_flatten_two_variables_of_one_label_is_a_problem(change):
+@pytest.mark.parametrize(
+    ("change", "problems"), [(lambda tree: tree, ["b"]), (pz.freeze_variables, [])]
+)
+def test_flatten_two_variables_of_one_label_are_two_leaves(change, problems):
     one, other = (pz.Parameter(label="w", value=value) for value in (1.0, 2.0))
-    tree = change({"a": one, "b": other})
-    leaves, structure = flatten(tree)
-    (problem,) = structure.problems
-    assert (problem.path, problem.kind) == ("w", "unreadable")
-    assert {"'a'", "'b'"} <= {*problem.what.split()}
-    # Nothing is lost for those who need no paths.
-    assert [leaf.value for leaf in leaves] == [1.0, 2.0]
+    leaves, structure = flatten(change({"a": one, "b": other}))
+    # Two mutable ones are a mistake. Frozen ones are what an optimizer keeps of parameters.
+    assert [problem.path for problem in structure.problems] == problems
+    assert [(leaf.path, leaf.value) for leaf in leaves] == [("w", 1.0), ("b", 2.0)]
     assert values_of(structure.fill([3.0, 4.0])) == [3.0, 4.0]
+
+
+def test_flatten_state_of_penzais_trainer_has_a_path_for_each_array():
+    params = pz.unbind_variables(models.penzai_mlp(), freeze=True)[1]
+    leaves, structure = flatten({"params": params, "opt_state": optax.adam(1e-3).init(params)})
+    structure.check_paths()
+    assert all(leaf.names is not None for leaf in leaves if leaf.shape)
+
+
+def test_check_paths_refuses_two_arrays_of_one_path():
+    with pytest.raises(ShardingError) as caught:
+        with_arrays({"a/b": 1.0, "a": {"b": 2.0}}, {"a/b": 3.0})
+    assert [problem.path for problem in caught.value.problems] == ["a/b"]
 
 
 def test_flatten_abstract_tied_model_has_no_problem():

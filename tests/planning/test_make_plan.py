@@ -312,3 +312,13 @@ def test_plan_reports_its_verdict_first_and_every_array_in_json():
     assert [row["array"] for row in data["rows"]] == [leaf.path for leaf in plan.leaves]
     assert (data["mesh"], data["others"]) == ({"data": 4, "model": 2}, ["act"])
     assert pzs.AxisRules.from_data(data["rules"]) == plan.rules
+
+
+def test_make_plan_counts_the_dtype_that_a_device_holds():
+    tree = pzs.name_axes({"w": np.ones((8, 2))}, {"w": ("a", None)})
+    mesh = pzs.make_mesh({"data": 8})
+    plan = pzs.make_plan(tree, mesh, {"a": "data"})
+    placed = pzs.place(tree, plan)
+    assert plan.bytes_per_device == 8
+    assert plan.leaves[0].dtype == placed["w"].dtype == np.float32
+    assert pzs.place(placed, plan)["w"].data_array.sharding == plan.leaves[0].sharding
