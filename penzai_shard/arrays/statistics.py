@@ -35,7 +35,7 @@ def _name_statistic(leaf: Leaf, parameters: Mapping[str, Leaf], tables: Mapping[
     statistic = leaf.statistic
     if statistic is not None and statistic.kept is not None:
         return leaf
-    parameter = parameters.get(tables.get(leaf.path, ""))
+    parameter = parameters[tables[leaf.path]] if leaf.path in tables else None
     if parameter is not None and (leaf.shape != parameter.shape or leaf.names is None):
         statistic = Statistic(parameter.path, parameter.names, parameter.shape)
     if statistic is not None and statistic.sizes is not None:

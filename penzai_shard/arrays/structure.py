@@ -11,7 +11,7 @@ import itertools
 import re
 import types
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from penzai_shard.errors import Problem, Problems, ShardingError
 from penzai_shard.paths import join_paths, path_text
 from penzai_shard.readers.reader import Content, Reader, is_module, is_node, reader_of
 
+_OPTIMIZER = "opt_state"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -127,6 +128,8 @@ class _Box:
     inner: Any
     role: str
     is_plain: bool
+    # Compared by Structure.variables, where it counts.
+    is_live: bool = dataclasses.field(compare=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,6 +179,10 @@ class Structure:
         own, found = (self.statics, self._root), (other.statics, other._root)
         return self.paths == other.paths and same_static(own, found)
 
+    def fill_alike(self, values: Sequence[Any]) -> Any:
+        """The tree with other values, whose variables are mutable where they were."""
+        return self._join(values, lambda box: box.is_live, plain=False)
+
     def fill(
         self, values: Sequence[Any], *, live: Collection[str] = (), plain: bool = False
     ) -> Any:
@@ -190,6 +197,9 @@ class Structure:
         >>> structure.fill([2.0])
         {'name': 'up', 'w': 2.0}
         """
+        return self._join(values, lambda box: box.role in live, plain)
+
+    def _join(self, values: Sequence[Any], thaws: Callable[[_Box], bool], plain: bool) -> Any:
         made: dict[int, Any] = {}
 
         def join(part: Any) -> Any:
@@ -205,8 +215,7 @@ class Structure:
             node = join(part.inner)
             if part.template is not None and not (plain and part.is_plain):
                 node = part.reader.close(part.template, node)
-                # Only variables can be thawed, and the ones that were mutable need not be asked.
-                if part.role in live and hasattr(part.reader, "thaw"):
+                if hasattr(part.reader, "thaw") and thaws(part):
                     node = part.reader.thaw(node)
             made[part.number] = node
             return node
@@ -358,6 +367,9 @@ class _Walk:
             return self._box(reader, value, path, around)
         if not around.in_module and is_module(type(value)):
             return self.tree(value, path, dataclasses.replace(around, in_module=True))
+        if hasattr(value, "shape") and hasattr(value, "dtype") and not is_array(value):
+            what = f"a {type(value).__name__} of dtype {value.dtype} is no array of JAX or NumPy"
+            self.problems.append(Problem(path, what, "Give an array of numbers.", "unreadable"))
         is_value = is_array(value) or isinstance(value, jax.sharding.Sharding)
         if is_value or (is_number(value) and not around.in_module):
             return self._slot(value, path, None, around)
@@ -378,22 +390,22 @@ class _Walk:
 
     def _box(self, reader: Reader, node: Any, path: str, around: _Around) -> Any:
         content = reader.open(node)
-        place, path = path, content.label or path
+        # An optimizer keeps values of variables, under the labels of the parameters.
+        label = "" if _OPTIMIZER in path.split("/") else content.label
+        place, path = path, label or path
         if content.identity is not None:
             number, data = self._seen.setdefault(content.identity, (self._boxes, content.data))
             if number < self._boxes and _same_arrays(content.data, data):
                 return _Again(number)
         is_variable = hasattr(reader, "is_live")
         is_live = is_variable and reader.is_live(node)  # type: ignore[attr-defined]
-        if content.identity is not None and content.label:
-            known = (content.role, content.label)
+        if content.identity is not None and label:
+            known = (content.role, label)
             other, is_other_live = self._places.setdefault(known, (place, is_live))
             if other != place and is_live and is_other_live:
                 what = f"the variables at {other!r} and {place!r} have this label and differ"
                 self.problems.append(Problem(place, what, "Give each its own label.", "unreadable"))
-            if other != place:
-                # An optimizer keeps values of variables, under the labels of the parameters.
-                path = place
+            path = path if other == place else place
         if content.problem is not None:
             self.problems.append(Problem(path, *content.problem, kind="unreadable"))
         if content.note:
@@ -409,7 +421,7 @@ class _Walk:
             leaves = slice(first, len(self.leaves))
             self.variables.insert(position, Variable(content.role, is_live, leaves))
             self.nodes.insert(position, node)
-        return _Box(number, reader, content.template, part, content.role, content.is_plain)
+        return _Box(number, reader, content.template, part, content.role, content.is_plain, is_live)
 
     def _content(self, content: Content, path: str, around: _Around) -> Any:
         """What a node holds: one array with the node's names, or a tree."""
@@ -431,11 +443,12 @@ class _Walk:
 
 
 def _same_arrays(a: Any, b: Any) -> bool:
-    """Whether two trees hold the same arrays; structs and shardings are made anew each time."""
+    """Whether two values of variables are one: the same node, or nodes of the same arrays."""
+    # Structs and shardings tell nothing: a parameter and its statistics may share one.
     own, other = jax.tree_util.tree_leaves(a), jax.tree_util.tree_leaves(b)
-    return len(own) == len(other) and all(
-        x is y or (isinstance(x, jax.ShapeDtypeStruct | jax.sharding.Sharding) and x == y)
-        for x, y in zip(own, other, strict=True)
+    return a is b or (
+        len(own) == len(other)
+        and all(x is y and isinstance(x, jax.Array) for x, y in zip(own, other, strict=True))
     )
 
 
@@ -468,11 +481,12 @@ def same_static(a: Any, b: Any) -> bool:
         return False
 
 
-@functools.lru_cache(maxsize=4096)
-def _compared_fields(kind: type) -> list[str] | None:
-    if not dataclasses.is_dataclass(kind):
-        return None
-    return [field.name for field in dataclasses.fields(kind) if field.compare]
+def _compared_attributes(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that count, and what else a subclass has put beside them."""
+    fields = {field.name: field.compare for field in dataclasses.fields(value)}
+    is_plain = "__dataclass_fields__" not in vars(type(value))
+    others = {k: v for k, v in vars(value).items() if k not in fields} if is_plain else {}
+    return {name: getattr(value, name) for name, counts in fields.items() if counts} | others
 
 
 def _same_value(a: Any, b: Any) -> bool:
@@ -493,16 +507,18 @@ def _same_value(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_same_value, a, b))
     if kind.__eq__ is object.__eq__ and hasattr(a, "__dict__"):  # type: ignore[comparison-overlap]
         # Without an equality of its own, as optax.MultiSteps: what it holds tells.
-        return not isinstance(a, type | types.ModuleType) and _same_value(vars(a), vars(b))
-    fields = _compared_fields(kind)  # type: ignore[arg-type]
-    if fields is not None:
+        is_own = isinstance(a, type | types.ModuleType)
+        has_slots = any(base.__dict__.get("__slots__") for base in kind.__mro__)
+        return not (is_own or has_slots) and _same_value(vars(a), vars(b))
+    if dataclasses.is_dataclass(kind):
         # By fields: == takes 2 and 2.0 for equal, and two functions made alike for unlike.
-        return all(_same_value(getattr(a, name), getattr(b, name)) for name in fields)
+        return _same_value(_compared_attributes(a), _compared_attributes(b))
     return bool(a == b) and _ADDRESS.sub("", repr(a)) == _ADDRESS.sub("", repr(b))
 
 
 def _same_function(a: types.FunctionType, b: types.FunctionType) -> bool:
-    if a.__code__ != b.__code__ or not (_has_constant_globals(a) and _has_constant_globals(b)):
+    has_one_world = a.__globals__ is b.__globals__ and _has_constant_globals(a)
+    if a.__code__ != b.__code__ or not has_one_world:
         return False
     own, other = (
         (f.__defaults__, f.__kwdefaults__, [cell.cell_contents for cell in f.__closure__ or ()])
@@ -524,9 +540,10 @@ def _has_constant_globals(function: types.FunctionType) -> bool:
         for name in _names(function.__code__)
         if name in function.__globals__
     ]
+    made_once = type | types.FunctionType | types.BuiltinFunctionType
     return all(
         isinstance(value, types.ModuleType)
-        or getattr(value, "__module__", "") not in ("", "__main__")
+        or (isinstance(value, made_once) and value.__module__ != "__main__")
         for value in read
     )
 

@@ -139,6 +139,9 @@ class _Variables:
         described = jax.ShapeDtypeStruct | jax.sharding.Sharding
         if any(isinstance(value, described) for value in jax.tree_util.tree_leaves(node.value)):
             return node
+        if isinstance(node.label, AutoStateVarLabel):
+            # The number of another object, which may stand in the same tree.
+            return pz.StateVariable(node.value, metadata=node.metadata)
         return node.unfreeze_as_copy()
 
 

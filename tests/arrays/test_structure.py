@@ -265,12 +265,42 @@ def test_check_paths_refuses_two_arrays_of_one_path():
     assert [problem.path for problem in caught.value.problems] == ["a/b"]
 
 
-def test_flatten_abstract_tied_model_has_no_problem():
-    tree = jax.eval_shape(lambda: pz.freeze_variables(models.llama(tied=True)))
-    leaves, structure = flatten(tree)
+def test_flatten_tied_model_of_structs_is_tied():
+    leaves, structure = flatten(pz.freeze_variables(models.model("tied llama")))
+    structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    assert flatten(structure.fill(structs))[1] == structure
     assert not structure.problems
-    assert structure == flatten(pz.freeze_variables(models.model("tied llama")))[1]
-    assert len({leaf.path for leaf in leaves}) == len(leaves)
+
+
+def test_flatten_statistics_of_structs_are_leaves_as_those_of_arrays():
+    def make_state():
+        params = pz.unbind_variables(models.penzai_mlp(), freeze=True)[1]
+        return {"params": params, "opt_state": optax.adam(1e-3).init(params)}
+
+    concrete, abstract = (flatten(tree)[0] for tree in (make_state(), jax.eval_shape(make_state)))
+    assert [leaf.path for leaf in abstract] == [leaf.path for leaf in concrete]
+    labels = [leaf.path for leaf in concrete if leaf.path.startswith("mlp/")]
+    assert len(labels) == len(set(labels)) == 4
+
+
+def test_fill_alike_keeps_frozen_what_was_frozen():
+    frozen, live = (
+        pz.Parameter(value=1.0, label="base").freeze(),
+        pz.Parameter(value=2.0, label="lora"),
+    )
+    made = flatten({"base": frozen, "lora": live})[1].fill_alike([3.0, 4.0])
+    assert (type(made["base"]), type(made["lora"])) == (pz.ParameterValue, pz.Parameter)
+
+
+def test_fill_gives_a_new_variable_an_automatic_label_of_its_own():
+    variable = pz.StateVariable(1.0)
+    leaves, structure = flatten(variable)
+    pz.unbind_variables([variable, structure.fill_alike([2.0])])
+
+
+def test_flatten_of_a_reference_is_a_problem():
+    (problem,) = flatten({"ref": jax.new_ref(jnp.zeros(2))})[1].problems
+    assert (problem.path, problem.kind) == ("ref", "unreadable")
 
 
 def test_flatten_automatic_labels_are_no_part_of_the_structure():
@@ -442,9 +472,35 @@ def test_same_static_of_optimizers_made_alike(name):
 )
 def test_same_static_of_functions_of_a_notebook(source, is_same):
     # The cell that sets the rate may have run again since.
-    cells = [{"__name__": "__main__", "jnp": jnp, "rate": rate} for rate in (0.1, 0.2)]
-    one, other = (eval(compile(source, "<cell>", "eval"), cell) for cell in cells)
+    names = {"__name__": "__main__", "jnp": jnp, "rate": jnp.ones(())}
+    one, other = (eval(compile(source, "<cell>", "eval"), names) for _ in range(2))
     assert same_static(one, other) == is_same
+
+
+def test_same_static_of_one_code_in_two_modules_differs():
+    modules = [{"__name__": f"module_{rate}", "rate": rate} for rate in (0.1, 0.2)]
+    one, other = (eval(compile("lambda: rate", "<code>", "eval"), names) for names in modules)
+    assert not same_static(one, other)
+
+
+def test_same_static_sees_attributes_beside_fields_and_slots():
+    @dataclasses.dataclass
+    class Settings:
+        rate: float = 0.1
+
+    class Widened(Settings):
+        def __init__(self, width):
+            self.width = width
+
+    class Slotted:
+        __slots__ = ("__dict__", "width")
+
+        def __init__(self, width):
+            self.width = width
+
+    assert same_static(Widened(2), Widened(2))
+    assert not same_static(Widened(2), Widened(3))
+    assert not same_static(Slotted(2), Slotted(3))
 
 
 def test_same_static_of_what_holds_itself_ends():
