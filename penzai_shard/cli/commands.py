@@ -1,9 +1,11 @@
-"""Declares the subcommands and their options."""
+"""Declares the subcommands and their options.
+
+Each imports what it runs when it is called: the demo chooses its devices before JAX is imported.
+"""
 
 import click
 
-from penzai_shard.cli import demo as demo_module
-from penzai_shard.cli import plan as plan_module
+_RELAXED = click.Choice(["error", "replicate"])
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -16,22 +18,25 @@ def penzai_shard() -> None:
 @click.argument("model")
 @click.option("--mesh", required=True, help="Sizes by name: data=4,model=2. No devices are needed.")
 @click.option("--rules", help="embedding=data,neurons=model, or file.py:NAME. Without: same names.")
-@click.option("--on-indivisible", default="error", show_default=True, help="error or replicate.")
-@click.option("--on-unnamed", default="error", show_default=True, help="error or replicate.")
+@click.option("--on-indivisible", type=_RELAXED, default="error", help="For lengths.")
+@click.option("--on-unnamed", type=_RELAXED, default="error", help="For arrays without names.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.option("--all", "show_all", is_flag=True, help="One row for each array; do not fold blocks.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def plan(**options: object) -> None:
+def plan(debug: bool, **options: object) -> None:
     """Print where every array of MODEL lies.
 
-    MODEL is file.py:name or module:name, of a function without arguments that builds a model, or of
-    a model. Its arrays are not made.
+    MODEL is file.py:name or module:name, of a model, or of a function without arguments that builds
+    one. Its arrays are not made.
     """
-    options.pop("debug")
-    plan_module.print_plan(**options)  # type: ignore[arg-type]
+    from penzai_shard.cli.plan import print_plan
+
+    print_plan(**options)  # type: ignore[arg-type]
 
 
 @penzai_shard.command()
 def demo() -> None:
-    """Plan, build, edit and run a small transformer on 8 simulated devices."""
-    demo_module.run_demo()
+    """Plan, build, edit and run a small model."""
+    from penzai_shard.cli.demo import run_demo
+
+    run_demo()

@@ -1,10 +1,12 @@
 """Reads what is given on the command line: a model, a mesh, rules."""
 
+import functools
 import importlib
 import importlib.util
 import pathlib
 import re
 import sys
+import types
 from typing import Any
 
 from penzai_shard.errors import MeshError, Problem, RuleTypeError, SelectionError
@@ -13,6 +15,7 @@ from penzai_shard.paths import nearest
 from penzai_shard.rules import AxisRules
 
 
+@functools.cache
 def read_object(reference: str) -> Any:
     """What ``file.py:name`` or ``module:name`` stands for.
 
@@ -20,34 +23,43 @@ def read_object(reference: str) -> Any:
         SelectionError: There is no such file, module or name.
     """
     place, _, name = reference.rpartition(":")
-    what = fix = ""
     if not place:
-        what, fix = f"{reference!r} names no object", f"Write {name}:build."
-    elif place.endswith(".py"):
-        path = pathlib.Path(place)
-        if not path.is_file():
-            what, fix = f"there is no file {place!r}", "Write the path of a file."
-    elif importlib.util.find_spec(place.partition(".")[0]) is None:
-        what, fix = f"there is no module {place!r}", "Write file.py:name for a file."
-    if what:
-        raise SelectionError("cannot read the command:", [Problem("", what, fix)])
-    module = _import_file(path) if place.endswith(".py") else importlib.import_module(place)
+        raise _no_object(f"{reference!r} names no object", f"Write {name}:build.")
+    module = _import_file(pathlib.Path(place)) if place.endswith(".py") else _import_module(place)
     if not hasattr(module, name):
         known = [known for known in vars(module) if not known.startswith("_")]
         near = nearest(name, known) or next(iter(known), "name")
-        problem = Problem("", f"{place} has no {name!r}", f"Write {place}:{near}.")
-        raise SelectionError("cannot read the command:", [problem])
+        raise _no_object(f"{place} has no {name!r}", f"Write {place}:{near}.")
     return getattr(module, name)
 
 
-def _import_file(path: pathlib.Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+def _no_object(what: str, fix: str) -> SelectionError:
+    return SelectionError("cannot read the command:", [Problem("", what, fix)])
+
+
+def _import_module(name: str) -> types.ModuleType:
+    # A script that pip installs has its own folder there, and not the one it is called in.
+    sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not name.startswith(error.name or " "):
+            raise
+        raise _no_object(f"there is no module {name!r}", "Write file.py:name.") from error
+
+
+@functools.cache
+def _import_file(path: pathlib.Path) -> types.ModuleType:
+    if not path.is_file():
+        raise _no_object(f"there is no file '{path}'", "Write the path of a file.")
+    # Not by its own name, which may be that of a library.
+    spec = importlib.util.spec_from_file_location(f"penzai_shard_model_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Where the file imports its neighbours, and where dataclasses look their module up.
+    # Dataclasses look their module up, and the file may import its neighbours.
+    sys.modules[spec.name] = module
     sys.path.insert(0, str(path.parent))
-    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
 
@@ -61,7 +73,10 @@ def read_mesh(text: str) -> AnyMesh:
     if not re.fullmatch(r"\w+=\d+(,\w+=\d+)*", text):
         problem = Problem("", f"{text!r} is no mesh", "Write --mesh data=4,model=2.")
         raise MeshError("cannot read the command:", [problem])
-    sizes = (part.split("=") for part in text.split(","))
+    sizes = [part.split("=") for part in text.split(",")]
+    if len({name for name, _ in sizes}) < len(sizes):
+        problem = Problem("", f"{text!r} names a mesh axis twice", "Write --mesh data=4,model=2.")
+        raise MeshError("cannot read the command:", [problem])
     return make_mesh({name: int(size) for name, size in sizes}, abstract=True)
 
 

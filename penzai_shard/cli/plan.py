@@ -2,6 +2,7 @@
 
 import json
 
+from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.cli import inputs
 from penzai_shard.errors import PlanError
 from penzai_shard.placement.sharded_init import abstract_model
@@ -31,7 +32,8 @@ def print_plan(
         on_unnamed=on_unnamed,
     )
     build = inputs.read_object(model)
-    tree = abstract_model(build) if callable(build) else build
+    # A model can mostly be called too, and has arrays.
+    tree = build if leaves_of(build) or not callable(build) else abstract_model(build)
     plan, problems, doubts = examine(tree, request)
     if as_json:
         data = plan.report().to_data()

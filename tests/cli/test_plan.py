@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from penzai_shard.cli import inputs
 from penzai_shard.cli.main import main
 
 MODEL = """
@@ -18,6 +19,7 @@ def build():
     return {"up": pz.nx.ones({"embed": 64, "mlp": 256}), "bias": pz.nx.ones({"mlp": 6})}
 
 
+layer = pz.nn.Affine.from_config("layer", jax.random.key(0), {"features": 8}, {"out": 4})
 tree = {"w": pz.nx.ones({"embed": 8})}
 """
 
@@ -27,6 +29,9 @@ def run(tmp_path, monkeypatch, capsys):
     (tmp_path / "model.py").write_text(MODEL)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    inputs.read_object.cache_clear()
+    inputs._import_file.cache_clear()
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["penzai-shard", "plan", *arguments])
@@ -34,8 +39,7 @@ def run(tmp_path, monkeypatch, capsys):
             main()
         return end.value.code or 0, *capsys.readouterr()
 
-    yield call
-    sys.modules.pop("model", None)
+    return call
 
 
 def test_plan_prints_a_table_and_needs_no_devices(run):
@@ -51,6 +55,13 @@ def test_plan_json_has_a_row_for_each_array(run):
     assert status == 0
     assert [row["array"] for row in data["rows"]] == ["w"]
     assert data["problems"] == []
+
+
+@pytest.mark.parametrize("model", ["model.py:layer", "model:layer"])
+def test_plan_of_a_model_that_can_be_called(run, model):
+    status, out, _ = run(model, "--mesh", "data=4", "--rules", "features=data")
+    assert status == 0
+    assert "features=8/data" in out
 
 
 def test_plan_without_a_valid_layout_is_an_answer_that_is_no(run):
@@ -83,6 +94,8 @@ def test_plan_replicate_takes_what_does_not_divide(run):
         (("model.py:build", "--mesh", "data=0"), "natural number"),
         (("model.py:build", "--mesh", "data=4", "--rules", "embed"), "--rules embedding=data"),
         (("model.py:build", "--mesh", "data=4", "--rules", "embed=dta"), "Write 'data'"),
+        (("model.py:build", "--mesh", "data=4,data=2"), "--mesh data=4,model=2"),
+        (("jax.nope:x", "--mesh", "data=4"), "file.py:name"),
         (("model.py:build", "--mesh", "data=4", "--on-unnamed", "no"), "'replicate'"),
     ],
 )
