@@ -157,8 +157,6 @@ MISTAKES = [
      "name_to_name_sharding(tree, jax.devices(), rules)",
      "name_to_name_sharding(tree, FIX, rules=rules)"),
     ("no_mesh", RuleTypeError, "", "place(tree)", "place(tree, FIX, rules=rules)"),
-    ("mesh_not_called", RuleTypeError, "",
-     "make_plan(tree, Choice().mesh, rules)", "make_plan(tree, Choice()FIX, rules)"),
     ("indivisible_as_truth", RuleTypeError, "",
      "make_plan(tree, mesh, rules, on_indivisible=True)",
      "[make_plan(tree, mesh, rules, on_indivisible=word) for word in (FIX)]"),

@@ -82,6 +82,8 @@ def read(
         return Request(
             called, twin, read_rules, on_indivisible, on_unnamed, is_explicit=twin is not mesh
         )
+    if mesh is not None and isinstance(plan.mesh, AbstractMesh):
+        plan = plan.on(auto_twin(mesh))
     if mesh is not None and not same_devices(mesh, plan.mesh):
         what = f"the plan is one for another mesh ({mesh_text(plan.mesh)}) than the one given"
         fix = "Leave the mesh out, or plan for it: make_plan(tree, mesh, rules)."
@@ -93,7 +95,7 @@ def _refuse_mistakes(
     called: str, mesh: Any, rules: Any, penzais_rules: Any, plan: Any, has_options: bool
 ) -> None:
     given = penzais_rules if rules is None else rules
-    name = getattr(mesh if inspect.ismethod(mesh) else given, "__name__", "")
+    name = getattr(given, "__name__", "")
     make_mesh = "Write mesh=make_mesh({'data': 4, 'model': 2})."
 
     def refuse(is_so: bool, what: str, fix: str) -> None:
@@ -114,8 +116,6 @@ def _refuse_mistakes(
     refuse(is_decided, what, "Leave them out.")
     what = f"the rules are the function {name}, which was not called"
     refuse(inspect.isfunction(given), what, f"Write {name}().")
-    what = f"the mesh is the method {name}, which was not called"
-    refuse(inspect.ismethod(mesh), what, f"Write .{name}().")
     lacks_mesh = plan is None if mesh is None else not isinstance(mesh, Mesh | AbstractMesh)
     refuse(lacks_mesh, f"a mesh is needed, not {reprlib.repr(mesh)}", make_mesh)
 
@@ -127,7 +127,7 @@ def _check_option(called: str, name: str, value: Any, allowed: tuple[str, ...]) 
 
 
 def check_tree(called: str, tree: Any) -> None:
-    """Refuses what makes a tree of arrays and is none.
+    """Refuses functions and modules that are given in place of a tree of arrays.
 
     Raises:
         RuleTypeError: It is a function, a class, or a module that holds no arrays.

@@ -4,6 +4,7 @@ A plan touches no device. Its trees are carried out by ``place``, ``jax.jit``, a
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -19,6 +20,12 @@ from penzai_shard.meshes import AnyMesh, mesh_text
 from penzai_shard.reports.quantities import bytes_text
 from penzai_shard.reports.report import Column, HasReport, Report
 from penzai_shard.rules import AxisRules
+
+
+@functools.lru_cache(maxsize=4096)
+def shared_sharding(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
+    """The one ``NamedSharding`` of a spec on a mesh, so that trees are small and compared fast."""
+    return NamedSharding(mesh, spec)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,7 +103,7 @@ class ShardingPlan(HasReport):
 
     @property
     def replicated_bytes(self) -> int:
-        """What each device holds whole, as all others do."""
+        """Bytes of the arrays that every device holds whole."""
         whole = PartitionSpec()
         return sum(leaf.bytes_per_device for leaf in self.leaves if leaf.spec == whole)
 
@@ -133,6 +140,16 @@ class ShardingPlan(HasReport):
                 for leaf in self.leaves
             ]
         )
+
+    def on(self, mesh: AnyMesh) -> "ShardingPlan":
+        """The same decisions on another mesh with the same axes, for instance one with devices."""
+        leaves = [
+            leaf
+            if leaf.spec is None
+            else dataclasses.replace(leaf, sharding=shared_sharding(mesh, leaf.spec))
+            for leaf in self.leaves
+        ]
+        return dataclasses.replace(self, mesh=mesh, leaves=tuple(leaves))
 
     def check_fits(self, leaves: Sequence[Leaf]) -> None:
         """Refuses a tree that is not the one of the plan.

@@ -1,10 +1,9 @@
 """Decides for every array of a tree where it lies, without touching a device."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from penzai_shard import specs
 from penzai_shard.arrays.kinds import device_dtype, is_key_type, itemsize
@@ -14,10 +13,9 @@ from penzai_shard.errors import PlanError, Problem, Problems, warn_caller
 from penzai_shard.meshes import AnyMesh, mesh_text
 from penzai_shard.planning import arguments
 from penzai_shard.planning.doubts import find_doubts
-from penzai_shard.planning.plan import LeafPlan, ShardingPlan
-from penzai_shard.rules import AxisRules, Decision, OnIndivisible, decide
+from penzai_shard.planning.plan import LeafPlan, ShardingPlan, shared_sharding
+from penzai_shard.rules import Decision, OnIndivisible, decide
 
-_OPTIMIZER = "opt_state"
 _WHOLE = PartitionSpec()
 
 
@@ -89,15 +87,12 @@ def plan_tree(tree: Any, request: arguments.Request) -> ShardingPlan:
     return plan
 
 
-def examine(
-    tree: Any, request: arguments.Request, *, optimizer_rules: AxisRules | None = None
-) -> tuple[ShardingPlan, Problems, list[str]]:
+def examine(tree: Any, request: arguments.Request) -> tuple[ShardingPlan, Problems, list[str]]:
     """Decides for every array, and raises nothing.
 
     Args:
         tree: As for ``make_plan``.
         request: Mesh, rules and options.
-        optimizer_rules: Other rules for what lies below ``opt_state``.
 
     Returns:
         The plan, in which arrays without a valid layout are whole; what stands in its way; and
@@ -105,21 +100,18 @@ def examine(
     """
     leaves, structure = flatten(tree)
     problems = Problems(f"no valid layout on mesh ({mesh_text(request.mesh)}):")
-    for problem in structure.problems:
-        problems.add(problem.path, problem.what, problem.fix, problem.kind)
-    planner = _Planner(request, request.rules)
-    of_optimizer = planner if optimizer_rules is None else _Planner(request, optimizer_rules)
+    problems.extend(structure.problems)
+    planner = _Planner(request)
     unreadable = {problem.path for problem in structure.problems}
     plans = []
     for leaf in name_statistics(leaves):
-        chosen = of_optimizer if _OPTIMIZER in leaf.path.split("/") else planner
-        spec, reason, found = chosen.decide(leaf)
+        spec, reason, found = planner.decide(leaf)
         if leaf.path not in unreadable:
             for problem in found:
                 problems.add(leaf.path, problem.what, problem.fix, problem.kind)
         if leaf.path in structure.notes:
             reason = f"{reason}; {structure.notes[leaf.path]}"
-        plans.append(chosen.plan(leaf, spec, reason))
+        plans.append(planner.plan(leaf, spec, reason))
     remarks: tuple[str, ...] = ()
     if request.is_explicit:
         remarks = (
@@ -133,11 +125,11 @@ def examine(
 class _Planner:
     """Rules on one mesh, for one array after the other."""
 
-    def __init__(self, request: arguments.Request, rules: AxisRules) -> None:
+    def __init__(self, request: arguments.Request) -> None:
         self.request = request
         self.mesh = request.mesh
         self.sizes = request.mesh.shape
-        self.rules = rules.on(self.sizes)
+        self.rules = request.rules.on(self.sizes)
         self.items = tuple(self.sizes.items())
         self.splits_unnamed = any(rule.unnamed for rule in self.rules)
 
@@ -201,9 +193,3 @@ class _Planner:
             '"replicate".'
         )
         return _WHOLE, "", [Problem("", what, fix, "unnamed")]
-
-
-@functools.lru_cache(maxsize=4096)
-def shared_sharding(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
-    """The one ``NamedSharding`` of a spec on a mesh, so that trees are small and compared fast."""
-    return NamedSharding(mesh, spec)

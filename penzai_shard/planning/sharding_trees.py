@@ -4,6 +4,8 @@ Arrays with equal names and sizes share one result, so that the work for each is
 fast loop knows exact types only; all else, and every problem, is left to a plan.
 """
 
+import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,8 @@ from penzai_shard.errors import warn_caller
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
 from penzai_shard.planning.doubts import find_doubts
-from penzai_shard.planning.planner import plan_tree, shared_sharding
+from penzai_shard.planning.plan import shared_sharding
+from penzai_shard.planning.planner import plan_tree
 from penzai_shard.rules import OnIndivisible, decide
 
 
@@ -42,7 +45,7 @@ def name_to_name_sharding(
         mesh: A mesh; the shardings of an Explicit one are on its Auto twin.
         axis_name_to_mesh_name: Rules in any form that ``make_plan`` takes.
         ignore_unnamed_arrays: Put None, which leaves the choice to JAX, in place of arrays without
-            names; the same as ``on_unnamed="infer"``.
+            names, whatever ``on_unnamed`` says.
         as_shape_dtype_struct: Give ``jax.ShapeDtypeStruct`` objects that carry the shardings.
         rules: Another name for ``axis_name_to_mesh_name``.
         on_indivisible: As for ``make_plan``.
@@ -65,8 +68,10 @@ def name_to_name_sharding(
         rules,
         axis_name_to_mesh_name,
         on_indivisible=on_indivisible,
-        on_unnamed="infer" if ignore_unnamed_arrays else on_unnamed,
+        on_unnamed=on_unnamed,
     )
+    if ignore_unnamed_arrays:
+        request = dataclasses.replace(request, on_unnamed="infer")
     if as_shape_dtype_struct:
         return plan_tree(tree, request).restore_structs()
     try:
@@ -99,7 +104,8 @@ def _fast_tree(tree: Any, request: arguments.Request) -> Any:
 
 def _build(tree: Any, find_sharding: Callable[[Any], NamedSharding]) -> Any:
     """The tree with a result for each array, which is made once for equal names and sizes."""
-    # Imported here: nobody has named arrays who has not imported Penzai.
+    if "penzai" not in sys.modules:
+        raise _NeedsPlan
     from penzai import pz
 
     named_array, variable_values = pz.nx.NamedArray, (pz.ParameterValue, pz.StateVariableValue)

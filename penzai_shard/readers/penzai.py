@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 from penzai import pz
-from penzai.core.struct import Struct
 from penzai.core.variables import AutoStateVarLabel, LabeledVariable, LabeledVariableValue
 
 from penzai_shard.readers.reader import Content
@@ -34,9 +33,6 @@ class _NamedArrays:
 
     def reads(self, kind: type) -> bool:
         return kind is pz.nx.NamedArray
-
-    def is_module(self, kind: type) -> bool:
-        return issubclass(kind, Struct)
 
     def open(self, node: Any) -> Content:
         data, names = node.data_array, tuple(node.named_axes)

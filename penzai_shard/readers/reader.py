@@ -24,9 +24,11 @@ _OURS = {
     "flax.core.meta": "flax_linen",
     "flax.nnx": "flax_nnx",
     "haliax.core": "haliax",
-    "equinox": "equinox",
     "torch": "torch",
 }
+# Modules of these types keep settings in the tree, such as the rate of a dropout: as for Equinox
+# itself (``eqx.is_array``), Python numbers in them are no arrays.
+_MODULE_TYPES = {"penzai.core.struct": "Struct", "equinox": "Module"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +68,6 @@ class Reader(Protocol):
 
     A reader may have further methods, which the library's own readers show: ``is_live(node)`` and
     ``thaw(node)`` for variables, ``set_names(node, names)`` for those that keep names themselves,
-    ``is_module(type)`` for modules in which Python numbers are settings and no arrays,
     ``why_not(tree)`` for what people give in place of a tree of arrays, ``initializing()`` for the
     context in which a model is built whose arrays a plan lays out.
     """
@@ -107,12 +108,13 @@ def register_reader(reader: Reader) -> None:
     ...     dims: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     >>> class FieldReader:
     ...     library = __name__
+    ...     field = Field
     ...     def reads(self, kind):
-    ...         return kind is Field
+    ...         return kind is self.field
     ...     def open(self, node):
     ...         return Content(node.values, template=node.dims, names=node.dims)
     ...     def close(self, template, data):
-    ...         return Field(data, template)
+    ...         return self.field(data, template)
     >>> register_reader(FieldReader())
     >>> mesh = pzs.make_mesh({"data": 8})
     >>> field = Field(jax.numpy.ones((8, 2)), ("time", "x"))
@@ -164,8 +166,12 @@ def _reader_of(kind: type, modules: int) -> Reader | None:
 
 @functools.lru_cache(maxsize=4096)
 def _is_module(kind: type, modules: int) -> bool:
-    asked = (reader for reader in _active() if hasattr(reader, "is_module"))
-    return any(reader.is_module(kind) for reader in asked)
+    known = (
+        getattr(sys.modules[library], name)
+        for library, name in _MODULE_TYPES.items()
+        if library in sys.modules
+    )
+    return issubclass(kind, tuple(known))
 
 
 def refusal(tree: Any) -> tuple[str, str] | None:
