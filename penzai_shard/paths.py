@@ -46,6 +46,7 @@ def join_paths(*paths: str) -> str:
 # Patterns
 
 
+@functools.lru_cache(maxsize=4096)
 def pattern_parts(text: str) -> tuple[str, ...]:
     """The pieces of a path or pattern that are compared one by one.
 

@@ -426,7 +426,8 @@ def fully_sharded(
     P('data', 'model')
     """
     (rule,) = _read_rules([("largest dimension", mesh_axis)])
-    if not rule.mesh_axes or min_size < 0 or unnamed not in (None, "largest"):
+    is_size = isinstance(min_size, int) and min_size >= 0
+    if not rule.mesh_axes or not is_size or unnamed not in (None, "largest"):
         what = f"{mesh_axis!r}, {min_size!r}, {unnamed!r} are not its arguments"
         fix = "Write for instance fully_sharded('data', min_size=2**18, unnamed='largest')."
         raise RuleTypeError("fully_sharded:", [Problem("", what, fix)])

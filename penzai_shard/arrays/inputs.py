@@ -6,7 +6,6 @@ Arrays on an Explicit mesh are relabelled onto its Auto twin here, and nowhere e
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 

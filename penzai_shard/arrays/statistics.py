@@ -99,7 +99,7 @@ def _parameter_at(end: str, parameters: Mapping[str, Leaf]) -> str:
 def kept_dimensions(
     sizes: Sequence[int], shape: Sequence[int], path: str
 ) -> tuple[int | None, ...] | None:
-    """For each dimension of a statistic the one of its parameter, None for one of its own.
+    """For each dimension of a statistic its parameter's; None for one that the parameter lacks.
 
     Args:
         sizes: The parameter's shape.

@@ -53,7 +53,7 @@ class Leaf:
         shape: Its shape.
         dtype: Its dtype; None for what is no array, a sharding for instance.
         value: What stands there: an array, a struct, a tracer, a number, a sharding.
-        role: ``"parameter"``, ``"state"``, ``"constant"``, or ``""`` where nobody said.
+        role: ``"parameter"``, ``"state"``, or ``""`` where the library says neither.
         variable: The mutable variable that holds it now, if one does.
         statistic: Of what an optimizer keeps, which dimensions of the parameter it has.
     """
@@ -116,7 +116,7 @@ class _Static:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Again:
+class _SameBox:
     box: int
 
 
@@ -208,7 +208,7 @@ class Structure:
                     return values[part.index]
                 case _Static():
                     return self.statics[part.index][1]
-                case _Again():
+                case _SameBox():
                     return made[part.box]
                 case _Tree():
                     return part.definition.unflatten(map(join, part.parts))
@@ -278,7 +278,7 @@ def flatten(tree: Any) -> tuple[list[Leaf], Structure]:
     ([('w', (2, 3))], ['act'])
     """
     walk = _Walk()
-    root = walk.tree(tree, "", _Around())
+    root = walk.tree(tree, "", _Context())
     return walk.leaves, Structure(root, walk)
 
 
@@ -299,14 +299,13 @@ def with_arrays(tree: Any, arrays: Mapping[str, Any]) -> Any:
     for path in arrays.keys() - set(structure.paths):
         problems.add(path, "there is no such array")
     problems.raise_if_any(ShardingError)
-    values = [arrays.get(leaf.path, leaf.value) for leaf in leaves]
-    return structure.fill(values, live=structure.live_roles)
+    return structure.fill_alike([arrays.get(leaf.path, leaf.value) for leaf in leaves])
 
 
 def variables_of(tree: Any) -> list[Any]:
     """The variables of a tree, or their frozen values, in the order of ``Structure.variables``."""
     walk = _Walk()
-    walk.tree(tree, "", _Around())
+    walk.tree(tree, "", _Context())
     return walk.nodes
 
 
@@ -322,7 +321,7 @@ def read_variables(tree: Any) -> list[Any]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Around:
+class _Context:
     """What is known of a part of a tree from the nodes around it."""
 
     role: str = ""
@@ -347,48 +346,48 @@ class _Walk:
         # By role and label: where a variable stands, and whether it is mutable.
         self._places: dict[tuple[str, str], tuple[str, bool]] = {}
 
-    def tree(self, tree: Any, path: str, around: _Around) -> Any:
+    def tree(self, tree: Any, path: str, context: _Context) -> Any:
         """Takes a pytree apart whose root is at ``path``."""
-        is_end = _is_end if around.in_module else _is_end_or_module
+        is_end = _is_end if context.in_module else _is_end_or_module
         keyed, definition = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_end)
         parts = [
-            self._part(value, join_paths(path, path_text(keys)), around) for keys, value in keyed
+            self._part(value, join_paths(path, path_text(keys)), context) for keys, value in keyed
         ]
         if len(parts) == 1 and keyed[0][1] is tree:
             return parts[0]
         return _Tree(definition, tuple(parts))
 
-    def _part(self, value: Any, path: str, around: _Around) -> Any:
+    def _part(self, value: Any, path: str, context: _Context) -> Any:
         if isinstance(value, Named):
-            inner = _Around(value.role or around.role, around.variable, value.statistic)
+            inner = _Context(value.role or context.role, context.variable, value.statistic)
             return self._slot(value.value, path, value.names, inner)
         reader = reader_of(type(value))
         if reader is not None:
-            return self._box(reader, value, path, around)
-        if not around.in_module and is_module(type(value)):
-            return self.tree(value, path, dataclasses.replace(around, in_module=True))
+            return self._box(reader, value, path, context)
+        if not context.in_module and is_module(type(value)):
+            return self.tree(value, path, dataclasses.replace(context, in_module=True))
         if hasattr(value, "shape") and hasattr(value, "dtype") and not is_array(value):
             what = f"a {type(value).__name__} of dtype {value.dtype} is no array of JAX or NumPy"
             self.problems.append(Problem(path, what, "Give an array of numbers.", "unreadable"))
         is_value = is_array(value) or isinstance(value, jax.sharding.Sharding)
-        if is_value or (is_number(value) and not around.in_module):
-            return self._slot(value, path, None, around)
+        if is_value or (is_number(value) and not context.in_module):
+            return self._slot(value, path, None, context)
         self.statics.append((path, value))
         return _Static(len(self.statics) - 1)
 
     def _slot(
-        self, value: Any, path: str, names: Any, around: _Around, shape: tuple[int, ...] = ()
+        self, value: Any, path: str, names: Any, context: _Context, shape: tuple[int, ...] = ()
     ) -> _Slot:
         dtype, shape = None, tuple(getattr(value, "shape", shape))
         if is_array(value):
             dtype = value.dtype
         elif is_number(value):
             dtype = jax.dtypes.canonicalize_dtype(type(value))
-        known = around.role, around.variable, around.statistic
+        known = context.role, context.variable, context.statistic
         self.leaves.append(Leaf(path, names, shape, dtype, value, *known))
         return _Slot(len(self.leaves) - 1)
 
-    def _box(self, reader: Reader, node: Any, path: str, around: _Around) -> Any:
+    def _box(self, reader: Reader, node: Any, path: str, context: _Context) -> Any:
         content = reader.open(node)
         # An optimizer keeps values of variables, under the labels of the parameters.
         label = "" if _OPTIMIZER in path.split("/") else content.label
@@ -396,7 +395,7 @@ class _Walk:
         if content.identity is not None:
             number, data = self._seen.setdefault(content.identity, (self._boxes, content.data))
             if number < self._boxes and _same_arrays(content.data, data):
-                return _Again(number)
+                return _SameBox(number)
         is_variable = hasattr(reader, "is_live")
         is_live = is_variable and reader.is_live(node)  # type: ignore[attr-defined]
         if content.identity is not None and label:
@@ -413,8 +412,8 @@ class _Walk:
 
         number, self._boxes = self._boxes, self._boxes + 1
         first, position = len(self.leaves), len(self.variables)
-        variable = node if is_live else around.variable
-        inner = _Around(content.role or around.role, variable, around.statistic)
+        variable = node if is_live else context.variable
+        inner = _Context(content.role or context.role, variable, context.statistic)
         part = self._content(content, path, inner)
         if is_variable:
             # In front of the variables that it holds.
@@ -423,23 +422,23 @@ class _Walk:
             self.nodes.insert(position, node)
         return _Box(number, reader, content.template, part, content.role, content.is_plain, is_live)
 
-    def _content(self, content: Content, path: str, around: _Around) -> Any:
+    def _content(self, content: Content, path: str, context: _Context) -> Any:
         """What a node holds: one array with the node's names, or a tree."""
         data, names = content.data, content.names
         if names is None:
             # A variable mostly holds one node, which needs no walk through a tree.
             walk = self._part if _is_end(data) else self.tree
-            return walk(data, path, around)
+            return walk(data, path, context)
         if is_array(data) and content.sizes is None and len(names) <= data.ndim:
             # As in a PartitionSpec, dimensions behind the last name have none.
             names = (*names, *(None,) * (data.ndim - len(names)))
-            return self._slot(data, path, names, around)
+            return self._slot(data, path, names, context)
         if not is_array(data) and jax.tree_util.all_leaves([data]):
             # A sharding, which has no shape: the node tells the lengths.
-            return self._slot(data, path, names, around, content.sizes or ())
+            return self._slot(data, path, names, context, content.sizes or ())
         # What an optimizer keeps of a named array: other dimensions, or several arrays.
         statistic = Statistic("", names, content.sizes)
-        return self.tree(data, path, _Around(around.role, around.variable, statistic))
+        return self.tree(data, path, _Context(context.role, context.variable, statistic))
 
 
 def _same_arrays(a: Any, b: Any) -> bool:
@@ -477,7 +476,7 @@ def same_static(a: Any, b: Any) -> bool:
     try:
         return _same_value(a, b)
     except (RecursionError, TypeError, ValueError):
-        # What holds itself, or an array of several elements: each is a static of its own.
+        # Recursive values, and arrays of several elements, cannot be compared: they count as unequal.
         return False
 
 

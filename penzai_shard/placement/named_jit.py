@@ -6,26 +6,11 @@ from typing import Any
 
 import jax
 
-from penzai_shard.arrays.structure import Structure, flatten, read_variables
+from penzai_shard.arrays.structure import Structure, flatten, leaves_of, read_variables
 from penzai_shard.errors import Problem, ShardingError
 from penzai_shard.meshes import AnyMesh, auto_context
-from penzai_shard.planning import arguments
 from penzai_shard.placement.place import place_tree
-
-
-@jax.tree_util.register_pytree_node_class
-class _Result:
-    """Arrays that leave a trace together with the structure of their tree."""
-
-    def __init__(self, values: Sequence[Any], structure: Structure) -> None:
-        self.values, self.structure = values, structure
-
-    def tree_flatten(self) -> tuple[Sequence[Any], Structure]:
-        return self.values, self.structure
-
-    @classmethod
-    def tree_unflatten(cls, structure: Structure, values: Sequence[Any]) -> "_Result":
-        return cls(values, structure)
+from penzai_shard.planning import arguments
 
 
 def named_jit(
@@ -44,7 +29,8 @@ def named_jit(
     without names are left to JAX.
 
     Args:
-        function: The function; it must not assign variables of its arguments.
+        function: The function; it must not assign variables of its arguments. As by ``jax.jit``,
+            numbers are traced: sizes of a model go in by ``functools.partial``.
         mesh: A mesh.
         rules: As for ``make_plan``.
         in_rules: Other rules for the arguments.
@@ -64,36 +50,30 @@ def named_jit(
     in_request = read(rules if in_rules is None else in_rules)
     out_request = read(rules if out_rules is None else out_rules)
 
-    @functools.partial(jax.jit, static_argnums=(0, 2), donate_argnums=1)
-    def run(donated: Structure, donated_values: Any, rest: Structure, rest_values: Any) -> _Result:
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def run(structure: Structure, donated: dict[int, Any], others: dict[int, Any]) -> Any:
+        values = donated | others
+        ordered = [values[i] for i in range(len(values))]
+        given = structure.fill(ordered, live=structure.live_roles)
         with auto_context():
-            pair = (donated.fill(donated_values, live=_ROLES), rest.fill(rest_values, live=_ROLES))
-            (some, (others, kwargs)) = place_tree(pair, in_request)
-            before = read_variables((some, others, kwargs))
-            args = [some[i] if i in some else others[i] for i in range(len(some) + len(others))]
+            args, kwargs = place_tree(given, in_request)
+            before = read_variables((args, kwargs))
             result = place_tree(function(*args, **kwargs), out_request)
-            after = read_variables((some, others, kwargs))
+            after = read_variables((args, kwargs))
         if any(a is not b for a, b in zip(before, after, strict=True)):
             what = f"{function} assigns a variable of its arguments, which the call would lose"
-            fix = "Return the new value."
-            raise ShardingError("named_jit:", [Problem("", what, fix)])
-        leaves, structure = flatten(result)
-        return _Result([leaf.value for leaf in leaves], structure)
+            raise ShardingError("named_jit:", [Problem("", what, "Return the new value.")])
+        leaves, own = flatten(result)
+        # Arrays leave a trace together with what joins them.
+        join = functools.partial(own.fill, live=own.live_roles)
+        return jax.tree_util.Partial(join, [leaf.value for leaf in leaves])
 
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        some = {i: arg for i, arg in enumerate(args) if i in donate_argnums}
-        others = {i: arg for i, arg in enumerate(args) if i not in donate_argnums}
-        taken = (flatten(some), flatten((others, kwargs)))
-        flat = [part for leaves, rest in taken for part in (rest, [x.value for x in leaves])]
-        result = run(*flat)
-        return result.structure.fill(result.values, live=_live_roles(result.structure))
+        leaves, structure = flatten((args, kwargs))
+        taken = {id(leaf.value) for i in donate_argnums for leaf in leaves_of(args[i])}
+        donated = {i: leaf.value for i, leaf in enumerate(leaves) if id(leaf.value) in taken}
+        others = {i: leaf.value for i, leaf in enumerate(leaves) if id(leaf.value) not in taken}
+        return run(structure, donated, others)()
 
     return call
-
-
-_ROLES = ("parameter", "state")
-
-
-def _live_roles(structure: Structure) -> set[str]:
-    return {variable.role for variable in structure.variables if variable.live}

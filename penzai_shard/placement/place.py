@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.kinds import is_traced
-from penzai_shard.arrays.structure import leaves_of
+from penzai_shard.arrays.structure import Structure
 from penzai_shard.errors import MeshError, Problem
 from penzai_shard.meshes import AnyMesh, auto_context, mesh_text
 from penzai_shard.planning import arguments
@@ -56,7 +56,8 @@ def place(
 
     >>> from penzai import pz
     >>> import penzai_shard as pzs
-    >>> placed = place(pz.nx.ones({"batch": 8, "seq": 4}), pzs.make_mesh({"data": 8}), {"batch": "data"})
+    >>> mesh = pzs.make_mesh({"data": 8})
+    >>> placed = place(pz.nx.ones({"batch": 8, "seq": 4}), mesh, {"batch": "data"})
     >>> placed.data_array.sharding.spec
     P('data',)
     """
@@ -110,24 +111,34 @@ def name_to_name_device_put(
 
 def place_tree(tree: Any, request: arguments.Request, *, owned: bool = False) -> Any:
     """Carries out what a caller asked for."""
-    is_constraint = any(is_traced(leaf.value) for leaf in leaves_of(tree))
-    if not is_constraint:
-        check_devices(request)
     plan = plan_tree(tree, request)
-    inputs = run_inputs(tree, request.called, several_meshes=True)
-    values = [leaf.value for leaf in inputs.leaves]
-    shardings = [leaf.sharding for leaf in plan.leaves]
-    if is_constraint:
-        with auto_context():
+    # Tracers that lie on an Explicit mesh of jax.set_mesh are relabelled in it.
+    with auto_context():
+        inputs = run_inputs(tree, request.called, several_meshes=True)
+        values = [leaf.value for leaf in inputs.leaves]
+        shardings = planned_shardings(plan, inputs.structure)
+        is_constraint = any(map(is_traced, values))
+        if is_constraint:
             placed = [
                 value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)
                 for value, sharding in zip(values, shardings, strict=True)
             ]
-    else:
-        placed = _put_all(values, shardings, inputs.structure.paths)
-        placed = list(map(_own_copy, placed)) if owned else placed
-    live = {variable.role for variable in inputs.structure.variables if variable.live}
-    return inputs.structure.fill(placed, live=live)
+        else:
+            check_devices(request)
+            placed = _put_all(values, shardings, inputs.structure.paths)
+            # On a CPU, arrays of NumPy and arrays spread over devices share memory with what they
+            # came from. One by one: each source may go before the next copy is made.
+            for i, sharding in enumerate(shardings) if owned else ():
+                placed[i] = jax.device_put(placed[i], sharding, may_alias=False)
+    return inputs.structure.fill(placed, live=inputs.structure.live_roles)
+
+
+def planned_shardings(plan: ShardingPlan, structure: Structure) -> list[NamedSharding | None]:
+    """The sharding of each array of a tree; a plan that was given may have another order."""
+    if plan.structure.paths == structure.paths:
+        return [leaf.sharding for leaf in plan.leaves]
+    found = {leaf.path: leaf.sharding for leaf in plan.leaves}
+    return [found[path] for path in structure.paths]
 
 
 def check_devices(request: arguments.Request) -> None:
@@ -148,14 +159,12 @@ def _put_all(
     # On a CPU, JAX uses the memory of NumPy arrays. Whoever writes to it would change the model.
     values = [np.array(v) if _is_writable(v) else v for v in values]
     chosen = [i for i, sharding in enumerate(shardings) if sharding is not None]
-    targets = [shardings[i] for i in chosen]
-    placed = put([values[i] for i in chosen], targets, paths=[paths[i] for i in chosen])  # type: ignore[arg-type]
-    found = dict(zip(chosen, placed, strict=True))
+    targets = [sharding for sharding in shardings if sharding is not None]
+    placed = put([values[i] for i in chosen], targets, paths=[paths[i] for i in chosen])
+    for i, array in zip(chosen, placed, strict=True):
+        values[i] = array
     # Others are left to JAX, and only become arrays.
-    return [
-        found.get(i, value) if i in found else jax.numpy.asarray(value)
-        for i, value in enumerate(values)
-    ]
+    return [v if isinstance(v, jax.Array) else jax.numpy.asarray(v) for v in values]
 
 
 def _is_writable(value: Any) -> bool:
@@ -165,10 +174,3 @@ def _is_writable(value: Any) -> bool:
             return True
         value = value.base
     return False
-
-
-def _own_copy(array: jax.Array) -> jax.Array:
-    # Only what a program computes owns its memory: of a restored state whose arrays came by
-    # device_put, a donating step could reuse 430 of 592 buffers.
-    copied: jax.Array = jax.jit(jax.numpy.copy, out_shardings=array.sharding)(array)
-    return copied

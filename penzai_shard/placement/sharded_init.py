@@ -5,18 +5,18 @@ model may be larger than one device, and compiling takes no longer for more laye
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from penzai_shard.arrays.kinds import is_struct
-from penzai_shard.arrays.structure import Structure, flatten, leaves_of, variables_of
+from penzai_shard.arrays.structure import Leaf, Structure, flatten, leaves_of
 from penzai_shard.errors import Problem, Problems, RuleTypeError, ShardingError
-from penzai_shard.jax_internals.tracing import ClosedJaxpr
-from penzai_shard.meshes import AnyMesh, auto_context, on_auto_twin
-from penzai_shard.placement.place import check_devices
+from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, on_auto_twin
+from penzai_shard.placement.place import check_devices, planned_shardings
 from penzai_shard.placement.run_parts import run_initializer
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
@@ -44,7 +44,7 @@ def sharded_init(
     Args:
         initializer: A function that JAX can trace and that returns a model, or any tree of arrays;
             a class too.
-        *args: Its arguments.
+        *args: Its arguments; variables in them are copied.
         mesh: A mesh.
         rules: As for ``make_plan``.
         axis_name_to_mesh_name: The same under Penzai's name.
@@ -54,8 +54,8 @@ def sharded_init(
         **kwargs: Its named arguments.
 
     Raises:
-        PlanError, MeshError, RuleTypeError: As ``make_plan``; also where a model or a mesh stands in
-            the place of the initialiser or its arguments.
+        PlanError, MeshError, RuleTypeError: As ``make_plan``; also where a model or a mesh stands
+            in the place of the initialiser or its arguments.
         ShardingError: The initialiser left a parameter without a value.
 
     >>> from penzai import pz
@@ -78,12 +78,14 @@ def sharded_init(
         plan=plan,
     )
     check_devices(request)
-    traced, structure = _trace(initializer, args, kwargs)
-    structs = structure.fill([_struct(aval) for aval in traced.out_avals])
-    shardings = {i: leaf.sharding for i, leaf in enumerate(plan_tree(structs, request).leaves)}
-    made = run_initializer(traced, shardings)
-    live = {variable.role for variable in structure.variables if variable.live}
-    return structure.fill([made[i] for i in range(len(made))], live=live)
+    build, structures = _prepare(initializer, args, kwargs)
+    # Functions under jax.jit keep the mesh in force, which must have Auto axes where they run.
+    with jax.set_mesh(auto_twin(jax.sharding.get_mesh())), _initializing():  # type: ignore[arg-type]
+        traced, structs = jax.make_jaxpr(build, return_shape=True)({})
+    structure = structures[-1]
+    shardings = planned_shardings(plan_tree(structure.fill(structs), request), structure)
+    made = run_initializer(traced, dict(enumerate(shardings)))
+    return structure.fill(list(made.values()), live=structure.live_roles)
 
 
 def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -108,19 +110,8 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     (4096, 14336)
     """
     _check_initializer("abstract_model", initializer, args)
-    args, kwargs = _on_auto_twin(args, kwargs)
-    # Shapes among the arguments become tracers; numbers must stay what they are.
-    leaves, given = flatten((args, kwargs))
-    shapes = {i: leaf.value for i, leaf in enumerate(leaves) if is_struct(leaf.value)}
-    structures: list[Structure] = []
-
-    def build(tracers: dict[int, Any]) -> list[Any]:
-        own_args, own_kwargs = args, kwargs
-        if tracers:
-            values = [tracers.get(i, leaf.value) for i, leaf in enumerate(leaves)]
-            own_args, own_kwargs = given.fill(values, live=("parameter", "state"))
-        return _flat_result(initializer(*own_args, **own_kwargs), structures)
-
+    build, structures = _prepare(initializer, args, kwargs)
+    shapes = {i: x.value for i, x in enumerate(leaves_of((args, kwargs))) if is_struct(x.value)}
     with _initializing():
         structs = jax.eval_shape(build, shapes)
     return structures[-1].fill(structs)
@@ -165,57 +156,53 @@ def initialize_parameters_sharded(
     )
 
 
-def _trace(
+def _prepare(
     initializer: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[ClosedJaxpr, Structure]:
-    """The program of a call, whose arguments are constants of it, and what its results belong to."""
+) -> tuple[Callable[[dict[int, Any]], list[Any]], list[Structure]]:
+    """A function that makes the arrays of the model, and a list that gets their structure.
+
+    The function takes tracers for some of the arguments' arrays, by number; others are constants.
+    """
+    leaves, given = flatten((args, kwargs))
+    values = on_auto_twin([leaf.value for leaf in leaves])
+    is_same = all(value is leaf.value for value, leaf in zip(values, leaves, strict=True))
     structures: list[Structure] = []
 
-    args, kwargs = _on_auto_twin(args, kwargs)
-    with _initializing():
-        traced = jax.make_jaxpr(lambda: _flat_result(initializer(*args, **kwargs), structures))()
-    return traced, structures[-1]
+    def build(tracers: dict[int, Any]) -> list[Any]:
+        own_args, own_kwargs = args, kwargs
+        # Variables are made anew inside the trace: those of outside may not be assigned in it.
+        if tracers or not is_same or any(variable.live for variable in given.variables):
+            own = [tracers.get(i, value) for i, value in enumerate(values)]
+            own_args, own_kwargs = given.fill(own, live=given.live_roles)
+        made = initializer(*own_args, **own_kwargs)
+        made_leaves, structure = flatten(made)
+        _check_complete(made, made_leaves)
+        structures.append(structure)
+        return [leaf.value for leaf in made_leaves]
+
+    return build, structures
 
 
-def _flat_result(made: Any, structures: list[Structure]) -> list[Any]:
-    """The arrays of what an initialiser returns; their structure leaves the trace in a list."""
-    leaves, structure = flatten(made)
-    _check_complete(made, structure)
-    structures.append(structure)
-    return [leaf.value for leaf in leaves]
-
-
-def _on_auto_twin(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments, with those relabelled that lie on an Explicit mesh."""
-    leaves, structure = flatten((args, kwargs))
-    values = on_auto_twin([leaf.value for leaf in leaves])
-    if all(value is leaf.value for value, leaf in zip(values, leaves, strict=True)):
-        return args, kwargs
-    live = {variable.role for variable in structure.variables if variable.live}
-    relabelled: tuple[Any, Any] = structure.fill(values, live=live)
-    return relabelled
-
-
-@contextlib.contextmanager
-def _initializing() -> Iterator[None]:
+def _initializing() -> contextlib.AbstractContextManager[Any]:
     """Contexts in which libraries build models without laying them out themselves."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(auto_context())
-        for context in initializing_contexts():
-            stack.enter_context(context)
-        yield
+    stack = contextlib.ExitStack()
+    for context in (auto_context(), *initializing_contexts()):
+        stack.enter_context(context)
+    return stack
 
 
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
-def _check_complete(made: Any, structure: Structure) -> None:
+def _check_complete(made: Any, leaves: Sequence[Leaf]) -> None:
+    """Refuses parameters without values: those of the first API, and those made without a key."""
     problems = Problems("the initialiser left parameters without a value:")
-    for variable, node in zip(structure.variables, variables_of(made), strict=True):
-        if variable.role == "parameter" and variable.leaves.start == variable.leaves.stop:
+    for leaf in leaves:
+        if is_struct(leaf.value):
+            fix = "Write initialize_parameters_sharded(model, key, mesh, rules)."
+            problems.add(leaf.path, "it is a shape and holds no values", fix)
+    slot = getattr(sys.modules.get("penzai.core.variables"), "ParameterSlot", ())
+    for node in jax.tree_util.tree_leaves(made, is_leaf=lambda node: isinstance(node, slot)):
+        if isinstance(node, slot):
             fix = "Give the initialiser a key: init_base_rng=jax.random.key(0)."
-            problems.add(str(getattr(node, "label", "")), "its place is empty", fix)
+            problems.add(str(node.label), "its place is empty", fix)
     problems.raise_if_any(ShardingError)
 
 

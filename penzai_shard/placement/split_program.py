@@ -195,7 +195,7 @@ def _element_count(variables: Iterable[Any]) -> int:
 
 
 def _compute_small(equations: Sequence[JaxprEqn], values: dict[Var, Any]) -> list[JaxprEqn]:
-    """Adds to the values what is small and comes of small values; gives the other equations."""
+    """Computes the small results of small values; returns the other equations."""
     # What is small. Effects keep their order: none happens here after one that does not.
     ready = {variable for variable in values if _element_count([variable]) <= MOST_SMALL_ELEMENTS}
     small: list[JaxprEqn] = []

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from penzai_shard.errors import MeshError, Problem, RuleTypeError
 from penzai_shard.meshes import AnyMesh, auto_twin, mesh_text, same_devices
 from penzai_shard.planning.plan import ShardingPlan
-from penzai_shard.readers.reader import refusal
+from penzai_shard.readers.reader import find_refusal
 from penzai_shard.rules import AxisRules, OnIndivisible
 
 OnUnnamed = Literal["error", "replicate", "infer"]
@@ -137,6 +137,6 @@ def check_tree(called: str, tree: Any) -> None:
         what = f"the tree is {name} itself, which was not called"
         fix = f"Give the shapes that it makes: abstract_model({name}, ...)."
         raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
-    reason = refusal(tree)
+    reason = find_refusal(tree)
     if reason is not None:
         raise RuleTypeError(f"{called}:", [Problem("", *reason)])

@@ -23,7 +23,7 @@ def name_axes(
     For dictionaries, weights of torch, modules of Equinox, and anything else without names. Each
     array becomes a ``pz.nx.NamedArray``, or a view where a nameless dimension follows a named one;
     variables of Flax NNX keep their kind and get the names as metadata. Arrays with names, numbers
-    and what is no array stay as they are. ``without_names`` takes the names off.
+    and what is no array stay as they are. ``without_names`` gives plain arrays back.
 
     Args:
         tree: A tree of arrays, shapes or tensors of torch.
@@ -72,8 +72,9 @@ def name_axes(
         is_own = leaf.variable is not None and _keeps_names(leaf.variable)
         is_named = leaf.path in found and leaf.names is None and not is_own
         values.append(make_named(leaf.value, found[leaf.path]) if is_named else leaf.value)
-    made = structure.fill(values, live=structure.live_roles)
-    for variable, own in zip(structure.variables, variables_of(made), strict=True):
+    made = structure.fill_alike(values)
+    owners = variables_of(made) if structure.variables else []
+    for variable, own in zip(structure.variables, owners, strict=True):
         for leaf in leaves[variable.leaves] if _keeps_names(own) else ():
             if leaf.path in found:
                 reader_of(type(own)).set_names(own, found[leaf.path])  # type: ignore[union-attr]
@@ -154,10 +155,10 @@ def _warn_of_tied(leaves: Sequence[Leaf]) -> None:
 
 
 def without_names(tree: Any) -> Any:
-    """The tree with plain arrays in place of Penzai's named arrays; the inverse of ``name_axes``.
+    """The tree with plain arrays in place of Penzai's named arrays.
 
-    For code that computes with plain arrays. Nothing is moved or copied; variables stay as they
-    are.
+    For code that computes with plain arrays. It undoes ``name_axes`` in containers and in modules of
+    Equinox; variables stay as they are. Nothing is moved or copied.
 
     >>> named = name_axes({"w": np.ones((4, 3))}, {"w": ("out", "in")})
     >>> without_names(named)["w"].shape

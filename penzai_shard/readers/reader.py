@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from penzai_shard.errors import Problem, RuleTypeError
 
 # Types of these modules are nobody's, and by far the most frequent.
-_NOBODYS = frozenset({"builtins", "collections", "numpy", "jaxlib._jax", "jax._src.core"})
+_PLAIN_MODULES = frozenset({"builtins", "collections", "numpy", "jaxlib._jax", "jax._src.core"})
 # Modules that whoever has nodes of a library has imported, and our module that reads these.
 _OURS = {
     "penzai.core.variables": "penzai",
@@ -134,7 +134,7 @@ def register_reader(reader: Reader) -> None:
 
 def reader_of(kind: type) -> Reader | None:
     """The reader of the nodes of a type, or None."""
-    if kind.__module__ in _NOBODYS:
+    if kind.__module__ in _PLAIN_MODULES:
         return None
     return _reader_of(kind, len(sys.modules))
 
@@ -146,7 +146,7 @@ def is_node(value: Any) -> bool:
 
 def is_module(kind: type) -> bool:
     """Whether Python numbers in nodes of a type are settings of a module, and no arrays."""
-    if kind.__module__ in _NOBODYS:
+    if kind.__module__ in _PLAIN_MODULES:
         return False
     return _is_module(kind, len(sys.modules))
 
@@ -174,7 +174,7 @@ def _is_module(kind: type, modules: int) -> bool:
     return issubclass(kind, tuple(known))
 
 
-def refusal(tree: Any) -> tuple[str, str] | None:
+def find_refusal(tree: Any) -> tuple[str, str] | None:
     """Why something is no tree of arrays though people give it for one, and what to give."""
     asked = (reader for reader in _active() if hasattr(reader, "why_not"))
     return next((found for reader in asked if (found := reader.why_not(tree))), None)

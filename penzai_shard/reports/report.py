@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from penzai_shard.errors import SelectionError
+from penzai_shard.errors import Problem, SelectionError
 from penzai_shard.paths import fold_paths, group_paths
 from penzai_shard.reports.quantities import FORMATS, plain_text
 
@@ -220,7 +220,8 @@ class Report(HasReport):
         report = self.folded()
         names = [each.name for each in report.columns]
         if column not in names:
-            raise SelectionError(f"No column {column!r}. The columns are {', '.join(names)}.")
+            fix = f"Write one of {', '.join(map(repr, names))}."
+            raise SelectionError("largest:", [Problem("", f"there is no column {column!r}", fix)])
         index = names.index(column)
         rows = sorted(report.rows, key=lambda row: row[index] or 0, reverse=True)
         kept, rest = rows[:count], rows[count:]

@@ -1,0 +1,114 @@
+"""Functions compiled with layouts by name, against Haliax's function of that name."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from penzai import pz
+from penzai.models import simple_mlp
+
+import penzai_shard as pzs
+from tests.models import EMBED, MLP, counted_mlp, hax, nnx_block
+
+MESH = pzs.make_mesh({"data": 4, "model": 2})
+RULES = {"embed": "data", "features": "data", "mlp": "model"}
+KEY = jax.random.key(0)
+
+
+def assert_same(tree, other):
+    def check(a, b):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+        # What has no names is left to JAX.
+        assert not b.committed or a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+    jax.tree.map(check, *(eqx.filter(x, eqx.is_array) for x in (tree, other)))
+
+
+CONSTRUCTORS = {
+    "penzai": (functools.partial(simple_mlp.MLP.from_config, feature_sizes=[8, 16]), {}),
+    "equinox": (functools.partial(eqx.nn.MLP, 8, 8, 16, 2), {"activation": jnp.tanh}),
+    "haliax": (hax.nn.Linear.init, {"In": EMBED, "Out": MLP}),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_named_jit_of_a_constructor(name):
+    construct, named = CONSTRUCTORS[name]
+    named = {**named, "init_base_rng" if name == "penzai" else "key": KEY}
+    made = pzs.named_jit(construct, MESH, RULES)(**named)
+    expected = pzs.place(construct(**named), MESH, RULES, on_unnamed="infer")
+    assert pz.select(made).at_instances_of(pz.Parameter).count() == 2 * (name == "penzai")
+    made, expected = map(pz.freeze_variables, (made, expected))
+    assert jax.tree.structure(made) == jax.tree.structure(expected)
+    assert_same(made, expected)
+
+
+@pytest.mark.filterwarnings("ignore:jax\\..* is deprecated:DeprecationWarning")
+def test_named_jit_as_in_haliax():
+    model = hax.nn.Linear.init(EMBED, MLP, key=KEY)
+    batch = hax.random.normal(KEY, (hax.Axis("batch", 16), EMBED))
+
+    def forward(model, batch):
+        return {"out": model(batch) * 2, "batch": batch, "name": "forward", "act": jax.nn.relu}
+
+    others = {"embed": "data"}, {"batch": "data", "mlp": "model"}
+    calls = [
+        (optax.adam(1e-3).init, (model,), (RULES, None, None)),
+        *((forward, (model, batch), r) for r in ((RULES, None, None), (None, *others))),
+    ]
+    for function, args, (rules, in_rules, out_rules) in calls:
+        made = pzs.named_jit(function, MESH, rules, in_rules=in_rules, out_rules=out_rules)(*args)
+        with jax.set_mesh(MESH):
+            theirs = {"in_axis_resources": in_rules, "out_axis_resources": out_rules}
+            assert_same(made, hax.named_jit(function, rules, **theirs)(*args))
+    assert (made["name"], made["act"]) == ("forward", jax.nn.relu)
+
+
+def test_named_jit_lays_out_arguments():
+    def forward(x, *, y):
+        return x.untag("a").unwrap() + y["y"].untag("a").unwrap()
+
+    compiled = pzs.named_jit(forward, MESH, {"a": "model"}, in_rules={"a": "data"})
+    x = pz.nx.ones({"a": 8})
+    program = str(jax.make_jaxpr(lambda x, y: compiled(x, y=y))(x, {"y": x}))
+    assert program.count("P('data',)") == 2
+    assert "P('model',)" not in program
+    np.testing.assert_array_equal(compiled(x, y={"y": x}), 2 * np.ones(8))
+
+
+def test_named_jit_donates_and_traces_once():
+    def update(model, batch, *, activation=jnp.tanh):
+        traces.append(activation)
+        model = (
+            pz.select(model)
+            .at_instances_of(pz.Parameter)
+            .apply(lambda p: pz.Parameter(value=p.value * 2, label=p.label))
+        )
+        return model, activation(batch)
+
+    traces = []
+    step = pzs.named_jit(update, MESH, RULES, donate_argnums=(0,))
+    model, batch = pzs.place(counted_mlp(), MESH, RULES, on_unnamed="replicate"), jnp.ones(8)
+    for _ in range(3):
+        before, (model, result) = model, step(model, batch)
+        assert all(x.is_deleted() for x in jax.tree.leaves(pz.freeze_variables(before)))
+    assert isinstance(model.count, pz.StateVariable)
+    assert (len(traces), result.shape, batch.is_deleted()) == (1, (8,), False)
+    step(model, batch, activation=jax.nn.relu)
+    step({"model": counted_mlp()}["model"].body, batch)
+    assert traces == [jnp.tanh, jax.nn.relu, jnp.tanh]
+
+
+@pytest.mark.parametrize("model", [counted_mlp(), nnx_block()], ids=["penzai", "nnx"])
+def test_named_jit_refuses_assignments(model):
+    def forward(model):
+        is_penzai = isinstance(model, pz.nn.Layer)
+        return model(pz.nx.ones({"features": 8})) if is_penzai else model(jnp.ones((2, 8)))
+
+    with pytest.raises(pzs.ShardingError) as caught:
+        pzs.named_jit(forward, MESH, RULES)(model)
+    assert caught.value.problems[0].fix == "Return the new value."

@@ -1,0 +1,159 @@
+"""Trees put on a mesh: values, layouts, variables, buffers of their own, constraints in a trace."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from penzai import pz
+
+import penzai_shard as pzs
+from tests.models import MODELS, counted_mlp
+
+MESH = pzs.make_mesh({"data": 4, "model": 2})
+EXPLICIT = jax.make_mesh((4, 2), ("data", "model"))
+RULES = {"embedding": "data", "embed": "data", "features": "data", "mlp": "model"}
+
+
+def named(array, *names):
+    """With its data as they are: Penzai itself would make an array of JAX of one of NumPy."""
+    return pzs.name_axes({"array": array}, {"array": names})["array"]
+
+
+def bits(array):
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(array) if is_key else array
+
+
+MODEL_NAMES = "counted mlp,v1 mlp,linen state,nnx optimizer,haliax linear,equinox,plain"
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES.split(","))
+def test_place_values_and_layouts(name):
+    relaxed = {"on_indivisible": "replicate", "on_unnamed": "replicate"}
+    model = MODELS[name]()
+    plan = pzs.make_plan(model, MESH, RULES, **relaxed)
+
+    def check(before, after, sharding):
+        if isinstance(sharding, NamedSharding):
+            np.testing.assert_array_equal(bits(jnp.asarray(before)), bits(after))
+            assert after.sharding == sharding
+        else:
+            assert after == before
+
+    for placed in (pzs.place(model, mesh=MESH, rules=RULES, **relaxed), pzs.place(model, plan)):
+        trees = map(pz.freeze_variables, (model, placed))
+        jax.tree.map(check, *trees, plan.sharding_tree())
+
+
+def test_place_variables():
+    model = counted_mlp()
+    placed = pzs.place([model, model.count], MESH, RULES, on_unnamed="infer")
+    assert placed[1] is placed[0].count is not model.count
+    placed[1].value += 1
+    assert (model.count.value, placed[0].count.value) == (0, 1)
+    frozen = pzs.place(pz.freeze_params(model), MESH, RULES, on_unnamed="infer")
+    assert isinstance(frozen.count, pz.StateVariable)
+    assert pz.select(frozen).at_instances_of(pz.Parameter).is_empty()
+
+
+def test_place_plan_in_another_order():
+    up, down = (pz.Parameter(value=named(np.ones(8), name), label=name) for name in ("up", "down"))
+    plan = pzs.make_plan([up, down], MESH, {"up": "data", "down": "model"})
+    placed = pzs.place([down, up], plan=plan)
+    assert [x.value.data_array.sharding.spec for x in placed] == [P("model"), P("data")]
+    with pytest.raises(pzs.PlanError) as caught:
+        pzs.place([up], plan)
+    assert [problem.path for problem in caught.value.problems] == ["down"]
+
+
+def shared_memory(value):
+    """A NumPy array whose memory JAX takes for its own on a CPU: 64 bytes aligned."""
+    memory = np.empty(64 * 4 + 64, np.uint8)
+    array = memory[-memory.ctypes.data % 64 :][: 64 * 4].view(np.float32)
+    array[:] = value
+    return array
+
+
+def fixed(array):
+    array.flags.writeable = False
+    return array
+
+
+def test_place_copies_what_can_be_written_to():
+    source = shared_memory(1)
+    tree = {"own": named(source, "a"), "view": named(fixed(source.view()), "b"), "plain": source}
+    placed = pzs.place(tree, MESH, {"a": "data"}, on_unnamed="infer")
+    source[:] = 0
+    assert all((array == 1).all() for array in jax.tree.leaves(placed))
+
+
+@pytest.mark.parametrize("on_unnamed", ["replicate", "infer"])
+@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
+def test_place_owned(on_unnamed, mesh):
+    def pointers(*arrays):
+        return [s.data.unsafe_buffer_pointer() for x in arrays for s in x.addressable_shards]
+
+    on_mesh = jax.device_put(jnp.ones(8), NamedSharding(MESH, P("data")))
+    arrays = [on_mesh, fixed(shared_memory(2)), shared_memory(3), jnp.ones(8), jnp.ones(8), 4.0]
+    tree = [*(named(array, "a") for array in arrays[:-1]), *arrays, on_mesh, jax.random.key(0)]
+    with jax.set_mesh(mesh):
+        owned = pzs.place(tree, mesh, {"a": "data"}, on_unnamed=on_unnamed, owned=True)
+    sources, results = jax.tree.leaves(tree), jax.tree.leaves(owned)
+    results.pop().delete()
+    assert not sources.pop().is_deleted()
+    results[9] + results[0]  # An array that is left to JAX goes where others are.
+    own = pointers(*results)
+    assert len(set(own)) == len(own)
+    assert set(own).isdisjoint(pointers(*map(jnp.asarray, sources)))
+    for source, result in zip(sources, results, strict=True):
+        np.testing.assert_array_equal(source, np.array(result))
+        memory = pointers(result)
+        assert pointers(jax.jit(lambda x: x + 1, donate_argnums=0)(result)) == memory
+        assert result.is_deleted()
+
+
+def test_place_in_a_trace():
+    @jax.jit
+    def compute(x):
+        return pzs.place([named(x * 2, "a"), {"one": jnp.ones(8)}, x], MESH, rules, **options)
+
+    rules, options = {"a": ("model", "data")}, {"on_unnamed": "infer"}
+    equations = jax.make_jaxpr(compute)(jnp.ones(8)).eqns[0].params["jaxpr"].eqns
+    pinned = [e.params["sharding"] for e in equations if e.primitive.name == "sharding_constraint"]
+    assert pinned == [NamedSharding(MESH, P(("model", "data")))]
+    assert compute(jnp.ones(8))[0].data_array.sharding.spec == P(("model", "data"))
+
+
+@pytest.mark.parametrize("context", [MESH, EXPLICIT], ids=["auto", "explicit"])
+def test_place_on_an_explicit_mesh(context):
+    def put(array):
+        return pzs.name_to_name_device_put(named(array, "a"), EXPLICIT, {"a": "data"}).data_array
+
+    lies = jax.device_put(np.arange(8.0), NamedSharding(EXPLICIT, P("model")))
+    with jax.set_mesh(context):
+        for placed in (put(lies), put(np.arange(8.0)), jax.jit(put)(lies)):
+            assert placed.sharding == NamedSharding(MESH, P("data"))
+            np.testing.assert_array_equal(placed, np.arange(8))
+
+
+def test_place_refuses_what_has_no_values():
+    donated = jnp.ones(8)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(donated)
+    tree = {"struct": jax.eval_shape(lambda: donated * 1), "donated": donated}
+    tree |= {"wide": np.array([2**40]), "narrow": np.array([2**30])}
+    with pytest.raises(pzs.ShardingError) as caught:
+        pzs.place(tree, MESH, on_unnamed="replicate")
+    fixes = {problem.path: problem.fix for problem in caught.value.problems}
+    assert fixes.keys() == {"struct", "donated", "wide"}
+    assert "sharded_init(" in fixes["struct"]
+    assert "'jax_enable_x64', True" in fixes["wide"]
+
+
+def test_place_refuses_an_abstract_mesh():
+    mesh = pzs.make_mesh({"data": 4, "model": 2}, abstract=True)
+    with pytest.raises(pzs.MeshError) as caught:
+        pzs.place({"x": named(jnp.ones(8), "data")}, mesh)
+    code = caught.value.problems[0].fix.removeprefix("Write ").removesuffix(".")
+    pzs.place({"x": named(jnp.ones(8), "data")}, eval(code, {"make_mesh": pzs.make_mesh}))

@@ -1,0 +1,233 @@
+"""Models built where they belong: values, layouts, buffers, what is compiled, and memory."""
+
+import functools
+import subprocess
+import sys
+import textwrap
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from penzai import pz
+from penzai.deprecated.v1 import pz as pz_v1
+from penzai.deprecated.v1.toolshed import sharding_util as sharding_util_v1
+from penzai.models import simple_mlp
+
+import penzai_shard as pzs
+from tests.models import LinenBlock, NnxBlock, hax, penzai_mlp, uninitialized_mlp_v1
+
+MESHES = [pzs.make_mesh({"data": data, "model": 8 // data}) for data in (2, 1, 8)]
+MESH = MESHES[0]
+EXPLICIT = jax.make_mesh((2, 4), ("data", "model"))
+RULES = {"features": "data", "embed": "data", "mlp": "model"}
+RELAXED = {"on_unnamed": "replicate", "on_indivisible": "replicate"}
+KEY = jax.random.key(0)
+TABLE = np.arange(4096, dtype=np.float32).reshape(64, 64)
+
+
+def bits(array):
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(array) if is_key else array)
+
+
+def arrays_of(tree):
+    return [x for x in jax.tree.leaves(pz.freeze_variables(tree)) if isinstance(x, jax.Array)]
+
+
+def build_plain(key, raw_key, table):
+    names = ("embed", "mlp")
+    weights = jax.random.normal(key, (64, 128))
+    others = {"text": "gelu", "function": jnp.tanh, "rate": 0.5, "raw": raw_key, "key": key}
+    arrays = {"orthogonal": nn.initializers.orthogonal()(raw_key, (64, 64)), "table": table}
+    return {"named": pz.nx.wrap(weights).tag(*names), "captured": TABLE, **others, **arrays}
+
+
+LEVEL = "xla_backend_optimization_level"
+LINEN_INPUT = jnp.ones((2, 512))
+AXES = hax.Axis("embed", 64), hax.Axis("mlp", 128)
+# Initialiser, arguments, named arguments.
+FAMILIES = {
+    "penzai": (penzai_mlp, (), {"seed": 1, "sizes": (64, 64, 32)}),
+    "linen": (LinenBlock().init, (KEY, LINEN_INPUT), {}),
+    "nnx": (NnxBlock, (nnx.Rngs(0),), {}),
+    "nnx without names": (nnx.Linear, (64, 32), {"rngs": nnx.Rngs(0)}),
+    "haliax": (hax.nn.Linear.init, AXES, {"key": KEY}),
+    "equinox": (eqx.nn.MLP, (8, 8, 64, 2), {"key": KEY}),
+    "plain": (build_plain, (KEY, jax.random.PRNGKey(3), jnp.asarray(TABLE)), {}),
+}
+
+
+def assert_close(ours, theirs):
+    assert ours.dtype == theirs.dtype
+    if ours.dtype == jnp.float32:
+        # One bit of the largest: a small number may be the difference of two larger ones.
+        largest = np.abs(theirs).max(initial=0)
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=largest * np.finfo(np.float32).eps)
+    else:
+        np.testing.assert_array_equal(bits(ours), bits(theirs))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sharded_init_values_and_layouts(name):
+    initializer, args, named = FAMILIES[name]
+    made = pzs.sharded_init(initializer, *args, mesh=MESH, rules=RULES, **RELAXED, **named)
+
+    # Exact operations are compiled at level 1, sums of floats at that of tests.
+    @functools.partial(jax.jit, compiler_options=None if name == "plain" else {LEVEL: "1"})
+    def build(rngs):
+        own_args, own_named = jax.tree.map(
+            lambda x: rngs if isinstance(x, nnx.Rngs) else x,
+            (args, named),
+            is_leaf=lambda x: isinstance(x, nnx.Rngs),
+        )
+        with nnx.use_eager_sharding(False):
+            leaves = jax.tree.leaves(pz.freeze_variables(initializer(*own_args, **own_named)))
+        return [leaf for leaf in leaves if not callable(leaf) and not isinstance(leaf, str)]
+
+    for ours, theirs in zip(arrays_of(made), build(nnx.Rngs(0)), strict=True):
+        assert_close(ours, theirs)
+
+    # A plan for shapes, on an Explicit mesh, says the same and is carried out.
+    abstract = pzs.abstract_model(initializer, *args, **named)
+    plan = pzs.make_plan(abstract, EXPLICIT, RULES, **RELAXED)
+    leaves = jax.tree.leaves(plan.sharding_tree())
+    shardings = [leaf for leaf in leaves if isinstance(leaf, jax.sharding.Sharding)]
+    assert [x.sharding for x in arrays_of(made)] == shardings
+    again = pzs.sharded_init(initializer, *args, plan=plan, **named)
+    assert [x.sharding for x in arrays_of(again)] == shardings
+
+
+@pytest.mark.parametrize("name", ["penzai", "plain"])
+def test_sharded_init_has_the_same_bits_on_every_mesh(name):
+    initializer, args, named = FAMILIES[name]
+    build = functools.partial(pzs.sharded_init, initializer, *args, **named, **RELAXED)
+    models = [build(mesh=mesh, rules=RULES) for mesh in MESHES]
+    for arrays in zip(*map(arrays_of, models), strict=True):
+        for other in arrays[1:]:
+            np.testing.assert_array_equal(bits(arrays[0]), bits(other))
+
+
+def test_sharded_init_leaves_arguments_alone():
+    table, rngs = jnp.asarray(TABLE), nnx.Rngs(0)
+    made = pzs.sharded_init(build_plain, KEY, KEY, table, mesh=MESH, rules=RULES, **RELAXED)
+    assert (made["text"], made["function"], made["rate"]) == ("gelu", jnp.tanh, 0.5)
+    for array in arrays_of(made):
+        array.delete()
+    np.testing.assert_array_equal(table, TABLE)
+    assert not KEY.is_deleted()
+    pzs.sharded_init(NnxBlock, rngs, mesh=MESH, rules=RULES, **RELAXED)
+    assert rngs.params.count[...] == 0
+
+
+@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", ["penzai", "haliax", "nnx"])
+def test_sharded_init_inside_a_mesh(name, mesh):
+    initializer, args, named = FAMILIES[name]
+    expected = pzs.sharded_init(initializer, *args, mesh=MESH, rules=RULES, **RELAXED, **named)
+    with jax.set_mesh(mesh):
+        made = pzs.sharded_init(initializer, *args, mesh=mesh, rules=RULES, **RELAXED, **named)
+        # An argument that lies on the mesh.
+        table = jax.device_put(TABLE, jax.sharding.NamedSharding(mesh, P("model")))
+        double = pzs.sharded_init(lambda x: x * 2, table, mesh=mesh, **RELAXED)
+        assert pzs.abstract_model(lambda x: x * 2, table).shape == double.shape
+    np.testing.assert_array_equal(double, TABLE * 2)
+    for ours, theirs in zip(arrays_of(made), arrays_of(expected), strict=True):
+        np.testing.assert_array_equal(bits(ours), bits(theirs))
+        assert ours.sharding == theirs.sharding
+
+
+def test_sharded_init_compiles_equal_blocks_once():
+    events, counts = [], []
+
+    def listen(event, duration, **_):
+        events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for depth in (2, 2, 6):
+            events.clear()
+            sizes = (64,) * (depth + 1)
+            pzs.sharded_init(penzai_mlp, 0, sizes, mesh=MESH, rules={"features_out": "model"})
+            counts.append(events.count("/jax/core/compile/backend_compile_duration"))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert counts[1] == counts[2] > 0
+
+
+def test_sharded_init_peak_memory():
+    code = """
+        import os, resource, sys
+        if os.fork():  # A process starts with the peak of the one that started it; a fork does not.
+            sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+        import jax
+        import penzai_shard as pzs
+
+        def build(key, count):
+            weights = {str(i): jax.random.normal(key, (2048, 2048)) for i in range(count)}
+            return pzs.name_axes(weights, {"*": ("data", "model")})
+
+        def peak():
+            unit = 1 if sys.platform == "darwin" else 1024
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+        mesh = pzs.make_mesh({"data": 4, "model": 2})
+        # One array first: compiling takes 70 MB however many follow.
+        jax.block_until_ready(pzs.sharded_init(build, jax.random.key(0), 1, mesh=mesh))
+        before = peak()
+        model = jax.block_until_ready(pzs.sharded_init(build, jax.random.key(0), 16, mesh=mesh))
+        print((peak() - before) / sum(array.nbytes for array in jax.tree.leaves(model)))
+        """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert 0.9 < float(output) < 1.3
+
+
+def test_initialize_parameters_sharded_as_penzai():
+    model, rules = uninitialized_mlp_v1(), {"features": "data", "features_out": "model"}
+    ours = pzs.initialize_parameters_sharded(model, KEY, MESH, rules)
+    theirs = sharding_util_v1.initialize_parameters_sharded(model, KEY, MESH, rules)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    assert pz_v1.select(ours).at_instances_of(pz_v1.nn.Parameter).count() == 4
+    for own, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        assert_close(own, other)
+        assert own.sharding.is_equivalent_to(other.sharding, own.ndim)
+        assert not own.sharding.spec or own.sharding.spec[-1] is not None
+
+
+def test_abstract_model_of_shapes():
+    key, x = jax.eval_shape(lambda: (KEY, LINEN_INPUT))
+    found = pzs.abstract_model(LinenBlock().init, key, x)
+    expected = jax.eval_shape(LinenBlock().init, key, x)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert jax.tree.leaves(found) == jax.tree.leaves(expected)
+
+
+NO_KEY = functools.partial(simple_mlp.MLP.from_config, None, [8, 16])
+# Initialiser, error, path of the first problem, part of its fix.
+MISTAKES = [
+    (NO_KEY, pzs.ShardingError, "mlp/Affine_0/Linear.weights", "init_base_rng="),
+    (uninitialized_mlp_v1, pzs.ShardingError, "Affine_0.Linear.weights", "parameters_sharded("),
+    (penzai_mlp(), pzs.RuleTypeError, "", "place(model, mesh, rules)"),
+    (3, pzs.RuleTypeError, "", "sharded_init(build, "),
+    (lambda: {"w": jnp.ones(8)}, pzs.PlanError, "w", "name_axes("),
+]
+
+
+@pytest.mark.parametrize(("initializer", "error", "path", "fix"), MISTAKES)
+def test_sharded_init_refuses(initializer, error, path, fix):
+    with pytest.raises(error) as caught:
+        pzs.sharded_init(initializer, mesh=MESH, rules={})
+    assert caught.value.problems[0].path == path
+    assert fix in caught.value.problems[0].fix
+
+
+def test_sharded_init_refuses_a_mesh_by_position():
+    for given, fix in ((MESH, "mesh=mesh"), (pzs.make_plan({}, MESH), "plan=plan")):
+        with pytest.raises(pzs.RuleTypeError) as caught:
+            pzs.sharded_init(penzai_mlp, given)
+        assert fix in caught.value.problems[0].fix
