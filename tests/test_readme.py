@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import pathlib
 import re
 
@@ -11,7 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
 PAIRS = [
     (code, text)
-    for (kind, code), (below, text) in zip(BLOCKS, BLOCKS[1:], strict=False)
+    for (kind, code), (below, text) in itertools.pairwise(BLOCKS)
     if (kind, below) == ("python", "text")
 ]
 

@@ -181,10 +181,15 @@ class Structure:
 
     def fill_alike(self, values: Sequence[Any]) -> Any:
         """The tree with other values, whose variables are mutable where they were."""
-        return self._join(values, lambda box: box.is_live, plain=False)
+        return self._join(values, lambda box: box.is_live)
 
     def fill(
-        self, values: Sequence[Any], *, live: Collection[str] = (), plain: bool = False
+        self,
+        values: Sequence[Any],
+        *,
+        live: Collection[str] = (),
+        plain: bool = False,
+        settings: bool = True,
     ) -> Any:
         """The tree with other values in the places of its leaves.
 
@@ -192,14 +197,22 @@ class Structure:
             values: One value for each leaf, in their order: arrays, structs, tracers, shardings.
             live: The roles of the variables that become mutable; others are frozen.
             plain: Whether nodes are left out without which code of their library computes.
+            settings: Whether numbers that are settings of modules stay. JAX, which counts them as
+                leaves, would take them for shardings; it takes None for its own choice.
 
         >>> leaves, structure = flatten({"w": 1.0, "name": "up"})
         >>> structure.fill([2.0])
         {'name': 'up', 'w': 2.0}
         """
-        return self._join(values, lambda box: box.role in live, plain)
+        return self._join(values, lambda box: box.role in live, plain, settings)
 
-    def _join(self, values: Sequence[Any], thaws: Callable[[_Box], bool], plain: bool) -> Any:
+    def _join(
+        self,
+        values: Sequence[Any],
+        thaws: Callable[[_Box], bool],
+        plain: bool = False,
+        settings: bool = True,
+    ) -> Any:
         made: dict[int, Any] = {}
 
         def join(part: Any) -> Any:
@@ -207,7 +220,8 @@ class Structure:
                 case _Slot():
                     return values[part.index]
                 case _Static():
-                    return self.statics[part.index][1]
+                    static = self.statics[part.index][1]
+                    return static if settings or not is_number(static) else None
                 case _SameBox():
                     return made[part.box]
                 case _Tree():
@@ -234,11 +248,6 @@ class Structure:
         if not self._is_like(other):
             raise ShardingError("the tree has another structure:", [self._first_difference(other)])
         return [leaf.value for leaf in leaves]
-
-    @property
-    def live_roles(self) -> frozenset[str]:
-        """The roles of the variables that were mutable: ``fill`` with them makes a tree alike."""
-        return frozenset(variable.role for variable in self.variables if variable.live)
 
     def check_paths(self) -> None:
         """Refuses a tree in which two arrays have one path, for those who find arrays by path.
@@ -476,7 +485,7 @@ def same_static(a: Any, b: Any) -> bool:
     try:
         return _same_value(a, b)
     except (RecursionError, TypeError, ValueError):
-        # Recursive values, and arrays of several elements, cannot be compared: they count as unequal.
+        # Recursive values and arrays of several elements cannot be compared, and count as unequal.
         return False
 
 

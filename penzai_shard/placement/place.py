@@ -61,6 +61,8 @@ def place(
     >>> placed.data_array.sharding.spec
     P('data',)
     """
+    if isinstance(plan_or_mesh, ShardingPlan):
+        plan, plan_or_mesh = plan_or_mesh, None
     request = arguments.read(
         "place",
         plan_or_mesh if mesh is None else mesh,
@@ -111,12 +113,12 @@ def name_to_name_device_put(
 
 def place_tree(tree: Any, request: arguments.Request, *, owned: bool = False) -> Any:
     """Carries out what a caller asked for."""
+    check_devices(request)
     plan = plan_tree(tree, request)
     # Tracers that lie on an Explicit mesh of jax.set_mesh are relabelled in it.
     with auto_context():
-        inputs = run_inputs(tree, request.called, several_meshes=True)
-        values = [leaf.value for leaf in inputs.leaves]
-        shardings = planned_shardings(plan, inputs.structure)
+        values, structure = run_inputs(tree, request.called)
+        shardings = planned_shardings(plan, structure)
         is_constraint = any(map(is_traced, values))
         if is_constraint:
             placed = [
@@ -124,13 +126,12 @@ def place_tree(tree: Any, request: arguments.Request, *, owned: bool = False) ->
                 for value, sharding in zip(values, shardings, strict=True)
             ]
         else:
-            check_devices(request)
-            placed = _put_all(values, shardings, inputs.structure.paths)
+            placed = _put_all(values, shardings, structure.paths)
             # On a CPU, arrays of NumPy and arrays spread over devices share memory with what they
             # came from. One by one: each source may go before the next copy is made.
             for i, sharding in enumerate(shardings) if owned else ():
                 placed[i] = jax.device_put(placed[i], sharding, may_alias=False)
-    return inputs.structure.fill(placed, live=inputs.structure.live_roles)
+    return structure.fill_alike(placed)
 
 
 def planned_shardings(plan: ShardingPlan, structure: Structure) -> list[NamedSharding | None]:
@@ -156,12 +157,21 @@ def check_devices(request: arguments.Request) -> None:
 def _put_all(
     values: Sequence[Any], shardings: Sequence[NamedSharding | None], paths: Sequence[str]
 ) -> list[Any]:
-    # On a CPU, JAX uses the memory of NumPy arrays. Whoever writes to it would change the model.
-    values = [np.array(v) if _is_writable(v) else v for v in values]
-    chosen = [i for i, sharding in enumerate(shardings) if sharding is not None]
-    targets = [sharding for sharding in shardings if sharding is not None]
-    placed = put([values[i] for i in chosen], targets, paths=[paths[i] for i in chosen])
-    for i, array in zip(chosen, placed, strict=True):
+    values = list(values)
+    together: list[int] = []
+    for i, sharding in enumerate(shardings):
+        if _is_writable(values[i]):
+            # On a CPU, JAX uses the memory of NumPy arrays, and whoever writes to it would change
+            # the model. One by one: no more than one copy is there besides.
+            copied = np.array(values[i])
+            values[i] = (
+                copied if sharding is None else put([copied], [sharding], paths=[paths[i]])[0]
+            )
+        elif sharding is not None:
+            together.append(i)
+    targets: list[Any] = [shardings[i] for i in together]
+    placed = put([values[i] for i in together], targets, paths=[paths[i] for i in together])
+    for i, array in zip(together, placed, strict=True):
         values[i] = array
     # Others are left to JAX, and only become arrays.
     return [v if isinstance(v, jax.Array) else jax.numpy.asarray(v) for v in values]

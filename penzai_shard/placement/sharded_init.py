@@ -85,7 +85,7 @@ def sharded_init(
     structure = structures[-1]
     shardings = planned_shardings(plan_tree(structure.fill(structs), request), structure)
     made = run_initializer(traced, dict(enumerate(shardings)))
-    return structure.fill(list(made.values()), live=structure.live_roles)
+    return structure.fill_alike(list(made.values()))
 
 
 def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +173,7 @@ def _prepare(
         # Variables are made anew inside the trace: those of outside may not be assigned in it.
         if tracers or not is_same or any(variable.live for variable in given.variables):
             own = [tracers.get(i, value) for i, value in enumerate(values)]
-            own_args, own_kwargs = given.fill(own, live=given.live_roles)
+            own_args, own_kwargs = given.fill_alike(own)
         made = initializer(*own_args, **own_kwargs)
         made_leaves, structure = flatten(made)
         _check_complete(made, made_leaves)

@@ -82,12 +82,12 @@ def read(
         return Request(
             called, twin, read_rules, on_indivisible, on_unnamed, is_explicit=twin is not mesh
         )
-    if mesh is not None and isinstance(plan.mesh, AbstractMesh):
-        plan = plan.on(auto_twin(mesh))
     if mesh is not None and not same_devices(mesh, plan.mesh):
         what = f"the plan is one for another mesh ({mesh_text(plan.mesh)}) than the one given"
         fix = "Leave the mesh out, or plan for it: make_plan(tree, mesh, rules)."
         raise MeshError(f"{called}:", [Problem("", what, fix)])
+    # A plan of devices that are not there is one for devices that are.
+    plan = plan if mesh is None else plan.on(auto_twin(mesh))
     return Request(called, plan.mesh, plan.rules, plan=plan)
 
 

@@ -157,8 +157,8 @@ def _warn_of_tied(leaves: Sequence[Leaf]) -> None:
 def without_names(tree: Any) -> Any:
     """The tree with plain arrays in place of Penzai's named arrays.
 
-    For code that computes with plain arrays. It undoes ``name_axes`` in containers and in modules of
-    Equinox; variables stay as they are. Nothing is moved or copied.
+    For code that computes with plain arrays. It undoes ``name_axes`` in containers and in modules
+    of Equinox; variables stay as they are. Nothing is moved or copied.
 
     >>> named = name_axes({"w": np.ones((4, 3))}, {"w": ("out", "in")})
     >>> without_names(named)["w"].shape

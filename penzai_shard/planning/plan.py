@@ -128,9 +128,9 @@ class ShardingPlan(HasReport):
         """The tree with a ``NamedSharding`` for each array, None where it is left to JAX.
 
         For ``jax.device_put``, and for ``in_shardings`` and ``out_shardings`` of ``jax.jit``.
-        Variables are frozen in it.
+        Variables are frozen in it, and settings of modules that are numbers are None.
         """
-        return self.structure.fill([leaf.sharding for leaf in self.leaves])
+        return self.structure.fill([leaf.sharding for leaf in self.leaves], settings=False)
 
     def restore_structs(self) -> Any:
         """The tree with a ``ShapeDtypeStruct`` for each array, which carries its sharding."""

@@ -294,8 +294,7 @@ def test_fill_alike_keeps_frozen_what_was_frozen():
 
 def test_fill_gives_a_new_variable_an_automatic_label_of_its_own():
     variable = pz.StateVariable(1.0)
-    leaves, structure = flatten(variable)
-    pz.unbind_variables([variable, structure.fill_alike([2.0])])
+    pz.unbind_variables([variable, flatten(variable)[1].fill_alike([2.0])])
 
 
 def test_flatten_of_a_reference_is_a_problem():

@@ -111,4 +111,23 @@ def test_named_jit_refuses_assignments(model):
 
     with pytest.raises(pzs.ShardingError) as caught:
         pzs.named_jit(forward, MESH, RULES)(model)
-    assert caught.value.problems[0].fix == "Return the new value."
+    assert "return what it would assign" in caught.value.problems[0].fix
+
+
+def test_named_jit_keeps_an_array_that_is_given_twice():
+    w = pzs.place(jnp.ones(8), pzs.make_mesh({"data": 8}), {}, on_unnamed="replicate")
+    run = pzs.named_jit(lambda x, y: (x + 1, y), pzs.make_mesh({"data": 8}), {}, donate_argnums=0)
+    assert run(w, w)[0][0] == 2
+    assert not w.is_deleted()
+
+
+def test_named_jit_refuses_an_abstract_mesh():
+    with pytest.raises(pzs.MeshError) as caught:
+        pzs.named_jit(lambda x: x, pzs.make_mesh({"data": 8}, abstract=True), {})
+    assert "make_mesh({'data': 8})" in caught.value.problems[0].fix
+
+
+def test_named_jit_refuses_what_it_cannot_run_on():
+    run = pzs.named_jit(lambda x: x, pzs.make_mesh({"data": 8}), {})
+    with pytest.raises(pzs.ShardingError):
+        run({"w": jax.ShapeDtypeStruct((8,), "float32")})

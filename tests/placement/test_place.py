@@ -157,3 +157,30 @@ def test_place_refuses_an_abstract_mesh():
         pzs.place({"x": named(jnp.ones(8), "data")}, mesh)
     code = caught.value.problems[0].fix.removeprefix("Write ").removesuffix(".")
     pzs.place({"x": named(jnp.ones(8), "data")}, eval(code, {"make_mesh": pzs.make_mesh}))
+
+
+def test_place_takes_a_plan_of_absent_devices():
+    tree, rules = pz.nx.ones({"a": 8}), {"a": "data"}
+    absent, present = (pzs.make_mesh({"data": 8}, abstract=kind) for kind in (True, False))
+    placed = pzs.place(tree, pzs.make_plan(tree, absent, rules), mesh=present)
+    assert placed.data_array.sharding == NamedSharding(present, P("data"))
+    with pytest.raises(pzs.MeshError):
+        pzs.place(tree, pzs.make_plan(tree, absent, rules), mesh=pzs.make_mesh({"model": 8}))
+
+
+def test_place_keeps_frozen_what_was_frozen():
+    one, other = (pz.Parameter(value=pz.nx.ones({"a": 8}), label=label) for label in "xy")
+    placed = pzs.place({"base": one.freeze(), "lora": other}, pzs.make_mesh({"data": 8}), {})
+    assert (type(placed["base"]), type(placed["lora"])) == (pz.ParameterValue, pz.Parameter)
+
+
+def test_place_refuses_numbers_that_32_bits_cannot_hold():
+    with pytest.raises(pzs.ShardingError) as caught:
+        pzs.place({"ids": [2**40, 1]}, pzs.make_mesh({"data": 8}), {})
+    assert [problem.path for problem in caught.value.problems] == ["ids/0"]
+
+
+def test_place_in_a_trace_refuses_an_abstract_mesh():
+    mesh = pzs.make_mesh({"data": 8}, abstract=True)
+    with pytest.raises(pzs.MeshError):
+        jax.jit(lambda x: pzs.place(x, mesh, {"a": "data"}))(pz.nx.ones({"a": 8}))

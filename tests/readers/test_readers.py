@@ -206,10 +206,10 @@ def test_penzai_statistic_tells_the_array_that_it_belongs_to():
     "tree", [nn.Dense(4), nnx.graphdef(nnx.Dict())], ids=["linen module", "graph definition"]
 )
 def test_refusal_of_what_holds_no_arrays(tree):
-    what, fix = reader.refusal(tree)
+    what, fix = reader.find_refusal(tree)
     assert what
     assert fix
-    assert reader.refusal({"w": 1.0}) is None
+    assert reader.find_refusal({"w": 1.0}) is None
 
 
 # Readers of anybody

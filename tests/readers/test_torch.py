@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penzai_shard.arrays.structure import flatten, leaves_of
-from penzai_shard.readers.reader import refusal
+from penzai_shard.readers.reader import find_refusal
 
 torch = pytest.importorskip("torch")
 
@@ -84,6 +84,6 @@ def test_tensors_that_jax_cannot_keep_are_problems(tensor):
 
 
 def test_refusal_of_a_module():
-    what, fix = refusal(layers())
+    what, fix = find_refusal(layers())
     assert what
     assert "state_dict()" in fix
