@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from jax.sharding import PartitionSpec
 
@@ -228,6 +228,14 @@ def decide(
 # Reading
 
 
+def _is_hashable(name: Any) -> bool:
+    try:
+        hash(name)
+    except TypeError:
+        return False
+    return True
+
+
 def _read_rule(given: Any, problems: Problems) -> Rule | None:
     if isinstance(given, Rule):
         return given
@@ -235,7 +243,7 @@ def _read_rule(given: Any, problems: Problems) -> Rule | None:
     logical, mesh = given if is_pair else (None, None)
     axes = tuple(mesh) if isinstance(mesh, tuple | list) else () if mesh is None else (mesh,)
     are_names = all(isinstance(axis, str) for axis in axes) and len(set(axes)) == len(axes)
-    if logical is not None and isinstance(logical, Hashable) and are_names:
+    if logical is not None and _is_hashable(logical) and are_names:
         return Rule(logical, axes)
     what = f"{given!r} is not a hashable name with a mesh axis, several different ones or None"
     problems.add("", what, "Write for instance ('embedding', 'data').")
@@ -352,17 +360,28 @@ class AxisRules:
         if names is not None and (len(names) != len(sizes) or len(set(given)) < len(given)):
             what = f"{tuple(names)!r} are not {len(sizes)} different names for {tuple(sizes)!r}"
             raise RuleTypeError("wrong names:", [Problem("", what, "Name each dimension once.")])
+        if on_indivisible not in get_args(OnIndivisible):
+            fix = "Write 'error' or 'replicate'."
+            what = f"on_indivisible is {on_indivisible!r}"
+            raise RuleTypeError("unreadable option:", [Problem("", what, fix)])
         key = None if names is None else tuple(names)
         shape = axis_sizes(mesh)
         return decide(self.on(shape), key, tuple(sizes), tuple(shape.items()), on_indivisible)
 
-    def spec(self, names: Names, sizes: Sequence[int], mesh: Any, **options: Any) -> PartitionSpec:
+    def spec(
+        self,
+        names: Names,
+        sizes: Sequence[int],
+        mesh: AnyMesh | Mapping[str, int],
+        *,
+        on_indivisible: OnIndivisible = "error",
+    ) -> PartitionSpec:
         """The canonical spec of an array; see ``explain`` for arguments and errors.
 
         Raises:
             PlanError: A length does not divide, or two dimensions want one mesh axis.
         """
-        decision = self.explain(names, sizes, mesh, **options)
+        decision = self.explain(names, sizes, mesh, on_indivisible=on_indivisible)
         if decision.problems:
             raise PlanError("no valid layout:", decision.problems)
         return decision.spec
