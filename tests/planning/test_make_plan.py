@@ -1,7 +1,7 @@
 """A plan decides for every array of a tree, says why, and reports all that stands in its way."""
 
-import ast
 import collections
+import itertools
 import json
 import re
 import sys
@@ -77,15 +77,11 @@ def test_make_plan_agrees_with_jax_on_drawn_trees(tree, mesh_axes, sizes):
     assert [id(x.sharding) for x in jax.tree.leaves(plan.restore_structs())] == own
 
 
-CONCRETE = ("counted mlp", "v1 mlp", "linen state", "nnx optimizer", "haliax linear", "plain")
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if "uninitialized" not in name])
+@pytest.mark.parametrize("name", ["counted mlp", "v1 mlp", "nnx optimizer", "haliax linear"])
 def test_make_plan_of_shapes_is_that_of_the_arrays(name):
     rules = pzs.fully_sharded(min_size=1, unnamed="largest")
     plan = pzs.make_plan(pzs.abstract_model(MODELS[name]), MESH, rules, on_unnamed="replicate")
-    trees = [plan.restore_structs(), *([MODELS[name]()] if name in CONCRETE else [])]
-    for tree in trees:
+    for tree in (plan.restore_structs(), MODELS[name]()):
         assert pzs.make_plan(tree, MESH, rules, on_unnamed="replicate").leaves == plan.leaves
 
 
@@ -101,9 +97,8 @@ def test_make_plan_treats_arrays_without_names_as_asked():
 
 
 def test_make_plan_records_in_the_reason_what_was_replicated():
-    plan = pzs.make_plan(named(embed=6, mlp=4), MESH, RULES, on_indivisible="replicate")
-    assert plan.leaves[0].spec == P(None, "model")
-    assert plan.leaves[0].reason.startswith("'embed' (6) replicated: ")
+    (leaf,) = pzs.make_plan(named(embed=6), MESH, RULES, on_indivisible="replicate").leaves
+    assert leaf.reason.startswith("'embed' (6) replicated: ")
 
 
 def test_make_plan_of_random_keys():
@@ -117,12 +112,8 @@ def test_make_plan_of_random_keys():
     assert [leaf.bytes_per_device for leaf in plan.leaves] == [8, 8 * 8 // 4]
 
 
-@pytest.mark.parametrize("rules", [{"embeding": "data", "batch": "model"}, None])
-def test_make_plan_warns_of_what_looks_like_a_mistake(rules):
-    with pytest.warns(pzs.ShardingWarning, match="'embed'") as caught:
-        pzs.make_plan(named(embed=8), MESH, rules)
-    assert [warning.filename for warning in caught] == [__file__]
-    # Of rules for activations no parameter need have the axis, be there one of nearly its name.
+def test_make_plan_takes_rules_for_activations_that_no_parameter_has():
+    # Warnings are errors. An axis of the parameters has nearly the name of one of the rules.
     pzs.make_plan(named(patch=8), MESH, pzs.data_parallel())
 
 
@@ -143,28 +134,21 @@ def test_make_plan_lays_statistics_as_the_dimensions_of_their_parameter(optimize
         assert lies(leaf, P(*map(over.get, leaf.shape)))
 
 
-@pytest.mark.parametrize(
-    ("rules", "mlp", "row", "column"),
-    [
-        # The second dimension is the largest, and v_row has the first.
-        (pzs.fully_sharded(min_size=1), 16, P(), P("data")),
-        # Lengths do not tell here. In v_row, optax keeps the first of two equal dimensions.
-        (RULES, 8, P("data"), P("model")),
-    ],
-)
-def test_make_plan_decides_for_the_parameter_of_a_statistic(rules, mlp, row, column):
-    params = {"w": named(embed=8, mlp=mlp)}
+def test_make_plan_decides_for_the_parameter_of_a_statistic():
+    params = {"w": named(embed=8, mlp=16)}
     state = {"params": params, "opt_state": jax.eval_shape(ADAFACTOR.init, params)}
-    found = {leaf.path: leaf.spec for leaf in pzs.make_plan(state, MESH, rules).leaves}
-    assert (found["opt_state/0/v_row/w"], found["opt_state/0/v_col/w"]) == (row, column)
+    plan = pzs.make_plan(state, MESH, pzs.fully_sharded(min_size=1))
+    found = {leaf.path: leaf.spec for leaf in plan.leaves}
+    # The second dimension is the largest, and v_row has the first.
+    assert found["opt_state/0/v_row/w"] == P()
+    assert found["opt_state/0/v_col/w"] == P("data")
 
 
 def test_make_plan_refuses_a_statistic_that_is_no_part_of_its_parameter():
     state = {"params": {"w": named(embed=8, mlp=16)}, "opt_state": {"mu": {"w": struct(5, 3)}}}
     (problem,) = problems_of(lambda: pzs.make_plan(state, MESH, RULES))
     assert (problem.path, problem.kind) == ("opt_state/mu/w", "misfit")
-    options = eval(f"dict({problem.fix.removeprefix('Write ').rstrip('.')})")
-    assert pzs.make_plan(state, MESH, RULES, **options).leaves[0].spec == P()
+    assert "on_unnamed='replicate'" in problem.fix
 
 
 # Problems
@@ -180,20 +164,12 @@ def test_make_plan_finds_all_offenders_and_folds_equal_blocks():
     assert str(caught.value).count("block_{0-79}/up") == str(caught.value).count("/up") == 1
 
 
-def test_make_plan_has_a_layout_after_each_fix():
-    tree = {"up": named(embed=8, mlp=14), "both": named(mlp=8, heads=4), "bias": struct(8)}
+def test_make_plan_names_sizes_that_divide_and_axes_to_leave_out():
+    tree = {"up": named(embed=8, mlp=14), "both": named(mlp=8, heads=4)}
     rules, mesh = {**RULES, "heads": "model"}, pzs.make_mesh({"data": 4, "model": 4}, abstract=True)
     fixes = {p.path: p.fix for p in problems_of(lambda: pzs.make_plan(tree, mesh, rules))}
-    # A mesh whose sizes divide; an axis mapped to None; names for the array that has none.
-    sizes = re.findall(r"\d+", fixes["up"])
-    for size in sizes:
-        other = pzs.make_mesh({"data": 4, "model": int(size)}, abstract=True)
-        assert pzs.make_plan(tree["up"], other, rules).leaves[0].spec == P("data", "model")
-    axes = re.findall(r"Map '(\w+)' to None", fixes["up"] + fixes["both"])
-    assert (sizes, axes) == (["2", "7"], ["mlp", "heads"])
-    patterns = ast.literal_eval(re.search(r"\{.*\}", fixes["bias"])[0])
-    plan = pzs.make_plan(pzs.name_axes(tree, patterns), mesh, {**rules, **dict.fromkeys(axes)})
-    assert [leaf.spec for leaf in plan.leaves] == [P(), P(), P("data")]
+    assert re.findall(r"\d+", fixes["up"]) == ["2", "7"]
+    assert re.findall(r"Map '(\w+)' to None", fixes["up"] + fixes["both"]) == ["mlp", "heads"]
 
 
 def test_plan_of_another_tree_is_refused_with_all_differences():
@@ -221,38 +197,31 @@ def test_make_plan_of_a_linen_train_state_is_flaxs(rules):
     theirs = nn.logical_to_mesh(nn.get_partition_spec(state), rules)
     theirs = jax.tree.leaves(theirs, is_leaf=lambda node: isinstance(node, P))
     leaves = pzs.make_plan(state, MESH, rules, on_unnamed="replicate").leaves
-    assert len(leaves) == len(theirs) == 20
-    assert all(map(lies, leaves, theirs))
+    assert all(itertools.starmap(lies, zip(leaves, theirs, strict=True)))
 
 
-@pytest.mark.parametrize("name", ["nnx", "nnx optimizer"])
-def test_make_plan_of_an_nnx_module_is_flaxs(name):
-    model, mesh = MODELS[name](), pzs.make_mesh({"embed": 4, "mlp": 2})
+def test_make_plan_of_an_nnx_optimizer_is_flaxs():
+    model, mesh = MODELS["nnx optimizer"](), pzs.make_mesh({"embed": 4, "mlp": 2})
     theirs = jax.tree.leaves(nnx.get_partition_spec(nnx.state(model)))
     leaves = pzs.make_plan(model, mesh, on_unnamed="replicate").leaves
-    assert len(leaves) == len(theirs)
-    assert all(map(lies, leaves, theirs))
+    assert all(itertools.starmap(lies, zip(leaves, theirs, strict=True)))
 
 
 def test_make_plan_of_a_haliax_model_is_haliaxs():
     model = jax.eval_shape(haliax_mlp)
     arrays = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, hax.NamedArray))
-    leaves = pzs.make_plan(model, MESH, RULES).leaves
-    assert len(leaves) == len(arrays) == 6
     theirs = [hax.partitioning.pspec_for_axis(array.axes, RULES) for array in arrays]
-    assert all(map(lies, leaves, theirs))
+    leaves = pzs.make_plan(model, MESH, RULES).leaves
+    assert all(itertools.starmap(lies, zip(leaves, theirs, strict=True)))
 
 
-@pytest.mark.parametrize(
-    "names", [("data", "model"), (("data", "model"), None), (None, "model"), ("data",)]
-)
-@pytest.mark.parametrize("own_mesh", [None, pzs.make_mesh({"model": 8})])
-def test_make_plan_reads_mesh_axes_of_linen_boxes(names, own_mesh):
-    box = nn.Partitioned(struct(8, 16), names, mesh=own_mesh)
+@pytest.mark.parametrize("names", [(("data", "model"), None), (None, "model"), ("data",)])
+def test_make_plan_reads_mesh_axes_of_linen_boxes(names):
+    box = nn.Partitioned(struct(8, 16), names, mesh=pzs.make_mesh({"model": 8}))
     (leaf,) = pzs.make_plan({"w": box}, MESH).leaves
     assert lies(leaf, P(*names))
     # The mesh of a box is not used, and the plan says so.
-    assert ("mesh in its box" in leaf.reason) == (own_mesh is not None)
+    assert "mesh in its box" in leaf.reason
 
 
 # Meshes, size, report
@@ -276,11 +245,9 @@ def transformer_70b(blocks):
     block = {"q": "embed heads", "k": "embed kv", "v": "embed kv", "o": "heads embed"}
     block |= {"gate": "embed mlp", "up": "embed mlp", "down": "mlp embed"}
     block |= {"norm_1": "embed", "norm_2": "embed"}
-    rest = {"embedder": "vocab embed", "head": "embed vocab", "norm": "embed"}
-    return jax.tree.map(
-        lambda names: named(**{name: lengths[name] for name in names.split()}),
-        {**{f"block_{i}": block for i in range(blocks)}, **rest},
-    )
+    tree = {"embedder": "vocab embed", "head": "embed vocab", "norm": "embed"}
+    tree |= {f"block_{i}": block for i in range(blocks)}
+    return jax.tree.map(lambda names: named(**{n: lengths[n] for n in names.split()}), tree)
 
 
 def test_make_plan_of_70_billion_parameters_takes_few_calls():
@@ -304,9 +271,7 @@ def test_make_plan_of_70_billion_parameters_takes_few_calls():
 def test_plan_reports_its_verdict_first_and_every_array_in_json():
     tree = {f"layers/{i}": named(embed=8, mlp=4) for i in range(3)} | {"act": jax.nn.relu}
     plan = pzs.make_plan(tree, MESH, {**RULES, "heads": None})
-    lines = str(plan).splitlines()
-    assert lines[0] == plan.report().verdict
-    assert max(map(len, lines)) <= 100
+    assert str(plan).splitlines()[0] == plan.report().verdict
     data = json.loads(plan.to_json())
     assert sum(row["per device"] for row in data["rows"]) == data["bytes_per_device"] == 48
     assert [row["array"] for row in data["rows"]] == [leaf.path for leaf in plan.leaves]
@@ -316,9 +281,6 @@ def test_plan_reports_its_verdict_first_and_every_array_in_json():
 
 def test_make_plan_counts_the_dtype_that_a_device_holds():
     tree = pzs.name_axes({"w": np.ones((8, 2))}, {"w": ("a", None)})
-    mesh = pzs.make_mesh({"data": 8})
-    plan = pzs.make_plan(tree, mesh, {"a": "data"})
-    placed = pzs.place(tree, plan)
+    plan = pzs.make_plan(tree, pzs.make_mesh({"data": 8}), {"a": "data"})
     assert plan.bytes_per_device == 8
-    assert plan.leaves[0].dtype == placed["w"].dtype == np.float32
-    assert pzs.place(placed, plan)["w"].data_array.sharding == plan.leaves[0].sharding
+    assert plan.leaves[0].dtype == pzs.place(tree, plan)["w"].dtype == np.float32

@@ -17,22 +17,10 @@ import penzai_shard as pzs
 from tests.models import equinox, nnx_block
 
 MESH = pzs.make_mesh({"data": 4, "model": 2})
-NNX_PATTERNS = {"first/bias": ("mlp",), "norm/*": ("embed",)}
 
 
 def arrays(**shapes):
     return {name: np.zeros(shape, "float32") for name, shape in shapes.items()}
-
-
-def problems_of(call, error=pzs.SelectionError):
-    with pytest.raises(error) as caught:
-        call()
-    return {problem.path: problem.fix for problem in caught.value.problems}
-
-
-def pasted(fix):
-    """The entry of the patterns that a fix says to write."""
-    return ast.literal_eval("{" + re.search(r"'.*\)", fix)[0] + "}")
 
 
 # Giving and taking
@@ -65,7 +53,6 @@ def test_name_axes_of_an_equinox_module():
     model, x = equinox(), jnp.ones(8)
     named = pzs.name_axes(model, {"**/weight": ("out", "in"), "**/bias": ("out",)})
     assert dict(named.mlp.layers[0].weight.named_shape) == {"out": 16, "in": 8}
-    assert pzs.make_plan(named, MESH, {"out": "data"}).leaves[0].spec == P("data")
     again = pzs.without_names(named)
     assert eqx.tree_equal(again, model)
     assert (again.mlp(x) == model.mlp(x)).all()
@@ -73,8 +60,7 @@ def test_name_axes_of_an_equinox_module():
 
 def test_name_axes_of_an_nnx_module_writes_metadata():
     model, x = nnx_block(), jnp.ones((2, 8))
-    named = pzs.name_axes(model, NNX_PATTERNS)
-    assert type(named) is type(model)
+    named = pzs.name_axes(model, {"first/bias": ("mlp",), "norm/*": ("embed",)})
     assert type(named.norm.mean) is type(model.norm.mean)
     # The kernel had names; arrays of modules that share them are shared again.
     assert named.tied is named.first
@@ -83,7 +69,6 @@ def test_name_axes_of_an_nnx_module_writes_metadata():
     assert specs["first/kernel"] == P("data", "model")
     assert (specs["first/bias"], specs["norm/mean"]) == (P("model"), P("data"))
     assert (named(x) == model(x)).all()
-    assert pzs.without_names({"model": named, "w": 1})["model"] is named
 
 
 def test_name_axes_of_a_variable_of_penzai_keeps_it_one():
@@ -91,35 +76,24 @@ def test_name_axes_of_a_variable_of_penzai_keeps_it_one():
     named = pzs.name_axes([parameter, parameter], {"w": ("a", None)})
     assert named[0] is named[1]
     assert type(named[0]) is pz.Parameter
-    assert type(named[0].value) is pz.nx.NamedArrayView
 
 
-@pytest.mark.parametrize(
-    ("spec", "shape"),
-    [
-        (P("data", "model"), (8, 4)),
-        (P(("data", "model"), None), (8, 4)),
-        (P("data"), (8, 4)),
-        (P(None, "model"), (3, 4)),
-        (P(None, ("model", "data"), None), (3, 8, 5)),
-        (P(), (3,)),
-    ],
-)
-def test_name_axes_with_a_spec_plans_that_spec(spec, shape):
-    named = pzs.name_axes(arrays(w=shape), {"w": spec})
+SPECS = [P("data", "model"), P(("data", "model"), None), P(None, ("model", "data"), None), P()]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_name_axes_with_a_spec_plans_that_spec(spec):
+    named = pzs.name_axes(arrays(w=(8, 8, 3)), {"w": spec})
     (found,) = jax.tree.leaves(pzs.name_to_name_sharding(named, MESH))
-    assert found.is_equivalent_to(jax.sharding.NamedSharding(MESH, spec), len(shape))
+    assert found.is_equivalent_to(jax.sharding.NamedSharding(MESH, spec), 3)
 
 
-def test_name_axes_leaves_names_numbers_and_unnamed_arrays():
+def test_name_axes_leaves_named_arrays_as_they_are():
     kept = pz.nx.ones({"embed": 8})
-    tree = {**arrays(w=(8, 4), scale=()), "kept": kept, "rate": 0.5, "act": jax.nn.relu}
-    named = pzs.name_axes(tree, {"*": None})
-    assert all(named[key] is tree[key] for key in ("rate", "act"))
-    assert dict(named["kept"].named_shape) == {"embed": 8}
+    named = pzs.name_axes({**arrays(w=(8, 4)), "kept": kept}, {"*": None})
+    assert named["kept"].named_axes == kept.named_axes
     assert named["kept"].data_array is kept.data_array
     assert dict(named["w"].named_shape) == {}
-    assert pzs.make_plan(named, MESH, {}).bytes_per_device == 4 * (8 * 4 + 1 + 8 + 1)
 
 
 # Problems
@@ -135,7 +109,9 @@ def test_name_axes_finds_all_problems_and_each_fix_works():
         "head": ("embed", "vocab"),
         "he*": ("embed", None),
     }
-    fixes = problems_of(lambda: pzs.name_axes(tree, patterns))
+    with pytest.raises(pzs.SelectionError) as caught:
+        pzs.name_axes(tree, patterns)
+    fixes = {problem.path: problem.fix for problem in caught.value.problems}
     biases = {"layers/0/bias", "layers/1/bias"}
     assert fixes.keys() == {*biases, "embedding", "embeding", "head", "norm"}
     # A pattern one letter off, one too many, a wrong number of names, no pattern.
@@ -144,21 +120,10 @@ def test_name_axes_finds_all_problems_and_each_fix_works():
     del patterns[ast.literal_eval(re.search(r"out ('.*?'),", fixes["head"])[1])]
     del patterns["layers.*.bias"]
     for path in (*biases, "norm"):
-        patterns |= pasted(fixes[path])
+        patterns |= ast.literal_eval("{" + re.search(r"'.*\)", fixes[path])[0] + "}")
     named = pzs.name_axes(tree, patterns)
     assert dict(named["embedding"].named_shape) == {"vocab": 5, "embed": 4}
     assert dict(named["layers"][1]["bias"].named_shape) == {"out": 4}
-
-
-def test_name_axes_refuses_what_are_no_names():
-    patterns = {"a": "out", "b": ("x", "x"), "c": (1,), "d": P(P.UNCONSTRAINED), 5: ("x",)}
-    tree = arrays(a=(2,), b=(2, 2), c=(2,), d=(2,))
-    fixes = problems_of(lambda: pzs.name_axes(tree, patterns), pzs.RuleTypeError)
-    assert fixes.keys() == {"a", "b", "c", "d", "5"}
-    assert fixes["a"] == "Write ('out',)."
-    assert problems_of(lambda: pzs.name_axes(tree, [("a", ("x",))]), pzs.RuleTypeError).keys() == {
-        ""
-    }
 
 
 def test_name_axes_warns_of_arrays_that_share_their_memory():

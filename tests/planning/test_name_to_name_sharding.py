@@ -1,4 +1,4 @@
-"""Trees of shardings by axis name: those of the plan, shared, cheap, and what JAX takes."""
+"""Trees of shardings by axis name: those of the plan, those of Penzai, shared, and cheap."""
 
 import collections
 import sys
@@ -32,19 +32,16 @@ def named(axes, front=(), make=struct):
 
 sizes = st.sampled_from([3, 4, 8, 8, 16])
 axes = st.dictionaries(st.sampled_from(["a", "b", "c", "data"]), sizes, max_size=3)
-arrays = st.builds(
-    named, axes, st.sampled_from([(), (), (5,), (8, 2)]), st.sampled_from([struct, np.zeros])
-)
+fronts, makers = st.sampled_from([(), (), (5,), (8, 2)]), st.sampled_from([struct, np.zeros])
+arrays = st.builds(named, axes, fronts, makers)
 # A dimension with a name, then one without.
 views = st.builds(
     lambda name, size: pz.nx.NamedArrayView((size, 2), (1,), {name: 0}, np.zeros((size, 2))),
     st.sampled_from(["a", "b", "c"]),
     sizes,
 )
-kinds = st.sampled_from([pz.ParameterValue, pz.StateVariableValue])
-frozen = st.builds(
-    lambda kind, v, label: kind(label=str(label), value=v), kinds, arrays, st.uuids()
-)
+kinds = st.sampled_from([pz.ParameterValue, pz.StateVariableValue, pz.Parameter])
+variables = st.builds(lambda kind, v, i: kind(label=str(i), value=v), kinds, arrays, st.uuids())
 all_rules = st.sampled_from(
     [RULES, [("c", "data"), ("a", "data"), ("a", "model")], pzs.fully_sharded(min_size=9), {}]
 )
@@ -67,10 +64,11 @@ def outcome(make):
     return jax.tree.structure(made), [id(sharding) for sharding in jax.tree.leaves(made)]
 
 
+modes = st.sampled_from(["error", "replicate"])
+
+
 @settings(max_examples=300)
-@given(
-    trees(st.none() | arrays | views | frozen), all_rules, st.sampled_from(["error", "replicate"])
-)
+@given(trees(st.none() | arrays | views | variables), all_rules, modes)
 def test_name_to_name_sharding_equals_the_tree_of_the_plan(tree, rules, mode):
     options = {"rules": rules, "on_indivisible": mode}
     planned = outcome(lambda: pzs.make_plan(tree, MESH, **options).sharding_tree())
@@ -78,13 +76,11 @@ def test_name_to_name_sharding_equals_the_tree_of_the_plan(tree, rules, mode):
 
 
 whole_axes = st.dictionaries(st.sampled_from(["a", "b", "c"]), sizes, min_size=1, max_size=3)
-mappings = st.permutations(["data", "model", None]).map(
-    lambda to: dict(zip("abc", to, strict=True))
-)
 
 
-@given(trees(st.builds(named, whole_axes) | views), mappings)
-def test_name_to_name_sharding_equals_penzais_where_lengths_divide(tree, mapping):
+@given(trees(st.builds(named, whole_axes) | views), st.permutations(["data", "model", None]))
+def test_name_to_name_sharding_equals_penzais_where_lengths_divide(tree, mesh_axes):
+    mapping = dict(zip("abc", mesh_axes, strict=True))
     theirs = sharding_util.name_to_name_sharding(tree, MESH, mapping)
     found = pzs.name_to_name_sharding(tree, MESH, mapping, on_indivisible="replicate")
     assert jax.tree.structure(found) == jax.tree.structure(theirs)
@@ -94,7 +90,7 @@ def test_name_to_name_sharding_equals_penzais_where_lengths_divide(tree, mapping
             assert both[0].is_equivalent_to(both[1], array.ndim)
 
 
-# Options
+# Options and cost
 
 
 def test_name_to_name_sharding_of_positional_dimensions_in_front():
@@ -114,41 +110,6 @@ def test_name_to_name_sharding_ignores_unnamed_arrays():
     assert structs["bias"] == jax.ShapeDtypeStruct((3,), "int32")
 
 
-def test_name_to_name_sharding_warns_of_a_rule_one_letter_off():
-    with pytest.warns(pzs.ShardingWarning, match="'embedding'"):
-        pzs.name_to_name_sharding(named({"embedding": 8}), MESH, {"embeding": "data"})
-
-
-# What JAX does with them
-
-
-def test_shardings_serve_jit_and_a_second_step_compiles_nothing():
-    parameter = pz.Parameter(value=named({"a": 8, "b": 4, "c": 3}, make=jnp.ones), label="w")
-    tree = {"w": parameter.freeze(), "v": named({"c": 3}, make=jnp.ones)}
-    shardings = pzs.name_to_name_sharding({**tree, "w": parameter}, MESH, RULES)
-    double = jax.jit(
-        lambda tree: jax.tree.map(lambda x: 2 * x, tree),
-        in_shardings=(shardings,),
-        out_shardings=shardings,
-    )
-    tree = double(double(jax.device_put(tree, shardings)))
-    assert double._cache_size() == 1
-    assert tree["w"].value.data_array.sharding.shard_shape((8, 4, 3)) == (2, 2, 3)
-
-
-def own_calls(function):
-    """How many Python functions of this package a call runs."""
-    modules = []
-    sys.setprofile(
-        lambda frame, event, _: event == "call" and modules.append(frame.f_globals["__name__"])
-    )
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return sum(module.startswith("penzai_shard") for module in modules)
-
-
 @pytest.mark.parametrize(
     ("wrap", "calls"),
     [
@@ -159,11 +120,17 @@ def own_calls(function):
     ],
 )
 def test_name_to_name_sharding_makes_few_calls_for_a_further_array(wrap, calls):
-    array = named({"a": 8, "c": 3}, make=jnp.ones)
-
     def count(blocks):
-        tree = wrap({str(i): array for i in range(blocks)})
-        return own_calls(lambda: pzs.name_to_name_sharding(tree, MESH, RULES))
+        tree, modules = wrap(dict.fromkeys(map(str, range(blocks)), array)), []
+        sys.setprofile(
+            lambda frame, event, _: event == "call" and modules.append(frame.f_globals["__name__"])
+        )
+        try:
+            pzs.name_to_name_sharding(tree, MESH, RULES)
+        finally:
+            sys.setprofile(None)
+        return sum(module.startswith("penzai_shard") for module in modules)
 
+    array = named({"a": 8, "c": 3}, make=jnp.ones)
     count(1)
     assert count(60) - count(10) == 50 * calls
