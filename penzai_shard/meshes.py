@@ -166,8 +166,9 @@ def on_auto_twin(tree: Any) -> Any:
     """The same tree, with what lies on an Explicit mesh relabelled onto the mesh's Auto twin.
 
     No data moves; only the type changes that JAX checks operations against. This works for values
-    and inside ``jax.jit``, ``jax.grad`` and ``jax.vmap`` (with jax 0.12 not where ``jax.vmap`` maps a
-    split dimension); gradients come back with the type of the original array. Under ``jax.set_mesh`` with an Explicit mesh, trace within ``auto_context``.
+    and inside ``jax.jit``, ``jax.grad`` and ``jax.vmap`` (with jax 0.12 not where ``jax.vmap`` maps
+    a split dimension); gradients come back with the type of the original array. Under
+    ``jax.set_mesh`` with an Explicit mesh, trace within ``auto_context``.
 
     Args:
         tree: A pytree of arrays, structs and shardings. Whatever has no Explicit axes stays the

@@ -27,15 +27,15 @@ with warnings.catch_warnings():
 # Penzai
 
 
-def llama(seed=0, blocks=2, tied=False, stacked=False):
-    """A transformer with the axes of Penzai's own models, 0.02 MB in two blocks."""
+def llama(seed=0, tied=False, stacked=False, kv_heads=2, multiplier=2):
+    """A transformer with the axes of Penzai's own models, 0.02 MB."""
     config = llamalike_common.LlamalikeTransformerConfig(
-        num_kv_heads=2,
-        query_head_multiplier=2,
+        num_kv_heads=kv_heads,
+        query_head_multiplier=multiplier,
         embedding_dim=8,
         projection_dim=4,
         mlp_hidden_dim=16,
-        num_decoder_blocks=blocks,
+        num_decoder_blocks=2,
         vocab_size=16,
         mlp_variant="swiglu",
         tie_embedder_and_logits=tied,
@@ -89,12 +89,9 @@ def linen(seed=0):
     return LinenBlock().init(jax.random.key(seed), jnp.ones((2, 8)))
 
 
-def linen_state(seed=0, optimizer=None):
-    return train_state.TrainState.create(
-        apply_fn=LinenBlock().apply,
-        params=linen(seed)["params"],
-        tx=optimizer or optax.adamw(1e-3),
-    )
+def linen_state(seed=0):
+    apply, params = LinenBlock().apply, linen(seed)["params"]
+    return train_state.TrainState.create(apply_fn=apply, params=params, tx=optax.adamw(1e-3))
 
 
 class NnxBlock(nnx.Module):
@@ -125,10 +122,6 @@ def nnx_optimizer(seed=0, optimizer=None):
 # Haliax, Equinox, plain trees
 
 EMBED, MLP = hax.Axis("embed", 8), hax.Axis("mlp", 16)
-
-
-def haliax_linear(seed=0):
-    return hax.nn.Linear.init(EMBED, MLP, key=jax.random.key(seed))
 
 
 def haliax_mlp(seed=0):
@@ -162,7 +155,7 @@ MODELS = {
     "linen state": linen_state,
     "nnx": nnx_block,
     "nnx optimizer": nnx_optimizer,
-    "haliax linear": haliax_linear,
+    "haliax linear": lambda seed=0: hax.nn.Linear.init(EMBED, MLP, key=jax.random.key(seed)),
     "haliax mlp": haliax_mlp,
     "equinox": equinox,
     "plain": plain,

@@ -1,4 +1,4 @@
-"""The package as a whole: what its import loads, what it exports, and how large its rooms are."""
+"""The package as a whole: what its import loads, and what it exports."""
 
 import ast
 import pathlib
@@ -6,12 +6,9 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 import penzai_shard
 
 PACKAGE = pathlib.Path(penzai_shard.__file__).parent
-SIZE_SCRIPT = PACKAGE.parent / ".ci" / "size.py"
 # Folders of somebody's machine. Within an address or a longer path they follow a word.
 ABSOLUTE_PATH = re.compile(r"(?<![\w.~*}>])/(home|root|tmp|work|Users|usr|opt|var|etc|mnt)\b")
 
@@ -28,18 +25,12 @@ def test_import_loads_no_library_and_few_modules():
     assert len([name for name in loaded if name.startswith("penzai_shard")]) < 5
 
 
-@pytest.mark.parametrize("name", penzai_shard.__all__)
-def test_public_name_resolves_and_has_a_docstring(name):
-    value = getattr(penzai_shard, name)
-    assert name in dir(penzai_shard)
-    assert value.__doc__
+def test_public_names_resolve_and_have_docstrings():
+    docstrings = {name: getattr(penzai_shard, name).__doc__ for name in penzai_shard.__all__}
     # A dataclass without a docstring gets its signature as one.
-    assert not value.__doc__.startswith(f"{name}(")
-
-
-def test_unknown_public_name_is_an_attribute_error():
-    with pytest.raises(AttributeError):
-        _ = penzai_shard.no_such_name
+    assert not [
+        name for name, text in docstrings.items() if not text or text.startswith(f"{name}(")
+    ]
 
 
 def test_stub_names_what_the_package_exports():
@@ -61,19 +52,3 @@ def test_no_file_mentions_an_absolute_path():
     texts = {path: path.read_text(encoding="utf-8") for path in files}
     assert PACKAGE / "__init__.py" in texts
     assert not [path for path, text in texts.items() if ABSOLUTE_PATH.search(text)]
-
-
-def test_size_script_fails_for_a_room_over_its_budget(tmp_path):
-    def run():
-        command = [sys.executable, str(SIZE_SCRIPT), str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        over = [line.split()[0] for line in done.stdout.splitlines() if "over budget" in line]
-        return done.returncode, over
-
-    room = tmp_path / "penzai_shard" / "reports"
-    room.mkdir(parents=True)
-    # 5 % over the budget of 410 is 430: docstrings, comments and blank lines are not counted.
-    room.joinpath("text.py").write_text('"""Two\nlines."""\n' + "x = 1\n\n# y\n" * 430)
-    assert run() == (0, [])
-    room.joinpath("more.py").write_text("x = 1\n")
-    assert run() == (1, ["reports"])

@@ -3,6 +3,7 @@
 The calls are texts, so that the code of a printed fix can be pasted: it replaces FIX.
 """
 
+import functools
 import re
 
 import jax
@@ -27,7 +28,7 @@ class Choice:
         return pzs.make_mesh({"data": 4, "model": 2})
 
 
-class PartOfReader:
+class Reader:
     library = "library_that_nobody_has"
 
     def reads(self, kind):
@@ -36,8 +37,6 @@ class PartOfReader:
     def open(self, node):
         raise NotImplementedError
 
-
-class Reader(PartOfReader):
     def close(self, template, data):
         raise NotImplementedError
 
@@ -46,38 +45,24 @@ def build_mlp(init_base_rng=None):
     return simple_mlp.MLP.from_config(init_base_rng, name="mlp", feature_sizes=[8, 8])
 
 
-def make_names():
-    tree = {"down": pz.nx.ones({"mlp": 16, "embed": 8}), "up": pz.nx.ones({"embed": 8, "mlp": 16})}
-    mesh, rules = Choice().mesh(), {"embed": "data", "mlp": "model"}
-
-    def build(*arguments):
-        return tree
-
-    module, x = linen.Dense(4), np.ones((8, 8), np.float32)
-    graphdef, state = nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
-    model, plan = build_mlp(jax.random.key(0)), pzs.make_plan(tree, mesh, rules)
-    first, second = {"embed": "data"}, {"mlp": "model"}
-    abstract_mesh = AbstractMesh((4, 2), ("data", "model"))
-    sharding = NamedSharding(mesh, PartitionSpec())
-    deleted = jax.numpy.arange(8)
-    deleted.delete()
-    weights = {"layers.0.weight": x, "layers.0.bias": x[0]}
-    names = {"layers.*.weight": ("out", "in"), "layers.*.bias": ("out",)}
-    public = {name: getattr(pzs, name) for name in pzs.__all__}
-    return globals() | public | locals()
+def build(*arguments):
+    return tree
 
 
-@pytest.fixture(scope="module")
-def shared_names():
-    return make_names()
-
-
-@pytest.fixture
-def names(shared_names):
-    yield dict(shared_names)
-    # A fix sets it.
-    jax.config.update("jax_enable_x64", False)
-
+tree = {"down": pz.nx.ones({"mlp": 16, "embed": 8}), "up": pz.nx.ones({"embed": 8, "mlp": 16})}
+mesh, rules = pzs.make_mesh({"data": 4, "model": 2}), {"embed": "data", "mlp": "model"}
+enable_x64 = functools.partial(jax.config.update, "jax_enable_x64")
+abstract_mesh = AbstractMesh((4, 2), ("data", "model"))
+model, plan = build_mlp(jax.random.key(0)), pzs.make_plan(tree, mesh, rules)
+first, second = {"embed": "data"}, {"mlp": "model"}
+module, x = linen.Dense(4), np.ones((8, 8), np.float32)
+graphdef, state = nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+sharding = NamedSharding(mesh, PartitionSpec())
+deleted = jax.numpy.arange(8)
+deleted.delete()
+weights = {"layers.0.weight": x, "layers.0.bias": x[0]}
+names = {"layers.*.weight": ("out", "in"), "layers.*.bias": ("out",)}
+NAMES = globals() | {name: getattr(pzs, name) for name in pzs.__all__}
 
 # Name, error, path of one offender; the call with the mistake; the call with the fix.
 # fmt: off
@@ -85,14 +70,8 @@ MISTAKES = [
     # Meshes
     ("axis_of_size_zero", MeshError, "",
      "make_mesh({'data': 0}, abstract=True)", "make_mesh(FIX, abstract=True)"),
-    ("axis_of_negative_size", MeshError, "",
-     "make_mesh({'data': 8, 'model': -1}, abstract=True)", "make_mesh(FIX, abstract=True)"),
-    ("axis_of_half_a_size", MeshError, "",
-     "make_mesh({'data': 2.5}, abstract=True)", "make_mesh(FIX, abstract=True)"),
     ("axis_size_as_text", MeshError, "",
      "make_mesh({'data': '4'}, abstract=True)", "make_mesh(FIX, abstract=True)"),
-    ("axis_size_as_truth", MeshError, "",
-     "make_mesh({'data': True}, abstract=True)", "make_mesh(FIX, abstract=True)"),
     ("axis_name_as_number", MeshError, "",
      "make_mesh({0: 8}, abstract=True)", "make_mesh(FIX, abstract=True)"),
     ("mesh_of_no_axis", MeshError, "", "make_mesh({})", "FIX"),
@@ -112,8 +91,6 @@ MISTAKES = [
     ("rule_of_three", RuleTypeError, "",
      "AxisRules([('embed', 'data', 'model')])", "AxisRules([FIX])"),
     ("mesh_axis_as_number", RuleTypeError, "", "AxisRules({'embed': 0})", "AxisRules([FIX])"),
-    ("mesh_axes_as_set", RuleTypeError, "",
-     "AxisRules({'embed': {'data', 'model'}})", "AxisRules([FIX])"),
     ("mesh_axis_twice_in_a_rule", RuleTypeError, "",
      "AxisRules({'embed': ('data', 'data')})", "AxisRules([FIX])"),
     ("logical_axis_as_list", RuleTypeError, "",
@@ -142,8 +119,6 @@ MISTAKES = [
     ("array_without_names", PlanError, "mask",
      "make_plan({'mask': x}, mesh, {})",
      "[make_plan(FIX, mesh, {}) for tree in [{'mask': x}]]"),
-    ("array_without_names_to_place", PlanError, "mask",
-     "place({'mask': x}, mesh, rules)", "place({'mask': x}, mesh, rules, on_unnamed='replicate')"),
     # Arguments
     ("rules_under_both_names", RuleTypeError, "",
      "make_plan(tree, mesh, first, axis_name_to_mesh_name=second)", "make_plan(tree, mesh, FIX)"),
@@ -153,35 +128,22 @@ MISTAKES = [
      "make_plan(mesh, tree, rules)", "make_plan(tree, FIX, rules=rules)"),
     ("sizes_as_mesh", RuleTypeError, "",
      "make_plan(tree, {'data': 8}, rules)", "make_plan(tree, FIX, rules=rules)"),
-    ("devices_as_mesh", RuleTypeError, "",
-     "name_to_name_sharding(tree, jax.devices(), rules)",
-     "name_to_name_sharding(tree, FIX, rules=rules)"),
     ("no_mesh", RuleTypeError, "", "place(tree)", "place(tree, FIX, rules=rules)"),
     ("indivisible_as_truth", RuleTypeError, "",
      "make_plan(tree, mesh, rules, on_indivisible=True)",
      "[make_plan(tree, mesh, rules, on_indivisible=word) for word in (FIX)]"),
-    ("unnamed_to_ignore", RuleTypeError, "",
-     "name_to_name_sharding(tree, mesh, rules, on_unnamed='ignore')",
-     "[name_to_name_sharding(tree, mesh, rules, on_unnamed=word) for word in (FIX)]"),
     # Plans
     ("plan_as_rules", RuleTypeError, "", "place(tree, mesh, plan)", "place(tree, mesh=mesh, FIX)"),
     ("rules_as_plan", RuleTypeError, "", "place(tree, plan=rules)", "place(tree, FIX)"),
     ("plan_with_rules", RuleTypeError, "", "place(tree, plan, rules)", "place(tree, plan)"),
-    ("plan_with_options", RuleTypeError, "",
-     "place(tree, plan, on_indivisible='replicate')", "place(tree, plan)"),
     ("plan_for_another_mesh", MeshError, "",
      "place(tree, mesh=make_mesh({'data': 8}), plan=plan)", "place(tree, FIX)"),
     ("plan_of_a_larger_tree", PlanError, "down",
      "place({'up': tree['up']}, plan)",
      "[place(tree, FIX) for tree in [{'up': tree['up']}]]"),
-    ("plan_of_other_shapes", PlanError, "up",
-     "place(tree | {'up': tree['down']}, plan)",
-     "[place(tree, FIX) for tree in [tree | {'up': tree['down']}]]"),
     # Trees
     ("function_as_tree", RuleTypeError, "",
      "make_plan(build, mesh, rules)", "make_plan(FIX, mesh, rules)"),
-    ("function_as_tree_of_shardings", RuleTypeError, "",
-     "name_to_name_sharding(build, mesh, rules)", "name_to_name_sharding(FIX, mesh, rules)"),
     ("class_as_tree", RuleTypeError, "", "make_plan(nnx.Linear, mesh, rules)",
      "make_plan(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh, {}, on_unnamed='replicate')"),
     ("linen_module_as_tree", RuleTypeError, "",
@@ -195,15 +157,14 @@ MISTAKES = [
     ("mesh_without_devices", MeshError, "",
      "place(tree, abstract_mesh, rules)", "place(tree, FIX, rules)"),
     ("shapes_to_place", ShardingError, "up", "place(abstract_model(build), mesh, rules)", "FIX"),
-    ("one_shape_to_place", ShardingError, "norm",
-     "place(tree | {'norm': jax.ShapeDtypeStruct((), 'float32')}, mesh, rules)",
-     "place(tree | {'norm': np.zeros((), 'float32')}, mesh, rules)"),
     ("deleted_array", ShardingError, "ids",
      "place({'ids': deleted}, mesh, {}, on_unnamed='replicate')",
      "place({'ids': np.arange(8)}, mesh, {}, on_unnamed='replicate')"),
     ("too_wide_integers", ShardingError, "ids",
      "place({'ids': np.array(2**40)}, mesh, {})",
-     "[FIX, place({'ids': np.array(2**40)}, mesh, {})]"),
+     "[FIX, place({'ids': np.array(2**40)}, mesh, {}), enable_x64(False)]"),
+    ("function_for_an_abstract_mesh", MeshError, "",
+     "named_jit(build, abstract_mesh, rules)", "named_jit(build, FIX, rules)"),
     # Initialising
     ("model_as_initializer", RuleTypeError, "",
      "sharded_init(model, mesh=mesh, rules={})", "place(model, mesh, {})"),
@@ -213,10 +174,6 @@ MISTAKES = [
      "sharded_init(build_mlp, FIX, mesh=mesh, rules={})"),
     ("mesh_by_position", RuleTypeError, "",
      "sharded_init(build, mesh, rules)", "sharded_init(build, FIX, rules=rules)"),
-    ("plan_by_position", RuleTypeError, "",
-     "sharded_init(build, plan)", "sharded_init(build, FIX)"),
-    ("initializer_without_mesh", RuleTypeError, "",
-     "sharded_init(build, rules=rules)", "sharded_init(build, FIX, rules=rules)"),
     ("initializer_on_abstract_mesh", MeshError, "",
      "sharded_init(build, mesh=abstract_mesh, rules=rules)",
      "sharded_init(build, mesh=FIX, rules=rules)"),
@@ -224,17 +181,8 @@ MISTAKES = [
     ("text_for_names", RuleTypeError, "layers.0.bias",
      "name_axes(weights, names | {'layers.0.bias': 'out'})",
      "name_axes({'layers.0.bias': x[0]}, {'layers.0.bias': FIX})"),
-    ("sizes_for_names", RuleTypeError, "layers.*.bias",
-     "name_axes(weights, {'layers.*.bias': {'out': 8}})",
-     "name_axes({'layers.0.weight': x}, FIX)"),
-    ("name_as_list", RuleTypeError, "layers.*.weight",
-     "name_axes({'layers.0.weight': x}, {'layers.*.weight': ('out', ['in'])})",
-     "name_axes({'layers.0.weight': x}, FIX)"),
     ("name_twice", RuleTypeError, "w",
      "name_axes({'w': x}, {'w': ('out', 'out')})", "name_axes({'w': x}, {'w': ('out', None)})"),
-    ("patterns_as_pairs", RuleTypeError, "",
-     "name_axes({'layers.0.weight': x}, [('w', ('out', 'in'))])",
-     "name_axes({'layers.0.weight': x}, FIX)"),
     ("fewer_names_than_dimensions", SelectionError, "w",
      "name_axes({'w': x}, {'w': ('out',)})", "name_axes({'w': x}, {FIX})"),
     ("pattern_that_fits_nothing", SelectionError, "layer.*.bias",
@@ -248,8 +196,6 @@ MISTAKES = [
     ("function_to_name", RuleTypeError, "", "name_axes(build, names)", "name_axes(FIX, {})"),
     # Readers
     ("reader_as_class", RuleTypeError, "", "register_reader(Reader)", "register_reader(Reader())"),
-    ("reader_without_close", RuleTypeError, "",
-     "register_reader(PartOfReader())", "register_reader(Reader())"),
 ]
 
 # Name, the call with what looks like a mistake, the call that was probably wanted.
@@ -266,26 +212,22 @@ DOUBTS = [
 # fmt: on
 
 
-def ids(rows):
-    return [row[0] for row in rows]
-
-
-@pytest.mark.parametrize(("name", "error", "path", "wrong", "fixed"), MISTAKES, ids=ids(MISTAKES))
-def test_mistake_is_refused_with_a_fix_that_works(name, error, path, wrong, fixed, names):
+@pytest.mark.parametrize(("name", "error", "path", "wrong", "fixed"), MISTAKES)
+def test_mistake_is_refused_with_a_fix_that_works(name, error, path, wrong, fixed):
     with pytest.raises(error) as caught:
-        eval(wrong, names)
+        eval(wrong, NAMES)
     assert type(caught.value) is error
     fix = next(problem.fix for problem in caught.value.problems if problem.path == path)
     assert fix.endswith(".")
     if "FIX" in fixed:
         fixed = fixed.replace("FIX", CODE.fullmatch(fix)[1])
-    eval(fixed, names)
+    eval(fixed, NAMES)
 
 
-@pytest.mark.parametrize(("name", "doubtful", "wanted"), DOUBTS, ids=ids(DOUBTS))
-def test_doubtful_call_warns_at_the_callers_line(name, doubtful, wanted, names):
+@pytest.mark.parametrize(("name", "doubtful", "wanted"), DOUBTS)
+def test_doubtful_call_warns_at_the_callers_line(name, doubtful, wanted):
     with pytest.warns(pzs.ShardingWarning) as caught:
-        eval(doubtful, names)
+        eval(doubtful, NAMES)
     assert [warning.filename for warning in caught] == ["<string>"]
     # Warnings are errors.
-    eval(wanted, names)
+    eval(wanted, NAMES)

@@ -148,7 +148,7 @@ def test_make_plan_refuses_a_statistic_that_is_no_part_of_its_parameter():
     state = {"params": {"w": named(embed=8, mlp=16)}, "opt_state": {"mu": {"w": struct(5, 3)}}}
     (problem,) = problems_of(lambda: pzs.make_plan(state, MESH, RULES))
     assert (problem.path, problem.kind) == ("opt_state/mu/w", "misfit")
-    assert "on_unnamed='replicate'" in problem.fix
+    assert 'on_unnamed="replicate"' in problem.fix
 
 
 # Problems

@@ -1,4 +1,4 @@
-"""Agreements of one process; those of two are in ``test_two_processes``."""
+"""Agreements of one process, as far as no example shows them; ``test_two_processes`` has two."""
 
 import pytest
 
@@ -7,16 +7,9 @@ from penzai_shard.jax_internals import messages
 from penzai_shard.processes.agreement import together
 
 
-@pytest.mark.parametrize(
-    "message", [lambda: messages.send("k", "text"), lambda: messages.receive("k", 1.0)]
-)
-def test_messages_need_a_coordination_service(message):
-    with pytest.raises(ShardingError) as caught:
-        message()
-    assert "jax.distributed.initialize()" in caught.value.problems[0].fix
-
-
-# Examples in the docstrings show the rest: any message of them would raise ShardingError here.
+def test_message_needs_a_coordination_service():
+    with pytest.raises(ShardingError):
+        messages.send("key", "text")
 
 
 def test_together_leaves_the_error_of_one_process_as_it_is():

@@ -37,7 +37,6 @@ def claim_together_raises_what_another_process_raised(me):
         (PlanError("no valid layout:", [problem]), PlanError),
         (MissingExtraError("no torch"), MissingExtraError),
         (FileNotFoundError(2, "no such file", "config.json"), FileNotFoundError),
-        (OSError("no number"), OSError),
         (KeyError("w"), ShardingError),
     ]:
         with pytest.raises(Exception, match="process 1" if me == 0 else "") as caught:
@@ -95,13 +94,16 @@ def claim_on_first_gives_the_value_of_the_first(me):
 
 def claim_any_process_answers_each_thread(me):
     assert agreement.any_process(me == 1) is True
-    heard, says = [], me == 1
-    feed = threading.Thread(target=lambda: heard.append(agreement.any_process(says)), name="feed")
-    for is_feed in (me == 0, me == 1):
-        if is_feed:
-            feed.start()
-        else:
-            assert agreement.any_process(False) is False
+    heard = []
+    feed = threading.Thread(
+        target=lambda: heard.append(agreement.any_process(me == 1)), name="feed"
+    )
+    # In each process another thread comes first.
+    if me == 0:
+        feed.start()
+    assert agreement.any_process(False) is False
+    if me == 1:
+        feed.start()
     feed.join()
     assert heard == [True]
     # Of each thread only the last round is kept.
@@ -120,15 +122,16 @@ def claim_refuse_differences_names_what_differs(me):
     with pytest.raises(ShardingError) as caught:
         agreement.refuse_differences("place", texts)
     assert paths_of(caught) == ["w", "extra"]
-    assert all(f"process {i} has 'float32[{i}]'" in str(caught.value) for i in (0, 1))
     assert len(str(caught.value)) < 600
 
 
 # Claims about arrays
 
 
-def mesh_of_all(*axes):
-    return Mesh(np.array(jax.devices()).reshape(2, 4), axes)
+def layout(*axes):
+    """Over the devices of both processes."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+    return NamedSharding(mesh, jax.P(*axes))
 
 
 def check_parts(array, whole, sharding):
@@ -140,21 +143,18 @@ def check_parts(array, whole, sharding):
 
 
 def claim_put_fills_the_parts_of_each_process(me):
-    mesh = mesh_of_all("data", "model")
     reversed_mesh = Mesh(np.array(jax.devices())[::-1].reshape(4, 2), ("a", "b"))
-    rows = NamedSharding(mesh, jax.P("data"))
+    rows = layout("data")
     columns = NamedSharding(reversed_mesh, jax.P("b", "a"))
     here = NamedSharding(Mesh(np.array(jax.local_devices()), "x"), jax.P("x"))
     whole = np.arange(32.0).reshape(8, 4)
-    split, kept, local, number, moved = put(
-        [whole, whole, jnp.asarray(whole, jnp.bfloat16), 1.5, put([whole], [columns])[0]],
-        [rows, here, columns, NamedSharding(mesh, jax.P()), rows],
-    )
-    check_parts(split, whole, rows)
-    check_parts(kept, whole, here)
-    check_parts(local, whole, columns)
-    check_parts(moved, whole, rows)
-    assert (split.dtype, local.dtype) == (jnp.float32, jnp.bfloat16)
+    arrays = [whole, whole, jnp.asarray(whole, jnp.bfloat16), put([whole], [columns])[0]]
+    shardings = [rows, here, columns, rows]
+    placed = put(arrays, shardings)
+    for array, sharding in zip(placed, shardings, strict=True):
+        check_parts(array, whole, sharding)
+    assert [array.dtype for array in placed[:3]] == [jnp.float32, jnp.float32, jnp.bfloat16]
+    (number,) = put([1.5], [layout()])
     assert number.weak_type
     assert number.addressable_data(0) == 1.5
     # Nothing goes to the other process, which need not call.
@@ -163,22 +163,19 @@ def claim_put_fills_the_parts_of_each_process(me):
 
 
 def claim_put_takes_typed_keys(me):
-    split, whole = [NamedSharding(mesh_of_all("a", "b"), jax.P(*spec)) for spec in (["b"], [])]
+    split, whole = layout("model"), layout()
     for impl in ("threefry2x32", "rbg"):
         keys = jax.random.split(jax.random.key(3, impl=impl), 8)
-        placed, one = put([keys, keys[0]], [split, whole])
-        data = np.asarray(jax.random.key_data(keys))
-        check_parts(jax.random.key_data(one), data[0], whole)
+        (placed,) = put([keys], [split])
         (moved,) = put([placed], [whole])
         for array, sharding in [(placed, split), (moved, whole)]:
             assert array.dtype == keys.dtype
-            check_parts(jax.random.key_data(array), data, sharding)
+            check_parts(jax.random.key_data(array), np.asarray(jax.random.key_data(keys)), sharding)
 
 
 def claim_put_refuses_other_shapes(me):
-    whole = NamedSharding(mesh_of_all("data", "model"), jax.P())
     with pytest.raises(ShardingError) as caught:
-        put([np.ones(2), np.ones(2 + me)], [whole] * 2, paths=["b", "w"])
+        put([np.ones(2), np.ones(2 + me)], [layout()] * 2, paths=["b", "w"])
     assert paths_of(caught) == ["w"]
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from penzai_shard.arrays.structure import flatten, leaves_of
-from penzai_shard.readers.reader import find_refusal
 
 torch = pytest.importorskip("torch")
 
@@ -19,23 +18,21 @@ def layers():
 
 def test_state_dict_becomes_arrays_of_the_same_memory():
     state = layers().state_dict()
-    leaves, structure = flatten(dict(state))
-    assert {leaf.path: leaf.shape for leaf in leaves} == {
-        name: tuple(tensor.shape) for name, tensor in state.items()
-    }
-    for leaf in leaves:
-        np.testing.assert_array_equal(leaf.value, state[leaf.path].numpy())
-    assert np.shares_memory(
-        dict(structure.fill([x.value for x in leaves]))["0.weight"], state["0.weight"].numpy()
-    )
-    assert {leaf.names for leaf in leaves} == {None}
+    found = {leaf.path: leaf.value for leaf in leaves_of(dict(state))}
+    assert found.keys() == state.keys()
+    for path, tensor in state.items():
+        np.testing.assert_array_equal(found[path], tensor.numpy())
+    assert np.shares_memory(found["0.weight"], state["0.weight"].numpy())
+    # A count of 64 bits becomes what JAX keeps.
+    assert found["1.num_batches_tracked"].dtype == np.int32
 
 
-def test_counts_become_what_jax_keeps():
-    tensor = torch.tensor(7)
-    assert tensor.dtype == torch.int64
-    (leaf,) = leaves_of({"num_batches_tracked": tensor})
-    assert (leaf.dtype, int(leaf.value)) == (np.int32, 7)
+def test_parameters_views_and_conjugates_are_read():
+    matrix = torch.arange(6.0).reshape(2, 3)
+    conjugate = torch.complex(matrix, matrix).conj()
+    for tensor in (torch.nn.Parameter(matrix), matrix.T, conjugate):
+        (leaf,) = leaves_of(tensor)
+        np.testing.assert_array_equal(leaf.value, tensor.detach().resolve_conj().numpy())
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float16"])
@@ -46,17 +43,7 @@ def test_narrow_floats_are_exact(name):
     tensor = torch.from_numpy(bits.view(np.uint8).copy()).view(getattr(torch, name))
     (leaf,) = leaves_of(tensor)
     assert leaf.dtype == dtype
-    np.testing.assert_array_equal(np.asarray(leaf.value).view(width), bits)
     np.testing.assert_array_equal(np.asarray(jnp.asarray(leaf.value)).view(width), bits)
-
-
-def test_parameters_views_and_conjugates_are_read():
-    matrix = torch.arange(6.0).reshape(2, 3)
-    tensors = {"parameter": torch.nn.Parameter(matrix), "transposed": matrix.T}
-    tensors["conjugate"] = torch.complex(matrix, matrix).conj()
-    found = {leaf.path: leaf.value for leaf in leaves_of(tensors)}
-    for path, tensor in tensors.items():
-        np.testing.assert_array_equal(found[path], tensor.detach().resolve_conj().numpy())
 
 
 def test_meta_tensors_become_structs():
@@ -69,21 +56,10 @@ def test_meta_tensors_become_structs():
 
 @pytest.mark.parametrize(
     "tensor",
-    [
-        torch.eye(3).to_sparse(),
-        torch.tensor(2**40),
-        torch.tensor(0.1, dtype=torch.float64),
-    ],
+    [torch.eye(3).to_sparse(), torch.tensor(2**40), torch.tensor(0.1, dtype=torch.float64)],
     ids=["sparse", "wide integer", "wide float"],
 )
 def test_tensors_that_jax_cannot_keep_are_problems(tensor):
-    _, structure = flatten({"a": tensor, "b": torch.ones(2)})
-    (problem,) = structure.problems
+    (problem,) = flatten({"a": tensor, "b": torch.ones(2)})[1].problems
     assert (problem.path, problem.kind) == ("a", "unreadable")
     assert problem.fix
-
-
-def test_refusal_of_a_module():
-    what, fix = find_refusal(layers())
-    assert what
-    assert "state_dict()" in fix
