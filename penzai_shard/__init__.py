@@ -1,4 +1,4 @@
-"""Patch JAX models with selectors, lay them over a mesh by axis name.
+"""Lay JAX models over a mesh by axis name, and read the layout before anything runs.
 
 Rules say which logical axis goes to which mesh axis; a plan is a printable decision for every
 array; everything that touches devices carries a plan out.

@@ -78,9 +78,12 @@ def make_mesh(
     wanted = math.prod(lengths)
     if wanted != len(available):
         what = f"{mesh_text(sizes)} needs {wanted} devices, and there are {len(available)}"
-        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} JAX_PLATFORMS=cpu"
         fitting = _sizes_that_fit(sizes, len(available))
-        fix = f"Use the sizes {fitting}, or start Python with {flag}."
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} JAX_PLATFORMS=cpu"
+        other = f"or start Python with {flag}."
+        if wanted < len(available):
+            other = f"or make_mesh({sizes}, jax.devices()[:{wanted}])."
+        fix = f"Use the sizes {fitting}, {other}"
         raise MeshError(problems.headline, [Problem("", what, fix)])
     return jax.make_mesh(lengths, names, axis_types=axis_types, devices=available)
 

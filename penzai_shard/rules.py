@@ -206,7 +206,10 @@ def decide(
             fix = _fix_length(name, sizes[i], free[0].mesh_axes, mesh)
             problems.add("", f"{name!r} ({sizes[i]}) {why}", fix, "indivisible")
         else:
-            problems.add("", why, f"Map {name!r} to None or another mesh axis.", "taken")
+            fix = f"Map {name!r} to None or another mesh axis."
+            if list(names).count(name) > 1:
+                fix = f"Write [({name!r}, {_axes_text(asked[0].mesh_axes)}), ({name!r}, None)]."
+            problems.add("", why, fix, "taken")
 
     # A dimension that no rule for names has decided is free for the rules for the largest.
     for rule in rules:

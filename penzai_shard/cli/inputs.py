@@ -3,15 +3,18 @@
 import functools
 import importlib
 import importlib.util
+import inspect
 import pathlib
 import re
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 from penzai_shard.errors import MeshError, Problem, RuleTypeError, SelectionError
 from penzai_shard.meshes import AnyMesh, make_mesh
 from penzai_shard.paths import nearest
+from penzai_shard.placement.sharded_init import abstract_model
 from penzai_shard.rules import AxisRules
 
 
@@ -31,6 +34,21 @@ def read_object(reference: str) -> Any:
         near = nearest(name, known) or next(iter(known), "name")
         raise _no_object(f"{place} has no {name!r}", f"Write {place}:{near}.")
     return getattr(module, name)
+
+
+def build_abstract(build: Callable[..., Any]) -> Any:
+    """The shapes of what a function builds.
+
+    Raises:
+        SelectionError: It needs arguments.
+    """
+    parameters = inspect.signature(build).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+    if needed:
+        what = f"{build.__name__} needs the argument {needed[0]!r}"
+        raise _no_object(what, "Name a function without arguments that calls it.")
+    return abstract_model(build)
 
 
 def _no_object(what: str, fix: str) -> SelectionError:
@@ -70,6 +88,7 @@ def read_mesh(text: str) -> AnyMesh:
     Raises:
         MeshError: It cannot be read.
     """
+    text = re.sub(r"\s", "", text)
     if not re.fullmatch(r"\w+=\d+(,\w+=\d+)*", text):
         problem = Problem("", f"{text!r} is no mesh", "Write --mesh data=4,model=2.")
         raise MeshError("cannot read the command:", [problem])
@@ -90,6 +109,7 @@ def read_rules(text: str | None) -> AxisRules:
         return AxisRules(None)
     if ":" in text:
         return AxisRules(read_object(text))
+    text = re.sub(r"\s", "", text)
     pairs = [part.partition("=") for part in text.split(",") if part]
     if not all(equals for _, equals, _ in pairs):
         fix = "Write --rules embedding=data,neurons=model."

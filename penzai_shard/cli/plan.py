@@ -4,8 +4,7 @@ import json
 
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.cli import inputs
-from penzai_shard.errors import PlanError
-from penzai_shard.placement.sharded_init import abstract_model
+from penzai_shard.errors import PlanError, Problem, SelectionError
 from penzai_shard.planning import arguments
 from penzai_shard.planning.planner import examine
 
@@ -33,7 +32,10 @@ def print_plan(
     )
     build = inputs.read_object(model)
     # A model can mostly be called too, and has arrays.
-    tree = build if leaves_of(build) or not callable(build) else abstract_model(build)
+    tree = build if leaves_of(build) or not callable(build) else inputs.build_abstract(build)
+    if not leaves_of(tree):
+        fix = "Write the name of a model, or of a function that returns one."
+        raise SelectionError("cannot plan:", [Problem("", f"{model} has no arrays", fix)])
     plan, problems, doubts = examine(tree, request)
     if as_json:
         data = plan.report().to_data()

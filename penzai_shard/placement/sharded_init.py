@@ -21,7 +21,7 @@ from penzai_shard.placement.run_parts import run_initializer
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.planner import plan_tree
-from penzai_shard.readers.reader import initializing_contexts
+from penzai_shard.readers.reader import find_refusal, initializing_contexts
 from penzai_shard.rules import OnIndivisible
 
 
@@ -208,6 +208,9 @@ def _check_complete(made: Any, leaves: Sequence[Leaf]) -> None:
 
 def _check_initializer(called: str, initializer: Any, args: Any) -> None:
     """Refuses a model that exists, and a mesh or plan that would be an argument of the model."""
+    reason = find_refusal(initializer)
+    if reason is not None:
+        raise RuleTypeError(f"{called}:", [Problem("", *reason)])
     if not callable(initializer) or leaves_of(initializer):
         what = f"a {type(initializer).__name__} stands in the place of the function that builds it"
         fix = (

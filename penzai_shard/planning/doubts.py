@@ -3,13 +3,13 @@
 from collections.abc import Collection, Hashable
 
 from penzai_shard.paths import nearest
-from penzai_shard.rules import AxisRules
+from penzai_shard.rules import IDENTITY, AxisRules
 
 
 def find_doubts(
     rules: AxisRules, present: Collection[Hashable], mesh_axes: Collection[str]
 ) -> list[str]:
-    """Rules for a name that is nearly a logical axis of the tree, and no rules at all.
+    """Rules for a name that is nearly a logical axis of the tree, and rules of which none is one.
 
     Args:
         rules: The rules.
@@ -23,14 +23,6 @@ def find_doubts(
     ["rule 'embeding' -> 'data' matches no logical axis of this tree. Did you mean 'embedding'?"]
     """
     found = []
-    named = {part for name in present for part in (name if isinstance(name, tuple) else (name,))}
-    if rules == AxisRules(None) and present and named.isdisjoint(mesh_axes):
-        names = ", ".join(map(repr, present))
-        found.append(
-            f"without rules every array is replicated: no logical axis ({names}) has the name of a "
-            f"mesh axis. Write rules={{{next(iter(present))!r}: {next(iter(mesh_axes))!r}}}, or "
-            "rules={} for copies."
-        )
     for rule in rules.rules:
         if rule.logical_axis is None or rule.logical_axis in present or rule.for_activations:
             continue
@@ -39,4 +31,23 @@ def find_doubts(
             found.append(
                 f"rule {rule} matches no logical axis of this tree. Did you mean {near!r}?"
             )
+    asked = _asked_names(rules, mesh_axes)
+    named = {part for name in present for part in (name if isinstance(name, tuple) else (name,))}
+    if not found and asked and present and named.union(present).isdisjoint(asked):
+        names = ", ".join(map(repr, present))
+        found.append(
+            f"no rule names a logical axis of this tree ({names}), so that every device gets a "
+            f"copy. Write rules={{{next(iter(present))!r}: {next(iter(mesh_axes))!r}}}, or "
+            "rules={} for copies."
+        )
     return found
+
+
+def _asked_names(rules: AxisRules, mesh_axes: Collection[str]) -> set[Hashable]:
+    """The names that rules speak of; none if some rule needs no names, or none splits anything."""
+    named = [rule for rule in rules.rules if rule != IDENTITY and not rule.for_activations]
+    if any(rule.logical_axis is None for rule in named):
+        return set()
+    asked = {*mesh_axes} if IDENTITY in rules.rules else set()
+    is_split = asked or any(rule.mesh_axes for rule in named)
+    return asked.union(rule.logical_axis for rule in named) if is_split else set()

@@ -27,15 +27,18 @@ def name_axes(
 
     Args:
         tree: A tree of arrays, shapes or tensors of torch.
-        patterns: A name for each dimension by path pattern, None for a dimension without one; or a
-            ``PartitionSpec``, whose mesh axes are then the names, for rules None. None in place of
-            the names leaves an array without any.
+        patterns: A name for each dimension by path pattern: ``*`` stands for a piece of a path, or
+            a part of one, and ``**`` for any number of pieces; dots, slashes and brackets part
+            pieces. The path of an array that is the whole tree is ``""``. None stands for a
+            dimension without a name, and in place of the names for an array without any. A
+            ``PartitionSpec`` makes its mesh axes the names, for rules None.
 
     Raises:
         SelectionError: An array fits no pattern or several, a pattern fits no array, or the number
             of names is not the array's rank; all at once.
         RuleTypeError: The names are not a sequence of hashable names.
 
+    >>> import numpy as np
     >>> weights = {"layers.0.weight": np.ones((4, 3)), "layers.0.bias": np.ones(4)}
     >>> named = name_axes(weights, {"layers.*.weight": ("out", "in"), "layers.*.bias": ("out",)})
     >>> dict(named["layers.0.weight"].named_shape)
@@ -160,6 +163,7 @@ def without_names(tree: Any) -> Any:
     For code that computes with plain arrays. It undoes ``name_axes`` in containers and in modules
     of Equinox; variables stay as they are. Nothing is moved or copied.
 
+    >>> import numpy as np
     >>> named = name_axes({"w": np.ones((4, 3))}, {"w": ("out", "in")})
     >>> without_names(named)["w"].shape
     (4, 3)

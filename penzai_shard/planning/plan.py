@@ -151,7 +151,7 @@ class ShardingPlan(HasReport):
         ]
         return dataclasses.replace(self, mesh=mesh, leaves=tuple(leaves))
 
-    def check_fits(self, leaves: Sequence[Leaf]) -> None:
+    def check_same_tree(self, leaves: Sequence[Leaf]) -> None:
         """Refuses a tree that is not the one of the plan.
 
         Raises:
@@ -175,6 +175,15 @@ class ShardingPlan(HasReport):
                 if a != b:
                     problems.add(path, f"its {what} is {b}, and {a} in the plan", fix, "misfit")
         problems.raise_if_any(PlanError)
+
+    def to_data(self) -> dict[str, Any]:
+        """The plan as a dictionary, with a row for each array."""
+        rows = [
+            {name: getattr(leaf, name) for name in LeafPlan.__slots__ if name != "sharding"}
+            | {"dtype": str(leaf.dtype), "spec": None if leaf.spec is None else tuple(leaf.spec)}
+            for leaf in self.leaves
+        ]
+        return {**super().to_data(), "rows": rows}
 
     def report(self) -> Report:
         """The plan as a table."""
@@ -210,6 +219,10 @@ class ShardingPlan(HasReport):
         if self.unused_rules:
             names = ", ".join(map(repr, self.unused_rules))
             notes.append(f"no array has these logical axes of the rules: {names}")
+        used = jax.tree_util.tree_leaves([tuple(leaf.spec or ()) for leaf in self.leaves])
+        unused = [repr(axis) for axis in self.mesh.axis_names if axis not in used]
+        if unused and self.leaves:
+            notes.append(f"no array is split over mesh axis {' or '.join(unused)}")
         if self.others:
             notes.append(f"{len(self.others):,} leaves are no arrays and stay as they are")
         left = sum(leaf.spec is None for leaf in self.leaves)

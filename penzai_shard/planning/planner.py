@@ -46,8 +46,13 @@ def make_plan(
         MeshError: A rule names a mesh axis that the mesh does not have.
         RuleTypeError: An argument cannot be read.
 
+    Returns:
+        The plan, which prints as a table, and shows itself in a notebook. Its ``leaves`` are the
+        decisions; ``sharding_tree()`` and ``restore_structs()`` are trees for JAX and Orbax;
+        ``place(tree, plan)`` carries it out, and ``on(mesh)`` is the same plan on another mesh.
+
     Warns:
-        ShardingWarning: A rule is one letter off a logical axis of the tree.
+        ShardingWarning: A rule is one letter off a logical axis of the tree, or no rule names one.
 
     >>> import jax
     >>> import penzai_shard as pzs
@@ -79,7 +84,7 @@ def plan_tree(tree: Any, request: arguments.Request) -> ShardingPlan:
     arguments.check_tree(request.called, tree)
     if request.plan is not None:
         leaves, _ = flatten(tree)
-        request.plan.check_fits(name_statistics(leaves))
+        request.plan.check_same_tree(name_statistics(leaves))
         return request.plan
     plan, problems, doubts = examine(tree, request)
     problems.raise_if_any(PlanError)
@@ -142,7 +147,9 @@ class _Planner:
             return self._as_parameter(leaf)
         if leaf.names is not None:
             decision = self._decide(leaf.names, leaf.shape)
-            return decision.spec, decision.reason, decision.problems
+            is_named = any(name is not None for name in leaf.names)
+            reason = decision.reason if is_named else "its dimensions have no names: replicated"
+            return decision.spec, reason, decision.problems
         return self._decide_unnamed(leaf)
 
     def plan(self, leaf: Leaf, spec: PartitionSpec | None, reason: str) -> LeafPlan:
@@ -189,7 +196,7 @@ class _Planner:
             return _WHOLE, "", [Problem("", what, f"{fix}.", "misfit")]
         what = f"this array of shape {leaf.shape} has no logical axis names"
         names = tuple(f"axis_{dim}" for dim in range(len(leaf.shape)))
-        fix = f"Name it: name_axes(tree, {{{leaf.path!r}: {names}}}), or write on_unnamed=" + (
-            '"replicate".'
-        )
+        fix = f"Name it: name_axes(tree, {{{leaf.path!r}: {names}}}), or w{fix[1:]}."
+        if any(rule.logical_axis is None and rule.mesh_axes for rule in self.rules):
+            fix = "Write fully_sharded(unnamed='largest')."
         return _WHOLE, "", [Problem("", what, fix, "unnamed")]

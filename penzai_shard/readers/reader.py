@@ -101,6 +101,7 @@ def register_reader(reader: Reader) -> None:
 
     >>> import dataclasses, jax
     >>> import penzai_shard as pzs
+    >>> from penzai_shard.readers import Content
     >>> @jax.tree_util.register_dataclass
     ... @dataclasses.dataclass
     ... class Field:

@@ -21,12 +21,10 @@ from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 from penzai_shard.arrays.structure import (
-    Variable,
     flatten,
     leaves_of,
     read_variables,
     same_static,
-    variables_of,
     with_arrays,
 )
 from penzai_shard.errors import ShardingError
@@ -101,8 +99,7 @@ def test_laws_of_a_model(name):
 def test_fill_keeps_modules_and_variables_that_occur_twice():
     one, other = models.nnx_block(), models.nnx_block()
     other.first = one.first
-    tree = {"a": one, "b": other, "again": one}
-    leaves, structure = flatten(tree)
+    leaves, structure = flatten({"a": one, "b": other, "again": one})
     made = structure.fill([leaf.value for leaf in leaves])
     assert len({leaf.path for leaf in leaves}) == len(leaves)
     assert made["again"] is made["a"]
@@ -164,7 +161,6 @@ def test_laws_of_any_tree(tree):
         (Module(1, 1), Module(1, True)),
         (Module(1, (0.0,)), Module(1, (-0.0,))),
         (Module(1, np.ones(1, np.float32)), Module(1, np.ones(1, np.float64))),
-        (Module(2), Module(2.0)),
         (eqx.nn.Dropout(0.1), eqx.nn.Dropout(0.2)),
     ],
 )
@@ -215,28 +211,12 @@ def test_flatten_state_of_penzais_trainer_has_a_path_for_each_array():
     assert flatten(jax.eval_shape(make_state))[1].paths == structure.paths
 
 
-def test_flatten_of_a_reference_is_a_problem():
-    (problem,) = flatten({"ref": jax.new_ref(jnp.zeros(2))})[1].problems
-    assert (problem.path, problem.kind) == ("ref", "unreadable")
-
-
 def test_flatten_automatic_labels_are_no_part_of_the_structure():
     one, other = ([pz.StateVariable(value=jnp.zeros(2))] * 2 for _ in range(2))
     assert flatten(one)[1] == flatten(other)[1]
     assert flatten(one)[1] != flatten([one[0], other[0]])[1]
     # Penzai refuses two variables of one label.
     pz.unbind_variables([one[0], flatten(one)[1].fill_alike([2.0])])
-
-
-def test_variables_of_is_in_the_order_of_the_structure():
-    inner = pz.Parameter(label="inner", value=1.0).freeze()
-    outer = pz.StateVariable({"x": 2.0, "y": inner}, label="outer")
-    assert variables_of([outer, SHARED]) == [outer, inner, SHARED]
-    assert flatten([outer, SHARED])[1].variables == (
-        Variable("state", True, slice(0, 2)),
-        Variable("parameter", False, slice(1, 2)),
-        Variable("parameter", True, slice(2, 3)),
-    )
 
 
 @pytest.mark.parametrize(
@@ -254,19 +234,16 @@ def test_read_of_another_tree_names_the_first_path_that_differs(tree, path):
     assert [problem.path for problem in caught.value.problems] == [path]
 
 
-@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint])
 @pytest.mark.parametrize(
     ("before", "assign"),
     [
         ({"x": jnp.ones(2), "y": jnp.ones(3)}, lambda value: {"y": value["x"], "x": value["y"]}),
         (None, lambda value: jnp.ones(2)),
         (pz.nx.ones({"a": 2, "b": 3}), lambda value: value.order_as("b", "a") * 2),
-        (jnp.ones(2), lambda value: jnp.concatenate([value, value])),
         (jnp.ones(2), lambda value: None),
-        (jnp.ones(2), lambda value: value),
     ],
 )
-def test_read_variables_gives_whatever_was_assigned(transform, before, assign):
+def test_read_variables_gives_whatever_was_assigned(before, assign):
     leaves, structure = flatten(Module(pz.StateVariable(before, label="n")))
 
     def call(values):
@@ -274,7 +251,7 @@ def test_read_variables_gives_whatever_was_assigned(transform, before, assign):
         tree.inner.value = assign(tree.inner.value)
         return read_variables(tree)
 
-    found = transform(call)([leaf.value for leaf in leaves])
+    found = jax.jit(call)([leaf.value for leaf in leaves])
     jax.tree.map(np.testing.assert_array_equal, found, [assign(before)])
 
 
@@ -356,18 +333,13 @@ def test_same_static_of_one_code_in_two_modules_differs():
     assert not same_static(one, other)
 
 
-def test_same_static_sees_attributes_beside_fields_and_slots():
-    def make(kind, width):
-        made = kind()
-        made.width = width
-        return made
-
+def test_same_static_sees_attributes_beside_the_fields_of_a_dataclass():
     settings = dataclasses.make_dataclass("Settings", [("rate", float, 0.1)])
     widened = type("Widened", (settings,), {})
-    slotted = type("Slotted", (), {"__slots__": ("__dict__", "width")})
-    assert same_static(make(widened, 2), make(widened, 2))
-    assert not same_static(make(widened, 2), make(widened, 3))
-    assert not same_static(make(slotted, 2), make(slotted, 3))
+    one, other = widened(), widened()
+    assert same_static(one, other)
+    other.width = 2
+    assert not same_static(one, other)
 
 
 def test_same_static_of_what_holds_itself_ends():

@@ -65,7 +65,7 @@ def test_run_initializer_values(initializer):
     level = None if initializer is constrained else {"xla_backend_optimization_level": "1"}
     wanted = jax.tree.leaves(jax.jit(initializer, compiler_options=level)(key))
     for output, other, expected in zip(outputs, again, wanted, strict=True):
-        assert output.aval == expected.aval
+        assert (output.dtype, output.aval.weak_type) == (expected.dtype, expected.aval.weak_type)
         np.testing.assert_array_equal(bits(output), bits(other))
         if output.dtype == jnp.float32:
             np.testing.assert_array_max_ulp(output, expected, 1)
@@ -95,28 +95,21 @@ def test_run_initializer_computes_what_is_wanted_and_has_each_effect_once():
         jax.debug.callback(lambda x: seen.append(x.shape), weights, ordered=True)
         return weights, jnp.tril(TABLE), jax.pure_callback(refuse, jax.typeof(1.0), 1.0)
 
+    seen = []
     traced = trace(initializer, jax.random.key(0))
     for wanted in ({0: None, 1: None}, {1: None}):
-        seen = []
+        seen.clear()
         np.testing.assert_array_equal(run_initializer(traced, wanted)[1], np.tril(TABLE))
         jax.effects_barrier()
         assert seen == ["small", (64, 64)]
 
 
-def scaled_by(table):
-    scaled = jax.custom_jvp(lambda x: jax.jit(lambda x: x + table)(x))
-    scaled.defjvps(lambda t, _, x: t)
-    return scaled
+def test_run_initializer_tells_functions_of_equal_text_apart():
+    def called_with(table):
+        return lambda x: jax.pure_callback(lambda x: x + table, jax.typeof(x), x)
 
-
-def called_with(table):
-    return lambda x: jax.pure_callback(lambda x: x + table, jax.typeof(x), x)
-
-
-@pytest.mark.parametrize("make", [scaled_by, called_with])
-def test_run_initializer_tells_functions_of_equal_text_apart(make):
     tables = [TABLE * np.float32(factor) for factor in range(3)]
-    functions = list(map(make, tables))
+    functions = list(map(called_with, tables))
     outputs = run(trace(lambda: [function(jnp.tril(TABLE)) for function in functions]))
     for output, table in zip(outputs, tables, strict=True):
         np.testing.assert_array_equal(output, np.tril(TABLE) + table)

