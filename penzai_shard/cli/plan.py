@@ -38,7 +38,7 @@ def print_plan(
         raise SelectionError("cannot plan:", [Problem("", f"{model} has no arrays", fix)])
     plan, problems, doubts = examine(tree, request)
     if as_json:
-        data = plan.report().to_data()
+        data = plan.to_data()
         rows = [{"path": p.path, "what": p.what, "fix": p.fix, "kind": p.kind} for p in problems]
         print(json.dumps({**data, "problems": rows, "doubts": doubts}, indent=2, default=str))
     problems.raise_if_any(PlanError)

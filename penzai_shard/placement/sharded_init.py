@@ -13,8 +13,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from penzai_shard.arrays.kinds import is_struct
-from penzai_shard.arrays.structure import Leaf, Structure, flatten, leaves_of
-from penzai_shard.errors import Problem, Problems, RuleTypeError, ShardingError
+from penzai_shard.arrays.structure import Leaf, Structure, flatten, leaves_of, read_variables
+from penzai_shard.errors import Problem, Problems, RuleTypeError, ShardingError, warn_caller
 from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, on_auto_twin
 from penzai_shard.placement.place import check_devices, planned_shardings
 from penzai_shard.placement.run_parts import run_initializer
@@ -23,6 +23,11 @@ from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.planner import plan_tree
 from penzai_shard.readers.reader import find_refusal, initializing_contexts
 from penzai_shard.rules import OnIndivisible
+
+_LOST_ASSIGNMENT = (
+    "sharded_init: the initialiser assigned a variable of its arguments, such as a count of "
+    "nnx.Rngs, which keeps its value. Make it inside: sharded_init(lambda: Model(nnx.Rngs(0)))."
+)
 
 
 def sharded_init(
@@ -78,7 +83,7 @@ def sharded_init(
         plan=plan,
     )
     check_devices(request)
-    build, structures = _prepare(initializer, args, kwargs)
+    build, structures = _prepare("sharded_init", initializer, args, kwargs)
     # Functions under jax.jit keep the mesh in force, which must have Auto axes where they run.
     with jax.set_mesh(auto_twin(jax.sharding.get_mesh())), _initializing():  # type: ignore[arg-type]
         traced, structs = jax.make_jaxpr(build, return_shape=True)({})
@@ -110,7 +115,7 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     (4096, 14336)
     """
     _check_initializer("abstract_model", initializer, args)
-    build, structures = _prepare(initializer, args, kwargs)
+    build, structures = _prepare("abstract_model", initializer, args, kwargs)
     shapes = {i: x.value for i, x in enumerate(leaves_of((args, kwargs))) if is_struct(x.value)}
     with _initializing():
         structs = jax.eval_shape(build, shapes)
@@ -157,7 +162,7 @@ def initialize_parameters_sharded(
 
 
 def _prepare(
-    initializer: Callable[..., Any], args: Any, kwargs: Any
+    called: str, initializer: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Callable[[dict[int, Any]], list[Any]], list[Structure]]:
     """A function that makes the arrays of the model, and a list that gets their structure.
 
@@ -174,7 +179,12 @@ def _prepare(
         if tracers or not is_same or any(variable.live for variable in given.variables):
             own = [tracers.get(i, value) for i, value in enumerate(values)]
             own_args, own_kwargs = given.fill_alike(own)
+        before = [*map(id, read_variables((own_args, own_kwargs)))]
         made = initializer(*own_args, **own_kwargs)
+        if called == "sharded_init" and before != [
+            *map(id, read_variables((own_args, own_kwargs)))
+        ]:
+            warn_caller([_LOST_ASSIGNMENT])
         made_leaves, structure = flatten(made)
         _check_complete(made, made_leaves)
         structures.append(structure)

@@ -61,7 +61,9 @@ def test_plan_json_has_rows_and_problems(run):
     status, out, _ = run("model.py:tree", "--mesh", "data=4", "--rules", "embed=data", "--json")
     data = json.loads(out)
     assert (status, data["problems"]) == (0, [])
-    assert [row["array"] for row in data["rows"]] == ["w"]
+    assert [(row["path"], row["shape"], row["spec"]) for row in data["rows"]] == [
+        ("w", [8], ["data"])
+    ]
     # A plan without a valid layout is an answer: no.
     status, out, _ = run(*INDIVISIBLE.split(), "--json")
     assert status == 1

@@ -89,17 +89,13 @@ def test_sharded_init_values_and_layouts(name):
 
 
 def test_sharded_init_leaves_arguments_alone():
-    table, rngs = jnp.asarray(TABLE), nnx.Rngs(0)
+    table = jnp.asarray(TABLE)
     made = pzs.sharded_init(build_plain, KEY, KEY, table, mesh=MESH, rules=RULES, **RELAXED)
     assert (made["text"], made["function"], made["rate"]) == ("gelu", jnp.tanh, 0.5)
     for array in arrays_of(made):
         array.delete()
     np.testing.assert_array_equal(table, TABLE)
     assert not KEY.is_deleted()
-    made = pzs.sharded_init(NnxBlock, rngs, mesh=MESH, rules=RULES, **RELAXED)
-    assert rngs.params.count[...] == 0
-    kernels = (model.first.kernel[...] for model in (made, nnx_block()))
-    np.testing.assert_allclose(*kernels, atol=1e-6)
 
 
 @pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
@@ -163,3 +159,20 @@ def test_sharded_init_peak_memory():
     command = [sys.executable, "-c", textwrap.dedent(code)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     assert 0.9 < float(output) < 1.3
+
+
+def test_sharded_init_warns_of_random_streams_that_stay_where_they_are():
+    given = {"mesh": MESH, "rules": RULES, **RELAXED}
+    rngs = nnx.Rngs(0)
+    with pytest.warns(pzs.ShardingWarning, match="lambda"):
+        made = pzs.sharded_init(NnxBlock, rngs, **given)
+    assert rngs.params.count[...] == 0
+    kernels = (model.first.kernel[...] for model in (made, nnx_block()))
+    np.testing.assert_allclose(*kernels, atol=1e-6)
+    pzs.sharded_init(lambda: NnxBlock(nnx.Rngs(0)), **given)
+
+
+def test_abstract_model_refuses_a_module_of_linen():
+    with pytest.raises(pzs.RuleTypeError) as caught:
+        pzs.abstract_model(nn.Dense(4), KEY, jnp.ones((2, 2)))
+    assert "module.init" in caught.value.problems[0].fix

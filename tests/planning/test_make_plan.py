@@ -222,3 +222,16 @@ def test_make_plan_counts_the_dtype_that_a_device_holds():
     plan = pzs.make_plan(tree, pzs.make_mesh({"data": 8}), {"a": "data"})
     assert plan.bytes_per_device == 8
     assert plan.leaves[0].dtype == pzs.place(tree, plan)["w"].dtype == np.float32
+
+
+def test_make_plan_warns_where_no_rule_names_an_axis_of_the_tree():
+    tree = pz.nx.ones({"embedding": 8})
+    with pytest.warns(pzs.ShardingWarning, match="embedding"):
+        pzs.make_plan(tree, MESH, {"hidden": "data"})
+    for rules in ({}, {"embedding": None}, pzs.data_parallel(), pzs.fully_sharded()):
+        pzs.make_plan(tree, MESH, rules)
+
+
+def test_make_plan_notes_a_mesh_axis_that_nothing_is_split_over():
+    plan = pzs.make_plan(pz.nx.ones({"a": 8}), MESH, {"a": "data"})
+    assert any("'model'" in note for note in plan.report().notes)
