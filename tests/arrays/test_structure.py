@@ -2,7 +2,9 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
+import sys
 from typing import Any
 
 import equinox as eqx
@@ -16,7 +18,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from penzai import pz
 
@@ -243,7 +245,8 @@ def test_read_of_another_tree_names_the_first_path_that_differs(tree, path):
         (jnp.ones(2), lambda value: None),
     ],
 )
-def test_read_variables_gives_whatever_was_assigned(before, assign):
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint])
+def test_read_variables_gives_whatever_was_assigned(transform, before, assign):
     leaves, structure = flatten(Module(pz.StateVariable(before, label="n")))
 
     def call(values):
@@ -251,7 +254,7 @@ def test_read_variables_gives_whatever_was_assigned(before, assign):
         tree.inner.value = assign(tree.inner.value)
         return read_variables(tree)
 
-    found = jax.jit(call)([leaf.value for leaf in leaves])
+    found = transform(call)([leaf.value for leaf in leaves])
     jax.tree.map(np.testing.assert_array_equal, found, [assign(before)])
 
 
@@ -346,3 +349,88 @@ def test_same_static_of_what_holds_itself_ends():
     one, other = {}, {}
     one[0], other[0] = one, other
     assert not same_static(one, other)
+
+
+# How a structure is used
+
+
+def test_equal_structures_are_one_key_of_jit():
+    traces = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def call(structure, values):
+        traces.append(structure)
+        return structure.fill(values, live=ROLES)(pz.nx.ones({"features": 8}))
+
+    for seed in range(3):
+        leaves, structure = flatten(models.counted_mlp(seed))
+        call(structure, [leaf.value for leaf in leaves])
+    assert len(traces) == 1
+
+
+def test_fill_inside_shard_map_has_local_lengths():
+    leaves, structure = flatten({"x": pz.nx.ones({"batch": 8, "features": 4})})
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    def body(values):
+        tree = structure.fill(values)
+        assert dict(tree["x"].named_shape) == {"batch": 1, "features": 4}
+        assert are_identical(structure.read(tree), values)
+        return values
+
+    jax.eval_shape(body, [leaf.value for leaf in leaves])
+
+
+def count_calls(function):
+    """Calls of Python functions, which do not depend on the machine."""
+    events = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    function()
+    sys.setprofile(None)
+    return events.count("call")
+
+
+def test_calls_per_array():
+    tree = models.llama()
+    leaves, structure = flatten(tree)
+    values = [leaf.value for leaf in leaves]
+    assert count_calls(lambda: flatten(tree)) / len(leaves) < 120
+    assert count_calls(lambda: structure.fill(values)) / len(leaves) < 40
+
+
+@pytest.mark.parametrize("name", ["stacked llama", "linen state", "nnx", "haliax mlp", "v1 mlp"])
+def test_fill_with_shardings_gives_a_tree_that_jax_takes(name):
+    tree = freeze(models.model(name))
+    leaves, structure = flatten(tree)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    specs = [P("a") if leaf.shape and leaf.shape[0] % 2 == 0 else P() for leaf in leaves]
+    shardings = structure.fill([NamedSharding(mesh, spec) for spec in specs])
+    placed = jax.device_put(tree, shardings)
+    assert [x.sharding for x in jax.tree.leaves(placed)] == jax.tree.leaves(shardings)
+    jax.jit(lambda tree: None, in_shardings=(shardings,)).lower(tree)
+
+
+def test_flatten_of_a_reference_is_a_problem():
+    (problem,) = flatten({"ref": jax.new_ref(jnp.zeros(2))})[1].problems
+    assert (problem.path, problem.kind) == ("ref", "unreadable")
+
+
+def test_flatten_statistics_of_structs_are_leaves_as_those_of_arrays():
+    def make_state():
+        params = pz.unbind_variables(models.penzai_mlp(), freeze=True)[1]
+        return {"params": params, "opt_state": optax.adam(1e-3).init(params)}
+
+    concrete, abstract = (flatten(tree)[0] for tree in (make_state(), jax.eval_shape(make_state)))
+    assert [leaf.path for leaf in abstract] == [leaf.path for leaf in concrete]
+    labels = [leaf.path for leaf in concrete if leaf.path.startswith("mlp/")]
+    assert len(labels) == len(set(labels)) == 4
+
+
+def test_fill_alike_keeps_frozen_what_was_frozen():
+    frozen, live = (
+        pz.Parameter(value=1.0, label="base").freeze(),
+        pz.Parameter(value=2.0, label="lora"),
+    )
+    made = flatten({"base": frozen, "lora": live})[1].fill_alike([3.0, 4.0])
+    assert (type(made["base"]), type(made["lora"])) == (pz.ParameterValue, pz.Parameter)
