@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import penzai_shard as pzs
 from penzai_shard.arrays.structure import flatten, leaves_of
 
 torch = pytest.importorskip("torch")
@@ -63,3 +64,16 @@ def test_tensors_that_jax_cannot_keep_are_problems(tensor):
     (problem,) = flatten({"a": tensor, "b": torch.ones(2)})[1].problems
     assert (problem.path, problem.kind) == ("a", "unreadable")
     assert problem.fix
+
+
+def test_tensor_that_stands_for_an_array_of_jax_is_that_array():
+    # As torchax's tensors do.
+    class JaxTensor(torch.Tensor):
+        def jax(self):
+            return jnp.arange(8.0)
+
+    tensor = torch.Tensor._make_subclass(JaxTensor, torch.zeros(8))
+    named = pzs.name_axes({"w": tensor}, {"w": ("batch",)})
+    placed = pzs.name_to_name_device_put(named, pzs.make_mesh({"data": 8}), {"batch": "data"})
+    assert placed["w"].data_array.sharding.spec == jax.P("data")
+    assert placed["w"].data_array[7] == 7
