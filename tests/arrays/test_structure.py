@@ -22,11 +22,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from penzai import pz
 
+from penzai_shard.arrays.static_values import same_static
 from penzai_shard.arrays.structure import (
     flatten,
     leaves_of,
     read_variables,
-    same_static,
     with_arrays,
 )
 from penzai_shard.errors import ShardingError
