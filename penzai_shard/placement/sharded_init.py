@@ -179,11 +179,10 @@ def _prepare(
         if tracers or not is_same or any(variable.live for variable in given.variables):
             own = [tracers.get(i, value) for i, value in enumerate(values)]
             own_args, own_kwargs = given.fill_alike(own)
-        before = [*map(id, read_variables((own_args, own_kwargs)))]
+        before = read_variables((own_args, own_kwargs))
         made = initializer(*own_args, **own_kwargs)
-        if called == "sharded_init" and before != [
-            *map(id, read_variables((own_args, own_kwargs)))
-        ]:
+        pairs = zip(before, read_variables((own_args, own_kwargs)), strict=True)
+        if called == "sharded_init" and any(a is not b for a, b in pairs):
             warn_caller([_LOST_ASSIGNMENT])
         made_leaves, structure = flatten(made)
         _check_complete(made, made_leaves)
