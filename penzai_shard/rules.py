@@ -400,11 +400,13 @@ class AxisRules:
         >>> AxisRules.from_data(tensor_parallel().to_data()) == tensor_parallel()
         True
         """
-        return cls([Rule(**{name: _tupled(value) for name, value in row.items()}) for row in data])
+        return cls(
+            [Rule(**{name: _to_tuple(value) for name, value in row.items()}) for row in data]
+        )
 
 
-def _tupled(value: Any) -> Any:
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+def _to_tuple(value: Any) -> Any:
+    return tuple(map(_to_tuple, value)) if isinstance(value, list) else value
 
 
 # Presets

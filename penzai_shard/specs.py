@@ -5,7 +5,7 @@ a compiled program gives its results such specs, so only with them is a program 
 """
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -43,20 +43,6 @@ def mesh_axes(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
     if len(spec) > rank or PartitionSpec.UNCONSTRAINED in spec:
         raise ValueError(f"{spec} does not say the mesh axes of {rank} dimensions.")
     return tuple(_axes_of_entry(entry) for entry in (*spec, *(None,) * (rank - len(spec))))
-
-
-def without_mesh_axes(spec: PartitionSpec, dropped: Container[str]) -> PartitionSpec:
-    """The canonical spec without some mesh axes; what it leaves to JAX stays so.
-
-    >>> without_mesh_axes(PartitionSpec(("x", "y"), "z"), {"x", "z"})
-    P('y',)
-    """
-    return canonical(
-        entry
-        if entry is PartitionSpec.UNCONSTRAINED
-        else tuple(axis for axis in _axes_of_entry(entry) if axis not in dropped)
-        for entry in spec
-    )
 
 
 def _axes_of_entry(entry: Any) -> tuple[str, ...]:

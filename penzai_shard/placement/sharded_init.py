@@ -85,7 +85,7 @@ def sharded_init(
     check_devices(request)
     build, structures = _prepare("sharded_init", initializer, args, kwargs)
     # Functions under jax.jit keep the mesh in force, which must have Auto axes where they run.
-    with jax.set_mesh(auto_twin(jax.sharding.get_mesh())), _initializing():  # type: ignore[arg-type]
+    with jax.set_mesh(auto_twin(jax.sharding.get_mesh())), _enter_contexts():  # type: ignore[arg-type]
         traced, structs = jax.make_jaxpr(build, return_shape=True)({})
     structure = structures[-1]
     shardings = planned_shardings(plan_tree(structure.fill(structs), request), structure)
@@ -117,7 +117,7 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     _check_initializer("abstract_model", initializer, args)
     build, structures = _prepare("abstract_model", initializer, args, kwargs)
     shapes = {i: x.value for i, x in enumerate(leaves_of((args, kwargs))) if is_struct(x.value)}
-    with _initializing():
+    with _enter_contexts():
         structs = jax.eval_shape(build, shapes)
     return structures[-1].fill(structs)
 
@@ -192,7 +192,7 @@ def _prepare(
     return build, structures
 
 
-def _initializing() -> contextlib.AbstractContextManager[Any]:
+def _enter_contexts() -> contextlib.AbstractContextManager[Any]:
     """Contexts in which libraries build models without laying them out themselves."""
     stack = contextlib.ExitStack()
     for context in (auto_context(), *initializing_contexts()):

@@ -1,7 +1,7 @@
 """Reads the arguments that every planning function takes: mesh, rules, options, or a plan.
 
 Rules come under two names, ``rules`` and Penzai's ``axis_name_to_mesh_name``. What is certainly a
-mistake is refused here, in one table.
+mistake is refused here, and nowhere else.
 """
 
 import dataclasses

@@ -27,7 +27,7 @@ class _Boxes:
         # Flax's own boxes may lay their data over a mesh when they are asked for it.
         data = node.value if hasattr(node, "value") else node.unbox()
         template = node.replace_boxed(None)
-        names, problem = read_names(_given_names(node), f"box {type(node).__name__}", _EXAMPLE)
+        names, problem = read_names(_names_of_box(node), f"box {type(node).__name__}", _EXAMPLE)
         if isinstance(data, meta.AxisMetadata):
             problem = (
                 f"a {type(data).__name__} stands in a {type(node).__name__}, so that its names are "
@@ -50,7 +50,7 @@ class _Boxes:
         return what, "Give its variables: abstract_model(module.init, jax.random.key(0), x)."
 
 
-def _given_names(box: Any) -> Any:
+def _names_of_box(box: Any) -> Any:
     own = getattr(type(box), "get_partition_spec", None)
     # Partitioned's own method leaves out names that a mesh in force does not have.
     if own is None or own is meta.Partitioned.get_partition_spec:

@@ -22,7 +22,7 @@ _STYLE = """<style>
 
 def write_table(report: Report) -> str:
     """The verdict, at most 250 rows, and the notes."""
-    report = report.condensed()
+    report = report.condense()
     columns, cells = table_cells(report)
     lines = [_write_row("th", columns, [column.name for column in columns])]
     for row, texts in list(zip(report.rows, cells, strict=True))[:_MOST_ROWS]:

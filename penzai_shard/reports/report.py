@@ -164,7 +164,7 @@ class Report(HasReport):
     def __bool__(self) -> bool:
         return self.ok is None or bool(self.ok)
 
-    def folded(self) -> "Report":
+    def fold(self) -> "Report":
         """The same with equal blocks as one row, and a column ``x`` that counts them.
 
         Rows are one if they read the same but for the numbers in their paths and for quantities.
@@ -186,12 +186,12 @@ class Report(HasReport):
         columns = (self.columns[0], FOLDED, *self.columns[1:])
         return dataclasses.replace(self, columns=columns, rows=rows, collapse=False)
 
-    def condensed(self) -> "Report":
+    def condense(self) -> "Report":
         """The same, folded, without columns that say nothing.
 
         A column of text that says the same in each of several rows becomes a note.
         """
-        report = self.folded()
+        report = self.fold()
         kept, notes = [], []
         for index, column in enumerate(report.columns):
             texts = {column.text(row[index]) for row in report.rows}
@@ -217,7 +217,7 @@ class Report(HasReport):
         Raises:
             SelectionError: No column has this name.
         """
-        report = self.folded()
+        report = self.fold()
         names = [each.name for each in report.columns]
         if column not in names:
             fix = f"Write one of {', '.join(map(repr, names))}."

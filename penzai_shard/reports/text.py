@@ -21,7 +21,7 @@ _PATH_PIECES = re.compile(r"[^\s/]*/|[^\s/]+\s*|\s+")
 
 def write_lines(report: Report, width: int) -> Iterator[Line]:
     """The verdict, the rows and the notes, each with the style that rich gives it."""
-    report = report.condensed()
+    report = report.condense()
     style = {None: "bold", True: "bold green", False: "bold red"}[report.ok]
     yield from ((text, style) for text in wrap(plain_text(report.verdict), width))
     columns, cells = table_cells(report)

@@ -46,7 +46,7 @@ class Node:
 
 def make_tree(report: Report) -> "Tree":
     """Nests the rows of a report, in their order."""
-    report = report.condensed()
+    report = report.condense()
     root = Node("")
     is_path = any(column.kind == "path" for column in report.columns[:1])
     times = collections.Counter(str(row[0]) for row in report.rows)
