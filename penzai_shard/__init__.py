@@ -11,8 +11,15 @@ __version__ = "0.2.0"
 
 # The public names of each module, which is imported when one of them is first used.
 _NAMES = {
-    "errors": "MeshError MissingExtraError PlanError RuleTypeError SelectionError ShardingError "
-    "ShardingWarning",
+    "checkpoints.parameters": "param_dict restore_params restore_structs save_params with_params",
+    "checkpoints.train_states": "restore_train_state save_train_state",
+    "errors": "CheckpointDamagedError CheckpointMismatchError CheckpointNotFoundError "
+    "CheckpointWriteError MeshError MissingExtraError PlanError RuleTypeError SelectionError "
+    "ShardingError ShardingWarning",
+    "layers.constraints": "ConstrainActivations ConstrainSharding ConstrainShardingByName",
+    "layers.jitted": "Jitted",
+    "layers.remat": "Checkpointed",
+    "layers.wrapper": "Scoped",
     "meshes": "make_mesh",
     "placement.named_jit": "named_jit",
     "placement.place": "name_to_name_device_put place",
@@ -23,6 +30,10 @@ _NAMES = {
     "readers.reader": "register_reader",
     "reports.report": "Report",
     "rules": "AxisRules data_parallel fully_sharded tensor_parallel",
+    "training.batches": "shard_batch",
+    "training.stateful_trainer": "StatefulTrainer",
+    "training.step": "build_eval_step_fn build_train_step_fn",
+    "training.train_state": "TrainState train_state_sharding",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -88,6 +88,22 @@ class SelectionError(ShardingError, LookupError):
     """A pattern fits nothing, or too much."""
 
 
+class CheckpointNotFoundError(ShardingError, FileNotFoundError):
+    """There is no checkpoint at a path."""
+
+
+class CheckpointMismatchError(ShardingError):
+    """What is stored does not fit what is wanted: names, axes, sizes or dtypes differ."""
+
+
+class CheckpointDamagedError(ShardingError):
+    """Files of a checkpoint are missing, or are not as they were saved."""
+
+
+class CheckpointWriteError(ShardingError):
+    """A checkpoint cannot be written: the path is taken, or the disk is full, for instance."""
+
+
 class MissingExtraError(ImportError):
     """An optional library is absent; the message says which extra installs it."""
 

@@ -3,23 +3,29 @@
 Arrays on an Explicit mesh are relabelled onto its Auto twin here, and nowhere else on the way in.
 """
 
+import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
-from penzai_shard.arrays.kinds import device_dtype, is_deleted, is_struct
-from penzai_shard.arrays.structure import Structure, flatten
-from penzai_shard.errors import Problems, ShardingError
-from penzai_shard.meshes import on_auto_twin
+from penzai_shard.arrays.kinds import device_dtype, is_deleted, is_struct, is_traced
+from penzai_shard.arrays.structure import Leaf, Structure, flatten
+from penzai_shard.errors import MeshError, Problems, ShardingError
+from penzai_shard.meshes import AnyMesh, mesh_text, on_auto_twin, same_devices
 
 
-def run_inputs(tree: Any, called: str) -> tuple[list[Any], Structure]:
+def run_inputs(
+    tree: Any, called: str, *, allow_structs: bool = False
+) -> tuple[list[Leaf], Structure]:
     """Takes the inputs of a function apart, and refuses what nothing can run on.
 
     Args:
         tree: The inputs, as one tree.
         called: The function that was called, for messages.
+        allow_structs: Whether shapes are as good as arrays, as for a function that is lowered only.
 
     Returns:
         The arrays, on meshes with Auto axes, and the rest of the tree.
@@ -36,7 +42,7 @@ def run_inputs(tree: Any, called: str) -> tuple[list[Any], Structure]:
         if is_deleted(value):
             fix = "Use the array that came back, or leave donation out."
             problems.add(leaf.path, "it is deleted; a call that donated it has its memory", fix)
-        elif is_struct(value):
+        elif is_struct(value) and not allow_structs:
             fix = "Make it: sharded_init(build, mesh=mesh, rules=rules)."
             problems.add(leaf.path, "it is a shape and holds no values", fix)
         elif leaf.dtype is None:
@@ -46,7 +52,38 @@ def run_inputs(tree: Any, called: str) -> tuple[list[Any], Structure]:
             fix = "Set jax.config.update('jax_enable_x64', True)."
             problems.add(leaf.path, "it has integers that 32 bits cannot hold", fix)
     problems.raise_if_any(ShardingError)
-    return [on_auto_twin(leaf.value) for leaf in leaves], structure
+    return [_on_auto_twin(leaf) for leaf in leaves], structure
+
+
+def _on_auto_twin(leaf: Leaf) -> Leaf:
+    value = on_auto_twin(leaf.value)
+    return leaf if value is leaf.value else dataclasses.replace(leaf, value=value)
+
+
+def find_mesh(leaves: Iterable[Leaf], called: str) -> AnyMesh | None:
+    """The mesh over which arrays lie, or None where none lies over a mesh.
+
+    Args:
+        leaves: The arrays, as ``run_inputs`` gives them.
+        called: The function that was called, for messages.
+
+    Raises:
+        MeshError: They lie over several meshes; all that differ from the first are in it.
+    """
+    mesh: AnyMesh | None = None
+    first = ""
+    problems = Problems(f"{called} needs all arrays on one mesh:")
+    for leaf in leaves:
+        sharding = None if is_traced(leaf.value) else getattr(leaf.value, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            continue
+        if mesh is None:
+            mesh, first = sharding.mesh, leaf.path
+        elif not same_devices(mesh, sharding.mesh):
+            what = f"it lies over ({mesh_text(sharding.mesh)}), {first!r} over ({mesh_text(mesh)})"
+            problems.add(leaf.path, what, "Move it: place(tree, mesh, rules).")
+    problems.raise_if_any(MeshError)
+    return mesh
 
 
 def _is_too_wide(value: Any) -> bool:

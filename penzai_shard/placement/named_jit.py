@@ -75,7 +75,8 @@ def named_jit(
 
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        values, structure = run_inputs((args, kwargs), "named_jit")
+        leaves, structure = run_inputs((args, kwargs), "named_jit")
+        values = [leaf.value for leaf in leaves]
         # An array that also stands in another place must stay.
         counts = Counter(map(id, values))
         given = (leaves_of(arg) for i, arg in enumerate(args) if i in positions)

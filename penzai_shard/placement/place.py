@@ -117,7 +117,8 @@ def place_tree(tree: Any, request: arguments.Request, *, owned: bool = False) ->
     plan = plan_tree(tree, request)
     # Tracers that lie on an Explicit mesh of jax.set_mesh are relabelled in it.
     with auto_context():
-        values, structure = run_inputs(tree, request.called)
+        leaves, structure = run_inputs(tree, request.called)
+        values = [leaf.value for leaf in leaves]
         shardings = planned_shardings(plan, structure)
         is_constraint = any(map(is_traced, values))
         if is_constraint:
