@@ -94,9 +94,10 @@ def sharded_init(
 
 
 def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Finds the shapes of what an initialiser would build, without memory for it.
+    """Finds the shapes of what an initialiser would build, without memory for its parameters.
 
-    For planning, pricing and restoring.
+    For planning, pricing and restoring. What is no parameter of a model with parameters, such as
+    the epsilon of a norm or a state variable, is made: a checkpoint of parameters does not hold it.
 
     Args:
         initializer: As for ``sharded_init``.
@@ -104,7 +105,8 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
         **kwargs: Its named arguments.
 
     Returns:
-        The model with ``jax.ShapeDtypeStruct`` in place of arrays; its variables are frozen.
+        The model with ``jax.ShapeDtypeStruct`` in place of parameters, or of all arrays where the
+        library knows no parameters, or an argument is a shape. Its variables are frozen.
 
     Raises:
         RuleTypeError: A model stands in the place of the initialiser.
@@ -118,8 +120,14 @@ def abstract_model(initializer: Callable[..., Any], *args: Any, **kwargs: Any) -
     build, structures = _prepare("abstract_model", initializer, args, kwargs)
     shapes = {i: x.value for i, x in enumerate(leaves_of((args, kwargs))) if is_struct(x.value)}
     with _enter_contexts():
-        structs = jax.eval_shape(build, shapes)
-    return structures[-1].fill(structs)
+        traced, values = jax.make_jaxpr(build, return_shape=True)(shapes)
+    structure = structures[-1]
+    roles = [leaf.role for leaf in leaves_of(structure.fill(values))]
+    if "parameter" in roles and not shapes:
+        others: dict[int, Any] = {i: None for i, role in enumerate(roles) if role != "parameter"}
+        for i, value in run_initializer(traced, others).items() if others else ():
+            values[i] = value
+    return structure.fill(values)
 
 
 def initialize_parameters_sharded(

@@ -195,4 +195,9 @@ def make_named(array: Any, names: Sequence[Any]) -> Any:
     return _NamedArrayViews().close(_ViewTemplate(tuple(names), dims, positions, shape), array)
 
 
+def raw_values(variables: Sequence[Any]) -> list[Any]:
+    """What mutable variables hold: ``value`` is a Python call for each of them."""
+    return [variable._raw_value for variable in variables]
+
+
 READERS = [_NamedArrays(), _NamedArrayViews(), _Variables(), _FirstApiParameters()]

@@ -25,6 +25,7 @@ _OURS = {
     "flax.nnx": "flax_nnx",
     "haliax.core": "haliax",
     "torch": "torch",
+    "penzai_shard.training.train_state": ".training.train_state",
 }
 # Modules of these types keep settings in the tree, such as the rate of a dropout: as for Equinox
 # itself (``eqx.is_array``), Python numbers in them are no arrays.
@@ -154,7 +155,7 @@ def is_module(kind: type) -> bool:
 
 def _active() -> list[Reader]:
     names = dict.fromkeys(name for library, name in _OURS.items() if library in sys.modules)
-    modules = [importlib.import_module(f"penzai_shard.readers.{name}") for name in names]
+    modules = [importlib.import_module(f".{name}", __package__) for name in names]
     readers = [*_registered, *(reader for module in modules for reader in module.READERS)]
     return [reader for reader in readers if reader.library in sys.modules]
 
