@@ -12,18 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 from flax import linen as nn
 from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from penzai import pz as pz_v2
 from penzai.deprecated.v1 import pz
 from penzai.deprecated.v1.example_models import gemma
 from penzai.deprecated.v1.toolshed import sharding_util as theirs_v1
+from penzai.models.transformer import model_parts
 from penzai.toolshed import sharding_util as theirs
 
 import penzai_shard as sharding_util
-from tests.models import hax
+from tests.models import hax, llama
 
 pzs = sharding_util
 DEVICES = np.array(jax.devices())
@@ -109,6 +112,134 @@ def test_penzai_parameter_checkpointing():
     restored = found.apply(lambda uninit: uninit.initialize_with_value(param_dict[uninit.name]))
     params = parameters_of(sharding_util.place(restored, *arguments[1:]))
     assert_same_shardings({param.name: param.value for param in params}, param_dict)
+
+
+# Penzai, both APIs: a model, its blocks, its parameters, how a loss calls it
+
+
+def call_v1(model, tokens):
+    return model(gemma.model_core.GemmaInputs.from_basic_segments(tokens))
+
+
+APIS = {
+    "v1": (
+        lambda: sharding_util.initialize_parameters_sharded(
+            tiny_transformer_def, jax.random.key(42), ON_DEVICES, {"embedding": "devices"}
+        ),
+        gemma.model_core.GemmaTransformerBlock,
+        pz.nn.Parameter,
+        call_v1,
+    ),
+    "v2": (
+        lambda: sharding_util.sharded_init(llama, mesh=ON_DEVICES, rules={"embedding": "devices"}),
+        model_parts.TransformerBlock,
+        pz_v2.Parameter,
+        lambda model, tokens: model(tokens),
+    ),
+}
+EXAMPLES = pz.nx.ones({"batch": 8, "seq": 5}, dtype=jnp.int32)
+
+
+@pytest.fixture(params=APIS, scope="module")
+def api(request):
+    build, *rest = APIS[request.param]
+    return build(), *rest
+
+
+def make_loss(call):
+    def simplified_xent_loss_fn(model, rng, state, input_examples):
+        del rng, state
+        outputs = call(model, input_examples[{"seq": pz.slice[:-1]}])
+        all_log_probs = pz.nx.nmap(jax.nn.log_softmax)(outputs.untag("vocabulary"))
+        correct_next_tokens = input_examples[{"seq": pz.slice[1:]}]
+        correct_log_probs = all_log_probs.tag("vocabulary")[{"vocabulary": correct_next_tokens}]
+        loss = -correct_log_probs.untag("batch", "seq").unwrap().mean()
+        return loss, None, {"loss": loss}
+
+    return simplified_xent_loss_fn
+
+
+def test_penzai_jitted_is_a_layer_that_selectors_edit(api):
+    model, block, _, call = api
+    jitted = sharding_util.Jitted(model)
+    inputs = EXAMPLES
+    bare = call(model, inputs)
+    np.testing.assert_allclose(call(jitted, inputs).data_array, bare.data_array, atol=1e-6)
+    assert jitted.body is model
+    counts = [pz.select(x).at_instances_of(block).count() for x in (jitted, model)]
+    assert counts[0] == counts[1] > 0
+
+
+def test_penzai_sharding_training_steps(api):
+    model, _, parameter, call = api
+    train_step = sharding_util.build_train_step_fn(make_loss(call), jit=True)
+    optimizer_def = optax.adamw(5e-5, weight_decay=0.01)
+    train_state = sharding_util.TrainState.initial_state(
+        model=model, optimizer_def=optimizer_def, root_rng=jax.random.key(42)
+    )
+    updated, outs = train_step(train_state, input_examples=EXAMPLES)
+    declared_step = sharding_util.build_train_step_fn(
+        make_loss(call),
+        jit=True,
+        input_kwarg_shardings={
+            "input_examples": sharding_util.name_to_name_sharding(
+                EXAMPLES, ON_DEVICES, axis_name_to_mesh_name={"batch": "devices"}
+            )
+        },
+        train_state_shardings=sharding_util.name_to_name_sharding(
+            train_state,
+            ON_DEVICES,
+            axis_name_to_mesh_name={"embedding": "devices"},
+            ignore_unnamed_arrays=True,
+        ),
+    )
+    declared, same_outs = declared_step(train_state, input_examples=EXAMPLES)
+    np.testing.assert_allclose(same_outs["loss"], outs["loss"], rtol=1e-6)
+    for state in (updated, declared):
+        found = pz.select(state.model).at_instances_of(parameter).get_sequence()
+        before = pz.select(model).at_instances_of(parameter).get_sequence()
+        specs = [[p.value.data_array.sharding.spec for p in ps] for ps in (found, before)]
+        assert specs[0] == specs[1]
+        assert {*itertools.chain(*specs[0])} >= {"devices"}
+
+
+def test_penzai_adding_sharding_constraints(api):
+    model, block, _, call = api
+    layer = sharding_util.ConstrainShardingByName(
+        ON_DEVICES, axis_name_to_mesh_name={"batch": "devices"}
+    )
+    constrained = pz.select(model).at_instances_of(block).insert_after(layer)
+    selection = pz.select(constrained).at_instances_of(sharding_util.ConstrainShardingByName)
+    train_state = sharding_util.TrainState.initial_state(
+        model=constrained, optimizer_def=optax.adamw(5e-5), root_rng=jax.random.key(42)
+    )
+    train_step = sharding_util.build_train_step_fn(make_loss(call))
+    text = train_step.lower(train_state, input_examples=EXAMPLES).as_text()
+    assert text.count("sdy.sharding_constraint") >= selection.count() > 0
+    unconstrained = selection.remove_from_parent()
+    pz.select(unconstrained).at_instances_of(sharding_util.ConstrainShardingByName).assert_count_is(
+        0
+    )
+
+
+def test_penzai_parameter_dictionary_and_orbax(api, tmp_path):
+    model, _, parameter, call = api
+    found = pz.select(model).at_instances_of(parameter).get_sequence()
+    param_dict = sharding_util.param_dict(model)
+    names = [getattr(p, "label", None) or p.name for p in found]
+    assert {*param_dict} == {*names}
+    halved = jax.tree.map(lambda x: x / 2, param_dict)
+    again = sharding_util.param_dict(sharding_util.with_params(model, halved))
+    jax.tree.map(np.testing.assert_array_equal, again, halved)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "params", param_dict)
+    structs = sharding_util.restore_structs(model, ON_DEVICES, {"embedding": "devices"})
+    handler = orbax.checkpoint.StandardCheckpointHandler()
+    loaded = orbax.checkpoint.Checkpointer(handler).restore(
+        tmp_path / "params", args=orbax.checkpoint.args.StandardRestore(structs)
+    )
+    assert_same_shardings(loaded, param_dict)
+    jax.tree.map(np.testing.assert_array_equal, loaded, param_dict)
 
 
 # Flax: Scale up Flax Modules on multiple devices with pjit

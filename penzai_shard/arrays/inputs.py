@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from penzai_shard.arrays.kinds import device_dtype, is_deleted, is_struct, is_traced
 from penzai_shard.arrays.structure import Leaf, Structure, flatten
 from penzai_shard.errors import MeshError, Problems, ShardingError
-from penzai_shard.meshes import AnyMesh, mesh_text, on_auto_twin, same_devices
+from penzai_shard.meshes import AnyMesh, on_auto_twin, same_devices
 
 
 def run_inputs(
@@ -60,6 +60,14 @@ def _on_auto_twin(leaf: Leaf) -> Leaf:
     return leaf if value is leaf.value else dataclasses.replace(leaf, value=value)
 
 
+def bound_sharding(value: Any) -> Sharding | None:
+    """Where an array stays while others go to it; None for one that goes wherever others are."""
+    if is_traced(value) or not (getattr(value, "committed", False) or is_struct(value)):
+        return None
+    sharding: Sharding | None = value.sharding
+    return sharding
+
+
 def find_mesh(leaves: Iterable[Leaf], called: str) -> AnyMesh | None:
     """The mesh over which arrays lie, or None where none lies over a mesh.
 
@@ -68,27 +76,29 @@ def find_mesh(leaves: Iterable[Leaf], called: str) -> AnyMesh | None:
         called: The function that was called, for messages.
 
     Raises:
-        MeshError: They lie over several meshes; all that differ from the first are in it.
+        MeshError: They are bound to different devices; all that differ from the first are in it.
     """
-    mesh: AnyMesh | None = None
-    first = ""
-    problems = Problems(f"{called} needs all arrays on one mesh:")
-    for leaf in leaves:
-        sharding = None if is_traced(leaf.value) else getattr(leaf.value, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
-            continue
-        if mesh is None:
-            mesh, first = sharding.mesh, leaf.path
-        elif not same_devices(mesh, sharding.mesh):
-            what = f"it lies over ({mesh_text(sharding.mesh)}), {first!r} over ({mesh_text(mesh)})"
-            problems.add(leaf.path, what, "Move it: place(tree, mesh, rules).")
+    bound = [(x.path, own) for x in leaves if (own := bound_sharding(x.value)) is not None]
+    problems = Problems(f"{called} needs all arrays on the same devices:")
+    for path, sharding in bound:
+        if not _are_on_same_devices(sharding, bound[0][1]):
+            own, other = (getattr(found, "mesh", found) for found in (sharding, bound[0][1]))
+            what = f"it lies over {own}, {bound[0][0]!r} over {other}"
+            problems.add(path, what, "Move it: place(tree, mesh, rules).")
     problems.raise_if_any(MeshError)
-    return mesh
+    return getattr(bound[0][1], "mesh", None) if bound else None
+
+
+def _are_on_same_devices(a: Sharding, b: Sharding) -> bool:
+    if isinstance(a, NamedSharding) and isinstance(b, NamedSharding):
+        return same_devices(a.mesh, b.mesh)
+    return a.num_devices == b.num_devices and a.device_set == b.device_set
 
 
 def _is_too_wide(value: Any) -> bool:
     """Whether JAX, which has integers of 32 bits, would change the values of an array."""
-    if isinstance(value, jax.Array) or not np.issubdtype(np.result_type(value), np.integer):
+    is_host = not isinstance(value, jax.Array | jax.ShapeDtypeStruct)
+    if not is_host or not np.issubdtype(np.result_type(value), np.integer):
         return False
     array = np.asarray(value)
     limits = np.iinfo(device_dtype(array.dtype))

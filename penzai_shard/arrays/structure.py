@@ -168,10 +168,10 @@ class Structure:
         return self is other or (
             isinstance(other, Structure)
             and self.variables == other.variables
-            and self._is_like(other)
+            and self.is_like(other)
         )
 
-    def _is_like(self, other: "Structure") -> bool:
+    def is_like(self, other: "Structure") -> bool:
         """Whether the two differ at most in which variables are mutable."""
         own, found = (self.statics, self._root), (other.statics, other._root)
         return self.paths == other.paths and same_static(own, found)
@@ -242,7 +242,7 @@ class Structure:
             ShardingError: The tree has another structure; the first path that differs is named.
         """
         leaves, other = flatten(tree)
-        if not self._is_like(other):
+        if not self.is_like(other):
             raise ShardingError("the tree has another structure:", [self._first_difference(other)])
         return [leaf.value for leaf in leaves]
 
@@ -268,10 +268,10 @@ class Structure:
                     if there
                     else "no other has it"
                 )
-                return Problem(path, f"it has axes {names}, and {has}")
+                return Problem(path, f"it has axes {names}, and {has}", "Keep all as it was.")
         pairs = zip(self.statics, other.statics, strict=False)
         path = next((own[0] for own, found in pairs if not same_static(own, found)), "")
-        return Problem(path, "a setting, a function or a container differs")
+        return Problem(path, "a setting, a function or a container differs", "Keep it as it was.")
 
 
 def flatten(tree: Any) -> tuple[list[Leaf], Structure]:
@@ -400,7 +400,8 @@ class _Walk:
         place, path = path, label or path
         if content.identity is not None:
             number, data = self._seen.setdefault(content.identity, (self._boxes, content.data))
-            if number < self._boxes and _same_arrays(content.data, data):
+            is_kept = _OPTIMIZER in place.split("/")
+            if number < self._boxes and _same_arrays(content.data, data, is_kept):
                 return _SameBox(number)
         is_variable = hasattr(reader, "is_live")
         is_live = is_variable and reader.is_live(node)  # type: ignore[attr-defined]
@@ -447,13 +448,14 @@ class _Walk:
         return self.tree(data, path, _Context(context.role, context.variable, statistic))
 
 
-def _same_arrays(a: Any, b: Any) -> bool:
+def _same_arrays(a: Any, b: Any, is_kept: bool) -> bool:
     """Whether two values of variables are one: the same node, or nodes of the same arrays."""
-    # Structs and shardings tell nothing: a parameter and its statistics may share one.
+    # Shardings tell nothing, equal ones are one object; nor do the structs that an optimizer keeps.
+    kinds = jax.Array if is_kept else jax.Array | jax.ShapeDtypeStruct
     own, other = jax.tree_util.tree_leaves(a), jax.tree_util.tree_leaves(b)
     return a is b or (
         len(own) == len(other)
-        and all(x is y and isinstance(x, jax.Array) for x, y in zip(own, other, strict=True))
+        and all(x is y and isinstance(x, kinds) for x, y in zip(own, other, strict=True))
     )
 
 

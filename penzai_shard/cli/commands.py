@@ -3,6 +3,9 @@
 Each imports what it runs when it is called: the demo chooses its devices before JAX is imported.
 """
 
+import os
+import pathlib
+
 import click
 
 _RELAXED = click.Choice(["error", "replicate"])
@@ -35,8 +38,16 @@ def plan(debug: bool, **options: object) -> None:
 
 
 @penzai_shard.command()
-def demo() -> None:
-    """Plan, build, edit and run a small model."""
+@click.option("--out", type=click.Path(path_type=pathlib.Path), help="Keep the checkpoint here.")
+def demo(out: pathlib.Path | None) -> None:
+    """Plan, initialise, edit, train, save and restore a small model.
+
+    It runs on the devices that there are, at most 8, and on 8 simulated ones if there are none but
+    the CPU.
+    """
+    # Before JAX is imported, which reads it once. A user's own number comes last and counts.
+    simulate = "--xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = f"{simulate} {os.environ.get('XLA_FLAGS', '')}"
     from penzai_shard.cli.demo import run_demo
 
-    run_demo()
+    run_demo(out)

@@ -1,66 +1,161 @@
-"""The main job on a small transformer: plan it, build it in place, edit it, run it on real text."""
+"""The main job on real text: from a plan to a restore on another mesh, in numbered steps.
 
-import os
+The text is Python's own help pages, read by a small transformer of Penzai letter by letter.
+"""
+
+import pathlib
 import pydoc_data.topics
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from penzai import pz
+from penzai.models.transformer import model_parts
+from penzai.models.transformer.variants import llamalike_common
+
+import penzai_shard as pzs
+from penzai_shard.progress import progress
+from penzai_shard.reports.quantities import bytes_text
+
+_RULES = {"embedding": "data", "neurons": "model", "heads": "model", "vocabulary": "model"}
+_OTHER_RULES = {"embedding": "model", "neurons": "data", "vocabulary": "data"}
+_SEQUENCES, _LENGTH, _STEPS, _LETTERS = 16, 64, 150, 100
+_CONFIG = llamalike_common.LlamalikeTransformerConfig(
+    num_kv_heads=4,
+    query_head_multiplier=1,
+    embedding_dim=64,
+    projection_dim=16,
+    mlp_hidden_dim=128,
+    num_decoder_blocks=2,
+    vocab_size=128,
+    mlp_variant="swiglu",
+    tie_embedder_and_logits=True,
+)
 
 
-def run_demo() -> None:
-    """Runs the demo on 8 simulated devices; prints what it does."""
-    # Before JAX is imported, which reads them once.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-    import jax
-    import jax.numpy as jnp
-    from penzai import pz
-    from penzai.models.transformer import model_parts
-    from penzai.models.transformer.variants import llamalike_common
+def run_demo(out: pathlib.Path | None = None) -> None:
+    """Runs the demo and prints what it does.
 
-    import penzai_shard as pzs
+    Args:
+        out: A folder for the checkpoint, which stays; without it a temporary one is used.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(out or temporary) / "step"
+        mesh, other_mesh = _make_meshes()
+        edited = _edit(_build(mesh), mesh)
+        layers = pz.select(edited).at_instances_of(pzs.ConstrainShardingByName)
+        _say(3, f"edited by a selector: {layers.count()} layers split the batch after the blocks")
+        state = _train(edited, mesh)
+        pzs.save_train_state(folder, state, overwrite=True)
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        _say(5, f"saved {len(jax.tree.leaves(state))} arrays, {bytes_text(size)}: {folder}")
+        restored = _restore(folder, state, other_mesh)
+        _sample(restored.model)
 
-    mesh = pzs.make_mesh({"data": 4, "model": 2})
-    rules = {"embedding": "data", "neurons": "model", "heads": "model", "vocabulary": "model"}
-    config = llamalike_common.LlamalikeTransformerConfig(
-        num_kv_heads=4,
-        query_head_multiplier=1,
-        embedding_dim=64,
-        projection_dim=16,
-        mlp_hidden_dim=128,
-        num_decoder_blocks=4,
-        vocab_size=256,
-        mlp_variant="swiglu",
-        tie_embedder_and_logits=True,
+
+def _say(number: int, text: str) -> None:
+    print(f"{number}. {text}", flush=True)
+
+
+def _make_meshes() -> tuple[Any, Any]:
+    """A mesh over the devices, and the same devices the other way round."""
+    count = 1 << min(3, len(jax.devices()).bit_length() - 1)
+    devices, sizes = jax.devices()[:count], (max(count // 2, 1), min(count, 2))
+    there, back = (
+        pzs.make_mesh(dict(zip(("data", "model"), lengths, strict=True)), devices)
+        for lengths in (sizes, sizes[::-1])
     )
+    return there, back
 
-    def build(key: jax.Array) -> model_parts.TransformerLM:
-        return llamalike_common.build_llamalike_transformer(config, init_base_rng=key)
 
-    print("1. Plan it: shapes are enough, and nothing is made yet.\n")
-    print(pzs.make_plan(pzs.abstract_model(build, jax.random.key(0)), mesh, rules))
+def _new_model(key: jax.Array) -> Any:
+    return llamalike_common.build_llamalike_transformer(_CONFIG, init_base_rng=key)
 
-    print("\n2. Build it: each device makes its own part of every array.\n")
-    model = pzs.sharded_init(build, jax.random.key(0), mesh=mesh, rules=rules)
+
+def _build(mesh: Any) -> Any:
+    plan = pzs.make_plan(pzs.abstract_model(_new_model, jax.random.key(0)), mesh, _RULES)
+    _say(1, f"planned from shapes: {str(plan).splitlines()[0]}")
+    model = pzs.sharded_init(_new_model, jax.random.key(0), mesh=mesh, rules=_RULES)
     name = "transformer/block_0/mlp/out_linear.weights"
-    weights = pz.select(model).at_instances_of(pz.Parameter).where(lambda p: p.label == name)
-    print(f"{name}: {weights.get().value.data_array.sharding.spec}")
+    weights = pz.select(model).at_instances_of(pz.Parameter).where(lambda p: p.label == name).get()
+    _say(2, f"initialised in place: {name} lies as {weights.value.data_array.sharding.spec}")
+    return model
 
-    print("\n3. Edit it: after each block goes a layer that lays the batch over 'data'.\n")
 
-    @pz.pytree_dataclass
-    class LayOutBatch(pz.nn.Layer):  # type: ignore[misc]
-        def __call__(self, x: pz.nx.NamedArray, **side_inputs: object) -> pz.nx.NamedArray:
-            return pzs.place(x, mesh, {"batch": "data"})
+def _edit(model: Any, mesh: Any) -> Any:
+    layer = pzs.ConstrainShardingByName(mesh, {"batch": "data"})
+    return pz.select(model).at_instances_of(model_parts.TransformerBlock).insert_after(layer)
 
-    blocks = pz.select(model).at_instances_of(model_parts.TransformerBlock)
-    model = blocks.insert_after(LayOutBatch())
-    print(f"{blocks.count()} layers are inserted.")
 
-    print("\n4. Run it: 8 pieces of Python's own help pages, byte by byte.\n")
-    text = "".join(pydoc_data.topics.topics.values()).encode()[: 8 * 129]
-    tokens = pz.nx.wrap(jnp.asarray(list(text), jnp.int32).reshape(8, 129)).tag("batch", "seq")
-    tokens = pzs.place(tokens, mesh, {"batch": "data"})
-    logits = pz.variable_jit(lambda model, ids: model(ids))(model, tokens[{"seq": pz.slice[:-1]}])
+def _read_text() -> np.ndarray:
+    text = "\n".join(pydoc_data.topics.topics.values())
+    return np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int32)
+
+
+def _draw_batches(text: np.ndarray) -> Iterator[pz.nx.NamedArray]:
+    draw = np.random.default_rng(0)
+    while True:
+        starts = draw.integers(len(text) - _LENGTH - 1, size=_SEQUENCES)
+        rows = np.stack([text[start : start + _LENGTH + 1] for start in starts])
+        yield pz.nx.wrap(jnp.asarray(rows)).tag("batch", "seq")
+
+
+def _loss(model: Any, rng: Any, state: Any, tokens: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Nats per letter, of the letters that follow."""
+    del rng
+    logits = model(tokens[{"seq": pz.slice[:-1]}])
     log_probs = pz.nx.nmap(jax.nn.log_softmax)(logits.untag("vocabulary")).tag("vocabulary")
     right = log_probs[{"vocabulary": tokens[{"seq": pz.slice[1:]}]}]
     loss = -right.untag("batch", "seq").unwrap().mean()
-    print(f"logits {dict(logits.named_shape)} lie as {logits.data_array.sharding.spec}")
-    print(f"an untrained model of 256 bytes: {loss:.2f} nats per byte (guessing: 5.55)")
+    return loss, state, {"loss": loss}
+
+
+def _train(model: Any, mesh: Any) -> Any:
+    step = pzs.build_train_step_fn(_loss, donate_params_and_state=True)
+    state = pzs.TrainState.initial_state(model, optax.adam(1e-2), jax.random.key(1))
+    losses: list[Any] = []
+    batches = _draw_batches(_read_text())
+    with progress(_STEPS, "steps") as bar:
+        for batch in batches:
+            tokens = pzs.shard_batch(batch, mesh, {"batch": "data"})
+            state, aux = step(state, tokens=tokens)
+            losses.append(aux["loss"])
+            bar.advance()
+            if len(losses) == _STEPS:
+                break
+    first, last = losses[0], np.mean(losses[-10:])
+    _say(4, f"trained {_STEPS} steps: from {first:.2f} to {last:.2f} nats per letter")
+    return state
+
+
+def _restore(folder: pathlib.Path, saved: Any, mesh: Any) -> Any:
+    model = _edit(pzs.abstract_model(_new_model, jax.random.key(0)), mesh)
+    shapes = pzs.TrainState.initial_state(model, optax.adam(1e-2), jax.random.key(1))
+    restored = pzs.restore_train_state(folder, shapes, mesh, _OTHER_RULES)
+    pairs = zip(jax.tree.leaves(saved), jax.tree.leaves(restored), strict=True)
+    same = [np.array_equal(_read(a), _read(b)) for a, b in pairs]
+    _say(6, f"restored on {dict(mesh.shape)}: {sum(same)} of {len(same)} arrays equal bit for bit")
+    return restored
+
+
+def _read(array: jax.Array) -> np.ndarray:
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(array) if is_key else array)
+
+
+def _sample(model: Any) -> None:
+    model = pzs.Jitted(model)
+    tokens = np.tile(_read_text()[:_LENGTH], (_SEQUENCES, 1))
+    draw = np.random.default_rng(0)
+    for _ in range(_LETTERS):
+        window = pz.nx.wrap(jnp.asarray(tokens[:, -_LENGTH:])).tag("batch", "seq")
+        logits = model(window)[{"seq": -1}].unwrap("batch", "vocabulary")
+        noise = draw.gumbel(size=logits.shape)
+        letters = np.argmax(np.asarray(logits) / 0.5 + noise, axis=-1)
+        tokens = np.concatenate([tokens, letters[:, None]], axis=1)
+    text = bytes(tokens[0, _LENGTH:].tolist()).decode("ascii", "replace")
+    _say(7, f"sampled: {text!r}")

@@ -1,14 +1,20 @@
-"""The README's first command, as a process."""
+"""The README's first command, as a process: what each numbered step says."""
 
+import re
 import subprocess
 import sys
 
 
-def test_demo_plans_builds_edits_and_runs():
-    done = subprocess.run(
-        [sys.executable, "-m", "penzai_shard", "demo"], capture_output=True, text=True, check=True
-    )
-    assert "on mesh (data=4, model=2)" in done.stdout
-    assert "out_linear.weights: P('model', 'data')" in done.stdout
-    assert "lie as P('data', None, 'model')" in done.stdout
-    assert "4 layers are inserted" in done.stdout
+def test_demo_goes_from_a_plan_to_a_restore_on_another_mesh(tmp_path):
+    command = [sys.executable, "-m", "penzai_shard", "demo", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    steps = re.findall(r"^(\d)\. (.*)", done.stdout, re.M)
+    assert [number for number, _ in steps] == ["1", "2", "3", "4", "5", "6", "7"]
+    texts = dict(steps)
+    assert "on mesh (data=4, model=2)" in texts["1"]
+    assert "P('model', 'data')" in texts["2"]
+    first, last = map(float, re.findall(r"\d+\.\d+", texts["4"]))
+    assert first > last + 1
+    restored, arrays = re.search(r"(\d+) of (\d+)", texts["6"]).groups()
+    assert restored == arrays != "0"
+    assert any(tmp_path.iterdir())

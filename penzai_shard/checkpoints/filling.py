@@ -1,0 +1,293 @@
+"""Fills arrays on a mesh from stored ones: each process reads what its devices need, once.
+
+Parts that lie in the same rows of what is stored are read together, a few MiB at a time, and each
+piece is cut up, transposed and cast on its way into the memory of the parts. So no chunk is
+unpacked twice, whatever the layout, and little memory is needed besides that of the result.
+"""
+
+import concurrent.futures
+import dataclasses
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from penzai_shard.checkpoints.value_checksums import sum_piece
+from penzai_shard.errors import CheckpointDamagedError, CheckpointMismatchError, Problem
+
+Index = tuple[slice, ...]
+Bounds = tuple[tuple[int, int], ...]
+
+_PIECE_BYTES, _MIB_IN_FLIGHT, _MOST_THREADS = 2 * 2**20, 64, 8
+# JAX uses the memory of NumPy arrays on a CPU if it begins at a multiple of 64 bytes, and such an
+# array cannot be donated. This is the offset from one.
+_ALIGNMENT, _MISALIGNMENT = 64, 16
+
+
+class Store(Protocol):
+    """What parts of stored arrays are read from, by any thread."""
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """A part of a stored array.
+
+        Raises:
+            CheckpointDamagedError: It cannot be read.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What an array is read from: one stored array, or several stacked along a dimension.
+
+    Attributes:
+        stored: The stored arrays: one, or one for each position along ``stack``.
+        shape: The shape that each has as stored; random keys without their dimension of numbers.
+        order: For each dimension of the array but ``stack``, which stored one it is.
+        stack: The dimension along which several are stacked.
+        pick: Of a stored dimension that the array lacks: which it is, and the position in it.
+    """
+
+    stored: tuple[str, ...]
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    stack: int | None = None
+    pick: tuple[int, int] | None = None
+
+    @property
+    def rows(self) -> int:
+        """The dimension of the array that is outermost in what is stored."""
+        if self.stack is not None or not self.order:
+            return self.stack or 0
+        return self.order.index(min(self.order))
+
+    def read(self, store: Store, index: Index) -> np.ndarray:
+        """A part of the array, with the stored dtype."""
+        if self.stack is None:
+            return self._read_one(store, self.stored[0], index)
+        names = self.stored[index[self.stack]]
+        index = (*index[: self.stack], *index[self.stack + 1 :])
+        return np.stack([self._read_one(store, name, index) for name in names], self.stack)
+
+    def _read_one(self, store: Store, name: str, index: Index) -> np.ndarray:
+        wanted = dict(zip(self.order, index, strict=True))
+        if self.pick is not None:
+            dimension, position = self.pick
+            wanted[dimension] = slice(position, position + 1)
+        piece = store.read(name, tuple(wanted[i] for i in range(len(self.shape))))
+        if self.pick is not None:
+            piece = piece.squeeze(dimension)
+        kept = sorted(self.order)
+        return piece.transpose([kept.index(i) for i in self.order])
+
+
+class SummedStore:
+    """A store that adds up what is read from it, to tell whether it is what was saved.
+
+    Args:
+        store: The store.
+        shapes: The shape of each array that is to be added up.
+    """
+
+    def __init__(self, store: Store, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._store, self._shapes, self._lock = store, shapes, threading.Lock()
+        # Both sums, and the number of elements that are in them.
+        self.sums = {name: [0, 0, 0] for name in shapes}
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """As ``Store.read``."""
+        piece = self._store.read(name, index)
+        if name in self._shapes:
+            sums = sum_piece(piece, [part.start for part in index], self._shapes[name])
+            with self._lock:
+                row = self.sums[name]
+                row[:] = (row[0] + sums[0], row[1] + sums[1], row[2] + piece.size)
+        return piece
+
+
+def sum_stored(store: Store, name: str, shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """Both sums of a whole stored array, which is read for nothing else.
+
+    Raises:
+        CheckpointDamagedError: It cannot be read.
+    """
+    summed = SummedStore(store, {name: shape})
+    for index in _pieces(tuple((0, size) for size in shape), itemsize, 0):
+        summed.read(name, index)
+    first, second, _ = summed.sums[name]
+    return first, second
+
+
+# Filling
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Parts of an array that are read together, as they lie in the same rows of what is stored.
+
+    Attributes:
+        name: The array.
+        devices: Where each part goes.
+        is_first: Whether no process before this one reads the same elements.
+    """
+
+    name: str
+    devices: Mapping[Bounds, Sequence[jax.Device]]
+    is_first: bool = True
+
+    @property
+    def box(self) -> Bounds:
+        """The smallest part of the array that has all parts."""
+        bounds = zip(*self.devices, strict=True)
+        return tuple((min(a for a, _ in ends), max(b for _, b in ends)) for ends in bounds)
+
+
+def fill_arrays(
+    sources: Mapping[str, Source],
+    structs: Mapping[str, jax.ShapeDtypeStruct],
+    store: Store,
+    summed: Store,
+) -> dict[str, jax.Array]:
+    """Reads arrays straight into their shardings. Any of them can be donated.
+
+    Args:
+        sources: What each array is read from.
+        structs: Shape, dtype and sharding of each.
+        store: What is read from.
+        summed: The same store for elements that no other process reads before this one: of all
+            processes together, it reads each element of an array once.
+
+    Raises:
+        CheckpointDamagedError: Some arrays cannot be read; all of them are in it.
+        CheckpointMismatchError: A number does not fit into the dtype that is wanted.
+    """
+    groups = [
+        group
+        for name, struct in structs.items()
+        for group in _group_parts(name, struct, sources[name].rows)
+    ]
+    turn, budget = threading.Lock(), threading.Semaphore(_MIB_IN_FLIGHT)
+
+    def place(group: _Group) -> list[jax.Array]:
+        struct, arrays = structs[group.name], []
+        size = sum(map(_count, group.devices)) * struct.dtype.itemsize
+        mib = min(_MIB_IN_FLIGHT, 1 + size // 2**20)
+        with turn:
+            for _ in range(mib):
+                budget.acquire()
+        try:
+            chosen = summed if group.is_first else store
+            parts = _read_parts(group, sources[group.name], struct.dtype, chosen)
+            # The memory of a part is free before the next one takes its place on a device.
+            while parts:
+                part, memory = parts.popitem()
+                for device in group.devices[part]:
+                    arrays.append(jax.device_put(memory, device).block_until_ready())
+        finally:
+            budget.release(mib)
+        return arrays
+
+    shards: dict[str, list[jax.Array]] = {name: [] for name in structs}
+    damaged: list[CheckpointDamagedError] = []
+    workers = min(_MOST_THREADS, os.cpu_count() or 1)
+    with concurrent.futures.ThreadPoolExecutor(workers, "penzai_shard_reading") as pool:
+        pending = [pool.submit(place, group) for group in groups]
+        try:
+            for group, future in zip(groups, pending, strict=True):
+                try:
+                    shards[group.name] += future.result()
+                except CheckpointDamagedError as error:
+                    damaged.append(error)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    if damaged:
+        problems = {problem.path: problem for error in damaged for problem in error.problems}
+        raise CheckpointDamagedError(damaged[0].args[0], problems.values())
+    return {
+        name: jax.make_array_from_single_device_arrays(
+            struct.shape, struct.sharding, shards[name], dtype=struct.dtype
+        )
+        for name, struct in structs.items()
+    }
+
+
+def _group_parts(name: str, struct: jax.ShapeDtypeStruct, rows: int) -> list[_Group]:
+    """The parts of an array that this process reads, those of the same rows together.
+
+    Those of all processes are found, so that each knows what it is the first to read. Boxes of odd
+    layouts overlap, and then some elements are added up twice.
+    """
+    found: dict[tuple[int, Any], dict[Bounds, list[jax.Device]]] = {}
+    for device, index in struct.sharding.devices_indices_map(struct.shape).items():
+        part = tuple(
+            piece.indices(size)[:2] for piece, size in zip(index, struct.shape, strict=True)
+        )
+        key = device.process_index, part[rows] if part else None
+        found.setdefault(key, {}).setdefault(part, []).append(device)
+    groups = [(process, _Group(name, parts)) for (process, _), parts in sorted(found.items())]
+    first = {group.box: process for process, group in reversed(groups)}
+    here = jax.process_index()
+    return [
+        dataclasses.replace(group, is_first=first[group.box] == here)
+        for process, group in groups
+        if process == here
+    ]
+
+
+def _count(part: Bounds) -> int:
+    return math.prod(stop - start for start, stop in part)
+
+
+def _read_parts(
+    group: _Group, source: Source, dtype: Any, store: Store
+) -> dict[Bounds, np.ndarray]:
+    """The parts of a group in host memory."""
+    parts = {
+        part: _allocate([stop - start for start, stop in part], np.dtype(dtype))
+        for part in group.devices
+    }
+    # A piece of as many bytes as stored: at most twice as many if it is cast to a narrower dtype.
+    for index in _pieces(group.box, max(4, dtype.itemsize), source.rows):
+        piece = source.read(store, index)
+        for part, memory in parts.items():
+            both = [
+                (max(wanted.start, start), min(wanted.stop, stop))
+                for wanted, (start, stop) in zip(index, part, strict=True)
+            ]
+            if any(start >= stop for start, stop in both):
+                continue  # The piece has nothing of this part.
+            here = [slice(a - i.start, b - i.start) for (a, b), i in zip(both, index, strict=True)]
+            there = [slice(a - p, b - p) for (a, b), (p, _) in zip(both, part, strict=True)]
+            memory[tuple(there)] = piece[tuple(here)]
+            is_cast = dtype.kind in "iu" and piece.dtype != dtype
+            if is_cast and (memory[tuple(there)] != piece[tuple(here)]).any():
+                what = f"it has numbers of {piece.dtype} that {dtype} cannot hold"
+                problem = Problem(group.name, what, f"Restore it as {piece.dtype}.")
+                raise CheckpointMismatchError("numbers do not fit:", [problem])
+    return parts
+
+
+def _pieces(box: Bounds, itemsize: int, rows: int) -> Iterator[Index]:
+    """The index of each piece of a box that is cut along its rows; none of an empty box."""
+    size = _count(box) * itemsize
+    if 0 < size <= _PIECE_BYTES:
+        yield tuple(slice(*ends) for ends in box)
+    elif size:
+        # What is large in spite of having one row is cut along another dimension.
+        lengths = [stop - start for start, stop in box]
+        cut = next(i for i in (rows, *range(len(box))) if lengths[i] > 1)
+        step = max(1, _PIECE_BYTES * lengths[cut] // size)
+        for start in range(box[cut][0], box[cut][1], step):
+            ends = start, min(start + step, box[cut][1])
+            yield from _pieces((*box[:cut], ends, *box[cut + 1 :]), itemsize, rows)
+
+
+def _allocate(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Memory that JAX copies from, so that the array on the device owns what it has."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + 2 * _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT + _MISALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)

@@ -1,0 +1,393 @@
+"""Finds which stored array fills which wanted one, and all that keeps the two sides apart.
+
+Nothing is read for it: both sides are names, shapes and dtypes by path. The result says how each
+wanted array is made of stored ones, so that another order of axes, or a stack of blocks, costs no
+step after reading.
+"""
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from penzai_shard.arrays.statistics import name_statistics
+from penzai_shard.arrays.structure import Leaf
+from penzai_shard.checkpoints.filling import Source
+from penzai_shard.checkpoints.records import ArrayRecord
+from penzai_shard.errors import (
+    CheckpointMismatchError,
+    Problem,
+    Problems,
+    RuleTypeError,
+    SelectionError,
+)
+from penzai_shard.paths import fold_key, fold_paths, matches, nearest, pattern_parts, rename
+
+PARAMETERS = "params/"
+"""What the paths of a train state's parameters begin with."""
+
+# The word of ``allow`` that lets a kind of problem through.
+_WORDS = {"order": "transpose", "dtype": "cast", "extra": "extra", "blocks": "blocks"}
+_WILDCARDS = re.compile(r"\*+|\?")
+# Penzai calls a block "block_3", and the axis of a stack of them, as its piece of a path, "blocks".
+_STACK_AXIS = "blocks"
+_STACK = re.compile(r"(?<![^./\[\]])blocks(?![^./\[\]])")
+_BLOCK = re.compile(r"(?<![^./\[\]])block_(\d+)(?![^./\[\]])")
+
+
+# Options
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What may differ between what is stored and what is wanted, and which arrays are asked for.
+
+    Attributes:
+        allow: Words for the kinds of problems that are none here.
+        rename_axes: The wanted name of a stored logical axis.
+        names: The wanted path of a stored path or pattern, of which the first that fits decides;
+            None leaves the array in the checkpoint.
+        only: Patterns of the wanted paths that are asked for; ``("**",)`` for all.
+        except_: Patterns of those that are not.
+    """
+
+    allow: tuple[str, ...]
+    rename_axes: dict[str, str]
+    names: dict[str, str | None]
+    only: tuple[str, ...]
+    except_: tuple[str, ...]
+
+    def asks_for(self, path: str) -> bool:
+        """Whether an array is asked for."""
+        is_in = any(matches(pattern, path) for pattern in self.only)
+        return is_in and not any(matches(pattern, path) for pattern in self.except_)
+
+    def choose(self, paths: Collection[str]) -> list[str]:
+        """The arrays that are asked for.
+
+        Raises:
+            SelectionError: A pattern fits none, or they leave none.
+        """
+        problems = Problems("no array is chosen:")
+        for pattern in {*self.only, *self.except_} - {"**"}:
+            if not any(matches(pattern, path) for path in paths):
+                fix = f"Write {nearest(pattern, paths) or next(iter(paths))!r}."
+                problems.add(pattern, "no path of the model fits it", fix)
+        chosen = [path for path in paths if self.asks_for(path)]
+        if not chosen:
+            problems.add("", "no parameter is left", "Write other patterns, or none.")
+        problems.raise_if_any(SelectionError)
+        return chosen
+
+
+def read_options(
+    called: str,
+    allow: Any = (),
+    rename_axes: Any = None,
+    names: Any = None,
+    only: Any = None,
+    except_: Any = None,
+) -> Options:
+    """Reads the options of a function that restores; see ``restore_params``.
+
+    Raises:
+        RuleTypeError: Some cannot be read.
+    """
+    texts = [(x,) if isinstance(x, str) else tuple(x or ()) for x in (allow, only, except_)]
+    problems = Problems(f"{called} cannot read its options:")
+    for word in texts[0]:
+        if word not in _WORDS.values():
+            words = tuple(_WORDS.values())
+            problems.add("allow", f"there is no word {word!r}", f"Write words of {words}.")
+    for option, value in (("rename_axes", rename_axes), ("names", names)):
+        is_mapping = isinstance(value, Mapping | None)
+        given = [*value, *value.values()] if is_mapping and value else []
+        if not is_mapping or not all(isinstance(text, str | None) for text in given):
+            problems.add(option, f"it is {value!r}", f"Write {option}={{'stored': 'wanted'}}.")
+    problems.raise_if_any(RuleTypeError)
+    return Options(
+        texts[0], dict(rename_axes or {}), dict(names or {}), texts[1] or ("**",), texts[2]
+    )
+
+
+# Matching
+
+
+def match(
+    stored: Mapping[str, ArrayRecord],
+    wanted: Mapping[str, ArrayRecord],
+    options: Options,
+    *,
+    headline: str,
+    optional: Collection[str] = (),
+    is_state: bool = False,
+) -> dict[str, Source]:
+    """Finds what fills each array, or refuses everything that is wrong.
+
+    Args:
+        stored: What there is, by path. Records without names are compared by shape only.
+        wanted: What a model has, by path.
+        options: What may differ, and what is asked for.
+        headline: The first line of the error.
+        optional: The wanted arrays that need not be stored.
+        is_state: Whether both are train states. The paths in ``options.names`` are then those of
+            parameters, and what the optimizer keeps of one follows it.
+
+    Returns:
+        What each array is made of, by path, without those that are not stored.
+
+    Raises:
+        CheckpointMismatchError: With a problem for each difference.
+        SelectionError: A pattern fits nothing.
+    """
+    matching = _Matching(stored, wanted, options, is_state)
+    chosen = set(options.choose(wanted))
+    sources: dict[str, Source] = {}
+    missing: list[str] = []
+    for path, record in wanted.items():
+        found = matching.find(path)
+        if path not in chosen:
+            if path not in optional:
+                matching.add(path, "it is not asked for", "missing", "Write others='keep'.")
+        elif found is not None:
+            sources[path] = matching.compare(path, *found, record)
+        elif path not in optional or chosen != wanted.keys():
+            missing.append(path)
+    matching.report_rest(missing)
+    if not sources and not matching.problems:
+        what, fix = "the model has no stored path", "Write names={'stored': 'wanted'}."
+        matching.add("", what, "missing", fix)
+    matching.raise_problems(headline)
+    return sources
+
+
+class _Matching:
+    """Two sides, and the problems between them that ``allow`` does not let through."""
+
+    def __init__(
+        self,
+        stored: Mapping[str, ArrayRecord],
+        wanted: Mapping[str, ArrayRecord],
+        options: Options,
+        is_state: bool,
+    ) -> None:
+        self._options = options
+        self._start = PARAMETERS if is_state else ""
+        self.problems: list[Problem] = []
+        self._wanted = wanted
+        self._stored = self._rename_axes(stored)
+        names = self._name_state() if is_state else self._name(stored)
+        self._path_of = {name: path for path, name in names.items()}
+        # Dots and slashes part the pieces of a path, so that a flat dictionary fills a nested one.
+        self._path_of_parts = {
+            pattern_parts(name): path for path, name in names.items() if name not in wanted
+        }
+        # The numbers of the blocks that are used; None for a whole array.
+        self._used: dict[str, set[int | None]] = {path: set() for path in names}
+
+    def add(self, path: str, what: str, kind: str, fix: str = "") -> None:
+        if _WORDS.get(kind) not in self._options.allow:
+            self.problems.append(Problem(path, what, fix, kind))
+
+    def raise_problems(self, headline: str) -> None:
+        needed = [_WORDS[problem.kind] for problem in self.problems if problem.kind in _WORDS]
+        # One fix for all of them: written once, it is enough.
+        fix = f"Write allow={tuple(dict.fromkeys([*self._options.allow, *needed]))}."
+        problems = Problems(headline)
+        for problem in self.problems:
+            own = fix if problem.kind in _WORDS else problem.fix
+            problems.add(problem.path, problem.what, own, problem.kind)
+        problems.raise_if_any(CheckpointMismatchError)
+
+    # Names
+
+    def _rename_axes(self, stored: Mapping[str, ArrayRecord]) -> dict[str, ArrayRecord]:
+        renames = self._options.rename_axes
+        axes: dict[Any, Any] = {
+            axis: axis for record in stored.values() for axis in record.names or ()
+        }
+        for old in renames.keys() - axes.keys():
+            fix = f"Write {nearest(old, axes) or next(filter(None, axes), '')!r}."
+            self.add("", f"rename_axes: no stored array has logical axis {old!r}", "axes", fix)
+        axes |= renames
+        return {
+            path: dataclasses.replace(r, names=r.names and tuple(axes[name] for name in r.names))
+            for path, r in stored.items()
+        }
+
+    def _name(self, paths: Collection[str]) -> dict[str, str]:
+        """The path that each stored array has in the model, without those that stay."""
+        rules = self._options.names
+        named: dict[str, str | None] = {}
+        for pattern, new in rules.items():
+            # A path to the letter is that array, also where it has a wildcard in it.
+            is_path = pattern in paths
+            fitting = [pattern] if is_path else [path for path in paths if matches(pattern, path)]
+            fitting = [path for path in fitting if path not in named]
+            named.update(dict.fromkeys(fitting))
+            if not fitting:
+                fix = f"Write {nearest(pattern, paths) or next(iter(paths), '')!r}."
+                what = f"names: no stored path, or none that is left, fits {pattern!r}"
+                self.add("", what, "names", fix)
+            elif new is not None and is_path:
+                named[pattern] = new
+            elif new is not None and _WILDCARDS.findall(pattern) != _WILDCARDS.findall(new):
+                what = f"names: the wildcards of {pattern!r} and {new!r} differ"
+                self.add("", what, "names", f"Write those of {pattern!r} in their order.")
+            elif new is not None:
+                for path in fitting:
+                    named[path] = rename(pattern, new, path)
+                    if named[path] is None:
+                        what = f"names: {pattern!r} fits it in several ways"
+                        self.add(path, what, "names", "Write fewer wildcards.")
+
+        origins: dict[str, list[str]] = {}
+        for path in paths:
+            if (name := named.get(path, path)) is not None:
+                origins.setdefault(name, []).append(path)
+        for name, those in origins.items():
+            if len(those) > 1:
+                what = f"{' and '.join(map(repr, those))} both get this path"
+                self.add(name, what, "names", f"Write names={ {those[-1]: None} | rules }.")
+        return {those[0]: name for name, those in origins.items()}
+
+    def _name_state(self) -> dict[str, str]:
+        """The same for a train state, whose rules are of parameters."""
+        start = len(PARAMETERS)
+        names = self._name([path[start:] for path in self._stored if path.startswith(PARAMETERS)])
+        found: dict[str, str] = {}
+        # Without names each statistic is told the path of its parameter.
+        leaves = [Leaf(path, None, r.shape, None, None) for path, r in self._stored.items()]
+        for leaf in name_statistics(leaves):
+            parameter = leaf.statistic.parameter if leaf.statistic else leaf.path
+            own = parameter.removeprefix(PARAMETERS)
+            if own == parameter:
+                found[leaf.path] = leaf.path
+            elif own in names:
+                # sm3 has a number behind the parameter's path.
+                head, tail = leaf.path.rsplit(own, 1)
+                found[leaf.path] = head + names[own] + tail
+        return found
+
+    # What an array is made of
+
+    def find(self, name: str) -> tuple[ArrayRecord, Source] | None:
+        """What is stored for an array, by its path, and the record that it has then.
+
+        The source has the order of what is stored, and blocks in front.
+        """
+        if path := self._path(name):
+            self._used[path].add(None)
+            return self._stored[path], Source((path,), self._stored[path].shape, ())
+        for piece in _STACK.finditer(name):
+            blocks = (
+                self._path(f"{name[: piece.start()]}block_{number}{name[piece.end() :]}")
+                for number in itertools.count()
+            )
+            if paths := tuple(itertools.takewhile(bool, blocks)):
+                first = self._stored[paths[0]]
+                for path in paths:
+                    self._used[path].add(None)
+                names = first.names and (_STACK_AXIS, *first.names)
+                stack = dataclasses.replace(first, shape=(len(paths), *first.shape), names=names)
+                return stack, Source(paths, first.shape, (), stack=0)
+        for piece in _BLOCK.finditer(name):
+            path = self._path(f"{name[: piece.start()]}blocks{name[piece.end() :]}")
+            names = (self._stored[path].names or ()) if path else ()
+            if _STACK_AXIS in names:
+                shape, dim = self._stored[path].shape, names.index(_STACK_AXIS)
+                if int(piece[1]) < shape[dim]:
+                    self._used[path].add(int(piece[1]))
+                    block = dataclasses.replace(
+                        self._stored[path],
+                        shape=(*shape[:dim], *shape[dim + 1 :]),
+                        names=(*names[:dim], *names[dim + 1 :]),
+                    )
+                    return block, Source((path,), shape, (), pick=(dim, int(piece[1])))
+        return None
+
+    def _path(self, name: str) -> str:
+        return self._path_of.get(name) or self._path_of_parts.get(pattern_parts(name), "")
+
+    def compare(
+        self, path: str, stored: ArrayRecord, source: Source, wanted: ArrayRecord
+    ) -> Source:
+        """The source in the wanted order; adds what differs between the two sides."""
+        both = f"the checkpoint has {stored}, and {wanted} is wanted"
+        if source.stack is not None or source.pick is not None:
+            self.add(path, f"its blocks are stored as {fold_paths(source.stored)!r}", "blocks")
+        if len({str(self._stored[name]) for name in source.stored}) > 1:
+            fix = "Save blocks with equal axes and dtypes."
+            self.add(path, "its blocks are stored in several forms", "sizes", fix)
+        if stored.key_impl != wanted.key_impl:
+            fix = "Give the numbers of a key: jax.random.key_data(key)."
+            if stored.key_impl:
+                fix = f"Make the key with jax.random.key(seed, impl={stored.key_impl!r})."
+            self.add(path, both, "key", fix)
+        elif stored.dtype != wanted.dtype:
+            self.add(path, f"the dtypes differ: {both}", "dtype")
+
+        # The stored dimension of each wanted one; as they come where no names are stored.
+        rank = len(stored.shape)
+        wanted_names = wanted.names or (None,) * len(wanted.shape)
+        names = stored.names or (*wanted_names, *(None,) * rank)[:rank]
+        order = tuple(range(rank))
+        if Counter(names) != Counter(wanted_names):
+            pairs: dict[Any, Any] = dict(zip(names, wanted_names, strict=False))
+            pairs = {old: new for old, new in pairs.items() if old != new}
+            fix = f"Give an array with axes {names}, for instance by name_axes(model, ...)."
+            if stored.shape == wanted.shape and not {None, *wanted_names} & pairs.keys():
+                fix = f"Write rename_axes={self._options.rename_axes | pairs}."
+            self.add(path, f"the logical axes differ: {both}", "axes", fix)
+        else:
+            free = [*order]
+            order = tuple(
+                free.pop(next(i for i, dim in enumerate(free) if names[dim] == name))
+                for name in wanted_names
+            )
+            if tuple(stored.shape[dim] for dim in order) != wanted.shape:
+                fix = "Build the model with the sizes of the checkpoint."
+                self.add(path, f"the sizes differ: {both}", "sizes", fix)
+
+        stack, pick = source.stack, source.pick
+        if pick is not None:
+            order = tuple(dim + (dim >= pick[0]) for dim in order)
+        if stack is not None:
+            # Blocks are stacked wherever their axis is wanted.
+            stack, order = order.index(0), tuple(dim - 1 for dim in order if dim)
+        if [*order] != sorted(order):
+            self.add(path, f"the axes have another order: {both}", "order")
+        return dataclasses.replace(source, order=order, stack=stack)
+
+    # What is left
+
+    def report_rest(self, missing: Sequence[str]) -> None:
+        """Adds the wanted arrays that have no stored one, and the stored ones that fill none."""
+        start, names = self._start, self._options.names
+        # Blocks have one rule, with a wildcard for the number.
+        left = dict.fromkeys(map(fold_key, self._path_of.keys() - self._wanted.keys()))
+        find_nearest = functools.cache(lambda key: nearest(key, left) or "")
+        for path in missing:
+            what = f"the checkpoint has no such array, and {self._wanted[path]} is wanted"
+            fix = "Build what was saved, or keep the model's own values: others='keep'."
+            if start:
+                fix = "Build the state with the model and the optimizer that were saved."
+            new = fold_key(path)
+            old = find_nearest(new)
+            is_rule = old.count("*") == new.count("*") and path.startswith(start)
+            if old and is_rule and old.startswith(start):
+                rule = {old.removeprefix(start): new.removeprefix(start)}
+                fix = f"Write names={names | rule}."
+            self.add(path, what, "missing", fix)
+        for name, path in self._path_of.items():
+            record, used = self._stored[path], self._used[path]
+            what = f"the checkpoint has {record}, and the model no such array"
+            if used and None not in used:
+                count = record.shape[(record.names or ()).index(_STACK_AXIS)]
+                rest = [number for number in range(count) if number not in used]
+                what = f"the checkpoint has blocks {rest} too" if rest else ""
+            if what and None not in used and self._options.asks_for(name):
+                self.add(name, what, "extra")

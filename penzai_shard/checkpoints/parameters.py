@@ -1,0 +1,428 @@
+"""Saves and restores the parameters of a model by path, and exchanges them in memory.
+
+A parameter is known by its path: the label of its variable, or where it stands. State variables,
+constants and settings are the model's own: they are not in a checkpoint of parameters.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.sharding import AbstractMesh
+
+from penzai_shard.arrays.inputs import run_inputs
+from penzai_shard.arrays.kinds import device_dtype, is_deleted, is_struct
+from penzai_shard.arrays.structure import Leaf, Structure, flatten, leaves_of
+from penzai_shard.checkpoints.matching import PARAMETERS, Options, match, read_options
+from penzai_shard.checkpoints.records import Manifest, make_record
+from penzai_shard.checkpoints.restoring import restore
+from penzai_shard.checkpoints.saving import begin_save
+from penzai_shard.errors import (
+    CheckpointMismatchError,
+    MeshError,
+    Problem,
+    Problems,
+    RuleTypeError,
+    warn_caller,
+)
+from penzai_shard.meshes import AnyMesh, auto_context, on_auto_twin
+from penzai_shard.placement.place import check_devices
+from penzai_shard.planning import arguments
+from penzai_shard.planning.plan import ShardingPlan
+from penzai_shard.planning.planner import plan_tree
+from penzai_shard.planning.sharding_trees import name_to_name_sharding
+from penzai_shard.processes.arrays import put
+from penzai_shard.rules import OnIndivisible
+
+# In memory
+
+
+def param_dict(model: Any) -> dict[str, Any]:
+    """The parameters of a model by path.
+
+    For another library's checkpoints, and to look at them. Layers that are inserted or wrapped do
+    not change it.
+
+    Args:
+        model: A model of any library, with arrays, structs, or uninitialised parameters of
+            Penzai's first API; or a tree of arrays, all of which are then parameters.
+
+    Returns:
+        Arrays with names are ``pz.nx.NamedArray``s, others are plain arrays.
+
+    Raises:
+        ShardingError: Two parameters have one path, or names cannot be read.
+        RuleTypeError: It is no model, or has no arrays.
+
+    >>> from penzai import pz
+    >>> layer = pz.nn.AddBias.from_config("up", jax.random.key(0), {"neurons": 8})
+    >>> {path: dict(value.named_shape) for path, value in param_dict(layer).items()}
+    {'up.bias': {'neurons': 8}}
+    """
+    from penzai_shard.readers.penzai import make_named
+
+    return {
+        leaf.path: leaf.value if leaf.names is None else make_named(leaf.value, leaf.names)
+        for leaf in parameters_of(read_tree("param_dict", model)[0])
+    }
+
+
+def with_params(model: Any, params: Any) -> Any:
+    """The model with other values in its parameters.
+
+    Args:
+        model: As for ``param_dict``. It is not changed, and shares no variable with the result.
+        params: A value for each parameter by path, with the same axes and lengths; dtypes may
+            differ. Or another model with the same parameters.
+
+    Returns:
+        A model of the same kind. Shared parameters stay shared, frozen ones frozen; parameters that
+        were structs are mutable, and those of Penzai's first API are initialised.
+
+    Raises:
+        CheckpointMismatchError: With a problem for each parameter that is missing, superfluous, or
+            of other axes or lengths.
+
+    >>> from penzai import pz
+    >>> layer = pz.nn.AddBias.from_config("up", jax.random.key(0), {"neurons": 2})
+    >>> other = with_params(layer, {"up.bias": pz.nx.ones({"neurons": 2})})
+    >>> param_dict(other)["up.bias"].unwrap("neurons").tolist()
+    [1.0, 1.0]
+    """
+    leaves, structure = read_tree("with_params", model)
+    own = {leaf.path: leaf for leaf in parameters_of(leaves)}
+    given = {leaf.path: leaf for leaf in parameters_of(read_tree("with_params", params)[0])}
+    problems = Problems("these values are not those of the model's parameters:")
+    for path in dict.fromkeys([*own, *given]):
+        ours, theirs = own.get(path), given.get(path)
+        fix = f"Write params[{path!r}] = param_dict(model)[{path!r}]."
+        if theirs is None:
+            problems.add(path, "there is no value for this parameter", fix, "missing")
+        elif ours is None:
+            fix = f"Write del params[{path!r}]."
+            problems.add(path, "the model has no such parameter", fix, "extra")
+        elif (ours.names, ours.shape) != (theirs.names, theirs.shape):
+            what = f"the value is {make_record(theirs)}, and the parameter {make_record(ours)}"
+            problems.add(path, what, "Give a value with the parameter's axes.", "axes")
+    problems.raise_if_any(CheckpointMismatchError)
+    return fill_tree(leaves, structure, {path: leaf.value for path, leaf in given.items()})
+
+
+def restore_structs(
+    model: Any,
+    mesh: AnyMesh,
+    rules: Any = None,
+    *,
+    axis_name_to_mesh_name: Any = None,
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: arguments.OnUnnamed = "error",
+) -> dict[str, Any]:
+    """What Orbax needs to restore ``param_dict(model)`` onto a mesh.
+
+    Args:
+        model: As for ``param_dict``; values are not looked at.
+        mesh: A mesh.
+        rules: As for ``make_plan``.
+        axis_name_to_mesh_name: The same under Penzai's name.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+
+    Returns:
+        ``param_dict(model)`` with a ``jax.ShapeDtypeStruct``, which carries its sharding, in place
+        of each array: for ``checkpointer.restore(path, args=StandardRestore(structs))``, where
+        ``param_dict(model)`` was saved. What ``save_params`` wrote, ``restore_params`` restores.
+
+    Raises:
+        PlanError, MeshError, RuleTypeError: As ``make_plan``.
+
+    >>> from penzai import pz
+    >>> import penzai_shard as pzs
+    >>> mesh = pzs.make_mesh({"data": 4}, abstract=True)
+    >>> structs = restore_structs({"w": pz.nx.ones({"a": 2, "b": 8})}, mesh, {"b": "data"})
+    >>> structs["w"].data_array.sharding.spec
+    P(None, 'data')
+    """
+    structs: dict[str, Any] = name_to_name_sharding(
+        param_dict(model),
+        mesh,
+        axis_name_to_mesh_name,
+        as_shape_dtype_struct=True,
+        rules=rules,
+        on_indivisible=on_indivisible,
+        on_unnamed=on_unnamed,
+    )
+    return structs
+
+
+# On the disk
+
+
+def save_params(
+    path: Any, model: Any, *, only: Any = None, except_: Any = None, overwrite: bool = False
+) -> str:
+    """Saves the parameters of a model.
+
+    State variables, such as the running means of a batch norm, are not among them:
+    ``save_train_state(path, model)`` saves every array of a tree.
+
+    Args:
+        path: The directory to make; with several processes, one that all of them see.
+        model: As for ``param_dict``, with values.
+        only: A pattern of paths, or several: what one of them fits is saved, for instance the
+            adapters of a model, ``"**/LoRA_?/**"``.
+        except_: A pattern of paths, or several, that are not saved.
+        overwrite: Whether to replace a checkpoint at the path. It holds a whole checkpoint, the old
+            one or the new one, at every moment.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        CheckpointWriteError: The path is taken, or cannot be written.
+        ShardingError: Some parameters have no values, as they are shapes, or deleted.
+        SelectionError: A pattern fits no parameter.
+        RuleTypeError: It is no model, or has no arrays.
+
+    >>> import tempfile
+    >>> from penzai import pz
+    >>> import penzai_shard as pzs
+    >>> mesh = pzs.make_mesh({"data": 8})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save_params(f"{folder}/params", {"w": pz.nx.ones({"a": 8})})
+    ...     restored = restore_params(path, {"w": pz.nx.zeros({"a": 8})}, mesh, {"a": "data"})
+    >>> restored["w"].data_array.sharding.spec, float(restored["w"].data_array.sum())
+    (P('data',), 8.0)
+    """
+    options = read_options("save_params", only=only, except_=except_)
+    parameters = parameters_of(read_tree("save_params", model)[0])
+    chosen = set(options.choose([leaf.path for leaf in parameters]))
+    saved = [leaf for leaf in parameters if leaf.path in chosen]
+    return begin_save(path, saved, "params", overwrite=overwrite).finish()
+
+
+def restore_params(
+    path: Any,
+    model: Any,
+    mesh: AnyMesh | ShardingPlan | None = None,
+    rules: Any = None,
+    *,
+    plan: ShardingPlan | None = None,
+    axis_name_to_mesh_name: Any = None,
+    rename_axes: Mapping[str, str] | None = None,
+    names: Mapping[str, str | None] | None = None,
+    only: Any = None,
+    except_: Any = None,
+    others: Literal["error", "keep"] = "error",
+    allow: Any = (),
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: arguments.OnUnnamed = "error",
+    verify: bool = True,
+) -> Any:
+    """Restores parameters straight onto a mesh, whatever mesh they were saved from.
+
+    Each device reads its own part. Nothing is read before every difference between the checkpoint
+    and the model is known.
+
+    Args:
+        path: A checkpoint of ``save_params``, of ``save_train_state``, whose parameters are taken,
+            or of plain Orbax.
+        model: As for ``param_dict``, also with structs for arrays. It is not changed.
+        mesh: A mesh, or a plan of the model. Without it arrays go where those of the model are.
+        rules: As for ``make_plan``.
+        plan: A plan of the model, in place of mesh, rules and options.
+        axis_name_to_mesh_name: The rules under Penzai's name.
+        rename_axes: For a logical axis of the checkpoint its name in the model.
+        names: For a path of the checkpoint, or a pattern, the path in the model, with the
+            wildcards of the pattern in their order: ``{"layers.*.w": "net/block_*/w"}``; None
+            leaves the array in the checkpoint.
+        only: A pattern of the model's paths, or several, that are restored.
+        except_: A pattern of the model's paths, or several, that are not.
+        others: ``"keep"`` leaves their own values to parameters that are not asked for, or, where
+            all are, not stored: the adapters of a model whose base is restored.
+        allow: What may differ: ``"transpose"`` another order of axes, ``"cast"`` another dtype,
+            ``"extra"`` arrays that the model does not have, ``"blocks"`` blocks that are stacked
+            on one side only.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+        verify: Whether to compare the numbers that are read with the checksums of those saved.
+
+    Returns:
+        A model of the same kind with new variables: mutable where they were mutable or structs.
+        State variables and constants are the model's own, laid out too.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint.
+        CheckpointMismatchError: Paths, axes, lengths, dtypes or keys differ; with a problem for
+            each difference.
+        CheckpointDamagedError: The checkpoint is not as it was saved.
+        PlanError, MeshError, RuleTypeError: As ``make_plan``; or an option cannot be read.
+        SelectionError: A pattern of ``only`` or ``except_`` fits no parameter.
+
+    Warns:
+        ShardingWarning: The checkpoint stores no logical axes, as those of plain Orbax.
+
+    >>> import tempfile
+    >>> from penzai import pz
+    >>> weights = {"w": pz.nx.ones({"a": 8, "b": 2})}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save_params(f"{folder}/params", weights)
+    ...     turned = {"w": pz.nx.zeros({"b": 2, "a": 8})}
+    ...     restored = restore_params(path, turned, allow="transpose")
+    >>> dict(restored["w"].named_shape)
+    {'b': 2, 'a': 8}
+    """
+    called = "restore_params"
+    options = read_options(called, allow, rename_axes, names, only, except_)
+    if others not in ("error", "keep"):
+        problem = Problem("others", f"it is {others!r}", "Write others='keep'.")
+        raise RuleTypeError(f"{called}:", [problem])
+    leaves, structure = read_tree(called, model)
+    layout = read_layout(
+        called, model, mesh, rules, axis_name_to_mesh_name, plan, on_indivisible, on_unnamed
+    )
+    keeps_others = others == "keep"
+    return restore_tree(path, leaves, structure, layout, options, verify, keeps_others=keeps_others)
+
+
+# Any tree
+
+
+def read_tree(called: str, tree: Any) -> tuple[list[Leaf], Structure]:
+    """Takes a tree apart whose arrays are known by path.
+
+    Raises:
+        RuleTypeError: It has no arrays, or something stands where one should be.
+        ShardingError: Two arrays have one path.
+    """
+    arguments.check_tree(called, tree)
+    leaves, structure = flatten(tree)
+    structure.check_paths()
+    problems = Problems(f"{called} needs a model, or a dictionary of arrays:")
+    problems.extend(structure.problems)
+    for leaf in leaves or [Leaf("", None, (), None, tree)]:
+        if leaf.dtype is None or not leaf.path:
+            what = f"this {type(leaf.value).__name__} is not one"
+            problems.add(leaf.path, what, "Write {'name': array}.")
+    problems.raise_if_any(RuleTypeError)
+    return [dataclasses.replace(leaf, dtype=device_dtype(leaf.dtype)) for leaf in leaves], structure
+
+
+def parameters_of(leaves: Sequence[Leaf]) -> list[Leaf]:
+    """The parameters among the arrays of a model: all arrays, if its library tells no roles."""
+    has_roles = any(leaf.role for leaf in leaves)
+    return [leaf for leaf in leaves if leaf.role == "parameter" or not has_roles]
+
+
+def fill_tree(leaves: Sequence[Leaf], structure: Structure, values: Mapping[str, Any]) -> Any:
+    """The tree with other values by path, in new variables; those around structs become mutable."""
+    filled = [values.get(leaf.path, leaf.value) for leaf in leaves]
+    # Structs can only be frozen.
+    if any(is_struct(leaf.value) for leaf in leaves):
+        return structure.fill(filled, live=("parameter", "state"))
+    return structure.fill_alike(filled)
+
+
+def read_layout(
+    called: str,
+    tree: Any,
+    mesh: Any,
+    rules: Any,
+    axis_name_to_mesh_name: Any,
+    plan: Any,
+    on_indivisible: Any,
+    on_unnamed: Any,
+) -> dict[str, Any]:
+    """The sharding of each array by path: planned, or else the one that it has already.
+
+    Raises:
+        PlanError, MeshError, RuleTypeError: As ``make_plan``.
+    """
+    if mesh is rules is axis_name_to_mesh_name is plan is None:
+        own = {leaf.path: getattr(leaf.value, "sharding", None) for leaf in leaves_of(tree)}
+        if any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in own.values()):
+            what, fix = "arrays lie on a mesh without devices", "Give mesh=make_mesh({...})."
+            raise MeshError(f"{called}:", [Problem("", what, fix)])
+        # None is the default device.
+        return {path: on_auto_twin(sharding) for path, sharding in own.items()}
+    options = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed, "plan": plan}
+    request = arguments.read(called, mesh, rules, axis_name_to_mesh_name, **options)
+    check_devices(request)
+    return {leaf.path: leaf.sharding for leaf in plan_tree(tree, request).leaves}
+
+
+def restore_tree(
+    path: Any,
+    leaves: Sequence[Leaf],
+    structure: Structure,
+    layout: Mapping[str, Any],
+    options: Options,
+    verify: bool,
+    *,
+    is_state: bool = False,
+    keeps_others: bool = False,
+) -> Any:
+    """A tree with the arrays of a checkpoint, read straight onto their devices.
+
+    Args:
+        path: The checkpoint.
+        leaves: The arrays of the tree.
+        structure: The rest of the tree.
+        layout: The sharding of each array by path.
+        options: See ``match``.
+        verify: Whether to compare checksums.
+        is_state: Whether all arrays but constants are read, or parameters only; the tree gets
+            copies of its own other arrays.
+        keeps_others: Whether parameters with values need not be stored.
+
+    Raises:
+        CheckpointMismatchError: The checkpoint does not fit.
+        ShardingError: Arrays that are not read have no values.
+    """
+    wanted = [x for x in leaves if x.role != "constant"] if is_state else parameters_of(leaves)
+    records = {leaf.path: make_record(leaf) for leaf in wanted}
+    run_inputs({leaf.path: leaf.value for leaf in leaves if leaf.path not in records}, "restoring")
+    lacks_value = {x.path for x in wanted if is_struct(x.value) or is_deleted(x.value)}
+    optional = records.keys() - lacks_value if keeps_others else ()
+
+    def choose(manifest: Manifest) -> Any:
+        headline = f"the checkpoint at {manifest.path} does not fit:"
+        if manifest.kind == "params" and is_state:
+            fix = "Write restore_params(path, model, mesh, rules)."
+            problem = Problem("", "it holds parameters, and no train state", fix, "kind")
+            raise CheckpointMismatchError(headline, [problem])
+        start = PARAMETERS if manifest.kind == "train_state" and not is_state else ""
+        stored = {
+            name.removeprefix(start): record
+            for name, record in manifest.records.items()
+            if name.startswith(start)
+        }
+        sources = match(
+            stored, records, options, headline=headline, optional=optional, is_state=is_state
+        )
+        is_blind = any(
+            records[name].names and stored[source.stored[0]].names is None
+            for name, source in sources.items()
+        )
+        if is_blind or manifest.kind is None:
+            what = "stores no logical axis names of these arrays: only their shapes were compared"
+            warn_caller([f"the checkpoint at {manifest.path} {what}."])
+        for name, source in sources.items():
+            paths = tuple(start + path for path in source.stored)
+            sources[name] = dataclasses.replace(source, stored=paths)
+        structs = {
+            leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout[leaf.path])
+            for leaf in wanted
+            if leaf.path in sources
+        }
+        return sources, structs
+
+    values = restore(path, choose, verify=verify)
+    with auto_context():
+        for leaf in leaves:
+            if leaf.path not in values:
+                target = layout[leaf.path]
+                value = put([leaf.value], [target])[0] if target else leaf.value
+                # Without a copy, donating the new tree would delete arrays of the given one.
+                values[leaf.path] = jax.device_put(value, target, may_alias=False)
+    return fill_tree(leaves, structure, values)

@@ -1,0 +1,250 @@
+"""Says what a checkpoint holds: of each array shape, dtype, logical axes, and its checksum.
+
+A checkpoint of this library is one of Orbax with a section in Orbax' custom metadata, and a marker
+file. The marker says that the section must be there: without it a damaged section would make the
+checkpoint pass for one of Orbax only, which has no names and no checksums.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from penzai_shard.arrays.kinds import device_dtype, is_key_type
+from penzai_shard.arrays.structure import Leaf
+from penzai_shard.checkpoints import storage
+from penzai_shard.checkpoints.replacement import content_of
+from penzai_shard.errors import CheckpointNotFoundError, Problem, RuleTypeError, ShardingError
+from penzai_shard.paths import nearest
+
+SECTION = MARKER = "penzai_shard"
+METADATA = "_CHECKPOINT_METADATA"
+VERSION = 1
+# What reading raises of files that hold no JSON, or another one.
+_NO_JSON = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayRecord:
+    """What is known of an array without its numbers.
+
+    Attributes:
+        shape: Its shape.
+        dtype: The name of its dtype; of random keys the name that JAX gives, as ``key<fry>``.
+        names: A logical axis for each dimension, None for a positional one; None altogether for an
+            array without names. On disk they are called axes.
+        key_impl: The implementation of typed random keys, which are stored as their numbers.
+        values: The checksum of what is stored, if there is one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    names: tuple[str | None, ...] | None
+    key_impl: str | None = None
+    values: str | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of what is stored: random keys have a last dimension of numbers."""
+        return self.shape if self.key_impl is None else (*self.shape, *_key_shape(self.key_impl))
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of what is stored."""
+        return self.dtype if self.key_impl is None else "uint32"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of what is stored, before it is compressed."""
+        return math.prod(self.stored_shape) * jnp.dtype(self.stored_dtype).itemsize
+
+    def __str__(self) -> str:
+        names = self.names or (None,) * len(self.shape)
+        pairs = zip(names, self.shape, strict=True)
+        sizes = ", ".join(f"{size}" if name is None else f"{name}={size}" for name, size in pairs)
+        return f"{self.dtype}[{sizes}]"
+
+
+@functools.cache
+def _key_shape(impl: str) -> tuple[int, ...]:
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+    return tuple(data.shape)
+
+
+def make_record(leaf: Leaf) -> ArrayRecord:
+    """The record of an array of a tree, or of a struct that describes one; without a checksum.
+
+    >>> from penzai_shard.arrays.structure import leaves_of
+    >>> str(make_record(leaves_of({"w": jnp.zeros((2, 3))})[0]))
+    'float32[2, 3]'
+    """
+    # Of what is not on a device yet, the dtype that it gets there.
+    dtype = leaf.dtype if isinstance(leaf.value, jax.Array) else device_dtype(leaf.dtype)
+    return ArrayRecord(leaf.shape, str(dtype), leaf.names, _key_impl(dtype))
+
+
+def _key_impl(dtype: Any) -> str | None:
+    if not is_key_type(dtype):
+        return None
+    # JAX tells it of arrays and tracers only.
+    found: list[Any] = []
+    key = jax.ShapeDtypeStruct((), dtype)
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
+    return str(found[0])
+
+
+# On disk
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds, known without reading any array.
+
+    Attributes:
+        path: Where it is, as the caller wrote it but absolute.
+        directory: Where its files are now.
+        kind: What was saved, ``"params"`` for instance; None if Orbax wrote it for somebody else.
+        save: A text that no other save has, None as above.
+        records: The record of each array by name.
+        metadata: What else the saver wrote into Orbax' custom metadata.
+        stored: The arrays, to be opened and read.
+    """
+
+    path: str
+    directory: pathlib.Path
+    kind: str | None
+    save: str | None
+    records: Mapping[str, ArrayRecord]
+    metadata: Mapping[str, Any]
+    stored: storage.StoredArrays
+
+
+def write_section(records: Mapping[str, ArrayRecord], kind: str, save: str) -> dict[str, Any]:
+    """What Orbax' custom metadata is to say of the arrays, with a checksum of all that."""
+    entries = {name: dataclasses.asdict(record) for name, record in records.items()}
+    for entry in entries.values():
+        entry["axes"] = entry.pop("names")
+    section = {"version": VERSION, "kind": kind, "save": save, "arrays": entries}
+    return {SECTION: {**section, "checksum": _digest(section)}}
+
+
+def _digest(section: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(section, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def absolute_path(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The path of a checkpoint in the file system.
+
+    Raises:
+        RuleTypeError: It is no path, or one of an object store.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    if not text or "://" in text:
+        what = f"{path!r} is no path of a file system"
+        fix = "Write for instance 'runs/may/params'; mount an object store as a file system."
+        raise RuleTypeError("a checkpoint needs a path:", [Problem("", what, fix)])
+    return pathlib.Path(os.path.abspath(os.path.expanduser(text)))
+
+
+def is_checkpoint(directory: pathlib.Path) -> bool:
+    """Whether somebody saved a checkpoint in a directory, be it ours or another one of Orbax."""
+    return any((directory / name).exists() for name in (MARKER, METADATA, storage.PLAIN_METADATA))
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """What the checkpoint at a path holds.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        CheckpointDamagedError: It is not as it was saved; all that differs is in it.
+    """
+    final = absolute_path(path)
+    directory = content_of(final)
+    if not is_checkpoint(directory):
+        raise CheckpointNotFoundError("there is no checkpoint:", [_explain_absence(final)])
+    # Opening a pipe in place of a file would never end.
+    others = [
+        file.relative_to(directory)
+        for file in directory.rglob("*")
+        if not file.is_dir() and not (file.is_file() and os.access(file, os.R_OK))
+    ]
+    storage.refuse_damage(
+        final, dict.fromkeys(map(str, others), "it is no file, or may not be read")
+    )
+    stored: storage.StoredArrays | None = None
+    try:
+        metadata = _read_metadata(directory)
+        if SECTION in metadata or (directory / MARKER).exists():
+            return _read_own(final, directory, metadata)
+        stored = storage.find_plain_arrays(final, directory)
+    except ShardingError:
+        raise
+    except _NO_JSON as error:
+        files = f"{METADATA}, {MARKER} or {storage.PLAIN_METADATA}"
+        storage.refuse_damage(final, {files: f"it cannot be read: {error!r:.100}"})
+    if stored is None:
+        raise CheckpointNotFoundError("there is no checkpoint:", [_explain_absence(final)])
+
+    # Orbax wrote no dtypes, but the arrays have them.
+    found = stored.open(stored.prefixes)
+    records = {name: ArrayRecord(shape, dtype, None) for name, (shape, dtype) in found.items()}
+    return Manifest(str(final), directory, None, None, records, metadata, stored)
+
+
+def _explain_absence(final: pathlib.Path) -> Problem:
+    inside = [path for path in sorted(final.glob("*")) if is_checkpoint(path)]
+    # Either of the last two pieces of the path may be misspelt.
+    others = [str(path) for path in final.parent.parent.glob("*/*") if is_checkpoint(path)]
+    near = str(inside[-1]) if inside else nearest(str(final), others)
+    fix = f"Write '{near}'." if near else "Write the path that saving returned."
+    return Problem(str(final), "it is no checkpoint", fix)
+
+
+def _read_metadata(directory: pathlib.Path) -> dict[str, Any]:
+    """What savers wrote into Orbax' custom metadata; old releases of Orbax have none."""
+    file = directory / METADATA
+    content = json.loads(file.read_bytes()) if file.exists() else {}
+    return dict(content.get("custom_metadata") or {})
+
+
+def _read_own(final: pathlib.Path, directory: pathlib.Path, metadata: dict[str, Any]) -> Manifest:
+    section = metadata.pop(SECTION)
+    version, kind, save = (section[key] for key in ("version", "kind", "save"))
+    if version != VERSION:
+        what = f"it has format {version!r:.20}, and this release of penzai_shard reads {VERSION}"
+        storage.refuse_damage(final, {METADATA: what})
+    if section.pop("checksum") != _digest(section):
+        what = "what it says of the arrays is not what was saved"
+        storage.refuse_damage(final, {METADATA: what})
+    records = {name: _read_record(entry) for name, entry in section["arrays"].items()}
+    prefixes = {name: name for name in records}
+    stored = storage.StoredArrays(final, directory / storage.STATE, prefixes)
+    return Manifest(str(final), directory, kind, save, records, metadata, stored)
+
+
+def _read_record(entry: Mapping[str, Any]) -> ArrayRecord:
+    """The record of an entry.
+
+    Raises:
+        ValueError, TypeError, LookupError: It describes no array, though its checksum is right.
+    """
+    axes = entry["axes"]
+    names: Any = None if axes is None else tuple(tuple(n) if type(n) is list else n for n in axes)
+    record = ArrayRecord(
+        tuple(entry["shape"]), entry["dtype"], names, entry["key_impl"], entry["values"]
+    )
+    _ = hash(record), record.nbytes  # What has no hash raises, and what names no dtype.
+    is_valid = all(type(size) is int and size >= 0 for size in record.shape)
+    if not (is_valid and isinstance(record.values, str)) or (
+        names is not None and len(names) != len(record.shape)
+    ):
+        raise ValueError(f"{entry} describes no array")
+    return record

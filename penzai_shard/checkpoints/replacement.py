@@ -1,0 +1,148 @@
+"""Replaces a directory in one step, so that its old content is lost at no moment.
+
+The new content is written into a staging directory beside the path, whose lock the writer holds as
+long as it lives. A staging directory that nobody locks is what a killed writer left.
+"""
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import shutil
+import sys
+from typing import Any
+
+from penzai_shard.errors import CheckpointWriteError, Problem
+
+_SUFFIX = ".penzai-shard-saving"
+_EXCHANGE = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS.
+_HERE = -100  # AT_FDCWD.
+
+
+def content_of(final: pathlib.Path) -> pathlib.Path:
+    """The directory whose content counts as that of a path.
+
+    It is another one only if a save was killed between two renames.
+    """
+    aside = _staging_of(final) / "old"
+    return aside if not final.exists() and aside.is_dir() else final
+
+
+def _staging_of(final: pathlib.Path) -> pathlib.Path:
+    final = pathlib.Path(os.path.realpath(final))
+    return final.with_name(f".{final.name}{_SUFFIX}")
+
+
+class Replacement:
+    """A directory that is written beside a path, to be put in its place.
+
+    Args:
+        final: The path.
+
+    Attributes:
+        final: The path, without symbolic links: what one leads to is replaced.
+        new: Where the new content is to be written; its parent exists after ``begin``.
+    """
+
+    def __init__(self, final: pathlib.Path) -> None:
+        self.final = pathlib.Path(os.path.realpath(final))
+        self._staging = _staging_of(final)
+        self._lock: Any = None
+        self.new = self._staging / "writing" / "new"
+
+    def begin(self) -> None:
+        """Makes the staging directory, and removes those that killed writers left.
+
+        Raises:
+            OSError: A directory cannot be made.
+            CheckpointWriteError: Somebody else is saving to the path.
+        """
+        self.final.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in self.final.parent.glob(f".*{_SUFFIX}"):
+            _clear(leftover)
+        self._staging.mkdir(exist_ok=True)
+        self._lock = _lock(self._staging)
+        # Whoever held the lock may have removed the file in the meantime.
+        if self._lock is None or not (self._staging / "lock").exists():
+            what = "somebody else is saving there now"
+            problem = Problem(str(self.final), what, "Wait for it, or save to another path.")
+            raise CheckpointWriteError("cannot save:", [problem])
+        self.new.parent.mkdir()
+
+    def commit(self) -> None:
+        """Puts the new content in the place of the old; it is on the disk when this returns."""
+        for folder, _, names in os.walk(self.new):
+            for name in names:
+                _synchronise(os.path.join(folder, name))
+            _synchronise(folder)
+        if not self.final.exists():
+            os.rename(self.new, self.final)
+        elif not _exchange(self.new, self.final):
+            # If the second of these fails, ``close`` undoes the first.
+            os.rename(self.final, self._staging / "old")
+            os.rename(self.new, self.final)
+        _synchronise(self.final.parent)
+
+    def stop_writers(self) -> None:
+        """Makes everything fail that still writes: a file stands where its directory was."""
+        if self._lock is not None:  # What others write at the path is theirs.
+            with contextlib.suppress(OSError):
+                os.rename(self.new.parent, self._staging / "stopped")
+                self.new.parent.touch()
+
+    def close(self) -> None:
+        """Removes the staging directory, and frees the path for other savers."""
+        if self._lock is not None:
+            _discard(self._staging, self.final)
+            self._lock.close()
+            self._lock = None
+
+
+def _clear(leftover: pathlib.Path) -> None:
+    """Removes a staging directory if nobody uses it."""
+    with contextlib.suppress(FileNotFoundError):
+        if (lock := _lock(leftover)) is not None:
+            with lock:
+                final = leftover.with_name(leftover.name.removesuffix(_SUFFIX)[1:])
+                _discard(leftover, final)
+
+
+def _discard(staging: pathlib.Path, final: pathlib.Path) -> None:
+    """Removes a staging directory, once nothing in it is needed."""
+    if (staging / "old").is_dir() and not final.exists():
+        os.rename(staging / "old", final)
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def _lock(staging: pathlib.Path) -> Any:
+    """An open file that holds the lock of a staging directory; None if somebody else has it."""
+    import fcntl  # Windows, where nothing can be saved, has none.
+
+    file = (staging / "lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        return None
+    return file
+
+
+def _exchange(first: pathlib.Path, second: pathlib.Path) -> bool:
+    """Exchanges two directories in one step; False where the system cannot."""
+    paths = os.fsencode(first), os.fsencode(second)
+    try:
+        library: Any = ctypes.CDLL(None, use_errno=True)
+        if sys.platform == "darwin":
+            return not library.renamex_np(*paths, _EXCHANGE)
+        return not library.renameat2(_HERE, paths[0], _HERE, paths[1], _EXCHANGE)
+    except (AttributeError, OSError, TypeError):
+        return False
+
+
+def _synchronise(path: str | os.PathLike[str]) -> None:
+    """Has the system write a file or directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

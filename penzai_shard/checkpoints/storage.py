@@ -1,0 +1,211 @@
+"""Keeps arrays on disk: Orbax writes them, TensorStore reads any part of one.
+
+Orbax is needed to write, as it joins the files of many processes. For reading it stands in the way:
+it needs all processes, reads whole trees, and names no array where a file is damaged. What it
+writes are arrays of zarr, each below a prefix in a key-value store, and TensorStore opens those.
+"""
+
+import json
+import logging
+import math
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from penzai_shard.errors import CheckpointDamagedError, Problems, require
+
+PLAIN_METADATA = "_METADATA"
+STATE = "state"
+"""The directory of what Orbax saves under no other name, as this library does."""
+
+_WRITE_BYTES = 128 * 2**20
+# A chunk is what must be unpacked to read one of its numbers.
+_CHUNK_BYTES, _FILE_BYTES = 2**20, 64 * 2**20
+_CACHE_BYTES = 4 * 2**20
+_MOST_CHARACTERS = 300
+
+
+def can_store(dtype: Any) -> bool:
+    """Whether there is a format for a dtype; there is none for some of few bits, as uint4."""
+    try:
+        return bool(require("tensorstore", "checkpoint").dtype(str(dtype)))
+    except ValueError:
+        return False
+
+
+def _is_no_echo(record: logging.LogRecord) -> bool:
+    """Whether a line of a log tells something new: Orbax' threads log what a save raises anyway."""
+    return (record.module, record.funcName) != ("future", "run")
+
+
+def begin_writing(
+    directory: pathlib.Path, arrays: Mapping[str, Any], metadata: Mapping[str, Any], *, copy: bool
+) -> Callable[[], Any]:
+    """Begins to write arrays to a new directory.
+
+    Args:
+        directory: The directory, which is made.
+        arrays: The arrays by name.
+        metadata: What Orbax is to keep as the user's metadata.
+        copy: Whether the arrays may be donated as soon as this returns.
+
+    Returns:
+        A function that waits until everything is written.
+    """
+    ocp = require("orbax.checkpoint.experimental.v1", "checkpoint")
+    logging.getLogger("absl").addFilter(_is_no_echo)
+    context = ocp.Context()
+    # Made in the background, a directory that cannot be made leaves threads that wait 5 minutes.
+    context.asynchronous.create_directories_asynchronously = False
+    # Splitting small arrays over processes took 19 s where writing them whole took 0.6 s.
+    context.array.saving.use_replica_parallel = jax.process_count() > 1
+    context.array.saving.min_slice_bytes_for_replica_parallel = _CHUNK_BYTES
+    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    context.array.saving.ocdbt_target_data_file_size = _FILE_BYTES
+    # Without a limit Orbax holds everything twice, and it fails at a part above the limit.
+    limit = max(_WRITE_BYTES, *(1 + _count_part_bytes(array) for array in arrays.values()), 0)
+    context.memory.write_concurrent_bytes = limit
+    if not copy:
+        context.memory.transfer_concurrent_bytes = limit
+        context.memory.is_prioritized_key_fn = lambda key: False
+    with context:
+        writing = ocp.save_async(directory, dict(arrays), custom_metadata=dict(metadata))
+    return lambda: writing.result()
+
+
+def _count_part_bytes(array: Any) -> int:
+    if not isinstance(array, jax.Array):
+        return int(array.nbytes)
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+# Reading
+
+
+def refuse_damage(path: object, found: Mapping[str, str]) -> None:
+    """Refuses a checkpoint in which something is not as it was saved.
+
+    Args:
+        path: The checkpoint.
+        found: What is wrong, by array or file; nothing if it is empty.
+
+    Raises:
+        CheckpointDamagedError: With a problem for each.
+    """
+    problems = Problems(f"the checkpoint at {path} is damaged:")
+    for name, what in found.items():
+        problems.add(name, what, "Restore another copy of the checkpoint.")
+    problems.raise_if_any(CheckpointDamagedError)
+
+
+class StoredArrays:
+    """The arrays of a checkpoint, of which any thread can read parts.
+
+    Args:
+        path: The checkpoint, for messages.
+        directory: Where the arrays lie.
+        prefixes: The prefix of each array's keys, by its name.
+        driver: TensorStore's name of the format of arrays.
+        is_ocdbt: Whether the keys are in few large files, and not files themselves.
+        is_complete: Whether zeros are stored too; if not, numbers that are missing are zeros.
+    """
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        directory: pathlib.Path,
+        prefixes: Mapping[str, str],
+        *,
+        driver: str = "zarr3",
+        is_ocdbt: bool = True,
+        is_complete: bool = True,
+    ) -> None:
+        self._ts = require("tensorstore", "checkpoint")
+        self.prefixes, self._path, self._directory = prefixes, path, directory
+        # A shared context would refuse what has replaced a checkpoint at its path.
+        self._context = self._ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+        store = {"driver": "file", "path": f"{directory}/"}
+        self._store = self._ts.KvStore.Spec(
+            {"driver": "ocdbt", "base": store} if is_ocdbt else store
+        )
+        missing = {"fill_missing_data_reads": not is_complete}
+        self._spec = {"driver": driver, "recheck_cached_data": "open", **missing}
+        self._opened: dict[str, Any] = {}
+
+    def open(self, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Opens arrays; the shape and dtype of each.
+
+        Raises:
+            CheckpointDamagedError: Some cannot be opened; all of them are in it.
+        """
+        options = {"read": True, "context": self._context}
+        pending = {
+            name: self._ts.open(
+                self._spec, kvstore=self._store / f"{self.prefixes[name]}/", **options
+            )
+            for name in names
+        }
+        damaged = {}
+        for name, opened in pending.items():
+            try:
+                self._opened[name] = opened.result()
+            except Exception as error:  # TensorStore raises whatever its drivers raise.
+                damaged[name] = f"it cannot be read: {self._reason(error)}"
+        refuse_damage(self._path, damaged)
+        return {
+            name: (tuple(array.shape), array.dtype.name) for name, array in self._opened.items()
+        }
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A part of an opened array.
+
+        Raises:
+            CheckpointDamagedError: It cannot be read.
+        """
+        # Around TensorStore only: a mistake of ours must not pass for damage.
+        try:
+            return np.asarray(self._opened[name][index].read().result())
+        except Exception as error:
+            reason = self._reason(error)
+        refuse_damage(self._path, {name: f"its numbers cannot be read: {reason}"})
+        raise AssertionError("damage is refused")
+
+    def _reason(self, error: Exception) -> str:
+        """What TensorStore says first, without its own source lines, in one line."""
+        text = str(error).partition(" [source locations=")[0].partition(" [tensorstore_spec=")[0]
+        text = text.replace(str(self._directory), self._directory.name)
+        return text.partition("\n")[0][:_MOST_CHARACTERS]
+
+
+def find_plain_arrays(path: pathlib.Path, directory: pathlib.Path) -> StoredArrays | None:
+    """The arrays of a tree that somebody saved with Orbax; None where there are several trees.
+
+    Texts and empty containers of the tree are no arrays, and are left out. Typed random keys are
+    the numbers as which they are stored.
+
+    Raises:
+        OSError, ValueError, LookupError, TypeError: A file is damaged.
+    """
+    if not (directory / PLAIN_METADATA).exists():
+        trees = [found.parent for found in directory.glob(f"*/{PLAIN_METADATA}")]
+        if len(trees) != 1:
+            return None
+        (directory,) = trees
+    content = json.loads((directory / PLAIN_METADATA).read_bytes())
+    prefixes = {}
+    for entry in content["tree_metadata"].values():
+        value = entry["value_metadata"]
+        if not value["skip_deserialize"] and value["value_type"] != "string":
+            keys = [key["key"] for key in entry["key_metadata"]]
+            prefixes["/".join(keys)] = ".".join(keys)
+    return StoredArrays(
+        path,
+        directory,
+        prefixes,
+        driver="zarr3" if content.get("use_zarr3") else "zarr",
+        is_ocdbt=content["use_ocdbt"],
+        is_complete=content.get("store_array_data_equal_to_fill_value", False),
+    )

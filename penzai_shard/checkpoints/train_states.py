@@ -1,0 +1,130 @@
+"""Saves and restores whole train states, and any other tree of arrays, by path.
+
+A train state is a tree like any other, of this library or of another: its arrays are known by their
+paths, and those that an optimizer keeps have the logical axes of their parameters.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penzai_shard.arrays.statistics import name_statistics
+from penzai_shard.arrays.structure import Named, leaves_of
+from penzai_shard.checkpoints.matching import read_options
+from penzai_shard.checkpoints.parameters import read_layout, read_tree, restore_tree
+from penzai_shard.checkpoints.saving import begin_save
+from penzai_shard.errors import Problem, RuleTypeError
+from penzai_shard.meshes import AnyMesh, on_auto_twin
+from penzai_shard.planning import arguments
+from penzai_shard.planning.plan import ShardingPlan
+from penzai_shard.rules import OnIndivisible
+
+_OPTIMIZER = "opt_state/"
+
+
+def save_train_state(path: Any, train_state: Any, *, overwrite: bool = False) -> str:
+    """Saves every array of a train state but the constants of its model.
+
+    Args:
+        path: As for ``save_params``.
+        train_state: A ``TrainState``, one of Flax, or any other tree of arrays, for instance a
+            model with its state variables.
+        overwrite: As for ``save_params``.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        CheckpointWriteError: The path is taken, or cannot be written.
+        ShardingError: Some arrays have no values, as they are shapes, or were donated.
+        RuleTypeError: It has no arrays.
+
+    >>> import tempfile
+    >>> import jax
+    >>> import penzai_shard as pzs
+    >>> state = {"step": jax.numpy.int32(3), "root_rng": jax.random.key(0)}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save_train_state(f"{folder}/state", state)
+    ...     restored = restore_train_state(path, state, pzs.make_mesh({"data": 8}))
+    >>> int(restored["step"]), restored["root_rng"].dtype
+    (3, key<fry>)
+    """
+    leaves, _ = read_tree("save_train_state", train_state)
+    saved = [leaf for leaf in name_statistics(leaves) if leaf.role != "constant"]
+    return begin_save(path, saved, "train_state", overwrite=overwrite).finish()
+
+
+def restore_train_state(
+    path: Any,
+    train_state: Any,
+    mesh: AnyMesh | ShardingPlan | None = None,
+    rules: Any = None,
+    *,
+    plan: ShardingPlan | None = None,
+    shardings: Any = None,
+    optimizer_rules: Any = None,
+    axis_name_to_mesh_name: Any = None,
+    rename_axes: Mapping[str, str] | None = None,
+    names: Mapping[str, str | None] | None = None,
+    allow: Any = (),
+    on_indivisible: OnIndivisible = "error",
+    on_unnamed: arguments.OnUnnamed = "error",
+    verify: bool = True,
+) -> Any:
+    """Restores a train state straight onto a mesh, whatever mesh it was saved from.
+
+    Args:
+        path: A checkpoint of ``save_train_state``, or of plain Orbax.
+        train_state: A state of the same model and optimizer, with arrays, also donated ones, or
+            structs. It is not changed.
+        mesh: A mesh, or a plan of the state. Without it arrays go where those of the state are.
+        rules: As for ``make_plan``.
+        plan: A plan of the state, in place of mesh, rules and options.
+        shardings: In place of mesh and rules, a tree like the state with a sharding for each array,
+            as ``train_state_sharding`` gives it.
+        optimizer_rules: Other rules for what the optimizer keeps, below ``opt_state``.
+        axis_name_to_mesh_name: The rules under Penzai's name.
+        rename_axes: As for ``restore_params``.
+        names: As for ``restore_params``, for the paths of parameters; what the optimizer keeps of
+            a parameter follows it.
+        allow: As for ``restore_params``.
+        on_indivisible: As for ``make_plan``.
+        on_unnamed: As for ``make_plan``.
+        verify: As for ``restore_params``.
+
+    Returns:
+        A state of the same kind. Constants of the model, functions and settings are its own.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointMismatchError, CheckpointDamagedError: As for
+            ``restore_params``.
+        PlanError, MeshError, RuleTypeError: As ``make_plan``; or options contradict each other.
+
+    Warns:
+        ShardingWarning: The checkpoint stores no logical axes, as those of plain Orbax.
+    """
+    called = "restore_train_state"
+    options = read_options(called, allow, rename_axes, names)
+    leaves, structure = read_tree(called, train_state)
+    leaves = name_statistics(leaves)
+    relaxed = on_indivisible, on_unnamed
+    if shardings is not None:
+        layout = {
+            leaf.path: on_auto_twin(getattr(leaf.value, "sharding", leaf.value))
+            for leaf in leaves_of(shardings)
+        }
+        if mesh is not None or layout.keys() != set(structure.paths):
+            what = "shardings= is not a tree like the state, or a mesh is given too"
+            fix = "Write shardings=train_state_sharding(state, mesh, rules), without a mesh."
+            raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
+    elif optimizer_rules is None:
+        layout = read_layout(
+            called, train_state, mesh, rules, axis_name_to_mesh_name, plan, *relaxed
+        )
+    else:
+        parts: tuple[dict[str, Named], dict[str, Named]] = ({}, {})
+        for leaf in leaves:
+            box = Named(leaf.value, leaf.names, leaf.role, leaf.statistic)
+            parts[leaf.path.startswith(_OPTIMIZER)][leaf.path] = box
+        layout = read_layout(called, parts[0], mesh, rules, axis_name_to_mesh_name, plan, *relaxed)
+        layout |= read_layout(called, parts[1], mesh, optimizer_rules, None, plan, *relaxed)
+    return restore_tree(path, leaves, structure, layout, options, verify, is_state=True)

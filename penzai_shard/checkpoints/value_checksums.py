@@ -1,0 +1,171 @@
+"""A checksum of an array's numbers that is the same however the array is laid out or read.
+
+The bits of each element are mixed with the element's place in the whole array, and the results are
+added, so that parts can be added up in any order, on any device. Two sums of 32 bits are kept; they
+mix by MurmurHash3's fmix32 (https://github.com/aappleby/smhasher) and by Wellons' lowbias32
+(https://github.com/skeeto/hash-prospector). Places wrap at 2^32.
+"""
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from penzai_shard.errors import Problems, ShardingError
+
+# The context of a mesh would refuse arrays on other devices, and those of its Auto twin.
+_NO_MESH = Mesh(np.empty((), object), ())
+# A smaller array is added up by NumPy before a program for it could be compiled.
+_HOST_BYTES = 64 * 2**10
+# Odd, so that places stay different.
+_FACTORS = (0x9E3779B9, 0x7F4A7C15)
+
+
+def no_mesh() -> contextlib.AbstractContextManager[Any]:
+    """A context in which JAX computes with arrays wherever they are, whatever ``set_mesh`` says."""
+    return jax.set_mesh(_NO_MESH)
+
+
+def write_checksum(sums: Sequence[int]) -> str:
+    """Both sums as the text that a checkpoint keeps.
+
+    >>> write_checksum(sum_piece(np.arange(6), (0,), (6,)))
+    '71b603ca49c33a4e'
+    """
+    return "".join(f"{number % 2**32:08x}" for number in sums)
+
+
+def compute_checksums(arrays: Mapping[str, Any]) -> dict[str, str]:
+    """The checksums of whole arrays, computed where they are; with several processes in all.
+
+    Args:
+        arrays: Arrays of JAX or NumPy by name; of random keys the numbers.
+
+    Raises:
+        ShardingError: Copies of an array on several devices differ; all of them are in it.
+    """
+    # All programs are started before the first result is waited for.
+    with no_mesh():
+        started = {name: _start_sums(array) for name, array in arrays.items()}
+    problems = Problems("copies of arrays differ between devices:")
+    checksums = {}
+    for name, copies in started.items():
+        found = sorted({write_checksum([int(lane) for lane in sums]) for sums in copies})
+        if len(found) > 1:
+            fix = "Place one of them again: array.addressable_data(0)."
+            problems.add(name, f"it has {len(found)} different copies", fix)
+        checksums[name] = found[0]
+    problems.raise_if_any(ShardingError)
+    return checksums
+
+
+def _start_sums(array: Any) -> list[Sequence[Any]]:
+    """Both sums of an array, once for each device of this process that finds them."""
+    whole = (0,) * np.ndim(array), np.shape(array)
+    if not isinstance(array, jax.Array):
+        return [sum_piece(np.asarray(array), *whole)]
+    is_here = array.is_fully_replicated or array.is_fully_addressable
+    if array.nbytes <= _HOST_BYTES and is_here:
+        copies = [shard.data for shard in array.addressable_shards]
+        copies = copies if array.is_fully_replicated else [array]
+        return [sum_piece(np.asarray(copy), *whole) for copy in copies]
+    lanes = _sum_on_devices(array, *_place(*whole))
+    first, second = ([shard.data for shard in lane.addressable_shards] for lane in lanes)
+    return list(zip(first, second, strict=True))
+
+
+def sum_piece(piece: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
+    """Both sums of a piece in host memory.
+
+    Args:
+        piece: The piece.
+        start: Where it begins in the whole array.
+        shape: The shape of the whole array.
+    """
+    words, place = _read_words(piece), _place(start, shape)
+    if piece.nbytes > _HOST_BYTES:
+        first, second = _sum_on_devices(words, *place)
+    else:
+        with np.errstate(over="ignore"):  # NumPy warns where numbers wrap that have no dimension.
+            first, second = (np.sum(lane, dtype=np.uint32) for lane in _mix(np, words, *place))
+    return int(first), int(second)
+
+
+def _place(start: Sequence[int], shape: Sequence[int]) -> tuple[np.uint32, list[np.uint32]]:
+    """The place of a piece's first element, and how far it is from one index to the next."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    first = sum(index * stride for index, stride in zip(start, strides, strict=True))
+    return np.uint32(first % 2**32), [np.uint32(stride % 2**32) for stride in strides]
+
+
+@jax.jit
+def _sum_on_devices(content: Any, place: Any, strides: Any) -> tuple[jax.Array, jax.Array]:
+    """Both sums of an array, or of the words of one."""
+    words = content if isinstance(content, list) else _bitcast_words(content)
+    lanes = _mix(jnp, words, place, strides)
+    # One reduction of both: XLA then keeps nothing but the sums in memory.
+    first, second = jax.lax.reduce(
+        lanes,
+        (np.uint32(0), np.uint32(0)),
+        lambda a, b: (a[0] + b[0], a[1] + b[1]),
+        tuple(range(lanes[0].ndim)),
+    )
+    return first, second
+
+
+def _mix(xp: Any, words: Sequence[Any], first: Any, strides: Sequence[Any]) -> tuple[Any, Any]:
+    """Each element's bits mixed with its place, in two ways."""
+    shape = words[0].shape
+    place = first
+    for dimension, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        along = xp.arange(size, dtype=np.uint32) * stride
+        place = place + along.reshape([-1 if i == dimension else 1 for i in range(len(shape))])
+    lanes = []
+    for mix, factor in zip((_fmix32, _lowbias32), _FACTORS, strict=True):
+        mixed = place * np.uint32(factor)
+        for word in words:
+            mixed = mix(mixed + word.astype(np.uint32))
+        lanes.append(mixed)
+    return lanes[0], lanes[1]
+
+
+def _fmix32(word: Any) -> Any:
+    word = (word ^ (word >> 16)) * np.uint32(0x85EBCA6B)
+    word = (word ^ (word >> 13)) * np.uint32(0xC2B2AE35)
+    return word ^ (word >> 16)
+
+
+def _lowbias32(word: Any) -> Any:
+    word = (word ^ (word >> 16)) * np.uint32(0x7FEB352D)
+    word = (word ^ (word >> 15)) * np.uint32(0x846CA68B)
+    return word ^ (word >> 16)
+
+
+def _read_words(array: np.ndarray) -> list[np.ndarray]:
+    """The bits of each element as words of at most 32 bits, in the order of memory."""
+    size = array.dtype.itemsize
+    if size > 4:
+        bits = np.ascontiguousarray(array).reshape(*array.shape, 1).view(np.uint32)
+        return [bits[..., i] for i in range(size // 4)]
+    bits = np.ascontiguousarray(array).reshape(array.shape).view(f"u{size}")
+    # Of narrow integers the upper bits of the byte say nothing.
+    return [bits & np.uint8(2 ** _count_bits(array.dtype) - 1)] if size == 1 else [bits]
+
+
+def _bitcast_words(array: jax.Array) -> list[jax.Array]:
+    """The same on a device."""
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return [*_bitcast_words(array.real), *_bitcast_words(array.imag)]
+    if array.dtype == jnp.bool_:
+        return [array]
+    words = jax.lax.bitcast_convert_type(array, f"uint{min(32, _count_bits(array.dtype))}")
+    return [words[..., i] for i in range(2)] if words.ndim > array.ndim else [words]
+
+
+def _count_bits(dtype: Any) -> int:
+    return 8 if dtype == jnp.bool_ else int(jax.dtypes.itemsize_bits(dtype))

@@ -1,0 +1,1 @@
+"""Trains models of any library: a state of plain arrays by path, and steps that compile once."""

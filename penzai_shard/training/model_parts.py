@@ -1,0 +1,158 @@
+"""Splits the arrays of a model into those that are trained, frozen, carried along, or constant.
+
+Where a library says which arrays are parameters, all others are constants. Where none does, as in
+Equinox, Haliax and plain dictionaries, every array is a parameter; in the dictionary of linen's
+collections those below ``params`` are, and the others are carried from step to step.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from penzai_shard.arrays.inputs import run_inputs
+from penzai_shard.arrays.kinds import is_number, is_struct
+from penzai_shard.arrays.static_values import same_static
+from penzai_shard.arrays.structure import Leaf, Structure
+from penzai_shard.errors import Problems, ShardingError
+from penzai_shard.planning.name_axes import without_names
+
+TRAINED, FROZEN, STATE, CONSTANT, SETTING = "trained", "frozen", "state", "constant", "setting"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StateTemplate:
+    """All of a train state but its arrays. Of two builds of a model and its optimizer it is equal.
+
+    Attributes:
+        structure: The rest of the model.
+        kinds: What becomes of each array of the model, by path.
+        settings: The values of leaves of the model that are Python numbers, by path.
+        optimizer: The optimizer.
+        plain_arrays: See ``TrainState.initial_state``.
+    """
+
+    structure: Structure
+    kinds: Mapping[str, str]
+    settings: Mapping[str, Any]
+    optimizer: Any
+    plain_arrays: bool | None
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, StateTemplate):
+            return self is other
+        own, found = (
+            (state.kinds, state.settings, state.optimizer, state.plain_arrays)
+            for state in (self, other)
+        )
+        # Models of structs are frozen, and are those that they become all the same.
+        return same_static(own, found) and self.structure.is_like(other.structure)
+
+    def __hash__(self) -> int:
+        return hash((self.structure, *self.kinds.values()))
+
+    @functools.cached_property
+    def names(self) -> dict[str, Any]:
+        """The logical axes of each array by path."""
+        return dict(zip(self.structure.paths, self.structure.names, strict=True))
+
+    def bind(self, arrays: Mapping[str, Any]) -> Any:
+        """The model with these arrays by path, in new variables."""
+        values = self._values(arrays)
+        if any(variable.live for variable in self.structure.variables):
+            return self.structure.fill_alike(values)
+        return self.structure.fill(values, live=("parameter", "state"))
+
+    def bind_for_loss(self, arrays: Mapping[str, Any]) -> Any:
+        """The model as a loss function gets it: only its state variables can be assigned to."""
+        plain, values = self.plain_arrays, self._values(arrays)
+        model = self.structure.fill(values, live=("state",), plain=plain is not False)
+        equinox = sys.modules.get("equinox")
+        is_equinox = equinox is not None and isinstance(model, equinox.Module)
+        return without_names(model) if plain or (is_equinox and plain is None) else model
+
+    def _values(self, arrays: Mapping[str, Any]) -> list[Any]:
+        known = {**arrays, **self.settings}
+        return [known[path] for path in self.structure.paths]
+
+
+def split_model(
+    model: Any, trainable: Callable[[Any], bool] | None
+) -> tuple[dict[str, dict[str, Any]], Structure]:
+    """Takes a model apart.
+
+    Args:
+        model: A model of any library.
+        trainable: Says which parameters are trained; see ``TrainState.initial_state``.
+
+    Returns:
+        The arrays of each kind by path, and the rest of the model.
+
+    Raises:
+        ShardingError: Arrays are deleted, two have one path, or none is trained.
+    """
+    called = "TrainState.initial_state"
+    leaves, structure = run_inputs(model, called, allow_structs=True)
+    structure.check_paths()
+    arrays: dict[str, dict[str, Any]] = {
+        kind: {} for kind in (TRAINED, FROZEN, STATE, CONSTANT, SETTING)
+    }
+    for leaf, kind in zip(leaves, _find_kinds(model, leaves, structure, trainable), strict=True):
+        arrays[kind][leaf.path] = leaf.value
+    problems = Problems(f"{called} cannot train this model:")
+    for leaf in leaves:
+        if "opt_state" in leaf.path.split("/"):
+            problems.add(leaf.path, "an optimizer keeps it", "Give the model of this train state.")
+    if not arrays[TRAINED]:
+        problems.add("", "it has no parameter that is trained", "Write trainable=lambda p: True.")
+    problems.raise_if_any(ShardingError)
+    return arrays, structure
+
+
+def _find_kinds(
+    model: Any,
+    leaves: Sequence[Leaf],
+    structure: Structure,
+    trainable: Callable[[Any], bool] | None,
+) -> Iterator[str]:
+    from penzai import pz
+
+    has_roles = any(leaf.role for leaf in leaves)
+    is_linen = not has_roles and isinstance(model, Mapping) and "params" in model
+    # Penzai's frozen values of parameters are not trained; a model of structs has no others.
+    frozen = {i for v in structure.variables if not v.live for i in range(len(leaves))[v.leaves]}
+    first_api = sys.modules.get("penzai.deprecated.v1.nn.parameters")
+    frozen_types = () if first_api is None else (first_api.FrozenParameter,)
+    nodes = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, frozen_types))
+    frozen_names = {node.name for node in nodes if isinstance(node, frozen_types)}
+
+    for index, leaf in enumerate(leaves):
+        role = leaf.role or ("constant" if has_roles else "parameter")
+        if is_linen and leaf.path.split("/")[0] != "params":
+            role = STATE
+        is_trained = index not in frozen or is_struct(leaf.value)
+        is_trained = is_trained and leaf.path not in frozen_names
+        if isinstance(leaf.variable, pz.Parameter):
+            is_trained = is_trained and leaf.variable.metadata.get("trainable", True)
+        if trainable is not None and role == "parameter":
+            value = name_array(leaf.value, leaf.names)
+            is_trained = trainable(pz.ParameterValue(value=value, label=leaf.path))
+        if is_number(leaf.value):
+            yield SETTING
+        elif role == "parameter":
+            yield TRAINED if is_trained and jnp.issubdtype(leaf.dtype, jnp.inexact) else FROZEN
+        else:
+            yield role
+
+
+def name_array(value: Any, names: Sequence[Any] | None) -> Any:
+    """An array with its logical axes, if it has any."""
+    from penzai_shard.readers.penzai import make_named
+
+    if names is None or not any(name is not None for name in names) or not hasattr(value, "shape"):
+        return value
+    return make_named(value, names)

@@ -1,0 +1,155 @@
+"""Keeps a train state and its step in one object, for notebooks."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from penzai_shard.meshes import AnyMesh
+from penzai_shard.placement.place import place
+from penzai_shard.planning.arguments import OnUnnamed
+from penzai_shard.training.batches import shard_batch
+from penzai_shard.training.step import build_train_step_fn
+from penzai_shard.training.train_state import TrainState, check_arguments, train_state_sharding
+
+
+class StatefulTrainer:
+    """A train state and its step in one object, as ``penzai.toolshed.basic_training`` has it.
+
+    Each step replaces the state and takes its memory; what was handed out stays usable, since the
+    step after a look at ``state`` or ``model`` works on a copy. The model that it was made of is
+    not changed.
+
+    Args:
+        train_state: The state to start from.
+        loss_fn: As for ``build_train_step_fn``.
+        mesh: The mesh to train on; without one everything stays where the state is.
+        rules: As for ``make_plan``, for the state and for inputs.
+        axis_name_to_mesh_name: The same under Penzai's name.
+        optimizer_rules: As for ``train_state_sharding``.
+        on_unnamed: As for ``make_plan``.
+        first_axis: As for ``shard_batch``.
+        donate_states: Whether a step may take the memory of the state before it.
+        **step_options: As for ``build_train_step_fn``.
+
+    Raises:
+        PlanError, MeshError, RuleTypeError: As ``make_plan`` and ``build_train_step_fn``.
+
+    >>> import optax
+    >>> def loss_fn(model, rng, state, x):
+    ...     loss = jnp.sum((model["w"] - x) ** 2)
+    ...     return loss, state, {"loss": loss}
+    >>> trainer = StatefulTrainer.build(
+    ...     root_rng=jax.random.key(0),
+    ...     model={"w": jnp.zeros(3)},
+    ...     optimizer_def=optax.sgd(0.25),
+    ...     loss_fn=loss_fn,
+    ... )
+    >>> [float(trainer.step(x=jnp.ones(3))["loss"]) for _ in range(3)]
+    [3.0, 0.75, 0.1875]
+    """
+
+    def __init__(
+        self,
+        train_state: TrainState,
+        loss_fn: Callable[..., Any],
+        *,
+        mesh: AnyMesh | None = None,
+        rules: Any = None,
+        axis_name_to_mesh_name: Any = None,
+        optimizer_rules: Any = None,
+        on_unnamed: OnUnnamed = "error",
+        first_axis: Hashable | None = None,
+        donate_states: bool = True,
+        **step_options: Any,
+    ) -> None:
+        given = (rules, axis_name_to_mesh_name, optimizer_rules, first_axis)
+        is_right = mesh is not None or given == (None,) * 4
+        check_arguments("StatefulTrainer", {"mesh": (mesh, is_right, "make_mesh({'data': 8})")})
+        layout: dict[str, Any] = {"mesh": mesh, "rules": rules, "on_unnamed": on_unnamed}
+        layout["axis_name_to_mesh_name"] = axis_name_to_mesh_name
+        if mesh is not None:
+            shardings = train_state_sharding(train_state, optimizer_rules=optimizer_rules, **layout)
+            train_state = jax.device_put(train_state, shardings)
+            step_options["train_state_shardings"] = shardings
+        self._batch_options = layout | {"first_axis": first_axis}
+        self._donates = donate_states and step_options.get("jit", True)
+        self._step = build_train_step_fn(
+            loss_fn, donate_params_and_state=self._donates, **step_options
+        )
+        self._state: TrainState = train_state
+        self._is_handed_out = True
+
+    @classmethod
+    def build(
+        cls,
+        root_rng: jax.Array,
+        model: Any,
+        optimizer_def: Any,
+        loss_fn: Callable[..., Any],
+        initial_loss_fn_state: Any = None,
+        *,
+        trainable: Callable[[Any], bool] | None = None,
+        plain_arrays: bool | None = None,
+        **options: Any,
+    ) -> "StatefulTrainer":
+        """A trainer of a model.
+
+        Args:
+            root_rng: A random key.
+            model: A model of any library; it stays usable.
+            optimizer_def: An optimizer of optax.
+            loss_fn: As for ``build_train_step_fn``.
+            initial_loss_fn_state: What the loss function gets as ``state`` in the first step.
+            trainable: As for ``TrainState.initial_state``.
+            plain_arrays: As for ``TrainState.initial_state``.
+            **options: As for the class. With a mesh the model is put there first.
+        """
+        if options.get("mesh") is not None:
+            names = {"mesh", "rules", "axis_name_to_mesh_name", "on_unnamed"} & options.keys()
+            model = place(model, **{name: options[name] for name in names})
+        given: dict[str, Any] = {"trainable": trainable, "plain_arrays": plain_arrays}
+        make = TrainState.initial_state
+        state = make(model, optimizer_def, root_rng, initial_loss_fn_state, **given)
+        return cls(state, loss_fn, **options)
+
+    def step(self, **inputs: Any) -> Any:
+        """Does one step of training.
+
+        Args:
+            **inputs: The inputs of the loss function; on a mesh they are put there by the rules.
+
+        Returns:
+            What the loss function reports.
+
+        Raises:
+            ShardingError: As a step of ``build_train_step_fn``; the state is as before then.
+        """
+        if self._batch_options["mesh"] is not None:
+            inputs = shard_batch(inputs, **self._batch_options)
+        state = self._state
+        if self._donates and self._is_handed_out:
+            state = jax.tree.map(jnp.copy, state)
+        self._state, aux = self._step(state, **inputs)
+        self._is_handed_out = False
+        return aux
+
+    @property
+    def state(self) -> TrainState:
+        """The train state. It can be kept, and set, for instance to a restored one."""
+        self._is_handed_out = True
+        return self._state
+
+    @state.setter
+    def state(self, train_state: TrainState) -> None:
+        self._state = train_state
+        self._is_handed_out = True
+
+    @property
+    def model(self) -> Any:
+        """The model with the current values, in new variables."""
+        return self.state.model
+
+    def __repr__(self) -> str:
+        return f"StatefulTrainer({self._state})"
