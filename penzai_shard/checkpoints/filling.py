@@ -5,12 +5,12 @@ piece is cut up, transposed and cast on its way into the memory of the parts. So
 unpacked twice, whatever the layout, and little memory is needed besides that of the result.
 """
 
-import concurrent.futures
 import dataclasses
 import math
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
@@ -180,7 +180,7 @@ def fill_arrays(
                 budget.acquire()
         try:
             chosen = summed if group.is_first else store
-            parts = _read_parts(group, sources[group.name], struct.dtype, chosen)
+            parts = _read_parts(group, sources[group.name], struct.dtype, chosen, readers)
             # The memory of a part is free before the next one takes its place on a device.
             while parts:
                 part, memory = parts.popitem()
@@ -193,7 +193,8 @@ def fill_arrays(
     shards: dict[str, list[jax.Array]] = {name: [] for name in structs}
     damaged: list[CheckpointDamagedError] = []
     workers = min(_MOST_THREADS, os.cpu_count() or 1)
-    with concurrent.futures.ThreadPoolExecutor(workers, "penzai_shard_reading") as pool:
+    # Pieces of one large array are read at once, and so are many small arrays.
+    with ThreadPoolExecutor(workers) as readers, ThreadPoolExecutor(workers) as pool:
         pending = [pool.submit(place, group) for group in groups]
         try:
             for group, future in zip(groups, pending, strict=True):
@@ -242,15 +243,15 @@ def _count(part: Bounds) -> int:
 
 
 def _read_parts(
-    group: _Group, source: Source, dtype: Any, store: Store
+    group: _Group, source: Source, dtype: Any, store: Store, readers: Executor
 ) -> dict[Bounds, np.ndarray]:
     """The parts of a group in host memory."""
     parts = {
         part: _allocate([stop - start for start, stop in part], np.dtype(dtype))
         for part in group.devices
     }
-    # A piece of as many bytes as stored: at most twice as many if it is cast to a narrower dtype.
-    for index in _pieces(group.box, max(4, dtype.itemsize), source.rows):
+
+    def read(index: Index) -> None:
         piece = source.read(store, index)
         for part, memory in parts.items():
             both = [
@@ -267,6 +268,9 @@ def _read_parts(
                 what = f"it has numbers of {piece.dtype} that {dtype} cannot hold"
                 problem = Problem(group.name, what, f"Restore it as {piece.dtype}.")
                 raise CheckpointMismatchError("numbers do not fit:", [problem])
+
+    # A piece of as many bytes as stored: at most twice as many if it is cast to a narrower dtype.
+    list(readers.map(read, _pieces(group.box, max(4, dtype.itemsize), source.rows)))
     return parts
 
 
