@@ -19,13 +19,13 @@ from penzai_shard.errors import Problem, RuleTypeError
 _PLAIN_MODULES = frozenset({"builtins", "collections", "numpy", "jaxlib._jax", "jax._src.core"})
 # Modules that whoever has nodes of a library has imported, and our module that reads these.
 _OURS = {
-    "penzai.core.variables": "penzai",
-    "penzai.deprecated.v1.nn.parameters": "penzai",
-    "flax.core.meta": "flax_linen",
-    "flax.nnx": "flax_nnx",
-    "haliax.core": "haliax",
-    "torch": "torch",
-    "penzai_shard.training.train_state": ".training.train_state",
+    "penzai.core.variables": "readers.penzai",
+    "penzai.deprecated.v1.nn.parameters": "readers.penzai",
+    "flax.core.meta": "readers.flax_linen",
+    "flax.nnx": "readers.flax_nnx",
+    "haliax.core": "readers.haliax",
+    "torch": "readers.torch",
+    "penzai_shard.training.train_state": "training.train_state",
 }
 # Modules of these types keep settings in the tree, such as the rate of a dropout: as for Equinox
 # itself (``eqx.is_array``), Python numbers in them are no arrays.
@@ -155,7 +155,7 @@ def is_module(kind: type) -> bool:
 
 def _active() -> list[Reader]:
     names = dict.fromkeys(name for library, name in _OURS.items() if library in sys.modules)
-    modules = [importlib.import_module(f".{name}", __package__) for name in names]
+    modules = [importlib.import_module(f"penzai_shard.{name}") for name in names]
     readers = [*_registered, *(reader for module in modules for reader in module.READERS)]
     return [reader for reader in readers if reader.library in sys.modules]
 

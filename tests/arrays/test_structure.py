@@ -22,6 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from penzai import pz
 
+import penzai_shard as pzs
 from penzai_shard.arrays.static_values import same_static
 from penzai_shard.arrays.structure import (
     flatten,
@@ -108,6 +109,14 @@ def test_fill_keeps_modules_and_variables_that_occur_twice():
     assert made["a"].tied is made["a"].first
     assert made["b"].first.kernel is made["a"].first.kernel
     assert made["b"].tied.kernel is not made["a"].tied.kernel
+
+
+def test_flatten_a_variable_of_shapes_is_one_leaf_after_an_edit():
+    model = pzs.abstract_model(models.llama, tied=True)
+    blocks = pz.select(model).at_instances_of(pz.nn.Residual)
+    paths = [leaf.path for leaf in leaves_of(blocks.insert_after(pz.nn.Identity()))]
+    assert paths.count("transformer/embedder.embeddings") == 1
+    assert len(paths) == len(leaves_of(model))
 
 
 # Trees of every form

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 import penzai_shard as pzs
-from tests.models import LinenBlock, NnxBlock, hax, nnx_block, penzai_mlp
+from tests.models import LinenBlock, NnxBlock, counted_mlp, hax, nnx_block, penzai_mlp
 
 MESH, *OTHER_MESHES = (pzs.make_mesh({"data": data, "model": 8 // data}) for data in (2, 1, 8))
 EXPLICIT = jax.make_mesh((2, 4), ("data", "model"))
@@ -170,6 +170,17 @@ def test_sharded_init_warns_of_random_streams_that_stay_where_they_are():
     kernels = (model.first.kernel[...] for model in (made, nnx_block()))
     np.testing.assert_allclose(*kernels, atol=1e-6)
     pzs.sharded_init(lambda: NnxBlock(nnx.Rngs(0)), **given)
+
+
+def test_abstract_model_makes_what_is_no_parameter():
+    abstract, model = pzs.abstract_model(counted_mlp), counted_mlp()
+    restored = pzs.with_params(abstract, pzs.param_dict(model))
+    x = pz.nx.ones({"features": 8})
+    assert isinstance(
+        abstract.body.sublayers[0].sublayers[0].weights.value.data_array, jax.ShapeDtypeStruct
+    )
+    np.testing.assert_array_equal(restored(x).data_array, model(x).data_array)
+    assert float(restored.count.value) == 1
 
 
 def test_abstract_model_refuses_a_module_of_linen():
