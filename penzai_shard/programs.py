@@ -15,6 +15,9 @@ from penzai_shard.jax_internals.tracing import (
     Literal,
 )
 
+# Scopes of the operations of a train step; a gradient's goes on with the path of its parameter.
+LOSS, GRADIENT, OPTIMIZER = "loss", "gradient", "optimizer"
+
 _ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
     clamp clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv

@@ -11,19 +11,20 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from penzai_shard.arrays.structure import Leaf
+from penzai_shard.arrays.structure import Leaf, flatten
 from penzai_shard.errors import Problems, RuleTypeError, ShardingError
-from penzai_shard.paths import join_paths, nearest
 
 _CONCATENATE = "concatenate"
-_REDUCTIONS: dict[str, Callable[[Any], Any]] = {
-    "mean": lambda values: jnp.mean(values, axis=0),
-    "sum": lambda values: jnp.sum(values, axis=0),
-    "max": lambda values: jnp.max(values, axis=0),
-    "min": lambda values: jnp.min(values, axis=0),
-    "last": lambda values: values[-1],
+# Functions of the values of all microbatches, and of the dimension of one that has its examples.
+_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "mean": lambda values, dim: jnp.mean(values, axis=0),
+    "sum": lambda values, dim: jnp.sum(values, axis=0),
+    "max": lambda values, dim: jnp.max(values, axis=0),
+    "min": lambda values, dim: jnp.min(values, axis=0),
+    "last": lambda values, dim: values[-1],
+    _CONCATENATE: lambda values, dim: join_microbatches(values, dim),
 }
-_WORDS = ", ".join(map(repr, (*_REDUCTIONS, _CONCATENATE)))
+_WORDS = ", ".join(map(repr, _REDUCTIONS))
 
 
 def read_reductions(declared: Any) -> dict[str, str]:
@@ -33,23 +34,16 @@ def read_reductions(declared: Any) -> dict[str, str]:
         RuleTypeError: It is something else.
 
     >>> read_reductions({"loss": "mean", "accuracy": {"count": "sum"}})
-    {'loss': 'mean', 'accuracy/count': 'sum'}
+    {'accuracy/count': 'sum', 'loss': 'mean'}
     """
-    found: dict[str, str] = {}
+    leaves, structure = flatten(declared)
+    words = dict([*structure.statics, *((leaf.path, leaf.value) for leaf in leaves)])
     problems = Problems("aux_reduction cannot be read:")
-
-    def read(path: str, value: Any) -> None:
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                read(join_paths(path, str(key)), inner)
-        elif isinstance(value, str) and value in (*_REDUCTIONS, _CONCATENATE):
-            found[path] = value
-        else:
-            problems.add(path, f"{reprlib.repr(value)} is no reduction", f"Write one of {_WORDS}.")
-
-    read("", {} if declared is None else declared)
+    for path, word in words.items():
+        if not isinstance(word, str) or word not in _REDUCTIONS:
+            problems.add(path, f"{reprlib.repr(word)} is no reduction", f"Write one of {_WORDS}.")
     problems.raise_if_any(RuleTypeError)
-    return found
+    return words
 
 
 def reduce_outputs(
@@ -58,7 +52,7 @@ def reduce_outputs(
     """Joins each output of several microbatches.
 
     Args:
-        reductions: The word for a path and all below it; the longest that fits counts.
+        reductions: The word for each path; that of ``""`` is for all others.
         leaves: The outputs; the value of each has the microbatches along a new first dimension.
         dims: The dimension of each output of one microbatch that has its examples, if one has.
 
@@ -67,34 +61,24 @@ def reduce_outputs(
     """
     problems = Problems("outputs of several microbatches cannot be joined:")
     paths = [leaf.path for leaf in leaves]
-    for key in reductions:
-        if not any(_leads_to(key, path) for path in paths):
-            near = nearest(key, paths)
-            fix = f"Write {near!r}." if near else f"Outputs are: {paths[:5]}."
-            problems.add(key, "aux_reduction names it, and there is no output of this path", fix)
-    found = []
+    for path in reductions.keys() - {"", *paths}:
+        fix = f"Outputs are: {paths[:5]}."
+        problems.add(path, "aux_reduction names it, and there is no output of this path", fix)
+    values = []
     for leaf, dim in zip(leaves, dims, strict=True):
-        known = [key for key in reductions if _leads_to(key, leaf.path)]
-        word = reductions[max(known, key=len)] if known else None
-        if word is None and leaf.names is not None and dim is not None:
-            word = _CONCATENATE
-        if word is None and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            word = "mean"
-        if word is None:
+        default = "mean" if jnp.issubdtype(leaf.dtype, jnp.inexact) else ""
+        if leaf.names is not None and dim is not None:
+            default = _CONCATENATE
+        word = reductions.get(leaf.path) or reductions.get("") or default
+        if not word:
             fix = f"Write aux_reduction={{{leaf.path!r}: 'sum'}}, or another of {_WORDS}."
             problems.add(leaf.path, f"nothing says how its {leaf.dtype} values become one", fix)
-        elif word != _CONCATENATE:
-            found.append(_REDUCTIONS[word](leaf.value))
-        elif dim is None:
+        elif word == _CONCATENATE and dim is None:
             problems.add(leaf.path, "it has no dimension of examples to join", "Write 'last'.")
         else:
-            found.append(join_microbatches(leaf.value, dim))
+            values.append(_REDUCTIONS[word](leaf.value, dim))
     problems.raise_if_any(ShardingError)
-    return found
-
-
-def _leads_to(key: str, path: str) -> bool:
-    return not key or path == key or path.startswith(f"{key}/")
+    return values
 
 
 def split_microbatches(value: Any, dim: int, count: int) -> Any:

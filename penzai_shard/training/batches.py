@@ -4,17 +4,17 @@ In a job of several processes each gives the same whole batch, or its own rows o
 where they are: no row is sent to another process.
 """
 
+import collections
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.kinds import is_struct
-from penzai_shard.arrays.structure import Named
+from penzai_shard.arrays.structure import Leaf, Named
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.placement.place import check_devices, place_tree
 from penzai_shard.planning import arguments
@@ -67,13 +67,8 @@ def shard_batch(
     options = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed, "plan": plan}
     request = arguments.read(called, mesh, rules, axis_name_to_mesh_name, **options)
     leaves, structure = run_inputs(batch, called, allow_structs=True)
-    is_abstract = any(is_struct(leaf.value) for leaf in leaves)
-    is_described = request.plan is not None
-    checks = {
-        "local": (local, not (local and is_abstract), "local=False: structs are whole"),
-        "first_axis": (first_axis, first_axis is None or not is_described, "it in the plan"),
-    }
-    check_arguments(called, checks)
+    is_right = not local or on_unnamed != "infer"
+    check_arguments(called, {"on_unnamed": (on_unnamed, is_right, "on_unnamed='replicate'")})
 
     def name(values: Sequence[Any]) -> Any:
         """The batch with these values, in which all arrays have the names that are given."""
@@ -86,54 +81,55 @@ def shard_batch(
             ]
         )
 
-    def describe(shapes: Sequence[tuple[int, ...]]) -> Any:
-        pairs = zip(leaves, shapes, strict=True)
-        return name([jax.ShapeDtypeStruct(shape, leaf.dtype) for leaf, shape in pairs])
-
     values = [leaf.value for leaf in leaves]
-    if is_abstract:
-        return plan_tree(describe([leaf.shape for leaf in leaves]), request).restore_structs()
+    if any(map(is_struct, values)):
+        return plan_tree(name(values), request).restore_structs()
     if not local or jax.process_count() == 1:
         return place_tree(name(values), request)
-    check_devices(request)
-    # Where the names put a dimension, with a length that divides; its own follows from that.
-    size = request.mesh.size
-    guess, _, _ = examine(describe([tuple(size * n for n in x.shape) for x in leaves]), request)
-    parts = [_own_parts(row.sharding, row.shape) for row in guess.leaves]
-    shapes = [
-        tuple(length * count for length, (_, count) in zip(leaf.shape, own, strict=True))
-        for leaf, own in zip(leaves, parts, strict=True)
-    ]
-    plan = plan_tree(describe(shapes), request)
-    _refuse_other_parts(plan, values, parts)
-    make: Any = jax.make_array_from_process_local_data
-    triples = zip(plan.leaves, map(np.asarray, values), shapes, strict=True)
-    return structure.fill_alike([make(row.sharding, *given) for row, *given in triples])
+    return structure.fill_alike(_place_own_rows(leaves, name, request))
 
 
 # Rows of several processes
 
 
-def _own_parts(sharding: NamedSharding | None, shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Of each dimension the number of this process's part, and how many processes have another."""
-    found = []
-    for dim in range(len(shape)):
-        starts: dict[int, set[int]] = {jax.process_index(): set()}
-        devices: Any = {} if sharding is None else sharding.devices_indices_map(tuple(shape))
-        for device, index in devices.items():
-            starts.setdefault(device.process_index, set()).add(index[dim].start or 0)
-        known = sorted({tuple(sorted(own)) for own in starts.values()})
-        found.append((known.index(tuple(sorted(starts[jax.process_index()]))), len(known)))
-    return found
+def _place_own_rows(
+    leaves: Sequence[Leaf], name: Callable[[Sequence[Any]], Any], request: arguments.Request
+) -> list[Any]:
+    check_devices(request)
 
+    def describe(shapes: Sequence[tuple[int, ...]]) -> Any:
+        pairs = zip(leaves, shapes, strict=True)
+        return name([jax.ShapeDtypeStruct(shape, leaf.dtype) for leaf, shape in pairs])
 
-def _refuse_other_parts(
-    plan: ShardingPlan, values: Sequence[Any], parts: Sequence[Sequence[tuple[int, int]]]
-) -> None:
-    """Refuses parts of other shapes, and other data where all processes have the same part."""
+    # Where the names put a dimension, with a length that divides; its own follows from that.
+    size = request.mesh.size
+    guess, _, _ = examine(describe([tuple(size * n for n in x.shape) for x in leaves]), request)
+    counts = [_count_parts(row.sharding, row.shape) for row in guess.leaves]
+    shapes = [
+        tuple(length * count for length, count in zip(leaf.shape, own, strict=True))
+        for leaf, own in zip(leaves, counts, strict=True)
+    ]
+    plan = plan_tree(describe(shapes), request)
+
+    # Rows of other shapes, and other data where all processes have the same rows.
+    values = [np.asarray(leaf.value) for leaf in leaves]
     texts = {}
-    for row, value, own in zip(plan.leaves, values, parts, strict=True):
-        is_same = all(count == 1 for _, count in own)
-        data = zlib.crc32(np.asarray(value).tobytes()) if is_same else "rows of its own"
+    for row, value, own in zip(plan.leaves, values, counts, strict=True):
+        data = zlib.crc32(value.tobytes()) if set(own) <= {1} else "rows of its own"
         texts[row.path] = f"{row.dtype}{list(row.shape)} {row.spec}, data {data}"
-    refuse_differences("shard_batch", texts)
+    refuse_differences(request.called, texts)
+
+    make: Any = jax.make_array_from_process_local_data
+    triples = zip(plan.leaves, values, shapes, strict=True)
+    return [make(row.sharding, value, shape) for row, value, shape in triples]
+
+
+def _count_parts(sharding: Any, shape: Sequence[int]) -> list[int]:
+    """For each dimension how many different parts of it processes have."""
+    counts = []
+    for dim in range(len(shape)):
+        starts = collections.defaultdict(set)
+        for device, index in sharding.devices_indices_map(tuple(shape)).items():
+            starts[device.process_index].add(index[dim].start)
+        counts.append(len(set(map(frozenset, starts.values()))))
+    return counts

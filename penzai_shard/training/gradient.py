@@ -15,17 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from penzai_shard.arrays.structure import Leaf, flatten, leaves_of
-from penzai_shard.errors import Problems, ShardingError, require
-from penzai_shard.jax_internals.tracing import JaxprEqn
-from penzai_shard.programs import inner_programs, open_program, walk
+from penzai_shard.errors import Problem, Problems, ShardingError, require
+from penzai_shard.programs import GRADIENT, LOSS, OPTIMIZER
 from penzai_shard.training.aux_reductions import reduce_outputs, split_microbatches
-from penzai_shard.training.model_parts import STATE
-from penzai_shard.training.train_state import TrainState, refuse_statics, strengthen
+from penzai_shard.training.model_parts import Kind
+from penzai_shard.training.train_state import TrainState, keep_form, read_arrays
 
 optax = require("optax", extra="train")
-
-# Scopes of the operations of a step; a gradient's goes on with the path of its parameter.
-LOSS, GRADIENT, OPTIMIZER = "loss", "gradient", "optimizer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,38 +41,36 @@ class LossCall:
     reductions: Mapping[str, str]
 
 
-class Layout(NamedTuple):
+class Shardings(NamedTuple):
     """Where parameters lie, and where their gradients and updates are computed, by path."""
 
     parameters: dict[str, NamedSharding]
     moments: dict[str, NamedSharding]
 
 
-NO_LAYOUT = Layout({}, {})
+NO_SHARDINGS = Shardings({}, {})
 
 
-def find_layout(state: TrainState) -> Layout:
-    """The layouts of a state's parameters, and of the moments that are split finest."""
+def find_shardings(state: TrainState) -> Shardings:
+    """The shardings of a state's parameters, and of the moments that are split finest."""
     parameters = {
         path: value.sharding
         for path, value in state.trained_arrays.items()
         if isinstance(value.sharding, NamedSharding) and value.sharding.mesh.size > 1
     }
     moments = dict(parameters)
-    arrays = jax.tree.leaves(state.opt_arrays)
-    for array, statistic in zip(arrays, state.statistics(), strict=True):
-        path = statistic.parameter.removeprefix("params/") if statistic else ""
-        if path in moments and array.shape == state.trained_arrays[path].shape:
-            both = moments[path], array.sharding
-            moments[path] = min(both, key=lambda own: math.prod(own.shard_shape(array.shape)))
-    return Layout(parameters, moments)
+    for leaf in leaves_of(state):
+        path = leaf.statistic.parameter.removeprefix("params/") if leaf.statistic else None
+        if path in moments and leaf.shape == state.trained_arrays[path].shape:
+            both = moments[path], leaf.value.sharding
+            moments[path] = min(both, key=lambda own: math.prod(own.shard_shape(leaf.shape)))
+    return Shardings(parameters, moments)
 
 
-def _lay_out(arrays: Mapping[str, Any], layout: Mapping[str, NamedSharding]) -> dict[str, Any]:
-    return {
-        path: jax.lax.with_sharding_constraint(array, layout[path]) if path in layout else array
-        for path, array in arrays.items()
-    }
+def _constrain(arrays: dict[str, Any], shardings: Mapping[str, NamedSharding]) -> Any:
+    if not shardings:
+        return arrays
+    return jax.lax.with_sharding_constraint(arrays, {path: shardings[path] for path in arrays})
 
 
 def evaluate(
@@ -103,16 +97,16 @@ def evaluate(
 def update(
     call: LossCall,
     state: TrainState,
-    layout: Layout,
+    shardings: Shardings,
     inputs: Mapping[str, Any],
     step_metrics: Sequence[str],
 ) -> tuple[Any, Any, Any]:
-    """What a step replaces in a state, as ``TrainState.after`` takes it, and the outputs.
+    """What ``TrainState.with_fields`` takes for the state that follows, and the outputs.
 
     Args:
         call: The loss function.
         state: The state.
-        layout: Where its parameters and moments lie.
+        shardings: Where its parameters and moments lie.
         inputs: The inputs of the loss function.
         step_metrics: What is added to the outputs: ``"loss"``, ``"gradient_norm"``.
     """
@@ -126,7 +120,7 @@ def update(
         weight, *others = found
         for path in gradients:
             with jax.named_scope(f"{GRADIENT}/{path}"):
-                gradients |= _lay_out({path: gradients[path]}, layout.moments)
+                gradients |= _constrain({path: gradients[path]}, shardings.moments)
         return (total, weight, gradients), *others
 
     # Sums of many small numbers lose too much below 32 bits.
@@ -134,8 +128,8 @@ def update(
         path: jnp.zeros(array.shape, jnp.promote_types(array.dtype, jnp.float32))
         for path, array in (trained.items() if call.accumulate_steps > 1 else ())
     }
-    zeros = _lay_out(zeros, layout.moments)
-    (loss, weight, gradients), carried, aux = _run_microbatches(
+    zeros = _constrain(zeros, shardings.moments)
+    (loss, weight, gradients), carry, aux = _run_microbatches(
         call, differentiate, zeros, state, inputs
     )
     if weight is not None:
@@ -147,10 +141,10 @@ def update(
 
     # Line searches of optax look for arguments of these two names.
     def value_fn(params: Any, grad_fn: Any = None, obj_fn: Any = None) -> Any:
-        return evaluate(call, state, inputs, _lay_out(params, layout.parameters))[0]
+        return evaluate(call, state, inputs, _constrain(params, shardings.parameters))[0]
 
     with jax.named_scope(OPTIMIZER):
-        params = _lay_out(trained, layout.moments)
+        params = _constrain(trained, shardings.moments)
         extra: dict[str, Any] = {}
         if isinstance(optimizer, optax.GradientTransformationExtraArgs):
             functions = {"value_fn": value_fn, "grad_fn": jax.grad(value_fn), "obj_fn": value_fn}
@@ -158,16 +152,15 @@ def update(
         updates, opt_arrays = optimizer.update(gradients, state.opt_arrays, params, **extra)
         params = optax.apply_updates(params, updates)
     fix = "Use an optimizer that keeps it."
-    params = _keep_form("params", trained, params, fix, rounds=True)
-    opt_arrays = _keep_form("opt_state", state.opt_arrays, opt_arrays, fix, rounds=True)
+    params = _keep_form("params", trained, params, fix)
+    opt_arrays = _keep_form("opt_state", state.opt_arrays, opt_arrays, fix)
     if step_metrics:
         if not isinstance(aux, dict | None):
-            problems = Problems("step_metrics are added to a dictionary:")
-            problems.add("aux", f"it is a {type(aux).__name__}", "Return {'aux': aux}.")
-            problems.raise_if_any(ShardingError)
-        found = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
-        aux = (aux or {}) | {name: found[name] for name in step_metrics}
-    return (params, opt_arrays, *carried), state.step + 1, aux
+            problem = Problem("aux", f"it is a {type(aux).__name__}", "Return {'aux': aux}.")
+            raise ShardingError("step_metrics are added to a dictionary:", [problem])
+        metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
+        aux = (aux or {}) | {name: metrics[name] for name in step_metrics}
+    return (params, opt_arrays, *carry), state.step + 1, aux
 
 
 # Microbatches
@@ -180,11 +173,12 @@ def _run_microbatches(
     state: TrainState,
     inputs: Mapping[str, Any],
 ) -> Any:
-    """Runs a function of what is carried, a key and inputs on one microbatch after the other.
+    """Runs a function of a carry, a key and inputs on one microbatch after the other.
 
     Args:
         call: The loss function.
-        function: Gives a loss, its weight and gradients; what is carried on; and outputs.
+        function: Gives a loss, its weight and gradients; the next carry, of state variables and the
+            state of the loss function; and outputs.
         zeros: Gradients of nothing.
         state: The state.
         inputs: The inputs of the whole batch.
@@ -193,38 +187,32 @@ def _run_microbatches(
         The same as ``function``, with sums of losses, weights and gradients.
     """
     rng = jax.random.fold_in(state.root_rng, state.step)
-    carried, count = (state.state_arrays, state.loss_fn_state), call.accumulate_steps
+    carry, count = (state.state_arrays, state.loss_fn_state), call.accumulate_steps
     if count == 1:
-        return function(carried, rng, inputs)
+        return function(carry, rng, inputs)
     leaves, structure = flatten(inputs)
-    dims = {
-        i: dim for i, leaf in enumerate(leaves) if (dim := _examples_dim(call, leaf)) is not None
-    }
-    _check_division(call, [(leaves[i].path, leaves[i].shape[dim]) for i, dim in dims.items()])
-    parts = {i: split_microbatches(leaves[i].value, dim, count) for i, dim in dims.items()}
-    described: Any = None
+    parts = _split_inputs(call, leaves)
+    aux_form: Any = None
 
     def run_one(sums: Any, item: Any) -> Any:
-        nonlocal described
-        (totals, carried), (number, parts) = sums, item
+        nonlocal aux_form
+        (totals, carry), (number, parts) = sums, item
         given = structure.fill_alike([parts.get(i, leaf.value) for i, leaf in enumerate(leaves)])
-        found, carried, aux = function(carried, jax.random.fold_in(rng, number), given)
+        found, carry, aux = function(carry, jax.random.fold_in(rng, number), given)
         loss, weight, gradients = found
         found = loss, 1.0 if weight is None else weight, gradients
         totals = jax.tree.map(lambda x, own: x + jnp.astype(own, x.dtype), totals, found)
-        described = flatten(aux)
-        return (totals, carried), [leaf.value for leaf in described[0]]
+        aux_form = flatten(aux)
+        return (totals, carry), [leaf.value for leaf in aux_form[0]]
 
     zero = jnp.zeros((), jnp.float32)
-    first = (zero, zero, zeros), carried
-    (sums, carried), stacked = jax.lax.scan(run_one, first, (jnp.arange(count), parts))
-    outputs = [
-        dataclasses.replace(leaf, value=value)
-        for leaf, value in zip(described[0], stacked, strict=True)
-    ]
-    output_dims = [_examples_dim(call, leaf) for leaf in outputs]
-    joined = reduce_outputs(call.reductions, outputs, output_dims)
-    return sums, carried, described[1].fill_alike(joined)
+    first = (zero, zero, zeros), carry
+    (sums, carry), stacks = jax.lax.scan(run_one, first, (jnp.arange(count), parts))
+    aux_leaves, aux_structure = aux_form
+    pairs = zip(aux_leaves, stacks, strict=True)
+    outputs = [dataclasses.replace(leaf, value=value) for leaf, value in pairs]
+    dims = [_examples_dim(call, leaf) for leaf in aux_leaves]
+    return sums, carry, aux_structure.fill_alike(reduce_outputs(call.reductions, outputs, dims))
 
 
 def _examples_dim(call: LossCall, leaf: Leaf) -> int | None:
@@ -235,24 +223,28 @@ def _examples_dim(call: LossCall, leaf: Leaf) -> int | None:
     return leaf.names.index(axis) if leaf.names and axis in leaf.names else None
 
 
-def _check_division(call: LossCall, sizes: Sequence[tuple[str, int]]) -> None:
-    count = call.accumulate_steps
+def _split_inputs(call: LossCall, leaves: Sequence[Leaf]) -> dict[int, Any]:
+    """The microbatches of each input that has examples, by its number."""
+    count, axis = call.accumulate_steps, call.batch_axis
     problems = Problems(f"a batch cannot be split into {count} microbatches:")
-    for path, size in sizes:
-        if size % count:
-            fix = f"Write accumulate_steps={math.gcd(size, count)}."
-            problems.add(path, f"it has {size} examples", fix, "indivisible")
-    if not sizes:
-        what = f"no input has the axis {call.batch_axis!r}"
-        problems.add("", what, "Write batch_axis='batch'; of plain arrays batch_axis=0.")
+    dims = {i: dim for i, x in enumerate(leaves) if (dim := _examples_dim(call, x)) is not None}
+    for index, dim in dims.items():
+        leaf = leaves[index]
+        if leaf.shape[dim] % count:
+            fix = f"Write accumulate_steps={math.gcd(leaf.shape[dim], count)}."
+            problems.add(leaf.path, f"it has {leaf.shape[dim]} examples", fix, "indivisible")
+    if not dims:
+        fix = "Write batch_axis='batch'; of plain arrays batch_axis=0."
+        problems.add("", f"no input has the axis {axis!r}", fix)
     problems.raise_if_any(ShardingError)
+    return {i: split_microbatches(leaves[i].value, dim, count) for i, dim in dims.items()}
 
 
 # The loss function
 
 
 def _call_loss(
-    call: LossCall, state: TrainState, trained: Any, carried: Any, rng: Any, inputs: Any
+    call: LossCall, state: TrainState, trained: Any, carry: Any, rng: Any, inputs: Any
 ) -> tuple[Any, tuple[Any, Any, Any]]:
     """Calls the loss function once.
 
@@ -260,116 +252,54 @@ def _call_loss(
         The loss, or the sum of which it is the mean; then the weight of that sum, or None; state
         variables and the state of the loss function; and the outputs.
     """
-    state_arrays, loss_fn_state = carried
-    others = state.fixed_arrays | state_arrays
+    state_arrays, loss_fn_state = carry
+    template = state.template
+    model = template.bind_for_loss(trained | state.fixed_arrays | state_arrays)
+    leaves, structure = flatten(model)
+    with jax.named_scope(LOSS):
+        result = call.loss_fn(model=model, rng=rng, state=loss_fn_state, **inputs)
+    values = dict(zip(template.structure.paths, structure.read(model), strict=True))
 
-    def run(trained: Any) -> tuple[Any, list[Any], list[Any]]:
-        model = state.template.bind_for_loss(trained | others)
-        leaves, structure = flatten(model)
-        with jax.named_scope(LOSS):
-            result = call.loss_fn(model=model, rng=rng, state=loss_fn_state, **inputs)
-        return result, [leaf.value for leaf in leaves], structure.read(model)
-
-    result, before, after = run(trained)
-    _refuse_assigned(state, before, after, run, trained)
-    loss, weight, new_state, aux = _read_result(result)
-    values = dict(zip(state.template.structure.paths, after, strict=True))
-    found = {path: values[path] for path in state_arrays}
-    carried = (
-        _keep_form("state_vars", state_arrays, found, "Assign an array like the one before."),
-        _keep_form("loss_fn_state", loss_fn_state, new_state, "Return it as it was given."),
-    )
-    return loss, (weight, carried, aux)
-
-
-def _refuse_assigned(
-    state: TrainState,
-    before: Sequence[Any],
-    after: Sequence[Any],
-    run: Callable[[Any], Any],
-    trained: Any,
-) -> None:
-    """Refuses a loss that assigns what the optimizer updates, or what is constant."""
-    paths, kinds = state.template.structure.paths, state.template.kinds
-    changed = [
-        i for i, path in enumerate(paths) if kinds[path] != STATE and after[i] is not before[i]
-    ]
-    if not changed:
-        return
-    # Transformations of NNX give each variable a new tracer: the program tells which are the same.
-    program = jax.make_jaxpr(lambda trained: [run(trained)[2][i] for i in changed])(trained)
-    results = walk(program, jax.tree.leaves(trained), _follow)
     problems = Problems("a loss function may change state variables only:")
-    for index, result in zip(changed, results, strict=True):
-        if result is not before[index]:
+    for leaf, (path, value) in zip(leaves, values.items(), strict=True):
+        # Transformations of NNX give each variable a new tracer, whether it is assigned or not.
+        if template.kinds[path] != Kind.STATE and leaf.variable is None and value is not leaf.value:
             what = "the loss function assigns it, which the step would lose"
-            problems.add(paths[index], what, "Return the new value among the outputs.")
+            problems.add(path, what, "Return the new value among the outputs.")
     problems.raise_if_any(ShardingError)
 
-
-def _follow(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """The operands that calls hand through; None for what is computed."""
-    inner = list(inner_programs(equation))
-    if len(inner) == 1 and len(open_program(inner[0])[0].invars) == len(operands):
-        return walk(inner[0], operands, _follow)
-    return [None] * len(equation.outvars)
+    loss, weight, new_state, aux = _read_result(result)
+    state_vars = {path: values[path] for path in state_arrays}
+    carry = (
+        _keep_form("state_vars", state_arrays, state_vars, "Assign an array like the one before."),
+        _keep_form("loss_fn_state", loss_fn_state, new_state, "Return it as it was given."),
+    )
+    return loss, (weight, carry, aux)
 
 
 def _read_result(result: Any) -> tuple[Any, Any, Any, Any]:
     """Loss, weight, new state and outputs of what a loss function returned."""
     contract = "a loss function gives (loss, new_state, aux):"
-    problems = Problems(contract)
     if not isinstance(result, tuple | list) or len(result) != 3:
         what = f"it returned a {type(result).__name__} and no three values"
-        problems.add("", what, "Return (loss, state, {}).")
-        problems.raise_if_any(ShardingError)
+        raise ShardingError(contract, [Problem("", what, "Return (loss, state, {}).")])
     loss, new_state, aux = result
-    is_sum = isinstance(loss, tuple | list) and len(loss) == 2
-    scalars = [*loss] if is_sum else [loss]
-    for index, value in enumerate(scalars):
+    read_arrays({"aux": aux, "new_state": new_state}, "A step")
+    has_count = isinstance(loss, tuple | list) and len(loss) == 2
+    scalars, problems = [], Problems(contract)
+    for value, kind in zip(loss if has_count else [loss], (jnp.floating, jnp.number), strict=False):
         leaves = leaves_of(value)
-        kind = jnp.number if index else jnp.floating
-        if [leaf.shape for leaf in leaves] != [()] or not jnp.issubdtype(leaves[0].dtype, kind):
-            found = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves] or type(value).__name__
-            what = f"its {'count' if index else 'loss'} is {found} and no {kind.__name__} scalar"
-            problems.add("", what, "Return a scalar, for instance the mean.")
+        if [leaf.shape for leaf in leaves] == [()] and jnp.issubdtype(leaves[0].dtype, kind):
+            scalars.append(jnp.asarray(leaves[0].value))
         else:
-            scalars[index] = jnp.asarray(leaves[0].value)
-    _, structure = flatten({"aux": aux, "new_state": new_state})
-    if structure.variables:
-        what = "there are variables in what it returned"
-        problems.add("", what, "Return the .value of each.")
+            form = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves] or type(value).__name__
+            what = f"a loss, or the count of a mean, is {form} and no {kind.__name__} scalar"
+            problems.add("", what, "Return a scalar, for instance the mean.")
     problems.raise_if_any(ShardingError)
-    refuse_statics(structure.statics, contract)
-    return scalars[0], scalars[1] if is_sum else None, new_state, aux
+    return scalars[0], scalars[1] if has_count else None, new_state, aux
 
 
-def _keep_form(field: str, before: Any, after: Any, fix: str, *, rounds: bool = False) -> Any:
-    """A new value in the form of the old one, so that the next step is the same program.
-
-    Args:
-        field: Which field of the state it is.
-        before: The value of the state that the step got.
-        after: The value of the state that follows.
-        fix: What to do about another form.
-        rounds: Whether floats of another precision are rounded to what they were.
-    """
+def _keep_form(field: str, before: Any, after: Any, fix: str) -> Any:
+    """A new value of a field, in the form of the one before."""
     leaves, structure = flatten({field: before})
-    old, new = ({leaf.path: leaf for leaf in of} for of in (leaves, leaves_of({field: after})))
-
-    def describe(leaf: Leaf | None) -> str:
-        if leaf is None:
-            return "not there"
-        is_rounded = rounds and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return f"{'float' if is_rounded else leaf.dtype}{list(leaf.shape)} {leaf.names or ''}"
-
-    problems = Problems("arrays of a train state must keep their form:")
-    for path in {**old, **new}:
-        was, became = describe(old.get(path)), describe(new.get(path))
-        if was != became:
-            problems.add(path, f"it was {was.strip()}, and became {became.strip()}", fix)
-    problems.raise_if_any(ShardingError)
-    values = [strengthen(new[path].value) for path in old]
-    pairs = zip(values, leaves, strict=True)
-    rounded = [x if x.dtype == leaf.dtype else x.astype(leaf.dtype) for x, leaf in pairs]
-    return structure.fill_alike(rounded)[field]
+    return structure.fill_alike(keep_form(leaves, leaves_of({field: after}), fix))[field]

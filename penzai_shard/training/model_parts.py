@@ -6,6 +6,7 @@ collections those below ``params`` are, and the others are carried from step to 
 """
 
 import dataclasses
+import enum
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,10 +19,18 @@ from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.kinds import is_number, is_struct
 from penzai_shard.arrays.static_values import same_static
 from penzai_shard.arrays.structure import Leaf, Structure
-from penzai_shard.errors import Problems, ShardingError
+from penzai_shard.errors import Problem, ShardingError
 from penzai_shard.planning.name_axes import without_names
 
-TRAINED, FROZEN, STATE, CONSTANT, SETTING = "trained", "frozen", "state", "constant", "setting"
+
+class Kind(enum.StrEnum):
+    """What becomes of an array of a model; a setting is a Python number."""
+
+    TRAINED = "trained"
+    FROZEN = "frozen"
+    STATE = "state"
+    CONSTANT = "constant"
+    SETTING = "setting"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,21 +45,16 @@ class StateTemplate:
         plain_arrays: See ``TrainState.initial_state``.
     """
 
-    structure: Structure
-    kinds: Mapping[str, str]
+    structure: Structure = dataclasses.field(compare=False)
+    kinds: Mapping[str, Kind]
     settings: Mapping[str, Any]
     optimizer: Any
     plain_arrays: bool | None
 
-    def __eq__(self, other: object) -> bool:
-        if self is other or not isinstance(other, StateTemplate):
-            return self is other
-        own, found = (
-            (state.kinds, state.settings, state.optimizer, state.plain_arrays)
-            for state in (self, other)
-        )
+    def __eq__(self, other: Any) -> bool:
         # Models of structs are frozen, and are those that they become all the same.
-        return same_static(own, found) and self.structure.is_like(other.structure)
+        is_like = self.structure.is_like
+        return self is other or (same_static(self, other) and is_like(other.structure))
 
     def __hash__(self) -> int:
         return hash((self.structure, *self.kinds.values()))
@@ -81,16 +85,15 @@ class StateTemplate:
 
 
 def split_model(
-    model: Any, trainable: Callable[[Any], bool] | None
-) -> tuple[dict[str, dict[str, Any]], Structure]:
-    """Takes a model apart.
-
-    Args:
-        model: A model of any library.
-        trainable: Says which parameters are trained; see ``TrainState.initial_state``.
+    model: Any,
+    optimizer: Any,
+    trainable: Callable[[Any], bool] | None,
+    plain_arrays: bool | None,
+) -> tuple[dict[Kind, dict[str, Any]], StateTemplate]:
+    """Takes a model apart; for the arguments see ``TrainState.initial_state``.
 
     Returns:
-        The arrays of each kind by path, and the rest of the model.
+        The arrays of each kind by path, and the rest of the state.
 
     Raises:
         ShardingError: Arrays are deleted, two have one path, or none is trained.
@@ -98,19 +101,15 @@ def split_model(
     called = "TrainState.initial_state"
     leaves, structure = run_inputs(model, called, allow_structs=True)
     structure.check_paths()
-    arrays: dict[str, dict[str, Any]] = {
-        kind: {} for kind in (TRAINED, FROZEN, STATE, CONSTANT, SETTING)
-    }
+    arrays: dict[Kind, dict[str, Any]] = {kind: {} for kind in Kind}
+    kinds: dict[str, Kind] = {}
     for leaf, kind in zip(leaves, _find_kinds(model, leaves, structure, trainable), strict=True):
+        kinds[leaf.path] = kind
         arrays[kind][leaf.path] = leaf.value
-    problems = Problems(f"{called} cannot train this model:")
-    for leaf in leaves:
-        if "opt_state" in leaf.path.split("/"):
-            problems.add(leaf.path, "an optimizer keeps it", "Give the model of this train state.")
-    if not arrays[TRAINED]:
-        problems.add("", "it has no parameter that is trained", "Write trainable=lambda p: True.")
-    problems.raise_if_any(ShardingError)
-    return arrays, structure
+    if not arrays[Kind.TRAINED]:
+        problem = Problem("", "no parameter is trained", "Write trainable=lambda parameter: True.")
+        raise ShardingError(f"{called}:", [problem])
+    return arrays, StateTemplate(structure, kinds, arrays[Kind.SETTING], optimizer, plain_arrays)
 
 
 def _find_kinds(
@@ -118,35 +117,39 @@ def _find_kinds(
     leaves: Sequence[Leaf],
     structure: Structure,
     trainable: Callable[[Any], bool] | None,
-) -> Iterator[str]:
+) -> Iterator[Kind]:
     from penzai import pz
 
     has_roles = any(leaf.role for leaf in leaves)
     is_linen = not has_roles and isinstance(model, Mapping) and "params" in model
-    # Penzai's frozen values of parameters are not trained; a model of structs has no others.
+    # Frozen values of Penzai's parameters are not trained; a model of structs has no others.
     frozen = {i for v in structure.variables if not v.live for i in range(len(leaves))[v.leaves]}
-    first_api = sys.modules.get("penzai.deprecated.v1.nn.parameters")
-    frozen_types = () if first_api is None else (first_api.FrozenParameter,)
-    nodes = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, frozen_types))
-    frozen_names = {node.name for node in nodes if isinstance(node, frozen_types)}
+    nodes = jax.tree.leaves(model, is_leaf=_is_frozen_parameter)
+    frozen_names = {node.name for node in nodes if _is_frozen_parameter(node)}
 
     for index, leaf in enumerate(leaves):
         role = leaf.role or ("constant" if has_roles else "parameter")
         if is_linen and leaf.path.split("/")[0] != "params":
-            role = STATE
-        is_trained = index not in frozen or is_struct(leaf.value)
-        is_trained = is_trained and leaf.path not in frozen_names
-        if isinstance(leaf.variable, pz.Parameter):
-            is_trained = is_trained and leaf.variable.metadata.get("trainable", True)
+            role = "state"
+        is_frozen = index in frozen and not is_struct(leaf.value)
+        is_trained = not is_frozen and leaf.path not in frozen_names
+        if isinstance(leaf.variable, pz.Parameter) and is_trained:
+            is_trained = leaf.variable.metadata.get("trainable", True)
         if trainable is not None and role == "parameter":
             value = name_array(leaf.value, leaf.names)
             is_trained = trainable(pz.ParameterValue(value=value, label=leaf.path))
+        is_trained = is_trained and jnp.issubdtype(leaf.dtype, jnp.inexact)
         if is_number(leaf.value):
-            yield SETTING
+            yield Kind.SETTING
         elif role == "parameter":
-            yield TRAINED if is_trained and jnp.issubdtype(leaf.dtype, jnp.inexact) else FROZEN
+            yield Kind.TRAINED if is_trained else Kind.FROZEN
         else:
-            yield role
+            yield Kind(role)
+
+
+def _is_frozen_parameter(node: Any) -> bool:
+    """Whether a node is what Penzai's first API puts in place of a parameter that is fixed."""
+    return type(node).__name__ == "FrozenParameter"
 
 
 def name_array(value: Any, names: Sequence[Any] | None) -> Any:

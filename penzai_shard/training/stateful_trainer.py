@@ -1,25 +1,23 @@
 """Keeps a train state and its step in one object, for notebooks."""
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.placement.place import place
 from penzai_shard.planning.arguments import OnUnnamed
 from penzai_shard.training.batches import shard_batch
 from penzai_shard.training.step import build_train_step_fn
-from penzai_shard.training.train_state import TrainState, check_arguments, train_state_sharding
+from penzai_shard.training.train_state import TrainState, train_state_sharding
 
 
 class StatefulTrainer:
     """A train state and its step in one object, as ``penzai.toolshed.basic_training`` has it.
 
-    Each step replaces the state and takes its memory; what was handed out stays usable, since the
-    step after a look at ``state`` or ``model`` works on a copy. The model that it was made of is
-    not changed.
+    Each step replaces the state and takes its memory. What goes in and out as ``state`` or
+    ``model`` is copied, so that it stays usable.
 
     Args:
         train_state: The state to start from.
@@ -64,22 +62,18 @@ class StatefulTrainer:
         donate_states: bool = True,
         **step_options: Any,
     ) -> None:
-        given = (rules, axis_name_to_mesh_name, optimizer_rules, first_axis)
-        is_right = mesh is not None or given == (None,) * 4
-        check_arguments("StatefulTrainer", {"mesh": (mesh, is_right, "make_mesh({'data': 8})")})
         layout: dict[str, Any] = {"mesh": mesh, "rules": rules, "on_unnamed": on_unnamed}
         layout["axis_name_to_mesh_name"] = axis_name_to_mesh_name
-        if mesh is not None:
+        options = mesh, rules, axis_name_to_mesh_name, optimizer_rules, first_axis
+        if any(option is not None for option in options):
+            # Without a mesh it refuses the others.
             shardings = train_state_sharding(train_state, optimizer_rules=optimizer_rules, **layout)
             train_state = jax.device_put(train_state, shardings)
             step_options["train_state_shardings"] = shardings
         self._batch_options = layout | {"first_axis": first_axis}
-        self._donates = donate_states and step_options.get("jit", True)
-        self._step = build_train_step_fn(
-            loss_fn, donate_params_and_state=self._donates, **step_options
-        )
-        self._state: TrainState = train_state
-        self._is_handed_out = True
+        donates = donate_states and step_options.get("jit", True)
+        self._step = build_train_step_fn(loss_fn, donate_params_and_state=donates, **step_options)
+        self._state: TrainState = jax.tree.map(jnp.copy, train_state)
 
     @classmethod
     def build(
@@ -89,9 +83,6 @@ class StatefulTrainer:
         optimizer_def: Any,
         loss_fn: Callable[..., Any],
         initial_loss_fn_state: Any = None,
-        *,
-        trainable: Callable[[Any], bool] | None = None,
-        plain_arrays: bool | None = None,
         **options: Any,
     ) -> "StatefulTrainer":
         """A trainer of a model.
@@ -102,16 +93,10 @@ class StatefulTrainer:
             optimizer_def: An optimizer of optax.
             loss_fn: As for ``build_train_step_fn``.
             initial_loss_fn_state: What the loss function gets as ``state`` in the first step.
-            trainable: As for ``TrainState.initial_state``.
-            plain_arrays: As for ``TrainState.initial_state``.
-            **options: As for the class. With a mesh the model is put there first.
+            **options: As for the class.
         """
-        if options.get("mesh") is not None:
-            names = {"mesh", "rules", "axis_name_to_mesh_name", "on_unnamed"} & options.keys()
-            model = place(model, **{name: options[name] for name in names})
-        given: dict[str, Any] = {"trainable": trainable, "plain_arrays": plain_arrays}
-        make = TrainState.initial_state
-        state = make(model, optimizer_def, root_rng, initial_loss_fn_state, **given)
+        make_state = TrainState.initial_state
+        state = make_state(model, optimizer_def, root_rng, initial_loss_fn_state)
         return cls(state, loss_fn, **options)
 
     def step(self, **inputs: Any) -> Any:
@@ -128,28 +113,19 @@ class StatefulTrainer:
         """
         if self._batch_options["mesh"] is not None:
             inputs = shard_batch(inputs, **self._batch_options)
-        state = self._state
-        if self._donates and self._is_handed_out:
-            state = jax.tree.map(jnp.copy, state)
-        self._state, aux = self._step(state, **inputs)
-        self._is_handed_out = False
+        self._state, aux = self._step(self._state, **inputs)
         return aux
 
     @property
     def state(self) -> TrainState:
-        """The train state. It can be kept, and set, for instance to a restored one."""
-        self._is_handed_out = True
-        return self._state
+        """A copy of the train state; it can be set, for instance to a restored one."""
+        return cast(TrainState, jax.tree.map(jnp.copy, self._state))
 
     @state.setter
     def state(self, train_state: TrainState) -> None:
-        self._state = train_state
-        self._is_handed_out = True
+        self._state = jax.tree.map(jnp.copy, train_state)
 
     @property
     def model(self) -> Any:
         """The model with the current values, in new variables."""
         return self.state.model
-
-    def __repr__(self) -> str:
-        return f"StatefulTrainer({self._state})"

@@ -7,40 +7,29 @@ optimizer. Plans, placement and checkpoints see a state through its reader, with
 
 import dataclasses
 import reprlib
-import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from penzai_shard import specs
 from penzai_shard.arrays.inputs import bound_sharding, find_mesh, run_inputs
 from penzai_shard.arrays.kinds import is_key_type, is_struct, is_traced
-from penzai_shard.arrays.statistics import kept_dimensions
-from penzai_shard.arrays.structure import Leaf, Named, Statistic, flatten, leaves_of
+from penzai_shard.arrays.statistics import name_statistics
+from penzai_shard.arrays.structure import Leaf, Named, Structure, flatten, leaves_of, with_arrays
 from penzai_shard.errors import Problems, RuleTypeError, ShardingError
 from penzai_shard.jax_internals.tracing import is_weak_type
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.paths import join_paths, path_text
 from penzai_shard.planning import arguments
 from penzai_shard.planning.planner import plan_tree
 from penzai_shard.processes.arrays import put
 from penzai_shard.readers.reader import Content
 from penzai_shard.rules import OnIndivisible
-from penzai_shard.training.model_parts import (
-    CONSTANT,
-    FROZEN,
-    SETTING,
-    STATE,
-    TRAINED,
-    StateTemplate,
-    name_array,
-    split_model,
-)
+from penzai_shard.training.model_parts import Kind, StateTemplate, name_array, split_model
 
-_NOTHING: Mapping[Any, Any] = types.MappingProxyType({})
+_FIELDS = "step", "params", "opt_state", "state_vars", "loss_fn_state", "root_rng"
 
 
 @jax.tree_util.register_dataclass
@@ -71,8 +60,6 @@ class TrainState:
     root_rng: Any
     fixed_arrays: dict[str, Any]
     template: StateTemplate = dataclasses.field(metadata={"static": True})
-    # What steps keep with a state, by step.
-    prepared: ClassVar[Mapping[Any, Any]] = _NOTHING
 
     @classmethod
     def initial_state(
@@ -83,8 +70,6 @@ class TrainState:
         loss_fn_state: Any = None,
         *,
         trainable: Callable[[Any], bool] | None = None,
-        optimizer_rules: Any = None,
-        on_unnamed: arguments.OnUnnamed = "error",
         plain_arrays: bool | None = None,
     ) -> "TrainState":
         """The state before the first step.
@@ -102,9 +87,6 @@ class TrainState:
             trainable: Whether a parameter is trained; it is called with a ``pz.ParameterValue``
                 that has the parameter's path as ``label``. By default those are that are not
                 frozen, and whose metadata do not say ``{"trainable": False}``.
-            optimizer_rules: Rules for the optimizer's state, if the model is on a mesh; as its
-                parameters by default.
-            on_unnamed: As for ``make_plan``, with ``optimizer_rules``.
             plain_arrays: Whether a loss function gets plain arrays. By default in place of the
                 boxes of linen and of names in a module of Equinox; True also in place of names in
                 a dictionary, False never.
@@ -124,39 +106,36 @@ class TrainState:
         """
         called = "TrainState.initial_state"
         is_optimizer = all(callable(getattr(optimizer_def, x, None)) for x in ("init", "update"))
-        name = getattr(optimizer_def, "__name__", "adam")
         is_predicate = trainable is None or callable(trainable)
         checks = {
-            "optimizer_def": (optimizer_def, is_optimizer, f"optax.{name}(1e-3)"),
+            "optimizer_def": (optimizer_def, is_optimizer, "optax.adam(1e-3)"),
             "root_rng": (root_rng, _is_key(root_rng), "jax.random.key(0)"),
             "trainable": (trainable, is_predicate, "lambda parameter: 'lora' in parameter.label"),
         }
         check_arguments(called, checks)
-        arrays, structure = split_model(model, trainable)
-        kinds = {path: kind for kind, found in arrays.items() for path in found}
-        settings, fixed = arrays[SETTING], arrays[FROZEN] | arrays[CONSTANT]
-        template = StateTemplate(structure, kinds, settings, optimizer_def, plain_arrays)
-        fields = arrays[TRAINED], None, arrays[STATE], loss_fn_state, root_rng, fixed, template
-        state = cls(jnp.zeros((), jnp.int32), *fields)
+        arrays, template = split_model(model, optimizer_def, trainable, plain_arrays)
+        fixed = arrays[Kind.FROZEN] | arrays[Kind.CONSTANT]
+        carry = arrays[Kind.STATE], loss_fn_state, root_rng, fixed, template
+        state = cls(jnp.zeros((), jnp.int32), arrays[Kind.TRAINED], None, *carry)
 
-        leaves, structure = run_inputs(state, called, allow_structs=True)
-        refuse_statics(structure.statics, called)
+        leaves, structure = read_arrays(state, called, allow_structs=True)
         # What is bound to one device, as constants of an abstract model are, follows the others.
         mesh = find_mesh((x for x in leaves if hasattr(bound_sharding(x.value), "mesh")), called)
         is_abstract = any(is_struct(leaf.value) for leaf in leaves)
-        state = cast(TrainState, structure.fill(settle(leaves, mesh)))
+        state = cast(TrainState, structure.fill(put_on_mesh(leaves, mesh, {})))
 
         init, trained = optimizer_def.init, state.trained_arrays
-        shapes = dataclasses.replace(state, opt_arrays=jax.eval_shape(init, trained))
-        made = shapes.opt_arrays
+        opt_arrays = jax.eval_shape(init, trained)
         if mesh is not None:
-            shardings = _layout_optimizer(shapes, mesh, optimizer_rules, on_unnamed)
+            shapes = dataclasses.replace(state, opt_arrays=opt_arrays)
+            shardings = _find_optimizer_shardings(shapes, mesh)
             init = jax.jit(init, out_shardings=shardings)
-            made = jax.tree.map(lambda struct, own: struct.update(sharding=own), made, shardings)
+            opt_arrays = jax.tree.map(lambda x, own: x.update(sharding=own), opt_arrays, shardings)
         if not is_abstract:
             # On one device operation by operation: to compile them takes three times as long.
-            made = init(trained)
-        return dataclasses.replace(state, opt_arrays=jax.tree.map(strengthen, made))
+            opt_arrays = init(trained)
+        opt_arrays = jax.tree.map(with_strong_type, opt_arrays)
+        return dataclasses.replace(state, opt_arrays=opt_arrays)
 
     @property
     def optimizer_def(self) -> Any:
@@ -169,50 +148,48 @@ class TrainState:
         return self.template.bind(self.trained_arrays | self.state_arrays | self.fixed_arrays)
 
     @property
-    def params(self) -> dict[str, Any]:
+    def params(self) -> Any:
         """Every parameter by path, with its logical axes; ``replace`` takes others."""
-        frozen = self._fixed_arrays(FROZEN)
-        return self._named(self.trained_arrays | frozen)
+        return _view(self._name_arrays(Kind.TRAINED, Kind.FROZEN))
 
     @property
-    def state_vars(self) -> dict[str, Any]:
+    def state_vars(self) -> Any:
         """What the model itself changes, by path, with logical axes."""
-        return self._named(self.state_arrays)
+        return _view(self._name_arrays(Kind.STATE))
 
     @property
     def opt_state(self) -> Any:
         """The optimizer's state, in which what belongs to a parameter has its logical axes."""
-        return self._map_statistics(lambda x, s: name_array(x, _statistic_names(s)) if s else x)
+        return _view(self.statistics())
 
-    def _named(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        names = self.template.names
-        return {path: name_array(array, names[path]) for path, array in arrays.items()}
+    def named_fields(self) -> dict[str, Any]:
+        """The state as plans and checkpoints see it: a ``Named`` for each array with names."""
+        return {
+            "step": self.step,
+            "params": self._name_arrays(Kind.TRAINED, Kind.FROZEN),
+            "opt_state": self.statistics(),
+            "state_vars": self._name_arrays(Kind.STATE),
+            "loss_fn_state": self.loss_fn_state,
+            # A raw key is an array, whose dimension has nothing to name.
+            "root_rng": Named(self.root_rng, (None,) * len(getattr(self.root_rng, "shape", ()))),
+            "constants": self._name_arrays(Kind.CONSTANT),
+        }
 
-    def _fixed_arrays(self, kind: str) -> dict[str, Any]:
-        kinds = self.template.kinds
-        return {path: array for path, array in self.fixed_arrays.items() if kinds[path] == kind}
+    def _name_arrays(self, *kinds: Kind) -> dict[str, Any]:
+        role = "parameter" if Kind.TRAINED in kinds else kinds[0].value
+        arrays = self.trained_arrays | self.state_arrays | self.fixed_arrays
+        return {
+            path: Named(value, self.template.names[path], role)
+            for path, value in arrays.items()
+            if self.template.kinds[path] in kinds
+        }
 
-    def _map_statistics(self, function: Callable[[Any, Statistic | None], Any]) -> Any:
-        """``opt_arrays`` with the results for each array and what is known of it."""
-        definition: Any = jax.tree.structure(self.opt_arrays)
-        pairs = zip(jax.tree.leaves(self.opt_arrays), self.statistics(), strict=True)
-        return definition.unflatten(function(*pair) for pair in pairs)
-
-    def statistics(self) -> list[Statistic | None]:
-        """Of each array of ``opt_arrays``, in their order, to which parameter it belongs."""
-        return [self._find_statistic(*item) for item in jax.tree.leaves_with_path(self.opt_arrays)]
-
-    def _find_statistic(self, keys: Any, value: Any) -> Statistic | None:
-        known = [i for i, key in enumerate(keys) if getattr(key, "key", "") in self.trained_arrays]
-        if not known:
-            return None
-        number, path = known[-1], keys[known[-1]].key
-        sizes, kept = getattr(self.trained_arrays[path], "shape", None), None
-        if sizes is not None and hasattr(value, "shape"):
-            # The path of the field, and what stands below the parameter, tell the convention.
-            around = join_paths(path_text(keys[:number]), path_text(keys[number + 1 :]))
-            kept = kept_dimensions(sizes, value.shape, around)
-        return Statistic(f"params/{path}", self.template.names[path], sizes, kept)
+    def statistics(self) -> Any:
+        """``opt_arrays`` with a ``Named`` for each array, which says what it is a statistic of."""
+        fields = {"opt_state": self.opt_arrays, "params": self._name_arrays(Kind.TRAINED)}
+        leaves, structure = flatten(fields)
+        named = [Named(x.value, x.names, statistic=x.statistic) for x in name_statistics(leaves)]
+        return structure.fill_alike(named)["opt_state"]
 
     def replace(self, **fields: Any) -> "TrainState":
         """A state with other values in some fields.
@@ -230,59 +207,49 @@ class TrainState:
         >>> state.replace(params={"w": jnp.zeros(2)}).model["w"].tolist()
         [0.0, 0.0]
         """
-        leaves, structure = flatten(self)
-        own = {leaf.path: leaf for leaf in leaves}
-        given = {leaf.path: leaf for leaf in leaves_of(fields)}
-        problems = Problems("TrainState.replace:")
-        for path, leaf in given.items():
-            if path not in own:
-                problems.add(path, "the state has no array of this path", f"It has {[*own][:5]}.")
-            elif leaf.shape != own[path].shape or leaf.names not in (None, own[path].names):
-                was = f"{own[path].shape} with axes {own[path].names}"
-                what = f"it has shape {leaf.shape} with axes {leaf.names}, and had {was}"
-                problems.add(path, what, "Give an array like the one that it replaces.")
-        problems.raise_if_any(ShardingError)
-        values = [given.get(leaf.path, leaf).value for leaf in leaves]
-        return cast(TrainState, structure.fill(values))
+        new = leaves_of(fields)
+        paths = {leaf.path for leaf in new}
+        old = [leaf for leaf in leaves_of(self) if leaf.path in paths]
+        values = keep_form(old, new, "Give arrays like those of the state.")
+        arrays = {leaf.path: value for leaf, value in zip(old, values, strict=True)}
+        return cast(TrainState, with_arrays(self, arrays))
 
     # What a step needs
 
     def arguments(self) -> tuple[Any, Any, Any]:
         """The fields as the program of a step takes them: what it replaces, and what it reads."""
-        replaced = self.trained_arrays, self.opt_arrays, self.state_arrays, self.loss_fn_state
-        return replaced, self.step, (self.root_rng, self.fixed_arrays)
+        fields = self.trained_arrays, self.opt_arrays, self.state_arrays, self.loss_fn_state
+        return fields, self.step, (self.root_rng, self.fixed_arrays)
 
-    def after(self, replaced: Sequence[Any], step: Any, prepared: Any = _NOTHING) -> "TrainState":
-        """The state that follows; made without the constructor, since each step makes one.
-
-        Args:
-            replaced: The new values of the fields that a step replaces.
-            step: The new number of steps.
-            prepared: What steps keep with the state, so that the next one is quick.
-        """
-        new: TrainState = object.__new__(TrainState)
-        vars(new).update(vars(self), step=step, prepared=prepared)
-        vars(new).update(zip(_REPLACED, replaced, strict=True))
-        return new
-
-    def __getstate__(self) -> dict[str, Any]:
-        # What a step keeps with a state is not copied with it.
-        return {name: value for name, value in vars(self).items() if name != "prepared"}
+    def with_fields(self, fields: Sequence[Any], step: Any) -> "TrainState":
+        """The state that follows, with new values of what a step replaces."""
+        values: Any = step, *fields, self.root_rng, self.fixed_arrays, self.template
+        return TrainState(*values)
 
     def __repr__(self) -> str:
         kinds = [*self.template.kinds.values()]
-        counts = [f"{kinds.count(kind)} {kind}" for kind in (TRAINED, FROZEN, STATE)]
+        counts = [f"{kinds.count(kind)} {kind}" for kind in (Kind.TRAINED, Kind.FROZEN, Kind.STATE)]
         return f"TrainState(step={self.step}, {', '.join(counts)})"
 
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        import treescope
 
-_REPLACED = ("trained_arrays", "opt_arrays", "state_arrays", "loss_fn_state")
+        fields = self.named_fields()
+        return treescope.repr_lib.render_object_constructor(
+            object_type=TrainState,
+            attributes={field: _view(fields[field]) for field in _FIELDS},
+            path=path,
+            subtree_renderer=subtree_renderer,
+        )
 
 
-def _statistic_names(statistic: Statistic) -> tuple[Any, ...] | None:
-    names, kept = statistic.names, statistic.kept
-    if names is None or kept is None:
-        return None
-    return tuple(None if dim is None else names[dim] for dim in kept)
+def _view(named: Any) -> Any:
+    """A tree with the arrays themselves in place of each ``Named``, as Penzai names them."""
+
+    def name(value: Any) -> Any:
+        return name_array(value.value, value.names) if isinstance(value, Named) else value
+
+    return jax.tree.map(name, named)
 
 
 def _is_key(value: Any) -> bool:
@@ -291,23 +258,19 @@ def _is_key(value: Any) -> bool:
     return (dtype == "uint32" and rank == 1) or (is_key_type(dtype) and not rank)
 
 
-def _layout_optimizer(
-    state: TrainState, mesh: AnyMesh, rules: Any, on_unnamed: arguments.OnUnnamed
-) -> Any:
-    """Shardings of an optimizer's arrays: by rules, or as the dimensions of parameters lie."""
-    if rules is not None:
-        return train_state_sharding(state, mesh, rules, on_unnamed=on_unnamed).opt_arrays
+def _find_optimizer_shardings(state: TrainState, mesh: AnyMesh) -> Any:
+    """Shardings of an optimizer's arrays, which lie as the dimensions of their parameters."""
 
-    def find_sharding(array: Any, statistic: Statistic | None) -> NamedSharding:
+    def find_sharding(value: Named) -> NamedSharding:
         axes: tuple[Any, ...] = ()
-        kept = statistic.kept if statistic else None
-        if statistic and kept is not None:
+        statistic = value.statistic
+        if statistic is not None and statistic.kept is not None:
             parameter = state.trained_arrays[statistic.parameter.removeprefix("params/")]
             of_parameter = specs.mesh_axes(parameter.sharding.spec, len(parameter.shape))
-            axes = tuple(() if dim is None else of_parameter[dim] for dim in kept)
+            axes = tuple(() if dim is None else of_parameter[dim] for dim in statistic.kept)
         return NamedSharding(mesh, specs.canonical(axes))
 
-    return state._map_statistics(find_sharding)
+    return jax.tree.map(find_sharding, state.statistics())
 
 
 # Arguments and arrays as a step takes them
@@ -330,17 +293,24 @@ def check_arguments(called: str, checks: Mapping[str, tuple[Any, bool, str]]) ->
     problems.raise_if_any(RuleTypeError)
 
 
-def refuse_statics(statics: Sequence[tuple[str, Any]], called: str) -> None:
-    """Refuses texts, functions and other values where arrays are needed.
+def read_arrays(
+    tree: Any, called: str, *, allow_structs: bool = False
+) -> tuple[list[Leaf], Structure]:
+    """Takes a tree apart as ``run_inputs`` does, in which there may be nothing but arrays.
 
     Raises:
-        ShardingError: There are some; all of them are in it.
+        ShardingError: There are texts, functions, variables; all of them are in it.
     """
-    problems = Problems(f"{called} takes arrays:")
-    for path, value in statics:
+    leaves, structure = run_inputs(tree, called, allow_structs=allow_structs)
+    problems = Problems(f"{called} takes and gives arrays:")
+    for path, value in structure.statics:
         what = f"the {type(value).__name__} {reprlib.repr(value)} is no array"
-        problems.add(path, what, "Give it to the loss function itself: functools.partial.")
+        problems.add(path, what, "Bind it to the loss function itself: functools.partial.")
+    for variable in structure.variables:
+        for path in structure.paths[variable.leaves]:
+            problems.add(path, "it is in a variable", "Give the .value of the variable.")
     problems.raise_if_any(ShardingError)
+    return leaves, structure
 
 
 def describe(value: Any) -> jax.ShapeDtypeStruct:
@@ -351,7 +321,7 @@ def describe(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
-def strengthen(value: Any) -> Any:
+def with_strong_type(value: Any) -> Any:
     """An array whose dtype stays where it meets another; that of a Python number gives way."""
     if is_struct(value):
         return value.update(weak_type=False)
@@ -359,32 +329,64 @@ def strengthen(value: Any) -> Any:
     return jax.lax.convert_element_type(array, array.dtype) if is_weak_type(array) else array
 
 
-def settle(
-    leaves: Sequence[Leaf],
-    mesh: AnyMesh | None,
-    wanted: Mapping[str, Sharding | None] = _NOTHING,
+def keep_form(old: Sequence[Leaf], new: Sequence[Leaf], fix: str) -> list[Any]:
+    """New values in the form of old ones, so that the next step is the same program.
+
+    Floats of another precision are rounded to what they were.
+
+    Args:
+        old: Arrays of a state.
+        new: What takes their places, by path.
+        fix: What to do about another form.
+
+    Raises:
+        ShardingError: Paths, shapes, names or kinds of dtypes differ; all that do are in it.
+    """
+
+    def write(leaf: Leaf | None) -> str:
+        if leaf is None:
+            return "not there"
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        names = f" with axes {leaf.names}" if any(leaf.names or ()) else ""
+        return f"{'float' if is_float else leaf.dtype}{list(leaf.shape)}{names}"
+
+    before, after = ({leaf.path: leaf for leaf in leaves} for leaves in (old, new))
+    problems = Problems("arrays of a train state must keep their form:")
+    for path in before | after:
+        was, became = write(before.get(path)), write(after.get(path))
+        if was != became:
+            problems.add(path, f"it was {was}, and became {became}", fix)
+    problems.raise_if_any(ShardingError)
+    values = [with_strong_type(after[leaf.path].value) for leaf in old]
+    pairs = zip(values, old, strict=True)
+    return [x if x.dtype == leaf.dtype else x.astype(leaf.dtype) for x, leaf in pairs]
+
+
+def put_on_mesh(
+    leaves: Sequence[Leaf], mesh: AnyMesh | None, shardings: Mapping[str, Any]
 ) -> list[Any]:
-    """The arrays of a state with strong types, and on a mesh if others are.
+    """The arrays of a state, each once, with strong types, and all on a mesh if some are.
 
     Args:
         leaves: The arrays.
         mesh: The mesh over which some of them lie.
-        wanted: By path where arrays go that are on no mesh; to every device by default.
+        shardings: By path where arrays go that are on no mesh; others go to every device.
     """
-    values = [strengthen(leaf.value) for leaf in leaves]
-    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    moves: dict[int, Sharding] = {}
+    values = [with_strong_type(leaf.value) for leaf in leaves]
+    moves: dict[int, NamedSharding] = {}
+    seen: set[int] = set()
     for index, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
-        target = wanted.get(leaf.path) or whole
-        is_placed = isinstance(bound_sharding(value), NamedSharding)
-        if target is None or is_placed or is_traced(value):
-            continue
-        if is_struct(value) or isinstance(getattr(target, "mesh", None), AbstractMesh):
-            values[index] = describe(value).update(sharding=target)
-        else:
-            moves[index] = target
+        if id(value) in seen and not is_struct(value):
+            # Nobody can donate an array twice.
+            values[index] = value.copy()
+        seen.add(id(value))
+        is_bound = isinstance(bound_sharding(value), NamedSharding)
+        if mesh is not None and not is_bound and not is_traced(value):
+            moves[index] = shardings.get(leaf.path) or NamedSharding(mesh, PartitionSpec())
+            if is_struct(value) or isinstance(mesh, AbstractMesh):
+                values[index] = describe(value).update(sharding=moves.pop(index))
     paths = [leaves[index].path for index in moves]
-    placed = put([values[index] for index in moves], list(moves.values()), paths=paths)
+    placed = put([values[index] for index in moves], [*moves.values()], paths=paths)
     for index, array in zip(moves, placed, strict=True):
         values[index] = array
     return values
@@ -433,8 +435,7 @@ def train_state_sharding(
     (P(), P('data',))
     """
     called = "train_state_sharding"
-    is_state = isinstance(train_state, TrainState)
-    fix = "TrainState.initial_state(model, optimizer, root_rng)"
+    is_state, fix = isinstance(train_state, TrainState), "train_state_sharding(state, mesh, rules)"
     check_arguments(called, {"train_state": (train_state, is_state, fix)})
     options: Any = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
     request = arguments.read(called, mesh, rules, axis_name_to_mesh_name, **options)
@@ -453,32 +454,14 @@ class _TrainStates:
         return kind is TrainState
 
     def open(self, node: TrainState) -> Content:
-        def name(arrays: Mapping[str, Any], role: str) -> dict[str, Any]:
-            names = node.template.names
-            return {path: Named(value, names[path], role) for path, value in arrays.items()}
-
-        key = node.root_rng
-        data = {
-            "step": node.step,
-            "params": name(node.trained_arrays | node._fixed_arrays(FROZEN), "parameter"),
-            "opt_state": node._map_statistics(
-                lambda x, s: Named(x, _statistic_names(s), statistic=s) if s else x
-            ),
-            "state_vars": name(node.state_arrays, "state"),
-            "loss_fn_state": node.loss_fn_state,
-            # A raw key is an array, whose dimension has nothing to name.
-            "root_rng": Named(key, (None,) * len(getattr(key, "shape", ()))),
-            "constants": name(node._fixed_arrays(CONSTANT), "constant"),
-        }
-        return Content(data, node.template)
+        return Content(node.named_fields(), node.template)
 
     def close(self, template: StateTemplate, data: Any) -> TrainState:
-        names = "step", "params", "opt_state", "state_vars", "loss_fn_state", "root_rng"
-        step, params, *others = (data[name] for name in names)
-        kinds, fixed = template.kinds, params | data["constants"]
-        trained = {path: fixed.pop(path) for path in params if kinds[path] == TRAINED}
-        fields: Any = step, trained, *others, fixed, template
-        return TrainState(*fields)
+        step, params, *others = (data[field] for field in _FIELDS)
+        fixed = params | data["constants"]
+        trained = {path: fixed.pop(path) for path in params if template.kinds[path] == Kind.TRAINED}
+        values: Any = step, trained, *others, fixed, template
+        return TrainState(*values)
 
 
 READERS = [_TrainStates()]

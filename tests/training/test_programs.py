@@ -82,12 +82,10 @@ def test_step_costs_what_it_costs_by_hand(rules):
     state, x = make_state(rules), batch()
     ours, count = read_costs(step.lower(state, x=x).compile())
     hand, count_by_hand = read_costs(compile_by_hand(state, x))
-    assert ours["collectives"] == hand["collectives"]
     assert ours["collectives"].total()
     # The number of the step is an addition of two integers that those by hand leave out.
-    assert ours.pop("flops") <= hand.pop("flops") + 1
-    assert ours.pop("bytes") <= hand.pop("bytes") + 32
-    assert ours.pop("temporaries") <= hand.pop("temporaries") + 64
+    for name, more in {"flops": 1, "bytes": 32, "temporaries": 64}.items():
+        assert ours.pop(name) <= hand.pop(name) + more
     assert ours == hand
     assert count <= 1.01 * count_by_hand
 
