@@ -102,20 +102,11 @@ class ConstrainShardingByName(pz.nn.Layer):  # type: ignore[misc]
         on_indivisible: OnIndivisible = "error",
         on_unnamed: arguments.OnUnnamed = "error",
     ) -> None:
+        options: dict[str, Any] = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
         request = arguments.read(
-            "ConstrainShardingByName",
-            mesh,
-            rules,
-            axis_name_to_mesh_name,
-            on_indivisible=on_indivisible,
-            on_unnamed=on_unnamed,
+            "ConstrainShardingByName", mesh, rules, axis_name_to_mesh_name, **options
         )
-        self.__dict__.update(
-            mesh=mesh,
-            axis_name_to_mesh_name=request.rules,
-            on_indivisible=on_indivisible,
-            on_unnamed=on_unnamed,
-        )
+        self.__dict__.update(mesh=mesh, axis_name_to_mesh_name=request.rules, **options)
 
     def __call__(self, tree: Any, /, **side_inputs: Any) -> Any:
         """Constrains the tree.
@@ -131,14 +122,7 @@ class ConstrainShardingByName(pz.nn.Layer):  # type: ignore[misc]
         Warns:
             ShardingWarning: As ``make_plan``.
         """
-        request = arguments.read(
-            "ConstrainShardingByName",
-            self.mesh,
-            self.axis_name_to_mesh_name,
-            on_indivisible=self.on_indivisible,
-            on_unnamed=self.on_unnamed,
-        )
-        return _pin_by_name(tree, request)
+        return _pin_by_name(tree, arguments.read("ConstrainShardingByName", **vars(self)))
 
 
 @pz.pytree_dataclass
@@ -190,7 +174,8 @@ class ConstrainActivations(WrapperLayer):
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
         for rules in self.inputs:
             argument = _pin_by_name(argument, self._request(rules))
-        output = self.body(argument, **side_inputs)
+        with auto_context():
+            output = self.body(argument, **side_inputs)
         for rules in self.outputs:
             output = _pin_by_name(output, self._request(rules))
         return output

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import PartitionSpec, Sharding
@@ -17,8 +17,8 @@ from penzai import pz
 from penzai_shard.arrays.structure import Structure, flatten, leaves_of, variables_of
 from penzai_shard.errors import Problem, Problems, RuleTypeError, ShardingError
 from penzai_shard.layers.live_model import LiveModel
-from penzai_shard.layers.pure_call import ASSIGNING, PureCall, assign
-from penzai_shard.layers.wrapper import FAILURES, WrapperLayer, check_inputs
+from penzai_shard.layers.pure_call import ASSIGNING, PureCall, assign, read_settings
+from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.meshes import on_auto_twin
 from penzai_shard.readers.reader import is_node
 
@@ -26,20 +26,18 @@ _LIVE = "_live_model"
 _AT_ONCE = contextlib.nullcontext()
 # What most calls get as argument, and what holds no variables.
 _ARRAYS = (pz.nx.NamedArray, jax.Array)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """How a program is compiled: shardings by structure and values, so that they can be hashed."""
-
-    name: str
-    structure: Structure
-    shardings: tuple[Any, ...]
-    donates: bool
+# A name and the fields of ``Jitted`` without the body, as structure and leaves: trees of shardings
+# cannot be hashed.
+_Options: TypeAlias = tuple[Structure, tuple[Any, ...]]
 
 
 class _Program:
     """The compiled calls of all models of one structure.
+
+    Args:
+        call: The call.
+        numbers: Which arrays of its structure ``run`` gets, in its order.
+        options: How it is compiled.
 
     Attributes:
         run: Takes the arrays of the model, the argument and the side inputs (anything if ``more``
@@ -47,24 +45,16 @@ class _Program:
         assigns: Whether some call assigns variables; None if that is not known.
     """
 
-    def __init__(
-        self,
-        structure: Structure,
-        numbers: Sequence[int],
-        more: Structure | None,
-        options: _Options,
-    ) -> None:
-        call = PureCall(structure, more)
-
+    def __init__(self, call: PureCall, numbers: Sequence[int], options: _Options) -> None:
         def run(values: Any, argument: Any, side_inputs: Any, more_values: Any) -> Any:
             by_number = dict(zip(numbers, values, strict=True))
             ordered = [by_number[i] for i in range(len(values))]
             others = {"argument": argument, "side_inputs": side_inputs}
             return call(ordered, more_values, others)
 
-        run.__name__ = run.__qualname__ = options.name
-        given = options.structure.fill(options.shardings)
-        settings: dict[str, Any] = {"donate_argnums": 1} if options.donates else {}
+        given = options[0].fill(options[1])
+        run.__name__ = run.__qualname__ = given["name"]
+        settings: dict[str, Any] = {"donate_argnums": 1} if given["donate_argument"] else {}
         if given["in_shardings"] is not None:
             settings["in_shardings"] = (None, given["in_shardings"], None, None)
         if given["out_shardings"] is not None:
@@ -84,9 +74,11 @@ class Jitted(WrapperLayer):
     changes is speed: a call costs about as much as one of a function under ``jax.jit`` that takes
     the model's arrays as a list. Models of one structure share a program; an edit compiles another,
     and new values do not. An edit in place of a list or dictionary of layers is noticed, unless it
-    puts an equal layer there (``==``).
+    puts an equal layer there (``==``). After an edit in place of a setting, which is a field that
+    holds no layers and no arrays, make the layer anew; what functions hold must stay as it is.
 
-    Variables may be in the layer, in the argument and in the side inputs. Any number of threads may
+    Variables may be in the layer, in the argument and in the side inputs, not around them: what
+    else a layer finds, as by a global name, is a constant of its program. Any number of threads may
     call one layer. Calls that assign variables run one after the other, also those of different
     layers; so does the first call of a structure. What they call back on another thread must not be
     such a call.
@@ -123,31 +115,20 @@ class Jitted(WrapperLayer):
                     problems.add(name, f"{leaf!r} is no sharding", fix)
         problems.raise_if_any(RuleTypeError)
 
-    def __call__(self, argument: Any, /, **side_inputs: Any) -> Any:
-        """Runs the layer compiled; see ``WrapperLayer``."""
-        try:
-            return self._run(argument, side_inputs)
-        except FAILURES as error:
-            check_inputs(self, argument, side_inputs, error)
-            raise
-
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
+        is_array = not side_inputs and isinstance(argument, _ARRAYS)
         inputs = {"argument": argument, "side_inputs": side_inputs}
-        is_plain = not side_inputs and isinstance(argument, _ARRAYS)
-        is_plain = is_plain or not _has_variables(inputs)
+        held = {} if is_array else {k: tree for k, tree in inputs.items() if _has_variables(tree)}
         while True:
-            live, program, options = self.__dict__.get(_LIVE) or self._read_model()
-            is_locked = not is_plain or self.donate_argument or program.assigns is not False
+            live, options, program = self.__dict__.get(_LIVE) or self._read_model()
+            is_locked = held or self.donate_argument or program.assigns is not False
             with ASSIGNING if is_locked else _AT_ONCE:
                 values = live.read_values()
                 if values is None:
                     self.__dict__.pop(_LIVE, None)
                     continue
-                if self.donate_argument:
-                    paths = [live.structure.paths[i] for i in live.numbers]
-                    _check_donated(paths, values, inputs)
-                if not is_plain:
-                    return self._run_with_variables(live, options, values, inputs)
+                if held:
+                    return self._run_with_variables(live, options, values, inputs, held)
                 output, assigned = program.run(values, argument, side_inputs, ())
                 program.assigns = bool(assigned or program.assigns)
                 # With another argument a layer may assign what it did not assign before: its call
@@ -156,46 +137,65 @@ class Jitted(WrapperLayer):
                     assign(live.variables, assigned)
                     return output
 
-    def _read_model(self) -> tuple[LiveModel, _Program, _Options]:
+    def _read_model(self) -> tuple[LiveModel, _Options, _Program]:
         """Reads the body, and keeps that until the body is edited or the layer is gone."""
-        given = {name: getattr(self, name) for name in ("in_shardings", "out_shardings")}
-        leaves, structure = flatten(on_auto_twin(given))
-        shardings = tuple(leaf.value for leaf in leaves)
-        name = f"Jitted_{type(self.body).__name__}"
-        options = _Options(name, structure, shardings, self.donate_argument)
+        fields = {**self.__getstate__(), "body": None, "name": f"Jitted_{type(self.body).__name__}"}
+        leaves, structure = flatten(on_auto_twin(fields))
+        options = structure, tuple(leaf.value for leaf in leaves)
         with ASSIGNING:
             live = LiveModel(self.body)
-            program = _find_program(live.structure, live.numbers, None, options)
+            call = PureCall(live.structure, live.settings)
+            program = _find_program(call, live.numbers, options)
         # No field: neither a part of the tree, nor compared, nor shown.
-        self.__dict__[_LIVE] = live, program, options
-        return live, program, options
+        self.__dict__[_LIVE] = live, options, program
+        return live, options, program
 
     def _run_with_variables(
-        self, live: LiveModel, options: _Options, values: list[Any], inputs: dict[str, Any]
+        self,
+        live: LiveModel,
+        options: _Options,
+        values: list[Any],
+        inputs: dict[str, Any],
+        held: dict[str, Any],
     ) -> Any:
-        """Runs with variables in the argument or the side inputs."""
-        held = {name: tree for name, tree in inputs.items() if _has_variables(tree)}
+        """Runs with variables in some of the inputs, those in ``held``."""
         if "argument" in held and (self.donate_argument or self.in_shardings is not None):
             what = "it holds variables, which can be neither donated nor laid by in_shardings"
             problem = Problem("argument", what, "Give them as side inputs.")
             raise ShardingError("Jitted:", [problem])
         plain = [None if name in held else tree for name, tree in inputs.items()]
-        known = {id(variable) for variable in live.variables}
-        is_shared = not known.isdisjoint(map(id, variables_of(held)))
-        if is_shared:
+        variables = variables_of(held)
+        if {*map(id, live.variables)}.isdisjoint(map(id, variables)):
+            leaves, structure = flatten(held)
+            call = PureCall(live.structure, live.settings + read_settings(held), structure)
+            program = _find_program(call, live.numbers, options)
+            held_values = [leaf.value for leaf in leaves]
+            output, assigned = program.run(values, *plain, held_values)
+            variables = [*live.variables, *variables]
+        else:
             # Taken apart without the body, they would part a variable that both have.
             held = {"body": self.body, **held}
-        leaves, structure = flatten(held)
-        variables, held_values = variables_of(held), [leaf.value for leaf in leaves]
-        if is_shared:
-            program = _find_program(structure, (*range(len(leaves)),), None, options)
-            output, assigned = program.run(held_values, *plain, ())
-        else:
-            variables = [*live.variables, *variables]
-            program = _find_program(live.structure, live.numbers, structure, options)
-            output, assigned = program.run(values, *plain, held_values)
+            leaves, structure = flatten(held)
+            call = PureCall(structure, read_settings(held))
+            program = _find_program(call, tuple(range(len(leaves))), options)
+            output, assigned = program.run([leaf.value for leaf in leaves], *plain, ())
+            variables = variables_of(held)
         assign(variables, assigned)
         return output
+
+    def _check_inputs(self, inputs: dict[str, Any]) -> None:
+        super()._check_inputs(inputs)
+        if not self.donate_argument:
+            return
+        # JAX has refused the call before it took the argument's memory.
+        problems = Problems("Jitted cannot donate its argument:")
+        first: dict[int, str] = {}
+        for leaf in filter(lambda leaf: isinstance(leaf.value, jax.Array), leaves_of(inputs)):
+            other = first.setdefault(id(leaf.value), leaf.path)
+            if other != leaf.path and other.split("/")[0] == "argument":
+                what = f"it is {other!r} too, whose memory the output may take"
+                problems.add(leaf.path, what, "Leave out donate_argument=True.")
+        problems.raise_if_any(ShardingError)
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields, for ``copy`` and ``pickle``."""
@@ -203,22 +203,6 @@ class Jitted(WrapperLayer):
 
 
 def _has_variables(tree: Any) -> bool:
-    return any(map(is_node, jax.tree_util.tree_leaves(tree)))
-
-
-def _check_donated(paths: Sequence[str], values: list[Any], inputs: dict[str, Any]) -> None:
-    """Refuses an argument whose memory something else needs.
-
-    Raises:
-        ShardingError: An array of it is one of the model or of the side inputs, too.
-    """
-    donated = {id(value) for value in jax.tree_util.tree_leaves(inputs["argument"])}
-    if donated.isdisjoint(map(id, [*values, *jax.tree_util.tree_leaves(inputs["side_inputs"])])):
-        return
-    kept = [*zip(paths, values, strict=True)]
-    kept += [(leaf.path, leaf.value) for leaf in leaves_of({"side_inputs": inputs["side_inputs"]})]
-    problems = Problems("Jitted cannot donate its argument:")
-    for path, value in kept:
-        if id(value) in donated:
-            problems.add(path, "it is in the argument too", "Leave out donate_argument=True.")
-    problems.raise_if_any(ShardingError)
+    leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_node)
+    nodes = [leaf for leaf in leaves if is_node(leaf) and not isinstance(leaf, _ARRAYS)]
+    return bool(nodes) and any(variable.live for variable in flatten(nodes)[1].variables)

@@ -6,6 +6,7 @@ part of the output: which ones they are is known while the call is traced.
 
 import dataclasses
 import functools
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,10 +30,12 @@ class PureCall:
 
     Attributes:
         structure: The structure of that dictionary, or of some of its items.
+        settings: What ``read_settings`` gives of them.
         more: The structure of further items, whose variables are none of the first.
     """
 
     structure: Structure
+    settings: str
     more: Structure | None = None
 
     def __call__(
@@ -84,6 +87,16 @@ class PureCall:
         problems.raise_if_any(ShardingError)
         pairs = enumerate(zip(before, after, strict=True))
         return output, {i: new for i, (old, new) in pairs if not _is_same(old, new)}
+
+
+def read_settings(tree: Any) -> str:
+    """All settings of a tree as text.
+
+    A structure holds the user's own dictionaries: one that is edited in place still equals itself,
+    and a program that was compiled before would run for a layer that is made of it now.
+    """
+    text = str(jax.tree_util.tree_structure(tree))
+    return re.sub(r" at 0x[0-9a-f]+", "", text)  # Of functions, which the structure compares.
 
 
 # JAX finds what it has traced by the function, and keeps it while the function lives.

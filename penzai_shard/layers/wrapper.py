@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import NamedSharding
 from penzai import pz
 
-from penzai_shard.arrays.inputs import run_inputs
-from penzai_shard.arrays.kinds import is_traced
-from penzai_shard.arrays.structure import Leaf, Structure, flatten, variables_of
-from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError, ShardingError
-from penzai_shard.layers.pure_call import assign, find_pure_call
+from penzai_shard.arrays.inputs import find_mesh, run_inputs
+from penzai_shard.arrays.structure import Structure, flatten, variables_of
+from penzai_shard.errors import Problem, RuleTypeError, ShardingError
+from penzai_shard.layers.pure_call import assign, find_pure_call, read_settings
 from penzai_shard.meshes import auto_context
 
 Call: TypeAlias = Callable[[Sequence[Any]], tuple[Any, dict[int, Any]]]
@@ -55,21 +53,30 @@ class WrapperLayer(pz.nn.Layer):  # type: ignore[misc]
             MeshError: They are not all on the same devices.
         """
         try:
-            with auto_context():
-                return self._run(argument, side_inputs)
-        except FAILURES as error:
-            check_inputs(self, argument, side_inputs, error)
+            return self._run(argument, side_inputs)
+        # What JAX raises for arrays that it cannot run on, and layers for reasons of their own.
+        except (RuntimeError, TypeError, ValueError) as error:
+            if not isinstance(error, ShardingError):
+                inputs = {"argument": argument, "body": self.body, "side_inputs": side_inputs}
+                self._check_inputs(inputs)
             raise
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
-        """Calls the body, where operations on arrays of an Auto mesh are allowed."""
+        """Calls the body. Whoever does so without ``_transform`` enters ``auto_context``."""
         inputs = {"argument": argument, "body": self.body, "side_inputs": side_inputs}
         leaves, structure = flatten(inputs)
-        call = self._transform(find_pure_call(structure), structure)
-        output, assigned = call([leaf.value for leaf in leaves])
+        call = self._transform(find_pure_call(structure, read_settings(inputs)), structure)
+        with auto_context():
+            output, assigned = call([leaf.value for leaf in leaves])
         if assigned:
             assign(variables_of(inputs), assigned)
         return output
+
+    def _check_inputs(self, inputs: dict[str, Any]) -> None:
+        """Refuses the arrays of a call that has failed, if they are the reason."""
+        called = type(self).__name__
+        leaves, _ = run_inputs(inputs, called)
+        find_mesh(leaves, called)
 
     def _transform(self, call: Call, structure: Structure) -> Call:
         """The body's call in another way.
@@ -91,44 +98,6 @@ class WrapperLayer(pz.nn.Layer):  # type: ignore[misc]
     def __dir__(self) -> list[str]:
         shown = [name for name in dir(self.__dict__.get("body")) if not name.startswith("_")]
         return sorted({*super().__dir__(), *shown})
-
-
-# What JAX raises for arrays that it cannot run on, and layers for reasons of their own.
-FAILURES = (RuntimeError, TypeError, ValueError)
-
-
-def check_inputs(
-    layer: WrapperLayer, argument: Any, side_inputs: dict[str, Any], error: Exception
-) -> None:
-    """Refuses the arrays of a call that has failed, if they are the reason.
-
-    Raises:
-        ShardingError: Some are deleted, or shapes.
-        MeshError: Some are on other devices than the first.
-    """
-    if isinstance(error, ShardingError):
-        return
-    called = type(layer).__name__
-    inputs = {"argument": argument, "body": layer.body, "side_inputs": side_inputs}
-    problems = Problems(f"{called} needs all arrays on the same devices:")
-    first: Leaf | None = None
-    for leaf in run_inputs(inputs, called)[0]:
-        value = leaf.value
-        # An array that nobody has placed goes wherever the others are.
-        if isinstance(value, jax.Array) and not is_traced(value) and value.committed:
-            first = first or leaf
-            if _devices(value) != _devices(first.value):
-                own, other = (", ".join(map(str, _devices(x.value))) for x in (leaf, first))
-                what = f"it is on device {own}, and {first.path!r} on {other}"
-                problems.add(leaf.path, what, "Place both: place(tree, mesh, rules).")
-    problems.raise_if_any(MeshError)
-
-
-def _devices(array: jax.Array) -> tuple[int, ...]:
-    """The numbers of an array's devices, in the order in which they hold it."""
-    if isinstance(array.sharding, NamedSharding):
-        return tuple(device.id for device in array.sharding.mesh.devices.flat)
-    return tuple(sorted(device.id for device in array.devices()))
 
 
 @pz.pytree_dataclass
@@ -159,5 +128,5 @@ class Scoped(WrapperLayer):
             raise RuleTypeError("Scoped:", [problem])
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
-        with jax.named_scope(self.name):
+        with auto_context(), jax.named_scope(self.name):
             return self.body(argument, **side_inputs)
