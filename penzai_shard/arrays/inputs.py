@@ -79,7 +79,7 @@ def find_mesh(leaves: Iterable[Leaf], called: str) -> AnyMesh | None:
         MeshError: They are bound to different devices; all that differ from the first are in it.
     """
     bound = [(x.path, own) for x in leaves if (own := bound_sharding(x.value)) is not None]
-    problems = Problems(f"{called} needs all arrays on the same devices:")
+    problems = Problems(f"{called} needs all arrays on one mesh, or one device:")
     for path, sharding in bound:
         if not _are_on_same_devices(sharding, bound[0][1]):
             own, other = (getattr(found, "mesh", found) for found in (sharding, bound[0][1]))

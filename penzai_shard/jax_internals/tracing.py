@@ -26,6 +26,7 @@ __all__ = [
     "JaxprEqn",
     "Literal",
     "Var",
+    "count_signatures",
     "is_weak_type",
     "jaxpr_as_fun",
     "without_shardings",
@@ -34,6 +35,18 @@ __all__ = [
 # Parameters of `custom_jvp_call` and `custom_vjp_call` that only differentiation reads. JAX makes
 # them anew for each call, so that by them no two calls of one function would be equal.
 DERIVATIVE_RULES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"})
+
+
+def count_signatures(jitted: Any) -> int:
+    """For how many types and layouts of its arguments JAX keeps the quick way into a function.
+
+    >>> import jax
+    >>> double = jax.jit(lambda x: 2 * x)
+    >>> double(1.0), count_signatures(double)
+    (Array(2., dtype=float32, weak_type=True), 1)
+    """
+    count: int = jitted._cache_size()
+    return count
 
 
 def is_weak_type(value: Any) -> bool:

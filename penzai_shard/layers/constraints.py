@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 from penzai import pz
 
 from penzai_shard import specs
@@ -38,6 +38,9 @@ class ConstrainSharding(pz.nn.Layer):  # type: ignore[misc]
         sharding: One sharding for all arrays, or a tree of shardings which that of the arrays
             begins with; None leaves what is in its place.
 
+    Raises:
+        RuleTypeError: It holds something else.
+
     >>> import penzai_shard as pzs
     >>> sharding = NamedSharding(pzs.make_mesh({"data": 8}), PartitionSpec("data"))
     >>> jax.jit(ConstrainSharding(sharding))(jax.numpy.ones(16)).sharding.shard_shape((16,))
@@ -45,6 +48,14 @@ class ConstrainSharding(pz.nn.Layer):  # type: ignore[misc]
     """
 
     sharding: Any = dataclasses.field(metadata={"pytree_node": False})
+
+    def __post_init__(self) -> None:
+        problems = Problems("ConstrainSharding:")
+        for leaf in jax.tree_util.tree_leaves(self.sharding):
+            if not isinstance(leaf, Sharding | PartitionSpec):
+                fix = "By names write ConstrainShardingByName(mesh, rules)."
+                problems.add("", f"{leaf!r} is no sharding", fix)
+        problems.raise_if_any(RuleTypeError)
 
     def __call__(self, tree: Any, /, **side_inputs: Any) -> Any:
         """Constrains the tree.

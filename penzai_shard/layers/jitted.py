@@ -14,8 +14,10 @@ import jax
 from jax.sharding import PartitionSpec, Sharding
 from penzai import pz
 
+from penzai_shard.arrays.kinds import is_deleted
 from penzai_shard.arrays.structure import Structure, flatten, leaves_of, variables_of
 from penzai_shard.errors import Problem, Problems, RuleTypeError, ShardingError
+from penzai_shard.jax_internals.tracing import count_signatures
 from penzai_shard.layers.live_model import LiveModel
 from penzai_shard.layers.pure_call import ASSIGNING, PureCall, assign, read_settings
 from penzai_shard.layers.wrapper import WrapperLayer
@@ -36,12 +38,13 @@ class _Program:
 
     Args:
         call: The call.
-        numbers: Which arrays of its structure ``run`` gets, in its order.
+        numbers: Which arrays of its structure it gets, in its order.
         options: How it is compiled.
 
+    It takes the arrays of the model, the argument and the side inputs (anything if ``more`` has
+    them), and the arrays of ``more``; see ``PureCall``.
+
     Attributes:
-        run: Takes the arrays of the model, the argument and the side inputs (anything if ``more``
-            has them), and the arrays of ``more``; see ``PureCall``.
         assigns: Whether some call assigns variables; None if that is not known.
     """
 
@@ -59,8 +62,22 @@ class _Program:
             settings["in_shardings"] = (None, given["in_shardings"], None, None)
         if given["out_shardings"] is not None:
             settings["out_shardings"] = (given["out_shardings"], None)
-        self.run: Callable[..., tuple[Any, dict[int, Any]]] = jax.jit(run, **settings)
+        self._run: Callable[..., tuple[Any, dict[int, Any]]] = jax.jit(run, **settings)
+        self._is_spread, self._signatures = False, 0
         self.assigns: bool | None = None
+
+    def __call__(self, *arguments: Any) -> tuple[Any, dict[int, Any]]:
+        """Calls the model; for the arguments see the class."""
+        # A program that JAX has run over several devices ends the process if it then gets an array
+        # that was donated (jax 0.10.2). What went in over several devices comes out over them.
+        if self._is_spread and any(map(is_deleted, jax.tree_util.tree_leaves(arguments))):
+            raise RuntimeError("an array is deleted")
+        result = self._run(*arguments)
+        if (signatures := count_signatures(self._run)) != self._signatures:
+            self._signatures = signatures
+            outputs = jax.tree_util.tree_leaves(result)[:1]
+            self._is_spread |= any(getattr(output, "committed", False) for output in outputs)
+        return result
 
 
 _find_program = functools.lru_cache(128)(_Program)
@@ -129,7 +146,7 @@ class Jitted(WrapperLayer):
                     continue
                 if held:
                     return self._run_with_variables(live, options, values, inputs, held)
-                output, assigned = program.run(values, argument, side_inputs, ())
+                output, assigned = program(values, argument, side_inputs, ())
                 program.assigns = bool(assigned or program.assigns)
                 # With another argument a layer may assign what it did not assign before: its call
                 # runs again, so that no other assigns between its reading and its assignment.
@@ -170,7 +187,7 @@ class Jitted(WrapperLayer):
             call = PureCall(live.structure, live.settings + read_settings(held), structure)
             program = _find_program(call, live.numbers, options)
             held_values = [leaf.value for leaf in leaves]
-            output, assigned = program.run(values, *plain, held_values)
+            output, assigned = program(values, *plain, held_values)
             variables = [*live.variables, *variables]
         else:
             # Taken apart without the body, they would part a variable that both have.
@@ -178,7 +195,7 @@ class Jitted(WrapperLayer):
             leaves, structure = flatten(held)
             call = PureCall(structure, read_settings(held))
             program = _find_program(call, tuple(range(len(leaves))), options)
-            output, assigned = program.run([leaf.value for leaf in leaves], *plain, ())
+            output, assigned = program([leaf.value for leaf in leaves], *plain, ())
             variables = variables_of(held)
         assign(variables, assigned)
         return output

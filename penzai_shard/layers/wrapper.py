@@ -75,6 +75,9 @@ class WrapperLayer(pz.nn.Layer):  # type: ignore[misc]
     def _check_inputs(self, inputs: dict[str, Any]) -> None:
         """Refuses the arrays of a call that has failed, if they are the reason."""
         called = type(self).__name__
+        if not callable(self.body):
+            what = f"the body is a {type(self.body).__name__}, which cannot be called"
+            raise RuleTypeError(f"{called}:", [Problem("body", what, f"Write {called}(layer).")])
         leaves, _ = run_inputs(inputs, called)
         find_mesh(leaves, called)
 

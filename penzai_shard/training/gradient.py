@@ -49,6 +49,10 @@ class Shardings(NamedTuple):
 
 
 NO_SHARDINGS = Shardings({}, {})
+_PLAIN_ARRAYS = (
+    "The model's arrays are named arrays of Penzai. For code that computes with plain ones write "
+    "TrainState.initial_state(..., plain_arrays=True)."
+)
 
 
 def find_shardings(state: TrainState) -> Shardings:
@@ -231,7 +235,8 @@ def _split_inputs(call: LossCall, leaves: Sequence[Leaf]) -> dict[int, Any]:
     for index, dim in dims.items():
         leaf = leaves[index]
         if leaf.shape[dim] % count:
-            fix = f"Write accumulate_steps={math.gcd(leaf.shape[dim], count)}."
+            fitting = next(n for n in range(count, 0, -1) if leaf.shape[dim] % n == 0)
+            fix = f"Write accumulate_steps={fitting}."
             problems.add(leaf.path, f"it has {leaf.shape[dim]} examples", fix, "indivisible")
     if not dims:
         fix = "Write batch_axis='batch'; of plain arrays batch_axis=0."
@@ -257,7 +262,12 @@ def _call_loss(
     model = template.bind_for_loss(trained | state.fixed_arrays | state_arrays)
     leaves, structure = flatten(model)
     with jax.named_scope(LOSS):
-        result = call.loss_fn(model=model, rng=rng, state=loss_fn_state, **inputs)
+        try:
+            result = call.loss_fn(model=model, rng=rng, state=loss_fn_state, **inputs)
+        except TypeError as error:
+            if not structure.variables and any(leaf.names for leaf in leaves):
+                error.add_note(_PLAIN_ARRAYS)
+            raise
     values = dict(zip(template.structure.paths, structure.read(model), strict=True))
 
     problems = Problems("a loss function may change state variables only:")

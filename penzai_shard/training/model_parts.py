@@ -20,6 +20,7 @@ from penzai_shard.arrays.kinds import is_number, is_struct
 from penzai_shard.arrays.static_values import same_static
 from penzai_shard.arrays.structure import Leaf, Structure
 from penzai_shard.errors import Problem, ShardingError
+from penzai_shard.planning.arguments import check_tree
 from penzai_shard.planning.name_axes import without_names
 
 
@@ -99,6 +100,7 @@ def split_model(
         ShardingError: Arrays are deleted, two have one path, or none is trained.
     """
     called = "TrainState.initial_state"
+    check_tree(called, model)
     leaves, structure = run_inputs(model, called, allow_structs=True)
     structure.check_paths()
     arrays: dict[Kind, dict[str, Any]] = {kind: {} for kind in Kind}

@@ -223,8 +223,9 @@ class _Step:
         try:
             inspect.signature(self.call.loss_fn).bind(**dict.fromkeys(_RESERVED), **inputs)
         except TypeError as error:
-            what = f"the step calls it with {', '.join((*_RESERVED, *inputs))}: {error}"
-            problems.add("", what, "Write def loss_fn(model, rng, state, x), and step(state, x=x).")
+            names = ", ".join((*_RESERVED, *inputs))
+            what = f"the step calls it by keyword with {names}: {error}"
+            problems.add("", what, f"Write def loss_fn({names}).")
         problems.raise_if_any(ShardingError)
         return leaves
 
@@ -234,11 +235,13 @@ def _put(value: Any, sharding: Sharding) -> Any:
 
 
 def _is_ready(state: TrainState, inputs: Any) -> bool:
-    """Whether a state is there, and need not follow its inputs onto a mesh."""
-    first = next(iter(state.trained_arrays.values()))
-    if is_deleted(first):
+    """Whether all is there, and the state need not follow its inputs onto a mesh."""
+    first, given = next(iter(state.trained_arrays.values())), jax.tree.leaves(inputs)
+    # A program that JAX has run over several devices ends the process if it then gets an array that
+    # was donated (jax 0.10.2). Of a state all is donated together, or all but what was replaced.
+    if any(map(is_deleted, (first, *jax.tree.leaves(state.opt_arrays)[-1:], *given))):
         return False
-    on_mesh = (hasattr(bound_sharding(value), "mesh") for value in jax.tree.leaves(inputs))
+    on_mesh = (hasattr(bound_sharding(value), "mesh") for value in given)
     return bound_sharding(first) is not None or not any(on_mesh)
 
 

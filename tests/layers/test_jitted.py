@@ -340,3 +340,24 @@ def test_calls_that_only_read_do_not_wait():
         return x * float(THREADS.submit(reading, ONE).result(60))
 
     assert float(pzs.Jitted(Calls(wait))(ONE)) == 2
+
+
+def test_arrays_over_a_mesh_that_were_donated_are_refused():
+    mesh = pzs.make_mesh({"data": 8})
+    donated = jax.jit(lambda x: 2 * x, donate_argnums=0)
+    held, x = (pzs.place(pz.nx.ones({"a": 8}), mesh, {"a": "data"}) for _ in range(2))
+    layer = pzs.Jitted(multiplied("spread", [pz.Parameter(value=held, label="w")]))
+    for array, path in ((x, "argument"), (held, "w")):
+        argument = pzs.place(pz.nx.ones({"a": 8}), mesh, {"a": "data"}) if array is held else x
+        layer(argument)
+        donated(array.data_array)
+        with pytest.raises(pzs.ShardingError) as caught:
+            layer(argument)
+        assert [problem.path for problem in caught.value.problems] == [path]
+
+
+@pytest.mark.parametrize("wrapper", [pzs.Jitted, pzs.Checkpointed])
+def test_what_is_no_layer_is_refused(wrapper):
+    with pytest.raises(pzs.RuleTypeError) as caught:
+        wrapper({"w": 1.0})(jnp.ones(2))
+    assert caught.value.problems[0].path == "body"
