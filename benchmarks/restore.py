@@ -27,10 +27,6 @@ import orbax.checkpoint.experimental.v1 as ocp
 from jax.sharding import NamedSharding
 
 import penzai_shard as pzs
-from penzai_shard.arrays.structure import leaves_of
-from penzai_shard.checkpoints.filling import Source
-from penzai_shard.checkpoints.restoring import restore
-from penzai_shard.checkpoints.saving import begin_save
 
 LAYOUTS = {"rows": ("data", None), "columns": (None, "data")}
 SMALL_MIB = 1
@@ -51,7 +47,7 @@ def save(folder: pathlib.Path, mib: int) -> None:
         name: jax.device_put(rng.standard_normal(shape, np.float32), sharding)
         for name, shape in array_shapes(mib).items()
     }
-    begin_save(folder / "ours", leaves_of(arrays), "params").finish()
+    pzs.save_params(folder / "ours", arrays)
     ocp.save(folder / "orbax", arrays)
 
 
@@ -63,8 +59,7 @@ def restorer(folder: pathlib.Path, way: str, layout: str, mib: int) -> Callable[
     }
     if way == "orbax":
         return lambda: ocp.load(folder / "orbax", structs)
-    sources = {name: Source((name,), struct.shape, (0, 1)) for name, struct in structs.items()}
-    return lambda: restore(folder / "ours", lambda manifest: (sources, structs))
+    return lambda: pzs.restore_params(folder / "ours", structs)
 
 
 class PeakMemory:

@@ -16,13 +16,17 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from penzai_shard.checkpoints.value_checksums import sum_piece
+from penzai_shard.arrays.kinds import device_dtype
+from penzai_shard.checkpoints.value_checksums import sum_piece, write_checksum
 from penzai_shard.errors import CheckpointDamagedError, CheckpointMismatchError, Problem
+from penzai_shard.processes.agreement import sum_over_processes
 
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
 
-_PIECE_BYTES, _MIB_IN_FLIGHT, _MOST_THREADS = 2 * 2**20, 64, 8
+PIECE_BYTES = 2 * 2**20
+_MIB_IN_FLIGHT, _MOST_THREADS = 64, 8
+_WIDEST = 8  # Bytes of an element.
 # JAX uses the memory of NumPy arrays on a CPU if it begins at a multiple of 64 bytes, and such an
 # array cannot be donated. This is the offset from one.
 _ALIGNMENT, _MISALIGNMENT = 64, 16
@@ -84,7 +88,7 @@ class Source:
         return piece.transpose([kept.index(i) for i in self.order])
 
 
-class SummedStore:
+class ChecksumStore:
     """A store that adds up what is read from it, to tell whether it is what was saved.
 
     Args:
@@ -95,7 +99,7 @@ class SummedStore:
     def __init__(self, store: Store, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._store, self._shapes, self._lock = store, shapes, threading.Lock()
         # Both sums, and the number of elements that are in them.
-        self.sums = {name: [0, 0, 0] for name in shapes}
+        self._rows = {name: [0, 0, 0] for name in shapes}
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """As ``Store.read``."""
@@ -103,22 +107,29 @@ class SummedStore:
         if name in self._shapes:
             sums = sum_piece(piece, [part.start for part in index], self._shapes[name])
             with self._lock:
-                row = self.sums[name]
+                row = self._rows[name]
                 row[:] = (row[0] + sums[0], row[1] + sums[1], row[2] + piece.size)
         return piece
 
+    def compute_checksums(self) -> dict[str, str]:
+        """The checksum of each array, of which each process has read parts.
 
-def sum_stored(store: Store, name: str, shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """Both sums of a whole stored array, which is read for nothing else.
-
-    Raises:
-        CheckpointDamagedError: It cannot be read.
-    """
-    summed = SummedStore(store, {name: shape})
-    for index in _pieces(tuple((0, size) for size in shape), itemsize, 0):
-        summed.read(name, index)
-    first, second, _ = summed.sums[name]
-    return first, second
+        Raises:
+            CheckpointDamagedError: An array cannot be read.
+        """
+        numbers = [number for row in self._rows.values() for number in row]
+        totals = iter(sum_over_processes(numbers))
+        checksums = {}
+        for name, shape in self._shapes.items():
+            first, second, count = (next(totals) for _ in range(3))
+            if count != math.prod(shape):
+                # Only parts of it were wanted, or parts overlapped: it is read for this only.
+                whole = ChecksumStore(self._store, {name: shape})
+                for index in _cut(tuple((0, size) for size in shape), _WIDEST, 0):
+                    whole.read(name, index)
+                first, second, _ = whole._rows[name]
+            checksums[name] = write_checksum((first, second))
+        return checksums
 
 
 # Filling
@@ -131,33 +142,25 @@ class _Group:
     Attributes:
         name: The array.
         devices: Where each part goes.
+        box: The smallest part of the array that has all parts.
         is_first: Whether no process before this one reads the same elements.
     """
 
     name: str
     devices: Mapping[Bounds, Sequence[jax.Device]]
-    is_first: bool = True
-
-    @property
-    def box(self) -> Bounds:
-        """The smallest part of the array that has all parts."""
-        bounds = zip(*self.devices, strict=True)
-        return tuple((min(a for a, _ in ends), max(b for _, b in ends)) for ends in bounds)
+    box: Bounds
+    is_first: bool
 
 
 def fill_arrays(
-    sources: Mapping[str, Source],
-    structs: Mapping[str, jax.ShapeDtypeStruct],
-    store: Store,
-    summed: Store,
+    wanted: Mapping[str, tuple[Source, jax.ShapeDtypeStruct]], store: Store, checksums: Store
 ) -> dict[str, jax.Array]:
     """Reads arrays straight into their shardings. Any of them can be donated.
 
     Args:
-        sources: What each array is read from.
-        structs: Shape, dtype and sharding of each.
+        wanted: What each array is read from, and its shape, dtype and sharding.
         store: What is read from.
-        summed: The same store for elements that no other process reads before this one: of all
+        checksums: The same store for elements that no other process reads before this one: of all
             processes together, it reads each element of an array once.
 
     Raises:
@@ -166,32 +169,35 @@ def fill_arrays(
     """
     groups = [
         group
-        for name, struct in structs.items()
-        for group in _group_parts(name, struct, sources[name].rows)
+        for name, (source, struct) in wanted.items()
+        for group in _group_parts(name, struct, source.rows)
     ]
     turn, budget = threading.Lock(), threading.Semaphore(_MIB_IN_FLIGHT)
+    has_64_bits = device_dtype(float) == "float64"  # Threads do not inherit it.
 
     def place(group: _Group) -> list[jax.Array]:
-        struct, arrays = structs[group.name], []
+        source, struct = wanted[group.name]
+        arrays = []
         size = sum(map(_count, group.devices)) * struct.dtype.itemsize
         mib = min(_MIB_IN_FLIGHT, 1 + size // 2**20)
         with turn:
             for _ in range(mib):
                 budget.acquire()
         try:
-            chosen = summed if group.is_first else store
-            parts = _read_parts(group, sources[group.name], struct.dtype, chosen, readers)
+            chosen = checksums if group.is_first else store
+            parts = _read_parts(group, source, struct.dtype, chosen, readers)
             # The memory of a part is free before the next one takes its place on a device.
             while parts:
                 part, memory = parts.popitem()
-                for device in group.devices[part]:
-                    arrays.append(jax.device_put(memory, device).block_until_ready())
+                with jax.enable_x64(has_64_bits):
+                    copies = [jax.device_put(memory, d) for d in group.devices[part]]
+                arrays += jax.block_until_ready(copies)
         finally:
             budget.release(mib)
         return arrays
 
-    shards: dict[str, list[jax.Array]] = {name: [] for name in structs}
-    damaged: list[CheckpointDamagedError] = []
+    shards: dict[str, list[jax.Array]] = {name: [] for name in wanted}
+    headline, problems = "", dict[str, Problem]()
     workers = min(_MOST_THREADS, os.cpu_count() or 1)
     # Pieces of one large array are read at once, and so are many small arrays.
     with ThreadPoolExecutor(workers) as readers, ThreadPoolExecutor(workers) as pool:
@@ -201,17 +207,17 @@ def fill_arrays(
                 try:
                     shards[group.name] += future.result()
                 except CheckpointDamagedError as error:
-                    damaged.append(error)
+                    headline = error.args[0]
+                    problems |= {problem.path: problem for problem in error.problems}
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-    if damaged:
-        problems = {problem.path: problem for error in damaged for problem in error.problems}
-        raise CheckpointDamagedError(damaged[0].args[0], problems.values())
+    if problems:
+        raise CheckpointDamagedError(headline, problems.values())
     return {
         name: jax.make_array_from_single_device_arrays(
             struct.shape, struct.sharding, shards[name], dtype=struct.dtype
         )
-        for name, struct in structs.items()
+        for name, (_, struct) in wanted.items()
     }
 
 
@@ -221,21 +227,23 @@ def _group_parts(name: str, struct: jax.ShapeDtypeStruct, rows: int) -> list[_Gr
     Those of all processes are found, so that each knows what it is the first to read. Boxes of odd
     layouts overlap, and then some elements are added up twice.
     """
-    found: dict[tuple[int, Any], dict[Bounds, list[jax.Device]]] = {}
+    found: dict[tuple[int, Bounds], dict[Bounds, list[jax.Device]]] = {}
     for device, index in struct.sharding.devices_indices_map(struct.shape).items():
         part = tuple(
             piece.indices(size)[:2] for piece, size in zip(index, struct.shape, strict=True)
         )
-        key = device.process_index, part[rows] if part else None
+        key = device.process_index, part[rows : rows + 1]
         found.setdefault(key, {}).setdefault(part, []).append(device)
-    groups = [(process, _Group(name, parts)) for (process, _), parts in sorted(found.items())]
-    first = {group.box: process for process, group in reversed(groups)}
-    here = jax.process_index()
-    return [
-        dataclasses.replace(group, is_first=first[group.box] == here)
-        for process, group in groups
-        if process == here
-    ]
+
+    first: dict[Bounds, int] = {}
+    groups = []
+    for (process, _), devices in sorted(found.items()):
+        bounds = zip(*devices, strict=True)
+        box = tuple((min(a for a, _ in ends), max(b for _, b in ends)) for ends in bounds)
+        is_first = first.setdefault(box, process) == process
+        if process == jax.process_index():
+            groups.append(_Group(name, devices, box, is_first))
+    return groups
 
 
 def _count(part: Bounds) -> int:
@@ -262,31 +270,31 @@ def _read_parts(
                 continue  # The piece has nothing of this part.
             here = [slice(a - i.start, b - i.start) for (a, b), i in zip(both, index, strict=True)]
             there = [slice(a - p, b - p) for (a, b), (p, _) in zip(both, part, strict=True)]
-            memory[tuple(there)] = piece[tuple(here)]
-            is_cast = dtype.kind in "iu" and piece.dtype != dtype
-            if is_cast and (memory[tuple(there)] != piece[tuple(here)]).any():
+            memory[tuple(there)] = cut = piece[tuple(here)]
+            # NumPy would wrap integers, and cut off what is behind the point.
+            if piece.dtype != dtype and dtype.kind in "iu" and (memory[tuple(there)] != cut).any():
                 what = f"it has numbers of {piece.dtype} that {dtype} cannot hold"
                 problem = Problem(group.name, what, f"Restore it as {piece.dtype}.")
                 raise CheckpointMismatchError("numbers do not fit:", [problem])
 
     # A piece of as many bytes as stored: at most twice as many if it is cast to a narrower dtype.
-    list(readers.map(read, _pieces(group.box, max(4, dtype.itemsize), source.rows)))
+    list(readers.map(read, _cut(group.box, max(4, dtype.itemsize), source.rows)))
     return parts
 
 
-def _pieces(box: Bounds, itemsize: int, rows: int) -> Iterator[Index]:
+def _cut(box: Bounds, itemsize: int, rows: int) -> Iterator[Index]:
     """The index of each piece of a box that is cut along its rows; none of an empty box."""
     size = _count(box) * itemsize
-    if 0 < size <= _PIECE_BYTES:
+    if 0 < size <= PIECE_BYTES:
         yield tuple(slice(*ends) for ends in box)
     elif size:
         # What is large in spite of having one row is cut along another dimension.
         lengths = [stop - start for start, stop in box]
-        cut = next(i for i in (rows, *range(len(box))) if lengths[i] > 1)
-        step = max(1, _PIECE_BYTES * lengths[cut] // size)
-        for start in range(box[cut][0], box[cut][1], step):
-            ends = start, min(start + step, box[cut][1])
-            yield from _pieces((*box[:cut], ends, *box[cut + 1 :]), itemsize, rows)
+        dim = next(i for i in (rows, *range(len(box))) if lengths[i] > 1)
+        step = max(1, PIECE_BYTES * lengths[dim] // size)
+        for start in range(box[dim][0], box[dim][1], step):
+            ends = start, min(start + step, box[dim][1])
+            yield from _cut((*box[:dim], ends, *box[dim + 1 :]), itemsize, rows)
 
 
 def _allocate(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from penzai_shard.arrays.statistics import name_statistics
@@ -29,8 +29,8 @@ from penzai_shard.paths import fold_key, fold_paths, matches, nearest, pattern_p
 PARAMETERS = "params/"
 """What the paths of a train state's parameters begin with."""
 
-# The word of ``allow`` that lets a kind of problem through.
-_WORDS = {"order": "transpose", "dtype": "cast", "extra": "extra", "blocks": "blocks"}
+# Kinds of problems that ``allow`` lets through.
+_WORDS = ("transpose", "cast", "extra", "blocks")
 _WILDCARDS = re.compile(r"\*+|\?")
 # Penzai calls a block "block_3", and the axis of a stack of them, as its piece of a path, "blocks".
 _STACK_AXIS = "blocks"
@@ -46,19 +46,21 @@ class Options:
     """What may differ between what is stored and what is wanted, and which arrays are asked for.
 
     Attributes:
-        allow: Words for the kinds of problems that are none here.
+        allow: Kinds of problems that are none here.
         rename_axes: The wanted name of a stored logical axis.
         names: The wanted path of a stored path or pattern, of which the first that fits decides;
             None leaves the array in the checkpoint.
         only: Patterns of the wanted paths that are asked for; ``("**",)`` for all.
         except_: Patterns of those that are not.
+        keeps_others: Whether what is not asked for, or if all is, not stored, keeps its values.
     """
 
     allow: tuple[str, ...]
-    rename_axes: dict[str, str]
-    names: dict[str, str | None]
+    rename_axes: Mapping[str, str]
+    names: Mapping[str, str | None]
     only: tuple[str, ...]
     except_: tuple[str, ...]
+    keeps_others: bool
 
     def asks_for(self, path: str) -> bool:
         """Whether an array is asked for."""
@@ -74,8 +76,7 @@ class Options:
         problems = Problems("no array is chosen:")
         for pattern in {*self.only, *self.except_} - {"**"}:
             if not any(matches(pattern, path) for path in paths):
-                fix = f"Write {nearest(pattern, paths) or next(iter(paths))!r}."
-                problems.add(pattern, "no path of the model fits it", fix)
+                problems.add(pattern, "no path of the model fits it", _suggest(pattern, paths))
         chosen = [path for path in paths if self.asks_for(path)]
         if not chosen:
             problems.add("", "no parameter is left", "Write other patterns, or none.")
@@ -83,13 +84,19 @@ class Options:
         return chosen
 
 
+def _suggest(name: str, known: Iterable[Any]) -> str:
+    return f"Write {nearest(name, known) or next(iter(known), '')!r}."
+
+
 def read_options(
     called: str,
+    *,
     allow: Any = (),
     rename_axes: Any = None,
     names: Any = None,
     only: Any = None,
     except_: Any = None,
+    others: Any = "error",
 ) -> Options:
     """Reads the options of a function that restores; see ``restore_params``.
 
@@ -99,18 +106,16 @@ def read_options(
     texts = [(x,) if isinstance(x, str) else tuple(x or ()) for x in (allow, only, except_)]
     problems = Problems(f"{called} cannot read its options:")
     for word in texts[0]:
-        if word not in _WORDS.values():
-            words = tuple(_WORDS.values())
-            problems.add("allow", f"there is no word {word!r}", f"Write words of {words}.")
-    for option, value in (("rename_axes", rename_axes), ("names", names)):
-        is_mapping = isinstance(value, Mapping | None)
-        given = [*value, *value.values()] if is_mapping and value else []
-        if not is_mapping or not all(isinstance(text, str | None) for text in given):
+        if word not in _WORDS:
+            problems.add("allow", f"there is no word {word!r}", f"Write words of {_WORDS}.")
+    for option, value in {"rename_axes": rename_axes, "names": names}.items():
+        if not isinstance(value, Mapping | None):
             problems.add(option, f"it is {value!r}", f"Write {option}={{'stored': 'wanted'}}.")
+    if others not in ("error", "keep"):
+        problems.add("others", f"it is {others!r}", "Write others='keep'.")
     problems.raise_if_any(RuleTypeError)
-    return Options(
-        texts[0], dict(rename_axes or {}), dict(names or {}), texts[1] or ("**",), texts[2]
-    )
+    only = texts[1] or ("**",)
+    return Options(texts[0], rename_axes or {}, names or {}, only, texts[2], others == "keep")
 
 
 # Matching
@@ -122,7 +127,7 @@ def match(
     options: Options,
     *,
     headline: str,
-    optional: Collection[str] = (),
+    own: Collection[str] = (),
     is_state: bool = False,
 ) -> dict[str, Source]:
     """Finds what fills each array, or refuses everything that is wrong.
@@ -132,12 +137,12 @@ def match(
         wanted: What a model has, by path.
         options: What may differ, and what is asked for.
         headline: The first line of the error.
-        optional: The wanted arrays that need not be stored.
+        own: The wanted arrays that have values, which they can keep.
         is_state: Whether both are train states. The paths in ``options.names`` are then those of
             parameters, and what the optimizer keeps of one follows it.
 
     Returns:
-        What each array is made of, by path, without those that are not stored.
+        What each array is made of, by path, without those that keep their values.
 
     Raises:
         CheckpointMismatchError: With a problem for each difference.
@@ -145,16 +150,17 @@ def match(
     """
     matching = _Matching(stored, wanted, options, is_state)
     chosen = set(options.choose(wanted))
+    kept = set(own) if options.keeps_others else set()
     sources: dict[str, Source] = {}
     missing: list[str] = []
     for path, record in wanted.items():
         found = matching.find(path)
         if path not in chosen:
-            if path not in optional:
+            if path not in kept:
                 matching.add(path, "it is not asked for", "missing", "Write others='keep'.")
         elif found is not None:
             sources[path] = matching.compare(path, *found, record)
-        elif path not in optional or chosen != wanted.keys():
+        elif path not in kept or chosen != wanted.keys():
             missing.append(path)
     matching.report_rest(missing)
     if not sources and not matching.problems:
@@ -162,6 +168,11 @@ def match(
         matching.add("", what, "missing", fix)
     matching.raise_problems(headline)
     return sources
+
+
+def _count_blocks(record: ArrayRecord) -> int:
+    sizes = dict(zip(record.names or (), record.shape, strict=False))
+    return sizes.get(_STACK_AXIS, 0)
 
 
 class _Matching:
@@ -179,42 +190,37 @@ class _Matching:
         self.problems: list[Problem] = []
         self._wanted = wanted
         self._stored = self._rename_axes(stored)
-        names = self._name_state() if is_state else self._name(stored)
-        self._path_of = {name: path for path, name in names.items()}
+        self._names = self._name_state() if is_state else self._name(stored)
         # Dots and slashes part the pieces of a path, so that a flat dictionary fills a nested one.
-        self._path_of_parts = {
-            pattern_parts(name): path for path, name in names.items() if name not in wanted
+        self._path_of = {pattern_parts(name): path for path, name in self._names.items()}
+        # The numbers of the blocks that fill nothing; one number for a whole array.
+        self._left = {
+            path: {*range(_count_blocks(self._stored[path]) or 1)} for path in self._names
         }
-        # The numbers of the blocks that are used; None for a whole array.
-        self._used: dict[str, set[int | None]] = {path: set() for path in names}
 
     def add(self, path: str, what: str, kind: str, fix: str = "") -> None:
-        if _WORDS.get(kind) not in self._options.allow:
+        if kind not in self._options.allow:
             self.problems.append(Problem(path, what, fix, kind))
 
     def raise_problems(self, headline: str) -> None:
-        needed = [_WORDS[problem.kind] for problem in self.problems if problem.kind in _WORDS]
-        # One fix for all of them: written once, it is enough.
-        fix = f"Write allow={tuple(dict.fromkeys([*self._options.allow, *needed]))}."
-        problems = Problems(headline)
-        for problem in self.problems:
-            own = fix if problem.kind in _WORDS else problem.fix
-            problems.add(problem.path, problem.what, own, problem.kind)
-        problems.raise_if_any(CheckpointMismatchError)
+        words = [problem.kind for problem in self.problems if problem.kind in _WORDS]
+        # One fix for all that can be allowed: written once, it is enough.
+        fix = f"Write allow={tuple(dict.fromkeys([*self._options.allow, *words]))}."
+        problems = [dataclasses.replace(p, fix=p.fix or fix) for p in self.problems]
+        if problems:
+            raise CheckpointMismatchError(headline, problems)
 
     # Names
 
     def _rename_axes(self, stored: Mapping[str, ArrayRecord]) -> dict[str, ArrayRecord]:
-        renames = self._options.rename_axes
-        axes: dict[Any, Any] = {
-            axis: axis for record in stored.values() for axis in record.names or ()
-        }
-        for old in renames.keys() - axes.keys():
-            fix = f"Write {nearest(old, axes) or next(filter(None, axes), '')!r}."
-            self.add("", f"rename_axes: no stored array has logical axis {old!r}", "axes", fix)
-        axes |= renames
+        new: dict[Any, str] = dict(self._options.rename_axes)
+        axes = {name: "" for record in stored.values() for name in record.names or () if name}
+        for old in new:
+            if old not in axes:
+                what = f"rename_axes: no stored array has logical axis {old!r}"
+                self.add("", what, "axes", _suggest(old, axes))
         return {
-            path: dataclasses.replace(r, names=r.names and tuple(axes[name] for name in r.names))
+            path: dataclasses.replace(r, names=r.names and tuple(new.get(n, n) for n in r.names))
             for path, r in stored.items()
         }
 
@@ -223,17 +229,11 @@ class _Matching:
         rules = self._options.names
         named: dict[str, str | None] = {}
         for pattern, new in rules.items():
-            # A path to the letter is that array, also where it has a wildcard in it.
-            is_path = pattern in paths
-            fitting = [pattern] if is_path else [path for path in paths if matches(pattern, path)]
-            fitting = [path for path in fitting if path not in named]
+            fitting = [path for path in paths if path not in named and matches(pattern, path)]
             named.update(dict.fromkeys(fitting))
             if not fitting:
-                fix = f"Write {nearest(pattern, paths) or next(iter(paths), '')!r}."
                 what = f"names: no stored path, or none that is left, fits {pattern!r}"
-                self.add("", what, "names", fix)
-            elif new is not None and is_path:
-                named[pattern] = new
+                self.add("", what, "names", _suggest(pattern, paths))
             elif new is not None and _WILDCARDS.findall(pattern) != _WILDCARDS.findall(new):
                 what = f"names: the wildcards of {pattern!r} and {new!r} differ"
                 self.add("", what, "names", f"Write those of {pattern!r} in their order.")
@@ -244,15 +244,14 @@ class _Matching:
                         what = f"names: {pattern!r} fits it in several ways"
                         self.add(path, what, "names", "Write fewer wildcards.")
 
-        origins: dict[str, list[str]] = {}
-        for path in paths:
-            if (name := named.get(path, path)) is not None:
-                origins.setdefault(name, []).append(path)
-        for name, those in origins.items():
-            if len(those) > 1:
-                what = f"{' and '.join(map(repr, those))} both get this path"
-                self.add(name, what, "names", f"Write names={ {those[-1]: None} | rules }.")
-        return {those[0]: name for name, those in origins.items()}
+        names = {path: name for path in paths if (name := named.get(path, path)) is not None}
+        origins: dict[tuple[str, ...], str] = {}
+        for path, name in names.items():
+            other = origins.setdefault(pattern_parts(name), path)
+            if other != path:
+                what = f"{other!r} and {path!r} both get this path"
+                self.add(name, what, "names", f"Write names={ {path: None, **rules} }.")
+        return names
 
     def _name_state(self) -> dict[str, str]:
         """The same for a train state, whose rules are of parameters."""
@@ -280,7 +279,7 @@ class _Matching:
         The source has the order of what is stored, and blocks in front.
         """
         if path := self._path(name):
-            self._used[path].add(None)
+            self._left[path].clear()
             return self._stored[path], Source((path,), self._stored[path].shape, ())
         for piece in _STACK.finditer(name):
             blocks = (
@@ -288,29 +287,30 @@ class _Matching:
                 for number in itertools.count()
             )
             if paths := tuple(itertools.takewhile(bool, blocks)):
-                first = self._stored[paths[0]]
                 for path in paths:
-                    self._used[path].add(None)
+                    self._left[path].clear()
+                first = self._stored[paths[0]]
                 names = first.names and (_STACK_AXIS, *first.names)
                 stack = dataclasses.replace(first, shape=(len(paths), *first.shape), names=names)
                 return stack, Source(paths, first.shape, (), stack=0)
         for piece in _BLOCK.finditer(name):
             path = self._path(f"{name[: piece.start()]}blocks{name[piece.end() :]}")
-            names = (self._stored[path].names or ()) if path else ()
-            if _STACK_AXIS in names:
-                shape, dim = self._stored[path].shape, names.index(_STACK_AXIS)
-                if int(piece[1]) < shape[dim]:
-                    self._used[path].add(int(piece[1]))
-                    block = dataclasses.replace(
-                        self._stored[path],
-                        shape=(*shape[:dim], *shape[dim + 1 :]),
-                        names=(*names[:dim], *names[dim + 1 :]),
-                    )
-                    return block, Source((path,), shape, (), pick=(dim, int(piece[1])))
+            number = int(piece[1])
+            if path and number < _count_blocks(self._stored[path]):
+                self._left[path].discard(number)
+                return self._pick(path, number)
         return None
 
     def _path(self, name: str) -> str:
-        return self._path_of.get(name) or self._path_of_parts.get(pattern_parts(name), "")
+        return self._path_of.get(pattern_parts(name), "")
+
+    def _pick(self, path: str, number: int) -> tuple[ArrayRecord, Source]:
+        stack = self._stored[path]
+        names, shape = [*(stack.names or ())], [*stack.shape]
+        dim = names.index(_STACK_AXIS)
+        del names[dim], shape[dim]
+        block = dataclasses.replace(stack, shape=tuple(shape), names=tuple(names))
+        return block, Source((path,), stack.shape, (), pick=(dim, number))
 
     def compare(
         self, path: str, stored: ArrayRecord, source: Source, wanted: ArrayRecord
@@ -323,12 +323,10 @@ class _Matching:
             fix = "Save blocks with equal axes and dtypes."
             self.add(path, "its blocks are stored in several forms", "sizes", fix)
         if stored.key_impl != wanted.key_impl:
-            fix = "Give the numbers of a key: jax.random.key_data(key)."
-            if stored.key_impl:
-                fix = f"Make the key with jax.random.key(seed, impl={stored.key_impl!r})."
+            fix = "Give jax.random.key(seed, impl=...), or its jax.random.key_data, as is stored."
             self.add(path, both, "key", fix)
         elif stored.dtype != wanted.dtype:
-            self.add(path, f"the dtypes differ: {both}", "dtype")
+            self.add(path, f"the dtypes differ: {both}", "cast")
 
         # The stored dimension of each wanted one; as they come where no names are stored.
         rank = len(stored.shape)
@@ -340,7 +338,7 @@ class _Matching:
             pairs = {old: new for old, new in pairs.items() if old != new}
             fix = f"Give an array with axes {names}, for instance by name_axes(model, ...)."
             if stored.shape == wanted.shape and not {None, *wanted_names} & pairs.keys():
-                fix = f"Write rename_axes={self._options.rename_axes | pairs}."
+                fix = f"Write rename_axes={ {**self._options.rename_axes, **pairs} }."
             self.add(path, f"the logical axes differ: {both}", "axes", fix)
         else:
             free = [*order]
@@ -359,7 +357,7 @@ class _Matching:
             # Blocks are stacked wherever their axis is wanted.
             stack, order = order.index(0), tuple(dim - 1 for dim in order if dim)
         if [*order] != sorted(order):
-            self.add(path, f"the axes have another order: {both}", "order")
+            self.add(path, f"the axes have another order: {both}", "transpose")
         return dataclasses.replace(source, order=order, stack=stack)
 
     # What is left
@@ -368,26 +366,18 @@ class _Matching:
         """Adds the wanted arrays that have no stored one, and the stored ones that fill none."""
         start, names = self._start, self._options.names
         # Blocks have one rule, with a wildcard for the number.
-        left = dict.fromkeys(map(fold_key, self._path_of.keys() - self._wanted.keys()))
+        rest = [name for path, name in self._names.items() if self._left[path]]
+        left = {fold_key(name.removeprefix(start)): "" for name in rest if name.startswith(start)}
         find_nearest = functools.cache(lambda key: nearest(key, left) or "")
         for path in missing:
             what = f"the checkpoint has no such array, and {self._wanted[path]} is wanted"
-            fix = "Build what was saved, or keep the model's own values: others='keep'."
-            if start:
-                fix = "Build the state with the model and the optimizer that were saved."
-            new = fold_key(path)
-            old = find_nearest(new)
-            is_rule = old.count("*") == new.count("*") and path.startswith(start)
-            if old and is_rule and old.startswith(start):
-                rule = {old.removeprefix(start): new.removeprefix(start)}
-                fix = f"Write names={names | rule}."
+            fix = "Build what was saved, or keep own values: restore_params(..., others='keep')."
+            new = fold_key(path.removeprefix(start))
+            old = find_nearest(new) if path.startswith(start) else ""
+            if old and old.count("*") == new.count("*"):
+                fix = f"Write names={ {**names, old: new} }."
             self.add(path, what, "missing", fix)
-        for name, path in self._path_of.items():
-            record, used = self._stored[path], self._used[path]
-            what = f"the checkpoint has {record}, and the model no such array"
-            if used and None not in used:
-                count = record.shape[(record.names or ()).index(_STACK_AXIS)]
-                rest = [number for number in range(count) if number not in used]
-                what = f"the checkpoint has blocks {rest} too" if rest else ""
-            if what and None not in used and self._options.asks_for(name):
-                self.add(name, what, "extra")
+        for path, name in self._names.items():
+            if self._left[path] and self._options.asks_for(name):
+                what = f"the checkpoint has {self._stored[path]}, and the model no such array"
+                self.add(name, f"{what}, or fewer blocks", "extra")

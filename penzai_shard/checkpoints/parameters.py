@@ -5,7 +5,7 @@ constants and settings are the model's own: they are not in a checkpoint of para
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -15,7 +15,7 @@ from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.kinds import device_dtype, is_deleted, is_struct
 from penzai_shard.arrays.structure import Leaf, Structure, flatten, leaves_of
 from penzai_shard.checkpoints.matching import PARAMETERS, Options, match, read_options
-from penzai_shard.checkpoints.records import Manifest, make_record
+from penzai_shard.checkpoints.records import ArrayRecord, Manifest, make_record
 from penzai_shard.checkpoints.restoring import restore
 from penzai_shard.checkpoints.saving import begin_save
 from penzai_shard.errors import (
@@ -31,7 +31,6 @@ from penzai_shard.placement.place import check_devices
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.planner import plan_tree
-from penzai_shard.planning.sharding_trees import name_to_name_sharding
 from penzai_shard.processes.arrays import put
 from penzai_shard.rules import OnIndivisible
 
@@ -95,16 +94,11 @@ def with_params(model: Any, params: Any) -> Any:
     given = {leaf.path: leaf for leaf in parameters_of(read_tree("with_params", params)[0])}
     problems = Problems("these values are not those of the model's parameters:")
     for path in dict.fromkeys([*own, *given]):
-        ours, theirs = own.get(path), given.get(path)
-        fix = f"Write params[{path!r}] = param_dict(model)[{path!r}]."
-        if theirs is None:
-            problems.add(path, "there is no value for this parameter", fix, "missing")
-        elif ours is None:
-            fix = f"Write del params[{path!r}]."
-            problems.add(path, "the model has no such parameter", fix, "extra")
-        elif (ours.names, ours.shape) != (theirs.names, theirs.shape):
-            what = f"the value is {make_record(theirs)}, and the parameter {make_record(ours)}"
-            problems.add(path, what, "Give a value with the parameter's axes.", "axes")
+        sides = own.get(path), given.get(path)
+        if len({side and (side.names, side.shape) for side in sides}) > 1:
+            ours, theirs = (make_record(side) if side else "nothing" for side in sides)
+            what = f"the model has {ours}, and the values have {theirs}"
+            problems.add(path, what, "Give the paths and axes of param_dict(model).")
     problems.raise_if_any(CheckpointMismatchError)
     return fill_tree(leaves, structure, {path: leaf.value for path, leaf in given.items()})
 
@@ -143,15 +137,9 @@ def restore_structs(
     >>> structs["w"].data_array.sharding.spec
     P(None, 'data')
     """
-    structs: dict[str, Any] = name_to_name_sharding(
-        param_dict(model),
-        mesh,
-        axis_name_to_mesh_name,
-        as_shape_dtype_struct=True,
-        rules=rules,
-        on_indivisible=on_indivisible,
-        on_unnamed=on_unnamed,
-    )
+    relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
+    request = arguments.read("restore_structs", mesh, rules, axis_name_to_mesh_name, **relaxed)
+    structs: dict[str, Any] = plan_tree(param_dict(model), request).restore_structs()
     return structs
 
 
@@ -194,11 +182,12 @@ def save_params(
     >>> restored["w"].data_array.sharding.spec, float(restored["w"].data_array.sum())
     (P('data',), 8.0)
     """
-    options = read_options("save_params", only=only, except_=except_)
-    parameters = parameters_of(read_tree("save_params", model)[0])
+    called = "save_params"
+    options = read_options(called, only=only, except_=except_)
+    parameters = parameters_of(read_tree(called, model)[0])
     chosen = set(options.choose([leaf.path for leaf in parameters]))
     saved = [leaf for leaf in parameters if leaf.path in chosen]
-    return begin_save(path, saved, "params", overwrite=overwrite).finish()
+    return begin_save(called, path, saved, "params", overwrite=overwrite)()
 
 
 def restore_params(
@@ -272,17 +261,12 @@ def restore_params(
     >>> dict(restored["w"].named_shape)
     {'b': 2, 'a': 8}
     """
-    called = "restore_params"
-    options = read_options(called, allow, rename_axes, names, only, except_)
-    if others not in ("error", "keep"):
-        problem = Problem("others", f"it is {others!r}", "Write others='keep'.")
-        raise RuleTypeError(f"{called}:", [problem])
+    called, relaxed = "restore_params", {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
+    tolerance = {"allow": allow, "rename_axes": rename_axes, "names": names}
+    options = read_options(called, only=only, except_=except_, others=others, **tolerance)
     leaves, structure = read_tree(called, model)
-    layout = read_layout(
-        called, model, mesh, rules, axis_name_to_mesh_name, plan, on_indivisible, on_unnamed
-    )
-    keeps_others = others == "keep"
-    return restore_tree(path, leaves, structure, layout, options, verify, keeps_others=keeps_others)
+    layout = read_layout(called, model, mesh, rules, axis_name_to_mesh_name, plan=plan, **relaxed)
+    return restore_tree(called, path, leaves, structure, layout, options, verify)
 
 
 # Any tree
@@ -324,34 +308,53 @@ def fill_tree(leaves: Sequence[Leaf], structure: Structure, values: Mapping[str,
 
 
 def read_layout(
-    called: str,
-    tree: Any,
-    mesh: Any,
-    rules: Any,
-    axis_name_to_mesh_name: Any,
-    plan: Any,
-    on_indivisible: Any,
-    on_unnamed: Any,
+    called: str, tree: Any, mesh: Any, *rules: Any, plan: Any = None, **relaxed: Any
 ) -> dict[str, Any]:
     """The sharding of each array by path: planned, or else the one that it has already.
+
+    Args:
+        called: The function that was called, for messages.
+        tree: The arrays, or their shardings.
+        mesh: A mesh, or None.
+        *rules: Rules, or None, under each of their two names.
+        plan: A plan, or None.
+        **relaxed: What to do with arrays that rules do not fit.
 
     Raises:
         PlanError, MeshError, RuleTypeError: As ``make_plan``.
     """
-    if mesh is rules is axis_name_to_mesh_name is plan is None:
-        own = {leaf.path: getattr(leaf.value, "sharding", None) for leaf in leaves_of(tree)}
+    if all(given is None for given in (mesh, plan, *rules)):
+        own = {
+            leaf.path: leaf.value if leaf.dtype is None else getattr(leaf.value, "sharding", None)
+            for leaf in leaves_of(tree)
+        }
         if any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in own.values()):
             what, fix = "arrays lie on a mesh without devices", "Give mesh=make_mesh({...})."
             raise MeshError(f"{called}:", [Problem("", what, fix)])
         # None is the default device.
         return {path: on_auto_twin(sharding) for path, sharding in own.items()}
-    options = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed, "plan": plan}
-    request = arguments.read(called, mesh, rules, axis_name_to_mesh_name, **options)
+    request = arguments.read(called, mesh, *rules, plan=plan, **relaxed)
     check_devices(request)
     return {leaf.path: leaf.sharding for leaf in plan_tree(tree, request).leaves}
 
 
+def _find_parameters(
+    stored: Mapping[str, ArrayRecord], wanted: Collection[str], others: Collection[str]
+) -> tuple[str, dict[str, ArrayRecord]]:
+    """The parameters in a checkpoint of a whole tree, and what their names begin with there."""
+    below = {
+        name.removeprefix(PARAMETERS): record
+        for name, record in stored.items()
+        if name.startswith(PARAMETERS)
+    }
+    if below and stored.keys().isdisjoint(wanted):
+        return PARAMETERS, below
+    # It was a model, with its state variables.
+    return "", {name: record for name, record in stored.items() if name not in others}
+
+
 def restore_tree(
+    called: str,
     path: Any,
     leaves: Sequence[Leaf],
     structure: Structure,
@@ -360,11 +363,11 @@ def restore_tree(
     verify: bool,
     *,
     is_state: bool = False,
-    keeps_others: bool = False,
 ) -> Any:
     """A tree with the arrays of a checkpoint, read straight onto their devices.
 
     Args:
+        called: The function that was called, for messages.
         path: The checkpoint.
         leaves: The arrays of the tree.
         structure: The rest of the tree.
@@ -373,7 +376,6 @@ def restore_tree(
         verify: Whether to compare checksums.
         is_state: Whether all arrays but constants are read, or parameters only; the tree gets
             copies of its own other arrays.
-        keeps_others: Whether parameters with values need not be stored.
 
     Raises:
         CheckpointMismatchError: The checkpoint does not fit.
@@ -381,9 +383,9 @@ def restore_tree(
     """
     wanted = [x for x in leaves if x.role != "constant"] if is_state else parameters_of(leaves)
     records = {leaf.path: make_record(leaf) for leaf in wanted}
-    run_inputs({leaf.path: leaf.value for leaf in leaves if leaf.path not in records}, "restoring")
-    lacks_value = {x.path for x in wanted if is_struct(x.value) or is_deleted(x.value)}
-    optional = records.keys() - lacks_value if keeps_others else ()
+    others = {leaf.path: leaf.value for leaf in leaves if leaf.path not in records}
+    run_inputs(others, called)
+    own = [x.path for x in wanted if not (is_struct(x.value) or is_deleted(x.value))]
 
     def choose(manifest: Manifest) -> Any:
         headline = f"the checkpoint at {manifest.path} does not fit:"
@@ -391,20 +393,15 @@ def restore_tree(
             fix = "Write restore_params(path, model, mesh, rules)."
             problem = Problem("", "it holds parameters, and no train state", fix, "kind")
             raise CheckpointMismatchError(headline, [problem])
-        start = PARAMETERS if manifest.kind == "train_state" and not is_state else ""
-        stored = {
-            name.removeprefix(start): record
-            for name, record in manifest.records.items()
-            if name.startswith(start)
-        }
-        sources = match(
-            stored, records, options, headline=headline, optional=optional, is_state=is_state
-        )
-        is_blind = any(
+        start, stored = "", manifest.records
+        if manifest.kind == "train_state" and not is_state:
+            start, stored = _find_parameters(stored, records, others)
+        sources = match(stored, records, options, headline=headline, own=own, is_state=is_state)
+        lacks_names = any(
             records[name].names and stored[source.stored[0]].names is None
             for name, source in sources.items()
         )
-        if is_blind or manifest.kind is None:
+        if lacks_names or manifest.kind is None:
             what = "stores no logical axis names of these arrays: only their shapes were compared"
             warn_caller([f"the checkpoint at {manifest.path} {what}."])
         for name, source in sources.items():
@@ -417,7 +414,7 @@ def restore_tree(
         }
         return sources, structs
 
-    values = restore(path, choose, verify=verify)
+    values = restore(called, path, choose, verify=verify)
     with auto_context():
         for leaf in leaves:
             if leaf.path not in values:

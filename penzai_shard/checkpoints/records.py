@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from penzai_shard.arrays.kinds import device_dtype, is_key_type
+from penzai_shard.arrays.kinds import is_key_type
 from penzai_shard.arrays.structure import Leaf
 from penzai_shard.checkpoints import storage
 from penzai_shard.checkpoints.replacement import content_of
@@ -28,8 +28,8 @@ from penzai_shard.paths import nearest
 SECTION = MARKER = "penzai_shard"
 METADATA = "_CHECKPOINT_METADATA"
 VERSION = 1
-# What reading raises of files that hold no JSON, or another one.
-_NO_JSON = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
+# What reading raises, or NumPy warns of, if files hold no JSON or another one.
+_NO_JSON = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, Warning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +86,7 @@ def make_record(leaf: Leaf) -> ArrayRecord:
     >>> str(make_record(leaves_of({"w": jnp.zeros((2, 3))})[0]))
     'float32[2, 3]'
     """
-    # Of what is not on a device yet, the dtype that it gets there.
-    dtype = leaf.dtype if isinstance(leaf.value, jax.Array) else device_dtype(leaf.dtype)
-    return ArrayRecord(leaf.shape, str(dtype), leaf.names, _key_impl(dtype))
+    return ArrayRecord(leaf.shape, str(leaf.dtype), leaf.names, _key_impl(leaf.dtype))
 
 
 def _key_impl(dtype: Any) -> str | None:
@@ -110,29 +108,25 @@ class Manifest:
 
     Attributes:
         path: Where it is, as the caller wrote it but absolute.
-        directory: Where its files are now.
         kind: What was saved, ``"params"`` for instance; None if Orbax wrote it for somebody else.
-        save: A text that no other save has, None as above.
         records: The record of each array by name.
         metadata: What else the saver wrote into Orbax' custom metadata.
-        stored: The arrays, to be opened and read.
+        store: The arrays, to be opened and read.
     """
 
     path: str
-    directory: pathlib.Path
     kind: str | None
-    save: str | None
     records: Mapping[str, ArrayRecord]
     metadata: Mapping[str, Any]
-    stored: storage.StoredArrays
+    store: storage.OrbaxStore
 
 
-def write_section(records: Mapping[str, ArrayRecord], kind: str, save: str) -> dict[str, Any]:
+def write_section(records: Mapping[str, ArrayRecord], kind: str) -> dict[str, Any]:
     """What Orbax' custom metadata is to say of the arrays, with a checksum of all that."""
     entries = {name: dataclasses.asdict(record) for name, record in records.items()}
     for entry in entries.values():
         entry["axes"] = entry.pop("names")
-    section = {"version": VERSION, "kind": kind, "save": save, "arrays": entries}
+    section = {"version": VERSION, "kind": kind, "arrays": entries}
     return {SECTION: {**section, "checksum": _digest(section)}}
 
 
@@ -176,48 +170,40 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         for file in directory.rglob("*")
         if not file.is_dir() and not (file.is_file() and os.access(file, os.R_OK))
     ]
-    storage.refuse_damage(
-        final, dict.fromkeys(map(str, others), "it is no file, or may not be read")
-    )
-    stored: storage.StoredArrays | None = None
+    storage.refuse_damage(final, dict.fromkeys(map(str, others), "it is no readable file"))
     try:
-        metadata = _read_metadata(directory)
+        # Old releases of Orbax wrote no file.
+        file = directory / METADATA
+        content = json.loads(file.read_bytes()) if file.exists() else {}
+        metadata = dict(content.get("custom_metadata") or {})
         if SECTION in metadata or (directory / MARKER).exists():
             return _read_own(final, directory, metadata)
-        stored = storage.find_plain_arrays(final, directory)
+        store = storage.find_plain_store(final, directory)
     except ShardingError:
         raise
     except _NO_JSON as error:
         files = f"{METADATA}, {MARKER} or {storage.PLAIN_METADATA}"
         storage.refuse_damage(final, {files: f"it cannot be read: {error!r:.100}"})
-    if stored is None:
+    if store is None:
         raise CheckpointNotFoundError("there is no checkpoint:", [_explain_absence(final)])
 
     # Orbax wrote no dtypes, but the arrays have them.
-    found = stored.open(stored.prefixes)
+    found = store.open(store.prefixes)
     records = {name: ArrayRecord(shape, dtype, None) for name, (shape, dtype) in found.items()}
-    return Manifest(str(final), directory, None, None, records, metadata, stored)
+    return Manifest(str(final), None, records, metadata, store)
 
 
 def _explain_absence(final: pathlib.Path) -> Problem:
-    inside = [path for path in sorted(final.glob("*")) if is_checkpoint(path)]
-    # Either of the last two pieces of the path may be misspelt.
-    others = [str(path) for path in final.parent.parent.glob("*/*") if is_checkpoint(path)]
-    near = str(inside[-1]) if inside else nearest(str(final), others)
+    # It may be inside, or either of the last two pieces of the path may be misspelt.
+    others = [*final.glob("*"), *final.parent.parent.glob("*/*")]
+    near = nearest(str(final), [str(path) for path in others if is_checkpoint(path)])
     fix = f"Write '{near}'." if near else "Write the path that saving returned."
     return Problem(str(final), "it is no checkpoint", fix)
 
 
-def _read_metadata(directory: pathlib.Path) -> dict[str, Any]:
-    """What savers wrote into Orbax' custom metadata; old releases of Orbax have none."""
-    file = directory / METADATA
-    content = json.loads(file.read_bytes()) if file.exists() else {}
-    return dict(content.get("custom_metadata") or {})
-
-
 def _read_own(final: pathlib.Path, directory: pathlib.Path, metadata: dict[str, Any]) -> Manifest:
     section = metadata.pop(SECTION)
-    version, kind, save = (section[key] for key in ("version", "kind", "save"))
+    version, kind = section["version"], section["kind"]
     if version != VERSION:
         what = f"it has format {version!r:.20}, and this release of penzai_shard reads {VERSION}"
         storage.refuse_damage(final, {METADATA: what})
@@ -226,8 +212,8 @@ def _read_own(final: pathlib.Path, directory: pathlib.Path, metadata: dict[str, 
         storage.refuse_damage(final, {METADATA: what})
     records = {name: _read_record(entry) for name, entry in section["arrays"].items()}
     prefixes = {name: name for name in records}
-    stored = storage.StoredArrays(final, directory / storage.STATE, prefixes)
-    return Manifest(str(final), directory, kind, save, records, metadata, stored)
+    store = storage.OrbaxStore(final, directory / storage.STATE, prefixes)
+    return Manifest(str(final), kind, records, metadata, store)
 
 
 def _read_record(entry: Mapping[str, Any]) -> ArrayRecord:

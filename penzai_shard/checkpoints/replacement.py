@@ -9,13 +9,12 @@ import ctypes
 import os
 import pathlib
 import shutil
-import sys
 from typing import Any
 
 from penzai_shard.errors import CheckpointWriteError, Problem
 
 _SUFFIX = ".penzai-shard-saving"
-_EXCHANGE = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS.
+_EXCHANGE = 2  # RENAME_EXCHANGE.
 _HERE = -100  # AT_FDCWD.
 
 
@@ -69,6 +68,17 @@ class Replacement:
             raise CheckpointWriteError("cannot save:", [problem])
         self.new.parent.mkdir()
 
+    def check_disk(self) -> None:
+        """Checks in another process than the one that began that it writes to the same disk.
+
+        Raises:
+            OSError, CheckpointWriteError: It does not see the staging directory.
+        """
+        # A file server is asked anew for a list, where a name may be remembered as missing.
+        if self._staging.name not in os.listdir(self.final.parent):
+            what, fix = "not all processes see this directory", "Save to a disk that they share."
+            raise CheckpointWriteError("cannot save:", [Problem(str(self.final), what, fix)])
+
     def commit(self) -> None:
         """Puts the new content in the place of the old; it is on the disk when this returns."""
         for folder, _, names in os.walk(self.new):
@@ -77,7 +87,7 @@ class Replacement:
             _synchronise(folder)
         if not self.final.exists():
             os.rename(self.new, self.final)
-        elif not _exchange(self.new, self.final):
+        elif not exchange(self.new, self.final):
             # If the second of these fails, ``close`` undoes the first.
             os.rename(self.final, self._staging / "old")
             os.rename(self.new, self.final)
@@ -127,16 +137,13 @@ def _lock(staging: pathlib.Path) -> Any:
     return file
 
 
-def _exchange(first: pathlib.Path, second: pathlib.Path) -> bool:
-    """Exchanges two directories in one step; False where the system cannot."""
-    paths = os.fsencode(first), os.fsencode(second)
+def exchange(first: pathlib.Path, second: pathlib.Path) -> bool:
+    """Exchanges two directories in one step; False where the system, if not Linux, cannot."""
     try:
-        library: Any = ctypes.CDLL(None, use_errno=True)
-        if sys.platform == "darwin":
-            return not library.renamex_np(*paths, _EXCHANGE)
-        return not library.renameat2(_HERE, paths[0], _HERE, paths[1], _EXCHANGE)
+        rename = ctypes.CDLL(None).renameat2
     except (AttributeError, OSError, TypeError):
         return False
+    return not rename(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _EXCHANGE)
 
 
 def _synchronise(path: str | os.PathLike[str]) -> None:

@@ -1,30 +1,30 @@
 """Restores arrays onto any mesh: chosen by name, read in parts, verified as they are read."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from penzai_shard.checkpoints.filling import Source, SummedStore, fill_arrays, sum_stored
+from penzai_shard.checkpoints.filling import ChecksumStore, Source, fill_arrays
 from penzai_shard.checkpoints.records import ArrayRecord, Manifest, absolute_path, read_manifest
 from penzai_shard.checkpoints.replacement import content_of
-from penzai_shard.checkpoints.storage import StoredArrays, refuse_damage
-from penzai_shard.checkpoints.value_checksums import no_mesh, write_checksum
+from penzai_shard.checkpoints.storage import refuse_damage
+from penzai_shard.checkpoints.value_checksums import plain_context
 from penzai_shard.errors import CheckpointDamagedError
 from penzai_shard.processes import agreement
 
-Wanted: TypeAlias = tuple[Mapping[str, Source], Mapping[str, jax.ShapeDtypeStruct]]
+Sources = Mapping[str, Source]
+Structs = Mapping[str, jax.ShapeDtypeStruct]
 
 _MOST_ATTEMPTS = 3
 
 
 def restore(
+    called: str,
     path: str | os.PathLike[str],
-    choose: Callable[[Manifest], Wanted],
+    choose: Callable[[Manifest], tuple[Sources, Structs]],
     *,
     verify: bool = True,
 ) -> dict[str, jax.Array]:
@@ -34,6 +34,7 @@ def restore(
     again, up to three times.
 
     Args:
+        called: The function that was called, for messages.
         path: The checkpoint.
         choose: Says for what a checkpoint holds what each array is to be read from, and which
             shape, dtype and sharding it gets. Where a struct has no sharding, the array goes to the
@@ -52,11 +53,13 @@ def restore(
         attempt += 1
         before = agreement.on_first("looking for a checkpoint", lambda: _identify(path))
         try:
-            with agreement.together("reading what a checkpoint holds"), no_mesh():
+            with agreement.together("reading what a checkpoint holds"), plain_context(called):
                 manifest = read_manifest(path)
                 sources, structs = choose(manifest)
-            agreement.refuse_differences("restoring", _describe_spread(structs))
-            with agreement.together("reading the arrays of a checkpoint"), no_mesh():
+            # Each process may have other arrays to itself.
+            spread = {name: str(struct) for name, struct in structs.items() if _is_spread(struct)}
+            agreement.refuse_differences(called, spread)
+            with agreement.together("reading the arrays of a checkpoint"), plain_context(called):
                 return _read_arrays(manifest, sources, structs, verify)
         except CheckpointDamagedError:
             after = agreement.on_first("looking for a checkpoint again", lambda: _identify(path))
@@ -73,19 +76,12 @@ def _identify(path: str | os.PathLike[str]) -> list[int]:
     return [found.st_ino, found.st_ctime_ns]
 
 
-def _describe_spread(structs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, str]:
-    """What all processes must agree on: the arrays that lie on devices of several."""
-    spread = {
-        n: s for n, s in structs.items() if s.sharding and not s.sharding.is_fully_addressable
-    }
-    return {name: str(struct) for name, struct in spread.items()}
+def _is_spread(struct: jax.ShapeDtypeStruct) -> bool:
+    return bool(struct.sharding and not struct.sharding.is_fully_addressable)
 
 
 def _read_arrays(
-    manifest: Manifest,
-    sources: Mapping[str, Source],
-    structs: Mapping[str, jax.ShapeDtypeStruct],
-    verify: bool,
+    manifest: Manifest, sources: Sources, structs: Structs, verify: bool
 ) -> dict[str, jax.Array]:
     # In one order in all processes. Arrays without elements have an entry only.
     names = sorted({name for source in sources.values() for name in source.stored})
@@ -93,7 +89,7 @@ def _read_arrays(
     full = [name for name, record in records.items() if record.nbytes]
 
     # Everything is opened before anything is read.
-    store = manifest.stored
+    store = manifest.store
     damaged = {}
     for name, (shape, dtype) in store.open(full).items():
         said = records[name].stored_shape, records[name].stored_dtype
@@ -103,14 +99,16 @@ def _read_arrays(
 
     # Random keys are read as their numbers, and made again.
     record_of = {name: records[source.stored[0]] for name, source in sources.items()}
-    sources = {name: _with_key_dimensions(s, record_of[name]) for name, s in sources.items()}
-    numbers = {name: _describe_numbers(s, record_of[name]) for name, s in structs.items()}
+    pairs = {
+        name: _read_as_numbers(source, structs[name], record_of[name])
+        for name, source in sources.items()
+    }
     checked = [name for name in full if verify and records[name].values]
-    summed = SummedStore(store, {name: records[name].stored_shape for name in checked})
-    arrays = fill_arrays(sources, numbers, store, summed)
+    checksums = ChecksumStore(store, {name: records[name].stored_shape for name in checked})
+    arrays = fill_arrays(pairs, store, checksums)
 
-    checksums = _total(summed, records, store)
-    changed = [name for name in checked if checksums[name] != records[name].values]
+    found = checksums.compute_checksums()
+    changed = [name for name in checked if found[name] != records[name].values]
     refuse_damage(
         manifest.path, dict.fromkeys(changed, "its numbers are not those that were saved")
     )
@@ -120,36 +118,13 @@ def _read_arrays(
     return arrays
 
 
-def _with_key_dimensions(source: Source, record: ArrayRecord) -> Source:
-    """The source of the numbers that random keys are stored as: they are the last dimension."""
-    ndim, stored = len(record.shape), record.stored_shape
-    order = (*source.order, *range(ndim, len(stored)))
-    return dataclasses.replace(source, shape=stored, order=order)
-
-
-def _describe_numbers(struct: jax.ShapeDtypeStruct, record: ArrayRecord) -> jax.ShapeDtypeStruct:
-    """What is read for an array, with a sharding."""
+def _read_as_numbers(
+    source: Source, struct: jax.ShapeDtypeStruct, record: ArrayRecord
+) -> tuple[Source, jax.ShapeDtypeStruct]:
+    """The same for the numbers as which random keys are stored, in a dimension behind their own."""
+    rank, shape = len(record.shape), record.stored_shape
+    order = (*source.order, *range(rank, len(shape)))
+    dtype = struct.dtype if record.key_impl is None else jnp.uint32
     sharding = struct.sharding or jnp.zeros(()).sharding
-    shape, dtype = struct.shape, struct.dtype
-    if record.key_impl is not None:
-        shape, dtype = (*shape, *record.stored_shape[len(record.shape) :]), jnp.uint32
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def _total(
-    summed: SummedStore, records: Mapping[str, ArrayRecord], store: StoredArrays
-) -> dict[str, str]:
-    """The checksum of each array, of which each process has read parts."""
-    totals = iter(
-        agreement.sum_over_processes([number for row in summed.sums.values() for number in row])
-    )
-    checksums = {}
-    for name in summed.sums:
-        first, second, count = next(totals), next(totals), next(totals)
-        shape = records[name].stored_shape
-        if count != math.prod(shape):
-            # Only parts of it were wanted, or several arrays were made of it.
-            itemsize = jnp.dtype(records[name].stored_dtype).itemsize
-            first, second = sum_stored(store, name, shape, itemsize)
-        checksums[name] = write_checksum((first, second))
-    return checksums
+    numbers = jax.ShapeDtypeStruct((*struct.shape, *shape[rank:]), dtype, sharding=sharding)
+    return dataclasses.replace(source, shape=shape, order=order), numbers

@@ -6,9 +6,9 @@ writes are arrays of zarr, each below a prefix in a key-value store, and TensorS
 """
 
 import json
-import logging
 import math
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -28,19 +28,6 @@ _CACHE_BYTES = 4 * 2**20
 _MOST_CHARACTERS = 300
 
 
-def can_store(dtype: Any) -> bool:
-    """Whether there is a format for a dtype; there is none for some of few bits, as uint4."""
-    try:
-        return bool(require("tensorstore", "checkpoint").dtype(str(dtype)))
-    except ValueError:
-        return False
-
-
-def _is_no_echo(record: logging.LogRecord) -> bool:
-    """Whether a line of a log tells something new: Orbax' threads log what a save raises anyway."""
-    return (record.module, record.funcName) != ("future", "run")
-
-
 def begin_writing(
     directory: pathlib.Path, arrays: Mapping[str, Any], metadata: Mapping[str, Any], *, copy: bool
 ) -> Callable[[], Any]:
@@ -56,7 +43,6 @@ def begin_writing(
         A function that waits until everything is written.
     """
     ocp = require("orbax.checkpoint.experimental.v1", "checkpoint")
-    logging.getLogger("absl").addFilter(_is_no_echo)
     context = ocp.Context()
     # Made in the background, a directory that cannot be made leaves threads that wait 5 minutes.
     context.asynchronous.create_directories_asynchronously = False
@@ -101,7 +87,7 @@ def refuse_damage(path: object, found: Mapping[str, str]) -> None:
     problems.raise_if_any(CheckpointDamagedError)
 
 
-class StoredArrays:
+class OrbaxStore:
     """The arrays of a checkpoint, of which any thread can read parts.
 
     Args:
@@ -127,10 +113,9 @@ class StoredArrays:
         self.prefixes, self._path, self._directory = prefixes, path, directory
         # A shared context would refuse what has replaced a checkpoint at its path.
         self._context = self._ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-        store = {"driver": "file", "path": f"{directory}/"}
-        self._store = self._ts.KvStore.Spec(
-            {"driver": "ocdbt", "base": store} if is_ocdbt else store
-        )
+        files = {"driver": "file", "path": f"{directory}/"}
+        store = {"driver": "ocdbt", "base": files} if is_ocdbt else files
+        self._store = self._ts.KvStore.Spec(store)
         missing = {"fill_missing_data_reads": not is_complete}
         self._spec = {"driver": driver, "recheck_cached_data": "open", **missing}
         self._opened: dict[str, Any] = {}
@@ -141,13 +126,11 @@ class StoredArrays:
         Raises:
             CheckpointDamagedError: Some cannot be opened; all of them are in it.
         """
-        options = {"read": True, "context": self._context}
-        pending = {
-            name: self._ts.open(
-                self._spec, kvstore=self._store / f"{self.prefixes[name]}/", **options
-            )
-            for name in names
-        }
+        pending = {}
+        for name in names:
+            kvstore = self._store / f"{self.prefixes[name]}/"
+            options = {"kvstore": kvstore, "context": self._context, "read": True}
+            pending[name] = self._ts.open(self._spec, **options)
         damaged = {}
         for name, opened in pending.items():
             try:
@@ -155,9 +138,8 @@ class StoredArrays:
             except Exception as error:  # TensorStore raises whatever its drivers raise.
                 damaged[name] = f"it cannot be read: {self._reason(error)}"
         refuse_damage(self._path, damaged)
-        return {
-            name: (tuple(array.shape), array.dtype.name) for name, array in self._opened.items()
-        }
+        arrays = {name: self._opened[name] for name in pending}
+        return {name: (tuple(array.shape), array.dtype.name) for name, array in arrays.items()}
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A part of an opened array.
@@ -175,12 +157,11 @@ class StoredArrays:
 
     def _reason(self, error: Exception) -> str:
         """What TensorStore says first, without its own source lines, in one line."""
-        text = str(error).partition(" [source locations=")[0].partition(" [tensorstore_spec=")[0]
-        text = text.replace(str(self._directory), self._directory.name)
-        return text.partition("\n")[0][:_MOST_CHARACTERS]
+        text = re.split(r" \[[a-z]|\n", str(error))[0]
+        return text.replace(str(self._directory), self._directory.name)[:_MOST_CHARACTERS]
 
 
-def find_plain_arrays(path: pathlib.Path, directory: pathlib.Path) -> StoredArrays | None:
+def find_plain_store(path: pathlib.Path, directory: pathlib.Path) -> OrbaxStore | None:
     """The arrays of a tree that somebody saved with Orbax; None where there are several trees.
 
     Texts and empty containers of the tree are no arrays, and are left out. Typed random keys are
@@ -201,7 +182,7 @@ def find_plain_arrays(path: pathlib.Path, directory: pathlib.Path) -> StoredArra
         if not value["skip_deserialize"] and value["value_type"] != "string":
             keys = [key["key"] for key in entry["key_metadata"]]
             prefixes["/".join(keys)] = ".".join(keys)
-    return StoredArrays(
+    return OrbaxStore(
         path,
         directory,
         prefixes,

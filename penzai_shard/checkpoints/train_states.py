@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from penzai_shard.arrays.statistics import name_statistics
-from penzai_shard.arrays.structure import Named, leaves_of
 from penzai_shard.checkpoints.matching import read_options
 from penzai_shard.checkpoints.parameters import read_layout, read_tree, restore_tree
 from penzai_shard.checkpoints.saving import begin_save
 from penzai_shard.errors import Problem, RuleTypeError
-from penzai_shard.meshes import AnyMesh, on_auto_twin
+from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.rules import OnIndivisible
@@ -48,9 +47,10 @@ def save_train_state(path: Any, train_state: Any, *, overwrite: bool = False) ->
     >>> int(restored["step"]), restored["root_rng"].dtype
     (3, key<fry>)
     """
-    leaves, _ = read_tree("save_train_state", train_state)
+    called = "save_train_state"
+    leaves, _ = read_tree(called, train_state)
     saved = [leaf for leaf in name_statistics(leaves) if leaf.role != "constant"]
-    return begin_save(path, saved, "train_state", overwrite=overwrite).finish()
+    return begin_save(called, path, saved, "train_state", overwrite=overwrite)()
 
 
 def restore_train_state(
@@ -103,28 +103,19 @@ def restore_train_state(
         ShardingWarning: The checkpoint stores no logical axes, as those of plain Orbax.
     """
     called = "restore_train_state"
-    options = read_options(called, allow, rename_axes, names)
+    options = read_options(called, allow=allow, rename_axes=rename_axes, names=names)
     leaves, structure = read_tree(called, train_state)
     leaves = name_statistics(leaves)
-    relaxed = on_indivisible, on_unnamed
-    if shardings is not None:
-        layout = {
-            leaf.path: on_auto_twin(getattr(leaf.value, "sharding", leaf.value))
-            for leaf in leaves_of(shardings)
-        }
+    if shardings is None:
+        relaxed = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed, "plan": plan}
+        layout = read_layout(called, train_state, mesh, rules, axis_name_to_mesh_name, **relaxed)
+        if optimizer_rules is not None:
+            others = read_layout(called, train_state, mesh, optimizer_rules, **relaxed)
+            layout |= {path: others[path] for path in others if path.startswith(_OPTIMIZER)}
+    else:
+        layout = read_layout(called, shardings, None)
         if mesh is not None or layout.keys() != set(structure.paths):
             what = "shardings= is not a tree like the state, or a mesh is given too"
             fix = "Write shardings=train_state_sharding(state, mesh, rules), without a mesh."
             raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
-    elif optimizer_rules is None:
-        layout = read_layout(
-            called, train_state, mesh, rules, axis_name_to_mesh_name, plan, *relaxed
-        )
-    else:
-        parts: tuple[dict[str, Named], dict[str, Named]] = ({}, {})
-        for leaf in leaves:
-            box = Named(leaf.value, leaf.names, leaf.role, leaf.statistic)
-            parts[leaf.path.startswith(_OPTIMIZER)][leaf.path] = box
-        layout = read_layout(called, parts[0], mesh, rules, axis_name_to_mesh_name, plan, *relaxed)
-        layout |= read_layout(called, parts[1], mesh, optimizer_rules, None, plan, *relaxed)
-    return restore_tree(path, leaves, structure, layout, options, verify, is_state=True)
+    return restore_tree(called, path, leaves, structure, layout, options, verify, is_state=True)

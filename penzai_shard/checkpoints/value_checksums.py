@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from penzai_shard.errors import Problems, ShardingError
+from penzai_shard.arrays.kinds import is_traced
+from penzai_shard.errors import Problem, ShardingError
 
 # The context of a mesh would refuse arrays on other devices, and those of its Auto twin.
 _NO_MESH = Mesh(np.empty((), object), ())
@@ -26,8 +27,18 @@ _HOST_BYTES = 64 * 2**10
 _FACTORS = (0x9E3779B9, 0x7F4A7C15)
 
 
-def no_mesh() -> contextlib.AbstractContextManager[Any]:
-    """A context in which JAX computes with arrays wherever they are, whatever ``set_mesh`` says."""
+def plain_context(called: str) -> contextlib.AbstractContextManager[Any]:
+    """A context in which JAX computes with arrays wherever they are, whatever ``set_mesh`` says.
+
+    Args:
+        called: The function that was called, for messages.
+
+    Raises:
+        ShardingError: ``jax.jit`` is tracing the call, so that nothing can be read or written.
+    """
+    if is_traced(jnp.zeros(())):
+        what = "it is called inside jax.jit, where arrays have no values"
+        raise ShardingError(f"{called}:", [Problem("", what, "Call it outside of jax.jit.")])
     return jax.set_mesh(_NO_MESH)
 
 
@@ -45,38 +56,20 @@ def compute_checksums(arrays: Mapping[str, Any]) -> dict[str, str]:
 
     Args:
         arrays: Arrays of JAX or NumPy by name; of random keys the numbers.
-
-    Raises:
-        ShardingError: Copies of an array on several devices differ; all of them are in it.
     """
     # All programs are started before the first result is waited for.
-    with no_mesh():
-        started = {name: _start_sums(array) for name, array in arrays.items()}
-    problems = Problems("copies of arrays differ between devices:")
-    checksums = {}
-    for name, copies in started.items():
-        found = sorted({write_checksum([int(lane) for lane in sums]) for sums in copies})
-        if len(found) > 1:
-            fix = "Place one of them again: array.addressable_data(0)."
-            problems.add(name, f"it has {len(found)} different copies", fix)
-        checksums[name] = found[0]
-    problems.raise_if_any(ShardingError)
-    return checksums
+    sums = {name: _start_sums(array) for name, array in arrays.items()}
+    return {name: write_checksum([int(lane) for lane in lanes]) for name, lanes in sums.items()}
 
 
-def _start_sums(array: Any) -> list[Sequence[Any]]:
-    """Both sums of an array, once for each device of this process that finds them."""
+def _start_sums(array: Any) -> Any:
+    """Both sums of an array, computed by NumPy or still being computed on its devices."""
     whole = (0,) * np.ndim(array), np.shape(array)
-    if not isinstance(array, jax.Array):
-        return [sum_piece(np.asarray(array), *whole)]
-    is_here = array.is_fully_replicated or array.is_fully_addressable
-    if array.nbytes <= _HOST_BYTES and is_here:
-        copies = [shard.data for shard in array.addressable_shards]
-        copies = copies if array.is_fully_replicated else [array]
-        return [sum_piece(np.asarray(copy), *whole) for copy in copies]
-    lanes = _sum_on_devices(array, *_place(*whole))
-    first, second = ([shard.data for shard in lane.addressable_shards] for lane in lanes)
-    return list(zip(first, second, strict=True))
+    if isinstance(array, jax.Array):
+        is_here = array.is_fully_replicated or array.is_fully_addressable
+        if array.nbytes > _HOST_BYTES or not is_here:
+            return _sum_on_devices(array, *_place(*whole))
+    return sum_piece(np.asarray(array), *whole)
 
 
 def sum_piece(piece: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:

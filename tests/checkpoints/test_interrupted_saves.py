@@ -1,75 +1,182 @@
-"""A path has its old or its new checkpoint, whatever stops a save, and while others save there."""
+"""A path has its old or its new checkpoint, whatever stops a save, and while others save there.
 
-import json
+Run as a program it stops saves in 50 ways, and says what the path has after each.
+"""
+
+import contextlib
+import gc
 import os
 import pathlib
+import random
+import resource
+import signal
 import subprocess
 import sys
+import threading
+import time
 
-import jax
 import numpy as np
+import orbax.checkpoint.experimental.v1  # noqa: F401 (forks need not import it)
 import pytest
 
 import penzai_shard as pzs
 from penzai_shard.arrays.structure import leaves_of
-from penzai_shard.checkpoints.filling import Source
-from penzai_shard.checkpoints.restoring import restore
+from penzai_shard.checkpoints import parameters, replacement
 from penzai_shard.checkpoints.saving import begin_save
+
+EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "ctypes")
+
+
+def draw(value):
+    return {"value": np.full(8, value), "w": np.random.default_rng(value).normal(size=10_000)}
+
+
+def save(path, value):
+    pzs.save_params(path, draw(value), overwrite=True)
+
+
+def restore(path):
+    try:
+        restored = pzs.restore_params(path, draw(0))
+    except pzs.CheckpointNotFoundError:
+        return 0
+    (value,) = {*np.asarray(restored["value"]).tolist()}
+    assert np.array_equal(restored["w"], draw(value)["w"].astype("float32")), value
+    return value
 
 
 def test_save_params_stopped_anywhere_leaves_the_old_or_the_new(tmp_path):
-    script = pathlib.Path(__file__).with_name("stopped_saves.py")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, script, tmp_path], env=env, capture_output=True, text=True
-    )
+    command = [sys.executable, __file__, tmp_path]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) >= 60
-    # The next save works, and clears what the stopped one left.
-    assert not [row for row in rows if row[3] not in (["may"], None)]
-    assert {found - before for _, before, found, _ in rows} == {0, 1}
+    found = done.stdout.split()
+    assert len(found) >= 50
+    assert {*found} == {"new", "old"}
 
 
-def leaves(value):
-    return leaves_of({"w": np.full((8, 4), value, "float32")})
+def test_restore_params_begins_again_if_the_checkpoint_is_replaced(tmp_path, monkeypatch):
+    path, counts, match = tmp_path / "may", [1], parameters.match
+
+    def match_and_replace(*sides, **options):
+        counts.append(counts[-1] + 1)
+        if len(counts) < 4:
+            save(path, counts[-1])
+        return match(*sides, **options)
+
+    save(path, 1)
+    monkeypatch.setattr(parameters, "match", match_and_replace)
+    assert restore(path) == 3
+    assert len(counts) == 4
 
 
-def choose(manifest):
-    (record,) = manifest.records.values()
-    struct = jax.ShapeDtypeStruct(record.shape, record.dtype)
-    return {"w": Source(("w",), record.shape, (0, 1))}, {"w": struct}
-
-
-def test_restore_begins_again_if_the_checkpoint_is_replaced(tmp_path):
-    path = begin_save(tmp_path / "a", leaves(0), "params").finish()
-    seen = []
-
-    def replace_and_choose(manifest):
-        seen.append(manifest.save)
-        if len(seen) < 3:
-            begin_save(path, leaves(len(seen)), "params", overwrite=True).finish()
-        return choose(manifest)
-
-    restored = restore(path, replace_and_choose)
-    assert len(set(seen)) == 3
-    assert np.unique(restored["w"]).tolist() == [2]
-
-
-def test_begin_save_refuses_a_second_saver(tmp_path):
-    first = begin_save(tmp_path / "a", leaves(1), "params")
+def test_begin_save_refuses_a_second_saver_and_a_path_that_was_taken_meanwhile(tmp_path):
+    finish = begin_save("save", tmp_path / "may", leaves_of(draw(1)), "params")
     with pytest.raises(pzs.CheckpointWriteError) as caught:
-        begin_save(tmp_path / "a", leaves(2), "params", overwrite=True)
-    assert caught.value.problems[0].path == str(tmp_path / "a")
-    assert np.unique(restore(first.finish(), choose)["w"]).tolist() == [1]
-    begin_save(tmp_path / "a", leaves(2), "params", overwrite=True).finish()
-
-
-def test_finish_refuses_a_path_that_was_taken_meanwhile(tmp_path):
-    first = begin_save(tmp_path / "a", leaves(1), "params")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "notes").touch()
+        save(tmp_path / "may", 2)
+    assert caught.value.problems[0].path == str(tmp_path / "may")
+    (tmp_path / "may").mkdir()
+    (tmp_path / "may" / "notes").touch()
     with pytest.raises(pzs.CheckpointWriteError):
-        first.finish()
-    assert os.listdir(tmp_path) == ["a"]
-    assert os.listdir(tmp_path / "a") == ["notes"]
+        finish()
+    assert [*tmp_path.rglob("*")] == [tmp_path / "may", tmp_path / "may" / "notes"]
+
+
+# The program
+
+
+def save_for_ever(path, least, pipe):
+    try:
+        value = restore(path)
+        while value >= least:
+            value += 1
+            save(path, value)
+            os.write(pipe, b".")
+    finally:
+        os._exit(1)
+
+
+def kill_saves(path):
+    """Each process is a fork of this one, which has begun nothing, and reads what is there."""
+    for least in (0, 1, 1, 1):
+        read, write = os.pipe()
+        if not (process := os.fork()):
+            save_for_ever(path, least, write)
+        os.close(write)
+        assert os.read(read, 1)
+        time.sleep(random.uniform(0, 0.2))
+        os.kill(process, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(process, 0)[1])
+
+
+class Stopped(BaseException):
+    """Takes the place of a kill."""
+
+
+class Steps:
+    """Counts the audit events of Python about a folder, and raises an error at one of them."""
+
+    def __init__(self, folder):
+        self.folder, self.count, self.first, self.error = str(folder), 0, 0, Exception
+        sys.addaudithook(self.note)
+
+    def note(self, event, arguments):
+        if not self.first or not event.startswith(EVENTS):
+            return
+        paths = [os.fsdecode(a) for a in arguments if isinstance(a, str | bytes | os.PathLike)]
+        if event.startswith("ctypes") or any(self.folder in path for path in paths):
+            self.count += 1
+            # A kill goes on, so that nothing is cleaned up; other errors come once.
+            is_kill = self.error is Stopped and self.count > self.first
+            is_here = threading.current_thread() is threading.main_thread()
+            if is_kill or (self.count == self.first and is_here):
+                raise self.error("stopped")
+
+    @contextlib.contextmanager
+    def stop(self, error, first):
+        self.count, self.first, self.error = 0, first, error
+        yield
+        self.first = 0
+
+
+@contextlib.contextmanager
+def fill_disk(limit):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+
+def stop_save(path, value, name, stop):
+    with stop, contextlib.suppress(Stopped, KeyboardInterrupt, pzs.CheckpointWriteError):
+        save(path, value + 1)
+    gc.collect()  # A file that is closed frees its lock, as the system does when it kills.
+    found = restore(path)
+    print({value: "old", value + 1: "new"}.get(found, name))
+    # The next save works, and clears what the stopped one left.
+    save(path, found + 1)
+    assert os.listdir(path.parent) == [path.name], name
+    return found + 1
+
+
+def main(folder):
+    kill_saves(folder / "killed" / "may")
+    assert restore(folder / "killed" / "may")
+    # What there is now is not looked through for each failure.
+    gc.freeze()
+    steps, exchange, path = Steps(folder), replacement.exchange, folder / "stopped" / "may"
+    value = stop_save(path, 0, "not_at_all", steps.stop(Stopped, 10**9))
+    last = steps.count
+    for exchanges in (True, False):
+        replacement.exchange = exchange if exchanges else lambda first, second: False
+        for error in (Stopped, KeyboardInterrupt, PermissionError):
+            # Most of them at the end, where the old checkpoint is replaced.
+            for first in [*range(1, last - 5, 12), *range(last - 5, last + 1)]:
+                name = f"{error.__name__}_at_{first}_of_{last}"
+                value = stop_save(path, value, name, steps.stop(error, first))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for limit in (0, 1, 3_000, 30_000):
+        value = stop_save(path, value, f"limit_of_{limit}_bytes", fill_disk(limit))
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))

@@ -13,28 +13,16 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import penzai_shard as pzs
-from penzai_shard.arrays.structure import leaves_of
-from penzai_shard.checkpoints.filling import Source
-from penzai_shard.checkpoints.restoring import restore
-from penzai_shard.checkpoints.saving import begin_save
 from penzai_shard.processes.arrays import put
+from tests.checkpoints.trees import is_key, paths_of, structs_of
 
 NUMBERS = np.random.default_rng(0).normal(size=(16, 24)).astype("float32")
-
-
-def save(path, arrays):
-    return begin_save(path, leaves_of(arrays), "params").finish()
-
-
-def restore_as(path, structs):
-    sources = {n: Source((n,), s.shape, tuple(range(s.ndim))) for n, s in structs.items()}
-    return restore(path, lambda manifest: (sources, structs))
 
 
 def refuse(error, path, act):
     with pytest.raises(error) as caught:
         act()
-    assert [problem.path for problem in caught.value.problems] == [path]
+    assert paths_of(caught) == {path}
 
 
 def main(me, port, folder):
@@ -48,35 +36,33 @@ def main(me, port, folder):
         NamedSharding(mesh, jax.P("model", "data")),
         NamedSharding(odd, jax.P(None, ("model", "data"))),
     ]
-    keys = jax.random.split(jax.random.key(3), 8)
+    whole = {"w": NUMBERS, "keys": jax.random.split(jax.random.key(3), 8)}
     local = {"key": jax.random.key(1), "numpy": np.arange(3)}
     for number, layout in enumerate(layouts):
         rows = NamedSharding(layout.mesh, jax.P("data"))
-        w, placed = put([NUMBERS, keys], [layout, rows])
-        path = save(folder / str(number), {"w": w, "keys": placed, **local})
+        spread = dict(zip(whole, put([*whole.values()], [layout, rows]), strict=True))
+        path = pzs.save_params(folder / str(number), spread | local)
         for other in layouts:
-            structs = {name: jax.typeof(jnp.asarray(array)) for name, array in local.items()}
-            structs = {n: jax.ShapeDtypeStruct(s.shape, s.dtype) for n, s in structs.items()}
-            structs["w"] = jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=other)
-            structs["keys"] = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=rows)
-            restored = restore_as(path, structs)
+            structs = structs_of(local) | structs_of({"w": NUMBERS}, other)
+            restored = pzs.restore_params(path, structs | {"keys": structs_of(whole, rows)["keys"]})
             assert restored["w"].sharding == other
-            numbers = jax.random.key_data(keys)
-            for array, whole in [(restored["w"], NUMBERS), (restored["keys"], numbers)]:
-                is_key = array.dtype == keys.dtype
-                for part in (jax.random.key_data(array) if is_key else array).addressable_shards:
-                    np.testing.assert_array_equal(part.data, whole[part.index])
+            for name, expected in whole.items():
+                data = jax.random.key_data if is_key(expected) else jnp.asarray
+                for part in data(restored[name]).addressable_shards:
+                    np.testing.assert_array_equal(part.data, data(expected)[part.index])
             assert restored["key"] == local["key"]
             assert restored["numpy"].tolist() == [0, 1, 2]
 
-    refuse(pzs.ShardingError, "w", lambda: save(folder / "b", {"w": NUMBERS + me, "v": NUMBERS}))
+    other_path = folder / "b"
+    different = {"w": NUMBERS + me, "v": NUMBERS}
+    refuse(pzs.ShardingError, "w", lambda: pzs.save_params(other_path, different))
     deleted = {"w": jnp.ones(2), "v": jnp.ones(2)}
     if me == 1:
         deleted["v"].delete()
-    refuse(pzs.ShardingError, "v", lambda: save(folder / "b", deleted))
-    refuse(pzs.CheckpointWriteError, path, lambda: save(path, {"w": NUMBERS}))
-    others = {"w": jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=layouts[me])}
-    refuse(pzs.ShardingError, "w", lambda: restore_as(path, others))
+    refuse(pzs.ShardingError, "v", lambda: pzs.save_params(other_path, deleted))
+    refuse(pzs.CheckpointWriteError, path, lambda: pzs.save_params(path, {"w": NUMBERS}))
+    others = structs_of({"w": NUMBERS}, layouts[me])
+    refuse(pzs.ShardingError, "w", lambda: pzs.restore_params(path, others, allow="extra"))
     assert sorted(p.name for p in folder.iterdir()) == ["0", "1", "2"]
 
 
