@@ -223,7 +223,7 @@ def test_penzai_adding_sharding_constraints(api):
 
 
 def test_penzai_parameter_dictionary_and_orbax(api, tmp_path):
-    model, _, parameter, call = api
+    model, _, parameter, _ = api
     found = pz.select(model).at_instances_of(parameter).get_sequence()
     param_dict = sharding_util.param_dict(model)
     names = [getattr(p, "label", None) or p.name for p in found]

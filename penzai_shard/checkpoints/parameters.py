@@ -5,6 +5,7 @@ constants and settings are the model's own: they are not in a checkpoint of para
 """
 
 import dataclasses
+import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -287,7 +288,9 @@ def read_tree(called: str, tree: Any) -> tuple[list[Leaf], Structure]:
     for leaf in leaves or [Leaf("", None, (), None, tree)]:
         if leaf.dtype is None or not leaf.path:
             what = f"this {type(leaf.value).__name__} is not one"
-            problems.add(leaf.path, what, "Write {'name': array}.")
+            is_path = not leaf.path and isinstance(leaf.value, str | os.PathLike)
+            fix = f"Write {called}(path, model)" if is_path else "Write {'name': array}"
+            problems.add(leaf.path, what, f"{fix}.")
     problems.raise_if_any(RuleTypeError)
     return [dataclasses.replace(leaf, dtype=device_dtype(leaf.dtype)) for leaf in leaves], structure
 

@@ -150,7 +150,7 @@ def absolute_path(path: str | os.PathLike[str]) -> pathlib.Path:
 
 def is_checkpoint(directory: pathlib.Path) -> bool:
     """Whether somebody saved a checkpoint in a directory, be it ours or another one of Orbax."""
-    return any((directory / name).exists() for name in (MARKER, METADATA, storage.PLAIN_METADATA))
+    return any((directory / name).is_file() for name in (MARKER, METADATA, storage.PLAIN_METADATA))
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:

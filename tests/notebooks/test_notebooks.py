@@ -1,6 +1,5 @@
 """Every notebook runs from its first cell to its last, and no cell warns."""
 
-import os
 import pathlib
 
 import nbformat
