@@ -45,7 +45,7 @@ def restore(
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
         CheckpointDamagedError: Something is not as it was saved; all that differs is in it.
-        CheckpointMismatchError: An integer does not fit into the dtype that is wanted.
+        CheckpointMismatchError: A number does not fit into the dtype that is wanted.
         ShardingError: Processes want other arrays, or see other checkpoints.
     """
     attempt = 0
