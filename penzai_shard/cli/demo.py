@@ -117,13 +117,13 @@ def _loss(model: Any, rng: Any, state: Any, tokens: Any) -> tuple[Any, Any, dict
 def _train(model: Any, mesh: Any) -> Any:
     step = pzs.build_train_step_fn(_loss, donate_params_and_state=True)
     state = pzs.TrainState.initial_state(model, optax.adam(1e-2), jax.random.key(1))
-    losses: list[Any] = []
+    losses: list[float] = []
     batches = _draw_batches(_read_text())
     with progress(_STEPS, "steps") as bar:
         for batch in batches:
             tokens = pzs.shard_batch(batch, mesh, {"batch": "data"})
             state, aux = step(state, tokens=tokens)
-            losses.append(aux["loss"])
+            losses.append(float(aux["loss"]))
             bar.advance()
             if len(losses) == _STEPS:
                 break

@@ -98,14 +98,14 @@ def save_for_ever(path, least, pipe):
 
 def kill_saves(path):
     """Each process is a fork of this one, which has begun nothing, and reads what is there."""
-    for least in (0, 1, 1, 1):
+    for least, kill in zip((0, 1, 1, 1), (signal.SIGKILL, signal.SIGTERM) * 2, strict=True):
         read, write = os.pipe()
         if not (process := os.fork()):
             save_for_ever(path, least, write)
         os.close(write)
         assert os.read(read, 1)
         time.sleep(random.uniform(0, 0.2))
-        os.kill(process, signal.SIGKILL)
+        os.kill(process, kill)
         assert os.WIFSIGNALED(os.waitpid(process, 0)[1])
 
 
