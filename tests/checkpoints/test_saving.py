@@ -188,3 +188,13 @@ def test_restore_params_names_the_nearest_checkpoint(tmp_path):
         (problem,) = caught.value.problems
         assert problem.path == str(tmp_path / wrong)
         assert path in problem.fix
+
+
+def test_restore_params_of_what_is_no_checkpoint(tmp_path):
+    # A folder of the marker's name, as in a clone of this repository.
+    (tmp_path / "penzai_shard").mkdir()
+    with pytest.raises(pzs.CheckpointNotFoundError):
+        pzs.restore_params(tmp_path, {"w": jnp.ones(2)})
+    with pytest.raises(pzs.RuleTypeError) as caught:
+        pzs.restore_params({"w": jnp.ones(2)}, str(tmp_path))
+    assert caught.value.problems[0].fix == "Write restore_params(path, model)."

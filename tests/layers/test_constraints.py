@@ -95,6 +95,13 @@ def test_layouts_that_cannot_be_are_refused_by_path():
     assert warned[0].filename == __file__
 
 
+@pytest.mark.parametrize("given", [RULES, 3, [X]])
+def test_what_is_no_sharding_is_refused(given):
+    with pytest.raises(pzs.RuleTypeError) as caught:
+        pzs.ConstrainSharding(given)
+    assert "ConstrainShardingByName" in caught.value.problems[0].fix
+
+
 def test_other_devices_are_refused_by_path():
     first, second = (pzs.make_mesh({"data": 4}, jax.devices()[i : i + 4]) for i in (0, 4))
     abstract = pzs.make_mesh({"data": 4}, abstract=True)

@@ -81,6 +81,7 @@ REFUSED = {
         ("optimizer_def", "initial(optimizer=optax.adam)"),
         ("root_rng", "initial(key=7)"),
         ("trainable", "initial(trainable='w')"),
+        ("", "initial(weights)"),
         ("loss_fn", "pzs.build_train_step_fn('loss')"),
         ("accumulate_steps", "build(accumulate_steps='4')"),
         ("step_metrics", "build(step_metrics='accuracy')"),
@@ -216,6 +217,24 @@ def test_errors_of_the_user_pass_through_unchanged():
         pzs.build_train_step_fn(failing)(initial(), x=batch())
     assert len(calls) == 1
     assert caught.value.__cause__ is None
+
+
+def test_fixes_say_what_fits():
+    with pytest.raises(ShardingError) as caught:
+        run(accumulate_steps=3)
+    assert caught.value.problems[0].fix == "Write accumulate_steps=2."
+    with pytest.raises(ShardingError) as caught:
+        build()(initial(), x=batch(), y=batch())
+    assert caught.value.problems[0].fix == "Write def loss_fn(model, rng, state, x, y)."
+
+
+def test_a_loss_for_plain_arrays_that_gets_named_ones_is_told_so():
+    named = pzs.name_axes({"w": jnp.ones((8, 8))}, {"w": ("in", "out")})
+    step = pzs.build_train_step_fn(lambda model, rng, state, x: ((x @ model["w"]).sum(), state, {}))
+    with pytest.raises(TypeError) as caught:
+        step(initial(named), x=jnp.ones((8, 8)))
+    assert ["plain_arrays=True" in note for note in caught.value.__notes__].count(True) == 1
+    step(initial(named, plain_arrays=True), x=jnp.ones((8, 8)))
 
 
 def test_a_failed_step_takes_nothing():
