@@ -14,7 +14,7 @@ from collections import Counter
 BUDGETS = {
     "root": 712,
     "jax_internals": 130,
-    "reports": 410,
+    "reports": 455,
     "readers": 405,
     "arrays": 525,
     "planning": 595,

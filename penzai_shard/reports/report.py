@@ -78,6 +78,34 @@ class HasReport:
 
         return make_tree(self.table(collapse=collapse))
 
+    def compare(
+        self, before: "HasReport", *, key: Sequence[str] = (), tolerance: float = 0.0
+    ) -> "Report":
+        """What differs from an earlier report with the same columns.
+
+        Args:
+            before: The earlier one.
+            key: The columns that together name a row; by default the first.
+            tolerance: By which fraction a quantity may differ.
+
+        Returns:
+            A report with one row for each value that differs. Its truth value is whether nothing
+            does. What is bad of it, and red, is a quantity that grew or is new.
+
+        Raises:
+            SelectionError: The columns are others, or no column has a name of ``key``.
+
+        >>> columns = (Column("path", "path"), Column("bytes", "bytes"))
+        >>> now, before = (Report("step", "", columns, [("w", n)]) for n in (96, 64))
+        >>> now.compare(before)
+        1 grew
+        path  what   before  now   change  by
+        w     bytes    64 B  96 B  grew    50%
+        """
+        from penzai_shard.reports.comparison import compare_reports
+
+        return compare_reports(self.report(), before.report(), key, tolerance)
+
     def to_data(self) -> dict[str, Any]:
         """The report as a dictionary: its facts, and each row with the names of the columns."""
         report = self.report()
@@ -179,7 +207,7 @@ class Report(HasReport):
         for members in groups:
             block = [self.rows[i] for i in members]
             path = fold_paths([str(row[0]) for row in block])
-            _, *sums = map(_sum, self.columns, zip(*block, strict=True))
+            _, *sums = add_rows(self.columns, block)
             rows.append((path, len(block), *sums))
         if len(rows) == len(self.rows):
             return self
@@ -226,14 +254,18 @@ class Report(HasReport):
         rows = sorted(report.rows, key=lambda row: row[index] or 0, reverse=True)
         kept, rest = rows[:count], rows[count:]
         if rest:
-            _, *sums = map(_sum, report.columns, zip(*rest, strict=True))
+            _, *sums = add_rows(report.columns, rest)
             kept.append((f"({len(rest):,} more)", *sums))
         return dataclasses.replace(report, rows=kept, collapse=False)
 
 
-def _sum(column: Column, values: Sequence[Any]) -> Any:
-    """Quantities added up; another value where all rows read the same, else None."""
-    if column.kind not in SUMMED:
-        return values[0] if len(set(map(column.text, values))) == 1 else None
-    given = [value for value in values if value is not None]
-    return sum(given) if given else None
+def add_rows(columns: Sequence[Column], rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Several rows as one: quantities add up, and another value is None where rows differ in it."""
+
+    def add(column: Column, values: Sequence[Any]) -> Any:
+        if column.kind not in SUMMED:
+            return values[0] if len(set(map(column.text, values))) == 1 else None
+        given = [value for value in values if value is not None]
+        return sum(given) if given else None
+
+    return tuple(map(add, columns, zip(*rows, strict=True)))

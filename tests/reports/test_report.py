@@ -211,3 +211,64 @@ def test_value_with_a_report_has_all_views():
 
 def test_truth_is_the_verdict():
     assert [bool(plan_report(ok=ok)) for ok in (None, True, False)] == [True, True, False]
+
+
+# Comparisons
+
+
+SENT = (PATH, Column("kind"), Column("count", "count"), BYTES)
+
+
+def test_compare_has_one_row_for_each_value_that_differs():
+    before = Report("sent", "", SENT, [("mlp", "all-gather", 2, 100), ("head", "all-reduce", 1, 8)])
+    now = Report("sent", "", SENT, [("mlp", "all-gather", 3, 100), ("head", "all-gather", 1, 4)])
+    difference = now.compare(before)
+    assert not difference
+    assert [(row[0], row[1], row[4], row[6]) for row in difference.rows] == [
+        ("mlp", "count", "grew", False),
+        ("head", "kind", "changed", None),
+        ("head", "bytes", "shrank", True),
+    ]
+    assert difference.rows[0][5] == 0.5
+
+
+def test_compare_by_several_columns_tells_what_is_new_and_what_is_gone():
+    before = Report("sent", "", SENT, [("mlp", "all-gather", 2, 100)])
+    now = Report("sent", "", SENT, [("mlp", "all-reduce", 2, 100)])
+    difference = now.compare(before, key=("path", "kind"))
+    found = {(row[1], row[2]): row[5] for row in difference.rows}
+    gather, reduce = ("all-gather", "bytes"), ("all-reduce", "bytes")
+    assert (found[gather], found[reduce], len(found)) == ("gone", "new", 4)
+
+
+def test_compare_adds_up_the_rows_of_one_name():
+    whole = Report("sent", "", SENT, [("mlp", "all-gather", 2, 100)])
+    halves = Report("sent", "", SENT, [("mlp", "all-gather", 1, 50)] * 2)
+    assert halves.compare(whole)
+    assert whole.compare(halves).verdict == whole.compare(whole).verdict
+
+
+@pytest.mark.parametrize(("grown", "differs"), [(104, False), (106, True), (96, False), (94, True)])
+def test_compare_allows_a_tolerance(grown, differs):
+    before, now = (Report("sent", "", (PATH, BYTES), [("mlp", n)]) for n in (100, grown))
+    assert bool(now.compare(before, tolerance=0.05)) is not differs
+    assert not now.compare(before)
+
+
+def test_compare_folds_equal_blocks_and_refuses_other_columns():
+    before, now = (
+        Report("sent", "", (PATH, BYTES), [(f"block_{i}/mlp", size) for i in range(12)])
+        for size in (64, 128)
+    )
+    assert "block_{0-11}/mlp" in str(now.compare(before))
+    with pytest.raises(SelectionError):
+        now.compare(plan_report())
+    with pytest.raises(SelectionError):
+        now.compare(before, key=("layer",))
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=6))
+def test_compare_of_a_report_with_itself_finds_nothing(rows):
+    report = Report("sent", "", (PATH, BYTES), rows)
+    assert report.compare(report)
+    assert not report.compare(Report("sent", "", (PATH, BYTES), [*rows, ("d", 1)]))
