@@ -26,16 +26,13 @@ def compare_reports(now: Report, before: Report, key: Sequence[str], tolerance: 
         what = f"its columns are {names}, and the earlier report is to have the same with {[*key]}"
         raise SelectionError("compare:", [Problem("", what, "Compare reports of one kind.")])
     rows_now, rows_before = _rows_by_key(now, key), _rows_by_key(before, key)
-    rows = []
+    rows, absent = [], (None,) * len(names)
     for own in rows_now | rows_before:
-        for index, column in enumerate(now.columns):
-            if column.name not in key and column.kind not in ("detail", "ok"):
-                pair = [
-                    side[own][index] if own in side else None for side in (rows_before, rows_now)
-                ]
-                change = _change(column, *pair, tolerance)
-                if change:
-                    rows.append((*own, column.name, *map(column.text, pair), *change))
+        sides = (rows_before.get(own, absent), rows_now.get(own, absent))
+        for column, *pair in zip(now.columns, *sides, strict=True):
+            change = _change(column, pair[0], pair[1], tolerance)
+            if change and column.name not in key:
+                rows.append((*own, column.name, *map(column.text, pair), *change))
     counts = Counter(row[-3] for row in rows)
     said = [f"{counts[change]} {change}" for change in CHANGES if counts[change]]
     columns = [column for column in now.columns if column.name in key]
@@ -55,11 +52,13 @@ def _change(
     column: Column, before: Any, now: Any, tolerance: float
 ) -> tuple[str, float | None, bool | None] | None:
     """How a value changed, by which fraction, and whether that is good; None if it did not."""
-    if column.text(before) == column.text(now) and (column.kind not in SUMMED or before == now):
-        return None
     if column.kind not in SUMMED:
+        if column.kind in ("detail", "ok") or column.text(before) == column.text(now):
+            return None
         change = NEW if before is None else GONE if now is None else CHANGED
         return change, None, None
+    if before == now:
+        return None
     if not before or not now:
         return (NEW, None, False) if now else (GONE, None, True) if before else None
     by = now / before - 1

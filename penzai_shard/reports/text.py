@@ -29,7 +29,7 @@ def write_lines(report: Report, width: int) -> Iterator[Line]:
         names = [column.name for column in columns]
         widths = _column_widths(columns, [names, *cells], width)
         if widths:
-            yield _join_cells(columns, names, widths), "bold"
+            yield from ((line, "bold") for line in _write_row(columns, names, widths, width))
         for row, texts in zip(report.rows, cells, strict=True):
             style = "red" if is_bad(report, row) else ""
             lines = _write_row(columns, texts, widths, width)

@@ -88,6 +88,16 @@ def test_narrow_table_is_written_in_lines_and_breaks_no_word(monkeypatch):
     assert word in str(Report("Words", word, (PATH, BYTES), [(word, 1)]))
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_table_breaks_a_heading_that_is_wider_than_its_column(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    columns = (PATH, Column("logical axes/mesh axes of an array"), BYTES, Column("reason"))
+    rows = [("decoder/block_0/mlp/weights", "embed=4096/data", 64, "'embed' -> 'data'")]
+    lines = str(Report("plan", "1 array", columns, rows)).splitlines()
+    assert max(map(len, lines)) <= width
+    assert not any(line.startswith("    ") for line in lines[:2])
+
+
 PIECES = st.text("abcdefgh_", min_size=1, max_size=14)
 ROWS = st.tuples(
     st.lists(PIECES, min_size=1, max_size=9).map("/".join),
