@@ -62,6 +62,6 @@ def _change(
     if not before or not now:
         return (NEW, None, False) if now else (GONE, None, True) if before else None
     by = now / before - 1
-    if abs(by) <= tolerance:
+    if abs(by) <= tolerance and column.kind != "count":
         return None
     return (GREW, by, False) if by > 0 else (SHRANK, by, True)

@@ -86,7 +86,7 @@ class HasReport:
         Args:
             before: The earlier one.
             key: The columns that together name a row; by default the first.
-            tolerance: By which fraction a quantity may differ.
+            tolerance: By which fraction bytes and seconds may differ. Counts may not.
 
         Returns:
             A report with one row for each value that differs. Its truth value is whether nothing
