@@ -195,5 +195,5 @@ def _place_known(
     # Not in one step: spreading an array reuses the buffer that it has on one device, whatever
     # may_alias says, and a train step that donates the model would delete the caller's array.
     return {
-        n: jax.device_put(array, array.sharding, may_alias=False) for n, array in placed.items()
+        n: jax.device_put(array, shardings[n], may_alias=False) for n, array in placed.items()
     }

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 import penzai_shard as pzs
-from tests.models import LinenBlock, NnxBlock, counted_mlp, hax, nnx_block, penzai_mlp
+from tests.models import LinenBlock, NnxBlock, counted_mlp, hax, llama, nnx_block, penzai_mlp
 
 MESH, *OTHER_MESHES = (pzs.make_mesh({"data": data, "model": 8 // data}) for data in (2, 1, 8))
 EXPLICIT = jax.make_mesh((2, 4), ("data", "model"))
@@ -187,3 +187,10 @@ def test_abstract_model_refuses_a_module_of_linen():
     with pytest.raises(pzs.RuleTypeError) as caught:
         pzs.abstract_model(nn.Dense(4), KEY, jnp.ones((2, 2)))
     assert "module.init" in caught.value.problems[0].fix
+
+
+def test_abstract_model_keeps_constants_free_of_devices():
+    """So that they may go with arrays over a mesh, which need not be there."""
+    constants = [x for x in jax.tree.leaves(pzs.abstract_model(llama)) if isinstance(x, jax.Array)]
+    assert constants
+    assert not any(x.committed for x in constants)
