@@ -13,8 +13,8 @@ from collections import Counter
 
 BUDGETS = {
     "root": 712,
-    "jax_internals": 130,
-    "reports": 455,
+    "jax_internals": 170,
+    "reports": 465,
     "readers": 405,
     "arrays": 525,
     "planning": 595,
@@ -28,7 +28,7 @@ BUDGETS = {
     "layouts": 700,
     "checkpoints": 1780,
     "pretrained": 915,
-    "inspection": 2400,
+    "inspection": 2415,
     "why": 600,
     "lint": 660,
     "views": 520,

@@ -14,8 +14,12 @@ _NAMES = {
     "checkpoints.parameters": "param_dict restore_params restore_structs save_params with_params",
     "checkpoints.train_states": "restore_train_state save_train_state",
     "errors": "CheckpointDamagedError CheckpointMismatchError CheckpointNotFoundError "
-    "CheckpointWriteError MeshError MissingExtraError PlanError RuleTypeError SelectionError "
-    "ShardingError ShardingWarning",
+    "CheckpointWriteError CompilationError LockError MeshError MissingExtraError PlanError "
+    "ProgramError RuleTypeError SelectionError ShardingError ShardingWarning",
+    "inspection.compile_ahead": "compile_ahead",
+    "inspection.compiling": "collectives compile_step device_memory",
+    "inspection.locks": "ShardingLock",
+    "inspection.topologies": "Topology",
     "layers.constraints": "ConstrainActivations ConstrainSharding ConstrainShardingByName",
     "layers.jitted": "Jitted",
     "layers.remat": "Checkpointed",

@@ -104,6 +104,18 @@ class CheckpointWriteError(ShardingError):
     """A checkpoint cannot be written: the path is taken, or the disk is full, for instance."""
 
 
+class CompilationError(ShardingError):
+    """A step cannot be compiled for the devices that were asked for."""
+
+
+class ProgramError(ShardingError):
+    """A compiled program is written in a form that is not known."""
+
+
+class LockError(ShardingError):
+    """A lock is missing, cannot be read, or is of another step."""
+
+
 class MissingExtraError(ImportError):
     """An optional library is absent; the message says which extra installs it."""
 

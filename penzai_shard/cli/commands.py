@@ -38,6 +38,46 @@ def plan(debug: bool, **options: object) -> None:
 
 
 @penzai_shard.command()
+@click.argument("step")
+@click.option(
+    "--json",
+    "lock",
+    type=click.Path(dir_okay=False),
+    help="Write the step's lock to this file; - prints it.",
+)
+@click.option("--all", "show_all", is_flag=True, help="Each array and collective, not layers only.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def price(step: str, lock: str | None, show_all: bool, debug: bool) -> None:
+    """Print the memory and the collectives of STEP, which is not run.
+
+    STEP is file.py:name or module:name, of a function without arguments that returns what
+    compile_step or compile_ahead gives, or of such a value.
+    """
+    from penzai_shard.cli.price import print_price
+
+    print_price(step, lock, show_all)
+
+
+@penzai_shard.command()
+@click.argument("base")
+@click.argument("head")
+@click.option("--tolerance", default=0.05, help="By which fraction bytes may differ.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.pass_context
+def bill(context: click.Context, base: str, head: str, tolerance: float, debug: bool) -> None:
+    """Print as Markdown what differs between two locks: BASE and HEAD.
+
+    The locks are files of "penzai-shard price --json". The exit status is 1 if something grew.
+    """
+    from penzai_shard.cli.price import write_bill
+    from penzai_shard.inspection.locks import ShardingLock
+
+    text, grew = write_bill(ShardingLock.load(base), ShardingLock.load(head), tolerance)
+    print(text)
+    context.exit(int(grew))
+
+
+@penzai_shard.command()
 @click.option("--out", type=click.Path(path_type=pathlib.Path), help="Keep the checkpoint here.")
 def demo(out: pathlib.Path | None) -> None:
     """Plan, initialise, edit, train, save and restore a small model.

@@ -194,6 +194,4 @@ def _place_known(
     placed = {number: jax.device_put(value, shardings[number]) for number, value in known.items()}
     # Not in one step: spreading an array reuses the buffer that it has on one device, whatever
     # may_alias says, and a train step that donates the model would delete the caller's array.
-    return {
-        n: jax.device_put(array, shardings[n], may_alias=False) for n, array in placed.items()
-    }
+    return {n: jax.device_put(array, shardings[n], may_alias=False) for n, array in placed.items()}

@@ -1,7 +1,11 @@
-"""Compares two reports of the same columns: one row for each value that differs."""
+"""Compares two reports of the same columns: one row for each value that differs.
+
+What is worse comes first. A row that only one of the reports has is one difference, with all that
+it says.
+"""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penzai_shard.errors import Problem, SelectionError
@@ -17,35 +21,62 @@ _COLUMNS = (
     Column("ok", "ok", shown=False),
 )
 
+_Row = tuple[Any, ...]
+
 
 def compare_reports(now: Report, before: Report, key: Sequence[str], tolerance: float) -> Report:
     """What differs between two reports; see ``HasReport.compare``."""
     names = [column.name for column in now.columns]
-    key = tuple(key) or tuple(names[:1])
+    key = tuple(key) or tuple(now.key) or tuple(names[:1])
     if names != [column.name for column in before.columns] or not {*key} <= {*names}:
-        what = f"its columns are {names}, and the earlier report is to have the same with {[*key]}"
-        raise SelectionError("compare:", [Problem("", what, "Compare reports of one kind.")])
+        what = f"the columns are {names}; of the earlier report {[c.name for c in before.columns]}"
+        fix = "Compare reports of one kind, by the names of their columns."
+        raise SelectionError("compare:", [Problem("", what, fix)])
+
     rows_now, rows_before = _rows_by_key(now, key), _rows_by_key(before, key)
-    rows, absent = [], (None,) * len(names)
+    others = [(i, column) for i, column in enumerate(now.columns) if column.name not in key]
+    compared = {i: column for i, column in others if column.kind not in ("detail", "ok")}
+    rows: list[_Row] = []
     for own in rows_now | rows_before:
-        sides = (rows_before.get(own, absent), rows_now.get(own, absent))
-        for column, *pair in zip(now.columns, *sides, strict=True):
-            change = _change(column, pair[0], pair[1], tolerance)
-            if change and column.name not in key:
-                rows.append((*own, column.name, *map(column.text, pair), *change))
+        old, new = rows_before.get(own), rows_now.get(own)
+        if new and old:
+            for i, column in compared.items():
+                if change := _change(column, old[i], new[i], tolerance):
+                    texts = column.text(old[i]), column.text(new[i])
+                    rows.append((*own, column.name, *texts, *change))
+        elif new:
+            rows.append((*own, "", "", _row_text(compared, new), NEW, None, False))
+        elif old:
+            rows.append((*own, "", _row_text(compared, old), "", GONE, None, True))
+    rows.sort(key=lambda row: (row[-1] is not False, row[-1] is True))
+
     counts = Counter(row[-3] for row in rows)
     said = [f"{counts[change]} {change}" for change in CHANGES if counts[change]]
     columns = [column for column in now.columns if column.name in key]
-    verdict = ", ".join(said) or "nothing differs"
+    verdict = "; ".join([", ".join(said), *_write_sums(now, before)]) if rows else "nothing differs"
     return Report(now.title, verdict, (*columns, *_COLUMNS), rows, ok=not rows)
 
 
-def _rows_by_key(report: Report, key: Sequence[str]) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+def _write_sums(now: Report, before: Report) -> Iterator[str]:
+    """What the quantities of all rows come to, now and before."""
+    for i, column in enumerate(now.columns):
+        if column.kind in SUMMED:
+            sums = [sum(row[i] or 0 for row in report.rows) for report in (now, before)]
+            if sums[0] != sums[1]:
+                yield f"{column.name} {column.text(sums[0])}, before {column.text(sums[1])}"
+
+
+def _rows_by_key(report: Report, key: Sequence[str]) -> dict[_Row, _Row]:
     numbers = [i for i, column in enumerate(report.columns) if column.name in key]
-    groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+    groups: dict[_Row, list[_Row]] = {}
     for row in report.rows:
         groups.setdefault(tuple(row[i] for i in numbers), []).append(row)
     return {own: add_rows(report.columns, rows) for own, rows in groups.items()}
+
+
+def _row_text(columns: dict[int, Column], row: _Row) -> str:
+    said = (f"{c.name} {c.text(row[i])}" for i, c in columns.items() if row[i] is not None)
+    return ", ".join(said)
 
 
 def _change(
@@ -53,15 +84,9 @@ def _change(
 ) -> tuple[str, float | None, bool | None] | None:
     """How a value changed, by which fraction, and whether that is good; None if it did not."""
     if column.kind not in SUMMED:
-        if column.kind in ("detail", "ok") or column.text(before) == column.text(now):
-            return None
-        change = NEW if before is None else GONE if now is None else CHANGED
-        return change, None, None
-    if before == now:
+        return None if column.text(before) == column.text(now) else (CHANGED, None, None)
+    before, now = before or 0, now or 0
+    by = now / before - 1 if before else None
+    if now == before or (column.kind != "count" and by is not None and abs(by) <= tolerance):
         return None
-    if not before or not now:
-        return (NEW, None, False) if now else (GONE, None, True) if before else None
-    by = now / before - 1
-    if abs(by) <= tolerance and column.kind != "count":
-        return None
-    return (GREW, by, False) if by > 0 else (SHRANK, by, True)
+    return (GREW, by, False) if now > before else (SHRANK, by, True)

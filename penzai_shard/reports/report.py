@@ -85,12 +85,13 @@ class HasReport:
 
         Args:
             before: The earlier one.
-            key: The columns that together name a row; by default the first.
+            key: The columns that together name a row; by default the report's own.
             tolerance: By which fraction bytes and seconds may differ. Counts may not.
 
         Returns:
             A report with one row for each value that differs. Its truth value is whether nothing
-            does. What is bad of it, and red, is a quantity that grew or is new.
+            does. What is bad of it, and red, is a quantity that grew or a row
+            that is new.
 
         Raises:
             SelectionError: The columns are others, or no column has a name of ``key``.
@@ -98,7 +99,7 @@ class HasReport:
         >>> columns = (Column("path", "path"), Column("bytes", "bytes"))
         >>> now, before = (Report("step", "", columns, [("w", n)]) for n in (96, 64))
         >>> now.compare(before)
-        1 grew
+        1 grew; bytes 96 B, before 64 B
         path  what   before  now   change  by
         w     bytes    64 B  96 B  grew    50%
         """
@@ -167,6 +168,7 @@ class Report(HasReport):
         facts: What JSON says besides, for instance the mesh.
         wholes: What shares of a column's quantities are shares of, where that is not their sum.
         collapse: Whether the views show equal blocks as one row.
+        key: The columns that together name a row; by default the first.
 
     >>> columns = (Column("path", "path"), Column("bytes", "bytes"))
     >>> Report("arrays", "2 arrays", columns, [("block_0/w", 4096), ("block_1/w", 4096)])
@@ -184,6 +186,7 @@ class Report(HasReport):
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     wholes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     collapse: bool = True
+    key: Sequence[str] = ()
 
     def report(self) -> "Report":
         """This report."""

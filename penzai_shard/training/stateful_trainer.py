@@ -6,6 +6,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from penzai_shard.arrays.steps import Lowerable, make_struct
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning.arguments import OnUnnamed
 from penzai_shard.training.batches import shard_batch
@@ -115,6 +116,19 @@ class StatefulTrainer:
             inputs = shard_batch(inputs, **self._batch_options)
         self._state, aux = self._step(self._state, **inputs)
         return aux
+
+    def lowerable(self, *, wrap: Any = None, **inputs: Any) -> Lowerable:
+        """What ``step`` would call, as ``lowerable`` of a step gives it.
+
+        Args:
+            wrap: What the loss function gets in place of the model, as a function of it.
+            **inputs: The inputs of the loss function, of arrays or of structs.
+        """
+        inputs = jax.tree.map(make_struct, inputs)
+        if self._batch_options["mesh"] is not None:
+            inputs = shard_batch(inputs, **self._batch_options)
+        lowerable: Lowerable = self._step.lowerable(self._state, wrap=wrap, **inputs)
+        return lowerable
 
     @property
     def state(self) -> TrainState:

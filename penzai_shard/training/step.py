@@ -6,6 +6,7 @@ state comes from elsewhere, and to explain a call that failed.
 """
 
 import dataclasses
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from penzai_shard.arrays.inputs import bound_sharding, find_mesh
 from penzai_shard.arrays.kinds import is_deleted, is_struct, is_traced
-from penzai_shard.arrays.steps import Lowerable
+from penzai_shard.arrays.steps import Lowerable, make_struct
 from penzai_shard.arrays.structure import Leaf, leaves_of
 from penzai_shard.errors import Problems, ShardingError
 from penzai_shard.meshes import auto_context, on_auto_twin
@@ -26,7 +27,6 @@ from penzai_shard.training.gradient import LossCall
 from penzai_shard.training.train_state import (
     TrainState,
     check_arguments,
-    describe,
     put_on_mesh,
     read_arrays,
 )
@@ -102,28 +102,33 @@ class _Step:
             raise
         return self._finish(state, results, program)
 
-    def lowerable(self, *args: Any, **inputs: Any) -> Lowerable:
+    def lowerable(self, *args: Any, wrap: Any = None, **inputs: Any) -> Lowerable:
         """The function that the step would call, with structs in place of arrays.
 
         Args:
             *args: The state, of arrays or of structs.
+            wrap: What the loss function gets in place of the model, as a function of it.
             **inputs: The inputs of the loss function, of arrays or of structs.
 
         Raises:
-            ShardingError: As the step itself; or it is not compiled.
+            ShardingError: As the step itself.
+            RuleTypeError: The step is not compiled.
         """
-        state = self._read_state(args)
+        if wrap is not None:
+            call = dataclasses.replace(self.call, loss_fn=_wrap_model(self.call.loss_fn, wrap))
+            return dataclasses.replace(self, call=call).lowerable(*args, **inputs)
         check_arguments(f"{self.called} to lower", {"jit": (False, self.is_jitted, "jit=True")})
+        state = self._read_state(args)
+        self._read_inputs(inputs, allow_structs=True)
+        # Of structs nothing is moved; each is another object, by which it is found below.
+        state, inputs = jax.tree.map(make_struct, (state, inputs))
         inputs = self._put_inputs(inputs)
         state, program = self._find_program(state, inputs, allow_structs=True)
-        state, inputs = jax.tree.map(describe, (state, inputs))
         arguments = (*state.arguments(), inputs)
-        # Each struct is another object, by which it is found in the order of the arguments.
         named = {id(leaf.value): leaf for leaf in leaves_of(state) + leaves_of({"inputs": inputs})}
         leaves = tuple(named[id(struct)] for struct in jax.tree.leaves(arguments))
-        count = len(jax.tree.leaves(arguments[0])) if self.is_donating else 0
-        donated = tuple(index < count for index in range(len(leaves)))
-        return Lowerable(program, arguments, leaves, donated)
+        results = ("loss", "aux") if self.step_metrics is None else (0, 1, "aux")
+        return Lowerable(program, arguments, leaves, results)
 
     def lower(self, *args: Any, **inputs: Any) -> Any:
         """The lowered program, as of ``jax.jit``; arguments as for ``lowerable``."""
@@ -228,6 +233,10 @@ class _Step:
             problems.add("", what, f"Write def loss_fn({names}).")
         problems.raise_if_any(ShardingError)
         return leaves
+
+
+def _wrap_model(loss_fn: Callable[..., Any], wrap: Callable[[Any], Any]) -> Callable[..., Any]:
+    return functools.wraps(loss_fn)(lambda model, **given: loss_fn(model=wrap(model), **given))
 
 
 def _put(value: Any, sharding: Sharding) -> Any:

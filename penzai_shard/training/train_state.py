@@ -18,6 +18,7 @@ from penzai_shard import specs
 from penzai_shard.arrays.inputs import bound_sharding, find_mesh, run_inputs
 from penzai_shard.arrays.kinds import is_key_type, is_struct, is_traced
 from penzai_shard.arrays.statistics import name_statistics
+from penzai_shard.arrays.steps import make_struct
 from penzai_shard.arrays.structure import Leaf, Named, Structure, flatten, leaves_of, with_arrays
 from penzai_shard.errors import Problems, RuleTypeError, ShardingError
 from penzai_shard.jax_internals.tracing import is_weak_type
@@ -313,14 +314,6 @@ def read_arrays(
     return leaves, structure
 
 
-def describe(value: Any) -> jax.ShapeDtypeStruct:
-    """A struct of an array, with its sharding over a mesh; each time another object."""
-    array = value if hasattr(value, "dtype") else jnp.asarray(value)
-    own = bound_sharding(array)
-    sharding = own if isinstance(own, NamedSharding) else None
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-
-
 def with_strong_type(value: Any) -> Any:
     """An array whose dtype stays where it meets another; that of a Python number gives way."""
     if is_struct(value):
@@ -384,7 +377,7 @@ def put_on_mesh(
         if mesh is not None and not is_bound and not is_traced(value):
             moves[index] = shardings.get(leaf.path) or NamedSharding(mesh, PartitionSpec())
             if is_struct(value) or isinstance(mesh, AbstractMesh):
-                values[index] = describe(value).update(sharding=moves.pop(index))
+                values[index] = make_struct(value).update(sharding=moves.pop(index))
     paths = [leaves[index].path for index in moves]
     placed = put([values[index] for index in moves], [*moves.values()], paths=paths)
     for index, array in zip(moves, placed, strict=True):

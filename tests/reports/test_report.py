@@ -245,10 +245,15 @@ def test_compare_has_one_row_for_each_value_that_differs():
 def test_compare_by_several_columns_tells_what_is_new_and_what_is_gone():
     before = Report("sent", "", SENT, [("mlp", "all-gather", 2, 100)])
     now = Report("sent", "", SENT, [("mlp", "all-reduce", 2, 100)])
-    difference = now.compare(before, key=("path", "kind"))
-    found = {(row[1], row[2]): row[5] for row in difference.rows}
-    gather, reduce = ("all-gather", "bytes"), ("all-reduce", "bytes")
-    assert (found[gather], found[reduce], len(found)) == ("gone", "new", 4)
+    new, gone = now.compare(before, key=("path", "kind")).rows
+    assert new == ("mlp", "all-reduce", "", "", "count 2, bytes 100 B", "new", None, False)
+    assert gone == ("mlp", "all-gather", "", "count 2, bytes 100 B", "", "gone", None, True)
+
+
+def test_compare_leaves_out_what_others_say_in_sentences():
+    columns = (PATH, Column("remark", "detail"), Column("fits", "ok"))
+    before, now = (Report("r", "", columns, [("mlp", text, text == "a")]) for text in "ab")
+    assert now.compare(before)
 
 
 def test_compare_adds_up_the_rows_of_one_name():

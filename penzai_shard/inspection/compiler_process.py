@@ -1,0 +1,232 @@
+"""Compiles a program in another process, for devices that need not be there.
+
+XLA fixes the number of simulated devices when it starts, and compilers for TPUs and GPUs read their
+settings from the environment; so the caller's JAX, devices and environment stay as they are. This
+module is both sides: the child answers one request, and ends with its parent, however that ends.
+"""
+
+import math
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from penzai_shard.errors import CompilationError, Problem
+from penzai_shard.inspection.topologies import SLICES, Topology
+from penzai_shard.jax_internals.compiler import Compiled, compile_bytecode
+from penzai_shard.meshes import AnyMesh
+
+_SIMULATED = "xla_force_host_platform_device_count"
+# Variables that ask for devices that are here, or for a share of them.
+_PRESENT_DEVICES = re.compile(
+    r"JAX_(NUM_CPU_DEVICES|PLATFORM_NAME)|(?!TPU_LIBRARY_PATH$)TPU_.*|CLOUD_TPU_.*|MEGASCALE_.*"
+)
+_FOR_TPUS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
+}
+# How much of what a process wrote is quoted when it ended without an answer.
+_MOST_WRITTEN = 2000
+
+# Two messages of libtpu 0.0.42, from its scheduler and from its allocator.
+_FIGURE = r"([\d.]+)([KMGTP]?)i?B?"
+_TOO_LARGE = (
+    rf"total memory required for [\w ]+\({_FIGURE}\) exceeds available HBM \({_FIGURE}\)",
+    rf"Ran out of memory in memory space hbm\. Used {_FIGURE} of {_FIGURE} hbm",
+)
+
+
+class TooLargeError(CompilationError):
+    """A program needs more memory than a device has.
+
+    Attributes:
+        needed: What it needs on one device, in bytes, rounded by the compiler.
+        limit: What programs can have, in bytes.
+        device_kind: What the devices are.
+    """
+
+    needed: int
+    limit: int
+    device_kind: str
+
+
+class Answer(NamedTuple):
+    """What a process made of a program.
+
+    Attributes:
+        compiled: The program.
+        device_kind: What the devices are, as JAX names them.
+        log: What the compiler wrote.
+    """
+
+    compiled: Compiled
+    device_kind: str
+    log: str
+
+
+class _Failure(NamedTuple):
+    """What a process answers that could not compile a program.
+
+    Attributes:
+        message: The message of the error.
+        device_kind: What the devices are; empty if they cannot be described.
+    """
+
+    message: str
+    device_kind: str
+
+
+def compile_in_process(
+    bytecode: bytes, mesh: AnyMesh | None, topology: Topology, options: bytes | None = None
+) -> Answer:
+    """Compiles a lowered program for the devices of a topology, in a new process.
+
+    Args:
+        bytecode: The program, as ``write_bytecode`` gives it.
+        mesh: Its mesh, which has as many devices as the topology; None for one device.
+        topology: The devices.
+        options: The settings of JAX and XLA, as ``compile_options`` gives them.
+
+    Raises:
+        TooLargeError: The program does not fit.
+        MeshError: The topology has another number of devices than the mesh.
+        CompilationError: The compiler refuses the program, JAX cannot describe the devices or lay
+            the mesh over them, or the process ended without an answer.
+    """
+    sizes = {} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()}
+    if sizes:
+        topology.check_mesh(sizes)
+    # The parent's answers are of this module, not of one that is called __main__.
+    command = [sys.executable, "-W", "ignore", "-P", "-c", f"import {__name__} as m; m.main()"]
+    request = pickle.dumps((os.getpid(), bytecode, sizes, topology, options))
+    done = subprocess.run(command, input=request, capture_output=True, env=_environment(topology))
+    written = done.stderr.decode("utf-8", "replace")
+    try:
+        answer: Answer | _Failure = pickle.loads(done.stdout)
+    except Exception:
+        # It was killed, or something else has written where the answer is to be.
+        what = f"it ended with status {done.returncode}"
+        what += f", and last wrote: {written[-_MOST_WRITTEN:]}" if written else ""
+        fix = "Status -9 is how Linux ends a process where memory is short."
+        problem = Problem("", what, fix if done.returncode == -9 else "")
+        raise CompilationError("the process that compiles failed:", [problem]) from None
+    if isinstance(answer, _Failure):
+        raise _make_error(answer, topology)
+    return answer._replace(log=written)
+
+
+def _environment(topology: Topology) -> dict[str, str]:
+    """The caller's environment without what is about its devices."""
+    kept = {k: v for k, v in os.environ.items() if not _PRESENT_DEVICES.fullmatch(k)}
+    kept["JAX_PLATFORMS"] = "cpu"
+    kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
+    # Else XLA's warnings, which are read, might be switched off.
+    kept["TF_CPP_MIN_LOG_LEVEL"] = "1"
+    if topology.platform == "cpu":
+        # Of a flag that is named twice the last counts.
+        kept["XLA_FLAGS"] = f"{kept.get('XLA_FLAGS', '')} --{_SIMULATED}={topology.device_count}"
+    return kept | _FOR_TPUS if topology.platform == "tpu" else kept
+
+
+def _make_error(failure: _Failure, topology: Topology) -> CompilationError:
+    problem = Problem("", failure.message)
+    figures = read_needed_memory(failure.message)
+    if figures is None:
+        return CompilationError(f"the program cannot be compiled for {topology.name!r}:", [problem])
+    error = TooLargeError("the program does not fit:", [problem])
+    error.needed, error.limit = figures
+    error.device_kind = failure.device_kind
+    return error
+
+
+def read_needed_memory(message: str) -> tuple[int, int] | None:
+    """The bytes that a program needs and can have, as a compiler says that refuses it.
+
+    >>> read_needed_memory("Ran out of memory in memory space hbm. Used 2K of 1.5K hbm.")
+    (2048, 1536)
+    >>> text = "the total memory required for HLO temporaries (4.00T) exceeds available HBM (2G)."
+    >>> read_needed_memory(text)
+    (4398046511104, 2147483648)
+    >>> read_needed_memory("Out of memory while trying to allocate 1024 bytes.")
+    """
+    for pattern in _TOO_LARGE:
+        if found := re.search(pattern, message):
+            texts, units = found.groups()[::2], found.groups()[1::2]
+            needed, limit = (
+                round(float(text) * 1024 ** " KMGTP".index(unit or " "))
+                for text, unit in zip(texts, units, strict=True)
+            )
+            return needed, limit
+    return None
+
+
+# The child
+
+
+def _find_devices(topology: Topology) -> list[Any]:
+    """Simulated devices, or descriptions of others as JAX has them in a real run."""
+    import jax
+    from jax.experimental import topologies
+
+    if topology.platform == "cpu":
+        return list(jax.devices("cpu"))
+    name, options = topology.name, dict[str, Any]()
+    if topology.platform == "cuda":
+        hosts, gpus = (1, *topology.shape)[-2:]
+        name = "gpu"
+        options = {"topology": f"1x{hosts}x{gpus}", "target_config": topology.target_config}
+    else:
+        options = dict(SLICES[topology.kind].options)
+        if SLICES[topology.kind].are_cubes(topology.shape):
+            options["wrap"] = [True, True, True]
+        if math.prod(topology.shape) == 1:
+            options["chips_per_host_bounds"] = [1, 1, 1]
+    return list(topologies.get_topology_desc(name, topology.platform, **options).devices)
+
+
+def _order_devices(topology: Topology, sizes: Mapping[str, int], devices: list[Any]) -> list[Any]:
+    """The devices in the order in which a mesh of all of them has them in a real run."""
+    import jax
+
+    if not sizes:
+        return devices[:1]
+    mesh = jax.make_mesh((*sizes.values(),), (*sizes,), devices=devices)
+    return list(mesh.devices.flat)
+
+
+def _answer(
+    bytecode: bytes, sizes: Mapping[str, int], topology: Topology, options: bytes | None
+) -> Answer | _Failure:
+    kind = ""
+    try:
+        devices = _find_devices(topology)
+        kind = devices[0].device_kind
+        devices = _order_devices(topology, sizes, devices)
+        return Answer(compile_bytecode(bytecode, devices, options), kind, "")
+    except Exception as error:
+        return _Failure(f"{type(error).__name__}: {error}", kind)
+
+
+def _end_with(parent: int) -> None:
+    # Nobody waits for the answer of a process whose parent has ended.
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def main() -> None:
+    """Reads a request, and writes an answer to it."""
+    answers = os.fdopen(os.dup(1), "wb")
+    # What compilers print is no part of the answer.
+    os.dup2(2, 1)
+    parent, *request = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    pickle.dump(_answer(*request), answers)
+    answers.close()

@@ -1,0 +1,351 @@
+"""Describes devices that need not be there: their number, memory and links.
+
+All published figures are for one chip, or one GPU, and for one direction: pages that add up both
+directions of a link are halved. What nobody publishes is None, and no other figure takes its place.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from penzai_shard.errors import MeshError, Problems
+from penzai_shard.meshes import mesh_text
+from penzai_shard.paths import nearest
+
+# Published figures
+
+
+class Figures(NamedTuple):
+    """What is published of a kind of device.
+
+    Attributes:
+        kind: Its name, as in ``"v5e:4x4"``.
+        device_kind: A regular expression for how JAX calls it.
+        flops: Dense operations in bfloat16 per second of a chip.
+        memory: Bytes that programs can have on one device.
+        memory_bandwidth: Bytes per second of a chip's own memory.
+        link: Bytes per second: of a TPU over one link to a neighbour, of a GPU over all its links
+            to the other GPUs of its host.
+        network: Bytes per second to other slices or hosts; None if not published.
+    """
+
+    kind: str
+    device_kind: str
+    flops: float
+    memory: float
+    memory_bandwidth: float
+    link: float
+    network: float | None
+
+
+_GIB, _GB, _GBIT = 2**30, 1e9, 1e9 / 8
+# JAX takes so much of a GPU: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
+_GPU_SHARE = 0.75
+_HELD = _GPU_SHARE * _GB
+
+# Of TPUs: https://cloud.google.com/tpu/docs/v5e and its neighbours; of v4 Jouppi et al. 2023
+# (arXiv:2304.01433, table 4). Memory is what libtpu 0.0.42 leaves to a device, as it says
+# of a program that is too large. Links: v5e has 400 GB/s in both directions over 4 links, v5p
+# 1,200 GB/s over 6, v6e 3,200 Gbit/s over 4. Networks are those of a pod of 256 chips.
+# Of GPUs: https://www.nvidia.com/en-us/data-center/ and https://docs.nvidia.com/dgx/; flops are
+# without sparsity, networks the ports of a DGX of eight.
+FIGURES = (
+    Figures("v4", "TPU v4$", 275e12, 30.75 * _GIB, 1200 * _GB, 50 * _GB, None),
+    Figures("v5e", "TPU v5 lite$", 197e12, 15.75 * _GIB, 819 * _GB, 50 * _GB, 25 * _GBIT),
+    Figures("v5p", "TPU v5$", 459e12, 95.74 * _GIB, 2765 * _GB, 100 * _GB, 50 * _GBIT),
+    Figures("v6e", "TPU v6 lite$", 918e12, 31.25 * _GIB, 1600 * _GB, 100 * _GB, 100 * _GBIT),
+    Figures("a100-80gb", r"A100.*80GB", 312e12, 80 * _HELD, 2039 * _GB, 300 * _GB, 200 * _GBIT),
+    Figures("a100", r"A100", 312e12, 40 * _HELD, 1555 * _GB, 300 * _GB, 200 * _GBIT),
+    Figures("h100", r"\bH100\b(?! NVL)", 989.5e12, 80 * _HELD, 3350 * _GB, 450 * _GB, 400 * _GBIT),
+    Figures("h200", r"\bH200\b", 989.5e12, 141 * _HELD, 4800 * _GB, 450 * _GB, 400 * _GBIT),
+    Figures("b200", r"\bB200\b", 2250e12, 180 * _HELD, 8000 * _GB, 900 * _GB, 400 * _GBIT),
+)
+
+
+def find_figures(device_kind: str) -> Figures | None:
+    """What is published of a kind of device, with the memory that programs can have.
+
+    Args:
+        device_kind: As JAX names it.
+
+    >>> find_figures("TPU v5 lite").memory / 2**30, find_figures("cpu")
+    (15.75, None)
+    """
+    return next((each for each in FIGURES if re.search(each.device_kind, device_kind)), None)
+
+
+# Slices of TPUs
+
+
+class Slices(NamedTuple):
+    """Which slices there are of a generation of TPUs.
+
+    Attributes:
+        shapes: The chips of each along the links, without those made of cubes of 64 chips.
+        largest: The largest slice of cubes; None for a generation without.
+        ring: Without cubes, how many chips in a row have a link from the last to the first.
+        options: What libtpu needs to hear to describe the devices as JAX has them in a real run.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    largest: tuple[int, ...] | None = None
+    ring: int = 0
+    options: Mapping[str, Any] = {}
+
+    def are_cubes(self, shape: Sequence[int]) -> bool:
+        """Whether a slice consists of cubes of 64 chips, so that every row of chips is a ring."""
+        if self.largest is None or len(shape) != 3 or list(shape) != sorted(shape):
+            return False
+        return all(n % 4 == 0 and n <= most for n, most in zip(shape, self.largest, strict=True))
+
+    def all_shapes(self) -> list[tuple[int, ...]]:
+        """All slices, the smallest first."""
+        sides = [range(4, most + 1, 4) for most in self.largest or ()]
+        cubes = [c for c in itertools.product(*sides) if self.are_cubes(c)]
+        return sorted({*self.shapes, *cubes}, key=lambda shape: (math.prod(shape), shape))
+
+
+_SQUARES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_PARTS_OF_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+
+# https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
+SLICES = {
+    # JAX has one device for the two cores of a chip; libtpu by itself describes two.
+    "v4": Slices(_PARTS_OF_A_CUBE, (16, 16, 16), options={"chip_config_name": "megacore"}),
+    "v5e": Slices(_SQUARES, ring=16),
+    "v5p": Slices(_PARTS_OF_A_CUBE, (16, 16, 24)),
+    "v6e": Slices(_SQUARES, ring=16),
+}
+
+# Topologies
+
+_NAME = re.compile(r"[A-Za-z]\w*:\d+(x\d+)*")
+_FIX = "Write for instance 'v5e:16x16', 'v5p:8x8x16' or 'cpu:512'."
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices that need not be there.
+
+    Attributes:
+        name: A slice of TPUs by generation and chips, as JAX names it: ``"v5e:16x16"``. Simulated
+            CPU devices: ``"cpu:512"``. GPUs by hosts and GPUs of each: ``"gpu:4x8"``.
+        target_config: Of GPUs, which kind: the text of XLA's ``GpuTargetConfigProto``, as XLA's
+            sources have them in ``xla/tools/hlo_opt/gpu_specs``.
+
+    Several slices are not described. Where they only divide the batch, a device needs what it needs
+    on one slice with that part of the batch.
+
+    Raises:
+        MeshError: There are no devices of that name.
+
+    >>> Topology("v5e:16x16").device_count, Topology("cpu:512").device_count
+    (256, 512)
+    """
+
+    name: str
+    target_config: str = ""
+
+    def __post_init__(self) -> None:
+        problems = Problems(f"there is no topology {self.name!r}:")
+        is_name = isinstance(self.name, str) and _NAME.fullmatch(self.name) is not None
+        kinds = [*SLICES, "cpu", "gpu"]
+        if not is_name or self.kind not in kinds or not self.device_count:
+            near = nearest(self.kind, kinds) if is_name and self.kind not in kinds else None
+            what = f"a name is a kind of device ({', '.join(kinds)}) and a number of them"
+            problems.add("", what, (near and _topology_fix(near, self.device_count)) or _FIX)
+        elif self.kind in SLICES:
+            shapes = SLICES[self.kind].all_shapes()
+            if self.shape not in shapes:
+                what = f"{self.kind} has slices of {', '.join(map(_shape_text, shapes[:8]))} chips"
+                what += " and larger ones" * (len(shapes) > 8)
+                problems.add("", what, _topology_fix(self.kind, self.device_count) or _FIX)
+        elif len(self.shape) > 1 + (self.kind == "gpu"):
+            problems.add("", "only TPUs have a grid", "Write 'cpu:512', or 'gpu:4x8' for 4 hosts.")
+        elif self.kind == "gpu" and not self.target_config:
+            text = "pathlib.Path('h100_sxm.txtpb').read_text()"
+            fix = f"Write Topology({self.name!r}, target_config={text})."
+            problems.add("", "programs for GPUs need to know which ones", fix)
+        problems.raise_if_any(MeshError)
+
+    @property
+    def kind(self) -> str:
+        """The generation of TPUs, ``"cpu"`` or ``"gpu"``."""
+        return self.name.partition(":")[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of TPUs the chips along the links; of GPUs hosts and GPUs of each."""
+        return tuple(map(int, self.name.partition(":")[2].split("x")))
+
+    @property
+    def platform(self) -> Literal["cpu", "cuda", "tpu"]:
+        """The platform that programs are lowered for."""
+        return "tpu" if self.kind in SLICES else "cuda" if self.kind == "gpu" else "cpu"
+
+    @property
+    def device_count(self) -> int:
+        """How many JAX devices there are."""
+        return math.prod(self.shape)
+
+    @property
+    def memory_limit(self) -> int | None:
+        """The bytes that programs can have on one device; None of simulated ones."""
+        if found := re.search(r"\bdevice_memory_size:\s*(\d+)", self.target_config):
+            return int(_GPU_SHARE * int(found[1]))
+        return None if self.figures is None else int(self.figures.memory)
+
+    @property
+    def figures(self) -> Figures | None:
+        """What is published of the devices; None of simulated ones, and of GPUs not known."""
+        for figures in FIGURES:
+            if figures.kind == self.kind:
+                return figures
+        found = re.search(r'device_description_str:\s*"([^"]*)"', self.target_config)
+        return find_figures(found[1]) if found else None
+
+    def check_mesh(self, mesh_sizes: Mapping[str, int]) -> None:
+        """Refuses a mesh with another number of devices.
+
+        Args:
+            mesh_sizes: The size of each mesh axis.
+
+        Raises:
+            MeshError: It has another number of devices.
+        """
+        count = math.prod(mesh_sizes.values())
+        if count != self.device_count:
+            problems = Problems(f"{self.name!r} does not carry mesh ({mesh_text(mesh_sizes)}):")
+            what = f"the mesh has {count:,} devices, and the topology {self.device_count:,}"
+            fix = f"Choose sizes whose product is {self.device_count:,}."
+            problems.add("", what, _topology_fix(self.kind, count) or fix)
+            problems.raise_if_any(MeshError)
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _topology_fix(kind: str, count: int) -> str:
+    """What to write for a number of devices of a kind; empty if there is nothing."""
+    if kind not in SLICES:
+        return f"Write '{kind}:{count}'."
+    for shape in SLICES[kind].all_shapes():
+        if math.prod(shape) == count:
+            return f"Write '{kind}:{_shape_text(shape)}'."
+    return ""
+
+
+# Least times
+
+
+def mesh_bandwidths(topology: Topology, mesh_sizes: Mapping[str, int]) -> dict[str, float]:
+    """The bytes per second that one device can send over each mesh axis at most.
+
+    A mesh axis with whole axes of a slice's grid of chips has their links, both directions where
+    they are rings; one without may have all links of a chip. Mesh axes of GPUs are laid in order,
+    so that the last are inside of a host.
+
+    Args:
+        topology: The devices.
+        mesh_sizes: The size of each mesh axis.
+
+    Raises:
+        MeshError: There is no figure for a mesh axis, or the mesh is not one of these devices.
+    """
+    topology.check_mesh(mesh_sizes)
+    figures, problems = topology.figures, Problems(f"the links of {topology.name} are not known:")
+    between, within = (figures.network, figures.link) if figures else (None, None)
+    # How many links each mesh axis has, and over how many hosts it goes.
+    links, hosts = dict.fromkeys(mesh_sizes, 1), dict.fromkeys(mesh_sizes, 1)
+    if topology.kind in SLICES:
+        links = _count_links(topology, mesh_sizes)
+    else:
+        inner = 1
+        for axis, size in reversed([*mesh_sizes.items()]):
+            hosts[axis] = size // min(size, max(1, topology.shape[-1] // inner))
+            inner *= size
+    rates = {}
+    for axis, size in mesh_sizes.items():
+        rate = within and links[axis] * within
+        if hosts[axis] > 1:
+            # To gather the parts of all, a device sends its own to each other host once, and what
+            # comes back goes on inside of it.
+            rate = between and between * (size - 1) / (hosts[axis] - 1)
+        if rate is None and size > 1:
+            fix = f"Give bytes per second: least_time({{{axis!r}: 25e9, ...}})."
+            problems.add("", f"what a device sends over mesh axis {axis!r} is not published", fix)
+        rates[axis] = rate or 0.0
+    problems.raise_if_any(MeshError)
+    return rates
+
+
+def _count_links(topology: Topology, mesh_sizes: Mapping[str, int]) -> dict[str, int]:
+    """How many links a chip has along each mesh axis; all where that is not clear."""
+    ring, is_torus = SLICES[topology.kind].ring, SLICES[topology.kind].are_cubes(topology.shape)
+    free, links = [n for n in topology.shape if n > 1], {}
+    # From the last mesh axis on, and rather over several axes of the grid, as JAX lays a mesh.
+    for axis, size in reversed([*mesh_sizes.items()]):
+        chosen = next(
+            (
+                own
+                for count in range(len(free), -1, -1)
+                for own in itertools.combinations(free, count)
+                if math.prod(own) == size
+            ),
+            None,
+        )
+        if chosen is None:
+            return dict.fromkeys(mesh_sizes, 2 * len(topology.shape))
+        links[axis] = sum(1 + (is_torus or n == ring) for n in chosen)
+        for own in chosen:
+            free.remove(own)
+    return links
+
+
+def least_time(
+    sent: Mapping[tuple[str, ...], float],
+    mesh_sizes: Mapping[str, int],
+    links: Topology | Mapping[str, float] | None,
+) -> float:
+    """A lower bound in seconds of the time to send bytes over mesh axes.
+
+    What goes over any set of mesh axes takes at least its bytes divided by what their links carry
+    together; the worst set gives the bound, which by the theorem on flows and cuts is enough.
+
+    Args:
+        sent: The bytes that one device sends over each set of mesh axes.
+        mesh_sizes: The size of each mesh axis.
+        links: The devices, or the bytes per second that one device can send over each mesh axis.
+
+    Raises:
+        MeshError: A mesh axis has no figure.
+
+    >>> least_time({("data",): 6.0, ("data", "model"): 6.0}, {"data": 4, "model": 2},
+    ...            {"data": 1.0, "model": 1.0})
+    6.0
+    """
+    used = sorted({axis for axes, bytes_ in sent.items() if bytes_ for axis in axes})
+    rates: Mapping[str, float] = {}
+    if isinstance(links, Topology):
+        rates = mesh_bandwidths(links, mesh_sizes) if used else {}
+    else:
+        rates = links or {}
+        problems = Problems("the least time needs bytes per second for each mesh axis:")
+        fix = f"Write least_time({dict.fromkeys(mesh_sizes, 25e9)})."
+        for axis in used:
+            if not rates.get(axis, 0) > 0:
+                problems.add("", f"mesh axis {axis!r} has {rates.get(axis)}", fix)
+        problems.raise_if_any(MeshError)
+
+    def busy_time(axes: tuple[str, ...]) -> float:
+        """The time for what stays within some mesh axes."""
+        inside = sum(bytes_ for own, bytes_ in sent.items() if {*own} <= {*axes})
+        return inside / sum(rates[axis] for axis in axes)
+
+    sizes = range(1, len(used) + 1)
+    sets = itertools.chain.from_iterable(itertools.combinations(used, size) for size in sizes)
+    return max(map(busy_time, sets), default=0.0)

@@ -1,0 +1,152 @@
+"""``penzai-shard price`` and ``bill``: what they print, the lock, and the exit status."""
+
+import json
+import sys
+
+import pytest
+
+from penzai_shard.cli import inputs
+from penzai_shard.cli.main import main
+
+STEP = """
+import jax
+import jax.numpy as jnp
+import penzai_shard as pzs
+from jax.sharding import NamedSharding, PartitionSpec
+
+mesh = pzs.make_mesh({"data": 4, "model": 2})
+sharding = NamedSharding(mesh, PartitionSpec("data"))
+number = 8
+
+
+def build():
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)
+    y = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    return pzs.compile_step(jax.jit(lambda x, y: x @ x + y), x, y)
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "job.py").write_text(STEP)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    inputs.read_object.cache_clear()
+    inputs._import_file.cache_clear()
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["penzai-shard", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code or 0, *capsys.readouterr()
+
+    return call
+
+
+def write_lock(path, rows, device="cpu"):
+    data = {"version": 1, "made_by": {"device": device}, "rows": rows}
+    path.write_text(json.dumps(data))
+
+
+def test_price_prints_memory_and_collectives_and_writes_a_lock(run, tmp_path):
+    status, out, _ = run("price", "job.py:build")
+    assert status == 0
+    assert "all-gather over data" in out
+    assert "payload" not in out
+    assert out.count("these arguments are on no mesh") == 1
+    assert "payload" in run("price", "job.py:build", "--all")[1]
+    status, out, _ = run("price", "job.py:build", "--json", "-")
+    assert json.loads(out)["version"] == 1
+    assert run("price", "job.py:build", "--json", "base.json") == (0, "", "")
+    assert (tmp_path / "base.json").read_text() == out
+    status, out, _ = run("bill", "base.json", "base.json")
+    assert (status, "| " in out) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("call", "fix"),
+    [
+        ("price job.py:number", "compile_step("),
+        ("price job.py:bild", "job.py:build"),
+        ("bill absent.json absent.json", "price --json"),
+    ],
+)
+def test_price_and_bill_of_a_mistake_say_what_to_write(run, call, fix):
+    status, out, error = run(*call.split())
+    assert (status, out) == (2, "")
+    assert fix in error
+
+
+def a_row(path, **cells):
+    return {"path": path, "item": "all-gather over data, forward", **cells}
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, 0),
+        ({"sent": 500}, 0),
+        ({"sent": 1500}, 1),
+        ({"sent": 1010}, 0),
+        ({"times": 3}, 1),
+        ({"spec": "P(None, ('a', 'b'))"}, 0),
+    ],
+)
+def test_bill_status_is_whether_something_grew(run, tmp_path, changes, status):
+    before = [a_row(f"block_{i}", times=1, sent=1000) for i in range(12)]
+    write_lock(tmp_path / "base.json", before)
+    write_lock(tmp_path / "head.json", [row | changes for row in before])
+    got, out, _ = run("bill", "base.json", "head.json")
+    assert got == status
+    # Twelve equal blocks are one row.
+    assert out.count("`block_{0-11}`") == out.count("block_") <= 1
+    assert ("nothing differs" in out) == (changes.get("sent") == 1010 or not changes)
+    assert run("bill", "base.json", "head.json", "--tolerance", "0.6")[0] == ("times" in changes)
+
+
+def test_bill_is_short_and_says_first_what_grew(run, tmp_path):
+    names = [f"layer_{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(100)]
+    write_lock(tmp_path / "base.json", [a_row(name, times=2, sent=2000) for name in names])
+    head = [a_row(name, times=2, sent=1000 + i) for i, name in enumerate(names)]
+    write_lock(tmp_path / "head.json", [*head[:-1], head[-1] | {"sent": 9000}])
+    status, out, _ = run("bill", "base.json", "head.json")
+    lines = out.splitlines()
+    assert status == 1
+    assert "sent 195.3 KiB -> 110.2 KiB (-44%)" in lines[0]
+    assert len(lines) <= 60
+    assert names[-1] in next(line for line in lines if "| `layer_" in line)
+    assert "and 70 more rows" in out
+
+
+def test_bill_says_what_sums_of_bytes_do_not(run, tmp_path):
+    array = {"path": "w", "item": "parameters", "spec": "P()", "donated": "yes", "memory": 8}
+    mesh = {"path": "mesh", "item": "sizes", "spec": "data=4"}
+    again = {"path": "n", "item": "compiles again in step 2", "spec": "int32 -> int8", "times": 1}
+    kept = {"path": "kept", "item": "inputs", "spec": "P()"}
+    write_lock(tmp_path / "base.json", [mesh, array, kept | {"donated": "no"}])
+    head = [
+        kept | {"donated": "yes"},
+        mesh | {"spec": "data=8"},
+        array | {"spec": "P('a')", "donated": "no"},
+        again,
+    ]
+    write_lock(tmp_path / "head.json", head)
+    status, out, _ = run("bill", "base.json", "head.json")
+    assert status == 1
+    remarks = [line for line in out.splitlines() if line.startswith("- ")]
+    for words in ("data=4 -> data=8", "1 array is not donated", "1 array makes", "1 array has"):
+        assert any(words in remark for remark in remarks)
+    # Of other compilers: layouts only, and no sums.
+    rows = [mesh, array, kept | {"donated": "no"}, a_row("w", sent=9)]
+    write_lock(tmp_path / "head.json", rows, device="TPU v4")
+    status, out, _ = run("bill", "base.json", "head.json")
+    assert (status, "| " in out, "only layouts" in out) == (0, False, True)
+
+
+def test_bill_is_markdown_whatever_names_hold(run, tmp_path):
+    write_lock(tmp_path / "base.json", [])
+    row = {"path": "__a__|`b", "item": "x|y", "type": "key<fry>[]", "memory": 8}
+    write_lock(tmp_path / "head.json", [row])
+    _, out, _ = run("bill", "base.json", "head.json")
+    row = next(line for line in out.splitlines() if "__a__" in line)
+    assert row == r"| `__a__\|'b` | x&#124;y |  | type key&lt;fry&gt;[], memory 8 B | new |"

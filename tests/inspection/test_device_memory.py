@@ -1,0 +1,203 @@
+"""What a step needs of a device, against the arrays themselves and XLA's own analysis."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import treescope
+from jax.sharding import NamedSharding, PartitionSpec
+from penzai import pz
+
+import penzai_shard as pzs
+from penzai_shard.inspection.memory import make_memory_report
+
+MESH = pzs.make_mesh({"data": 4, "model": 2})
+RULES = {"embedding": "data", "neurons": "model"}
+
+
+def build(blocks=2, width=16, wrap=lambda block: block):
+    linear = functools.partial(pz.nn.Linear.from_config, init_base_rng=jax.random.key(0))
+    wide, narrow = {"neurons": 32}, {"embedding": width}
+    layers = []
+    for number in range(blocks):
+        up = linear(f"lm/block_{number}/up", input_axes=narrow, output_axes=wide)
+        down = linear(f"lm/block_{number}/down", input_axes=wide, output_axes=narrow)
+        layers.append(wrap(pz.nn.Sequential([up, pz.nn.Elementwise(jnp.tanh), down])))
+    return pz.nn.Sequential(layers)
+
+
+def squares(model, rng, state, x):
+    return (model(x).unwrap("batch", "embedding") ** 2).sum(), state, {}
+
+
+def make_step(rules=RULES, model=build, examples=8, width=16, donate=True, **options):
+    """A step with the state and the input to call it with."""
+
+    def init():
+        built = model(width=width)
+        return pzs.TrainState.initial_state(built, optax.adam(1e-3), jax.random.key(1))
+
+    shardings = pzs.train_state_sharding(jax.eval_shape(init), MESH, rules, **options)
+    state = jax.jit(init, out_shardings=shardings)()
+    sizes = {"batch": examples, "embedding": width}
+    x = pzs.shard_batch(pz.nx.ones(sizes), MESH, {"batch": "data"})
+    return pzs.build_train_step_fn(squares, donate_params_and_state=donate), state, x
+
+
+def bytes_there(*trees):
+    """What arrays take on the first device."""
+    leaves = [leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array)]
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    step, state, x = make_step()
+    return step, state, x, pzs.compile_step(step, state, x=x)
+
+
+def test_items_are_what_arrays_take_and_what_xla_says(sharded):
+    step, state, x, compiled = sharded
+    report = compiled.memory
+    assert report.parameters == bytes_there(state.params)
+    assert report.optimizer_state == bytes_there(state.opt_state)
+    assert (report.inputs, report.resident) == (bytes_there(x), bytes_there(state))
+    stats = step.lower(state, x=x).compile().memory_analysis()
+    assert report.outputs == stats.output_size_in_bytes
+    assert report.donated == stats.alias_size_in_bytes > 0
+    assert report.temporaries == stats.temp_size_in_bytes > 0
+    used = stats.argument_size_in_bytes
+    # The loss uses no random key, so that JAX leaves it out of the program.
+    assert report.unused == report.resident + report.inputs - used == 8
+    assert report.padding == 0
+    others = report.temporaries + stats.generated_code_size_in_bytes
+    assert report.total == used + report.outputs - report.donated + others
+
+
+def test_rows_add_up_and_a_parameter_has_its_statistics_with_it(sharded):
+    _, state, _, compiled = sharded
+    rows = compiled.memory.to_data()["rows"]
+    assert sum(row["per device"] or 0 for row in rows) == compiled.memory.total
+    one = bytes_there(state.params["lm/block_0/up.weights"])
+    sizes = [row["per device"] for row in rows if row["memory"] == "lm/block_0/up.weights"]
+    assert sizes == [one, 2 * one]
+
+
+def test_peak_names_the_layers_whose_activations_wait_for_the_backward_pass():
+    step, state, x = make_step({}, examples=4096)
+    compiled = pzs.compile_step(step, state, x=x)
+    report = compiled.memory
+    kept = [row.bytes for row in report.peak if row.phase == "forward" and "block" in row.layer]
+    # Of 1024 examples 32 neurons behind each tanh, whose derivative needs them.
+    assert 2 * 1024 * 32 * 4 <= sum(kept) <= report.temporaries
+    assert sum(row.bytes for row in report.peak) <= 2 * report.temporaries
+    # While one of two equal blocks is computed again, its activations are there.
+    (remat,) = (each for each in report.suggestions if "lm/block_{0-1}" in each.text)
+    assert "CPUs" in remat.text
+    assert sum(kept) / 3 <= remat.saves <= sum(kept) / 2
+    figures = compiled.figures._replace(temporaries=100 * report.temporaries)
+    assert make_memory_report(compiled.step, figures, compiled.program).peak == ()
+
+
+def test_suggestions_name_no_block_that_is_computed_again_or_is_the_only_one():
+    for model in (functools.partial(build, 4, wrap=pzs.Checkpointed), functools.partial(build, 1)):
+        step, state, x = make_step({}, model, examples=4096)
+        texts = [each.text for each in pzs.device_memory(step, state, x=x).suggestions]
+        assert texts
+        assert not any("again" in text for text in texts)
+
+
+def test_suggestions_save_what_they_say(sharded):
+    step, state, x = make_step({"neurons": "data"}, donate=False)
+    report = pzs.device_memory(step, state, x=x)
+    donation, parameters, optimizer = report.suggestions
+    held = report.parameters + report.optimizer_state
+    # The number of the step is an argument that is not donated.
+    assert (donation.saves, "donate_params_and_state" in donation.text) == (held + 4, True)
+    donating = pzs.device_memory(*make_step({"neurons": "data"})[:2], x=x)
+    assert donating.donated == donation.saves - 4
+    assert donating.total < report.total
+    rules = {"neurons": "data", "embedding": "model"}
+    for found, options in (
+        (parameters, {"rules": rules}),
+        (optimizer, {"rules": {"neurons": "data"}, "optimizer_rules": rules}),
+    ):
+        assert "{'embedding': 'model'}" in found.text
+        _, state, _ = make_step(**options)
+        assert found.saves == held - bytes_there(state.params, state.opt_state)
+    texts = [each.text for each in sharded[-1].memory.suggestions]
+    assert not any("donate" in text or "rule" in text for text in texts)
+
+
+def test_suggestions_are_possible():
+    # 18 does not divide over "data", and "model" is taken; then arrays without names.
+    step, state, x = make_step({"neurons": "model"}, width=18)
+    compiled = pzs.compile_step(step, state, x=x)
+    arrays = [
+        dataclasses.replace(a, names=(None,) * len(a.shape), sharding=None)
+        for a in compiled.step.arguments
+    ]
+    nameless = dataclasses.replace(compiled.step, arguments=tuple(arrays))
+    for each in (compiled.step, nameless):
+        assert make_memory_report(each, compiled.figures, compiled.program).suggestions == ()
+    # Next values that lie otherwise, or are of another dtype, cannot take the memory.
+    rows, whole = (NamedSharding(MESH, spec) for spec in (PartitionSpec("data"), PartitionSpec()))
+    params = dict.fromkeys("ab", jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=rows))
+    step = jax.jit(
+        lambda params: {"a": params["a"] + 1, "b": params["b"].astype(jnp.bfloat16)},
+        out_shardings={"a": whole, "b": rows},
+    )
+    compiled = pzs.compile_step(step, params)
+    assert compiled.step.next_arguments == {0: 0, 1: 1}
+    assert compiled.memory.suggestions == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [("TPU v5 lite", 15.75 * 2**30), ("NVIDIA H100 80GB HBM3", 60e9), ("cpu", None)],
+)
+def test_fits_is_said_where_the_limit_is_known(sharded, kind, limit):
+    *_, compiled = sharded
+    arguments = compiled.step, compiled.figures, compiled.program
+    report = make_memory_report(*arguments, device_kind=kind)
+    assert (report.limit, report.fits) == (limit, None if limit is None else True)
+    assert make_memory_report(*arguments, 1024, device_kind=kind).fits is False
+
+
+def test_evaluation_does_not_use_the_optimizer_state_which_is_there_all_the_same():
+    _, state, x = make_step(examples=4096)
+    compiled = pzs.compile_step(pzs.build_eval_step_fn(squares), state, x=x)
+    report = compiled.memory
+    assert not any("again" in each.text for each in report.suggestions)
+    assert report.resident == bytes_there(state)
+    assert report.unused >= report.optimizer_state == bytes_there(state.opt_state)
+    held = report.total + report.unused
+    for limit, fits in ((held, True), (held - 1, False)):
+        found = make_memory_report(compiled.step, compiled.figures, compiled.program, limit)
+        assert found.fits is fits
+        assert "arrays that it does not use" in found.report().verdict
+
+
+def test_arrays_in_the_memory_of_the_host_count_apart():
+    host, device = (
+        NamedSharding(MESH, PartitionSpec(), memory_kind=kind) for kind in ("pinned_host", "device")
+    )
+    model = pz.freeze_params(build(1))
+    there = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host), model)
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=device)
+    report = pzs.device_memory(jax.jit(lambda model, x: x.sum()), there, x)
+    assert (report.host, report.inputs, report.parameters) == (bytes_there(model), 8 * 8 * 4, 0)
+    assert (report.unused, report.padding) == (0, 0)
+    # Splitting them would save nothing on a device.
+    assert report.suggestions == ()
+
+
+def test_page_of_twelve_blocks_is_small():
+    step, state, x = make_step(model=functools.partial(build, 12))
+    compiled = pzs.compile_step(step, state, x=x)
+    for report in (compiled.memory, compiled.collectives):
+        assert len(treescope.render_to_html(report, roundtrip_mode=False)) < 400_000
+        assert "block_{0-11}" in str(report.tree())
