@@ -155,9 +155,10 @@ class Tree:
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
         title = plain_text(f"{self.report.title}: {self.report.verdict}")
         notes = list(map(plain_text, self.report.notes))
-        return self._part(dataclasses.replace(self.root, label=title, details=notes), path)
+        root = dataclasses.replace(self.root, label=title, details=notes)
+        return self._part(root, path, is_open=True)
 
-    def _part(self, node: Node, path: str | None = None) -> Any:
+    def _part(self, node: Node, path: str | None = None, is_open: bool = False) -> Any:
         from treescope import rendering_parts as parts
 
         label = parts.text(node.label)
@@ -170,4 +171,6 @@ class Tree:
         if not below:
             return parts.build_one_line_tree_node(parts.siblings(*line), path)
         contents = parts.fold_condition(parts.text(" ..."), parts.indented_children(below))
-        return parts.build_custom_foldable_tree_node(contents, path, parts.siblings(*line))
+        states = parts.ExpandState
+        state = states.EXPANDED if is_open else states.WEAKLY_COLLAPSED
+        return parts.build_custom_foldable_tree_node(contents, path, parts.siblings(*line), state)
