@@ -28,7 +28,7 @@ BUDGETS = {
     "layouts": 700,
     "checkpoints": 1780,
     "pretrained": 915,
-    "inspection": 2415,
+    "inspection": 2400,
     "why": 600,
     "lint": 660,
     "views": 520,

@@ -105,11 +105,6 @@ class Collective:
         """How much of an all-reduce is a reduce-scatter in all but name."""
         return sum(part.payload_bytes for part in self.parts if part.keeps_slice)
 
-    @property
-    def keeps_slice(self) -> bool:
-        """Whether each device keeps its own slice only of some of what it sums."""
-        return self.sliced_bytes > 0
-
 
 def read_collectives(program: Program, step: "LoweredStep") -> tuple[Collective, ...]:
     """The collectives of a compiled step, in the order of the program's text.
@@ -236,17 +231,17 @@ class _Attribution:
         value = Place(self._program.operands(one)[position])
         result = self._program.result(one, position)
         argument = self._argument(value)
-        array = argument or self._updated(result)
+        array = argument or self._next_argument(result)
         holders = self._step.layers.holders(array.path) if array else ()
 
         # Of several arrays that the compiler merged, the name may name one only. Then the nearest
         # operations say it, if all of them do; of what is gathered for several, the first.
         names, start = self._names(one), value if is_sum else result
         own = names if len(one.operands) == 1 or kind == "all-to-all" else ()
-        layers, phase = self._layers(own), _agreed(map(self._step.layers.phase, own))
+        layers, phase = self._layers(own), _only_value(map(self._step.layers.phase, own))
         near = () if layers and len(own) == 1 else self._near_names(start, is_sum)
         phases = [*map(self._step.layers.phase, near)]
-        phase = phase or (_agreed(phases) if is_sum else _first(phases))
+        phase = phase or (_only_value(phases) if is_sum else _first(phases))
         if all(map(self._step.layers.owner, near)):
             layers = layers or self._layers(near)
         layers = layers or holders or self._layers_computed_with(start, is_sum)
@@ -297,7 +292,7 @@ class _Attribution:
         found: dict[str, None] = {}
         for one in self._ends(start, before):
             taken = [self._argument(Place(operand)) for operand in self._program.operands(one)]
-            for array in (self._updated(Place(one)), *taken):
+            for array in (self._next_argument(Place(one)), *taken):
                 if array and array.part not in ("inputs", "optimizer state"):
                     found |= dict.fromkeys(self._step.layers.holders(array.path))
         return tuple(found)
@@ -327,7 +322,7 @@ class _Attribution:
             return None
         return self._arguments.get(one.op_name)
 
-    def _updated(self, result: Place) -> "StepArray | None":
+    def _next_argument(self, result: Place) -> "StepArray | None":
         """The one argument of whose next value a value is a part."""
         arrays = self._updates.get(result, {})
         return next(iter(arrays.values())) if len(arrays) == 1 else None
@@ -394,7 +389,7 @@ def _keeps_elements(one: Instruction) -> bool:
     return one.opcode in _SAME_ELEMENTS
 
 
-def _agreed(values: Iterable[str | None]) -> str | None:
+def _only_value(values: Iterable[str | None]) -> str | None:
     """What all say; None if they differ."""
     distinct = set(values)
     return distinct.pop() if len(distinct) == 1 else None

@@ -363,11 +363,11 @@ class Program:
         if own is None or own.instruction.opcode != "parameter" or last is None:
             return None
         first = self._constant(Place(self.operands(loop)[0], own.number))
-        added = self._added(body, own.number)
+        added = self._increment(body, own.number)
         direction = compare.instruction.attribute("direction") or ""
         return None if first is None else _count(first, added or 0, last, direction)
 
-    def _added(self, body: str, number: int) -> int | None:
+    def _increment(self, body: str, number: int) -> int | None:
         """The constant that a loop's body adds to a carried integer, and does nothing else."""
         total = self._origin(Place(self.root(body), number), body)
         if total is None or total.instruction.opcode != "add":

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from penzai_shard.errors import MeshError, Problems
+from penzai_shard.errors import MeshError, Problem, Problems
 from penzai_shard.meshes import mesh_text
 from penzai_shard.paths import nearest
 
@@ -29,7 +29,6 @@ class Figures(NamedTuple):
         memory_bandwidth: Bytes per second of a chip's own memory.
         link: Bytes per second: of a TPU over one link to a neighbour, of a GPU over all its links
             to the other GPUs of its host.
-        network: Bytes per second to other slices or hosts; None if not published.
     """
 
     kind: str
@@ -38,10 +37,9 @@ class Figures(NamedTuple):
     memory: float
     memory_bandwidth: float
     link: float
-    network: float | None
 
 
-_GIB, _GB, _GBIT = 2**30, 1e9, 1e9 / 8
+_GIB, _GB = 2**30, 1e9
 # JAX takes so much of a GPU: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
 _GPU_SHARE = 0.75
 _HELD = _GPU_SHARE * _GB
@@ -49,19 +47,19 @@ _HELD = _GPU_SHARE * _GB
 # Of TPUs: https://cloud.google.com/tpu/docs/v5e and its neighbours; of v4 Jouppi et al. 2023
 # (arXiv:2304.01433, table 4). Memory is what libtpu 0.0.42 leaves to a device, as it says
 # of a program that is too large. Links: v5e has 400 GB/s in both directions over 4 links, v5p
-# 1,200 GB/s over 6, v6e 3,200 Gbit/s over 4. Networks are those of a pod of 256 chips.
+# 1,200 GB/s over 6, v6e 3,200 Gbit/s over 4.
 # Of GPUs: https://www.nvidia.com/en-us/data-center/ and https://docs.nvidia.com/dgx/; flops are
-# without sparsity, networks the ports of a DGX of eight.
+# without sparsity.
 FIGURES = (
-    Figures("v4", "TPU v4$", 275e12, 30.75 * _GIB, 1200 * _GB, 50 * _GB, None),
-    Figures("v5e", "TPU v5 lite$", 197e12, 15.75 * _GIB, 819 * _GB, 50 * _GB, 25 * _GBIT),
-    Figures("v5p", "TPU v5$", 459e12, 95.74 * _GIB, 2765 * _GB, 100 * _GB, 50 * _GBIT),
-    Figures("v6e", "TPU v6 lite$", 918e12, 31.25 * _GIB, 1600 * _GB, 100 * _GB, 100 * _GBIT),
-    Figures("a100-80gb", r"A100.*80GB", 312e12, 80 * _HELD, 2039 * _GB, 300 * _GB, 200 * _GBIT),
-    Figures("a100", r"A100", 312e12, 40 * _HELD, 1555 * _GB, 300 * _GB, 200 * _GBIT),
-    Figures("h100", r"\bH100\b(?! NVL)", 989.5e12, 80 * _HELD, 3350 * _GB, 450 * _GB, 400 * _GBIT),
-    Figures("h200", r"\bH200\b", 989.5e12, 141 * _HELD, 4800 * _GB, 450 * _GB, 400 * _GBIT),
-    Figures("b200", r"\bB200\b", 2250e12, 180 * _HELD, 8000 * _GB, 900 * _GB, 400 * _GBIT),
+    Figures("v4", "TPU v4$", 275e12, 30.75 * _GIB, 1200 * _GB, 50 * _GB),
+    Figures("v5e", "TPU v5 lite$", 197e12, 15.75 * _GIB, 819 * _GB, 50 * _GB),
+    Figures("v5p", "TPU v5$", 459e12, 95.74 * _GIB, 2765 * _GB, 100 * _GB),
+    Figures("v6e", "TPU v6 lite$", 918e12, 31.25 * _GIB, 1600 * _GB, 100 * _GB),
+    Figures("a100-80gb", r"A100.*80GB", 312e12, 80 * _HELD, 2039 * _GB, 300 * _GB),
+    Figures("a100", r"A100", 312e12, 40 * _HELD, 1555 * _GB, 300 * _GB),
+    Figures("h100", r"\bH100\b(?! NVL)", 989.5e12, 80 * _HELD, 3350 * _GB, 450 * _GB),
+    Figures("h200", r"\bH200\b", 989.5e12, 141 * _HELD, 4800 * _GB, 450 * _GB),
+    Figures("b200", r"\bB200\b", 2250e12, 180 * _HELD, 8000 * _GB, 900 * _GB),
 )
 
 
@@ -246,41 +244,24 @@ def mesh_bandwidths(topology: Topology, mesh_sizes: Mapping[str, int]) -> dict[s
     """The bytes per second that one device can send over each mesh axis at most.
 
     A mesh axis with whole axes of a slice's grid of chips has their links, both directions where
-    they are rings; one without may have all links of a chip. Mesh axes of GPUs are laid in order,
-    so that the last are inside of a host.
+    they are rings; one without may have all links of a chip. A mesh axis of GPUs may have all links
+    inside of a host, though it goes over several hosts.
 
     Args:
         topology: The devices.
         mesh_sizes: The size of each mesh axis.
 
     Raises:
-        MeshError: There is no figure for a mesh axis, or the mesh is not one of these devices.
+        MeshError: Nothing is published of the devices, or the mesh is not one of them.
     """
     topology.check_mesh(mesh_sizes)
-    figures, problems = topology.figures, Problems(f"the links of {topology.name} are not known:")
-    between, within = (figures.network, figures.link) if figures else (None, None)
-    # How many links each mesh axis has, and over how many hosts it goes.
-    links, hosts = dict.fromkeys(mesh_sizes, 1), dict.fromkeys(mesh_sizes, 1)
-    if topology.kind in SLICES:
-        links = _count_links(topology, mesh_sizes)
-    else:
-        inner = 1
-        for axis, size in reversed([*mesh_sizes.items()]):
-            hosts[axis] = size // min(size, max(1, topology.shape[-1] // inner))
-            inner *= size
-    rates = {}
-    for axis, size in mesh_sizes.items():
-        rate = within and links[axis] * within
-        if hosts[axis] > 1:
-            # To gather the parts of all, a device sends its own to each other host once, and what
-            # comes back goes on inside of it.
-            rate = between and between * (size - 1) / (hosts[axis] - 1)
-        if rate is None and size > 1:
-            fix = f"Give bytes per second: least_time({{{axis!r}: 25e9, ...}})."
-            problems.add("", f"what a device sends over mesh axis {axis!r} is not published", fix)
-        rates[axis] = rate or 0.0
-    problems.raise_if_any(MeshError)
-    return rates
+    if (figures := topology.figures) is None:
+        fix = f"Give bytes per second: least_time({dict.fromkeys(mesh_sizes, 25e9)})."
+        problem = Problem("", "what they send is not published", fix)
+        raise MeshError(f"the links of {topology.name!r}:", [problem])
+    is_tpu = topology.kind in SLICES
+    links = _count_links(topology, mesh_sizes) if is_tpu else dict.fromkeys(mesh_sizes, 1)
+    return {axis: links[axis] * figures.link for axis in mesh_sizes}
 
 
 def _count_links(topology: Topology, mesh_sizes: Mapping[str, int]) -> dict[str, int]:
