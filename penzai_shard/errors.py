@@ -88,6 +88,14 @@ class SelectionError(ShardingError, LookupError):
     """A pattern fits nothing, or too much."""
 
 
+class LayerStackError(ShardingError):
+    """A layer cannot be repeated in a loop, as its layers do not treat their input alike."""
+
+
+class ManualRegionError(ShardingError):
+    """A layer cannot run on one device's part: it mixes elements of what is split."""
+
+
 class CheckpointNotFoundError(ShardingError, FileNotFoundError):
     """There is no checkpoint at a path."""
 

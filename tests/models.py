@@ -27,7 +27,7 @@ with warnings.catch_warnings():
 # Penzai
 
 
-def llama(seed=0, tied=False, stacked=False, kv_heads=2, multiplier=2):
+def llama(seed=0, tied=False, stacked=False, kv_heads=2, multiplier=2, blocks=2):
     """A transformer with the axes of Penzai's own models, 0.02 MB."""
     config = llamalike_common.LlamalikeTransformerConfig(
         num_kv_heads=kv_heads,
@@ -35,7 +35,7 @@ def llama(seed=0, tied=False, stacked=False, kv_heads=2, multiplier=2):
         embedding_dim=8,
         projection_dim=4,
         mlp_hidden_dim=16,
-        num_decoder_blocks=2,
+        num_decoder_blocks=blocks,
         vocab_size=16,
         mlp_variant="swiglu",
         tie_embedder_and_logits=tied,

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.kinds import device_dtype, is_deleted, is_struct
-from penzai_shard.arrays.structure import Leaf, Structure, flatten, leaves_of
+from penzai_shard.arrays.structure import Leaf, Structure
 from penzai_shard.checkpoints.matching import PARAMETERS, Options, match, read_options
 from penzai_shard.checkpoints.records import ArrayRecord, Manifest, make_record
 from penzai_shard.checkpoints.restoring import restore
@@ -34,6 +34,7 @@ from penzai_shard.planning.plan import ShardingPlan
 from penzai_shard.planning.planner import plan_tree
 from penzai_shard.processes.arrays import put
 from penzai_shard.rules import OnIndivisible
+from penzai_shard.surgery.inserted import flatten_bare
 
 # In memory
 
@@ -274,14 +275,14 @@ def restore_params(
 
 
 def read_tree(called: str, tree: Any) -> tuple[list[Leaf], Structure]:
-    """Takes a tree apart whose arrays are known by path.
+    """Takes a tree apart whose arrays are known by path, whatever edits put around its layers.
 
     Raises:
         RuleTypeError: It has no arrays, or something stands where one should be.
         ShardingError: Two arrays have one path.
     """
     arguments.check_tree(called, tree)
-    leaves, structure = flatten(tree)
+    leaves, structure = flatten_bare(tree)
     structure.check_paths()
     problems = Problems(f"{called} needs a model, or a dictionary of arrays:")
     problems.extend(structure.problems)
@@ -329,7 +330,7 @@ def read_layout(
     if all(given is None for given in (mesh, plan, *rules)):
         own = {
             leaf.path: leaf.value if leaf.dtype is None else getattr(leaf.value, "sharding", None)
-            for leaf in leaves_of(tree)
+            for leaf in flatten_bare(tree)[0]
         }
         if any(isinstance(getattr(s, "mesh", None), AbstractMesh) for s in own.values()):
             what, fix = "arrays lie on a mesh without devices", "Give mesh=make_mesh({...})."
@@ -338,7 +339,8 @@ def read_layout(
         return {path: on_auto_twin(sharding) for path, sharding in own.items()}
     request = arguments.read(called, mesh, *rules, plan=plan, **relaxed)
     check_devices(request)
-    return {leaf.path: leaf.sharding for leaf in plan_tree(tree, request).leaves}
+    planned = zip(flatten_bare(tree)[0], plan_tree(tree, request).leaves, strict=True)
+    return {leaf.path: own.sharding for leaf, own in planned}
 
 
 def _find_parameters(

@@ -7,6 +7,8 @@ https://docs.jax.dev/en/latest/jax.extend.core.html
 
 from typing import Any
 
+from jax._src import source_info_util
+from jax._src.interpreters import partial_eval
 from jax._src.named_sharding import UNSPECIFIED
 from jax.extend.core import (
     ClosedJaxpr,  # a program with the constants that it closes over
@@ -27,8 +29,10 @@ __all__ = [
     "Literal",
     "Var",
     "count_signatures",
+    "drop_dead_code",
     "is_weak_type",
     "jaxpr_as_fun",
+    "source_frames",
     "without_shardings",
 ]
 
@@ -49,6 +53,16 @@ def count_signatures(jitted: Any) -> int:
     return count
 
 
+def drop_dead_code(jaxpr: Jaxpr) -> Any:
+    """A program without the operations of which none of its results and no effect comes.
+
+    >>> import jax
+    >>> drop_dead_code(jax.make_jaxpr(lambda x: (jax.lax.sin(x), x)[1])(1.0).jaxpr).eqns
+    []
+    """
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
 def is_weak_type(value: Any) -> bool:
     """Whether a value's dtype gives way to that of what it is combined with.
 
@@ -59,6 +73,20 @@ def is_weak_type(value: Any) -> bool:
     (True, False)
     """
     return bool(getattr(value, "weak_type", False))
+
+
+def source_frames(equation: JaxprEqn) -> list[tuple[str, str, int]]:
+    """File, function and line of each call that led to an operation, the innermost first.
+
+    Calls in JAX and in Python's own library are left out.
+
+    >>> import jax
+    >>> (equation,) = jax.make_jaxpr(lambda x: jax.lax.sin(x))(1.0).eqns
+    >>> source_frames(equation)[0][1]
+    '<lambda>'
+    """
+    frames = source_info_util.user_frames(equation.source_info.traceback)
+    return [(frame.file_name, frame.function_name, frame.start_line) for frame in frames]
 
 
 def without_shardings(call: JaxprEqn) -> dict[str, Any]:

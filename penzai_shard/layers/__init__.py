@@ -4,9 +4,16 @@ import importlib
 from typing import Any
 
 _NAMES = {
+    "axis_order": "KeepAxisOrder",
     "constraints": "ConstrainActivations ConstrainSharding ConstrainShardingByName",
+    "gather_parameters": "GatherParameters",
+    "in_precision": "InPrecision",
+    "independence": "independent_axes",
     "jitted": "Jitted",
+    "manual": "fold_rng_over_axis",
     "remat": "Checkpointed",
+    "rolled_layer_stack": "RolledLayerStack",
+    "shard_mapped": "ShardMapped",
     "wrapper": "Scoped WrapperLayer",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -133,7 +133,7 @@ class ConstrainShardingByName(pz.nn.Layer):  # type: ignore[misc]
         Warns:
             ShardingWarning: As ``make_plan``.
         """
-        return _pin_by_name(tree, arguments.read("ConstrainShardingByName", **vars(self)))
+        return pin_by_name(tree, arguments.read("ConstrainShardingByName", **vars(self)))
 
 
 @pz.pytree_dataclass
@@ -184,19 +184,24 @@ class ConstrainActivations(WrapperLayer):
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
         for rules in self.inputs:
-            argument = _pin_by_name(argument, self._request(rules))
+            argument = pin_by_name(argument, self._request(rules))
         with auto_context():
             output = self.body(argument, **side_inputs)
         for rules in self.outputs:
-            output = _pin_by_name(output, self._request(rules))
+            output = pin_by_name(output, self._request(rules))
         return output
 
 
 # Pinning
 
 
-def _pin_by_name(tree: Any, request: arguments.Request) -> Any:
-    """A tree, each array where the rules say."""
+def pin_by_name(tree: Any, request: arguments.Request) -> Any:
+    """A tree, each array where the rules say.
+
+    Raises:
+        PlanError: Some arrays have no valid layout.
+        MeshError: An array is on other devices than the mesh.
+    """
     mesh = request.mesh
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if not set(manual).isdisjoint(mesh.axis_names):

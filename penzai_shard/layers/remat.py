@@ -1,7 +1,7 @@
 """Computes a layer's intermediates again in the backward pass, in place of keeping them."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,9 +12,22 @@ from penzai_shard.errors import Problem, RuleTypeError, ShardingError
 from penzai_shard.layers.wrapper import Call, WrapperLayer
 from penzai_shard.paths import nearest
 
-_HOST_MEMORY = "pinned_host"
+HOST_MEMORY = "pinned_host"
+# What a gathered parameter is called where a policy decides on it.
+GATHERED = "gathered_parameter"
+# A gathered parameter must not be kept under another form either: as it was before it got its name,
+# cast, or transposed. To redo that for an activation costs little.
+_FORM_CHANGES = """
+    broadcast_in_dim convert_element_type copy expand_dims reduce_precision reshape reshard
+    sharding_constraint squeeze transpose"""
+
+
+def _all_but_gathered(primitive: Any, *operands: Any, **parameters: Any) -> bool:
+    return parameters.get("name") != GATHERED and primitive.name not in _FORM_CHANGES.split()
+
+
 # Unlike functions, names can be written to a file and compared.
-_POLICIES: dict[str, Callable[..., Any]] = {
+POLICIES: dict[str, Callable[..., Any]] = {
     # The layer's input only.
     "nothing": jax.checkpoint_policies.nothing_saveable,
     # Results of matrix products.
@@ -23,9 +36,37 @@ _POLICIES: dict[str, Callable[..., Any]] = {
     "dots_without_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     # As if the layer were not wrapped.
     "everything": jax.checkpoint_policies.everything_saveable,
+    # All but the parameters that `GatherParameters` gathers.
+    "all_but_gathered": _all_but_gathered,
     # Those of linear layers, in the memory of the host.
-    "offload_dots": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", _HOST_MEMORY),
+    "offload_dots": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", HOST_MEMORY),
 }
+
+
+def check_policy(called: str, policy: Any, known: Iterable[str] = tuple(POLICIES)) -> None:
+    """Refuses what is neither a function nor the name of a policy.
+
+    Raises:
+        RuleTypeError: It is neither.
+    """
+    names = [*known]
+    if not callable(policy) and policy not in names:
+        fix = f"Write policy={nearest(policy, names) or 'dots'!r}."
+        what = f"there is no policy {policy!r}; there are {', '.join(map(repr, names))}"
+        raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
+
+
+def check_host_memory(called: str, policy: str) -> None:
+    """Refuses to keep values where this backend has no memory.
+
+    Raises:
+        ShardingError: Devices cannot reach the memory of the host.
+    """
+    kinds = [memory.kind for memory in jax.local_devices()[0].addressable_memories()]
+    if HOST_MEMORY not in kinds:
+        what = f"this {jax.default_backend()} backend has no memory {HOST_MEMORY!r}"
+        problem = Problem("", what, "Write policy='dots_without_batch'.")
+        raise ShardingError(f"{called}(policy={policy!r}):", [problem])
 
 
 @pz.pytree_dataclass
@@ -41,9 +82,10 @@ class Checkpointed(WrapperLayer):
     Attributes:
         body: The layer.
         policy: What may be kept: ``"nothing"``, ``"dots"`` (results of matrix products),
-            ``"dots_without_batch"`` (those of linear layers), ``"everything"``, ``"offload_dots"``
-            (those of linear layers, in the memory of the host), or what ``jax.checkpoint`` takes.
-            None keeps nothing.
+            ``"dots_without_batch"`` (those of linear layers), ``"everything"``,
+            ``"all_but_gathered"`` (all but what ``GatherParameters`` gathers, which is gathered
+            again), ``"offload_dots"`` (those of linear layers, in the memory of the host), or what
+            ``jax.checkpoint`` takes. None keeps nothing.
 
     Raises:
         RuleTypeError: There is no such policy.
@@ -59,23 +101,12 @@ class Checkpointed(WrapperLayer):
     )
 
     def __post_init__(self) -> None:
-        if self.policy is None or callable(self.policy) or self.policy in _POLICIES:
-            return
-        near = nearest(self.policy, _POLICIES) or "dots"
-        what = f"there is no policy {self.policy!r}; there are {', '.join(map(repr, _POLICIES))}"
-        raise RuleTypeError("Checkpointed:", [Problem("", what, f"Write policy={near!r}.")])
+        if self.policy is not None:
+            check_policy("Checkpointed", self.policy)
 
     def _transform(self, call: Call, structure: Structure) -> Call:
         if self.policy == "offload_dots":
-            _check_host_memory()
-        policy = _POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
+            check_host_memory("Checkpointed", self.policy)
+        policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
         transformed: Call = jax.checkpoint(call, policy=policy)
         return transformed
-
-
-def _check_host_memory() -> None:
-    kinds = [memory.kind for memory in jax.local_devices()[0].addressable_memories()]
-    if _HOST_MEMORY not in kinds:
-        what = f"this {jax.default_backend()} backend has no memory {_HOST_MEMORY!r}"
-        problem = Problem("", what, "Write policy='dots_without_batch'.")
-        raise ShardingError("Checkpointed(policy='offload_dots'):", [problem])

@@ -22,6 +22,7 @@ from penzai_shard.arrays.structure import Leaf, Structure
 from penzai_shard.errors import Problem, ShardingError
 from penzai_shard.planning.arguments import check_tree
 from penzai_shard.planning.name_axes import without_names
+from penzai_shard.surgery.inserted import flatten_bare
 
 
 class Kind(enum.StrEnum):
@@ -101,13 +102,15 @@ def split_model(
     """
     called = "TrainState.initial_state"
     check_tree(called, model)
-    leaves, structure = run_inputs(model, called, allow_structs=True)
+    values = [leaf.value for leaf in run_inputs(model, called, allow_structs=True)[0]]
+    leaves, structure = flatten_bare(model)
     structure.check_paths()
     arrays: dict[Kind, dict[str, Any]] = {kind: {} for kind in Kind}
     kinds: dict[str, Kind] = {}
-    for leaf, kind in zip(leaves, _find_kinds(model, leaves, structure, trainable), strict=True):
+    found = _find_kinds(model, leaves, structure, trainable)
+    for leaf, value, kind in zip(leaves, values, found, strict=True):
         kinds[leaf.path] = kind
-        arrays[kind][leaf.path] = leaf.value
+        arrays[kind][leaf.path] = value
     if not arrays[Kind.TRAINED]:
         problem = Problem("", "no parameter is trained", "Write trainable=lambda parameter: True.")
         raise ShardingError(f"{called}:", [problem])

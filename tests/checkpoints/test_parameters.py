@@ -10,10 +10,10 @@ from penzai import pz
 from penzai.toolshed import lora
 
 import penzai_shard as pzs
-from penzai_shard.arrays.structure import leaves_of
+from penzai_shard.arrays.structure import flatten, leaves_of
 from tests.checkpoints import trees
 from tests.checkpoints.trees import blank, params, paths_of
-from tests.models import counted_mlp, model, penzai_mlp, uninitialized_mlp_v1
+from tests.models import MODELS, counted_mlp, model, penzai_mlp, uninitialized_mlp_v1
 
 WIDE, TALL = (pzs.make_mesh({"data": n, "model": 8 // n}) for n in (4, 2))
 RELAXED = {"on_indivisible": "replicate", "on_unnamed": "replicate"}
@@ -50,6 +50,21 @@ def test_with_params_differences():
 def test_param_dict_refuses_what_has_no_parameters(given):
     with pytest.raises(pzs.RuleTypeError):
         pzs.param_dict(given)
+
+
+@pytest.mark.parametrize(("name", "where"), [("equinox", "mlp"), ("penzai mlp", pzs.ROOT)])
+def test_restore_params_into_an_edited_model(tmp_path, name, where):
+    recipe = pzs.Recipe(pzs.wrap(where, pzs.Scoped, name="mlp"), pzs.wrap(where, pzs.Jitted))
+    bare, other = (MODELS[name](seed) for seed in (0, 1))
+    edited = recipe.apply(bare)
+    assert pzs.param_dict(edited).keys() == pzs.param_dict(bare).keys()
+    path = pzs.save_params(tmp_path / "edited", edited)
+    restored = pzs.restore_params(path, other, WIDE, {}, **RELAXED)
+    again = pzs.restore_params(path, recipe.apply(other), WIDE, {}, **RELAXED)
+    assert params(restored) == params(again) == params(bare)
+    state = pzs.TrainState.initial_state(edited, optax.sgd(0.1), jax.random.key(0))
+    assert state.params.keys() == pzs.param_dict(bare).keys()
+    assert flatten(state.model)[1] == flatten(edited)[1]
 
 
 # Onto any mesh

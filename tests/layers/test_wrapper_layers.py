@@ -25,8 +25,16 @@ WRAPPERS = {
     "scoped": lambda body: pzs.Scoped(body, "scope"),
     "activations": lambda body: pzs.ConstrainActivations(body, AUTO, (RULES,), (RULES, RULES)),
     "by name": lambda body: pz.nn.Sequential([body, pzs.ConstrainShardingByName(AUTO, RULES)]),
+    "gathered": lambda body: pzs.GatherParameters(body, AUTO, {}),
+    "in float32": lambda body: pzs.InPrecision(body, "float32"),
+    "axis order": pzs.KeepAxisOrder,
+    "behind another": pzs.Recipe(pzs.insert_before(pzs.ROOT, pz.nn.Identity())).apply,
+    "sharded": lambda body: pzs.ShardMapped(body, AUTO, {}, {"batch": "data"}),
     "nested": lambda body: pzs.Jitted(pzs.Checkpointed(pzs.Jitted(pzs.Scoped(body, "inner")))),
 }
+# Those that call the body as it is, and those that transform its call.
+PLAIN = ("scoped", "axis order", "behind another", "by name")
+TRANSFORMING = ("checkpointed", "gathered", "in float32", "sharded")
 X = pz.nx.wrap(jax.random.normal(jax.random.key(1), (8, 8)), "batch", "features")
 
 
@@ -79,10 +87,11 @@ def expected(model, way):
 
 
 @pytest.mark.parametrize(
-    ("model", "way"),
-    [(penzai_mlp, "jit"), (penzai_mlp, "scan"), *((counted_mlp, way) for way in WAYS)],
+    ("wrapper", "model", "way"),
+    [(wrapper, penzai_mlp, "jit") for wrapper in WRAPPERS]
+    + [(wrapper, counted_mlp, way) for wrapper in WRAPPERS for way in WAYS if wrapper not in PLAIN]
+    + [(wrapper, counted_mlp, "scan") for wrapper in PLAIN],
 )
-@pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_output_gradients_and_state_are_those_of_the_layer(wrapper, model, way):
     assert_same(WAYS[way](*pure(WRAPPERS[wrapper](model())), X), expected(model, way))
 
@@ -90,8 +99,8 @@ def test_output_gradients_and_state_are_those_of_the_layer(wrapper, model, way):
 @pytest.mark.parametrize(
     ("wrapper", "mesh"),
     # A bare layer does not run on an Explicit mesh.
-    [(wrapper, EXPLICIT) for wrapper in ("jitted", "checkpointed", "nested")]
-    + [(wrapper, AUTO) for wrapper in ("jitted", "checkpointed", "scoped", "activations")],
+    [(wrapper, EXPLICIT) for wrapper in ("jitted", "nested", *TRANSFORMING)]
+    + [(wrapper, AUTO) for wrapper in ("jitted", "scoped", "activations", *TRANSFORMING)],
 )
 def test_arrays_on_a_mesh(wrapper, mesh):
     call, values = pure(WRAPPERS[wrapper](counted_mlp()))

@@ -1,0 +1,346 @@
+"""Runs the layers of a stack as a loop, so that compile time does not grow with depth.
+
+A loop cannot run backward without the input of each turn; a policy says what else is kept, and
+nested loops keep that of one turn in about the square root of their number.
+
+Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from penzai import pz
+
+from penzai_shard.arrays.structure import Leaf, leaves_of
+from penzai_shard.errors import LayerStackError, Problems
+from penzai_shard.jax_internals.tracing import is_weak_type
+from penzai_shard.layers import remat
+from penzai_shard.layers.manual import manual_axes, vary_over, varying_axes
+from penzai_shard.meshes import auto_context, on_auto_twin
+
+_SHARED = pz.nn.LayerStackVarBehavior.SHARED
+_PER_LAYER = pz.nn.LayerStackVarBehavior.PER_LAYER
+_OWN_POLICIES = ("carries", "nested", "inputs", "offload_carries")
+_Policy: TypeAlias = str | bool | Callable[..., Any]
+# A layer: of what is carried and its slices, what is carried on and its own results.
+_RunLayer: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
+
+
+@pz.pytree_dataclass
+class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
+    """Takes the place of ``pz.nn.LayerStack``, and runs its layers as a loop.
+
+    Parameters, their names and layout, output, gradients and assignments of variables stay those of
+    Penzai's stack, as which selectors know it. What changes is the program: Penzai unrolls its loop
+    completely, so that program and compile time grow with depth; here the layers are one body of a
+    ``jax.lax.scan``. A variable that each layer has keeps the order of its logical axes.
+
+    Attributes:
+        stacked_sublayers: One layer, whose arrays have the logical axis ``stack_axis`` wherever
+            they differ between the layers.
+        stack_axis: The logical axis of the layers.
+        stack_axis_size: How many layers there are.
+        unroll: How many layers one turn of the loop runs: more may run faster, and compile longer.
+        policy: What is kept between forward and backward pass. With n layers, a layer's input of C
+            bytes and I bytes that it computes inside:
+
+            * False or ``"everything"``: all, n * (C + I);
+            * ``"carries"``: the input of each layer, n * C + I; each layer runs forward twice;
+            * ``"nested"``: the input of each group of about sqrt(n) layers, 2 * sqrt(n) * C + I;
+              each layer runs forward three times;
+            * ``"inputs"``: as ``"carries"``, and a copy of the parameters that each layer takes
+              from the stack, which saves a message where the stack axis is split over devices;
+            * ``"offload_carries"``: as ``"carries"``, in the memory of the host;
+            * what ``Checkpointed`` takes, for what is kept inside of each layer.
+
+    Raises:
+        RuleTypeError: There is no such policy.
+
+    >>> layer = pz.nn.Sequential([pz.nn.ConstantRescale(by=2.0)])
+    >>> float(RolledLayerStack(layer, stack_axis="layers", stack_axis_size=3)(1.0))
+    8.0
+    """
+
+    stacked_sublayers: Any
+    stack_axis: Hashable = dataclasses.field(metadata={"pytree_node": False})
+    stack_axis_size: int = dataclasses.field(metadata={"pytree_node": False})
+    unroll: int = dataclasses.field(default=1, metadata={"pytree_node": False})
+    policy: _Policy = dataclasses.field(default=False, metadata={"pytree_node": False})
+
+    def __post_init__(self) -> None:
+        if self.policy is not False:
+            remat.check_policy("RolledLayerStack", self.policy, (*_OWN_POLICIES, *remat.POLICIES))
+
+    @classmethod
+    def from_layer_stack(
+        cls, stack: pz.nn.LayerStack, unroll: int = 1, policy: _Policy = False
+    ) -> "RolledLayerStack":
+        """The rolled form of a stack, with the same layers and variables.
+
+        Args:
+            stack: The stack; one that is rolled already gets the new options.
+            unroll: As for the class.
+            policy: As for the class.
+
+        Raises:
+            RuleTypeError: There is no such policy.
+        """
+        return cls(stack.stacked_sublayers, stack.stack_axis, stack.stack_axis_size, unroll, policy)
+
+    @classmethod
+    def from_sublayer_builder(
+        cls,
+        builder: Callable[..., Any],
+        stack_axis: Hashable,
+        stack_axis_size: int,
+        init_base_rng: jax.Array | None,
+        builder_kwargs: dict[str, Any],
+    ) -> "RolledLayerStack":
+        """Builds the layers, as ``pz.nn.LayerStack.from_sublayer_builder`` does.
+
+        Args:
+            builder: Builds one layer; takes a keyword argument ``init_base_rng``.
+            stack_axis: The logical axis of the layers.
+            stack_axis_size: How many layers there are.
+            init_base_rng: The random key of the parameters, or None.
+            builder_kwargs: Further keyword arguments of the builder.
+        """
+        build = pz.nn.LayerStack.from_sublayer_builder
+        return cls.from_layer_stack(
+            build(builder, stack_axis, stack_axis_size, init_base_rng, builder_kwargs)
+        )
+
+    def to_layer_stack(self) -> pz.nn.LayerStack:
+        """Penzai's form of the stack, with the same layers and variables."""
+        return pz.nn.LayerStack(self.stacked_sublayers, self.stack_axis, self.stack_axis_size)
+
+    def __call__(self, argument: Any, /, **side_inputs: Any) -> Any:
+        """Runs the layers one after the other.
+
+        Args:
+            argument: The first layer's input. Every layer's output must have its form, up to the
+                order of the logical axes.
+            **side_inputs: The side inputs of all layers; variables in them are shared.
+
+        Returns:
+            The last layer's output.
+
+        Raises:
+            LayerStackError: A layer gives back something of another form, or a variable cannot be
+                carried through a loop, or contradicts what it says of itself.
+            ShardingError: The policy keeps values in the memory of the host, and there is none.
+        """
+        if isinstance(self.policy, str) and self.policy.startswith("offload"):
+            remat.check_host_memory("RolledLayerStack", self.policy)
+
+        # Take apart what all layers share, and what each of them gets a slice of.
+        layers, layer_variables = pz.unbind_variables(pz.freeze_params(self.stacked_sublayers))
+        side_inputs, side_variables = pz.unbind_variables(pz.freeze_params(side_inputs))
+        variables = self._sort_variables(layer_variables, side_variables, argument)
+        shared, per_layer = ([variable.freeze() for variable in kind] for kind in variables)
+        with auto_context():
+            parts = on_auto_twin((layers, side_inputs, argument, shared, per_layer))
+            layers, side_inputs, argument, shared, per_layer = parts
+            named = pz.select(layers).at_instances_of(pz.nx.NamedArrayBase)
+            stacked = named.where(self._is_stacked)
+            slices = _map_arrays(self._slice_first, (list(stacked.get_sequence()), per_layer))
+
+            def run_layer(carry: Any, own: Any) -> tuple[Any, Any]:
+                arrays, per_layer = own
+                value, shared = carry
+                live = [variable.unfreeze_as_copy() for variable in (*shared, *per_layer)]
+                pair = stacked.set_sequence(arrays), side_inputs
+                layer, sides = pz.bind_variables(pair, live)
+                value = layer(value, **sides)
+                after = [variable.freeze() for variable in live]
+                result = value, after[: len(shared)]
+                _check_form(carry, result)
+                per_layer = _map_arrays(_with_positional_prefix, after[len(shared) :])
+                return pz.nx.order_like(result, carry), per_layer
+
+            # Run them, and give the variables what they hold now.
+            carry = _vary_as_after(run_layer, (argument, shared), slices)
+            (value, shared), per_layer = self._run_loop(run_layer, carry, slices)
+        for variable, after in zip(variables[0], shared, strict=True):
+            variable.value = after.value
+        for variable, after in zip(variables[1], per_layer, strict=True):
+            stacks = _map_arrays(lambda array: array.tag_prefix(self.stack_axis), after.value)
+            # A structure that is the same after a call compiles nothing anew.
+            is_alike = _axes_of_arrays(stacks) == _axes_of_arrays(variable.value)
+            variable.value = pz.nx.order_like(stacks, variable.value) if is_alike else stacks
+        return value
+
+    # Arrays with the stack axis
+
+    def _is_stacked(self, array: Any) -> bool:
+        return pz.nx.is_namedarray(array) and self.stack_axis in array.named_shape
+
+    def _slice_first(self, array: Any) -> Any:
+        return array.untag_prefix(self.stack_axis).with_positional_prefix()
+
+    def _sort_variables(
+        self, layer_variables: Sequence[Any], side_variables: Sequence[Any], argument: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """The variables of a call that all layers share, and those that each layer has."""
+        axis, problems = self.stack_axis, Problems("this layer stack cannot run as a loop:")
+        for leaf in leaves_of({"argument": argument}):
+            if leaf.variable is not None:
+                fix = "Pass it as a side input."
+                problems.add(leaf.path, "a variable is in the argument of the stack", fix)
+        shared, per_layer = {variable.label: variable for variable in side_variables}, []
+        for variable in layer_variables:
+            behavior = variable.metadata.get("layerstack_axes", {}).get(axis)
+            is_shared, same_label = behavior is _SHARED, shared.get(variable.label)
+            arrays = jax.tree.leaves(variable.value, is_leaf=pz.nx.is_namedarray)
+            has_axis = any if is_shared else all
+            what = fix = ""
+            if behavior not in (_SHARED, _PER_LAYER):
+                what = f"it does not say how it belongs to the layers of axis {axis!r}"
+                fix = f"Write metadata={{'layerstack_axes': {{{axis!r}: pz.nn.{_SHARED}}}}}."
+            elif has_axis(map(self._is_stacked, arrays)) is is_shared:
+                verb, other = ("has", _PER_LAYER) if is_shared else ("lacks", _SHARED)
+                what = f"it is {behavior.name}, and its value {verb} the axis {axis!r}"
+                fix = f"Make it {other.name}."
+            elif same_label is not None and not (is_shared and same_label is variable):
+                what, fix = "a side input has the same label", "Give one of them another label."
+            if what:
+                problems.add(str(variable.label), what, fix)
+            elif is_shared:
+                shared[variable.label] = variable
+            else:
+                per_layer.append(variable)
+        problems.raise_if_any(LayerStackError)
+        return [*shared.values()], per_layer
+
+    def _run_loop(self, run_layer: _RunLayer, carry: Any, slices: Any) -> Any:
+        """What ``jax.lax.scan`` gives, with what the policy keeps for the backward pass."""
+
+        def run_turns(carry: Any, slices: Any, length: int) -> Any:
+            run, unroll = run_layer, max(min(self.unroll, length), 1)
+            if self.policy not in (False, "everything"):
+                run = _checkpoint(run, self.policy, self.stack_axis, is_in_loop=length > unroll)
+            return jax.lax.scan(run, carry, slices, length=length, unroll=unroll)
+
+        size = _group_size(self.stack_axis_size)
+        groups, rest = divmod(self.stack_axis_size, size)
+        if self.policy != "nested" or groups < 2:
+            return run_turns(carry, slices, self.stack_axis_size)
+        run_group = jax.checkpoint(run_turns, prevent_cse=False, static_argnums=2)
+        in_groups = jax.tree.map(
+            lambda x: x[: groups * size].reshape(groups, size, *x.shape[1:]), slices
+        )
+        carry, results = jax.lax.scan(
+            lambda carry, slices: run_group(carry, slices, size), carry, in_groups, length=groups
+        )
+        results = jax.tree.map(lambda x: x.reshape(groups * size, *x.shape[2:]), results)
+        if rest:
+            others = jax.tree.map(lambda x: x[groups * size :], slices)
+            carry, last = run_turns(carry, others, rest)
+            results = jax.tree.map(lambda *parts: jnp.concatenate(parts), results, last)
+        return carry, results
+
+
+def _map_arrays(function: Callable[[Any], Any], tree: Any) -> Any:
+    return jax.tree.map(function, tree, is_leaf=pz.nx.is_namedarray)
+
+
+def _with_positional_prefix(array: Any) -> Any:
+    named = array if pz.nx.is_namedarray(array) else pz.nx.wrap(array)
+    return named.with_positional_prefix()
+
+
+def _axes_of_arrays(tree: Any) -> Any:
+    return _map_arrays(lambda array: frozenset(array.named_shape), tree)
+
+
+def _group_size(length: int) -> int:
+    """How many layers form a group: about the square root, and a number that divides, if there is.
+
+    A rest copies the parameters of the stack.
+    """
+    root = max(round(math.sqrt(length)), 1)
+    sizes = sorted(range(max(root // 2, 2), 2 * root + 1), key=lambda size: abs(size - root))
+    return next((size for size in sizes if length % size == 0), root)
+
+
+def _checkpoint(run: _RunLayer, policy: Any, axis: Any, *, is_in_loop: bool) -> _RunLayer:
+    """A layer that is computed again in the backward pass.
+
+    Args:
+        run: The layer.
+        policy: What is kept.
+        axis: The logical axis of the layers; it tells a stack from one in its layers.
+        is_in_loop: Whether it is the body of a loop, in which the compiler cannot find what the
+            forward pass has computed, and use that.
+    """
+    carry_name, slices_name = f"carry of {axis}", f"slices of {axis}"
+    keeps = remat.POLICIES.get(policy, policy) if policy not in _OWN_POLICIES else None
+    if keeps is None:
+        keeps = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[slices_name],
+            names_which_can_be_offloaded=[carry_name],
+            offload_src="device",
+            offload_dst=remat.HOST_MEMORY,
+        )
+
+    def run_with_names(carry: Any, slices: Any) -> tuple[Any, Any]:
+        carry = checkpoint_name(carry, carry_name) if policy == "offload_carries" else carry
+        slices = checkpoint_name(slices, slices_name) if policy == "inputs" else slices
+        return run(carry, slices)
+
+    again: _RunLayer = jax.checkpoint(run_with_names, policy=keeps, prevent_cse=not is_in_loop)
+    return again
+
+
+# What is carried from layer to layer
+
+
+def _check_form(before: Any, after: Any) -> None:
+    """Refuses a layer whose output, or shared state, is unlike what it gets."""
+    problems = Problems("each layer of a stack must give back the form of its input:")
+    trees = ({"argument": value, "state": shared} for value, shared in (before, after))
+    own, found = ({leaf.path: leaf for leaf in leaves_of(tree)} for tree in trees)
+    for path in dict.fromkeys([*own, *found]):
+        pair = [own.get(path), found.get(path)]
+        if None not in pair and is_weak_type(own[path].value):
+            # A loop brings Python's numbers to the dtype that comes back.
+            pair[0] = dataclasses.replace(own[path], dtype=found[path].dtype)
+        one, other = map(_form_text, pair)
+        if one != other:
+            fix = "Take layers of another form out of the stack."
+            problems.add(path, f"a layer gets {one} and gives {other}", fix)
+    problems.raise_if_any(LayerStackError)
+
+
+def _form_text(leaf: Leaf | None) -> str:
+    """Dtype and lengths, however the logical axes are ordered."""
+    if leaf is None:
+        return "nothing"
+    dims = zip(leaf.names or (None,) * len(leaf.shape), leaf.shape, strict=True)
+    lengths = [str(length) if name is None else f"{name}={length}" for name, length in dims]
+    return f"{leaf.dtype}({', '.join(sorted(lengths, key=lambda x: x if '=' in x else ''))})"
+
+
+def _vary_as_after(run_layer: _RunLayer, carry: Any, slices: Any) -> Any:
+    """What is carried, typed as varying along the mesh axes that it varies along after a turn.
+
+    Inside ``jax.shard_map`` a loop wants one type before and after each turn.
+    """
+    if not manual_axes():
+        return carry
+
+    def turn(carry: Any, slices: Any) -> Any:
+        return run_layer(carry, jax.tree.map(lambda x: x[0], slices))[0]
+
+    while True:
+        wanted = [*map(varying_axes, jax.make_jaxpr(turn)(carry, slices).out_avals)]
+        found = [*map(varying_axes, jax.tree.leaves(carry))]
+        if all(axes <= own for axes, own in zip(wanted, found, strict=True)):
+            return carry
+        values = map(vary_over, jax.tree.leaves(carry), wanted)
+        carry = jax.tree.unflatten(jax.tree.structure(carry), values)

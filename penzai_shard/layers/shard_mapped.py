@@ -1,0 +1,127 @@
+"""Runs a layer per device, its parameters gathered where they are used.
+
+The compiler partitions a program as a whole, and may move activations where moving parameters would
+be cheaper. Here it is written down: every device holds its part of the batch, gathers each
+parameter for as long as it is used, and scatters the gradient.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from penzai import pz
+
+from penzai_shard.arrays.inputs import find_mesh
+from penzai_shard.arrays.structure import Structure, leaves_of
+from penzai_shard.errors import Problems, RuleTypeError
+from penzai_shard.layers.manual import manual_axes
+from penzai_shard.layers.pure_call import PureCall
+from penzai_shard.layers.region import Region, run_per_device
+from penzai_shard.layers.wrapper import Call, WrapperLayer
+from penzai_shard.meshes import AnyMesh, auto_twin
+from penzai_shard.planning import arguments
+from penzai_shard.rules import AxisRules
+
+
+@pz.pytree_dataclass
+class ShardMapped(WrapperLayer):
+    """Wraps a layer so that it runs per device under ``jax.shard_map``, as FSDP does.
+
+    Output, gradients, parameter names and assignments of variables stay those of the layer. What
+    changes is who moves what: each parameter is gathered where it is used, over the mesh axes that
+    ``parameter_rules`` split it over, and its gradient is summed and scattered over them. The
+    argument, side inputs, state variables and the output are split by ``activation_rules``; arrays
+    without names are copies on every device.
+
+    The layer must compute the elements of a split logical axis independently of each other, as a
+    transformer block does with those of a batch. This is checked before anything runs, operation by
+    operation: what is not known to be independent is refused, functions with their own backward
+    rule (``jax.custom_vjp``) too. ``assume_independent`` names operations that you vouch for.
+
+    A layer that moves data itself (``jax.lax.psum``, ``axis_index``, ...) is written for one
+    device's part: ``per_device=True`` runs it as it is, checked by JAX (``check_vma``). Nothing
+    says then what the whole layer would compute.
+
+    Every ``pz.RandomStream`` is folded with the device's position along the mesh axes over which
+    activations are split: devices draw different numbers for different parts, and the same for
+    the same part. Constraint layers inside leave out the mesh axes, all of which are taken over.
+    Inside another ``ShardMapped``, or under ``jax.shard_map``, the body runs bare.
+
+    Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054), stage 3; Zhao et al. 2023, "PyTorch
+    FSDP" (arXiv:2304.11277); ``jax.shard_map``.
+
+    Attributes:
+        body: The layer.
+        mesh: The mesh. Arrays of an Explicit mesh come out on its Auto twin.
+        parameter_rules: Which logical axis of a parameter goes to which mesh axis, in any form that
+            ``make_plan`` takes.
+        activation_rules: The same for everything else.
+        min_size: Parameters with fewer elements are copies on every device, which is cheaper than
+            gathering them.
+        keep_split: Logical axes over which parameters stay split inside.
+        per_device: Whether the layer is written for one device's part.
+        assume_independent: Names of operations, or of functions under ``jax.jit``, that treat
+            elements independently.
+
+    Raises:
+        RuleTypeError, MeshError: An option cannot be read, or a rule names no axis of the mesh.
+        PlanError: A length does not divide; raised by the call, as the next.
+        ManualRegionError: The layer mixes elements of a split axis, moves data itself, or has an
+            output that is split otherwise than ``activation_rules`` say.
+
+    >>> import penzai_shard as pzs
+    >>> mesh = pzs.make_mesh({"data": 8})
+    >>> layer = ShardMapped(pz.nn.Softmax("embed"), mesh, {}, {"batch": "data"})
+    >>> layer(pz.nx.ones({"batch": 16, "embed": 4})).data_array.sharding.spec
+    P('data',)
+    """
+
+    body: Any
+    mesh: AnyMesh = dataclasses.field(metadata={"pytree_node": False})
+    parameter_rules: AxisRules = dataclasses.field(metadata={"pytree_node": False})
+    activation_rules: AxisRules = dataclasses.field(metadata={"pytree_node": False})
+    min_size: int = dataclasses.field(default=0, metadata={"pytree_node": False})
+    keep_split: tuple[Hashable, ...] = dataclasses.field(
+        default=(), metadata={"pytree_node": False}
+    )
+    per_device: bool = dataclasses.field(default=False, metadata={"pytree_node": False})
+    assume_independent: tuple[str, ...] = dataclasses.field(
+        default=(), metadata={"pytree_node": False}
+    )
+
+    def __post_init__(self) -> None:
+        for key in ("parameter_rules", "activation_rules"):
+            self.__dict__[key] = arguments.read("ShardMapped", self.mesh, getattr(self, key)).rules
+        problems = Problems("ShardMapped:")
+        for name, kind, example in (
+            ("min_size", int, "min_size=1024"),
+            ("per_device", bool, "per_device=True"),
+            ("keep_split", tuple, "keep_split=('neurons',)"),
+            ("assume_independent", tuple, "assume_independent=('rev',)"),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                problems.add(name, f"{value!r} is no {kind.__name__}", f"Write {example}.")
+        problems.raise_if_any(RuleTypeError)
+
+    def _transform(self, call: Call, structure: Structure) -> Call:
+        if manual_axes():
+            return call
+        assert isinstance(call, PureCall)
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Region)}
+        region = Region(**fields | {"mesh": auto_twin(self.mesh)})
+
+        def run(values: Sequence[Any]) -> tuple[Any, dict[int, Any]]:
+            form, arrays = run_per_device(region, call, list(values))
+            tree = form.structure.fill_alike(arrays)
+            return tree["output"], tree["assigned"]
+
+        return run
+
+    def _check_inputs(self, inputs: dict[str, Any]) -> None:
+        super()._check_inputs(inputs)
+        sharding = NamedSharding(self.mesh, PartitionSpec())
+        on_mesh = leaves_of({"mesh": jax.ShapeDtypeStruct((), "float32", sharding=sharding)})
+        find_mesh([*on_mesh, *leaves_of(inputs)], "ShardMapped")

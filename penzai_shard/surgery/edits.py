@@ -1,0 +1,383 @@
+"""Edits as values: ``wrap``, ``insert_before``, ``insert_after`` and ``replace``.
+
+An edit says where, what and how often. It is made without a model, and can be compared, shown,
+written as JSON, and carried out on any number of models.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from penzai_shard.errors import Problem, Problems, RuleTypeError
+from penzai_shard.layers.wrapper import WrapperLayer
+from penzai_shard.paths import fold_paths, group_paths, nearest, pattern_parts
+from penzai_shard.surgery.inserted import CONSTRAINTS, Inserted, InsertedSequence, Original
+from penzai_shard.surgery.references import Ref, resolve
+from penzai_shard.surgery.rewriting import Keys, Match, Refused, Rewriter, is_layer, replace_object
+from penzai_shard.surgery.where import Place, Where, make_caller, names_of, value_text
+
+Verb: TypeAlias = Literal["wrap", "insert_before", "insert_after", "replace"]
+# The kind of problems of edits that fit nowhere, or not the expected number of places.
+UNFIT = "unfit"
+_MOST_NAMED = 4
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Edit:
+    """One edit, as ``wrap``, ``insert_before``, ``insert_after`` and ``replace`` make it.
+
+    Attributes:
+        verb: Which of the four.
+        where: Where.
+        what: The wrapper, the layer, the function, or a ``Ref`` of it.
+        options: Further arguments of the wrapper or function, by name.
+        expect: How many places there must be; None for one or more.
+        nested: Whether places inside of places count too.
+
+    Raises:
+        RuleTypeError: The parts do not go together.
+    """
+
+    verb: Verb
+    where: Where
+    what: Any
+    options: tuple[tuple[str, Any], ...] = ()
+    expect: int | None = None
+    nested: bool = False
+
+    def __post_init__(self) -> None:
+        problems = Problems(f"{self.verb}:")
+        if self.expect is not None and (type(self.expect) is not int or self.expect < 0):
+            problems.add("", f"expect is {self.expect!r}", "Write a number of places, or None.")
+        if not isinstance(self.what, Ref):
+            problems.extend(_find_misuse(self.verb, self.what, dict(self.options)))
+        problems.raise_if_any(RuleTypeError)
+
+    def __repr__(self) -> str:
+        around = {"within": self.where.within, "outside": self.where.outside}
+        parts = [str(Where(self.where.what)), value_text(self.what)]
+        parts += [f"{name}={place}" for name, place in around.items() if place]
+        parts += [f"{name}={value_text(value)}" for name, value in self.options]
+        parts += ["nested=True"] if self.nested else []
+        parts += [] if self.expect is None else [f"expect={self.expect}"]
+        return f"{self.verb}({', '.join(parts)})"
+
+    def run(self, model: Any) -> "Outcome":
+        """Carries the edit out; the model stays as it is."""
+        what, options = resolve(self.what), resolve(dict(self.options))
+        if problems := _find_misuse(self.verb, what, options):
+            return Outcome(model, (), tuple(problems))
+        if is_layer(what):
+            layer, takes_path = _mark_inserted(what, ()), False
+            make: Callable[[Any, Keys], Any] = lambda node, keys: layer  # noqa: E731
+        else:
+            make, takes_path = make_caller(what, options)
+
+        rewriter = Rewriter(
+            self.where.find(self.verb != "replace"),
+            functools.partial(_CHANGES[self.verb], make),
+            InsertedSequence,
+            "inner first" if self.nested else "outermost",
+            by_node=not takes_path,
+        )
+        edited = rewriter.run(model)
+        count, refused = len(rewriter.matches), rewriter.refused
+        problems += [each.problem for each in refused]
+        if not problems and count != self.expect and (self.expect is not None or not count):
+            problems.append(self._explain_count(model, rewriter.matches))
+        cause = next((each.__cause__ for each in refused if each.__cause__), None)
+        return Outcome(edited, tuple(rewriter.matches), tuple(problems), cause)
+
+    def _explain_count(self, model: Any, matches: Sequence[Match]) -> Problem:
+        """Why the number of places is wrong."""
+        if matches:
+            paths = [match.path or "the root" for match in matches]
+            groups = group_paths((path, None) for path in paths)[:_MOST_NAMED]
+            shown = ", ".join(fold_paths([paths[i] for i in group]) for group in groups)
+            fix = f"Write expect={len(matches)}, or narrow it with within= or outside=."
+            return Problem("", f"{self} fits {len(matches)}, such as {shown}", fix, UNFIT)
+        fact, fix = _find_nearest(model, self.where, self.verb != "replace")
+        return Problem("", f"{self} fits nothing; {fact}", fix, UNFIT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What an edit did to a model.
+
+    Attributes:
+        model: The edited model.
+        matches: The places that were changed.
+        problems: Why the edit does not fit.
+        cause: The first exception that a function of the user raised.
+    """
+
+    model: Any
+    matches: tuple[Match, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    cause: BaseException | None = None
+
+
+# The four edits
+
+
+def wrap(
+    where: Place,
+    wrapper: Any,
+    *,
+    expect: int | None = None,
+    within: Place = None,
+    outside: Place = None,
+    nested: bool = False,
+    **options: Any,
+) -> Edit:
+    """Puts a layer around the layers at a place.
+
+    Args:
+        where: A type of layers or a tuple of types; a predicate of the layer, or of the layer and
+            its path; a pattern of paths, see ``Where``; ``ROOT``; a ``Ref`` of one of these. Where
+            one place is inside of another, the outer one counts.
+        wrapper: A class, or a function of the layer. If it needs a second argument, or has one
+            called ``path``, it gets the path of the layer.
+        expect: How many places there must be. By default there must be one at least.
+        within: Only what is inside of such a place: strictly inside of a node of a type or for
+            which a predicate is true, at or below a path that fits a pattern.
+        outside: Only what is not inside of such a place.
+        nested: Also change places inside of places, the inner ones first.
+        **options: Further arguments of the wrapper.
+
+    Returns:
+        The edit, for ``Recipe``. A ``WrapperLayer`` goes around the layer as it is. Any other goes
+        into an ``Inserted``, and the layer in it into an ``Original``, by which ``strip`` knows
+        them.
+
+    Raises:
+        RuleTypeError: The place or the wrapper cannot be read as one.
+
+    >>> from penzai import pz
+    >>> from penzai_shard.layers import Checkpointed
+    >>> wrap(pz.nn.Linear, Checkpointed, policy="dots", expect=2)
+    wrap(Linear, Checkpointed, policy='dots', expect=2)
+    """
+    place = Where.of(where, within, outside)
+    return Edit("wrap", place, wrapper, tuple(options.items()), expect, nested)
+
+
+def insert_before(
+    where: Place,
+    layer: Any,
+    *,
+    expect: int | None = None,
+    within: Place = None,
+    outside: Place = None,
+    nested: bool = False,
+) -> Edit:
+    """Puts a layer before the layers at a place.
+
+    Where these are in a list ``sublayers``, it goes into the list. Elsewhere an
+    ``InsertedSequence`` takes the place of the two. Constraint layers go in as they are, and any
+    other in an ``Inserted``, by which ``strip`` knows it.
+
+    Args:
+        where: As in ``wrap``.
+        layer: The layer, or a function that makes it of the layer at the place (and its path).
+        expect: As in ``wrap``.
+        within: As in ``wrap``.
+        outside: As in ``wrap``.
+        nested: As in ``wrap``.
+
+    Returns:
+        The edit, for ``Recipe``.
+
+    Raises:
+        RuleTypeError: The place or the layer cannot be read as one.
+
+    >>> from penzai import pz
+    >>> insert_before(pz.nn.Linear, pz.nn.Identity())
+    insert_before(Linear, Identity(...))
+    """
+    place = Where.of(where, within, outside)
+    return Edit("insert_before", place, layer, (), expect, nested)
+
+
+def insert_after(
+    where: Place,
+    layer: Any,
+    *,
+    expect: int | None = None,
+    within: Place = None,
+    outside: Place = None,
+    nested: bool = False,
+) -> Edit:
+    """Puts a layer after the layers at a place; see ``insert_before``.
+
+    >>> from penzai import pz
+    >>> insert_after("**/attention", pz.nn.Identity(), within=pz.nn.Residual)
+    insert_after('**/attention', Identity(...), within=Residual)
+    """
+    place = Where.of(where, within, outside)
+    return Edit("insert_after", place, layer, (), expect, nested)
+
+
+def replace(
+    where: Place,
+    function: Any,
+    *,
+    expect: int | None = None,
+    within: Place = None,
+    outside: Place = None,
+    nested: bool = False,
+    **options: Any,
+) -> Edit:
+    """Puts something else in the place of the nodes at a place.
+
+    Unlike the other edits it also finds nodes that cannot be called, such as parameters. ``strip``
+    does not take it back, except for ``RolledLayerStack``.
+
+    Args:
+        where: As in ``wrap``.
+        function: A function of the node (and its path) that gives what takes its place.
+        expect: As in ``wrap``.
+        within: As in ``wrap``.
+        outside: As in ``wrap``.
+        nested: As in ``wrap``.
+        **options: Further arguments of the function.
+
+    Returns:
+        The edit, for ``Recipe``.
+
+    Raises:
+        RuleTypeError: The place or the function cannot be read as one.
+
+    >>> from penzai import pz
+    >>> replace(pz.nn.StochasticDropout, lambda dropout: pz.nn.Identity())
+    replace(StochasticDropout, <lambda>)
+    """
+    place = Where.of(where, within, outside)
+    return Edit("replace", place, function, tuple(options.items()), expect, nested)
+
+
+def _find_misuse(verb: Verb, what: Any, options: Mapping[str, Any]) -> list[Problem]:
+    """Why something cannot be the wrapper, layer or function of an edit."""
+    name, inserts = value_text(what), verb.startswith("insert")
+    if isinstance(what, Ref) or (inserts and is_layer(what)):
+        return []
+    if inserts and isinstance(what, type):
+        return [Problem("", f"{name} is a class, and a layer is needed", f"Write {name}(...).")]
+    if not callable(what) or is_layer(what):
+        fix = "Give a class, a function of the layer, or Ref('module:name')."
+        return [Problem("", f"{name} is no class and no function", fix)]
+    marks = (*CONSTRAINTS, Inserted, Original, InsertedSequence)
+    if verb == "wrap" and isinstance(what, type) and issubclass(what, marks):
+        return [Problem("", f"{name} is no wrapper", f"Write insert_after(where, {name}(...)).")]
+    try:
+        make_caller(what, options)
+    except RuleTypeError as error:
+        return list(error.problems)
+    return []
+
+
+# What the edits make of one node
+
+_Make: TypeAlias = Callable[[Any, Keys], Any]
+
+
+def _wrap(make: _Make, node: Any, keys: Keys) -> tuple[Any, ...]:
+    _check_place(node, keys)
+    made = inside = make(node, keys)
+    while isinstance(inside, WrapperLayer) and inside is not node:
+        inside = inside.body
+    if inside is node:
+        return (made,)
+    _check_layer(made, keys)
+    if getattr(made, "sublayers", None) is node:
+        name = type(made).__name__
+        raise Refused(keys, f"{name} takes a list of layers", f"Return {name}([layer]).")
+    marked = replace_object(made, node, Original(node))
+    if marked is made:
+        what = f"the {type(made).__name__} that was made does not hold the layer at this place"
+        raise Refused(keys, what, "Put the layer into it, or write replace.")
+    return (Inserted(marked, holds_original=True),)
+
+
+def _before(make: _Make, node: Any, keys: Keys) -> tuple[Any, ...]:
+    return _after(make, node, keys)[::-1]
+
+
+def _after(make: _Make, node: Any, keys: Keys) -> tuple[Any, ...]:
+    _check_place(node, keys)
+    return node, _mark_inserted(make(node, keys), keys)
+
+
+def _mark_inserted(layer: Any, keys: Keys) -> Any:
+    if isinstance(layer, (Inserted, *CONSTRAINTS)):
+        return layer
+    _check_layer(layer, keys)
+    return Inserted(layer)
+
+
+def _replace(make: _Make, node: Any, keys: Keys) -> tuple[Any, ...]:
+    made = make(node, keys)
+    if is_layer(node) and not callable(made):
+        _check_layer(made, keys)
+    return (made,)
+
+
+_CHANGES = {"wrap": _wrap, "insert_before": _before, "insert_after": _after, "replace": _replace}
+
+
+def _check_place(node: Any, keys: Keys) -> None:
+    if not callable(node):
+        raise Refused(keys, f"{type(node).__name__} is no layer", "Name a layer, or write replace.")
+
+
+def _check_layer(layer: Any, keys: Keys) -> None:
+    if not is_layer(layer):
+        what = f"the function gave {value_text(layer)}, which is no layer"
+        raise Refused(keys, what, "Return a layer: a pytree that can be called.")
+
+
+# What an edit that fits nothing may stand for
+
+
+def _find_nearest(model: Any, where: Where, layers_only: bool) -> tuple[str, str]:
+    """What a model has instead of a place that it does not have: a fact and a fix."""
+
+    def find(place: Where, order: Any = "outermost") -> list[Match]:
+        rewriter = Rewriter(place.find(layers_only), lambda node, keys: (node,), order=order)
+        rewriter.run(model)
+        return rewriter.matches
+
+    bare = Where(where.what)
+    if bare != where and (count := len(find(bare))):
+        return f"without within= and outside= it fits {count}", "Correct what narrows it."
+    layers = find(Where(is_layer), "inner first")
+    what = resolve(where.what)
+
+    if isinstance(what, tuple | type):
+        wanted = {kind.__name__ for kind in (what if isinstance(what, tuple) else (what,))}
+        # A type of a wanted name is another type of that name, from another module.
+        counts = collections.Counter(type(layer.before) for layer in layers)
+        known = {
+            kind.__name__: f"{kind.__module__}." * (kind.__name__ in wanted) + kind.__name__
+            for kind, _ in counts.most_common()
+        }
+        near = [known[name] for kind in sorted(wanted) if (name := nearest(kind, known))]
+        shown = ", ".join(near or [*known.values()][:_MOST_NAMED]) or "none"
+        return f"{'nearest types' if near else 'types of the model'}: {shown}", "Name one of them."
+    if not isinstance(what, str):
+        return f"the predicate is false for all {len(layers)} layers", "Correct it."
+
+    names = {part for layer in layers for part in layer.path.split("/")}
+    names.update(*(names_of(layer.before) for layer in layers))
+    parts = [
+        part if "*" in part or part in names else nearest(part, names) or part
+        for part in pattern_parts(what)
+    ]
+    for candidate in ("/".join(parts), "/".join(["**", *parts])):
+        if count := len(find(Where(candidate))):
+            return "no path is like it", f"Write {candidate!r}, which fits {count}."
+    paths = [layer.path for layer in layers if layer.path]
+    near_path = nearest("/".join(parts), paths) or next(iter(paths), "none")
+    return f"the nearest path is {near_path}", "Write '**/name' for any depth."

@@ -1,0 +1,1 @@
+"""Whether an edited model computes what its original computes."""

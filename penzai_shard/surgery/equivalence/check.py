@@ -1,0 +1,294 @@
+"""Runs a model and an edited form of it on the same values, and compares what they compute."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from penzai_shard.arrays.kinds import is_key_type
+from penzai_shard.arrays.structure import Leaf, flatten, read_variables
+from penzai_shard.errors import Problems, RuleTypeError
+from penzai_shard.layers.pure_call import PureCall
+from penzai_shard.meshes import auto_context
+from penzai_shard.paths import join_paths
+from penzai_shard.reports.report import Column, Report
+from penzai_shard.surgery.equivalence.compare import Allowance, Difference, compare, is_equal
+from penzai_shard.surgery.equivalence.float64 import Float64Run
+from penzai_shard.surgery.equivalence.values import MODEL, NamedCall, read_call, sort_dims
+
+_OUTPUTS, _GRADIENTS, _STATE = "outputs", "gradients", "state"
+_GROUPS = {"parameter": "parameters", "state": "state before"}
+_COLUMNS = (
+    Column("path", "path"),
+    Column("group"),
+    *map(Column, ("difference", "allowed", "in_float64", "allowed_in_float64")),
+    Column("ok", "ok"),
+    Column("fact", "detail"),
+)
+_MISSING = Difference(fact="the edited model does not have it")
+_ADDED = Difference(fact="the original does not have it")
+_COARSE = "A difference smaller than rounding is not found:"
+
+# By group and path: what a call computes, and how two calls differ.
+_Results = dict[tuple[str, str], Any]
+_Differences = dict[tuple[str, str], Difference]
+
+
+def check_equivalent(
+    original: Any,
+    edited: Any,
+    *args: Any,
+    gradients: bool = True,
+    rtol: float | None = None,
+    same_values: bool = True,
+    added_parameters: bool = False,
+    **side_inputs: Any,
+) -> Report:
+    """Tells whether an edited model computes what its original computes.
+
+    Outputs, state after the call and gradients are compared, as the models run and in float64. What
+    they may differ by is measured: as they run a few times the rounding error of the original, in
+    float64, where rounding plays no part, a tiny part of that. So a rescale by 1.0001 is found, and
+    another order of sums or a lower precision is not taken for a difference. Arrays go by their
+    paths in ``strip(model)``; gradients are those of a sum of the outputs with fixed weights, with
+    regard to parameters and inputs.
+
+    Source of the yardstick: Parker 1997, "Monte Carlo Arithmetic", with float64 in place of random
+    rounding.
+
+    Args:
+        original: A model of any library, or any function of arrays. It may be abstract: random
+            numbers stand in for its parameters.
+        edited: What became of it. It is run on the original's parameters and state.
+        *args: The inputs of both.
+        gradients: Whether to compare gradients.
+        rtol: A difference that is allowed in any case, relative to an array's largest value.
+        same_values: Whether parameters and state must have the same values before the call.
+        added_parameters: Whether the edited model may have parameters that the original lacks.
+        **side_inputs: The side inputs of both.
+
+    Returns:
+        A report that is true if the models are equivalent, with a row for each array: differences
+        are relative to the largest value of the original's, and those that are allowed are rounded
+        up to a power of ten. The notes say what could not be compared, and where float64 is not
+        available, so that differences smaller than rounding are not found.
+
+    Raises:
+        RuleTypeError: Something is no model.
+        ShardingError: Arrays are deleted, or inputs are shapes.
+
+    >>> double = lambda x: 2 * x
+    >>> check_equivalent(double, lambda x: x + x, jnp.ones(3)).verdict
+    'equivalent: 2 arrays agree'
+    >>> bool(check_equivalent(double, lambda x: 2.0002 * x, jnp.ones(3)))
+    False
+    """
+    problems = Problems("check_equivalent(original, edited, *inputs) runs two models:")
+    for called, model in (("original", original), ("edited", edited)):
+        if not callable(model):
+            what = f"a {type(model).__name__} cannot be called"
+            problems.add(called, what, "Give a model, as recipe.apply(model) returns it.")
+    problems.raise_if_any(RuleTypeError)
+
+    notes: list[str] = []
+    with auto_context():
+        one, other = (read_call(model, args, side_inputs) for model in (original, edited))
+        has_values = same_values and not (one.is_abstract or other.is_abstract)
+        if not has_values:
+            notes.append("Values of parameters, and of state before the call, were not compared.")
+        found, can_run = _compare_held(one, other, has_values, added_parameters, notes)
+        if can_run:
+            # Equal values are used where the edited model has placed them.
+            known = {} if has_values and not found else one.of_role(*_GROUPS)
+            leaves = [known.get(leaf.path, leaf) for leaf in other.leaves]
+            other = dataclasses.replace(other, leaves=leaves)
+            found |= _compare_runs(one, other, gradients, rtol or 0.0, notes)
+
+    rows = [_row(*key, each) for key, each in found.items()]
+    rows.sort(key=lambda row: row[1] == _GRADIENTS)
+    wrong = [" ".join(row[1::-1]) for row in rows if not row[-2]]
+    verdict = f"equivalent: {len(rows)} arrays agree"
+    if wrong:
+        verdict = f"not equivalent: {len(wrong)} of {len(rows)} arrays differ, first {wrong[0]}"
+    return Report("equivalence", verdict, _COLUMNS, rows, notes, not wrong)
+
+
+def _row(group: str, path: str, each: Difference) -> tuple[Any, ...]:
+    *figures, fact = dataclasses.astuple(each)
+    if each.ok:
+        # Equal blocks become one row where their figures are of one size.
+        figures = [10.0 ** math.ceil(math.log10(x)) if x else x for x in figures]
+    return (path.removeprefix(MODEL) or "(root)", group, *figures, each.ok, fact or None)
+
+
+# What the models hold
+
+
+def _compare_held(
+    one: NamedCall, other: NamedCall, has_values: bool, allow_added: bool, notes: list[str]
+) -> tuple[_Differences, bool]:
+    """Compares parameters, and state before the call; tells whether the models can be run."""
+    found: _Differences = {}
+    can_run = True
+    for role, group in _GROUPS.items():
+        own, new = one.of_role(role), other.of_role(role)
+        added = [path for path in new if path not in own]
+        if added and (allow_added or role == "state"):
+            notes.append(f"Only the edited model has these {group}: {', '.join(added)}.")
+        elif added:
+            found |= {(group, path): _ADDED for path in added}
+        for path, leaf in own.items():
+            twin = new.get(path)
+            if twin is None:
+                found[group, path] = _MISSING
+            elif _form(leaf) != _form(twin):
+                fact = f"{_form(leaf)} became {_form(twin)}"
+                found[group, path], can_run = Difference(fact=fact), False
+            elif has_values and not is_equal(leaf.value, twin.value):
+                found[group, path] = Difference(fact="the values differ")
+    return found, can_run
+
+
+def _form(leaf: Leaf) -> str:
+    return f"{leaf.dtype}{leaf.value.shape} with axes {leaf.names}"
+
+
+# What they compute
+
+
+class _Step:
+    """One call of a model: outputs, state after it, and gradients of a sum of the outputs.
+
+    Args:
+        call: The model and its inputs.
+        paths: The arrays with regard to which to differentiate.
+        original: The step of the original, if the model is an edited one.
+    """
+
+    def __init__(self, call: PureCall, paths: frozenset[str], original: Any = None) -> None:
+        self._call, self._paths, self._original = call, paths, original
+        self._jitted = jax.jit(self._compute)
+        # How to run it in float64; known after a run.
+        self.exact: Any = None
+
+    def run(self, values: list[Any]) -> _Results:
+        """What the step computes as it is."""
+        program = self._jitted.trace(values).jaxpr
+        if self.exact is None or self.exact.program is not program:
+            self.exact = Float64Run(program, self._original.exact if self._original else None)
+        results: _Results = jax.device_get(self._jitted(values))
+        return results
+
+    def _compute(self, values: list[Any]) -> _Results:
+        paths = self._call.structure.paths
+        chosen = {i: value for i, value in enumerate(values) if paths[i] in self._paths}
+        if not chosen:
+            return self._score(chosen, values)[1]
+        gradients, results = jax.grad(self._score, has_aux=True)(chosen, values)
+        return {**results, **{(_GRADIENTS, paths[i]): x for i, x in gradients.items()}}
+
+    def _score(self, chosen: dict[int, Any], values: list[Any]) -> tuple[Any, _Results]:
+        structure = self._call.structure
+        arrays = [
+            sort_dims(chosen.get(i, value), structure.names[i], back=True)
+            for i, value in enumerate(values)
+        ]
+        output, assigned = self._call(arrays)
+        leaves, form = flatten(output)
+        form.check_paths()
+        results = {(_OUTPUTS, leaf.path): sort_dims(leaf.value, leaf.names) for leaf in leaves}
+        score = _add_up(results.values())
+
+        # State after the call, and parameters that it has assigned.
+        before = read_variables(structure.fill_alike(arrays))
+        for number, variable in enumerate(structure.variables):
+            if variable.role == "state" or number in assigned:
+                # A variable that holds nothing before the call has no path.
+                path = [*structure.paths[variable.leaves], f"variable {number}"][0]
+                for leaf in flatten(assigned.get(number, before[number]))[0]:
+                    key = _STATE, join_paths(path, leaf.path)
+                    results[key] = sort_dims(leaf.value, leaf.names)
+        return score, {key: _as_numbers(array) for key, array in results.items()}
+
+
+# An original is often compared with several models that are made of it.
+_find_step = functools.lru_cache(4)(_Step)
+
+
+def _add_up(arrays: Iterable[Any]) -> Any:
+    """A sum of arrays, each element times a number that depends on its place."""
+    total: Any = jnp.float32(0)
+    for number, array in enumerate(map(_as_numbers, arrays)):
+        # Integers decide the numbers, as they are the same in float64.
+        place = jax.lax.iota(jnp.int32, array.size).reshape(array.shape) % 65521
+        weights = jnp.cos((place + number).astype(jnp.float32))
+        is_float = jnp.issubdtype(array.dtype, jnp.inexact)
+        for part in (array.real, array.imag) if is_float else ():
+            total += jnp.sum(part.astype(jnp.promote_types(part.dtype, jnp.float32)) * weights)
+    return total
+
+
+def _as_numbers(value: Any) -> Any:
+    """A value as an array; a random key as its bits."""
+    array = jnp.asarray(value)
+    return jax.random.key_data(array) if is_key_type(array.dtype) else array
+
+
+def _compare_runs(
+    one: NamedCall, other: NamedCall, gradients: bool, rtol: float, notes: list[str]
+) -> _Differences:
+    """Compares what two models compute, as they are and in float64."""
+    # Gradients with regard to the inputs, and to the parameters that both have.
+    common = one.of_role("parameter", "input").keys() & other.of_role("parameter", "input").keys()
+    leaves = [leaf for leaf in one.leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    paths = frozenset(leaf.path for leaf in leaves if gradients and leaf.path in common)
+    step = _find_step(one.call, paths)
+    new_step = _Step(other.call, paths, step)
+    steps = step, new_step
+    arrays = [[leaf.value for leaf in call.leaves] for call in (one, other)]
+    own = [each.run(values) for each, values in zip(steps, arrays, strict=True)]
+
+    # Rounding in float64 is so small a part of what rounding is that its root will do.
+    allowance, exact, opaque = Allowance(rtol), None, set()
+    epsilons = step.exact.epsilons
+    try:
+        flat = [each.exact(values) for each, values in zip(steps, arrays, strict=True)]
+        exact = [dict(zip(*pair, strict=True)) for pair in zip(own, flat, strict=True)]
+        opaque = step.exact.opaque | new_step.exact.opaque
+        finest = 0.0 if opaque else min(epsilons)
+        allowance = Allowance(rtol, finest, new_step.exact.has_new_constants)
+        if opaque:
+            notes.append(f"{_COARSE} {', '.join(sorted(opaque))} run in their own dtypes.")
+    except Exception as error:  # Operations may fail in any way where arrays have another dtype.
+        fact = f"{type(error).__name__}: {error}".partition("\n")[0]
+        notes.append(f"{_COARSE} the models do not run in float64 ({fact}).")
+    found = _compare_results(own, exact, allowance)
+
+    # A model that computes in fewer digits is allowed what the original would lose in them.
+    usual = max(epsilons) if opaque or not exact else min(epsilons)
+    coarsest = max(new_step.exact.epsilons)
+    if coarsest > usual and not all(each.ok for each in found.values()):
+        digits = new_step.exact.epsilons[coarsest]
+        notes.append(f"The edited model may be off by what the original would be in {digits}.")
+        allowance = dataclasses.replace(allowance, epsilon=coarsest, coarser=coarsest / usual)
+        found = _compare_results(own, exact, allowance)
+    return found
+
+
+def _compare_results(
+    own: Sequence[_Results], exact: Sequence[_Results] | None, allowance: Allowance
+) -> _Differences:
+    found = {}
+    for key in own[0] | own[1]:
+        if key not in own[1]:
+            found[key] = _MISSING
+        elif key in own[0]:
+            pair = [results[key] for results in exact] if exact else None
+            found[key] = compare([results[key] for results in own], pair, allowance)
+        elif key[0] != _STATE:
+            found[key] = _ADDED
+    return found

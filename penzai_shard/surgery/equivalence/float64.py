@@ -1,0 +1,245 @@
+"""Runs a traced program in float64, where conversions between floating-point dtypes do nothing.
+
+What a program computes in few digits is its own function plus rounding errors. In float64 the same
+program shows the function itself, whatever dtypes it asks for. To run the model with float64
+switched on would not do: a layer that asks for float32 would go on to round.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from penzai_shard.arrays.kinds import is_key_type, is_traced
+from penzai_shard.jax_internals.tracing import JaxprEqn, Literal
+from penzai_shard.programs import equations_in, inner_programs, open_program, walk
+from penzai_shard.surgery.equivalence.compare import as_float64, epsilon_of, is_equal
+from penzai_shard.surgery.equivalence.values import is_float
+
+# Calls of a program whose operations could stand at the place of the call.
+_CALLS = {"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2"}
+# Operations on the bits of a number, or that only their own dtype gives a meaning.
+_NARROW = """
+    bitcast_convert_type ffi_call io_callback nextafter pallas_call pure_callback random_gamma
+    random_gamma_grad rng_uniform"""
+_DTYPE_PARAMETERS = ("dtype", "new_dtype", "out_dtype", "preferred_element_type")
+# They hold the function to combine values with, written for their own dtype.
+_SCATTERS: dict[str, Callable[..., Any]] = {
+    f"scatter{kind}": getattr(jax.lax, f"scatter{kind}".replace("-", "_"))
+    for kind in ("", "-add", "-max", "-min", "-mul", "-sub")
+}
+_SCATTER_OPTIONS = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+
+
+class Float64Run:
+    """A traced program that can be run in float64.
+
+    Args:
+        program: The program.
+        original: The run of the original, if the program is that of an edited model.
+
+    Attributes:
+        program: The program.
+        epsilons: The machine epsilons to which it rounds as it is, with their dtypes.
+        opaque: The operations that could be run in their own dtypes only; known after a run.
+        has_new_constants: Whether there are constants that the original does not have; likewise.
+    """
+
+    def __init__(self, program: Any, original: "Float64Run | None" = None) -> None:
+        self.opaque: set[str] = set()
+        self.has_new_constants = False
+        self.program, self._original = program, original
+        self.epsilons = _epsilons_in(program)
+        self._constants = _Constants(program)
+        # It runs once, and compiling it costs more than running it.
+        options: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+        self._run = jax.jit(lambda values: self._walk(program, values), compiler_options=options)
+
+    def __call__(self, arguments: Sequence[Any]) -> list[Any]:
+        """The results of the program, flat, those of floats in float64."""
+        with jax.enable_x64(True):
+            results: list[Any] = jax.device_get(self._run(list(map(_as_wide, arguments))))
+        return results
+
+    def _walk(self, program: Any, arguments: Sequence[Any]) -> list[Any]:
+        return walk(
+            program,
+            arguments,
+            lambda equation, inputs: list(map(_as_wide, self._evaluate(equation, inputs))),
+            constant=self._read,
+            literal=lambda literal: self._read(_literal_value(literal)),
+        )
+
+    def _function(self, program: Any) -> Callable[..., tuple[Any, ...]]:
+        return lambda *arguments: tuple(map(jnp.asarray, self._walk(program, arguments)))
+
+    def _read(self, value: Any) -> Any:
+        """A constant of the program in float64."""
+        if is_traced(value) or is_key_type(value.dtype) or not is_float(value):
+            return _as_wide(value)
+        if self._original is None:
+            return as_float64(np.asarray(value))
+        wide, is_new = self._original._constants.read(np.asarray(value))
+        self.has_new_constants |= is_new
+        return wide
+
+    def _evaluate(self, equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+        name, parameters = equation.primitive.name, equation.params
+        if name in _CALLS:
+            (called,) = inner_programs(equation)
+            return self._walk(called, inputs)
+        if name in _STRUCTURES:
+            return list(_STRUCTURES[name](self, inputs, parameters))
+        if name in ("debug_callback", "debug_print"):
+            return []
+        if name == "reduce_precision":
+            return inputs[:1]
+        aval: Any = equation.outvars[0].aval if equation.outvars else None
+        if name == "convert_element_type" and is_float(aval):
+            return [jnp.asarray(inputs[0], jnp.promote_types(aval.dtype, jnp.float64))]
+        # A plain scatter has a program where it applies a function, as x.at[i].apply does.
+        update = getattr(parameters.get("update_jaxpr"), "eqns", ())
+        if name in _SCATTERS and not (name == "scatter" and update):
+            options = {option: parameters[option] for option in _SCATTER_OPTIONS}
+            return [_SCATTERS[name](*inputs, **options)]
+        if name in _NARROW.split() or any(True for _ in inner_programs(equation)):
+            return self._evaluate_in_own_dtypes(equation, inputs)
+        return _bind(equation, inputs, _with_wide_dtypes(parameters))
+
+    def _evaluate_in_own_dtypes(self, equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+        # Random numbers are made of the bits of integers, which are the same in float64.
+        name = equation.primitive.name
+        avals: list[Any] = [variable.aval for variable in equation.invars]
+        if name != "bitcast_convert_type" or is_float(avals[0]):
+            self.opaque.add(name)
+        values = [
+            jnp.asarray(value, aval.dtype) if is_float(aval) else value
+            for value, aval in zip(inputs, avals, strict=True)
+        ]
+        return _bind(equation, values, equation.params)
+
+    def _scan(self, inputs: list[Any], parameters: dict[str, Any]) -> list[Any]:
+        first, count = parameters["num_consts"], parameters["num_carry"]
+        body = self._function(parameters["jaxpr"])
+
+        def turn(carry: Any, element: Any) -> tuple[Any, Any]:
+            results = body(*inputs[:first], *carry, *element)
+            return results[:count], results[count:]
+
+        carry, stacks = jax.lax.scan(
+            turn,
+            tuple(map(jnp.asarray, inputs[first : first + count])),
+            tuple(inputs[first + count :]),
+            length=parameters["length"],
+            reverse=parameters["reverse"],
+        )
+        return [*carry, *stacks]
+
+    def _while(self, inputs: list[Any], parameters: dict[str, Any]) -> Any:
+        tests = parameters["cond_nconsts"]
+        bodies = tests + parameters["body_nconsts"]
+        test, body = map(self._function, (parameters["cond_jaxpr"], parameters["body_jaxpr"]))
+        return jax.lax.while_loop(
+            lambda carry: test(*inputs[:tests], *carry)[0],
+            lambda carry: body(*inputs[tests:bodies], *carry),
+            tuple(map(jnp.asarray, inputs[bodies:])),
+        )
+
+    def _cond(self, inputs: list[Any], parameters: dict[str, Any]) -> Any:
+        branches = list(map(self._function, parameters["branches"]))
+        return jax.lax.switch(jnp.asarray(inputs[0]).astype(jnp.int32), branches, *inputs[1:])
+
+    def _shard_map(self, inputs: list[Any], parameters: dict[str, Any]) -> Any:
+        return jax.shard_map(
+            self._function(parameters["jaxpr"]),
+            mesh=parameters["mesh"],
+            in_specs=tuple(parameters["in_specs"]),
+            out_specs=tuple(parameters["out_specs"]),
+            axis_names=set(parameters["newly_manual_axes"]),
+            check_vma=parameters["check_vma"],
+        )(*inputs)
+
+
+_STRUCTURES: dict[str, Callable[[Float64Run, list[Any], dict[str, Any]], Any]] = {
+    "cond": Float64Run._cond,
+    "scan": Float64Run._scan,
+    "shard_map": Float64Run._shard_map,
+    "while": Float64Run._while,
+}
+
+
+def _epsilons_in(program: Any) -> dict[float, str]:
+    """The machine epsilons to which a program rounds, with the dtypes that have them."""
+    found = {}
+    for equation in equations_in(program):
+        avals: list[Any] = [atom.aval for atom in (*equation.invars, *equation.outvars)]
+        floats = [aval for aval in avals if hasattr(aval, "dtype") and is_float(aval)]
+        found.update({epsilon_of(aval): aval.dtype.name for aval in floats})
+        if equation.primitive.name == "reduce_precision":
+            bits = equation.params["mantissa_bits"]
+            found[2.0**-bits] = f"floats of {bits} bits"
+    return found or {2.0**-52: "float64"}
+
+
+class _Constants:
+    """The constants of a program by shape.
+
+    An edit that computes in fewer digits rounds the constants in the code too: one that is the
+    original's in another dtype is read as the original's.
+    """
+
+    def __init__(self, program: Any) -> None:
+        self._by_shape: dict[tuple[int, ...], list[Any]] = {}
+        for value in _constants_in(program):
+            if is_float(value) and not is_traced(value):
+                self._by_shape.setdefault(np.shape(value), []).append(value)
+
+    def read(self, value: Any) -> tuple[Any, bool]:
+        """A constant in float64, and whether it is new."""
+        known = list(map(np.asarray, self._by_shape.get(value.shape, [])))
+        if any(is_equal(value, each) for each in known):
+            return as_float64(value), False
+        with np.errstate(over="ignore", invalid="ignore"):
+            for each in known:
+                down, up = each.astype(value.dtype), value.astype(each.dtype)
+                if each.dtype != value.dtype and (is_equal(down, value) or is_equal(up, each)):
+                    return as_float64(each), False
+        return as_float64(value), True
+
+
+def _constants_in(program: Any) -> Iterator[Any]:
+    yield from open_program(program)[1]
+    for equation in equations_in(program):
+        yield from (_literal_value(x) for x in equation.invars if isinstance(x, Literal))
+        for inner in inner_programs(equation):
+            yield from open_program(inner)[1]
+
+
+def _literal_value(literal: Any) -> Any:
+    is_extended = jnp.issubdtype(literal.aval.dtype, jax.dtypes.extended)
+    return np.zeros((), np.int32) if is_extended else np.asarray(literal.val, literal.aval.dtype)
+
+
+def _as_wide(value: Any) -> Any:
+    """A value in float64 or complex128, if it has real or complex numbers."""
+    if not hasattr(value, "dtype") or not is_float(value):
+        return value
+    return jnp.asarray(value, jnp.promote_types(value.dtype, jnp.float64))
+
+
+def _with_wide_dtypes(parameters: dict[str, Any]) -> dict[str, Any]:
+    changes: dict[str, Any] = {
+        name: np.dtype(jnp.promote_types(parameters[name], jnp.float64))
+        for name in _DTYPE_PARAMETERS
+        if parameters.get(name) is not None and jnp.issubdtype(parameters[name], jnp.inexact)
+    }
+    if isinstance(parameters.get("precision"), jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
+        changes["precision"] = None
+    return parameters | changes
+
+
+def _bind(equation: JaxprEqn, inputs: Sequence[Any], parameters: dict[str, Any]) -> Sequence[Any]:
+    result: Any = equation.primitive.bind(*inputs, **parameters)
+    return result if equation.primitive.multiple_results else [result]

@@ -1,0 +1,212 @@
+"""Recipes: edits as one value, applied to any model, shown, checked and taken back."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any, overload
+
+from jax.sharding import AbstractMesh, Mesh
+
+from penzai_shard.errors import Problems, RuleTypeError, SelectionError
+from penzai_shard.layers.wrapper import WrapperLayer
+from penzai_shard.reports.report import Column, Report
+from penzai_shard.surgery.edits import UNFIT, Edit, Outcome
+from penzai_shard.surgery.inserted import Inserted, find_original
+from penzai_shard.surgery.rewriting import Match
+
+_COLUMNS = (Column("path", "path"), Column("edit"), Column("before"), Column("after"))
+
+
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
+class Recipe:
+    """Edits that are applied to a model in their order, each to the result of those before.
+
+    A recipe holds no model and changes none: ``apply`` gives a new one, which shares all parts that
+    no edit touched, and all parameters. What was shared in the model stays shared where it was
+    edited in the same way.
+
+    Args:
+        *edits: Edits, or recipes, whose edits are taken over.
+
+    Raises:
+        RuleTypeError: Something else was given.
+
+    >>> from penzai import pz
+    >>> import penzai_shard as pzs
+    >>> recipe = Recipe(
+    ...     pzs.insert_after(pz.nn.Identity, pz.nn.ConstantRescale(by=2.0), expect=1),
+    ...     pzs.wrap(pzs.ROOT, pzs.Jitted),
+    ... )
+    >>> recipe
+    Recipe(
+        insert_after(Identity, ConstantRescale(...), expect=1),
+        wrap(ROOT, Jitted),
+    )
+    >>> model = pz.nn.Sequential([pz.nn.Identity()])
+    >>> edited = recipe.apply(model)
+    >>> float(edited(3.0)), pzs.strip(edited) == model
+    (6.0, True)
+    """
+
+    edits: tuple[Edit, ...]
+
+    def __init__(self, *edits: "Edit | Recipe") -> None:
+        problems = Problems("a recipe is made of edits:")
+        taken: list[Edit] = []
+        for number, edit in enumerate(edits, 1):
+            if isinstance(edit, Edit | Recipe):
+                taken += edit.edits if isinstance(edit, Recipe) else [edit]
+            else:
+                is_list = isinstance(edit, list | tuple)
+                fix = "Write Recipe(*edits)." if is_list else "Write wrap(where, wrapper)."
+                what = f"argument {number} is of type {type(edit).__name__}"
+                problems.add("", what, fix)
+        problems.raise_if_any(RuleTypeError)
+        object.__setattr__(self, "edits", tuple(taken))
+
+    def apply(self, model: Any) -> Any:
+        """Applies the edits.
+
+        Args:
+            model: A model, or any tree of layers; it stays as it is.
+
+        Returns:
+            The edited model.
+
+        Raises:
+            SelectionError: Some edits fit nowhere, or not the number of places that they expect.
+            RuleTypeError: A function of an edit raised, or gave what cannot stand at its place.
+                Both errors have the problems of all edits.
+        """
+        outcomes = self._run(model)
+        problems = Problems(f"this recipe does not fit the {type(model).__name__}:")
+        for outcome in outcomes:
+            problems.extend(outcome.problems)
+        is_unfit = all(problem.kind == UNFIT for problem in problems)
+        try:
+            problems.raise_if_any(SelectionError if is_unfit else RuleTypeError)
+        except RuleTypeError as error:
+            raise error from next((o.cause for o in outcomes if o.cause), None)
+        return outcomes[-1].model if outcomes else model
+
+    def _run(self, model: Any) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for edit in self.edits:
+            outcomes.append(edit.run(outcomes[-1].model if outcomes else model))
+        return outcomes
+
+    def report(self, model: Any) -> Report:
+        """Says what the edits do to a model, which stays as it is.
+
+        Returns:
+            A report with a row for each edit and place: the path in the model as the edits before
+            left it, the edit, and what stands there before and after. Its truth value is whether
+            all edits fit; those that do not are notes.
+        """
+        outcomes = self._run(model)
+        rows = [
+            (match.path or "(root)", repr(edit), node_text(match.before), _after_text(match))
+            for edit, outcome in zip(self.edits, outcomes, strict=True)
+            for match in outcome.matches
+        ]
+        problems = [problem for outcome in outcomes for problem in outcome.problems]
+        verdict = f"edits of {type(model).__name__}: {len(self)}, places: {len(rows)}"
+        notes = list(map(str, problems))
+        return Report("recipe", verdict, _COLUMNS, rows, notes, not problems, key=("path", "edit"))
+
+    def check(self, model: Any, *args: Any, **side_inputs: Any) -> Report:
+        """Checks that the edited model computes what the model does.
+
+        Args:
+            model: The model.
+            *args: As for ``check_equivalent``.
+            **side_inputs: As for ``check_equivalent``, with its options.
+
+        Returns:
+            The report of ``check_equivalent``. If the two differ, its verdict shows the first edit
+            that is to blame, whose number, from 1, is ``facts["edit"]``.
+
+        Raises:
+            SelectionError, RuleTypeError: As ``apply`` and ``check_equivalent``.
+        """
+        from penzai_shard.surgery.equivalence.check import check_equivalent
+
+        outcomes = self._run(model)
+        whole = check_equivalent(model, self.apply(model), *args, **side_inputs)
+        if whole.ok:
+            return whole
+        for number, outcome in enumerate(outcomes, 1):
+            is_last = number == len(outcomes)
+            if is_last or not check_equivalent(model, outcome.model, *args, **side_inputs).ok:
+                break
+        verdict = f"edit {number} is to blame, {self.edits[number - 1]!r}: {whole.verdict}"
+        return dataclasses.replace(whole, verdict=verdict, facts={**whole.facts, "edit": number})
+
+    def to_json(self) -> str:
+        """The recipe as JSON text.
+
+        Raises:
+            RuleTypeError: An edit holds what has no form in JSON, such as a lambda or arrays.
+        """
+        from penzai_shard.surgery.recipe_json import write_edits
+
+        return write_edits(self.edits)
+
+    @classmethod
+    def from_json(
+        cls, text: str, *, mesh: Mesh | AbstractMesh | None = None, allow: Iterable[str] = ()
+    ) -> "Recipe":
+        """Reads what ``to_json`` wrote, and runs nothing but imports of allowed modules.
+
+        Args:
+            text: The text.
+            mesh: The mesh for all edits that have one; by default each is made anew.
+            allow: Packages or modules whose types and functions may be named, besides those of
+                penzai_shard, penzai and jax.
+
+        Raises:
+            RuleTypeError: The text is no recipe, or names what is not allowed.
+            MeshError: A mesh cannot be made.
+        """
+        from penzai_shard.surgery.recipe_json import read_edits
+
+        return cls(*read_edits(text, mesh, allow))
+
+    def __add__(self, other: "Recipe | Edit") -> "Recipe":
+        return Recipe(self, other) if isinstance(other, Recipe | Edit) else NotImplemented
+
+    def __len__(self) -> int:
+        return len(self.edits)
+
+    def __iter__(self) -> Iterator[Edit]:
+        return iter(self.edits)
+
+    @overload
+    def __getitem__(self, index: int) -> Edit: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Recipe": ...
+    def __getitem__(self, index: int | slice) -> "Edit | Recipe":
+        found = self.edits[index]
+        return found if isinstance(found, Edit) else Recipe(*found)
+
+    def __repr__(self) -> str:
+        lines = "".join(f"    {edit!r},\n" for edit in self)
+        return f"Recipe(\n{lines})" if lines else "Recipe()"
+
+
+def node_text(node: Any) -> str:
+    """A node by its type, with the layer that it was put around.
+
+    >>> node_text(Inserted(Inserted([]), holds_original=True))
+    'Inserted'
+    """
+    if type(node) is Inserted:
+        original = find_original(node.body) if node.holds_original else None
+        inside = f"({node_text(original.body)})" if original else ""
+        return f"{type(node.body).__name__}{inside}"
+    if isinstance(node, WrapperLayer):
+        return f"{type(node).__name__}({node_text(node.body)})"
+    return type(node).__name__
+
+
+def _after_text(match: Match) -> str:
+    return ", ".join(map(node_text, match.after))

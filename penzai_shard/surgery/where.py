@@ -1,0 +1,304 @@
+"""Says where an edit applies: by type, predicate, path pattern or root, narrowed by what is around.
+
+Patterns are read while a tree is walked, so that subtrees that cannot match are never entered.
+"""
+
+import contextlib
+import dataclasses
+import fnmatch
+import functools
+import inspect
+import re
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from jax.sharding import AbstractMesh, Mesh
+
+from penzai_shard.errors import Problem, RuleTypeError
+from penzai_shard.layers.wrapper import WrapperLayer
+from penzai_shard.meshes import mesh_text
+from penzai_shard.paths import nearest, pattern_parts
+from penzai_shard.surgery.inserted import Inserted, Original, find_original
+from penzai_shard.surgery.references import Ref, resolve
+from penzai_shard.surgery.rewriting import Finder, Keys, Refused, is_layer, keys_text
+
+_WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+
+class _Root:
+    def __repr__(self) -> str:
+        return "ROOT"
+
+    def __reduce__(self) -> str:
+        return "ROOT"
+
+
+ROOT = _Root()
+"""The whole model, as a place for an edit."""
+
+# A type, a tuple of types, a predicate, a pattern, a ``Ref`` of one of these, ROOT or a ``Where``.
+Place: TypeAlias = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """A place for an edit.
+
+    A pattern has a part for each key from the root, as ``sublayers/0/delta``, ``**/mlp/*`` or
+    ``.sublayers[0].delta``: a part fits a key, or the name of a node's type in snake case, and
+    ``**`` any number of keys. A layer and the wrapper layers around it are one place: it has the
+    path and the type's name of that layer, and the outermost wrapper is what is found. So a path of
+    the bare model fits the wrapped one. What is inside of a wrapper is found by its ``body`` too,
+    as in a path that was copied from a view of the wrapped model. Positions in lists are counted
+    with inserted layers in them.
+
+    Attributes:
+        what: A tuple of types, a predicate, a pattern, ``ROOT``, or a ``Ref`` of one of these.
+        within: If given, only what is inside of such a place. A type or predicate counts for what
+            is strictly inside, a pattern also for the nodes that it fits.
+        outside: If given, only what is not inside of such a place.
+    """
+
+    what: Any
+    within: "Where | None" = None
+    outside: "Where | None" = None
+
+    @classmethod
+    def of(cls, place: Place, within: Place = None, outside: Place = None) -> "Where":
+        """Reads a place in any form that edits take.
+
+        Raises:
+            RuleTypeError: It is in no such form, or is a ``Where`` that is narrowed once more.
+
+        >>> from penzai import pz
+        >>> Where.of(pz.nn.Linear, within="**/attention/**").what
+        (<class 'penzai.nn.linear_and_affine.Linear'>,)
+        """
+        around = [None if given is None else cls.of(given) for given in (within, outside)]
+        if isinstance(place, Where) and around == [None, None]:
+            return place
+        return cls(_read_what(place), *around)
+
+    def __str__(self) -> str:
+        whats = self.what if isinstance(self.what, tuple) else (self.what,)
+        names = [value_text(what) for what in whats]
+        text = names[0] if len(names) == 1 else f"({', '.join(names)})"
+        around = (("within", self.within), ("outside", self.outside))
+        return ", ".join([text, *(f"{name}={place}" for name, place in around if place)])
+
+    def find(self, layers_only: bool) -> Finder:
+        """What finds the place in a tree.
+
+        Args:
+            layers_only: Whether predicates and patterns are for layers.
+        """
+        what = _read_what(resolve(self.what))
+
+        def ask(kind: type, is_layer: bool) -> bool | None:
+            return None if is_layer or not layers_only else False
+
+        if isinstance(what, tuple):
+            finder = Finder(lambda kind, is_layer: issubclass(kind, what))
+        elif isinstance(what, str):
+            finder = _find_pattern(what, ask)
+        elif isinstance(what, _Root):
+            finder = Finder(lambda *_: None, lambda node, keys, state: not keys, lambda *_: None)
+        else:
+            call, _ = make_caller(what, {})
+            finder = Finder(ask, lambda node, keys, state: bool(call(node, keys)))
+        if self.within is not None:
+            finder = _narrow(finder, self.within, True)
+        if self.outside is not None:
+            finder = _narrow(finder, self.outside, False)
+        return finder
+
+
+def _read_what(place: Any) -> Any:
+    types = (place,) if isinstance(place, type) else place
+    is_several = isinstance(types, tuple | list) and len(types)
+    if is_several and all(isinstance(kind, type | Ref) for kind in types):
+        return tuple(types)
+    what, fix = f"{reprlib.repr(place)} is no place", "Write a type of layers, or '**/mlp'."
+    if is_layer(place):
+        name = type(place).__name__
+        what, fix = f"{name}(...) is a layer, and a place is its type", f"Write {name}."
+    elif isinstance(place, str) and not pattern_parts(place):
+        what, fix = f"{place!r} is an empty pattern", "Write ROOT for the whole model."
+    elif isinstance(place, str | Ref | _Root) or callable(place):
+        return place
+    raise RuleTypeError("a place for an edit:", [Problem("", what, fix)])
+
+
+# Patterns
+
+
+def names_of(node: Any) -> tuple[str, ...]:
+    """The names of a node in patterns, besides its key: its type's, and those in a wrapper.
+
+    >>> names_of(Original([]))
+    ('original', 'list')
+    """
+    name = _snake_case(type(node).__name__)
+    if not isinstance(node, WrapperLayer):
+        return (name,)
+    original = find_original(node.body) if type(node) is Inserted else None
+    return (name, *names_of(node.body), *(names_of(original.body) if original else ()))
+
+
+@functools.cache
+def _snake_case(name: str) -> str:
+    return _WORD_START.sub("_", name).lower()
+
+
+def _find_pattern(pattern: str, ask: Callable[[type, bool], bool | None]) -> Finder:
+    """Finds nodes by a pattern.
+
+    A state has two sets of numbers of parts, as bits: those that the path to a node can be read
+    by, and, between an ``Inserted`` and its ``Original``, those of the ``Inserted``.
+    """
+    # Copied paths have quotes around the keys of dictionaries.
+    parts = tuple(part.strip("'\"") for part in pattern_parts(pattern))
+    end = 1 << len(parts)
+
+    def step(state: tuple[int, int], parent: Any, keys: Keys, child: Any) -> Any:
+        read, around = state
+        found = _advance(parts, read, str(keys[-1]), names_of(child))
+        # What is in a wrapper has the wrapper's path, and the wrapper has matched already.
+        if keys[-1] == "body" and isinstance(parent, WrapperLayer):
+            found |= read & ~end
+            around = read & ~end if type(parent) is Inserted else around
+        if type(child) is Original:
+            found, around = found | around, 0
+        return (found, around) if found or around else None
+
+    return Finder(
+        ask,
+        lambda node, keys, state: bool(state[0] & end),
+        step,
+        lambda node: (_close(parts, 1), 0),
+    )
+
+
+@functools.lru_cache(maxsize=65536)
+def _advance(parts: tuple[str, ...], read: int, key: str, names: tuple[str, ...]) -> int:
+    """The numbers of parts by which the path to a child can be read."""
+
+    def advance(read: int, text: str) -> int:
+        found = 0
+        for number, part in enumerate(parts):
+            if read >> number & 1 and (part == "**" or fnmatch.fnmatchcase(text, part)):
+                found |= 1 << (number + (part != "**"))
+        return _close(parts, found)
+
+    # A key with dots is several parts of a path.
+    found = functools.reduce(advance, pattern_parts(key), read)
+    return functools.reduce(int.__or__, (advance(read, name) for name in names), found)
+
+
+def _close(parts: tuple[str, ...], read: int) -> int:
+    """With those parts of ``**`` passed that need not read anything."""
+    for number, part in enumerate(parts):
+        if part == "**" and read >> number & 1:
+            read |= 1 << (number + 1)
+    return read
+
+
+# Narrowing
+
+# The state of a place, once the walk is below a node that is there.
+_INSIDE = object()
+
+
+def _narrow(finder: Finder, around: Where, is_wanted: bool) -> Finder:
+    """Finds what another finder finds inside of a place, or outside of it."""
+    is_pattern = isinstance(around.what, str)
+    place = around.find(layers_only=not is_pattern)
+
+    def start(node: Any) -> Any:
+        return finder.start(node), place.start(node)
+
+    def step(states: Any, parent: Any, keys: Keys, child: Any) -> Any:
+        own, state = states
+        if state is not _INSIDE and place.has(parent, keys[:-1], state):
+            state = _INSIDE
+        if state is _INSIDE and not is_wanted:
+            return None
+        own = own if finder.step is None else finder.step(own, parent, keys, child)
+        if place.step is not None and state is not None and state is not _INSIDE:
+            state = place.step(state, parent, keys, child)
+        return None if own is None else (own, state)
+
+    def matches(node: Any, keys: Keys, states: Any) -> bool:
+        own, state = states
+        is_inside = state is _INSIDE or (is_pattern and place.has(node, keys, state))
+        return is_inside is is_wanted and finder.has(node, keys, own)
+
+    def ask(kind: type, is_layer: bool) -> bool | None:
+        return False if finder.by_type(kind, is_layer) is False else None
+
+    return Finder(ask, matches, step, start)
+
+
+# Functions of the user
+
+
+def make_caller(
+    function: Callable[..., Any], options: Mapping[str, Any]
+) -> tuple[Callable[[Any, Keys], Any], bool]:
+    """A function of a node and its keys that calls another, and whether that one takes the path.
+
+    What the other one raises becomes ``Refused``.
+
+    Raises:
+        RuleTypeError: It cannot be called with a node and the options.
+    """
+    way = _find_path_argument(function, options)
+
+    def call(node: Any, keys: Keys) -> Any:
+        path = keys_text(keys)
+        front = (node, path) if way == "position" else (node,)
+        named = {"path": path} if way == "keyword" else {}
+        try:
+            return function(*front, **options, **named)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".rstrip(".")
+            fix = "Correct it, or leave this place out with outside=."
+            raise Refused(keys, f"{value_text(function)} raised {text}", fix) from error
+
+    return call, way != ""
+
+
+def _find_path_argument(function: Callable[..., Any], options: Mapping[str, Any]) -> str:
+    """How a function takes the path: in an argument of that name, in a second one, or not."""
+    is_class = isinstance(function, type)
+    try:
+        # Penzai's metaclass hides the arguments of constructors.
+        called: Any = function.__init__ if is_class else function
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):
+        return ""  # A function of C that does not tell.
+    has_keyword = "path" in signature.parameters and "path" not in options
+    named = {**options, "path": ""} if has_keyword else options
+    front = (None, None) if is_class else (None,)
+    for way, values in (("keyword" if has_keyword else "", front), ("position", (*front, ""))):
+        with contextlib.suppress(TypeError):
+            signature.bind(*values, **named)
+            return way
+
+    names = list(signature.parameters)[is_class:]
+    near = (nearest(option, {*names} - {*options}) for option in options if option not in names)
+    fix = next((f"Write {option}=." for option in near if option), "Give what it needs, by name.")
+    what = f"{value_text(function)} takes {', '.join(names)}"
+    given = " and ".join(["a layer", *options])
+    raise RuleTypeError("an edit:", [Problem("", f"{what}, and gets {given}", fix)])
+
+
+def value_text(value: Any) -> str:
+    """A value in few words."""
+    if hasattr(value, "__qualname__"):
+        name: str = value.__qualname__
+        return name.rpartition("<locals>.")[2]
+    if is_layer(value):
+        return f"{type(value).__name__}(...)"
+    return mesh_text(value) if isinstance(value, Mesh | AbstractMesh) else reprlib.repr(value)

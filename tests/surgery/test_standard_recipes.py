@@ -1,0 +1,115 @@
+"""Every standard recipe on every family of models: what stays the same, and what it is for."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from penzai import pz
+from penzai.deprecated.v1 import pz as pz_v1
+from penzai.models.transformer.model_parts import TransformerBlock
+
+import penzai_shard as pzs
+from penzai_shard import programs
+from tests.models import llama, mlp_v1
+
+# Two devices are enough to split over, and programs for more take longer to compile.
+MESH = pzs.make_mesh({"data": 2}, jax.devices()[:2])
+TOKENS = pz.nx.wrap(jnp.arange(24).reshape(4, 6) % 16, "batch", "seq")
+FAMILIES = {
+    "llama": {"kv_heads": 1},
+    "gqa": {},
+    "tied": {"multiplier": 1, "tied": True},
+    "stacked": {"multiplier": 1, "stacked": True},
+}
+FSDP = {"embedding": "data", "batch": "data"}
+RECIPES = {
+    "constrain_blocks": pzs.constrain_blocks(TransformerBlock, MESH, {"batch": "data"}),
+    "rematerialise_blocks": pzs.rematerialise_blocks(TransformerBlock, "dots"),
+    "jit_root": pzs.jit_root(),
+    "scope_layers": pzs.scope_layers(),
+    "roll_layer_stacks": pzs.roll_layer_stacks(unroll=2, policy="nested"),
+    "manual_fsdp": pzs.manual_fsdp(TransformerBlock, MESH, FSDP, min_size=4),
+    "keep_axis_order": pzs.keep_axis_order(),
+    "mixed_precision": pzs.mixed_precision(keep=(pz.nn.Softmax, pz.nn.RMSLayerNorm)),
+}
+# Those that change no number go together, which takes a third of the time.
+TOGETHER = ("scope_layers", "keep_axis_order", "rematerialise_blocks", "constrain_blocks")
+CERTIFIED = {
+    "together": sum((RECIPES[name] for name in TOGETHER), pzs.Recipe()) + pzs.jit_root(),
+    "rolled": pzs.roll_layer_stacks(policy="carries") + pzs.jit_root(),
+    **{name: RECIPES[name] for name in ("manual_fsdp", "mixed_precision")},
+}
+
+
+@functools.cache
+def model(family):
+    return llama(**FAMILIES[family])
+
+
+def is_for(name, family):
+    return "roll" not in name or family == "stacked"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", CERTIFIED)
+def test_recipes_keep_what_a_model_computes(name, family):
+    if is_for(name, family):
+        report = CERTIFIED[name].check(model(family), TOKENS)
+        assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_values(name, family):
+    recipe, bare = RECIPES[name], model(family)
+    again = pzs.Recipe.from_json(recipe.to_json(), mesh=MESH)
+    assert again == recipe
+    if not is_for(name, family):
+        with pytest.raises(pzs.SelectionError):
+            recipe.apply(bare)
+        return
+    edited = recipe.apply(bare)
+    assert again.apply(bare) == edited != bare
+    assert pzs.strip(edited) == bare
+
+
+@pytest.mark.parametrize("recipe", [pzs.jit_root(), pzs.scope_layers()], ids=repr)
+def test_recipes_of_any_model_take_those_of_the_first_api(recipe):
+    bare, x = mlp_v1(), pz_v1.nx.ones({"features": 8})
+    edited = recipe.apply(bare)
+    np.testing.assert_allclose(edited(x).unwrap("features"), bare(x).unwrap("features"), 1e-6)
+    assert pzs.strip(edited) == bare
+
+
+def primitives(edited):
+    program = jax.make_jaxpr(pz.freeze_variables(edited))(TOKENS)
+    return {equation.primitive.name for equation in programs.equations_in(program)}
+
+
+@pytest.mark.parametrize(
+    ("name", "primitive"),
+    [
+        ("constrain_blocks", "sharding_constraint"),
+        ("rematerialise_blocks", "remat2"),
+        ("jit_root", "jit"),
+        ("roll_layer_stacks", "scan"),
+        ("manual_fsdp", "shard_map"),
+        ("manual_fsdp", "all_gather"),
+    ],
+)
+def test_recipes_do_what_they_are_for(name, primitive):
+    assert primitive in primitives(RECIPES[name].apply(model("stacked")))
+
+
+def test_scope_layers_names_operations_by_path():
+    text = jax.jit(lambda t: RECIPES["scope_layers"].apply(model("gqa"))(t))
+    lowered = text.lower(TOKENS).as_text(debug_info=True)
+    assert "body/sublayers/1/sublayers/0" in lowered
+
+
+def test_manual_fsdp_refuses_mesh_axes_that_are_not_there():
+    with pytest.raises(pzs.MeshError) as error:
+        pzs.manual_fsdp(TransformerBlock, MESH, {"embedding": "dta"})
+    assert error.value.problems[0].fix == "Write 'data'."
