@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-from penzai_shard.errors import Problems, ShardingError
+from penzai_shard.errors import Problem, ShardingError
 
 # Python takes notice of Ctrl-C only between two calls of the client.
 _SECONDS_PER_CALL = 1.0
@@ -70,11 +70,7 @@ def forget(key: str) -> None:
 def _client() -> Any:
     client = distributed.global_state.client
     if client is None:
-        problems = Problems("processes cannot agree:")
-        problems.add(
-            "",
-            f"{jax.process_count()} processes have no coordination service",
-            "Call jax.distributed.initialize() in each, before anything else of JAX.",
-        )
-        problems.raise_if_any(ShardingError)
+        what = f"{jax.process_count()} processes have no coordination service"
+        fix = "Call jax.distributed.initialize() in each, before anything else of JAX."
+        raise ShardingError("processes cannot agree:", [Problem("", what, fix)])
     return client

@@ -262,11 +262,14 @@ class _Run:
 
         # The real whole must be a part of the longest too: a program may do something else at its
         # exact length. Both draw the numbers of the whole.
-        axes = frozenset(axis for axis in self.random_axes if self._region.mesh.shape[axis] > 1)
+        # Along a mesh axis of length 1 nothing is split, and no numbers differ.
+        long = {axis for axis, length in self._region.mesh.shape.items() if length > 1}
+        axes = long.intersection(self.random_axes)
         drawn = [is_key and bool(axes) for is_key in self.keys]
         vouched = frozenset(self._region.assume_independent)
         traces = longest.program, part.program
-        is_random, mixing = find_mixing(*traces, parts, drawn, random_axes=axes, vouched=vouched)
+        real = {n: tuple(axis for axis in own if axis in long) for n, own in parts.items()}
+        is_random, mixing = find_mixing(*traces, real, drawn, random_axes=axes, vouched=vouched)
         if longest is not whole:
             longer = {n: axes for axes, n in times.items() if n > 1}
             vouched |= {"random_bits", "random_split"}

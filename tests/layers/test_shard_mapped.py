@@ -294,3 +294,12 @@ def test_assume_independent():
     vouched = fsdp(same(clip_gradient), assume_independent=("custom_vjp_call",))
     found, expected = map(output_and_gradients, (vouched, same(clip_gradient)))
     check_equal(found, expected)
+
+
+def test_random_numbers_over_a_mesh_axis_of_length_1():
+    mesh = pzs.make_mesh({"data": 8, "model": 1})
+    dropout = pz.nn.StochasticDropout(0.5)
+    layer = pzs.ShardMapped(dropout, mesh, {}, {"batch": ("data", "model")})
+    stream = pz.RandomStream.from_base_key(jax.random.key(0))
+    kept = np.asarray(layer(X, random_stream=stream).unwrap("batch", "embedding")) != 0
+    assert len({row.tobytes() for row in kept}) > 4

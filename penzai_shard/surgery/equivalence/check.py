@@ -1,5 +1,6 @@
 """Runs a model and an edited form of it on the same values, and compares what they compute."""
 
+import collections
 import dataclasses
 import functools
 import math
@@ -14,7 +15,7 @@ from penzai_shard.arrays.structure import Leaf, flatten, read_variables
 from penzai_shard.errors import Problems, RuleTypeError
 from penzai_shard.layers.pure_call import PureCall
 from penzai_shard.meshes import auto_context
-from penzai_shard.paths import join_paths
+from penzai_shard.paths import fold_key, join_paths
 from penzai_shard.reports.report import Column, Report
 from penzai_shard.surgery.equivalence.compare import Allowance, Difference, compare, is_equal
 from penzai_shard.surgery.equivalence.float64 import Float64Run
@@ -108,8 +109,7 @@ def check_equivalent(
             other = dataclasses.replace(other, leaves=leaves)
             found |= _compare_runs(one, other, gradients, rtol or 0.0, notes)
 
-    rows = [_row(*key, each) for key, each in found.items()]
-    rows.sort(key=lambda row: row[1] == _GRADIENTS)
+    rows = _make_rows(found)
     wrong = [" ".join(row[1::-1]) for row in rows if not row[-2]]
     verdict = f"equivalent: {len(rows)} arrays agree"
     if wrong:
@@ -117,12 +117,24 @@ def check_equivalent(
     return Report("equivalence", verdict, _COLUMNS, rows, notes, not wrong)
 
 
-def _row(group: str, path: str, each: Difference) -> tuple[Any, ...]:
-    *figures, fact = dataclasses.astuple(each)
-    if each.ok:
-        # Equal blocks become one row where their figures are of one size.
-        figures = [10.0 ** math.ceil(math.log10(x)) if x else x for x in figures]
-    return (path.removeprefix(MODEL) or "(root)", group, *figures, each.ok, fact or None)
+def _make_rows(found: _Differences) -> list[tuple[Any, ...]]:
+    """A row for each array; equal blocks show the figures of the worst, so that they are one line."""
+    alike = collections.defaultdict(list)
+    for (group, path), each in found.items():
+        alike[group, fold_key(path) if each.ok else path].append(dataclasses.astuple(each)[:-1])
+    rows = []
+    for (group, path), each in found.items():
+        columns = zip(*alike[group, fold_key(path) if each.ok else path], strict=True)
+        figures = [max((x for x in column if x is not None), default=None) for column in columns]
+        # Two digits of what is wrong. Of the others the power of ten tells enough.
+        shown = [_round_up(x) if x and each.ok else x and float(f"{x:.2g}") for x in figures]
+        name = path.removeprefix(MODEL) or "(root)"
+        rows.append((name, group, *shown, each.ok, each.fact or None))
+    return sorted(rows, key=lambda row: (row[-2], row[1] == _GRADIENTS))
+
+
+def _round_up(figure: float) -> float:
+    return 10.0 ** math.ceil(math.log10(figure))
 
 
 # What the models hold
