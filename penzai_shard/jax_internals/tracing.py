@@ -5,36 +5,28 @@ release. Everything here was read from and run on jax 0.10.2.
 https://docs.jax.dev/en/latest/jax.extend.core.html
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from jax._src import source_info_util
 from jax._src.interpreters import partial_eval
 from jax._src.named_sharding import UNSPECIFIED
-from jax.extend.core import (
-    ClosedJaxpr,  # a program with the constants that it closes over
-    DebugInfo,  # what errors of JAX call a program; `Jaxpr` warns without one
-    Jaxpr,  # a program whose constants are given apart
-    JaxprEqn,  # one operation
-    Literal,  # a scalar that is written into an operation
-    Var,  # the result of an operation; equal only to itself
-    jaxpr_as_fun,  # the function that runs a program, operation by operation unless traced
-)
+from jax.extend import core
 
-__all__ = [
-    "DERIVATIVE_RULES",
-    "ClosedJaxpr",
-    "DebugInfo",
-    "Jaxpr",
-    "JaxprEqn",
-    "Literal",
-    "Var",
-    "count_signatures",
-    "drop_dead_code",
-    "is_weak_type",
-    "jaxpr_as_fun",
-    "source_frames",
-    "without_shardings",
-]
+# A program with the constants that it closes over.
+ClosedJaxpr = core.ClosedJaxpr
+# What errors of JAX call a program; `Jaxpr` warns without one.
+DebugInfo = core.DebugInfo
+# A program whose constants are given apart.
+Jaxpr = core.Jaxpr
+# One operation.
+JaxprEqn = core.JaxprEqn
+# A scalar that is written into an operation.
+Literal = core.Literal
+# The result of an operation; equal only to itself.
+Var = core.Var
+# The function that runs a program, operation by operation unless traced.
+jaxpr_as_fun = core.jaxpr_as_fun
 
 # Parameters of `custom_jvp_call` and `custom_vjp_call` that only differentiation reads. JAX makes
 # them anew for each call, so that by them no two calls of one function would be equal.
@@ -73,6 +65,21 @@ def is_weak_type(value: Any) -> bool:
     (True, False)
     """
     return bool(getattr(value, "weak_type", False))
+
+
+def scan_counts(parameters: Mapping[str, Any]) -> tuple[int, int]:
+    """How many operands of a ``scan`` are constants, and how many go from turn to turn.
+
+    >>> import jax
+    >>> loop = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (c + 1, c), x, None, 3))(0)
+    >>> scan_counts(loop.eqns[-1].params)
+    (0, 1)
+    """
+    if "num_consts" in parameters:
+        return parameters["num_consts"], parameters["num_carry"]
+    # Since jax 0.12: the trees of constants, of what is carried, and of what is gone through.
+    constants, carried, _ = parameters["ft_in"].unpack()
+    return len(constants), len(carried)
 
 
 def source_frames(equation: JaxprEqn) -> list[tuple[str, str, int]]:

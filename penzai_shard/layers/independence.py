@@ -34,6 +34,7 @@ from penzai_shard.jax_internals.tracing import (
     Var,
     drop_dead_code,
     jaxpr_as_fun,
+    scan_counts,
     source_frames,
 )
 from penzai_shard.layers import operation_rules as rules
@@ -347,7 +348,7 @@ def _custom_vjp(walk: _Walk, whole: JaxprEqn, part: JaxprEqn, random: list[bool]
 
 
 def _scan(walk: _Walk, whole: JaxprEqn, part: JaxprEqn, random: list[bool]) -> list[bool]:
-    first, carried = whole.params["num_consts"], whole.params["num_carry"]
+    first, carried = scan_counts(whole.params)
     # A loop that carries nothing takes each turn by itself, any number of them.
     rules.check_parameters(whole, part, {"jaxpr"} if carried else {"jaxpr", "length"})
     programs, last = (whole.params["jaxpr"], part.params["jaxpr"]), first + carried

@@ -118,7 +118,7 @@ def check_equivalent(
 
 
 def _make_rows(found: _Differences) -> list[tuple[Any, ...]]:
-    """A row for each array; equal blocks show the figures of the worst, so that they are one line."""
+    """A row for each array; equal blocks show the figures of the worst, and so fold into one."""
     alike = collections.defaultdict(list)
     for (group, path), each in found.items():
         alike[group, fold_key(path) if each.ok else path].append(dataclasses.astuple(each)[:-1])

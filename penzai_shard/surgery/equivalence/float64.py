@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from penzai_shard.arrays.kinds import is_key_type, is_traced
-from penzai_shard.jax_internals.tracing import JaxprEqn, Literal
+from penzai_shard.jax_internals.tracing import JaxprEqn, Literal, scan_counts
 from penzai_shard.programs import equations_in, inner_programs, open_program, walk
 from penzai_shard.surgery.equivalence.compare import as_float64, epsilon_of, is_equal
 from penzai_shard.surgery.equivalence.values import is_float
@@ -121,7 +121,7 @@ class Float64Run:
         return _bind(equation, values, equation.params)
 
     def _scan(self, inputs: list[Any], parameters: dict[str, Any]) -> list[Any]:
-        first, count = parameters["num_consts"], parameters["num_carry"]
+        first, count = scan_counts(parameters)
         body = self._function(parameters["jaxpr"])
 
         def turn(carry: Any, element: Any) -> tuple[Any, Any]:
