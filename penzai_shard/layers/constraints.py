@@ -19,6 +19,7 @@ from penzai_shard import specs
 from penzai_shard.arrays.kinds import is_traced
 from penzai_shard.arrays.structure import flatten
 from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError
+from penzai_shard.layers.manual import manual_axes
 from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.meshes import AnyMesh, auto_context, mesh_text, on_auto_twin
 from penzai_shard.paths import path_text
@@ -203,8 +204,8 @@ def pin_by_name(tree: Any, request: arguments.Request) -> Any:
         MeshError: An array is on other devices than the mesh.
     """
     mesh = request.mesh
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if not set(manual).isdisjoint(mesh.axis_names):
+    manual = manual_axes()
+    if not manual.isdisjoint(mesh.axis_names):
         # Arrays inside have the lengths of one part, which need not divide once more.
         sizes = tuple(1 if axis in manual else size for axis, size in mesh.shape.items())
         mesh = AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types)
@@ -247,11 +248,8 @@ def _pin_array(value: Any, sharding: Any, ambient: AbstractMesh) -> Any:
     if ambient.manual_axes:
         # If nothing is left to the compiler, nothing is left to pin. Of Explicit axes the type of
         # the array tells the layout, and one on the Auto twin could not leave the region.
-        if (
-            not isinstance(sharding, NamedSharding)
-            or ambient.explicit_axes
-            or not ambient.auto_axes
-        ):
+        is_auto = bool(ambient.auto_axes) and not ambient.explicit_axes
+        if not (is_auto and isinstance(sharding, NamedSharding)):
             return value
         axes = specs.mesh_axes(sharding.spec, value.ndim)
         free = (tuple(axis for axis in over if axis not in ambient.manual_axes) for over in axes)

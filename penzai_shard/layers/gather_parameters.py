@@ -8,9 +8,8 @@ from jax.ad_checkpoint import checkpoint_name
 from penzai import pz
 
 from penzai_shard.arrays.structure import Leaf, Named, Structure, leaves_of
-from penzai_shard.errors import warn_caller
 from penzai_shard.layers.constraints import pin_by_name
-from penzai_shard.layers.remat import GATHERED, Checkpointed
+from penzai_shard.layers.remat import GATHERED
 from penzai_shard.layers.wrapper import Call, WrapperLayer
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.planning import arguments
@@ -24,7 +23,7 @@ class GatherParameters(WrapperLayer):
     the layouts in which parameters and their gradients are stored. What changes is that the
     compiler is told to move parameters to the activations, never activations to the parameters. It
     may keep a gathered parameter from the forward to the backward pass: with ``Checkpointed``
-    around this layer, the policy ``"all_but_gathered"`` has it gathered again.
+    around this layer, not in it, the policy ``"all_but_gathered"`` has it gathered again.
 
     Gradients are summed in the layout of use, and then go where the parameters are stored. Where
     the batch is split over all mesh axes, ``gradients_as_used=False`` lets the compiler scatter
@@ -46,9 +45,6 @@ class GatherParameters(WrapperLayer):
 
     Raises:
         RuleTypeError, MeshError: As ``make_plan``.
-
-    Warns:
-        ShardingWarning: The layer is ``Checkpointed``: what is gathered is then kept all the same.
 
     >>> import penzai_shard as pzs
     >>> mesh = pzs.make_mesh({"data": 8})
@@ -74,9 +70,6 @@ class GatherParameters(WrapperLayer):
 
     def _transform(self, call: Call, structure: Structure) -> Call:
         structure.check_paths()
-        if isinstance(self.body, Checkpointed):
-            fix = "Write Checkpointed(GatherParameters(layer, mesh, rules), 'all_but_gathered')."
-            warn_caller([f"GatherParameters(Checkpointed(layer)) keeps what it gathers. {fix}"])
 
         def call_gathered(values: Any) -> tuple[Any, dict[int, Any]]:
             leaves = leaves_of(structure.fill_alike(values))

@@ -44,8 +44,9 @@ class InPrecision(WrapperLayer):
     Parameters stay as they are, objects and names too: the optimizer updates them in their own
     dtype, and gradients arrive in it. So does state, which is read in the compute dtype. What
     changes: argument, side inputs and parameters are cast on the way in, and the output is cast
-    back. Integers, truth values and random keys are left as they are, and a constant that is finite
-    stays finite where the other dtype reaches less far. What a function closes over is not cast.
+    back. Integers, truth values, complex numbers and random keys are left as they are, and a
+    constant that is finite stays finite where the other dtype reaches less far. What a function
+    closes over is not cast.
 
     Layers that ``keep`` names are computed in float32 (in the compute dtype where that is wider)
     with their parameters as they are; their inputs are cast up, and their outputs to the compute

@@ -8,7 +8,7 @@ import jax
 from penzai import pz
 
 from penzai_shard.arrays.structure import Structure
-from penzai_shard.errors import Problem, RuleTypeError, ShardingError
+from penzai_shard.errors import Problem, RuleTypeError
 from penzai_shard.layers.wrapper import Call, WrapperLayer
 from penzai_shard.paths import nearest
 
@@ -16,10 +16,12 @@ HOST_MEMORY = "pinned_host"
 # What a gathered parameter is called where a policy decides on it.
 GATHERED = "gathered_parameter"
 # A gathered parameter must not be kept under another form either: as it was before it got its name,
-# cast, or transposed. To redo that for an activation costs little.
+# cast, or transposed. To redo that for an activation costs little, but where a layer gathers
+# activations itself.
 _FORM_CHANGES = """
-    broadcast_in_dim convert_element_type copy expand_dims reduce_precision reshape reshard
-    sharding_constraint squeeze transpose"""
+    all_gather all_gather_invariant all_gather_reduced broadcast_in_dim convert_element_type copy
+    expand_dims pcast pvary reduce_precision reshape reshard sharding_constraint squeeze transpose
+"""
 
 
 def _all_but_gathered(primitive: Any, *operands: Any, **parameters: Any) -> bool:
@@ -54,19 +56,6 @@ def check_policy(called: str, policy: Any, known: Iterable[str] = tuple(POLICIES
         fix = f"Write policy={nearest(policy, names) or 'dots'!r}."
         what = f"there is no policy {policy!r}; there are {', '.join(map(repr, names))}"
         raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
-
-
-def check_host_memory(called: str, policy: str) -> None:
-    """Refuses to keep values where this backend has no memory.
-
-    Raises:
-        ShardingError: Devices cannot reach the memory of the host.
-    """
-    kinds = [memory.kind for memory in jax.local_devices()[0].addressable_memories()]
-    if HOST_MEMORY not in kinds:
-        what = f"this {jax.default_backend()} backend has no memory {HOST_MEMORY!r}"
-        problem = Problem("", what, "Write policy='dots_without_batch'.")
-        raise ShardingError(f"{called}(policy={policy!r}):", [problem])
 
 
 @pz.pytree_dataclass
@@ -105,8 +94,6 @@ class Checkpointed(WrapperLayer):
             check_policy("Checkpointed", self.policy)
 
     def _transform(self, call: Call, structure: Structure) -> Call:
-        if self.policy == "offload_dots":
-            check_host_memory("Checkpointed", self.policy)
         policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
         transformed: Call = jax.checkpoint(call, policy=policy)
         return transformed

@@ -93,27 +93,15 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
         return cls(stack.stacked_sublayers, stack.stack_axis, stack.stack_axis_size, unroll, policy)
 
     @classmethod
-    def from_sublayer_builder(
-        cls,
-        builder: Callable[..., Any],
-        stack_axis: Hashable,
-        stack_axis_size: int,
-        init_base_rng: jax.Array | None,
-        builder_kwargs: dict[str, Any],
-    ) -> "RolledLayerStack":
-        """Builds the layers, as ``pz.nn.LayerStack.from_sublayer_builder`` does.
+    def from_sublayer_builder(cls, *args: Any, **options: Any) -> "RolledLayerStack":
+        """Builds the layers.
 
         Args:
-            builder: Builds one layer; takes a keyword argument ``init_base_rng``.
-            stack_axis: The logical axis of the layers.
-            stack_axis_size: How many layers there are.
-            init_base_rng: The random key of the parameters, or None.
-            builder_kwargs: Further keyword arguments of the builder.
+            *args: What ``pz.nn.LayerStack.from_sublayer_builder`` takes.
+            **options: The same, by keyword.
         """
-        build = pz.nn.LayerStack.from_sublayer_builder
-        return cls.from_layer_stack(
-            build(builder, stack_axis, stack_axis_size, init_base_rng, builder_kwargs)
-        )
+        # That of Penzai gives its own class, whatever the class it is called on.
+        return cls.from_layer_stack(pz.nn.LayerStack.from_sublayer_builder(*args, **options))
 
     def to_layer_stack(self) -> pz.nn.LayerStack:
         """Penzai's form of the stack, with the same layers and variables."""
@@ -133,15 +121,11 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
         Raises:
             LayerStackError: A layer gives back something of another form, or a variable cannot be
                 carried through a loop, or contradicts what it says of itself.
-            ShardingError: The policy keeps values in the memory of the host, and there is none.
         """
-        if isinstance(self.policy, str) and self.policy.startswith("offload"):
-            remat.check_host_memory("RolledLayerStack", self.policy)
-
         # Take apart what all layers share, and what each of them gets a slice of.
         layers, layer_variables = pz.unbind_variables(pz.freeze_params(self.stacked_sublayers))
         side_inputs, side_variables = pz.unbind_variables(pz.freeze_params(side_inputs))
-        variables = self._sort_variables(layer_variables, side_variables, argument)
+        variables = self._sort_variables(layer_variables, side_variables)
         shared, per_layer = ([variable.freeze() for variable in kind] for kind in variables)
         with auto_context():
             parts = on_auto_twin((layers, side_inputs, argument, shared, per_layer))
@@ -184,14 +168,16 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
         return array.untag_prefix(self.stack_axis).with_positional_prefix()
 
     def _sort_variables(
-        self, layer_variables: Sequence[Any], side_variables: Sequence[Any], argument: Any
+        self, layer_variables: Sequence[Any], side_variables: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """The variables of a call that all layers share, and those that each layer has."""
         axis, problems = self.stack_axis, Problems("this layer stack cannot run as a loop:")
-        for leaf in leaves_of({"argument": argument}):
-            if leaf.variable is not None:
-                fix = "Pass it as a side input."
-                problems.add(leaf.path, "a variable is in the argument of the stack", fix)
+        for leaf in leaves_of(self.stacked_sublayers):
+            length = dict(zip(leaf.names or (), leaf.shape, strict=False)).get(axis)
+            # A loop over groups of layers would leave out those that are too many.
+            if length not in (None, self.stack_axis_size):
+                what = f"it has {length} layers, and the stack {self.stack_axis_size}"
+                problems.add(leaf.path, what, f"Write stack_axis_size={length}.")
         shared, per_layer = {variable.label: variable for variable in side_variables}, []
         for variable in layer_variables:
             behavior = variable.metadata.get("layerstack_axes", {}).get(axis)

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.programs import equations_in
+from tests.models import penzai_mlp
 
 
 def multiply(weights, x):
@@ -30,6 +32,31 @@ def test_policies_keep_what_they_say():
     assert bare < products("dots_without_batch") < products("nothing")
     assert products(None) == products("nothing")
     assert products(jax.checkpoint_policies.dots_saveable) == bare
+
+
+def test_all_but_gathered_gathers_the_parameters_of_a_region_again():
+    mesh = pzs.make_mesh({"data": 4}, jax.devices()[:4])
+    body = pzs.place(penzai_mlp(), mesh, {"features": "data"})
+    x = pz.nx.ones({"batch": 8, "features": 8})
+    slots, parameters = pz.unbind_params(body, freeze=True)
+
+    def measure(wrap):
+        def loss(parameters):
+            output = wrap(pz.bind_variables(slots, parameters))(x)
+            return (output.unwrap("batch", "features") ** 2).sum()
+
+        program = jax.make_jaxpr(jax.grad(loss))(parameters)
+        names = [equation.primitive.name for equation in equations_in(program)]
+        return names.count("all_gather"), jax.jit(jax.grad(loss))(parameters)
+
+    def region(body):
+        return pzs.ShardMapped(body, mesh, {"features": "data"}, {"batch": "data"})
+
+    gathers, gradients = measure(lambda body: pzs.Checkpointed(region(body), "all_but_gathered"))
+    assert gathers > measure(region)[0] > 0
+    close = lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5)  # noqa: E731
+    expected = pz.nx.order_like(measure(lambda body: body)[1], gradients)
+    jax.tree.map(close, gradients, expected)
 
 
 def test_offload_dots_keeps_products_in_the_memory_of_the_host():

@@ -171,6 +171,15 @@ def test_offloaded_inputs_are_in_the_memory_of_the_host():
     assert "f32<host>[5,8,8]" in str(jax.make_jaxpr(gradient)(parameters, X))
 
 
+def test_inputs_keeps_a_copy_of_the_parameters():
+    def temporaries(policy):
+        gradient, parameters = differentiate(roll(build(layers=36), policy=policy))
+        compiled = jax.jit(lambda *inputs: gradient(*inputs)[0]).lower(parameters, X).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries("inputs") - temporaries("carries") >= 36 * 2 * 8 * 8 * 4
+
+
 @pytest.mark.parametrize("policy", ["nestd", 3, None, True])
 def test_an_unknown_policy_is_refused_where_it_is_written(policy):
     with pytest.raises(pzs.RuleTypeError) as caught:
@@ -198,3 +207,12 @@ def test_what_cannot_go_through_a_loop_is_refused_by_path(paths, layers):
         roll(build(*layers))(X)
     problems = caught.value.problems
     assert ([problem.path for problem in problems], bool(problems[0].fix)) == (paths, True)
+
+
+@pytest.mark.parametrize("policy", [False, "nested"])
+def test_arrays_of_another_number_of_layers_are_refused_by_path(policy):
+    stack = pz.nn.LayerStack(build(layers=9).stacked_sublayers, "layers", 4)
+    with pytest.raises(pzs.LayerStackError) as caught:
+        roll(stack, policy=policy)(X)
+    problems = {problem.path: problem.fix for problem in caught.value.problems}
+    assert problems == dict.fromkeys(("up.weights", "d.weights"), "Write stack_axis_size=9.")
