@@ -3,10 +3,9 @@
 The two steps take turns in one process; medians are printed. The bytes are those that the compiled
 program accesses. ``tests/layers/test_axis_order.py`` compares a block with one written by hand.
 
-    python benchmarks/axis_order.py [--rounds N]
+    python benchmarks/axis_order.py
 """
 
-import argparse
 import statistics
 import time
 
@@ -43,13 +42,10 @@ def compile_step(recipe):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
     recipes = {"as it is": pzs.Recipe(), "keep_axis_order": pzs.keep_axis_order()}
     steps = {name: compile_step(recipe) for name, recipe in recipes.items()}
-    times = {name: [] for name in steps}
-    for _ in range(rounds):
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(15):
         for name, (step, values) in steps.items():
             started = time.perf_counter()
             jax.block_until_ready(step(values))

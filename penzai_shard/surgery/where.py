@@ -27,6 +27,8 @@ _WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 class _Root:
+    """The whole model, as the place of an edit."""
+
     def __repr__(self) -> str:
         return "ROOT"
 
