@@ -126,7 +126,9 @@ def independent_axes(layer: Any, *inputs: Any, **side_inputs: Any) -> Report:
     rows, facts = [], {}
     for axis, length in dict(given).items():
         if axis is not None:
-            found = _judge_axis(axis, length, trace, keys)
+            whole = (leaf for leaf, is_part in zip(leaves, is_split, strict=True) if not is_part)
+            holder = next((leaf.path for leaf in whole if axis in (leaf.names or ())), None)
+            found = _judge_axis(axis, length, trace, keys, holder)
             facts[axis] = [dataclasses.asdict(mixing) for mixing in found]
             first = found[0] if found else Mixing("", "", "")
             rows.append((axis, not found, first.operation, first.where, first.reason))
@@ -138,9 +140,21 @@ def independent_axes(layer: Any, *inputs: Any, **side_inputs: Any) -> Report:
 
 
 def _judge_axis(
-    axis: Any, length: int, trace: Callable[..., ClosedJaxpr], keys: Sequence[bool]
+    axis: Any,
+    length: int,
+    trace: Callable[..., ClosedJaxpr],
+    keys: Sequence[bool],
+    holder: str | None,
 ) -> list[Mixing]:
-    """What mixes elements of one axis, or why that cannot be said."""
+    """What mixes elements of one axis, or why that cannot be said.
+
+    Args:
+        axis: The logical axis.
+        length: Its length.
+        trace: Traces the layer at a multiple of the length, or a part of it.
+        keys: Which inputs are random keys that differ per device.
+        holder: The path of an array that has the axis and stays whole.
+    """
     # A program may ask for its exact length, as a whole or as a part: all are compared with a
     # longer one, which exists nowhere.
     divisor = next((d for d in range(2, length + 1) if length % d == 0), 1)
@@ -157,6 +171,8 @@ def _judge_axis(
             frames = [(code.co_filename, code.co_qualname, line) for code, line in calls]
             text = str(error).partition("\n")[0]
             reason = f"the layer fails at another length ({type(error).__name__}: {text})"
+            if holder is not None:
+                reason = f"its {holder!r} has the axis too, and stays whole"
             return [Mixing("", _write_frames(frames), reason)]
         if whole is None:
             whole = part

@@ -164,8 +164,8 @@ class Recipe:
                 penzai_shard, penzai and jax.
 
         Raises:
-            RuleTypeError: The text is no recipe, or names what is not allowed.
-            MeshError: A mesh cannot be made.
+            RuleTypeError: The text is no recipe, names what is not allowed, or has a mesh that
+                cannot be made here.
         """
         from penzai_shard.surgery.recipe_json import read_edits
 

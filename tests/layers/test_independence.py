@@ -395,6 +395,13 @@ def test_independent_axes_of_a_transformer_at_any_length(length):
         assert "Attention" in report.rows[1][3]
 
 
+def test_independent_axes_names_the_parameter_that_has_the_axis():
+    layer = pz.nn.Linear.from_config("up", jax.random.key(0), {"embedding": 8}, {"neurons": 4})
+    report = pzs.independent_axes(layer, pz.nx.ones({"batch": 2, "embedding": 8}))
+    assert rows_of(report) == {"batch": True, "embedding": False}
+    assert "'up.weights'" in report.rows[1][4]
+
+
 def test_independent_axes_of_a_key_value_cache():
     model = KVCachingTransformerLM.from_uncached(llama(), cache_len=16, batch_axes={"batch": 2})
     tokens = pz.nx.ones({"batch": 2, "seq": 1}, dtype=jnp.int32)
