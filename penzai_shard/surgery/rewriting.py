@@ -214,8 +214,8 @@ class Rewriter:
         # What is known of a type: the answer of ``by_type``, its kind, whether nodes are skipped.
         self._rows: dict[type, tuple[bool | None, NodeKind, bool]] = {}
         self._keys: list[Any] = []
-        # What was made, by the ids of what it was made of. The tree keeps these alive, but for the
-        # children that a node makes when it is asked for them.
+        # What was made, by the ids of what it was made of. The tree keeps its own nodes alive; others
+        # are held, as a new object may have the id of one that is gone.
         self._changed: dict[int, tuple[Any, ...]] = {}
         self._joined: dict[int, Any] = {}
         self._made: dict[int, Any] = {}
@@ -306,6 +306,7 @@ class Rewriter:
             except Refused as refused:
                 self.refused.append(refused)
                 items = (inner,)
+            self._held.append((inner, items))
             if self._order == "outer first":
                 items = tuple(self._below(item, state, kind_of(item)) for item in items)
             if self._by_node:
