@@ -214,7 +214,7 @@ class Rewriter:
         # What is known of a type: the answer of ``by_type``, its kind, whether nodes are skipped.
         self._rows: dict[type, tuple[bool | None, NodeKind, bool]] = {}
         self._keys: list[Any] = []
-        # What was made, by the ids of what it was made of. The tree keeps its own nodes alive; others
+        # What was made, by the ids of what it was made of. The tree keeps its nodes alive; others
         # are held, as a new object may have the id of one that is gone.
         self._changed: dict[int, tuple[Any, ...]] = {}
         self._joined: dict[int, Any] = {}
