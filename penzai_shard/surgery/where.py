@@ -37,7 +37,6 @@ class _Root:
 
 
 ROOT = _Root()
-"""The whole model, as a place for an edit."""
 
 # A type, a tuple of types, a predicate, a pattern, a ``Ref`` of one of these, ROOT or a ``Where``.
 Place: TypeAlias = Any
