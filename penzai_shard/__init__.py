@@ -15,8 +15,8 @@ _NAMES = {
     "checkpoints.train_states": "restore_train_state save_train_state",
     "errors": "CheckpointDamagedError CheckpointMismatchError CheckpointNotFoundError "
     "CheckpointWriteError CompilationError LayerStackError LockError ManualRegionError MeshError "
-    "MissingExtraError PlanError ProgramError RuleTypeError SelectionError ShardingError "
-    "ShardingWarning",
+    "MissingExtraError NonFiniteLossError PlanError ProgramError RuleTypeError SelectionError "
+    "ShardingError ShardingWarning TrainingStoppedError",
     "inspection.compile_ahead": "compile_ahead",
     "inspection.compiling": "collectives compile_step device_memory",
     "inspection.locks": "ShardingLock",

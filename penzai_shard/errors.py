@@ -96,6 +96,22 @@ class ManualRegionError(ShardingError):
     """A layer cannot run on one device's part: it mixes elements of what is split."""
 
 
+class TrainingStoppedError(ShardingError):
+    """A training run ended before its last step.
+
+    Attributes:
+        state: The train state after the last step that was made.
+    """
+
+    def __init__(self, headline: str, problems: Iterable[Problem] = (), state: Any = None) -> None:
+        super().__init__(headline, problems)
+        self.state = state
+
+
+class NonFiniteLossError(TrainingStoppedError):
+    """The loss of a training run is infinite, or not a number."""
+
+
 class CheckpointNotFoundError(ShardingError, FileNotFoundError):
     """There is no checkpoint at a path."""
 
