@@ -15,12 +15,14 @@ from penzai_shard.errors import LockError as LockError
 from penzai_shard.errors import ManualRegionError as ManualRegionError
 from penzai_shard.errors import MeshError as MeshError
 from penzai_shard.errors import MissingExtraError as MissingExtraError
+from penzai_shard.errors import NonFiniteLossError as NonFiniteLossError
 from penzai_shard.errors import PlanError as PlanError
 from penzai_shard.errors import ProgramError as ProgramError
 from penzai_shard.errors import RuleTypeError as RuleTypeError
 from penzai_shard.errors import SelectionError as SelectionError
 from penzai_shard.errors import ShardingError as ShardingError
 from penzai_shard.errors import ShardingWarning as ShardingWarning
+from penzai_shard.errors import TrainingStoppedError as TrainingStoppedError
 from penzai_shard.inspection.compile_ahead import compile_ahead as compile_ahead
 from penzai_shard.inspection.compiling import collectives as collectives
 from penzai_shard.inspection.compiling import compile_step as compile_step

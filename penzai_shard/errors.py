@@ -10,6 +10,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from penzai_shard.paths import fold_paths, group_paths
 
