@@ -1,0 +1,182 @@
+"""Finds which logical axes of a model play the roles that the rules of a layout speak of.
+
+A preset says "heads" and means whatever the model calls them: a name of Penzai's transformers, or
+the one that ``names=`` gives. Of several axes of one role the first that divides is split, and the
+others are whole.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from penzai_shard import specs
+from penzai_shard.arrays.structure import leaves_of
+from penzai_shard.errors import Problems, RuleTypeError, warn_caller
+from penzai_shard.meshes import AnyMesh
+from penzai_shard.paths import nearest
+from penzai_shard.rules import TRANSFORMER_AXES, AxisRules, Rule
+
+# The roles that parameters have and that layers compute a part of, and those of activations.
+_HEADS = tuple(name for name in TRANSFORMER_AXES if name not in ("neurons", "vocabulary"))
+IN_LAYERS = ("neurons", "heads", "experts")
+IN_ACTIVATIONS = ("batch", "seq")
+ROLES: dict[str, tuple[Any, ...]] = {
+    **{name: (name,) for name in (*IN_ACTIVATIONS, "embedding", *IN_LAYERS, "vocabulary")},
+    "heads": _HEADS,
+}
+
+
+def check_names(names: Any, problems: Problems) -> None:
+    """Collects what is wrong with the names that were given for roles."""
+    if not isinstance(names, Mapping):
+        problems.add("names", f"it is {names!r}", "Write names={'neurons': 'mlp'}.")
+        return
+    for role in names:
+        if role not in ROLES:
+            near = nearest(str(role), ROLES)
+            fix = f"Write {near!r}." if near else f"Write one of {', '.join(ROLES)}."
+            problems.add("names", f"there is no role {role!r}", fix)
+
+
+def axes_of_role(role: str, names: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The logical axes that may play a role, the most wanted first.
+
+    >>> axes_of_role("heads", {}), axes_of_role("heads", {"heads": "q"})
+    (('heads', 'head_groups', 'query_heads'), ('q',))
+    """
+    if role not in names:
+        return ROLES[role]
+    given = names[role]
+    return () if given is None else (given if isinstance(given, tuple) else (given,))
+
+
+def mesh_axes_of(role: str, tables: Iterable[AxisRules]) -> tuple[str, ...]:
+    """The mesh axes over which tables of rules split a role."""
+    rules = (rule for table in tables for rule in table.rules if rule.logical_axis == role)
+    return next((rule.mesh_axes for rule in rules if rule.mesh_axes), ())
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundRoles:
+    """The roles of a layout in one model.
+
+    Attributes:
+        tables: The layout's tables of rules, in the model's own names.
+        split: The logical axes that are split, by role.
+        notes: What a plan should say of them.
+    """
+
+    tables: dict[str, AxisRules]
+    split: dict[str, tuple[Any, ...]]
+    notes: tuple[str, ...]
+
+
+def find_roles(
+    tree: Any, mesh: AnyMesh, tables: Mapping[str, AxisRules], names: Mapping[str, Any]
+) -> FoundRoles:
+    """Finds the roles that tables of rules speak of among the logical axes of a model.
+
+    Args:
+        tree: A model or a train state, concrete or abstract.
+        mesh: The mesh.
+        tables: The tables of rules by name.
+        names: What the model calls its axes.
+
+    Raises:
+        MeshError: A rule names a mesh axis that the mesh does not have.
+        RuleTypeError: The model has no axis of a role that is to be split.
+
+    Warns:
+        ShardingWarning: The model has some of the axes that tensor parallelism splits, not all.
+    """
+    for table in tables.values():
+        table.on(mesh.shape)
+    sizes: dict[Any, set[int]] = {}
+    for leaf in leaves_of(tree):
+        for name, size in zip(leaf.names or (), leaf.shape, strict=False):
+            sizes.setdefault(name, set()).add(size)
+    sizes.pop(None, None)
+    _check_present([*tables.values()], names, sizes)
+
+    split: dict[str, tuple[Any, ...]] = {}
+    whole: dict[str, tuple[Any, ...]] = {}
+    notes: list[str] = []
+    for role in ROLES:
+        axes, over = axes_of_role(role, names), mesh_axes_of(role, tables.values())
+        present = axes if role in IN_ACTIVATIONS else [name for name in axes if name in sizes]
+        parts = specs.part_count(over, mesh.shape)
+        fitting = [name for name in present if not any(n % parts for n in sizes.get(name, ()))]
+        # Where none divides, the rule stays, and plans say what does not fit.
+        chosen = fitting[:1] or present[:1]
+        if role == "vocabulary" and over and _is_optional(role, tables.values()):
+            chosen = fitting[:1]
+            notes.append(_vocabulary_note(chosen, present, sizes, over, mesh))
+        split[role] = tuple(chosen) if over else ()
+        whole[role] = tuple(name for name in present if name not in chosen)
+
+    def resolve(rule: Rule) -> list[Rule]:
+        role: Any = rule.logical_axis
+        if role not in ROLES:
+            return [rule]
+        if not split[role] and not rule.optional and role not in names:
+            # A rule of the user's own, for an axis that no parameter has, or that keeps one whole.
+            return [rule]
+        kept = [dataclasses.replace(rule, logical_axis=name) for name in split[role]]
+        return kept + [Rule(name, ()) for name in whole[role]]
+
+    resolved = {
+        name: AxisRules([new for rule in table.rules for new in resolve(rule)])
+        for name, table in tables.items()
+    }
+    return FoundRoles(resolved, split, tuple(notes))
+
+
+def _is_optional(role: str, tables: Iterable[AxisRules]) -> bool:
+    rules = [rule for table in tables for rule in table.rules if rule.logical_axis == role]
+    return all(rule.optional for rule in rules)
+
+
+def _check_present(
+    tables: Sequence[AxisRules], names: Mapping[str, Any], sizes: Mapping[Any, Any]
+) -> None:
+    """Refuses roles, and names of roles, that the model does not have."""
+    known = ", ".join(map(repr, sorted(sizes, key=str))) or "none"
+    problems = Problems("this layout splits what the model does not name:")
+    doubts = Problems("")
+    wanted = [role for role in IN_LAYERS if mesh_axes_of(role, tables) and names.get(role, role)]
+    for role in ROLES:
+        axes, is_optional = axes_of_role(role, names), _is_optional(role, tables)
+        is_split = role in (*wanted, "vocabulary") and bool(mesh_axes_of(role, tables))
+        is_asked = role in names or (is_split and not (role == "vocabulary" and is_optional))
+        if role in IN_ACTIVATIONS or not is_asked or {*axes} & sizes.keys() or not axes:
+            continue
+        near = nearest(str(axes[0]), [str(name) for name in sizes]) or "..."
+        what = f"the model has no logical axis {' or '.join(map(repr, axes))}; it has {known}"
+        fix = f"Write names={{{role!r}: {near!r}}}, or {{{role!r}: None}} if there is none."
+        is_doubt = is_optional and role not in names
+        (doubts if is_doubt else problems).add(role, what, fix)
+    if len(doubts) == len(wanted):
+        # Nothing would be split.
+        problems.extend(doubts)
+    problems.raise_if_any(RuleTypeError)
+    warn_caller(f"a layout splits {doubt}" for doubt in doubts)
+
+
+def _vocabulary_note(
+    chosen: Sequence[Any],
+    present: Sequence[Any],
+    sizes: Mapping[Any, Iterable[int]],
+    over: Sequence[str],
+    mesh: AnyMesh,
+) -> str:
+    """What a plan says of a vocabulary that is split where that is possible."""
+    where = f"{' and '.join(map(repr, over))} ({specs.part_count(over, mesh.shape)})"
+    if chosen:
+        return f"the vocabulary axis {chosen[0]!r} is split over {where}: no device has all logits"
+    if not present:
+        return "the model has no vocabulary axis to split"
+    lengths = ", ".join(map(str, sorted(sizes[present[0]])))
+    return (
+        f"the vocabulary axis {present[0]!r} ({lengths}) does not divide over {where}: every "
+        "device computes all logits; pad the vocabulary, and give cross_entropy classes="
+    )

@@ -1,0 +1,367 @@
+"""Lays a model and its training over a mesh: each parallelism in one line.
+
+In fully sharded training a parameter is stored split over the mesh axis over which the batch is
+split while it computes, so one table of rules cannot say both. A layout has a table for each.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import jax
+from jax.sharding import AbstractMesh
+
+from penzai_shard.arrays.structure import leaves_of
+from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError, require
+from penzai_shard.layers.remat import check_policy
+from penzai_shard.layouts import axis_roles
+from penzai_shard.layouts.computing import compute_in_layout
+from penzai_shard.layouts.edits import EditRequest, make_recipe
+from penzai_shard.layouts.presets import LayoutPresets
+from penzai_shard.layouts.toml_file import LayoutFiles
+from penzai_shard.meshes import AnyMesh, auto_twin, mesh_text
+from penzai_shard.paths import nearest
+from penzai_shard.placement.sharded_init import abstract_model, sharded_init
+from penzai_shard.planning import arguments
+from penzai_shard.planning.plan import ShardingPlan
+from penzai_shard.planning.planner import make_plan
+from penzai_shard.rules import AxisRules, OnIndivisible
+from penzai_shard.surgery.recipe import Recipe
+from penzai_shard.training.batches import shard_batch
+from penzai_shard.training.step import build_train_step_fn
+from penzai_shard.training.train_state import (
+    TrainState,
+    train_state_sharding,
+    with_strong_type,
+)
+
+_TABLES = ("parameters", "compute", "optimizer", "between_blocks")
+_STATE_OPTIONS = ("loss_fn_state", "trainable", "plain_arrays")
+# What a layout decides is no option of its step.
+_STEP_OPTIONS = tuple(inspect.signature(build_train_step_fn).parameters)[1:]
+_DECIDED = ("train_state_shardings", "optimizer_rules", "rules", "on_indivisible")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Layout(LayoutPresets, LayoutFiles):
+    """How a model is laid over a mesh while it is stored and while it computes.
+
+    The presets are those of the literature. A layout is used with any model and any mesh that has
+    the axes which it names. Every preset also takes:
+
+    - ``vocabulary``: the mesh axis over which the vocabulary is split, in the embedding table, in
+      the layer that gives logits, and in the logits; see ``cross_entropy``. ``"auto"`` is the mesh
+      axis of the layers, where there is one and the vocabulary divides; None leaves it whole.
+    - ``experts``: the mesh axis over which the experts of a mixture of experts are split (Lepikhin
+      et al. 2020, "GShard", arXiv:2006.16668).
+
+    Attributes:
+        parameters: How parameters and their gradients are stored; rules in any form that
+            ``AxisRules`` takes.
+        compute: How layers compute: what flows in and out of them, and their parameters.
+        optimizer: How the optimizer's arrays are stored; None as their parameters.
+        between_blocks: How activations lie between layers, if not as ``compute`` says.
+        reshard_after_forward: Whether a gathered parameter is gathered again in the backward pass.
+        manual: Whether blocks run per device with ``jax.shard_map``, as in ``manual_fsdp``.
+        rematerialise: What a block keeps for its backward pass, as a policy of ``Checkpointed``,
+            such as ``"dots"``; the rest is computed, and parameters are gathered, again.
+        precision: The dtype to compute in, such as ``"bfloat16"``; None for that of the parameters.
+        blocks: The layers that read activations and give what is added to them, as a place of
+            ``wrap``: whole blocks, or attention and feed-forward where these are split. None finds
+            those of Penzai's transformers; ``()`` leaves activations to the compiler.
+        names: What the model calls the axes of which rules speak, where these are not the names of
+            Penzai's transformers: ``{"neurons": "mlp"}``. The roles are ``batch``, ``seq``,
+            ``embedding``, ``neurons``, ``heads``, ``vocabulary`` and ``experts``; None leaves an
+            axis whole.
+
+    Raises:
+        RuleTypeError: A field cannot be read, or two contradict each other.
+
+    >>> Layout.fully_sharded()
+    Layout(parameters=AxisRules(largest dimension -> 'data'), compute=AxisRules('batch' -> 'data'))
+    """
+
+    parameters: Any
+    compute: Any
+    optimizer: Any = None
+    between_blocks: Any = None
+    reshard_after_forward: bool = False
+    manual: bool = False
+    rematerialise: str | None = None
+    precision: str | None = None
+    blocks: Any = None
+    names: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name in _TABLES:
+            rules = getattr(self, name)
+            if rules is not None or name in _TABLES[:2]:
+                object.__setattr__(self, name, AxisRules(rules))
+        problems = Problems("Layout:")
+        axis_roles.check_names(self.names, problems)
+        if self.rematerialise is not None:
+            check_policy("rematerialise", self.rematerialise)
+        if self.precision not in (None, "bfloat16"):
+            problems.add("precision", f"it is {self.precision!r}", "Write 'bfloat16', or None.")
+        split = {role: axis_roles.mesh_axes_of(role, [self.compute]) for role in axis_roles.ROLES}
+        for role in (*axis_roles.IN_LAYERS, "vocabulary"):
+            if shared := {*split["batch"]} & {*split[role]}:
+                what = f"batch and {role} are both split over mesh axis {min(shared)!r}"
+                problems.add("compute", what, "Give them different mesh axes.")
+            if self.manual and split[role]:
+                what = f"manual=True takes all mesh axes over, and {role} is split while computing"
+                problems.add("manual", what, "Leave it out.")
+        if self.manual and (self.between_blocks is not None or self.reshard_after_forward):
+            what = "blocks that run per device gather by themselves, and are split along the batch"
+            fix = "Leave out manual, or reshard_after_forward and between_blocks."
+            problems.add("manual", what, fix)
+        problems.raise_if_any(RuleTypeError)
+
+    def __repr__(self) -> str:
+        given = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        shown = [f"{name}={value!r}" for name, value in given if value not in (None, False, {})]
+        return f"Layout({', '.join(shown)})"
+
+    @classmethod
+    def auto(cls, mesh: AnyMesh) -> Self:
+        """The preset that the names of a mesh's axes say.
+
+        ``data`` is fully sharded, ``data`` and ``model`` is two-dimensional, ``replica`` and
+        ``data`` is hybrid, ``model`` is tensor parallel.
+
+        Args:
+            mesh: The mesh, or the sizes of its axes by name.
+
+        Raises:
+            MeshError: They say none.
+
+        >>> Layout.auto({"replica": 2, "data": 4}) == Layout.hybrid()
+        True
+        """
+        presets: dict[Any, Callable[[], Self]] = {
+            ("data",): cls.fully_sharded,
+            ("data", "model"): cls.two_dimensional,
+            ("data", "replica"): cls.hybrid,
+            ("model",): functools.partial(cls.tensor_parallel, None),
+        }
+        sizes = mesh if isinstance(mesh, Mapping) else mesh.shape
+        preset = presets.get(tuple(sorted(sizes)))
+        if preset is None:
+            what = f"no preset is for a mesh with the axes {mesh_text(sizes)}"
+            fix = (
+                "Call them data, data and model, or replica and data; or write Layout.hybrid(...)."
+            )
+            raise MeshError("Layout.auto:", [Problem("", what, fix)])
+        return preset()
+
+    # What follows for a model
+
+    def for_model(self, tree: Any, mesh: AnyMesh) -> "Layout":
+        """The layout in a model's own names.
+
+        Args:
+            tree: A model or a train state, concrete or abstract.
+            mesh: The mesh.
+
+        Raises:
+            MeshError: A rule names a mesh axis that the mesh does not have.
+            RuleTypeError: The model does not have an axis that the layout splits.
+
+        Warns:
+            ShardingWarning: The model has neurons and no heads to split, or the other way round.
+
+        >>> import jax, penzai_shard as pzs
+        >>> from penzai import pz
+        >>> up = pz.nn.Linear.from_config("up", jax.random.key(0), {"embed": 4}, {"mlp": 8})
+        >>> layout = Layout.tensor_parallel(names={"neurons": "mlp", "heads": None})
+        >>> layout.for_model(up, pzs.make_mesh({"data": 4, "model": 2})).parameters
+        AxisRules('mlp' -> 'model')
+        """
+        found = self._find_roles(tree, mesh)
+        tables: dict[str, Any] = found.tables
+        return dataclasses.replace(self, **tables, names={})
+
+    def _find_roles(self, tree: Any, mesh: AnyMesh) -> axis_roles.FoundRoles:
+        arguments.read("Layout", mesh, {})  # Refuses what is no mesh.
+        tables = {name: table for name in _TABLES if (table := getattr(self, name)) is not None}
+        return axis_roles.find_roles(tree, mesh, tables, self.names)
+
+    def plan(
+        self,
+        tree: Any,
+        mesh: AnyMesh,
+        *,
+        on_indivisible: OnIndivisible = "error",
+        on_unnamed: arguments.OnUnnamed = "error",
+    ) -> ShardingPlan:
+        """Decides where every array of a model, or of a train state, is stored.
+
+        Args:
+            tree: A model or a train state, concrete or abstract.
+            mesh: The mesh, concrete or abstract.
+            on_indivisible: As for ``make_plan``.
+            on_unnamed: As for ``make_plan``.
+
+        Raises:
+            PlanError, MeshError, RuleTypeError: As ``make_plan`` and ``for_model``.
+        """
+        found = self._find_roles(tree, mesh)
+        options: Any = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
+        plan = make_plan(tree, mesh, found.tables["parameters"], **options)
+        if isinstance(tree, TrainState) and self.optimizer is not None:
+            other = make_plan(tree, mesh, found.tables["optimizer"], **options)
+            pairs = zip(plan.leaves, other.leaves, strict=True)
+            leaves = [b if a.path.startswith("opt_state/") else a for a, b in pairs]
+            plan = dataclasses.replace(plan, leaves=tuple(leaves))
+        return dataclasses.replace(plan, remarks=(*plan.remarks, *found.notes))
+
+    def recipe(self, model: Any, mesh: AnyMesh) -> Recipe:
+        """The edits by which a model computes in this layout.
+
+        They change no value and no parameter's name, and ``strip`` takes them off.
+
+        Args:
+            model: The model, concrete or abstract, not edited so yet.
+            mesh: The mesh.
+
+        Raises:
+            RuleTypeError: The model has no blocks that are known, or does not have an axis that the
+                layout splits.
+            MeshError: A rule names a mesh axis that the mesh does not have.
+        """
+        found = self._find_roles(model, mesh)
+        request = EditRequest(
+            found.tables["parameters"],
+            found.tables["compute"],
+            found.tables.get("between_blocks"),
+            axis_roles.mesh_axes_of("batch", [self.compute]),
+            tuple(name for role in axis_roles.IN_LAYERS for name in found.split[role]),
+            axis_roles.axes_of_role("vocabulary", self.names),
+            bool(found.split["vocabulary"]),
+            self,
+        )
+        return make_recipe(model, auto_twin(mesh), request)
+
+    def computing(self, loss_fn: Callable[..., Any], mesh: AnyMesh) -> Callable[..., Any]:
+        """A loss function whose model computes in this layout, for an evaluation, for instance.
+
+        It concerns models that constrain their activations themselves, by
+        ``nn.with_logical_constraint`` of Flax or ``hax.shard``: while the loss is computed,
+        ``compute`` and the mesh are in force. ``build`` does so for the train step.
+
+        Args:
+            loss_fn: As for ``build_train_step_fn``.
+            mesh: The mesh.
+
+        Returns:
+            A loss function with the same arguments.
+        """
+
+        def find_rules(model: Any) -> AxisRules:
+            return self._find_roles(model, mesh).tables["compute"]
+
+        return compute_in_layout(loss_fn, auto_twin(mesh), find_rules, self.precision)
+
+    # Training
+
+    def shard_batch(self, batch: Any, mesh: AnyMesh, **options: Any) -> Any:
+        """Puts a batch on a mesh, split along the logical axes of the batch and no other.
+
+        Args:
+            batch: A tree of named arrays, or of plain ones with ``first_axis="batch"``.
+            mesh: The mesh.
+            **options: As for ``penzai_shard.shard_batch``.
+
+        Raises:
+            RuleTypeError: No array has a logical axis of the batch, so that every device would
+                compute all of it.
+            PlanError, MeshError: As ``penzai_shard.shard_batch``.
+        """
+        over = axis_roles.mesh_axes_of("batch", [self.compute])
+        axes = axis_roles.axes_of_role("batch", self.names) if over else ()
+        present = {name for leaf in leaves_of(batch) for name in leaf.names or ()}
+        if axes and not {*axes} & {*present, options.get("first_axis")}:
+            known = sorted(map(repr, present - {None})) or ["no logical axes"]
+            what = f"no array has the logical axis {axes[0]!r}; there are {', '.join(known)}"
+            fix = (
+                f"Name it, write first_axis={axes[0]!r}, or give the layout names={{'batch': ...}}."
+            )
+            raise RuleTypeError("Layout.shard_batch:", [Problem("", what, fix)])
+        return shard_batch(batch, mesh, [(axis, over) for axis in axes], **options)
+
+    def build(
+        self,
+        initializer: Callable[..., Any],
+        *args: Any,
+        mesh: AnyMesh,
+        loss_fn: Callable[..., Any],
+        optimizer: Any,
+        rng: Any,
+        on_unnamed: arguments.OnUnnamed = "error",
+        **step_options: Any,
+    ) -> tuple[TrainState, Any]:
+        """Builds, edits and lays out a model, its train state and its step.
+
+        Each device makes its own part of the parameters, and of what the optimizer keeps.
+
+        Args:
+            initializer: A function that returns the model, as for ``sharded_init``.
+            *args: Its arguments; named ones by ``functools.partial``.
+            mesh: The mesh. On an abstract one nothing is made: the state is one of structs, to
+                price its step.
+            loss_fn: As for ``build_train_step_fn``.
+            optimizer: An optimizer of optax.
+            rng: The random key of the run.
+            on_unnamed: As for ``make_plan``.
+            **step_options: Options of ``build_train_step_fn``, and ``loss_fn_state``, ``trainable``
+                and ``plain_arrays`` of ``TrainState.initial_state``. The step donates the state
+                unless ``donate_params_and_state=False``.
+
+        Returns:
+            The state, whose ``model`` is the edited one, and the step.
+
+        Raises:
+            PlanError, MeshError, RuleTypeError: As the functions that this one calls.
+        """
+        _check_options(step_options)
+        of_state = {name: step_options.pop(name) for name in _STATE_OPTIONS if name in step_options}
+        shapes = abstract_model(initializer, *args)
+        layout = self.for_model(shapes, mesh)
+        options: Any = {"on_unnamed": on_unnamed}
+        plan = make_plan(shapes, mesh, layout.parameters, **options)
+        # The optimizer's arrays are made where they belong, which a state of structs says.
+        edit = self.recipe(shapes, mesh).apply
+        structs = edit(plan.restore_structs())
+        state = TrainState.initial_state(structs, optimizer, rng, **of_state)
+        rules = layout.parameters, layout.optimizer
+        shardings = train_state_sharding(state, mesh, *rules, **options)
+        if isinstance(mesh, AbstractMesh):
+            state = jax.tree.map(_describe, state, shardings)
+        else:
+            optax = require("optax", extra="train")
+            model = edit(sharded_init(initializer, *args, mesh=mesh, plan=plan))
+            made = TrainState.initial_state(model, optax.identity(), rng, **of_state)
+            init = jax.jit(optimizer.init, out_shardings=shardings.opt_arrays)
+            opt_arrays = jax.tree.map(with_strong_type, init(made.trained_arrays))
+            state = dataclasses.replace(made, opt_arrays=opt_arrays, template=state.template)
+        step_options.setdefault("donate_params_and_state", step_options.get("jit", True))
+        step_options["train_state_shardings"] = shardings
+        return state, build_train_step_fn(self.computing(loss_fn, mesh), **step_options)
+
+
+def _describe(value: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    known = [*_STATE_OPTIONS, *(name for name in _STEP_OPTIONS if name not in _DECIDED)]
+    problems = Problems("Layout.build:")
+    for name in options.keys() - {*known}:
+        near = nearest(name, known)
+        fix = f"Write {near}=." if near else "Arguments of the initializer: functools.partial."
+        if name in _DECIDED:
+            fix = "Leave it out: the layout says so, or Layout(parameters=..., optimizer=...)."
+        problems.add("", f"there is no option {name!r}", fix)
+    problems.raise_if_any(RuleTypeError)

@@ -1,0 +1,39 @@
+"""Transformers of Penzai of any size, their loss and their batches."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from penzai import pz
+from penzai.models.transformer.variants import llamalike_common
+
+
+def build_llama(
+    embedding=16, heads=4, projection=4, neurons=32, blocks=1, vocabulary=32, **options
+):
+    """A Llama without grouped heads, with these sizes."""
+    config = llamalike_common.LlamalikeTransformerConfig(
+        num_kv_heads=heads,
+        query_head_multiplier=options.pop("multiplier", 1),
+        embedding_dim=embedding,
+        projection_dim=projection,
+        mlp_hidden_dim=neurons,
+        num_decoder_blocks=blocks,
+        vocab_size=vocabulary,
+        mlp_variant="swiglu",
+        tie_embedder_and_logits=options.pop("tied", False),
+        use_layer_stack=options.pop("stacked", False),
+        **options,
+    )
+    return llamalike_common.build_llamalike_transformer(config, jax.random.key(0))
+
+
+def loss_fn(model, rng, state, tokens):
+    """The loss of plain tokens, on plain logits."""
+    logits = model(pz.nx.wrap(tokens[:, :-1], "batch", "seq"))
+    logits = logits.unwrap("batch", "seq", "vocabulary")
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean(), state, {}
+
+
+def tokens(batch=8, seq=8, vocabulary=32):
+    return jnp.arange(batch * (seq + 1)).reshape(batch, seq + 1) * 7 % vocabulary
