@@ -8,8 +8,8 @@ if a rule of ``operation_rules`` says so; everything else is refused.
 A derivative that JAX makes of an independent program is right without a look at it: derivatives of
 these operations are made of these operations, and the transpose of a gathered parameter is a sum
 over the devices. Only functions that bring their own derivative must be looked at: the rule of a
-``custom_jvp`` is walked too, a ``custom_vjp`` is refused. Its backward pass would get the cotangent
-of a part, and need not be linear.
+``custom_jvp`` is walked too, up to second derivatives; a ``custom_vjp`` is refused. Its backward
+pass would get the cotangent of a part, and need not be linear.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ import numpy as np
 from penzai import pz
 
 from penzai_shard.arrays.inputs import run_inputs
-from penzai_shard.arrays.structure import leaves_of, read_variables
+from penzai_shard.arrays.structure import Leaf, leaves_of, read_variables
 from penzai_shard.errors import PlanError
 from penzai_shard.jax_internals.tracing import (
     ClosedJaxpr,
@@ -40,9 +40,10 @@ from penzai_shard.jax_internals.tracing import (
 from penzai_shard.layers import operation_rules as rules
 from penzai_shard.layers.operation_rules import Mixes, shape_of
 from penzai_shard.meshes import auto_context
-from penzai_shard.programs import equations_in, inner_programs, make_program, open_program
+from penzai_shard.programs import inner_programs, make_program, open_program
 from penzai_shard.reports.report import Column, Report
 
+_HIGHEST_DERIVATIVE = 2
 _DIFFERENT = "the program depends on the length of a split dimension, and does something else then"
 
 # File, function and line of a call.
@@ -101,9 +102,7 @@ def independent_axes(layer: Any, *inputs: Any, **side_inputs: Any) -> Report:
     leaves, structure = run_inputs(tree, "independent_axes", allow_structs=True)
     first_input = len(leaves_of(layer))  # The body comes first, in the order of keys.
     is_split = [i >= first_input or leaf.role == "state" for i, leaf in enumerate(leaves)]
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, pz.RandomStream))
-    bases = {id(node.base_key) for node in nodes if isinstance(node, pz.RandomStream)}
-    keys = [id(leaf.value) in bases for leaf in leaves]
+    keys = find_base_keys(tree, leaves)
 
     def run(values: Sequence[Any]) -> list[Any]:
         call = structure.fill(values, live=("state",))
@@ -137,6 +136,13 @@ def independent_axes(layer: Any, *inputs: Any, **side_inputs: Any) -> Report:
     columns = [Column("axis"), Column("independent", "ok"), Column("operation"), Column("where")]
     columns.append(Column("reason", "detail"))
     return Report("independent axes", verdict, columns, rows, facts={"mixing": facts})
+
+
+def find_base_keys(tree: Any, leaves: Sequence[Leaf]) -> list[bool]:
+    """Which arrays of a tree are base keys of random streams, and so differ between devices."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, pz.RandomStream))
+    keys = {id(node.base_key) for node in nodes if isinstance(node, pz.RandomStream)}
+    return [id(leaf.value) in keys for leaf in leaves]
 
 
 def _judge_axis(
@@ -193,7 +199,7 @@ def find_mixing(
     parts: Mapping[int, tuple[str, ...]],
     keys: Sequence[bool],
     *,
-    random_axes: Set[str] = frozenset(),
+    random_axes: Set[str] | None = None,
     vouched: Set[str] = frozenset(),
 ) -> tuple[list[bool], list[Mixing]]:
     """Walks two traces of one program in step.
@@ -203,7 +209,8 @@ def find_mixing(
         part: The same with the lengths of one part.
         parts: The mesh axes over which a dimension is split, by the number of its parts.
         keys: Which inputs are random keys that differ per device.
-        random_axes: The mesh axes along which these differ.
+        random_axes: The mesh axes along which these differ; None if it does not matter what is
+            drawn.
         vouched: Names of operations and functions that are taken to be independent.
 
     Returns:
@@ -216,25 +223,18 @@ def find_mixing(
     return random, list(dict.fromkeys(walk.found))
 
 
-def find_collectives(program: Any) -> list[tuple[str, str]]:
-    """The operations of a program that move data between devices, with where each is.
-
-    >>> program = jax.make_jaxpr(lambda x: jax.lax.ppermute(x, "i", [(0, 1)]), axis_env=[("i", 2)])
-    >>> find_collectives(program(1.0))[0][0]
-    'ppermute'
-    """
-    equations = [e for e in equations_in(program) if rules.is_collective(e)]
-    found = [_locate([equation], "") for equation in equations]
-    return list(dict.fromkeys((one.operation, one.where) for one in found))
-
-
 class _Walk:
     """Walks two traces of one program in step, and collects what mixes in them."""
 
     def __init__(
-        self, parts: Mapping[int, tuple[str, ...]], random_axes: Set[str], vouched: Set[str]
+        self,
+        parts: Mapping[int, tuple[str, ...]],
+        random_axes: Set[str] | None,
+        vouched: Set[str],
     ) -> None:
         self.found: list[Mixing] = []
+        # Which derivative is walked.
+        self.order = 0
         self._parts, self._random_axes, self._vouched = parts, random_axes, vouched
         # The calls in which the walk is.
         self._calls: list[JaxprEqn] = []
@@ -296,7 +296,7 @@ class _Walk:
             raise Mixes(_DIFFERENT)
         name, operands = str(whole.primitive.name), [*zip(whole.invars, part.invars, strict=True)]
         results = [self.dims(*pair) for pair in zip(whole.outvars, part.outvars, strict=True)]
-        if self._vouched & {name, _function_name(whole)}:
+        if self._vouched & {name, _function_name(whole)} and not rules.is_collective(name):
             return [False] * len(results)
         random = [read(*pair) for pair in operands]
         try:
@@ -310,7 +310,7 @@ class _Walk:
             finally:
                 self._calls.pop()
         rules.check_operation(whole, part, dims)
-        if name in ("random_bits", "random_split"):
+        if name in ("random_bits", "random_split") and self._random_axes is not None:
             return [self._draw(name, random[0], *dims)]
         return [any(random)] * len(results)
 
@@ -355,7 +355,14 @@ def _call(walk: _Walk, whole: JaxprEqn, part: JaxprEqn, random: list[bool]) -> l
 
 
 def _custom_jvp(walk: _Walk, whole: JaxprEqn, part: JaxprEqn, random: list[bool]) -> list[bool]:
-    walk.results(_derivative(whole), _derivative(part), [*random, *[False] * len(random)])
+    if whole.params["symbolic_zeros"]:
+        raise Mixes("its derivative depends on which inputs are constants, and is not checked")
+    # The rule of a function may call the function, as that of ``jax.nn.softplus`` does.
+    if walk.order < _HIGHEST_DERIVATIVE:
+        derivatives = _derivative(whole), _derivative(part)
+        walk.order += 1
+        walk.results(*derivatives, [*random, *[False] * len(random)])
+        walk.order -= 1
     return _call(walk, whole, part, random)
 
 

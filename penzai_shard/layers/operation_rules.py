@@ -19,7 +19,7 @@ import numpy as np
 
 from penzai_shard.arrays.kinds import is_key_type
 from penzai_shard.jax_internals.tracing import ClosedJaxpr, Jaxpr, JaxprEqn
-from penzai_shard.programs import ELEMENTWISE, open_program
+from penzai_shard.programs import ELEMENTWISE, inner_programs, open_program
 
 # The mesh axes over which each dimension of a value is split, () where it is whole.
 Dims: TypeAlias = tuple[tuple[str, ...], ...]
@@ -31,18 +31,8 @@ _COLLECTIVES = (
 )
 # Parameters that may differ between the traces: layouts; lengths, which the results show; and the
 # ends of slices, which starts and lengths tell.
-_MAY_DIFFER = frozenset(
-    {
-        "sharding",
-        "out_sharding",
-        "ctx_mesh",
-        "name",
-        "shape",
-        "new_sizes",
-        "slice_sizes",
-        "limit_indices",
-    }
-)
+_LAYOUTS, _LENGTHS = ("sharding", "out_sharding", "ctx_mesh"), ("shape", "new_sizes", "slice_sizes")
+_MAY_DIFFER = frozenset((*_LAYOUTS, *_LENGTHS, "limit_indices", "name"))
 
 
 class Mixes(Exception):
@@ -54,9 +44,9 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
 
 
-def is_collective(equation: JaxprEqn) -> bool:
+def is_collective(operation: str) -> bool:
     """Whether an operation moves data between devices, or asks which one it runs on."""
-    return str(equation.primitive.name).startswith(_COLLECTIVES)
+    return operation.startswith(_COLLECTIVES)
 
 
 def axes_in(dims: Dims) -> frozenset[str]:
@@ -77,8 +67,18 @@ def check_operation(whole: JaxprEqn, part: JaxprEqn, dims: Sequence[Dims]) -> No
     """
     name = str(whole.primitive.name)
     is_known = name in _RULES or name in ELEMENTWISE or not any(map(any, dims))
-    if is_collective(whole) or not is_known:
+    if is_collective(name) or not is_known:
         raise Mixes("it is not known to treat the elements of a split dimension independently")
+    # One of whole arrays may bring its own transpose, which gets the cotangent of a part. Those of
+    # ``jnp.linalg`` are linear, as a transpose must be.
+    if name not in (*_RULES, "custom_linear_solve") and any(inner_programs(whole)):
+        raise Mixes("it calls a program, which is not followed")
+    # Only of this kind of keys each makes its own numbers. Of others the first makes all:
+    # https://docs.jax.dev/en/latest/jax.random.html#advanced-rng-configuration
+    is_drawing = name in ("random_bits", "random_fold_in", "random_split")
+    is_split = any(map(any, dims[: len(whole.invars)]))
+    if is_drawing and is_split and "fry" not in str(whole.invars[0].aval):
+        raise Mixes("the first key makes the numbers of all; those of threefry2x32 do not")
     if name.startswith("debug_"):
         return
     # Effects reach what is no result: a mutable array, the host.
@@ -106,7 +106,10 @@ def is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Jaxpr | ClosedJaxpr):
         has_constants = any(len(open_program(program)[1]) for program in (one, other))
         return not has_constants and str(one) == str(other)
-    if isinstance(one, np.ndarray | jax.Array) and not is_key_type(one.dtype):
+    if isinstance(one, np.ndarray | jax.Array):
+        # To read a key is an operation, and would become part of what is traced here.
+        if is_key_type(one.dtype):
+            return False
         is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
         return is_alike and np.asarray(one).tobytes() == np.asarray(other).tobytes()
     return bool(np.all(one == other))
@@ -173,11 +176,6 @@ def _gather_or_scatter(params: Any, shapes: Any, dims: Any, window: int = -1) ->
             _check_whole(dims[window], other, "takes or writes a part of")
 
 
-def _bitcast(params: Any, shapes: Any, dims: Any) -> None:
-    if len(dims[-1]) < len(dims[0]):
-        _check_whole(dims[0], -1, "merges the bytes of")
-
-
 def _broadcast(params: Any, shapes: Any, dims: Any) -> None:
     for source, target in enumerate(params["broadcast_dimensions"]):
         own = dims[0][source]
@@ -216,6 +214,8 @@ _NAMES: dict[str, _Rule] = {
     """debug_callback debug_print layout_constraint name optimization_barrier pcast pvary
     random_bits random_clone random_fold_in random_seed random_split reshard sharding_constraint
     stack threefry2x32 transpose""": _harmless,
+    # What these drop, divide or merge has one length in both traces, or their parameters differ.
+    "bitcast_convert_type random_unwrap random_wrap split squeeze unstack": _harmless,
     "cumlogsumexp cummax cummin cumprod cumsum": _along("axis", "accumulates along"),
     """argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod
     reduce_sum""": _along("axes", "reduces"),
@@ -223,15 +223,12 @@ _NAMES: dict[str, _Rule] = {
     "iota": _along("dimension", "counts positions along"),
     "rev": _along("dimensions", "reverses"),
     "sort": _along("dimension", "sorts along"),
-    "split unstack": _along("axis", "divides"),
-    "squeeze": _along("dimensions", "drops"),
     "top_k": _along("axis", "takes the largest along"),
     "dynamic_slice pad slice tile": _slice,
     "dynamic_update_slice": functools.partial(_slice, window=1),
     "gather": _gather_or_scatter,
     """scatter scatter-add scatter-max scatter-min scatter-mul
     scatter-sub""": functools.partial(_gather_or_scatter, window=2),
-    "bitcast_convert_type random_unwrap random_wrap": _bitcast,
     "broadcast_in_dim": _broadcast,
     "conv_general_dilated": _convolution,
     "dot_general": _dot,

@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from penzai import pz
+from jax.sharding import NamedSharding, PartitionSpec
 
 from penzai_shard import specs
 from penzai_shard.arrays.kinds import is_key_type
 from penzai_shard.arrays.structure import Leaf, Structure, flatten
 from penzai_shard.errors import ManualRegionError, PlanError, Problem, Problems, ShardingError
 from penzai_shard.jax_internals.tracing import ClosedJaxpr, is_weak_type
-from penzai_shard.layers.independence import find_collectives, find_mixing
+from penzai_shard.layers.independence import find_base_keys, find_mixing
 from penzai_shard.layers.manual import device_position, varying_axes
+from penzai_shard.layers.operation_rules import is_collective
 from penzai_shard.layers.pure_call import PureCall
 from penzai_shard.layers.remat import GATHERED
 from penzai_shard.meshes import AnyMesh, auto_context, on_auto_twin
@@ -124,10 +125,14 @@ def run_per_device(region: Region, call: PureCall, values: Sequence[Any]) -> tup
         return part.form, run.map_parts(compute, outputs)(*values)
 
 
-def _struct(value: Any, times: Sequence[int] = ()) -> jax.ShapeDtypeStruct:
-    """The type of an array, or of one that is as many times as long in each dimension."""
-    shape = tuple(map(math.prod, zip(value.shape, times or (1,) * value.ndim, strict=True)))
-    return jax.ShapeDtypeStruct(shape, value.dtype, weak_type=is_weak_type(value))
+def _struct(value: Any, times: Sequence[int]) -> jax.ShapeDtypeStruct:
+    """The type in the region of an array that is as many times as long in each dimension."""
+    shape = tuple(map(math.prod, zip(value.shape, times, strict=True)))
+    # JAX reshards what is on another mesh (``jnp.where`` does), and so the traces would differ.
+    sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+    return jax.ShapeDtypeStruct(
+        shape, value.dtype, weak_type=is_weak_type(value), sharding=sharding
+    )
 
 
 class _Run:
@@ -156,10 +161,8 @@ class _Run:
                 problems.add("keep_split", f"no parameter has {name!r}", f"Write {near!r}.")
         problems.raise_if_any(ManualRegionError)
 
-        nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, pz.RandomStream))
-        keys = {id(node.base_key) for node in nodes if isinstance(node, pz.RandomStream)}
-        self.keys = [id(leaf.value) in keys for leaf in leaves]
-        self._structs = [_struct(leaf.value) for leaf in leaves]
+        self.keys = find_base_keys(tree, leaves)
+        # The names of split dimensions, and the mesh axes over which they are split inside.
         self._splits = {
             (one.name(i), axes)
             for one in self.inputs
@@ -199,11 +202,11 @@ class _Run:
         except (ShardingError, NameError):
             raise
         except Exception as error:
-            self.body.trace(self._structs)  # Its own error, if it fails with whole arrays too.
-            what = f"{type(error).__name__}: {str(error)[:400]}"
+            self.body.trace(self._structs({}))  # Its own error, if it fails with whole arrays too.
+            what = f"it runs on whole arrays only ({type(error).__name__}, see above)"
             fix = "Map what the layer needs whole to None in activation_rules."
-            headline = "the layer runs on whole arrays, and not on one device's part of them:"
-            raise ManualRegionError(headline, [Problem("", what, fix)]) from error
+            problem = Problem("", what, fix)
+            raise ManualRegionError("the layer cannot run per device:", [problem]) from error
         return _Trace(traced.jaxpr, traced.out_info[0])
 
     def map_parts(self, function: Callable[..., Any], outputs: Sequence[_Crossing]) -> Any:
@@ -231,7 +234,8 @@ class _Run:
             varying = varying_axes(kind)
             whole = frozenset(i for i, axes in enumerate(one.mesh_axes) if not varying >= {*axes})
             one = one._replace(whole=whole)
-            shape = _struct(kind, [*map(self._region.parts, one.mesh_axes_inside)]).shape
+            counts = map(self._region.parts, one.mesh_axes_inside)
+            shape = tuple(map(math.prod, zip(kind.shape, counts, strict=True)))
             leaf = dataclasses.replace(one.leaf, shape=shape)
             outputs.append(one._replace(leaf=leaf))
             if axes := tuple(sorted(varying.difference(*one.mesh_axes_inside))):
@@ -247,11 +251,6 @@ class _Run:
         Raises:
             ManualRegionError: It does not.
         """
-        problems = Problems("the layer moves data between devices itself:")
-        for name, where in find_collectives(part.program):
-            what = f"a layer that calls {name} is written for one device's part"
-            problems.add(where, what, "Write per_device=True.")
-        problems.raise_if_any(ManualRegionError)
         whole, longest, times = self._trace_wholes()
         parts = {self._region.parts(axes) * n: axes for axes, n in times.items()}
         text = ", ".join(sorted(f"{name!r} over {axes}" for name, axes in self._splits))
@@ -272,11 +271,14 @@ class _Run:
         is_random, mixing = find_mixing(*traces, real, drawn, random_axes=axes, vouched=vouched)
         if longest is not whole:
             longer = {n: axes for axes, n in times.items() if n > 1}
-            vouched |= {"random_bits", "random_split"}
             none = [False] * len(self.keys)
             mixing += find_mixing(longest.program, whole.program, longer, none, vouched=vouched)[1]
-        for one in dict.fromkeys(mixing):
+        # Whoever moves data does not expect to be told what else mixes.
+        collectives = [one for one in mixing if is_collective(one.operation)]
+        for one in dict.fromkeys(collectives or mixing):
             fix = f"Do it outside, map its axis to None, or assume_independent={(one.operation,)}."
+            if collectives:
+                fix = "Write per_device=True: the layer is written for one device's part."
             problems.add(one.where, f"{one.reason} ({one.operation!r})", fix)
         problems.raise_if_any(ManualRegionError)
         # Somebody vouches for it. JAX splits the cotangent of what it does not track among devices
@@ -284,6 +286,13 @@ class _Run:
         names = {equation.primitive.name for equation in equations_in(part.program)}
         self._is_tracked = "custom_vjp_call" in names
         return self._match_results((whole, longest, part), parts, is_random)
+
+    def _structs(self, times: Mapping[tuple[str, ...], int]) -> list[jax.ShapeDtypeStruct]:
+        """The types of whole arrays, longer where they are split over some mesh axes."""
+        return [
+            _struct(one.leaf.value, [times.get(axes, 1) for axes in one.mesh_axes_inside])
+            for one in self.inputs
+        ]
 
     def _trace_wholes(self) -> tuple[_Trace, _Trace, dict[tuple[str, ...], int]]:
         """The call with whole lengths, and with lengths by which split axes can be told apart.
@@ -298,10 +307,9 @@ class _Run:
             free = (n for n in itertools.count(1) if count * n not in counts and n not in taken)
             times[axes] = next(free)
             counts.add(count * times[axes])
-        whole = longest = self.trace(self._structs)
+        whole = longest = self.trace(self._structs({}))
         if any(n > 1 for n in times.values()):
-            by_dim = [[times.get(a, 1) for a in one.mesh_axes_inside] for one in self.inputs]
-            longest = self.trace([*map(_struct, self._structs, by_dim)])
+            longest = self.trace(self._structs(times))
         return whole, longest, times
 
     def _match_results(
@@ -321,6 +329,9 @@ class _Run:
                     what = f"dimension {i} ({one.name(i)!r}) is split over {axes} inside only"
                     fix = f"Keep its name, and map it to {axes} in activation_rules."
                     problems.add(one.leaf.path, what, fix)
+                elif shapes[-1][i] * self._region.parts(axes) != one.leaf.shape[i]:
+                    what = f"the parts of dimension {i} do not make {one.leaf.shape[i]} elements"
+                    problems.add(one.leaf.path, what, "Let it be as long as a split axis.")
             if differs:
                 what = "it is made of random numbers that differ between devices"
                 problems.add(one.leaf.path, what, "Leave it out of the output.")

@@ -38,6 +38,32 @@ def with_derivative(derivative):
     return function
 
 
+@jax.custom_jvp
+def with_symbolic_zeros(x, y):
+    return x * y
+
+
+def product_rule(values, tangents):
+    """Right where both are differentiated, and not where one is a constant."""
+    is_constant = [isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
+    (x, y), (dx, dy) = values, tangents
+    return x * y, dx[::-1] * y if any(is_constant) else dx * y + x * dy
+
+
+with_symbolic_zeros.defjvp(product_rule, symbolic_zeros=True)
+
+
+def numbers_of_rows(x, implementation):
+    """A number for each row, by a key that is made of the row."""
+    key, rows = random.key(0, impl=implementation), lax.bitcast_convert_type(x[:, 0], jnp.uint32)
+    return jax.vmap(lambda row: random.normal(random.fold_in(key, row), (W,)))(rows)
+
+
+def keys(number):
+    with jax.ensure_compile_time_eval():
+        return random.split(random.key(0), number)
+
+
 def mutated(x):
     held = jax.new_ref(x)
     held[...] = x[::-1]
@@ -193,6 +219,12 @@ MIXING = {
     "counted in a table": lambda x: x + jnp.zeros(W).at[x.argmax(-1)].add(1.0),
     "mapped with an index": lambda x: lax.map(lambda a: a[0] * a[1], (jnp.arange(1.0 * len(x)), x)),
     "derivative sums": with_derivative(lambda t: t + 0 * t.sum(0)),
+    "derivative of constants differs": lambda x: with_symbolic_zeros(x, 2.0),
+    "second derivative mixes": with_derivative(with_derivative(lambda t: jnp.roll(t, 1, 0))),
+    # The first key of the batch makes the numbers of all: https://docs.jax.dev/en/latest/jax.random.html
+    "numbers of rows by rbg": lambda x: x + numbers_of_rows(x, "rbg"),
+    "numbers of rows by unsafe rbg": lambda x: x + numbers_of_rows(x, "unsafe_rbg"),
+    "keys computed with the program": lambda x: x + jax.vmap(random.normal)(keys(len(x)))[:, None],
 }
 
 
@@ -307,6 +339,8 @@ INDEPENDENT = {
         + x
     ),
     "own derivative": with_derivative(lambda t: jnp.cumsum(t, -1)),
+    "derivative by itself": lambda x: nn.softplus(x) + nn.mish(x) + jnp.sinc(x),
+    "numbers of rows": lambda x: x + numbers_of_rows(x, "threefry2x32"),
 }
 # Independent, and refused by name.
 NOT_FOLLOWED = {"taken along", "fft", "window", "cholesky", "batched solve"}

@@ -16,6 +16,7 @@ from penzai.models.transformer import model_parts, sampling_mode
 import penzai_shard as pzs
 from tests.models import llama, mlp_v1
 
+SQUARE = pzs.make_mesh({"data": 2, "model": 2, "other": 2})
 MESH, EXPLICIT = (pzs.make_mesh({"data": 4, "model": 2}, explicit=e) for e in (False, True))
 PARAMETERS, BATCH = {"embedding": "data", "neurons": "model"}, {"batch": "data"}
 BOTH = BATCH | {"neurons": "model"}
@@ -260,12 +261,19 @@ def test_per_device_values_and_gradients():
 # Refusals
 
 
+def longer_as_a_whole(x):
+    """Gives two of each at the lengths of the whole and beyond, one at that of a part."""
+    own = x.named_shape["embedding"]
+    return pz.nx.zeros({"batch": x.named_shape["batch"], "embedding": 16 if own > 4 else own})
+
+
 def test_call_refuses():
     odd = pz.nn.Linear.from_config("odd", jax.random.key(0), {"embedding": 6}, {"neurons": 2})
     zero = pz.StateVariable(value=0.0, label="kept")
     for layer, path in (
         (fsdp(calls(jnp.sum)), "test_shard_mapped.py:"),
         (fsdp(Calls(lambda x: {"a": x.untag("batch")})), "output/a"),
+        (fsdp(Calls(longer_as_a_whole), {"batch": "data", "embedding": "model"}, SQUARE), "output"),
         (fsdp(UP, keep_split=("neurons",)), "output"),
         (fsdp(MLP, keep_split=("neurons",)), "linear_and_affine.py:"),
         (fsdp(UP, keep_split=("neuron",)), "keep_split"),

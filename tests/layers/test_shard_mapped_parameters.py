@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.custom_derivatives import linear_call
 from penzai import pz
 
 import penzai_shard as pzs
@@ -69,6 +70,19 @@ def clipped(value):
     return function(value, None)
 
 
+@jax.jit
+def random_bits(x):
+    """Has the name of an operation, and does something else at the length of the whole."""
+    return x * 2 if x.shape[1] == 4 else x
+
+
+@jax.jit
+def clipped_transpose(w):
+    """The identity, whose transpose is not linear."""
+    transpose = lambda _, ct: jnp.clip(ct, -0.1, 0.1)  # noqa: E731
+    return linear_call(lambda _, w: w * 1.0, transpose, (), w)
+
+
 def summed(x, ct):
     return jnp.einsum("bsi,bsj->ij", x, ct)
 
@@ -88,6 +102,9 @@ INDEPENDENT = {
     "decided by weights": lambda x, w: jax.lax.cond(w[0, 0] > 0, lambda x: x @ w, jnp.sin, x),
     "loop from zeros": times_each,
     "tangent": own_tangent(lambda t: t),
+    "softplus": lambda x, w: jax.nn.softplus(x) @ jax.nn.softplus(w),
+    "where": lambda x, w: jnp.where(x > 0, x, 1.0) @ w,
+    "inverse of weights": lambda x, w: x @ jnp.linalg.inv(w + 9 * jnp.eye(4)),
 }
 # A function with its own backward rule is refused.
 OWN_GRADIENTS = {
@@ -115,6 +132,8 @@ EITHER |= {
     "batch and seq exchanged": lambda x, w: (x @ w).swapaxes(0, 1),
     "named as another": lambda x, w: (x @ w).transpose(2, 1, 0),
     "first sequence": lambda x, w: x @ w - x[:1],
+    "other under a name": lambda x, w: random_bits(x) @ w,
+    "own transpose": lambda x, w: x @ clipped_transpose(w),
     "random along seq": lambda x, w: x @ w + jax.random.normal(jax.random.key(0), (4, 1)),
 }
 
