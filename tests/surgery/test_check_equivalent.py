@@ -20,9 +20,11 @@ import penzai_shard as pzs
 from penzai_shard.layers import KeepAxisOrder
 from tests.models import LinenBlock, equinox, mlp_v1
 
-MESH = pzs.make_mesh({"data": 4, "model": 2})
-EXPLICIT = pzs.make_mesh({"data": 4, "model": 2}, explicit=True)
-RULES = {"batch": "data", "embedding": "model"}
+# Two devices are enough to split over, and programs for more take longer to compile.
+MESH, EXPLICIT = (
+    pzs.make_mesh({"data": 2}, jax.devices()[:2], explicit=explicit) for explicit in (False, True)
+)
+X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 
 
 # A model with state, and outputs of two sizes
@@ -144,12 +146,15 @@ def with_tally(**changes):
     return pzs.Recipe(change)
 
 
-def add_part(turn, total):
-    return total + 1e-3
-
-
-def sort_and_put_back(x):
-    return jnp.sort(x)[jnp.argsort(jnp.argsort(x))]
+def run_identities(x):
+    """Does to six numbers what changes none of them."""
+    x = jnp.where(x > 0, x * 2 * 0.5, x * 3 / 3 * (1 / 3) * 3)
+    x = jnp.sort(x)[jnp.argsort(jnp.argsort(x))][::-1][::-1]
+    x = jax.lax.map(lambda y: jax.lax.cond(y > 0, lambda y: y + 0, lambda y: y - 0, y), x)
+    x = jnp.concatenate([x[:3], x[3:]]) @ jnp.eye(6, dtype=x.dtype) + 2.0 - 2.0
+    jax.debug.callback(lambda y: None, x)
+    noise = 0 * jax.random.uniform(jax.random.key(0))
+    return jnp.zeros(6).at[jnp.arange(6)].add(jnp.log(jnp.exp(x))) + noise
 
 
 @jax.custom_jvp
@@ -159,22 +164,19 @@ def gradient_off(value):
 
 gradient_off.defjvp(lambda primals, tangents: (primals[0], tangents[0] * 1.001))
 
+
 UP, TANH, DOWN, SMALL = "sublayers/0", "sublayers/1", "sublayers/2", "sublayers/4/small"
 
 BROKEN = {
     "output rescaled by 1e-4": then(DOWN, lambda x: x * 1.0001),
     "small output doubled": then(SMALL, lambda x: x * 2),
-    "small output dropped": then(SMALL, lambda x: x * 0),
     "small output's gradient dropped": then(SMALL, jax.lax.stop_gradient),
     "hidden layer rescaled": then(UP, lambda x: x * 0.9999),
     "rescaled without a constant": then(UP, lambda x: x + x * jnp.tanh(jnp.float32(1e-4))),
     "rescaled under a lower precision": then(DOWN, lambda x: x * 1.02) + pzs.mixed_precision(),
     "shifted": then(TANH, lambda x: x + 1e-4),
-    "sign": then(SMALL, lambda x: -x),
-    "other nonlinearity": then(UP, jnp.sin),
     "applied twice": then(TANH, jnp.tanh),
     "rounded to a grid": then(UP, lambda x: jnp.round(x * 4096) / 4096),
-    "clipped": then(UP, lambda x: jnp.clip(x, -0.5, 0.5)),
     "all gradients off by 1e-3": then(DOWN, gradient_off),
     "batch reversed": along(DOWN, "batch", lambda x: x[::-1]),
     "neurons rolled": along(UP, "neurons", lambda x: jnp.roll(x, 1)),
@@ -195,7 +197,7 @@ BROKEN = {
     "a scaled sum in bfloat16": then(UP, lambda x: x + x.astype("bfloat16") / 1024),
     "a branch for large values": then(UP, lambda x: jnp.where(x > 0.5, x * 1.001, x)),
     "a loop of one turn less": then(
-        UP, lambda x: x + jax.lax.fori_loop(0, 9, add_part, 0.0) - 0.01
+        UP, lambda x: x + jax.lax.fori_loop(0, 9, lambda _, y: y + 1e-3, 0.0) - 0.01
     ),
     "sorted": along(DOWN, "embedding", jnp.sort),
     "noise of a fixed key": then(DOWN, lambda x: x + 1e-4 * jax.random.normal(jax.random.key(0))),
@@ -204,40 +206,25 @@ BROKEN = {
 }
 
 HARMLESS = {
-    "jitted": pzs.jit_root(),
-    "rematerialised": pzs.rematerialise_blocks(pz.nn.Linear),
-    "scoped": pzs.scope_layers(),
-    "scoped twice": pzs.scope_layers() + wrap(pzs.ROOT, pzs.Scoped, name="model"),
-    "identity after": pzs.Recipe(pzs.insert_after(pz.nn.Linear, pz.nn.Identity())),
-    "identity before": pzs.Recipe(pzs.insert_before(pz.nn.Linear, pz.nn.Identity())),
-    "constrained": pzs.constrain_blocks(pz.nn.Linear, MESH, {"batch": "data"}),
-    "rematerialised and jitted": wrap(pzs.ROOT, pzs.Checkpointed) + pzs.jit_root(),
+    "wrapped": pzs.scope_layers()
+    + pzs.rematerialise_blocks(pz.nn.Linear)
+    + pzs.constrain_blocks(pz.nn.Linear, MESH, {"batch": "data"})
+    + wrap(pzs.ROOT, pzs.Scoped, name="model")
+    + wrap("sublayers/3", pzs.Jitted)
+    + pzs.jit_root(),
+    "identities": pzs.Recipe(pzs.insert_after(pz.nn.Linear, pz.nn.Identity()))
+    + pzs.Recipe(pzs.insert_before(pz.nn.Linear, pz.nn.Identity())),
     "in its own precision": wrap(pz.nn.Linear, pzs.InPrecision, compute_dtype="float32"),
     "in a lower precision": pzs.mixed_precision(),
     "one layer in a lower precision": wrap(UP, pzs.InPrecision, compute_dtype="bfloat16"),
     "axes in another order": after(DOWN, lambda x: x.order_as("embedding", "batch")),
-    "doubled and halved": then(UP, lambda x: x * 2 * 0.5),
-    "times three over three": then(UP, lambda x: x * 3 / 3),
-    "times a third and three": then(UP, lambda x: x * (1 / 3) * 3),
-    "reversed and back": along(DOWN, "batch", lambda x: x[::-1][::-1]),
-    "a large number added and taken off": then(UP, lambda x: (x + 2.0) - 2.0),
-    "selected": then(UP, lambda x: jnp.where(x > 0, x, x)),
-    "sorted and put back": along(DOWN, "batch", sort_and_put_back),
-    "in a loop": along(DOWN, "batch", lambda x: jax.lax.map(lambda y: y * 1.0, x)),
-    "in two halves": along(UP, "neurons", lambda x: jnp.concatenate([x[:3] + 0, x[3:] - 0])),
-    "exponential and logarithm": then(UP, lambda x: jnp.log(jnp.exp(x))),
     "manual regions": pzs.manual_fsdp(pz.nn.Linear, MESH, {"batch": "data"}),
+    "functions that undo themselves": along(UP, "neurons", run_identities),
     "kept axis order": wrap(pz.nn.Linear, KeepAxisOrder),
     "another formula": replace(TANH, pz.nn.Elementwise(lambda x: 2 * jax.nn.sigmoid(2 * x) - 1)),
     "sums in another order": pzs.Recipe(pzs.replace(DOWN, lambda layer: Backwards(layer.weights))),
-    "a callback": then(UP, lambda x: [x, jax.debug.callback(lambda y: None, x)][0]),
-    "unused random numbers": then(UP, lambda x: x + 0 * jax.random.uniform(jax.random.key(0))),
-    "a branch": then(UP, lambda x: jax.lax.cond(x > 0, lambda y: y + 0, lambda y: y - 0, x)),
-    "one-hot sums": along(UP, "neurons", lambda x: x @ jnp.eye(6, dtype=x.dtype)),
-    "scattered": along(UP, "neurons", lambda x: jnp.zeros(6).at[jnp.arange(6)].add(x)),
-    "a wrapper of state": wrap("sublayers/3", pzs.Jitted),
 }
-WITH_GRADIENTS = {"jitted", "rematerialised", "in a lower precision", "another formula"}
+WITH_GRADIENTS = {"wrapped", "in a lower precision", "another formula"}
 
 
 def oracle(model, x, gradients):
@@ -315,64 +302,61 @@ def test_check_equivalent_harmless_edit(name):
 # What the report says
 
 
-def difference(report, group):
-    """The paths that differ in a group."""
-    return [row[0] for row in report.rows if row[1] == group and not row[6]]
+def differences(report):
+    """The paths that differ, by group."""
+    found = {}
+    for path, group, *_, ok, _ in report.rows:
+        if not ok:
+            found.setdefault(group, []).append(path)
+    return found
 
 
 def check(edit, **options):
     return pzs.check_equivalent(original(), apply(edit), inputs(), **options)
 
 
-def test_check_equivalent_wrong_state():
-    report = check(with_tally(step=2.0), gradients=False)
-    assert difference(report, "state") == ["large"]
-    assert not difference(report, "outputs")
+def rename(layer):
+    weights = pz.Parameter(value=layer.weights.value, label="other")
+    return dataclasses.replace(layer, weights=weights)
+
+
+def add_bias(layer):
+    bias = pz.Parameter(value=pz.nx.zeros({"neurons": 6}), label="bias")
+    return pz.nn.Sequential([layer, pz.nn.AddBias(bias, ("neurons",))])
+
+
+WEIGHTS = {"parameters": ["up.weights", "down.weights"]}
+DIFFERENCES = {
+    "state": (with_tally(step=2.0), {"state": ["large"]}),
+    "gradients": (
+        after(UP, jax.lax.stop_gradient),
+        {"gradients": ["argument/0", "up.weights"]},
+    ),
+    "another label": (
+        pzs.Recipe(pzs.replace(UP, rename)),
+        {"parameters": ["other", "up.weights"]},
+    ),
+    "an added parameter": (wrap(UP, add_bias), {"parameters": ["bias"]}),
+    "other values": (lambda _: toy(seed=1), WEIGHTS),
+    "other dtypes": (lambda _: toy("bfloat16"), WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_check_equivalent_says_what_differs(name):
+    edit, expected = DIFFERENCES[name]
+    assert differences(check(edit, gradients=name == "gradients")) == expected
     assert float(original().sublayers[3].large.value) == 0
 
 
-def test_check_equivalent_wrong_gradients():
-    edit = after(UP, jax.lax.stop_gradient)
-    report = check(edit)
-    assert difference(report, "gradients") == ["argument/0", "up.weights"]
-    assert not difference(report, "outputs")
-    assert check(edit, gradients=False)
-
-
-def test_check_equivalent_another_label():
-    def rename(layer):
-        weights = pz.Parameter(value=layer.weights.value, label="other")
-        return dataclasses.replace(layer, weights=weights)
-
-    report = check(pzs.Recipe(pzs.replace(UP, rename)), gradients=False)
-    assert difference(report, "parameters") == ["other", "up.weights"]
-    assert not difference(report, "outputs")
-
-
-def test_check_equivalent_other_values():
-    edited = toy(seed=1)
-    report = pzs.check_equivalent(original(), edited, inputs(), gradients=False)
-    assert difference(report, "parameters") == ["up.weights", "down.weights"]
-    assert not difference(report, "outputs")
-    assert pzs.check_equivalent(original(), edited, inputs(), gradients=False, same_values=False)
-
-
-def test_check_equivalent_another_shape():
-    report = pzs.check_equivalent(original(), toy("bfloat16"), inputs())
-    assert difference(report, "parameters") == ["up.weights", "down.weights"]
-    assert {row[1] for row in report.rows} == {"parameters"}
-
-
-def test_check_equivalent_added_parameters():
-    def add(layer):
-        bias = pz.Parameter(value=pz.nx.zeros({"neurons": 6}), label="bias")
-        return pz.nn.Sequential([layer, pz.nn.AddBias(bias, ("neurons",))])
-
-    edit = pzs.Recipe(pzs.wrap(UP, add))
-    assert difference(check(edit), "parameters") == ["bias"]
-    report = check(edit, added_parameters=True)
-    assert report
-    assert any("bias" in note for note in report.notes)
+def test_check_equivalent_options():
+    for name, option in (
+        ("gradients", {}),
+        ("an added parameter", {"added_parameters": True}),
+        ("other values", {"same_values": False}),
+    ):
+        assert check(DIFFERENCES[name][0], **{"gradients": False, **option})
+    assert check(then(DOWN, lambda x: x * 1.001), gradients=False, rtol=1e-2)
 
 
 def test_check_equivalent_abstract_model():
@@ -434,7 +418,7 @@ def test_check_equivalent_lower_precision():
     assert any("bfloat16" in note for note in report.notes)
     # In float64 both are the same: float32 loses what is small beside 1e5.
     edit = then(UP, lambda x: (x + 1e5 * jnp.cos(x)) - 1e5 * jnp.cos(x))
-    assert difference(check(edit, gradients=False), "outputs")
+    assert "outputs" in differences(check(edit, gradients=False))
 
 
 def test_check_equivalent_models_in_float64():
@@ -443,16 +427,6 @@ def test_check_equivalent_models_in_float64():
         assert pzs.check_equivalent(model, pzs.jit_root().apply(model), x, gradients=False)
         off = then(UP, lambda x: x * (1 + 1e-12)).apply(model)
         assert not pzs.check_equivalent(model, off, x, gradients=False)
-
-
-@pytest.mark.parametrize("index", [3, slice(0, 2)], ids=["an element", "a row"])
-def test_check_equivalent_small_elements(index):
-    sizes, off = np.full((4, 20), 1e6, np.float32), np.ones((4, 20), np.float32)
-    sizes[index], off[index] = 1.0, 2.0
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 20)), jnp.float32)
-    model = lambda factors: lambda x: jnp.tanh(x) * sizes * factors  # noqa: E731
-    assert pzs.check_equivalent(model(1.0), model(np.ones_like(sizes)), x, gradients=False)
-    assert not pzs.check_equivalent(model(1.0), model(off), x, gradients=False)
 
 
 @jax.jit
@@ -490,16 +464,74 @@ def test_check_equivalent_without_float64(operation, note):
     assert not pzs.check_equivalent(run(1.0), run(1.0001), x, gradients=False)
 
 
-@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
-def test_check_equivalent_elements_that_are_not_finite(value):
-    x, y = jnp.ones(3), jnp.full(3, value)
-    assert pzs.check_equivalent(lambda x: x + y, lambda x: y - x, x, gradients=False)
-    assert not pzs.check_equivalent(lambda x: x + y, lambda x: x, x, gradients=False)
+def scale_sizes(index, factors):
+    """Numbers of which some are a million times smaller, which are multiplied by factors."""
+    sizes, off = np.full((4, 8), 1e6, np.float32), np.ones((4, 8), np.float32)
+    sizes[index], off[index] = 1.0, factors
+    return lambda x: jnp.tanh(x) * sizes * off
+
+
+# A function, another that computes the same, and one that does not.
+FLOAT8 = jnp.float8_e4m3fn
+FUNCTIONS = {
+    "nan": (lambda x: x + jnp.nan, lambda x: jnp.nan - x, lambda x: x),
+    "infinite": (lambda x: x + jnp.inf, lambda x: jnp.inf - x, lambda x: x - jnp.inf),
+    "integers": (lambda x: x.argmax(1), lambda x: (-x).argmin(1), lambda x: x.argmax(1) + 1),
+    "float8": (
+        lambda x: x.astype(FLOAT8),
+        lambda x: (x + 0).astype(FLOAT8),
+        lambda x: (1.5 * x).astype(FLOAT8),
+    ),
+    "complex": (jnp.fft.fft, lambda x: jnp.fft.fft(x + 0), lambda x: jnp.fft.fft(x).conj()),
+    "a text": (lambda x: (x, "a"), lambda x: (x + 0, "a"), lambda x: (x, "b")),
+    "nothing": (lambda x: (x, None), lambda x: (x + 0, None), lambda x: (x, ())),
+    "a container": (lambda x: (x, x), lambda x: (x, x + 0), lambda x: [x, x]),
+    "a small element": [scale_sizes((1, 2), factors) for factors in (1.0, np.ones(()), 2.0)],
+    "a small row": [scale_sizes(0, factors) for factors in (1.0, np.ones(8), 2.0)],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_check_equivalent_functions(name):
+    one, another, wrong = FUNCTIONS[name]
+    assert pzs.check_equivalent(one, another, X, gradients=False)
+    assert not pzs.check_equivalent(one, wrong, X, gradients=False)
+
+
+def test_check_equivalent_original_that_was_changed():
+    factors = [2.0]
+
+    def scale(x):
+        return x * factors[0]
+
+    assert pzs.check_equivalent(scale, lambda x: x + x, X, gradients=False)
+    factors[0] = 3.0
+    assert not pzs.check_equivalent(scale, lambda x: x + x, X, gradients=False)
+
+
+@pz.pytree_dataclass
+class Scale(pz.nn.Layer):
+    """Multiplies by a parameter, to which it then may assign half of it."""
+
+    factor: pz.Parameter
+    halves: bool = dataclasses.field(metadata={"pytree_node": False})
+
+    def __call__(self, value, **side_inputs):
+        output = value * self.factor.value
+        if self.halves:
+            self.factor.value = self.factor.value / 2
+        return output
+
+
+def test_check_equivalent_assigned_parameter():
+    factor = pz.Parameter(value=jnp.float32(2), label="factor")
+    report = pzs.check_equivalent(Scale(factor, False), Scale(factor, True), X)
+    assert differences(report) == {"state": ["factor"]}
+    assert pzs.check_equivalent(Scale(factor, True), Scale(factor, True), X)
 
 
 # Models of other kinds
-
-X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 
 
 def rescale(model):
@@ -514,8 +546,7 @@ def linen():
 CALLS = {
     "v1": (mlp_v1, pzs.Jitted, pz_v1.nx.wrap(X).tag("batch", "features")),
     "equinox": (lambda: equinox().mlp, pzs.Jitted, X[0]),
-    "linen, partial": (linen, functools.partial, X),
-    "linen, function": (lambda: lambda x: linen()(x), jax.jit, X),
+    "linen": (linen, functools.partial, X),
 }
 
 
@@ -525,12 +556,12 @@ def test_check_equivalent_model_kind(name):
     model = build()
     report = pzs.check_equivalent(model, edit(model), x, gradients=False)
     assert report, report
-    assert difference(pzs.check_equivalent(model, rescale(model), x, gradients=False), "outputs")
+    assert not pzs.check_equivalent(model, rescale(model), x, gradients=False)
 
 
 @pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
 def test_check_equivalent_placed_model(mesh):
-    placed = pzs.name_to_name_device_put(toy(), mesh, {"embedding": "data", "neurons": "model"})
+    placed = pzs.name_to_name_device_put(toy(), mesh, {"embedding": "data"})
     with jax.set_mesh(mesh):
         assert pzs.check_equivalent(original(), placed, inputs(), gradients=False)
         wrong = then(UP, lambda x: x * 1.0001).apply(placed)

@@ -1,25 +1,26 @@
 """Runs a model and an edited form of it on the same values, and compares what they compute."""
 
-import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from penzai import pz
 
-from penzai_shard.arrays.kinds import is_key_type
+from penzai_shard.arrays.static_values import same_static
 from penzai_shard.arrays.structure import Leaf, flatten, read_variables
 from penzai_shard.errors import Problems, RuleTypeError
 from penzai_shard.layers.pure_call import PureCall
 from penzai_shard.meshes import auto_context
-from penzai_shard.paths import fold_key, join_paths
+from penzai_shard.paths import join_paths
 from penzai_shard.reports.report import Column, Report
 from penzai_shard.surgery.equivalence.compare import Allowance, Difference, compare, is_equal
 from penzai_shard.surgery.equivalence.float64 import Float64Run
-from penzai_shard.surgery.equivalence.values import MODEL, NamedCall, read_call, sort_dims
+from penzai_shard.surgery.equivalence.values import MODEL, NamedCall, read_call, sort_dims, to_array
 
 _OUTPUTS, _GRADIENTS, _STATE = "outputs", "gradients", "state"
 _GROUPS = {"parameter": "parameters", "state": "state before"}
@@ -89,7 +90,7 @@ def check_equivalent(
     False
     """
     problems = Problems("check_equivalent(original, edited, *inputs) runs two models:")
-    for called, model in (("original", original), ("edited", edited)):
+    for called, model in {"original": original, "edited": edited}.items():
         if not callable(model):
             what = f"a {type(model).__name__} cannot be called"
             problems.add(called, what, "Give a model, as recipe.apply(model) returns it.")
@@ -118,23 +119,17 @@ def check_equivalent(
 
 
 def _make_rows(found: _Differences) -> list[tuple[Any, ...]]:
-    """A row for each array; equal blocks show the figures of the worst, and so fold into one."""
-    alike = collections.defaultdict(list)
-    for (group, path), each in found.items():
-        alike[group, fold_key(path) if each.ok else path].append(dataclasses.astuple(each)[:-1])
+    """A row for each array."""
     rows = []
     for (group, path), each in found.items():
-        columns = zip(*alike[group, fold_key(path) if each.ok else path], strict=True)
-        figures = [max((x for x in column if x is not None), default=None) for column in columns]
-        # Two digits of what is wrong. Of the others the power of ten tells enough.
-        shown = [_round_up(x) if x and each.ok else x and float(f"{x:.2g}") for x in figures]
+        # Two digits of what is wrong. Of the others the power of ten is enough, and equal blocks
+        # fold into one row.
+        figures = [x and float(f"{x:.2g}") for x in dataclasses.astuple(each)[:-1]]
+        if each.ok:
+            figures = [x and 10.0 ** math.ceil(math.log10(x)) for x in figures]
         name = path.removeprefix(MODEL) or "(root)"
-        rows.append((name, group, *shown, each.ok, each.fact or None))
+        rows.append((name, group, *figures, each.ok, each.fact or None))
     return sorted(rows, key=lambda row: (row[-2], row[1] == _GRADIENTS))
-
-
-def _round_up(figure: float) -> float:
-    return 10.0 ** math.ceil(math.log10(figure))
 
 
 # What the models hold
@@ -166,6 +161,7 @@ def _compare_held(
 
 
 def _form(leaf: Leaf) -> str:
+    """What must stay of an array, as text."""
     return f"{leaf.dtype}{leaf.value.shape} with axes {leaf.names}"
 
 
@@ -175,31 +171,45 @@ def _form(leaf: Leaf) -> str:
 class _Step:
     """One call of a model: outputs, state after it, and gradients of a sum of the outputs.
 
+    Two steps that trace to the same program are equal. A model itself does not tell: it may read
+    what its structure does not show, such as a variable of the module in which it was written.
+
     Args:
         call: The model and its inputs.
         paths: The arrays with regard to which to differentiate.
+        values: The arrays of the call.
         original: The step of the original, if the model is an edited one.
+
+    Attributes:
+        form: What is no array in the output: its containers and settings.
+        exact: How to run the step in float64.
     """
 
-    def __init__(self, call: PureCall, paths: frozenset[str], original: Any = None) -> None:
-        self._call, self._paths, self._original = call, paths, original
+    def __init__(
+        self, call: PureCall, paths: frozenset[str], values: list[Any], original: Any = None
+    ) -> None:
+        self._call, self._paths = call, paths
+        self.form: Any = None
         self._jitted = jax.jit(self._compute)
-        # How to run it in float64; known after a run.
-        self.exact: Any = None
+        traced = self._jitted.trace(values)
+        self.exact = Float64Run(traced.jaxpr, original and original.exact)
+        self._text = f"{traced.jaxpr} {traced.out_info}"
+        self._key = self._text, call, paths, self.form, traced.jaxpr.consts
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Step) and same_static(self._key, other._key)
 
     def run(self, values: list[Any]) -> _Results:
         """What the step computes as it is."""
-        program = self._jitted.trace(values).jaxpr
-        if self.exact is None or self.exact.program is not program:
-            self.exact = Float64Run(program, self._original.exact if self._original else None)
         results: _Results = jax.device_get(self._jitted(values))
         return results
 
     def _compute(self, values: list[Any]) -> _Results:
         paths = self._call.structure.paths
         chosen = {i: value for i, value in enumerate(values) if paths[i] in self._paths}
-        if not chosen:
-            return self._score(chosen, values)[1]
         gradients, results = jax.grad(self._score, has_aux=True)(chosen, values)
         return {**results, **{(_GRADIENTS, paths[i]): x for i, x in gradients.items()}}
 
@@ -212,6 +222,10 @@ class _Step:
         output, assigned = self._call(arrays)
         leaves, form = flatten(output)
         form.check_paths()
+        # The order of named dimensions may change.
+        named: Any = pz.nx.NamedArrayBase
+        containers = jax.tree_util.tree_structure(output, is_leaf=lambda x: isinstance(x, named))
+        self.form = containers, form.statics
         results = {(_OUTPUTS, leaf.path): sort_dims(leaf.value, leaf.names) for leaf in leaves}
         score = _add_up(results.values())
 
@@ -224,30 +238,26 @@ class _Step:
                 for leaf in flatten(assigned.get(number, before[number]))[0]:
                     key = _STATE, join_paths(path, leaf.path)
                     results[key] = sort_dims(leaf.value, leaf.names)
-        return score, {key: _as_numbers(array) for key, array in results.items()}
+        return score, {key: to_array(array) for key, array in results.items()}
 
 
-# An original is often compared with several models that are made of it.
-_find_step = functools.lru_cache(4)(_Step)
+@functools.lru_cache(4)
+def _find_compiled(step: _Step) -> _Step:
+    """An equal step that ran before: an original is often compared with several models."""
+    return step
 
 
 def _add_up(arrays: Iterable[Any]) -> Any:
     """A sum of arrays, each element times a number that depends on its place."""
     total: Any = jnp.float32(0)
-    for number, array in enumerate(map(_as_numbers, arrays)):
+    for number, array in enumerate(map(to_array, arrays)):
         # Integers decide the numbers, as they are the same in float64.
         place = jax.lax.iota(jnp.int32, array.size).reshape(array.shape) % 65521
         weights = jnp.cos((place + number).astype(jnp.float32))
         is_float = jnp.issubdtype(array.dtype, jnp.inexact)
         for part in (array.real, array.imag) if is_float else ():
-            total += jnp.sum(part.astype(jnp.promote_types(part.dtype, jnp.float32)) * weights)
+            total += jnp.sum(part.astype(np.promote_types(part.dtype, np.float32)) * weights)
     return total
-
-
-def _as_numbers(value: Any) -> Any:
-    """A value as an array; a random key as its bits."""
-    array = jnp.asarray(value)
-    return jax.random.key_data(array) if is_key_type(array.dtype) else array
 
 
 def _compare_runs(
@@ -258,49 +268,47 @@ def _compare_runs(
     common = one.of_role("parameter", "input").keys() & other.of_role("parameter", "input").keys()
     leaves = [leaf for leaf in one.leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     paths = frozenset(leaf.path for leaf in leaves if gradients and leaf.path in common)
-    step = _find_step(one.call, paths)
-    new_step = _Step(other.call, paths, step)
-    steps = step, new_step
     arrays = [[leaf.value for leaf in call.leaves] for call in (one, other)]
+    step = _find_compiled(_Step(one.call, paths, arrays[0]))
+    new_step = _Step(other.call, paths, arrays[1], step)
+    steps = step, new_step
     own = [each.run(values) for each, values in zip(steps, arrays, strict=True)]
 
-    # Rounding in float64 is so small a part of what rounding is that its root will do.
-    allowance, exact, opaque = Allowance(rtol), None, set()
-    epsilons = step.exact.epsilons
+    exact, opaque = None, set()
     try:
         flat = [each.exact(values) for each, values in zip(steps, arrays, strict=True)]
         exact = [dict(zip(*pair, strict=True)) for pair in zip(own, flat, strict=True)]
         opaque = step.exact.opaque | new_step.exact.opaque
-        finest = 0.0 if opaque else min(epsilons)
-        allowance = Allowance(rtol, finest, new_step.exact.has_new_constants)
         if opaque:
             notes.append(f"{_COARSE} {', '.join(sorted(opaque))} run in their own dtypes.")
     except Exception as error:  # Operations may fail in any way where arrays have another dtype.
         fact = f"{type(error).__name__}: {error}".partition("\n")[0]
         notes.append(f"{_COARSE} the models do not run in float64 ({fact}).")
-    found = _compare_results(own, exact, allowance)
 
     # A model that computes in fewer digits is allowed what the original would lose in them.
-    usual = max(epsilons) if opaque or not exact else min(epsilons)
-    coarsest = max(new_step.exact.epsilons)
-    if coarsest > usual and not all(each.ok for each in found.values()):
+    epsilons, coarsest = step.exact.epsilons, max(new_step.exact.epsilons)
+    is_exact = exact is not None and not opaque
+    usual = min(epsilons) if is_exact else max(epsilons)
+    if coarsest > max(epsilons):
         digits = new_step.exact.epsilons[coarsest]
         notes.append(f"The edited model may be off by what the original would be in {digits}.")
-        allowance = dataclasses.replace(allowance, epsilon=coarsest, coarser=coarsest / usual)
-        found = _compare_results(own, exact, allowance)
-    return found
+    allowance = Allowance(
+        rtol,
+        min(epsilons) if is_exact else 0.0,
+        new_step.exact.has_new_constants,
+        max(coarsest / usual, 1.0),
+    )
 
-
-def _compare_results(
-    own: Sequence[_Results], exact: Sequence[_Results] | None, allowance: Allowance
-) -> _Differences:
-    found = {}
+    # The edited model may have state that the original lacks, but not assign what that only reads.
+    found, held = {}, one.of_role("parameter", "state")
     for key in own[0] | own[1]:
         if key not in own[1]:
             found[key] = _MISSING
         elif key in own[0]:
             pair = [results[key] for results in exact] if exact else None
             found[key] = compare([results[key] for results in own], pair, allowance)
-        elif key[0] != _STATE:
+        elif key[0] != _STATE or key[1] in held:
             found[key] = _ADDED
+    if not same_static(step.form, new_step.form):
+        found[_OUTPUTS, ""] = Difference(fact="containers or settings differ")
     return found

@@ -10,12 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from penzai_shard.arrays.kinds import is_key_type
-from penzai_shard.surgery.equivalence.values import is_float
+from penzai_shard.surgery.equivalence.values import is_float, to_array
 
 EPSILON_64 = 2.0**-52
 # Rounding of the original that an edited model may have, and units in the last place besides.
@@ -37,14 +35,12 @@ class Allowance:
             float64 too.
         has_new_constants: Whether the edited model computes with constants that are not the
             original's, and may be rounded.
-        epsilon: The machine epsilon to which the edited model rounds where that is coarser.
-        coarser: How many times coarser than the original's that is.
+        coarser: How many times coarser than the original the edited model rounds.
     """
 
     rtol: float = 0.0
     finest: float = 0.0
     has_new_constants: bool = False
-    epsilon: float = 0.0
     coarser: float = 1.0
 
 
@@ -97,9 +93,8 @@ def compare(own: Sequence[Any], exact: Sequence[Any] | None, allowance: Allowanc
     reference = np.where(np.isfinite(pairs[-1][0]), pairs[-1][0], one)
     size, noise = _largest(reference), _largest(one, reference)
     scale = max(size, noise) or 1.0
-    unit = max(epsilon, allowance.epsilon) * size
-    most = _TIMES * noise * allowance.coarser + (_ULPS if exact else _ULPS_UNKNOWN) * unit
-    most = max(most, allowance.rtol * size) / scale
+    most = _TIMES * noise + (_ULPS if exact else _ULPS_UNKNOWN) * epsilon * size
+    most = max(most * allowance.coarser, allowance.rtol * size) / scale
     apart = 0.0 if is_equal(one, other) else _largest(other, reference) / scale
     if not exact:
         return Difference(apart, most)
@@ -118,16 +113,14 @@ def epsilon_of(value: Any) -> float:
 
 
 def as_float64(array: Any) -> Any:
-    """An array on the host in float64 or complex128, if it has real or complex numbers."""
-    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
-    return array.astype(np.complex128 if is_complex else float) if is_float(array) else array
+    """An array in float64 or complex128, if it has real or complex numbers."""
+    return array.astype(np.promote_types(array.dtype, float)) if is_float(array) else array
 
 
 def is_equal(one: Any, other: Any) -> bool:
     """Whether two arrays of one dtype have the same elements; NaN equals NaN."""
-    is_key = is_key_type(one.dtype)
-    a, b = (np.asarray(jax.random.key_data(x) if is_key else x) for x in (one, other))
-    return one is other or np.array_equal(as_float64(a), as_float64(b), equal_nan=True)
+    a, b = (as_float64(np.asarray(to_array(x))) for x in (one, other))
+    return one is other or np.array_equal(a, b, equal_nan=True)
 
 
 def _largest(array: Any, other: Any = 0.0) -> float:

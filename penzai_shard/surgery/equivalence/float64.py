@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from penzai_shard.arrays.kinds import is_key_type, is_traced
+from penzai_shard.arrays.kinds import is_traced
 from penzai_shard.jax_internals.tracing import JaxprEqn, Literal, scan_counts
 from penzai_shard.programs import equations_in, inner_programs, open_program, walk
 from penzai_shard.surgery.equivalence.compare import as_float64, epsilon_of, is_equal
@@ -25,11 +25,6 @@ _NARROW = """
     bitcast_convert_type ffi_call io_callback nextafter pallas_call pure_callback random_gamma
     random_gamma_grad rng_uniform"""
 _DTYPE_PARAMETERS = ("dtype", "new_dtype", "out_dtype", "preferred_element_type")
-# They hold the function to combine values with, written for their own dtype.
-_SCATTERS: dict[str, Callable[..., Any]] = {
-    f"scatter{kind}": getattr(jax.lax, f"scatter{kind}".replace("-", "_"))
-    for kind in ("", "-add", "-max", "-min", "-mul", "-sub")
-}
 _SCATTER_OPTIONS = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
 
 
@@ -52,7 +47,9 @@ class Float64Run:
         self.has_new_constants = False
         self.program, self._original = program, original
         self.epsilons = _epsilons_in(program)
-        self._constants = _Constants(program)
+        # A program holds few numbers many times.
+        constants = [x for x in _constants_in(program) if is_float(x) and not is_traced(x)]
+        self._constants = {_find_key(x): x for x in map(np.asarray, constants)}
         # It runs once, and compiling it costs more than running it.
         options: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
         self._run = jax.jit(lambda values: self._walk(program, values), compiler_options=options)
@@ -60,14 +57,14 @@ class Float64Run:
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         """The results of the program, flat, those of floats in float64."""
         with jax.enable_x64(True):
-            results: list[Any] = jax.device_get(self._run(list(map(_as_wide, arguments))))
+            results: list[Any] = jax.device_get(self._run(list(map(as_float64, arguments))))
         return results
 
     def _walk(self, program: Any, arguments: Sequence[Any]) -> list[Any]:
         return walk(
             program,
             arguments,
-            lambda equation, inputs: list(map(_as_wide, self._evaluate(equation, inputs))),
+            lambda equation, inputs: list(map(as_float64, self._evaluate(equation, inputs))),
             constant=self._read,
             literal=lambda literal: self._read(_literal_value(literal)),
         )
@@ -76,34 +73,44 @@ class Float64Run:
         return lambda *arguments: tuple(map(jnp.asarray, self._walk(program, arguments)))
 
     def _read(self, value: Any) -> Any:
-        """A constant of the program in float64."""
-        if is_traced(value) or is_key_type(value.dtype) or not is_float(value):
-            return _as_wide(value)
-        if self._original is None:
-            return as_float64(np.asarray(value))
-        wide, is_new = self._original._constants.read(np.asarray(value))
-        self.has_new_constants |= is_new
-        return wide
+        """A constant of the program in float64.
+
+        An edit that computes in fewer digits rounds the constants in the code too: one that is the
+        original's in another dtype is read as the original's.
+        """
+        if self._original is None or is_traced(value) or not is_float(value):
+            return as_float64(value)
+        value, known = np.asarray(value), self._original._constants
+        if _find_key(value) in known:
+            return as_float64(value)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for each in known.values():
+                down, up = each.astype(value.dtype), value.astype(each.dtype)
+                if each.dtype != value.dtype and (is_equal(down, value) or is_equal(up, each)):
+                    return as_float64(each)
+        self.has_new_constants = True
+        return as_float64(value)
 
     def _evaluate(self, equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
         name, parameters = equation.primitive.name, equation.params
+        if not equation.outvars:  # Such as debug_callback.
+            return []
         if name in _CALLS:
             (called,) = inner_programs(equation)
             return self._walk(called, inputs)
         if name in _STRUCTURES:
             return list(_STRUCTURES[name](self, inputs, parameters))
-        if name in ("debug_callback", "debug_print"):
-            return []
         if name == "reduce_precision":
             return inputs[:1]
-        aval: Any = equation.outvars[0].aval if equation.outvars else None
+        aval: Any = equation.outvars[0].aval
         if name == "convert_element_type" and is_float(aval):
-            return [jnp.asarray(inputs[0], jnp.promote_types(aval.dtype, jnp.float64))]
-        # A plain scatter has a program where it applies a function, as x.at[i].apply does.
-        update = getattr(parameters.get("update_jaxpr"), "eqns", ())
-        if name in _SCATTERS and not (name == "scatter" and update):
+            return [jax.lax.convert_element_type(inputs[0], np.promote_types(aval.dtype, float))]
+        # A scatter holds the function to combine values with, written for its own dtype; a plain
+        # one has a function where x.at[i].apply was called.
+        applies = name == "scatter" and parameters["update_jaxpr"] is not None
+        if name.startswith("scatter") and not applies:
             options = {option: parameters[option] for option in _SCATTER_OPTIONS}
-            return [_SCATTERS[name](*inputs, **options)]
+            return [getattr(jax.lax, name.replace("-", "_"))(*inputs, **options)]
         if name in _NARROW.split() or any(True for _ in inner_programs(equation)):
             return self._evaluate_in_own_dtypes(equation, inputs)
         return _bind(equation, inputs, _with_wide_dtypes(parameters))
@@ -177,36 +184,11 @@ def _epsilons_in(program: Any) -> dict[float, str]:
         avals: list[Any] = [atom.aval for atom in (*equation.invars, *equation.outvars)]
         floats = [aval for aval in avals if hasattr(aval, "dtype") and is_float(aval)]
         found.update({epsilon_of(aval): aval.dtype.name for aval in floats})
-        if equation.primitive.name == "reduce_precision":
-            bits = equation.params["mantissa_bits"]
-            found[2.0**-bits] = f"floats of {bits} bits"
     return found or {2.0**-52: "float64"}
 
 
-class _Constants:
-    """The constants of a program by shape.
-
-    An edit that computes in fewer digits rounds the constants in the code too: one that is the
-    original's in another dtype is read as the original's.
-    """
-
-    def __init__(self, program: Any) -> None:
-        self._by_shape: dict[tuple[int, ...], list[Any]] = {}
-        for value in _constants_in(program):
-            if is_float(value) and not is_traced(value):
-                self._by_shape.setdefault(np.shape(value), []).append(value)
-
-    def read(self, value: Any) -> tuple[Any, bool]:
-        """A constant in float64, and whether it is new."""
-        known = list(map(np.asarray, self._by_shape.get(value.shape, [])))
-        if any(is_equal(value, each) for each in known):
-            return as_float64(value), False
-        with np.errstate(over="ignore", invalid="ignore"):
-            for each in known:
-                down, up = each.astype(value.dtype), value.astype(each.dtype)
-                if each.dtype != value.dtype and (is_equal(down, value) or is_equal(up, each)):
-                    return as_float64(each), False
-        return as_float64(value), True
+def _find_key(array: Any) -> tuple[Any, ...]:
+    return array.shape, as_float64(array).tobytes()
 
 
 def _constants_in(program: Any) -> Iterator[Any]:
@@ -218,20 +200,12 @@ def _constants_in(program: Any) -> Iterator[Any]:
 
 
 def _literal_value(literal: Any) -> Any:
-    is_extended = jnp.issubdtype(literal.aval.dtype, jax.dtypes.extended)
-    return np.zeros((), np.int32) if is_extended else np.asarray(literal.val, literal.aval.dtype)
-
-
-def _as_wide(value: Any) -> Any:
-    """A value in float64 or complex128, if it has real or complex numbers."""
-    if not hasattr(value, "dtype") or not is_float(value):
-        return value
-    return jnp.asarray(value, jnp.promote_types(value.dtype, jnp.float64))
+    return np.asarray(literal.val, literal.aval.dtype)
 
 
 def _with_wide_dtypes(parameters: dict[str, Any]) -> dict[str, Any]:
     changes: dict[str, Any] = {
-        name: np.dtype(jnp.promote_types(parameters[name], jnp.float64))
+        name: np.promote_types(parameters[name], float)
         for name in _DTYPE_PARAMETERS
         if parameters.get(name) is not None and jnp.issubdtype(parameters[name], jnp.inexact)
     }

@@ -14,7 +14,7 @@ import numpy as np
 from penzai import pz
 
 from penzai_shard.arrays.inputs import find_mesh, run_inputs
-from penzai_shard.arrays.kinds import is_struct
+from penzai_shard.arrays.kinds import is_key_type, is_struct
 from penzai_shard.arrays.structure import Leaf
 from penzai_shard.layers.pure_call import PureCall, read_settings
 from penzai_shard.meshes import on_auto_twin
@@ -98,6 +98,12 @@ def sort_dims(value: Any, names: Sequence[Any] | None, *, back: bool = False) ->
 
 def _name_order(name: Any) -> tuple[bool, str]:
     return name is not None, str(name)
+
+
+def to_array(value: Any) -> Any:
+    """A value as an array; a random key as its bits."""
+    array = value if hasattr(value, "dtype") else jnp.asarray(value)
+    return jax.random.key_data(array) if is_key_type(array.dtype) else array
 
 
 def is_float(value: Any) -> bool:
