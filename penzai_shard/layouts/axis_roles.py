@@ -11,7 +11,7 @@ from typing import Any
 
 from penzai_shard import specs
 from penzai_shard.arrays.structure import leaves_of
-from penzai_shard.errors import Problems, RuleTypeError, warn_caller
+from penzai_shard.errors import Problems, RuleTypeError
 from penzai_shard.meshes import AnyMesh
 from penzai_shard.paths import nearest
 from penzai_shard.rules import TRANSFORMER_AXES, AxisRules, Rule
@@ -50,6 +50,12 @@ def axes_of_role(role: str, names: Mapping[str, Any]) -> tuple[Any, ...]:
     return () if given is None else (given if isinstance(given, tuple) else (given,))
 
 
+def axes_of_rule(rule: Rule, names: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The logical axes that a rule may be for."""
+    role: Any = rule.logical_axis
+    return axes_of_role(role, names) if role in ROLES else (role,)
+
+
 def mesh_axes_of(role: str, tables: Iterable[AxisRules]) -> tuple[str, ...]:
     """The mesh axes over which tables of rules split a role."""
     rules = (rule for table in tables for rule in table.rules if rule.logical_axis == role)
@@ -85,9 +91,6 @@ def find_roles(
     Raises:
         MeshError: A rule names a mesh axis that the mesh does not have.
         RuleTypeError: The model has no axis of a role that is to be split.
-
-    Warns:
-        ShardingWarning: The model has some of the axes that tensor parallelism splits, not all.
     """
     for table in tables.values():
         table.on(mesh.shape)
@@ -96,7 +99,7 @@ def find_roles(
         for name, size in zip(leaf.names or (), leaf.shape, strict=False):
             sizes.setdefault(name, set()).add(size)
     sizes.pop(None, None)
-    _check_present([*tables.values()], names, sizes)
+    _check_present(tables, names, sizes)
 
     split: dict[str, tuple[Any, ...]] = {}
     whole: dict[str, tuple[Any, ...]] = {}
@@ -137,29 +140,21 @@ def _is_optional(role: str, tables: Iterable[AxisRules]) -> bool:
 
 
 def _check_present(
-    tables: Sequence[AxisRules], names: Mapping[str, Any], sizes: Mapping[Any, Any]
+    tables: Mapping[str, AxisRules], names: Mapping[str, Any], sizes: Mapping[Any, Any]
 ) -> None:
-    """Refuses roles, and names of roles, that the model does not have."""
+    """Refuses roles of parameters, and names for them, that the model does not have."""
     known = ", ".join(map(repr, sorted(sizes, key=str))) or "none"
     problems = Problems("this layout splits what the model does not name:")
-    doubts = Problems("")
-    wanted = [role for role in IN_LAYERS if mesh_axes_of(role, tables) and names.get(role, role)]
-    for role in ROLES:
-        axes, is_optional = axes_of_role(role, names), _is_optional(role, tables)
-        is_split = role in (*wanted, "vocabulary") and bool(mesh_axes_of(role, tables))
-        is_asked = role in names or (is_split and not (role == "vocabulary" and is_optional))
-        if role in IN_ACTIVATIONS or not is_asked or {*axes} & sizes.keys() or not axes:
-            continue
-        near = nearest(str(axes[0]), [str(name) for name in sizes]) or "..."
-        what = f"the model has no logical axis {' or '.join(map(repr, axes))}; it has {known}"
-        fix = f"Write names={{{role!r}: {near!r}}}, or {{{role!r}: None}} if there is none."
-        is_doubt = is_optional and role not in names
-        (doubts if is_doubt else problems).add(role, what, fix)
-    if len(doubts) == len(wanted):
-        # Nothing would be split.
-        problems.extend(doubts)
+    for role in (*IN_LAYERS, "vocabulary"):
+        axes, rules = axes_of_role(role, names), [tables["parameters"]]
+        is_asked = role in names or bool(mesh_axes_of(role, rules))
+        is_automatic = role == "vocabulary" and role not in names and _is_optional(role, rules)
+        if axes and is_asked and not is_automatic and not {*axes} & sizes.keys():
+            near = nearest(str(axes[0]), [str(name) for name in sizes]) or "..."
+            what = f"the model has no logical axis {' or '.join(map(repr, axes))}; it has {known}"
+            fix = f"Write names={{{role!r}: {near!r}}}, or {{{role!r}: None}} if there is none."
+            problems.add(role, what, fix)
     problems.raise_if_any(RuleTypeError)
-    warn_caller(f"a layout splits {doubt}" for doubt in doubts)
 
 
 def _vocabulary_note(

@@ -1,66 +1,80 @@
 """Puts the rules of a layout in force for models that constrain their own activations.
 
 Models of Penzai are edited. Those of Flax and Haliax have constraints in their code, which wait for
-rules by name and a mesh.
+rules by name and for a mesh. Source: ``flax.linen.logical_axis_rules``, ``haliax.axis_mapping``.
 """
 
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
 
 from penzai_shard.layers.manual import manual_axes
-from penzai_shard.layouts.edits import has_editable_layers
 from penzai_shard.meshes import AnyMesh
-from penzai_shard.rules import AxisRules
+from penzai_shard.rules import Rule
 
 
-def compute_in_layout(
-    loss_fn: Callable[..., Any],
-    mesh: AnyMesh,
-    find_rules: Callable[[Any], AxisRules],
-    precision: str | None,
+def compute_by_rules(
+    loss_fn: Callable[..., Any], mesh: AnyMesh, rules: Sequence[Rule]
 ) -> Callable[..., Any]:
     """A loss function in which the constraints of a model are in force.
 
     Args:
         loss_fn: The loss function.
         mesh: The mesh, with Auto axes.
-        find_rules: Gives the rules for activations for a model.
-        precision: The dtype in which models compute that are not edited.
+        rules: The rules for activations, of which those count that name an axis by a text.
     """
+    if not callable(loss_fn):
+        return loss_fn  # Whoever gets it refuses it.
 
     @functools.wraps(loss_fn)
-    def compute_loss(*args: Any, model: Any, **inputs: Any) -> Any:
-        if has_editable_layers(model):
-            return loss_fn(*args, model=model, **inputs)
+    def compute_loss(*args: Any, **inputs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            for context in _find_contexts(mesh, find_rules(model)):
+            for context in _find_contexts(mesh, rules):
                 stack.enter_context(context)
-            return loss_fn(*args, model=model, **inputs)
+            return loss_fn(*args, **inputs)
 
     return compute_loss
 
 
-def _find_contexts(mesh: AnyMesh, rules: AxisRules) -> list[Any]:
-    """The contexts of the libraries that are there: rules by name, and the mesh."""
+def _find_contexts(mesh: AnyMesh, rules: Sequence[Rule]) -> list[Any]:
+    """The contexts of the libraries that are imported: their rules by name, and the mesh."""
+    flax, haliax = (sys.modules.get(name) for name in ("flax.core.spmd", "haliax.partitioning"))
+    if flax is None and haliax is None:
+        return []
+    # Inside of jax.shard_map each device has its own part along the axes that this took over.
     manual = manual_axes()
-    named = [rule for rule in rules.rules if isinstance(rule.logical_axis, str)]
-    pairs: list[tuple[Any, Any]] = []
-    for rule in named:
+    pairs: list[tuple[str, Any]] = []
+    for rule in rules:
         free = tuple(axis for axis in rule.mesh_axes if axis not in manual)
-        pairs.append((rule.logical_axis, free[0] if len(free) == 1 else free or None))
+        if isinstance(rule.logical_axis, str):
+            pairs.append((rule.logical_axis, free[0] if len(free) == 1 else free or None))
     contexts: list[Any] = []
     if not manual:
         abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
         contexts.append(jax.sharding.use_abstract_mesh(abstract))
-    if "flax.core.spmd" in sys.modules:
-        contexts.append(sys.modules["flax.core.spmd"].logical_axis_rules(tuple(pairs)))
-    if "haliax.partitioning" in sys.modules:
+    if flax is not None:
+        contexts.append(flax.logical_axis_rules(tuple(pairs)))
+        if linen := sys.modules.get("flax.linen"):
+            contexts.append(linen.intercept_methods(_call_without_mesh))
+    if haliax is not None:
+        # It has one entry for a name, and a name without an entry is whole.
         mapping = {name: axes for name, axes in reversed(pairs) if axes is not None}
-        contexts.append(sys.modules["haliax.partitioning"].axis_mapping(mapping))
+        contexts.append(haliax.axis_mapping(mapping))
     return contexts
+
+
+def _call_without_mesh(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Calls a method of a module of linen, that of a ``DenseGeneral`` without a mesh.
+
+    It opens the box of a flat kernel, which has fewer dimensions than names, and the box would pin
+    it (https://github.com/google/flax/issues/3676).
+    """
+    is_general = isinstance(context.module, sys.modules["flax.linen"].DenseGeneral)
+    empty = jax.sharding.AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(empty) if is_general else contextlib.nullcontext():
+        return call(*args, **kwargs)

@@ -17,12 +17,11 @@ from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError, require
 from penzai_shard.layers.remat import check_policy
 from penzai_shard.layouts import axis_roles
-from penzai_shard.layouts.computing import compute_in_layout
-from penzai_shard.layouts.edits import EditRequest, make_recipe
-from penzai_shard.layouts.presets import LayoutPresets
+from penzai_shard.layouts.computing import compute_by_rules
+from penzai_shard.layouts.edits import RecipeMaker
+from penzai_shard.layouts.presets import LayoutPresets, add_unknown
 from penzai_shard.layouts.toml_file import LayoutFiles
 from penzai_shard.meshes import AnyMesh, auto_twin, mesh_text
-from penzai_shard.paths import nearest
 from penzai_shard.placement.sharded_init import abstract_model, sharded_init
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
@@ -39,9 +38,12 @@ from penzai_shard.training.train_state import (
 
 _TABLES = ("parameters", "compute", "optimizer", "between_blocks")
 _STATE_OPTIONS = ("loss_fn_state", "trainable", "plain_arrays")
-# What a layout decides is no option of its step.
-_STEP_OPTIONS = tuple(inspect.signature(build_train_step_fn).parameters)[1:]
-_DECIDED = ("train_state_shardings", "optimizer_rules", "rules", "on_indivisible")
+_STEP_OPTIONS = [
+    name
+    for name in inspect.signature(build_train_step_fn).parameters
+    # What a layout decides is no option of its step.
+    if name not in ("loss_fn", "train_state_shardings")
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -169,9 +171,6 @@ class Layout(LayoutPresets, LayoutFiles):
             MeshError: A rule names a mesh axis that the mesh does not have.
             RuleTypeError: The model does not have an axis that the layout splits.
 
-        Warns:
-            ShardingWarning: The model has neurons and no heads to split, or the other way round.
-
         >>> import jax, penzai_shard as pzs
         >>> from penzai import pz
         >>> up = pz.nn.Linear.from_config("up", jax.random.key(0), {"embed": 4}, {"mlp": 8})
@@ -231,25 +230,15 @@ class Layout(LayoutPresets, LayoutFiles):
                 layout splits.
             MeshError: A rule names a mesh axis that the mesh does not have.
         """
-        found = self._find_roles(model, mesh)
-        request = EditRequest(
-            found.tables["parameters"],
-            found.tables["compute"],
-            found.tables.get("between_blocks"),
-            axis_roles.mesh_axes_of("batch", [self.compute]),
-            tuple(name for role in axis_roles.IN_LAYERS for name in found.split[role]),
-            axis_roles.axes_of_role("vocabulary", self.names),
-            bool(found.split["vocabulary"]),
-            self,
-        )
-        return make_recipe(model, auto_twin(mesh), request)
+        return RecipeMaker(model, auto_twin(mesh), self, self._find_roles(model, mesh)).make()
 
     def computing(self, loss_fn: Callable[..., Any], mesh: AnyMesh) -> Callable[..., Any]:
         """A loss function whose model computes in this layout, for an evaluation, for instance.
 
         It concerns models that constrain their activations themselves, by
         ``nn.with_logical_constraint`` of Flax or ``hax.shard``: while the loss is computed,
-        ``compute`` and the mesh are in force. ``build`` does so for the train step.
+        ``compute`` and the mesh are in force. ``build`` does so for the train step, after
+        ``for_model``.
 
         Args:
             loss_fn: As for ``build_train_step_fn``.
@@ -259,10 +248,12 @@ class Layout(LayoutPresets, LayoutFiles):
             A loss function with the same arguments.
         """
 
-        def find_rules(model: Any) -> AxisRules:
-            return self._find_roles(model, mesh).tables["compute"]
-
-        return compute_in_layout(loss_fn, auto_twin(mesh), find_rules, self.precision)
+        rules = [
+            dataclasses.replace(rule, logical_axis=axis)
+            for rule in self.compute.rules
+            for axis in axis_roles.axes_of_rule(rule, self.names)
+        ]
+        return compute_by_rules(loss_fn, auto_twin(mesh), rules)
 
     # Training
 
@@ -325,7 +316,9 @@ class Layout(LayoutPresets, LayoutFiles):
         Raises:
             PlanError, MeshError, RuleTypeError: As the functions that this one calls.
         """
-        _check_options(step_options)
+        problems = Problems("Layout.build:")
+        add_unknown(problems, "", step_options, (*_STATE_OPTIONS, *_STEP_OPTIONS))
+        problems.raise_if_any(RuleTypeError)
         of_state = {name: step_options.pop(name) for name in _STATE_OPTIONS if name in step_options}
         shapes = abstract_model(initializer, *args)
         layout = self.for_model(shapes, mesh)
@@ -348,20 +341,8 @@ class Layout(LayoutPresets, LayoutFiles):
             state = dataclasses.replace(made, opt_arrays=opt_arrays, template=state.template)
         step_options.setdefault("donate_params_and_state", step_options.get("jit", True))
         step_options["train_state_shardings"] = shardings
-        return state, build_train_step_fn(self.computing(loss_fn, mesh), **step_options)
+        return state, build_train_step_fn(layout.computing(loss_fn, mesh), **step_options)
 
 
 def _describe(value: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    known = [*_STATE_OPTIONS, *(name for name in _STEP_OPTIONS if name not in _DECIDED)]
-    problems = Problems("Layout.build:")
-    for name in options.keys() - {*known}:
-        near = nearest(name, known)
-        fix = f"Write {near}=." if near else "Arguments of the initializer: functools.partial."
-        if name in _DECIDED:
-            fix = "Leave it out: the layout says so, or Layout(parameters=..., optimizer=...)."
-        problems.add("", f"there is no option {name!r}", fix)
-    problems.raise_if_any(RuleTypeError)

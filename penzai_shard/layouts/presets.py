@@ -1,6 +1,7 @@
 """The layouts of the literature, each in one line."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Self
 
 from penzai_shard.errors import Problems, RuleTypeError
@@ -12,15 +13,16 @@ from penzai_shard.rules import tensor_parallel as split_axes
 _SPLIT = ("neurons", "heads")
 # Arrays with fewer elements, such as the scale of a norm, are not worth gathering.
 MIN_SIZE = 2**14
-# The fields of a layout that every preset takes as options, besides vocabulary= and experts=.
-_FIELDS = ("precision", "names", "blocks", "rematerialise", "manual")
+# The fields of a layout that are no tables of rules, and all options of presets.
+FIELDS = ("reshard_after_forward", "manual", "rematerialise", "precision", "blocks", "names")
+_OPTIONS = (*FIELDS, "vocabulary", "experts", "min_size", "unnamed")
 
 
 class LayoutPresets:
     """The presets of ``Layout``, which is what they return.
 
-    All take ``vocabulary``, ``experts`` and the fields ``precision``, ``names``, ``blocks``,
-    ``rematerialise`` and ``manual`` of ``Layout`` as options.
+    All take ``vocabulary`` and ``experts`` as options, and the fields of ``Layout`` that are no
+    tables of rules.
     """
 
     @classmethod
@@ -66,7 +68,6 @@ class LayoutPresets:
         *,
         min_size: int = MIN_SIZE,
         unnamed: Any = None,
-        reshard_after_forward: bool = False,
         **options: Any,
     ) -> Self:
         """Parameters, gradients and optimizer state are split, and gathered when they are used.
@@ -78,9 +79,6 @@ class LayoutPresets:
             data: The mesh axis, or axes, over which batch and parameters are split.
             min_size: Parameters with fewer elements stay whole.
             unnamed: ``"largest"`` to split parameters without names, too.
-            reshard_after_forward: Whether parameters are gathered again in the backward pass, which
-                moves half as much again, so that none has to be kept. By default the compiler may
-                keep them.
             **options: As for every preset, see ``Layout``.
 
         >>> from penzai_shard.layouts.layout import Layout
@@ -88,10 +86,7 @@ class LayoutPresets:
         AxisRules(largest dimension -> 'data')
         """
         parameters = fully_sharded(data, min_size, unnamed)
-        again = {"reshard_after_forward": reshard_after_forward}
-        return cls._preset(
-            options, None, parameters=parameters, compute=data_parallel(data), **again
-        )
+        return cls._preset(options, None, parameters=parameters, compute=data_parallel(data))
 
     @classmethod
     def tensor_parallel(
@@ -151,7 +146,6 @@ class LayoutPresets:
         *,
         min_size: int = MIN_SIZE,
         unnamed: Any = None,
-        reshard_after_forward: bool = False,
         **options: Any,
     ) -> Self:
         """Fully sharded over one mesh axis, tensor parallel over the other.
@@ -161,7 +155,6 @@ class LayoutPresets:
             model: The mesh axis, or axes, over which heads, neurons and vocabulary are split.
             min_size: Parameters with fewer elements are not split over ``data``.
             unnamed: As for ``fully_sharded``.
-            reshard_after_forward: As for ``fully_sharded``.
             **options: As for every preset, see ``Layout``.
 
         >>> from penzai_shard.layouts.layout import Layout
@@ -170,9 +163,9 @@ class LayoutPresets:
         """
         split = split_axes(model, _SPLIT)
         parameters = split | fully_sharded(data, min_size, unnamed)
-        again = {"reshard_after_forward": reshard_after_forward}
-        compute = data_parallel(data) | split
-        return cls._preset(options, model, parameters=parameters, compute=compute, **again)
+        return cls._preset(
+            options, model, parameters=parameters, compute=data_parallel(data) | split
+        )
 
     @classmethod
     def hybrid(cls, replica: MeshAxes = "replica", data: MeshAxes = "data", **options: Any) -> Self:
@@ -201,12 +194,6 @@ class LayoutPresets:
     def _preset(cls, options: dict[str, Any], model: MeshAxes, **fields: Any) -> Self:
         """A layout of the tables of a preset, and of the options that every preset takes."""
         vocabulary, experts = options.pop("vocabulary", "auto"), options.pop("experts", None)
-        problems = Problems("a preset of Layout:")
-        for name in options.keys() - {*_FIELDS}:
-            near = nearest(name, _FIELDS)
-            fix = f"Write {near}=." if near else f"There are {', '.join(_FIELDS)}."
-            problems.add("", f"it has no option {name!r}", fix)
-        problems.raise_if_any(RuleTypeError)
         # Where both are split over one mesh axis, neurons and heads give way to experts.
         added = AxisRules({}) if experts is None else AxisRules({"experts": experts})
         if vocabulary == "auto" and model is not None:
@@ -216,4 +203,15 @@ class LayoutPresets:
         tables = {name: added | fields[name] for name in ("parameters", "compute")}
         if (rules := fields.get("optimizer")) is not None:
             tables["optimizer"] = added | rules
+        problems = Problems("a preset of Layout:")
+        add_unknown(problems, "", options, _OPTIONS)
+        problems.raise_if_any(RuleTypeError)
         return cls(**fields | tables | options)
+
+
+def add_unknown(problems: Problems, path: str, given: Iterable[Any], known: Iterable[str]) -> None:
+    """Collects what is given and not known, with the nearest name."""
+    for key in (key for key in given if key not in known):
+        near = nearest(str(key), known)
+        fix = f"Write {near!r}." if near else f"There are {', '.join(known)}."
+        problems.add(path, f"{key!r} is not known", fix)
