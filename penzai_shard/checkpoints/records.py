@@ -121,13 +121,15 @@ class Manifest:
     store: storage.OrbaxStore
 
 
-def write_section(records: Mapping[str, ArrayRecord], kind: str) -> dict[str, Any]:
-    """What Orbax' custom metadata is to say of the arrays, with a checksum of all that."""
+def write_metadata(
+    records: Mapping[str, ArrayRecord], kind: str, others: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Orbax' custom metadata: what the arrays are, what else the saver says, and a checksum."""
     entries = {name: dataclasses.asdict(record) for name, record in records.items()}
     for entry in entries.values():
         entry["axes"] = entry.pop("names")
     section = {"version": VERSION, "kind": kind, "arrays": entries}
-    return {SECTION: {**section, "checksum": _digest(section)}}
+    return {**others, SECTION: {**section, "checksum": _digest({**others, **section})}}
 
 
 def _digest(section: Mapping[str, Any]) -> str:
@@ -207,8 +209,8 @@ def _read_own(final: pathlib.Path, directory: pathlib.Path, metadata: dict[str, 
     if version != VERSION:
         what = f"it has format {version!r:.20}, and this release of penzai_shard reads {VERSION}"
         storage.refuse_damage(final, {METADATA: what})
-    if section.pop("checksum") != _digest(section):
-        what = "what it says of the arrays is not what was saved"
+    if section.pop("checksum") != _digest({**metadata, **section}):
+        what = "what it says of the arrays, or of their run, is not what was saved"
         storage.refuse_damage(final, {METADATA: what})
     records = {name: _read_record(entry) for name, entry in section["arrays"].items()}
     prefixes = {name: name for name in records}

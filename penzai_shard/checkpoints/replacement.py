@@ -32,6 +32,17 @@ def _staging_of(final: pathlib.Path) -> pathlib.Path:
     return final.with_name(f".{final.name}{_SUFFIX}")
 
 
+def paths_in(folder: pathlib.Path) -> set[pathlib.Path]:
+    """The paths in a folder, with those whose content was set aside by a save that was killed."""
+    entries = {*folder.iterdir()} if folder.is_dir() else set()
+    staged = {entry for entry in entries if entry.name.endswith(_SUFFIX)}
+    return (entries - staged) | {_final_of(staging) for staging in staged}
+
+
+def _final_of(staging: pathlib.Path) -> pathlib.Path:
+    return staging.with_name(staging.name.removesuffix(_SUFFIX)[1:])
+
+
 class Replacement:
     """A directory that is written beside a path, to be put in its place.
 
@@ -113,8 +124,7 @@ def _clear(leftover: pathlib.Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         if (lock := _lock(leftover)) is not None:
             with lock:
-                final = leftover.with_name(leftover.name.removesuffix(_SUFFIX)[1:])
-                _discard(leftover, final)
+                _discard(leftover, _final_of(leftover))
 
 
 def _discard(staging: pathlib.Path, final: pathlib.Path) -> None:

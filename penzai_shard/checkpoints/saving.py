@@ -24,7 +24,7 @@ from penzai_shard.checkpoints.records import (
     absolute_path,
     is_checkpoint,
     make_record,
-    write_section,
+    write_metadata,
 )
 from penzai_shard.checkpoints.replacement import Replacement
 from penzai_shard.checkpoints.storage import begin_writing
@@ -91,7 +91,7 @@ def begin_save(
             replacement.check_disk()
         with together("beginning to write"):
             full = {name: array for name, array in numbers.items() if array.size}
-            section = {**(metadata or {}), **write_section(records, kind)}
+            section = write_metadata(records, kind, metadata or {})
             wait = begin_writing(replacement.new, full, section, copy=copy)
 
     def put_in_place() -> None:

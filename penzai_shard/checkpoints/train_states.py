@@ -4,7 +4,7 @@ A train state is a tree like any other, of this library or of another: its array
 paths, and those that an optimizer keeps have the logical axes of their parameters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from penzai_shard.arrays.statistics import name_statistics
@@ -47,10 +47,16 @@ def save_train_state(path: Any, train_state: Any, *, overwrite: bool = False) ->
     >>> int(restored["step"]), restored["root_rng"].dtype
     (3, key<fry>)
     """
-    called = "save_train_state"
+    return begin_save_train_state("save_train_state", path, train_state, overwrite=overwrite)()
+
+
+def begin_save_train_state(
+    called: str, path: Any, train_state: Any, **options: Any
+) -> Callable[[], str]:
+    """Begins what ``save_train_state`` does, with options of ``begin_save``."""
     leaves, _ = read_tree(called, train_state)
     saved = [leaf for leaf in name_statistics(leaves) if leaf.role != "constant"]
-    return begin_save(called, path, saved, "train_state", overwrite=overwrite)()
+    return begin_save(called, path, saved, "train_state", **options)
 
 
 def restore_train_state(

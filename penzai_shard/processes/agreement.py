@@ -104,6 +104,22 @@ def any_process(flag: bool, asked: str = "any_process") -> bool:
     return bool(_agree(asked, bool(flag), any))
 
 
+def gather(asked: str, value: Any) -> list[Any]:
+    """What each process says, in their order; all must ask, and all get the same list.
+
+    Args:
+        asked: What is asked, the same text in all processes.
+        value: What this process says; JSON holds it.
+
+    Raises:
+        ShardingError: A process does something else, or does not come in ten minutes.
+
+    >>> gather("asking where batches end", 7)
+    [7]
+    """
+    return list(_agree(asked, value, list))
+
+
 def sum_over_processes(numbers: Sequence[int]) -> list[int]:
     """Adds up integers over all processes, each of which gives as many.
 

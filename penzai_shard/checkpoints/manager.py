@@ -1,0 +1,500 @@
+"""Keeps the checkpoints of a run in one folder: numbered, written in the background, some removed.
+
+``step_00000100`` is a checkpoint as ``save_train_state`` writes it, and its metrics are in its own
+metadata, so that none of them is ever there without the other. A directory has this name only while
+it is whole: it gets it once all is written, and loses it before anything of it is removed.
+"""
+
+import atexit
+
+# Imported so that its own callback at the end of the program comes after the one of this module.
+import concurrent.futures.thread  # noqa: F401
+import dataclasses
+import functools
+import json
+import math
+import operator
+import os
+import pathlib
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from penzai_shard.checkpoints.records import MARKER, absolute_path, is_checkpoint, read_manifest
+from penzai_shard.checkpoints.replacement import content_of, paths_in
+from penzai_shard.checkpoints.train_states import begin_save_train_state, restore_train_state
+from penzai_shard.errors import (
+    CheckpointDamagedError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    Problem,
+    Problems,
+    RuleTypeError,
+    ShardingError,
+)
+from penzai_shard.processes import job
+from penzai_shard.processes.agreement import gather, on_first, together
+
+_STEP = re.compile(r"step_(\d{8,})")
+_REMOVING = ".penzai-shard-removing"
+_SECTION = "penzai_shard_run"
+_SAVED = "CheckpointManager.save"
+
+
+class CheckpointManager:
+    """Saves train states of a run by their steps, keeps some of them, and restores the newest.
+
+    ``save`` returns as soon as what this process holds of the state is copied to the host's memory:
+    the next step may donate the state, while a thread writes the copy. There is one copy at a time:
+    a ``save`` waits for the one before. What goes wrong in the background is raised by the next
+    ``save``, ``restore``, ``wait`` or ``close``, as by the end of the ``with`` statement, or is
+    printed at the end of the program.
+
+    Whatever ends the program at whatever moment, ``latest`` is a whole checkpoint. Several
+    processes make the same calls in the same order, on a folder that they share.
+
+    Args:
+        path: The folder, which is made by the first ``save``.
+        keep_last: How many of the newest checkpoints to keep; None keeps all.
+        keep_every: Checkpoints whose step is a multiple of this are kept for ever.
+        best: A metric, ``"min"`` or ``"max"``, and how many of the best checkpoints to keep, one by
+            default: ``("loss", "min", 3)``. A checkpoint without this metric, or of which it is
+            infinite or not a number, is never the best.
+        asynchronous: Whether to write in the background. If not, ``save`` returns once the
+            checkpoint is in its place.
+
+    Attributes:
+        path: The absolute path of the folder.
+
+    Raises:
+        RuleTypeError: Arguments cannot be read; all of them are in it.
+
+    >>> import tempfile
+    >>> state = {"step": jax.numpy.int32(3), "root_rng": jax.random.key(0)}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with CheckpointManager(folder, keep_last=1, best=("loss", "min")) as manager:
+    ...         for step, loss in enumerate([3.0, 1.0, 2.0, 4.0]):
+    ...             path = manager.save(step, state, {"loss": loss})
+    ...     restored = manager.restore(state)
+    ...     manager.steps(), manager.best, manager.latest
+    ([1, 3], 1, 3)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep_last: int | None = 2,
+        keep_every: int | None = None,
+        best: Any = None,
+        asynchronous: bool = True,
+    ) -> None:
+        self.path = str(absolute_path(path))
+        self._retention = Retention.of(keep_last, keep_every, best)
+        self._asynchronous = asynchronous
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def __repr__(self) -> str:
+        return f"CheckpointManager({self.path!r})"
+
+    # What there is
+
+    def path_of(self, step: int) -> str:
+        """The path of the checkpoint of a step, whether there is one or not.
+
+        >>> CheckpointManager("/runs/may").path_of(100)
+        '/runs/may/step_00000100'
+        """
+        return os.path.join(self.path, f"step_{_read_step(step):08d}")
+
+    def steps(self) -> list[int]:
+        """The steps of which there are whole checkpoints now, in order."""
+        found = set()
+        for path in paths_in(pathlib.Path(self.path)):
+            match = _STEP.fullmatch(path.name)
+            if match and (content_of(path) / MARKER).is_file():
+                found.add(int(match[1]))
+        return sorted(found)
+
+    @property
+    def latest(self) -> int | None:
+        """The newest step of which there is a whole checkpoint now; None if there is none."""
+        return max(self.steps(), default=None)
+
+    @property
+    def best(self) -> int | None:
+        """The step with the best metric now; None if no checkpoint has it.
+
+        Raises:
+            RuleTypeError: The manager does not know what is best.
+        """
+        if self._retention.best is None:
+            problem = Problem(
+                "best", "it was not given", "Write for instance best=('loss', 'min')."
+            )
+            raise RuleTypeError("CheckpointManager.best:", [problem])
+        return next(iter(self._retention.sort_best(self._read_all_metrics())), None)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """The metrics with which the first process saved a step.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint of it.
+            CheckpointDamagedError: Its metadata is not as it was saved.
+        """
+        metrics = self._read_entries(step)[0]["metrics"]
+        return {name: float(value) for name, value in metrics.items()}
+
+    def extra(self, step: int) -> dict[str, Any]:
+        """What this process gave as ``extra`` when it saved a step.
+
+        Raises:
+            CheckpointNotFoundError, CheckpointDamagedError: As for ``metrics``.
+            CheckpointMismatchError: Another number of processes saved it, each something else.
+        """
+        extras = [entry["extra"] for entry in self._read_entries(step)]
+        if len(extras) != jax.process_count():
+            if any(extra != extras[0] for extra in extras):
+                what = f"{len(extras)} processes saved it with an extra= each"
+                what += f", and now there is {jax.process_count()}"
+                problem = Problem(self.path_of(step), what, f"Start {len(extras)} processes.")
+                raise CheckpointMismatchError("extra= is one of each process:", [problem])
+            return dict(extras[0])
+        return dict(extras[jax.process_index()])
+
+    def _read_entries(self, step: int) -> list[dict[str, Any]]:
+        """What each process said when a step was saved."""
+        self._refuse_missing(step)
+        metadata = read_manifest(self.path_of(step)).metadata
+        # Somebody may have saved it without a manager.
+        return list(metadata.get(_SECTION) or [{"metrics": {}, "extra": {}}])
+
+    def _read_all_metrics(self) -> dict[int, dict[str, float]]:
+        """The metrics by step; none of those checkpoints that are damaged."""
+        found: dict[int, dict[str, float]] = {}
+        for step in self.steps():
+            try:
+                found[step] = self.metrics(step)
+            except CheckpointDamagedError:
+                found[step] = {}
+        return found
+
+    def _refuse_missing(self, step: int) -> None:
+        steps = self.steps()
+        if step not in steps:
+            what = f"there is none of step {_read_step(step)}"
+            there = f"Those of steps {', '.join(map(str, steps))} are there." if steps else ""
+            problem = Problem(self.path, what, there or "Save a step first.")
+            raise CheckpointNotFoundError("there is no checkpoint:", [problem])
+
+    # Saving
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> str:
+        """Saves a state, and then removes the checkpoints that are not kept any more.
+
+        Args:
+            step: Its step, not below that of any checkpoint in the folder.
+            state: As for ``save_train_state``. It may be donated, and arrays of NumPy in it be
+                written to, once this returns.
+            metrics: Numbers by name, such as the loss of an evaluation. Those of the first process
+                are kept.
+            extra: What else the checkpoint is to keep by name, such as the place in the data; JSON
+                holds it. Each process has its own.
+            overwrite: Whether to replace a checkpoint of this step.
+
+        Returns:
+            The path at which the checkpoint is, or will be.
+
+        Raises:
+            CheckpointWriteError: There is a checkpoint of this step or of a later one; or this one
+                cannot be written; or the one before could not, and then this one was not begun.
+            ShardingError: As for ``save_train_state``.
+            RuleTypeError: An argument cannot be read, or the manager is closed.
+        """
+        try:
+            self.wait()
+        except ShardingError as error:
+            error.add_note(f"So step {step} was not saved.")
+            raise
+        with together(_SAVED):
+            path = self.path_of(step)
+            entry = self._read_entry(metrics, extra)
+        # Another step in another process is another call.
+        metadata = {_SECTION: gather(f"{_SAVED} at {path}", entry)}
+        on_first("looking for later checkpoints", lambda: self._refuse_later(step))
+        options = {"overwrite": overwrite, "metadata": metadata, "copy": self._asynchronous}
+        finish = begin_save_train_state(_SAVED, path, state, **options)
+        if not self._asynchronous:
+            finish()
+            self._remove_others(step)
+            return path
+        # Processes agree by the name of the thread.
+        name = f"penzai_shard saving {self.path}"
+        self._thread = threading.Thread(target=self._finish, args=(finish, step), name=name)
+        _finish_at_exit()
+        _unfinished.add(self)
+        self._thread.start()
+        return path
+
+    def _read_entry(
+        self, metrics: Mapping[str, Any] | None, extra: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """What the checkpoint says of metrics and extra, as JSON has it."""
+        problems = Problems(f"{_SAVED}:")
+        if self._is_closed:
+            problems.add(
+                "", "the manager is closed", f"Make another CheckpointManager({self.path!r})."
+            )
+        numbers = {}
+        try:
+            for name, value in dict(metrics or {}).items():
+                number = float(value)
+                # JSON has no numbers that are infinite or not a number.
+                numbers[str(name)] = number if math.isfinite(number) else str(number)
+        except (TypeError, ValueError):
+            problems.add("metrics", f"{metrics!r:.80} are not numbers by name", "{'loss': 0.5}")
+        try:
+            extra = json.loads(json.dumps(dict(extra or {}), allow_nan=False))
+        except (TypeError, ValueError):
+            what = f"{extra!r:.80} is not what JSON holds by name"
+            problems.add("extra", what, "Write for instance {'batches': 100}.")
+        problems.raise_if_any(RuleTypeError)
+        return {"metrics": numbers, "extra": extra}
+
+    def _refuse_later(self, step: int) -> None:
+        """Refuses a step before the newest, from which nobody would go on."""
+        problems, latest = Problems("cannot save:"), self.latest
+        if is_checkpoint(pathlib.Path(self.path)):
+            parent = os.path.dirname(self.path)
+            problems.add(
+                self.path, "it is a checkpoint itself", f"Save to {parent!r} for instance."
+            )
+        elif latest is not None and step < latest:
+            fix = "Save to another folder, or remove the checkpoints after it."
+            problems.add(self.path_of(step), f"step {latest} is there, which is later", fix)
+        problems.raise_if_any(CheckpointWriteError)
+
+    def _finish(self, finish: Callable[[], str], step: int) -> None:
+        try:
+            finish()
+            self._remove_others(step)
+        except Exception as error:
+            self._failure = error
+
+    def _remove_others(self, saved: int) -> None:
+        on_first("removing old checkpoints", lambda: self._remove_all_but_kept(saved))
+
+    def _remove_all_but_kept(self, saved: int) -> None:
+        kept = {saved, *self._retention.choose(self._read_all_metrics())}
+        for path in [self.path_of(step) for step in self.steps() if step not in kept]:
+            try:
+                # Renamed first, so that no part of a checkpoint is taken for a whole one.
+                os.rename(path, path + _REMOVING)
+            except OSError as error:
+                problem = Problem(
+                    path, f"it is not removed: {error.strerror}", "Remove it by hand."
+                )
+                raise CheckpointWriteError("cannot remove a checkpoint:", [problem]) from error
+        # With those that a killed program has left.
+        for removed in pathlib.Path(self.path).glob(f"*{_REMOVING}"):
+            shutil.rmtree(removed, ignore_errors=True)
+
+    # Restoring and the end
+
+    def restore(
+        self,
+        state: Any,
+        step: int | None = None,
+        *,
+        mesh: Any = None,
+        rules: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Restores the state of a step, the newest by default, once all saves are complete.
+
+        Args:
+            state: A state of the same model and optimizer, with arrays or structs.
+            step: The step; None for the newest.
+            mesh: As for ``restore_train_state``. Without it arrays go where those of the state are.
+            rules: As for ``restore_train_state``.
+            **options: All other options of ``restore_train_state``.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint, or none of this step.
+            CheckpointDamagedError: It is not as it was saved. A note says which others there are.
+            ShardingError: As ``restore_train_state`` does, and what ``wait`` raises.
+        """
+        self.wait()
+        if step is None:
+            step = on_first("looking for the newest checkpoint", lambda: self.latest)
+        if step is None:
+            problem = Problem(self.path, "no step was saved there", "Save a step first.")
+            raise CheckpointNotFoundError("there is no checkpoint:", [problem])
+        self._refuse_missing(step)
+        try:
+            return restore_train_state(self.path_of(step), state, mesh, rules, **options)
+        except CheckpointDamagedError as error:
+            others = [other for other in self.steps() if other != step]
+            if others:
+                error.add_note(f"Step {others[-1]} is there too: restore(state, {others[-1]}).")
+            raise
+
+    def wait(self) -> None:
+        """Waits until all that ``save`` was given is on the disk.
+
+        Raises:
+            CheckpointWriteError: It could not be written, or an old one could not be removed.
+        """
+        if self._thread is not None:
+            # Ctrl-C ends only the waiting.
+            self._thread.join()
+            self._thread = None
+            _unfinished.discard(self)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Waits, and takes no further saves; raises what ``wait`` raises."""
+        self._is_closed = True
+        self.wait()
+
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"A checkpoint was not saved either: {failure}")
+
+
+def _read_step(step: Any) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(step, bool):
+        problem = Problem(
+            "step", f"{step!r:.80} is no number of 0 or more", "Write int(state.step)."
+        )
+        raise RuleTypeError("CheckpointManager:", [problem])
+    return number
+
+
+# What is kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """Decides which checkpoints are kept: those that any of three conditions keeps.
+
+    Attributes:
+        keep_last: How many of the newest; None keeps all.
+        keep_every: Those whose step is a multiple of this.
+        best: A metric, ``"min"`` or ``"max"``, and how many of the best.
+    """
+
+    keep_last: int | None = 2
+    keep_every: int | None = None
+    best: tuple[str, str, int] | None = None
+
+    @classmethod
+    def of(cls, keep_last: Any, keep_every: Any, best: Any) -> "Retention":
+        """The conditions that were given.
+
+        Raises:
+            RuleTypeError: They cannot be read; all of them are in it.
+        """
+        problems = Problems("CheckpointManager:")
+        for name, count in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if not (count is None or _is_count(count)):
+                what = f"{count!r:.80} is no number of 1 or more"
+                problems.add(name, what, f"Write for instance {name}=100, or None.")
+        if best is not None:
+            best = (*best, 1) if isinstance(best, tuple | list) and len(best) == 2 else best
+            match best:
+                case (str(metric), ("min" | "max") as direction, count) if _is_count(count):
+                    best = metric, direction, count
+                case _:
+                    what = f"{best!r:.80} is no metric with 'min' or 'max'"
+                    problems.add("best", what, "Write for instance best=('loss', 'min', 3).")
+        problems.raise_if_any(RuleTypeError)
+        return cls(keep_last, keep_every, best)
+
+    def choose(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """The steps that are kept, of those whose metrics are given; always the newest.
+
+        >>> seen = {50: {}, 100: {"loss": 2.0}, 150: {"loss": 1.0}, 200: {}, 250: {}}
+        >>> sorted(Retention(1, 100, ("loss", "min", 1)).choose(seen))
+        [100, 150, 200, 250]
+        """
+        if self.keep_last is None:
+            return {*metrics}
+        kept = {*sorted(metrics)[-self.keep_last :]}
+        if self.keep_every is not None:
+            kept |= {step for step in metrics if step % self.keep_every == 0}
+        if self.best is not None:
+            kept |= {*self.sort_best(metrics)[: self.best[2]]}
+        return kept
+
+    def sort_best(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """The steps that have a finite metric, the best first, and of equals the newer one."""
+        assert self.best is not None
+        name, direction, _ = self.best
+        sign = 1 if direction == "min" else -1
+        values = {step: sign * numbers.get(name, math.nan) for step, numbers in metrics.items()}
+        finite = [step for step, value in values.items() if math.isfinite(value)]
+        return sorted(finite, key=lambda step: (values[step], -step))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+# At the end of the program
+
+_unfinished: set[CheckpointManager] = set()
+"""Managers whose thread nobody has waited for."""
+
+
+@functools.cache
+def _finish_at_exit() -> None:
+    """Has the program wait for saves at its end, when threads can still be given work."""
+    # What atexit calls comes later, when Orbax can start nothing that it needs to write.
+    getattr(threading, "_register_atexit", atexit.register)(_finish_all)
+    job.before_end(_finish_all)
+
+
+def _finish_all() -> None:
+    """Ends the saves that nobody waited for, and prints which of them failed."""
+    for manager in list(_unfinished):
+        try:
+            manager.wait()
+        except Exception as error:
+            fix = "Call close() of a CheckpointManager, or use it in a with statement."
+            print(f"penzai_shard: {error}\n{fix}", file=sys.stderr)
