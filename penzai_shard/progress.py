@@ -1,36 +1,55 @@
 """Shows one bar with rate and time for what takes long."""
 
 import contextlib
-import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from typing import Any
 
 from penzai_shard.errors import require
 
+SECONDS_BETWEEN_LINES = 10.0
+"""How often figures are written where no bar can be drawn."""
 
-@dataclasses.dataclass(frozen=True)
+
 class Bar:
-    """How far something is; any thread may advance it.
+    """How far something is; any thread may advance it."""
 
-    Attributes:
-        add: Takes how much more is done.
-    """
-
-    add: Callable[[int], None]
+    def __init__(self, total: int | None, shown: bool, bars: Any) -> None:
+        self._is_shown, self._bars, self._figures, self._due = shown, bars, "", 0.0
+        self._task = bars and bars.add_task("", total=total, figures="")
 
     def advance(self, count: int = 1) -> None:
         """Moves on by what was done."""
-        self.add(count)
+        if self._bars:
+            self._bars.advance(self._task, count)
+
+    def show(self, figures: str) -> None:
+        """Shows a line of figures in place of the one before."""
+        self._figures = figures if self._is_shown else ""
+        if self._bars:
+            self._bars.update(self._task, figures=figures)
+        elif time.monotonic() >= self._due:
+            self.write()
+
+    def write(self) -> None:
+        """Writes the last figures, unless they were written."""
+        if self._figures:
+            print(self._figures, file=sys.stderr, flush=True)
+        self._figures, self._due = "", time.monotonic() + SECONDS_BETWEEN_LINES
 
 
 @contextlib.contextmanager
-def progress(total: int, unit: str, shown: bool = True) -> Iterator[Bar]:
-    """A bar on standard error, which is gone when the block ends.
+def progress(total: int | None, unit: str, shown: bool = True) -> Iterator[Bar]:
+    """A bar on standard error, of which the last figures stay when the block ends.
+
+    Where standard error is a file or a pipe, figures are lines, at most one in ten seconds and the
+    last; nothing else is shown there.
 
     Args:
-        total: How much there is to do.
+        total: How much there is to do; None if nobody knows.
         unit: What is counted. ``"bytes"`` are shown as MB or GB, anything else as it is.
-        shown: Whether to show it. Nothing is shown where standard error is a file or a pipe.
+        shown: Whether to show it.
 
     Raises:
         MissingExtraError: rich is not installed, and the bar is to be shown.
@@ -38,9 +57,17 @@ def progress(total: int, unit: str, shown: bool = True) -> Iterator[Bar]:
     >>> with progress(2, "steps") as bar:
     ...     bar.advance()
     """
-    if not (shown and sys.stderr.isatty()):
-        yield Bar(lambda count: None)
-        return
+    with contextlib.ExitStack() as stack:
+        bars = stack.enter_context(_draw(unit)) if shown and sys.stderr.isatty() else None
+        bar = Bar(total, shown, bars)
+        try:
+            yield bar
+        finally:
+            stack.close()
+            bar.write()
+
+
+def _draw(unit: str) -> Any:
     rich = require("rich.progress", "train")
     is_bytes = unit == "bytes"
     columns = [
@@ -48,8 +75,7 @@ def progress(total: int, unit: str, shown: bool = True) -> Iterator[Bar]:
         rich.BarColumn(),
         rich.DownloadColumn() if is_bytes else rich.MofNCompleteColumn(),
         rich.TimeRemainingColumn(),
+        rich.TextColumn("{task.fields[figures]}", markup=False),
     ]
     console = require("rich.console", "train").Console(stderr=True)
-    with rich.Progress(*columns, console=console, transient=True) as bars:
-        task = bars.add_task("", total=total)
-        yield Bar(lambda count: bars.advance(task, count))
+    return rich.Progress(*columns, console=console, transient=True)

@@ -1,0 +1,1 @@
+"""Training in one call: progress, records, evaluation, checkpoints, and batches placed ahead."""

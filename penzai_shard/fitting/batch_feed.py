@@ -1,0 +1,232 @@
+"""Draws and places batches ahead of their use, in a thread, and knows the place of each.
+
+Over several processes all draw and place the same number of batches, and a failure in one of them
+is one in all.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import inspect
+import itertools
+import json
+import math
+import queue
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from penzai_shard.arrays.structure import leaves_of
+from penzai_shard.errors import Problem, RuleTypeError, TrainingStoppedError, warn_caller
+from penzai_shard.processes.agreement import any_process, together
+
+_SECONDS_BETWEEN_LOOKS = 0.05
+_SECONDS_TO_END = 10.0
+_END = object()
+# Processes agree by the names of threads: each feed has its own.
+_numbers = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """How far a run has come in its batches.
+
+    Attributes:
+        used: How many batches its steps have used.
+        iterator: Where the iterator stood then, as JSON, if it can say so.
+    """
+
+    used: int = 0
+    iterator: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A batch on the devices.
+
+    Attributes:
+        inputs: The inputs of the loss function by name.
+        tokens: How many tokens it has, if its arrays say so.
+        position: Where the run is once a step has used it.
+    """
+
+    inputs: dict[str, Any]
+    tokens: int | None
+    position: Position
+
+
+class BatchFeed:
+    """Items of an iterator in their order, of which a thread makes some ahead; a context manager.
+
+    >>> with BatchFeed(iter("ab"), ahead=2) as feed:
+    ...     feed.next(), feed.next(), feed.next()
+    ('a', 'b', None)
+    """
+
+    def __init__(self, items: Iterator[Any], ahead: int) -> None:
+        self._items, self._ahead, self._used = items, ahead, 0
+        self._room = threading.Semaphore(ahead)
+        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # Once the feed is closed: how many items are made all the same.
+        self._most: int | None = None
+        name = f"penzai_shard batches {next(_numbers)}"
+        # What is set for one thread in JAX is not for another.
+        settings = jax.config.jax_enable_x64, jax.config.jax_default_device  # type: ignore[attr-defined]
+        self._thread = threading.Thread(target=self._make, args=settings, name=name, daemon=True)
+
+    def __enter__(self) -> "BatchFeed":
+        if self._ahead:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._ahead:
+            return
+        # Other processes wait for what this one has not made yet of what they make.
+        self._most = self._used + self._ahead if jax.process_count() > 1 else 0
+        self._room.release()
+        self._thread.join(_SECONDS_TO_END)
+        if self._thread.is_alive():
+            warn_caller(["the iterator of batches still makes one that nobody waits for"])
+
+    def next(self, should_stop: Callable[[], bool] = lambda: False) -> Any:
+        """The next item, or None if there is none, or if waiting for it should stop.
+
+        Raises:
+            BaseException: What the iterator raised, after all items before it.
+        """
+        if not self._ahead:
+            return next(self._items, None)
+        while not should_stop():
+            with contextlib.suppress(queue.Empty):
+                item = self._ready.get(timeout=_SECONDS_BETWEEN_LOOKS)
+                self._used += 1
+                self._room.release()
+                if isinstance(item, BaseException):
+                    raise item
+                return item
+        return None
+
+    def _make(self, uses_64_bits: bool, device: Any) -> None:
+        with jax.enable_x64(uses_64_bits), jax.default_device(device):
+            for made in itertools.count():
+                self._room.acquire()
+                if self._most is not None and made >= self._most:
+                    return
+                try:
+                    item = next(self._items, None)
+                except BaseException as error:
+                    item = error  # Raised by ``next``, where somebody sees it.
+                self._ready.put(item)
+                if item is None or isinstance(item, BaseException):
+                    return
+                del item  # Not kept alive while the next one is made.
+
+
+# What is fed
+
+
+def make_batches(
+    called: str,
+    batches: Any,
+    position: Position,
+    *,
+    place: Callable[[Any], Any],
+    most: int | None = None,
+    tokens_axes: Sequence[Hashable] = (),
+    keep_state: bool = False,
+) -> Iterator[Batch]:
+    """Draws batches from a position on, and places them.
+
+    Args:
+        called: The argument that the batches were given as.
+        batches: An iterable, or a function without arguments that gives one.
+        position: That of a checkpoint, or the beginning.
+        place: Places a batch.
+        most: How many batches are wanted; no more are drawn. None draws all.
+        tokens_axes: The logical axes of which the lengths count tokens.
+        keep_state: Whether positions have the state of the iterator.
+
+    Raises:
+        RuleTypeError: It gives no batches, or ``place`` returns none.
+        TrainingStoppedError: The position cannot be found.
+        Exception: What the iterator raises.
+    """
+    with together(f"opening {called}"):
+        iterator, unwanted = _open(called, batches, position)
+    keep_state = keep_state and _has_state(iterator)
+    count = 0
+    while most is None or count < most:
+        with together(f"drawing from {called}"):
+            batch = next(iterator, _END)
+            # Where they end in one process, they end in all.
+            if any_process(batch is _END, f"whether {called} ends"):
+                return
+            if unwanted:
+                unwanted -= 1
+                continue
+            state = _write_state(called, iterator) if keep_state else None
+            inputs = place(batch)
+            if not isinstance(inputs, Mapping) or not all(isinstance(key, str) for key in inputs):
+                what = f"a batch is a dictionary of inputs by name, not a {type(inputs).__name__}"
+                fix = f"Write ({{'x': x, 'y': y}} for x, y in {called})."
+                raise RuleTypeError("fit:", [Problem(called, what, fix)])
+        count += 1
+        after = Position(position.used + count, state)
+        yield Batch(dict(inputs), _count_tokens(inputs, tokens_axes), after)
+
+
+def _open(called: str, batches: Any, position: Position) -> tuple[Iterator[Any], int]:
+    """An iterator, and how many of its batches were used before."""
+    given = batches if isinstance(batches, Iterable) or not callable(batches) else batches()
+    if not isinstance(given, Iterable) or isinstance(given, Mapping | str | bytes | jax.Array):
+        what = f"batches come from an iterable of dictionaries, not from a {type(given).__name__}"
+        fix = "For one batch in every step write itertools.repeat(batch)."
+        raise RuleTypeError("fit:", [Problem(called, what, fix)])
+    is_begun = inspect.isgenerator(given) and inspect.getgeneratorstate(given) != "GEN_CREATED"
+    iterator = iter(given)
+    if position.iterator is not None and _has_state(iterator):
+        iterator.set_state(_read_state(position.iterator))  # type: ignore[attr-defined]
+        return iterator, 0
+    if position.iterator is not None or (position.used and is_begun):
+        what = f"the {position.used} batches that the checkpoint has used are not found again, as "
+        what += "this generator is begun" if is_begun else "this iterator has no set_state()"
+        problem = Problem(called, what, "Give the same batches as before, made anew.")
+        raise TrainingStoppedError("a run cannot go on:", [problem])
+    return iterator, position.used
+
+
+def _count_tokens(inputs: Any, axes: Sequence[Hashable]) -> int | None:
+    """The largest product of the lengths of these logical axes in an array that has all."""
+    sizes = [dict(zip(x.names or (), x.shape, strict=False)) for x in leaves_of(inputs)]
+    counts = [math.prod(own[axis] for axis in axes) for own in sizes if {*axes} <= own.keys()]
+    return max(counts, default=None) if axes else None
+
+
+# The state of an iterator, as those of grain have it
+
+
+def _has_state(iterator: Any) -> bool:
+    return all(callable(getattr(iterator, name, None)) for name in ("get_state", "set_state"))
+
+
+def _write_state(called: str, iterator: Any) -> str:
+    state = iterator.get_state()
+    is_bytes = isinstance(state, bytes)
+    record = {"base64": base64.b64encode(state).decode()} if is_bytes else {"json": state}
+    try:
+        text = json.dumps(record)
+    except (TypeError, ValueError):
+        text = "null"
+    if json.loads(text) != record:
+        what = f"the state of a {type(iterator).__name__} is not what JSON holds, nor bytes"
+        fix = "Give (batch for batch in batches): to go on, those that were used are drawn again."
+        raise RuleTypeError("fit cannot save:", [Problem(called, what, fix)])
+    return text
+
+
+def _read_state(text: str) -> Any:
+    record = json.loads(text)
+    return base64.b64decode(record["base64"]) if "base64" in record else record["json"]

@@ -1,0 +1,290 @@
+"""Does one step after the other, and everything that is due between them.
+
+A step is given to the devices before the results of the one before are read, so that they never
+wait for Python. Not more than one: programs with collectives that are dispatched at once can block
+each other on simulated devices.
+"""
+
+import dataclasses
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from penzai_shard.arrays.inputs import bound_sharding
+from penzai_shard.errors import NonFiniteLossError, Problem, TrainingStoppedError, warn_caller
+from penzai_shard.fitting import log
+from penzai_shard.fitting.batch_feed import Batch, BatchFeed, Position
+from penzai_shard.processes.agreement import any_process
+from penzai_shard.progress import Bar
+from penzai_shard.training.train_state import TrainState
+
+_SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopOptions:
+    """What a loop does besides its steps.
+
+    Attributes:
+        last: The number of the last step; None goes on until the batches end.
+        log_every: After how many steps to make a record.
+        save_every: After how many steps to save; None saves only at the end.
+        evaluate_every: After how many steps to evaluate, and after the last.
+        on_log: Takes the records.
+        loss: Where the loss is in what a step reports.
+        allow_nonfinite: Whether the loss may be infinite or not a number.
+        manager: Where to save; None saves nothing.
+        bar: Shows how far the run is.
+        evaluate: Evaluates a state; None where there is nothing to evaluate.
+    """
+
+    last: int | None
+    log_every: int | None
+    save_every: int | None
+    evaluate_every: int | None
+    on_log: Callable[[log.LogRecord], Any] | None
+    loss: log.LossIn
+    allow_nonfinite: bool
+    manager: Any
+    bar: Bar
+    evaluate: Callable[[Any], Any] | None
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the state after a step is evaluated."""
+        is_due = _is_due(self.evaluate_every, step) or step == self.last
+        return self.evaluate is not None and is_due
+
+
+def _is_due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dispatched:
+    """A step that was given to the devices, and what it reports once it is done."""
+
+    number: int
+    tokens: int | None
+    report: Any
+    loss: Any
+    done: Any
+
+
+class TrainingLoop:
+    """The steps of a run.
+
+    Attributes:
+        state: The train state after the last step that was dispatched.
+        done: The number of that step.
+        saved: The step of the newest checkpoint.
+    """
+
+    def __init__(
+        self, step: Any, state: Any, position: Position, saved: int | None, options: LoopOptions
+    ) -> None:
+        self._step, self.saved = step, saved
+        self.state: TrainState = state
+        self._position, self._options = position, options
+        self.done = self._start = self._logged = int(state.step)
+        self._unread: list[_Dispatched] = []
+        self._last: _Dispatched | None = None
+        self._evaluation: Any = None
+        self._pace, self._waited = log.Pace(), 0.0
+
+    def run(self, feed: BatchFeed, stops: "StopRequests") -> None:
+        """Does the steps until the last one, or until it is to stop, and saves.
+
+        Raises:
+            TrainingStoppedError: The batches ended early.
+            NonFiniteLossError: As its name says.
+            Exception: What the iterator of batches raised. In all cases but that of the loss the
+                state was saved before.
+        """
+        self._options.bar.advance(self.done)
+        last, is_ended = self._options.last, False
+
+        def is_stopping() -> bool:
+            # The other processes may have begun the step that the next batch is for.
+            return jax.process_count() == 1 and bool(stops.reason())
+
+        while not is_ended and (last is None or self.done < last):
+            start = time.perf_counter()
+            try:
+                batch = feed.next(is_stopping)
+            except Exception as error:
+                self._end()
+                error.add_note(f"fit was drawing the batch of step {self.done + 1}")
+                raise
+            self._waited += time.perf_counter() - start
+            if batch is not None:
+                self._do(batch)
+            is_ended = batch is None or any_process(bool(stops.reason()), "whether to stop")
+        self._end()
+        if is_ended and batch is None and last is not None and not is_stopping():
+            what = f"they ended after step {self.done} of {last}"
+            fix = "Give more, itertools.cycle(batches), or train until they end, steps=None."
+            raise TrainingStoppedError("fit has no batches left:", [Problem("batches", what, fix)])
+
+    def _do(self, batch: Batch) -> None:
+        """Gives one step to the devices, and reads what the one before it reported."""
+        options = self._options
+        if self.done == self._start:
+            _warn_if_not_placed(self.state, self._step, batch)
+        self.state, report = self._step(self.state, **batch.inputs)
+        self.done += 1
+        self._position = batch.position
+        options.bar.advance()
+        loss = log.find_loss(report, options.loss)
+        self._unread.append(_Dispatched(self.done, batch.tokens, report, loss, self.state.step))
+        saves = options.manager is not None and _is_due(options.save_every, self.done)
+        self._read(0 if saves or options.is_evaluated(self.done) else 1)
+        if saves:
+            self._save()
+
+    def _read(self, most_unread: int) -> None:
+        """Waits for steps, and says what they reported."""
+        options = self._options
+        while len(self._unread) > most_unread:
+            dispatched = self._last = self._unread.pop(0)
+            jax.block_until_ready(dispatched.done)
+            self._pace.end_step(dispatched.tokens)
+            loss = 0.0 if dispatched.loss is None else log.read_number(dispatched.loss)
+            if not (math.isfinite(loss) or options.allow_nonfinite):
+                saved = f"; step {self.saved} is saved" if self.saved else ""
+                what = f"it is {loss} at step {dispatched.number}{saved}"
+                fix = "Write optax.clip_by_global_norm(1.0), or allow_nonfinite=True."
+                raise NonFiniteLossError("training diverged:", [Problem("loss", what, fix)])
+            self._evaluation = None
+            if options.evaluate is not None and options.is_evaluated(dispatched.number):
+                # Nothing else was dispatched: this is the state after that step.
+                self._evaluation = options.evaluate(self.state)
+                self._pace.skip()
+            if self._evaluation is not None or _is_due(options.log_every, dispatched.number):
+                self._log(dispatched)
+
+    def _log(self, dispatched: _Dispatched) -> None:
+        number, loss = dispatched.number, dispatched.loss
+        record = log.LogRecord(
+            number,
+            None if loss is None else log.read_number(loss),
+            log.copy_to_host(dispatched.report),
+            *self._pace.take(),
+            self._waited / (number - self._logged),
+            self._evaluation,
+        )
+        self._logged, self._waited = number, 0.0
+        of = "" if self._options.last is None else f"/{self._options.last}"
+        self._options.bar.show(f"step {number}{of}: {record}")
+        if self._options.on_log is not None:
+            self._options.on_log(record)
+
+    def _end(self) -> None:
+        """Reads, logs and saves what was not yet."""
+        self._read(0)
+        if self._last is not None and self._logged != self.done:
+            self._log(self._last)
+        if self._options.manager is not None and self.done not in (self.saved, self._start):
+            self._save()
+
+    def _save(self) -> None:
+        """Saves the state and its place in the batches, all steps having been read."""
+        assert self._last is not None
+        report = log.copy_to_host(self._last.report)
+        numbers = report if isinstance(report, dict) else {}
+        numbers = {**numbers, "loss": self._last.loss, "evaluation": self._evaluation}
+        extra = {"batches": dataclasses.asdict(self._position)}
+        metrics = log.read_numbers(numbers)
+        self._options.manager.save(self.done, self.state, metrics, extra=extra)
+        self.saved = self.done
+        self._pace.skip()
+
+
+def _warn_if_not_placed(state: Any, step: Any, batch: Batch) -> None:
+    """Warns of batches that every device would compute whole."""
+    own = bound_sharding(state.step)
+    count = len(own.device_set) if own else 1
+    is_placed = any(bound_sharding(leaf) for leaf in jax.tree.leaves(batch.inputs))
+    if count > 1 and not is_placed and not getattr(step, "input_shardings", None):
+        fact = f"the batches are on no device, so that each of {count} computes all of them"
+        warn_caller([f"{fact}. Write fit(..., mesh=mesh, rules=rules)."])
+
+
+def evaluate(
+    step: Callable[..., Any], make: Callable[[], Iterator[Batch]], ahead: int, state: Any
+) -> Any:
+    """The mean over batches, each counting the same, of what an evaluation step returns.
+
+    Args:
+        step: ``step(state, **inputs)`` gives a tree of numbers, or a loss and a dictionary.
+        make: Makes the batches anew.
+        ahead: How many of them to place ahead.
+        state: The train state.
+    """
+    total, unread, count = None, [], 0
+    with BatchFeed(make(), ahead) as feed:
+        while (batch := feed.next()) is not None:
+            returned = step(state, **batch.inputs)
+            if isinstance(returned, tuple) and isinstance(returned[-1], dict):
+                returned = {"loss": returned[0], **returned[-1]}
+            unread.append(returned)
+            count += 1
+            # Read one late, so that the devices always have one to do.
+            total = _add(total, unread.pop(0)) if len(unread) > 1 else total
+    if not count:
+        problem = Problem("eval_batches", "there is no batch", "Give a list, or a function.")
+        raise TrainingStoppedError("fit cannot evaluate:", [problem])
+    return jax.tree.map(lambda own: own / count, _add(total, unread[0]))
+
+
+def _add(total: Any, report: Any) -> Any:
+    numbers = jax.tree.map(lambda own: np.asarray(own, np.float64), log.copy_to_host(report))
+    return numbers if total is None else jax.tree.map(np.add, total, numbers)
+
+
+class StopRequests:
+    """Notes the wish to stop while it is entered: Ctrl-C, the SIGTERM of clusters, an event.
+
+    A second signal does what it would do without. Signals reach the main thread alone.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self._event, self._received = event, ""
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequests":
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                # A signal that is ignored stays so, and so does a handler that is not Python's.
+                if signal.getsignal(number) not in (None, signal.SIG_IGN):
+                    self._handlers[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, before in self._handlers.items():
+            # Whoever set another one meanwhile keeps it.
+            if signal.getsignal(number) == self._receive:
+                signal.signal(number, before)
+        self._handlers.clear()
+
+    def reason(self) -> str:
+        """Why to stop, or nothing."""
+        is_set = self._event is not None and self._event.is_set()
+        return self._received or ("stop_event" if is_set else "")
+
+    def agree(self) -> str:
+        """The reason of any process, the same in all."""
+        reasons = ("SIGTERM", "Ctrl-C", "stop_event")
+        said = [any_process(self.reason() == own, f"whether {own} stops") for own in reasons]
+        return reasons[said.index(True)] if any(said) else ""
+
+    def _receive(self, number: int, frame: Any) -> None:
+        if self._received:
+            self.__exit__()
+            signal.raise_signal(number)
+        self._received = _SIGNALS[signal.Signals(number)]

@@ -1,0 +1,117 @@
+"""Batches made ahead: their order, their number, their errors, and the end of their thread."""
+
+import threading
+import traceback
+
+import jax
+import numpy as np
+import pytest
+
+import penzai_shard as pzs
+from penzai_shard.checkpoints.manager import CheckpointManager
+from penzai_shard.fitting.batch_feed import BatchFeed
+from tests.fitting.runs import draw, make_batch, train
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    assert not [t for t in threading.enumerate() if t.name.startswith("penzai_shard batches")]
+
+
+def test_feed_makes_no_more_than_it_may():
+    made = []
+
+    def items():
+        for number in range(20):
+            made.append(number)
+            yield number
+
+    with BatchFeed(items(), ahead=3) as feed:
+        for used in range(20):
+            assert feed.next() == used
+            assert len(made) <= used + 4
+        assert feed.next() is None
+
+
+def test_feed_makes_an_item_while_another_is_used():
+    # Making item 1 ends only once item 0 is in use, and the other way round.
+    is_made, is_used = threading.Event(), threading.Event()
+
+    def items():
+        yield 0
+        assert is_used.wait(60)
+        is_made.set()
+        yield 1
+
+    with BatchFeed(items(), ahead=1) as feed:
+        assert feed.next() == 0
+        is_used.set()
+        assert is_made.wait(60)
+        assert feed.next() == 1
+
+
+def test_feed_has_the_settings_of_its_maker():
+    def items():
+        yield jax.numpy.asarray(np.ones(2)).dtype
+
+    with jax.enable_x64(True), BatchFeed(items(), ahead=1) as feed:
+        assert feed.next() == "float64"
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_fit_raises_what_the_iterator_raises(prefetch, tmp_path):
+    def batches():
+        yield from draw(3)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        train(batches, checkpoint=tmp_path, prefetch=prefetch)
+    assert [frame.name for frame in traceback.extract_tb(caught.tb)][-1] == "batches"
+    assert caught.value.__notes__ == ["fit was drawing the batch of step 4"]
+    assert int(caught.value.state.step) == CheckpointManager(tmp_path).latest == 3
+
+
+def test_fit_draws_no_more_batches_than_steps():
+    batches = draw()
+    train(batches, steps=4, prefetch=3)
+    np.testing.assert_array_equal(next(batches)["x"].data_array, make_batch(4)["x"].data_array)
+
+
+@pytest.mark.parametrize(
+    ("batches", "path"),
+    [
+        (make_batch(0), "batches"),
+        (np.ones(3), "batches"),
+        ([(1, 2)], "batches"),
+        ([{1: np.ones(8)}], "batches"),
+        (3, "batches"),
+        (lambda: None, "batches"),
+    ],
+)
+def test_fit_refuses_what_is_no_batch(batches, path):
+    with pytest.raises(pzs.RuleTypeError) as caught:
+        train(batches, shard_batch=lambda batch: batch)
+    assert {problem.path for problem in caught.value.problems} == {path}
+    assert int(caught.value.state.step) == 0
+
+
+def test_fit_refuses_the_state_of_an_iterator_that_json_does_not_hold(tmp_path):
+    class Odd:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return make_batch(0)
+
+        def get_state(self):
+            return {"rows": (1, 2)}
+
+        def set_state(self, state):
+            raise AssertionError
+
+    with pytest.raises(pzs.RuleTypeError) as caught:
+        train(Odd(), checkpoint=tmp_path)
+    assert {problem.path for problem in caught.value.problems} == {"batches"}
+    # Without a checkpoint nobody asks for it.
+    assert len(train(Odd(), steps=3)[1]) == 3

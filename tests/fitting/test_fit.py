@@ -1,0 +1,339 @@
+"""What ``fit`` trains, reports, evaluates and keeps, and how a run goes on."""
+
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from penzai import pz
+
+import penzai_shard as pzs
+from penzai_shard.checkpoints.manager import CheckpointManager
+from tests.fitting import runs
+from tests.fitting.runs import KEEPING_STEP, draw, initial, losses_by_hand, make_batch, train
+
+
+def paths_of(caught):
+    return {problem.path for problem in caught.value.problems}
+
+
+# Steps and records
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_fit_has_the_losses_of_a_loop_by_hand(prefetch):
+    state, losses = train(prefetch=prefetch)
+    assert losses == losses_by_hand()
+    assert int(state.step) == 9
+    assert sum(program._cache_size() for program in runs.STEP.programs.values()) == 1
+
+
+def test_fit_gives_a_step_to_the_devices_before_it_reads_the_one_before():
+    seen = []
+
+    def step(state, **batch):
+        seen.append("step")
+        return runs.STEP(state, **batch)
+
+    train(step=step, steps=4, on_log=lambda record: seen.append(record.step))
+    assert seen == ["step", "step", 1, "step", 2, "step", 3, 4]
+
+
+def test_fit_records():
+    records = []
+    train(on_log=records.append, log_every=4)
+    assert [record.step for record in records] == [4, 8, 9]
+    first = records[0]
+    assert isinstance(first.metrics["weights"], np.ndarray)
+    assert first.tokens_per_second * first.seconds_per_step == pytest.approx(24)
+    assert first.seconds_waiting >= 0
+    train(on_log=records.append, log_every=None, tokens_axes=("batch", "rows"))
+    assert (records[-1].step, records[-1].tokens_per_second) == (9, None)
+
+
+@pytest.mark.parametrize(
+    ("report", "loss", "expected"),
+    [
+        (lambda report: report["loss"], "loss", losses_by_hand),
+        (lambda report: {"mine": [report["loss"]]}, "mine", losses_by_hand),
+        (lambda report: (0, report["loss"]), lambda report: report[1], losses_by_hand),
+        (lambda report: {}, None, lambda: [None] * 9),
+    ],
+)
+def test_fit_finds_the_loss(report, loss, expected):
+    def step(state, **batch):
+        state, reported = KEEPING_STEP(state, **batch)
+        return state, report(reported)
+
+    assert train(step=step, loss=loss)[1] == expected()
+
+
+def test_fit_refuses_a_loss_that_is_no_number():
+    for loss in ("cost", "weights"):
+        with pytest.raises(pzs.RuleTypeError) as caught:
+            train(loss=loss)
+        assert paths_of(caught) == {"loss"}
+        assert int(caught.value.state.step) == 1
+
+
+def test_fit_places_batches_by_mesh_and_rules():
+    assert train(mesh=runs.mesh(), rules=runs.RULES)[1] == losses_by_hand()
+
+    def loss_fn(model, rng, state, x):
+        return runs.loss_fn(model, rng, state, pz.nx.wrap(x, "batch", "seq", "features"))
+
+    plain = ({"x": batch["x"].unwrap("batch", "seq", "features")} for batch in draw())
+    where = {"mesh": runs.mesh(), "rules": runs.RULES, "first_axis": "batch"}
+    losses = train(plain, step=pzs.build_train_step_fn(loss_fn), **where)[1]
+    np.testing.assert_allclose(losses, losses_by_hand(), rtol=1e-6)
+
+
+def test_fit_warns_of_batches_on_no_device():
+    with pytest.warns(pzs.ShardingWarning, match="each of 8 computes all"):
+        train(shard_batch=None, steps=1)
+
+
+# Evaluation
+
+
+def test_fit_evaluates():
+    records = []
+    options = {"eval_step": runs.EVALUATE, "eval_batches": lambda: draw(3, 100)}
+    state, _ = train(evaluate_every=4, on_log=records.append, log_every=3, **options)
+    assert [r.step for r in records if r.evaluation] == [4, 8, 9]
+    assert [record.loss for record in records] == [losses_by_hand()[i - 1] for i in (3, 4, 6, 8, 9)]
+    losses = [runs.EVALUATE(state, **runs.place(batch))[0] for batch in draw(3, 100)]
+    assert records[-1].evaluation["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    assert records[-1].evaluation["weights"].shape == (4,)
+    with pytest.raises(pzs.TrainingStoppedError) as caught:
+        train(evaluate_every=1, eval_step=runs.EVALUATE, eval_batches=[])
+    assert paths_of(caught) == {"eval_batches"}
+
+
+# Checkpoints
+
+
+class CountingIterator:
+    """An iterator that says where it stands, as those of grain do."""
+
+    def __init__(self, as_bytes=False):
+        self.number, self.drawn, self.as_bytes = 0, 0, as_bytes
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.number, self.drawn = self.number + 1, self.drawn + 1
+        return make_batch(self.number - 1)
+
+    def get_state(self):
+        return str(self.number).encode() if self.as_bytes else {"next": self.number}
+
+    def set_state(self, state):
+        self.number = int(state) if self.as_bytes else state["next"]
+
+
+@pytest.mark.parametrize(
+    ("make", "drawn"),
+    [
+        (lambda: draw, None),
+        (draw, None),
+        (lambda: list(draw(9)), None),
+        (CountingIterator, 5),
+        (lambda: CountingIterator(as_bytes=True), 5),
+    ],
+)
+def test_fit_goes_on_with_the_same_losses(make, drawn, tmp_path):
+    folder, batches = tmp_path / "run", make()
+    first = train(batches, steps=4, checkpoint=folder, save_every=3, prefetch=3)[1]
+    batches = make()
+    state, second = train(batches, checkpoint=folder, save_every=3)
+    assert first + second == losses_by_hand()
+    assert getattr(batches, "drawn", None) == drawn
+    assert CheckpointManager(folder).steps() == [6, 9]
+    # All is done: the state is that of the checkpoint.
+    again, none = train(make(), checkpoint=folder)
+    assert none == []
+    np.testing.assert_array_equal(again.params["w"].data_array, state.params["w"].data_array)
+
+
+def test_fit_goes_on_after_kills(tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, runs.__file__, str(folder), "3", "6", "8"]
+    done = subprocess.run(
+        command, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[1] for line in lines if line[0] == "ended"] == ["9"] * 3, done.stderr
+    found = [(int(step), float.fromhex(loss)) for step, loss in lines if step != "ended"]
+    _, last = train(checkpoint=folder, save_every=2)
+    found += list(zip(range(10 - len(last), 10), last, strict=True))
+    assert set(found) == set(enumerate(losses_by_hand(), 1))
+
+
+def test_fit_goes_on_with_a_state_that_is_nowhere(tmp_path):
+    where = {"checkpoint": tmp_path / "run", "state": None}
+    parts = []
+    for steps in (4, 9):
+        where["state"] = initial(placed=False)
+        parts += train(steps=steps, **where)[1]
+    np.testing.assert_allclose(parts, losses_by_hand(), rtol=1e-6)
+
+
+def test_fit_frees_the_state_that_it_replaces_if_the_step_donates(tmp_path):
+    train(steps=4, checkpoint=tmp_path / "run")
+    for step, is_freed in ((KEEPING_STEP, False), (runs.STEP, True)):
+        state = initial()
+        train(state=state, steps=4, step=step, checkpoint=tmp_path / "run")
+        assert state.trained_arrays["w"].is_deleted() == is_freed
+
+
+def test_fit_fills_an_abstract_state(tmp_path):
+    struct = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), initial())
+    with pytest.raises(pzs.TrainingStoppedError) as caught:
+        train(state=struct, checkpoint=tmp_path / "run")
+    assert paths_of(caught) == {"state"}
+    shardings = jax.tree.map(lambda x: x.sharding, initial())
+    struct = jax.tree.map(lambda x, own: x.update(sharding=own), struct, shardings)
+    train(steps=4, checkpoint=tmp_path / "run")
+    assert train(state=struct, checkpoint=tmp_path / "run")[1] == losses_by_hand()[4:]
+
+
+def test_fit_refuses_folders_of_other_runs(tmp_path):
+    folder = tmp_path / "run"
+    state, _ = train(steps=3, checkpoint=folder)
+    for options in ({"resume": False}, {"state": train(steps=4)[0]}):
+        with pytest.raises(pzs.TrainingStoppedError) as caught:
+            train(checkpoint=folder, **options)
+        assert paths_of(caught) == {str(folder / "step_00000003")}
+    with pytest.raises(pzs.TrainingStoppedError) as caught:
+        train(state=state, steps=3)
+    assert caught.value.problems[0].fix == "Write steps=6."
+    with CheckpointManager(tmp_path / "other") as manager:
+        manager.save(1, initial())
+    with pytest.raises(pzs.TrainingStoppedError) as caught:
+        train(checkpoint=tmp_path / "other")
+    assert paths_of(caught) == {str(tmp_path / "other" / "step_00000001")}
+
+
+def test_fit_refuses_batches_that_cannot_be_found_again(tmp_path):
+    folder, begun = tmp_path / "run", draw()
+    next(begun)
+    train(CountingIterator(), steps=3, checkpoint=folder)
+    for batches in (begun, draw()):
+        with pytest.raises(pzs.TrainingStoppedError) as caught:
+            train(batches, checkpoint=folder)
+        assert paths_of(caught) == {"batches"}
+    train(steps=3, checkpoint=tmp_path / "other")
+    with pytest.raises(pzs.TrainingStoppedError) as caught:
+        train(begun, checkpoint=tmp_path / "other")
+    assert paths_of(caught) == {"batches"}
+
+
+def test_fit_keeps_regular_and_best_checkpoints(tmp_path):
+    losses = iter([3.0, 1.0, float("nan"), 4.0])
+    evaluation = {"eval_step": lambda state, x: next(losses), "eval_batches": list(draw(1))}
+    options = {"keep": 1, "keep_every": 6, "best": ("evaluation", "min")}
+    train(checkpoint=tmp_path, save_every=2, evaluate_every=2, steps=8, **options, **evaluation)
+    manager = CheckpointManager(tmp_path, best=("evaluation", "min"))
+    assert manager.steps() == [4, 6, 8]
+    assert manager.best == 4
+    assert manager.metrics(8) == {"evaluation": 4.0, "loss": losses_by_hand()[7]}
+    assert manager.extra(8) == {"batches": {"used": 8, "iterator": None}}
+
+
+# What ends a run
+
+
+def test_fit_surfaces_a_save_that_fails(tmp_path):
+    (tmp_path / "step_00000006").mkdir()
+    (tmp_path / "step_00000006" / "mine").touch()
+    with pytest.raises(pzs.CheckpointWriteError) as caught:
+        train(checkpoint=tmp_path, save_every=3)
+    assert int(caught.value.state.step) == 6
+    assert CheckpointManager(tmp_path).latest == 3
+
+
+def test_fit_ends_at_a_loss_that_is_not_finite(tmp_path):
+    def batches():
+        yield from draw(4)
+        yield {"x": make_batch(0)["x"] * np.inf}
+        yield from draw()
+
+    with pytest.raises(pzs.NonFiniteLossError, match="at step 5; step 4 is saved") as caught:
+        train(batches, checkpoint=tmp_path, save_every=2, keep=None)
+    assert paths_of(caught) == {"loss"}
+    assert CheckpointManager(tmp_path).steps() == [2, 4]
+    losses = train(batches, allow_nonfinite=True)[1]
+    assert (len(losses), np.isfinite(losses).tolist()) == (9, [True] * 4 + [False] * 5)
+
+
+def test_fit_ends_with_its_batches(tmp_path):
+    with pytest.raises(pzs.TrainingStoppedError, match="after step 4 of 9") as caught:
+        train(list(draw(4)), checkpoint=tmp_path)
+    assert paths_of(caught) == {"batches"}
+    assert int(caught.value.state.step) == CheckpointManager(tmp_path).latest == 4
+    assert train(list(draw(4)), steps=None)[1] == losses_by_hand()[:4]
+
+
+def test_fit_gives_the_state_with_an_error_of_a_callback():
+    def fail(record):
+        raise KeyError(record.step)
+
+    with pytest.raises(KeyError) as caught:
+        train(on_log=fail)
+    assert int(caught.value.state.step) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        ({"state": {"w": jnp.ones(2)}}, "state"),
+        ({"step": None}, "step"),
+        ({"steps": 0}, "steps"),
+        ({"log_every": 0.5}, "log_every"),
+        ({"prefetch": -1}, "prefetch"),
+        ({"on_stop": "save"}, "on_stop"),
+        ({"rules": {}}, "mesh"),
+        ({"mesh": "mesh", "shard_batch": runs.place}, "mesh"),
+        ({"save_every": 3}, "checkpoint"),
+        ({"evaluate_every": 3}, "eval_batches"),
+        (
+            {"evaluate_every": 1, "eval_step": runs.EVALUATE, "eval_batches": draw(2)},
+            "eval_batches",
+        ),
+    ],
+)
+def test_fit_refuses_arguments(options, path):
+    with pytest.raises(pzs.RuleTypeError) as caught:
+        train(**options)
+    assert paths_of(caught) == {path}
+
+
+# Progress
+
+
+class Terminal:
+    """A standard error that is a terminal."""
+
+    def __init__(self):
+        self.written = []
+        self.write, self.flush, self.isatty = self.written.append, lambda: None, lambda: True
+
+
+def test_fit_shows_progress(capsys, monkeypatch):
+    train(progress=False)
+    assert capsys.readouterr() == ("", "")
+    evaluation = {"eval_step": lambda state, x: {"error": 2.0}, "eval_batches": list(draw(1))}
+    train(progress=True, evaluate_every=9, **evaluation)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": loss ")[0] for line in lines] == ["step 1/9", "step 9/9"]
+    assert f"{losses_by_hand()[-1]:.4f}, evaluation/error 2.0000, " in lines[1]
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    train(progress=True)
+    text = "".join(sys.stderr.written)
+    assert "9/9" in text
+    assert "step 9/9: loss " in text.splitlines()[-1]

@@ -1,0 +1,125 @@
+"""Ctrl-C, SIGTERM and an event: the step under way is finished, and nothing is left behind."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from penzai_shard.checkpoints.manager import CheckpointManager
+from tests.fitting.runs import draw, losses_by_hand, train
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_as_before():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    yield
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def train_and_act(act, at=3, **options):
+    """Trains, and acts in the callback of a step."""
+    losses = []
+
+    def on_log(record):
+        losses.append(record.loss)
+        if record.step == at:
+            act()
+
+    return train(on_log=on_log, **options)[0], losses
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_fit_finishes_the_step_and_saves_on_ctrl_c(tmp_path):
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 4 by Ctrl-C") as caught:
+        train_and_act(interrupt, checkpoint=tmp_path)
+    assert type(caught.value) is KeyboardInterrupt
+    # Step 4 was with the devices when the callback of step 3 was called.
+    assert int(caught.value.state.step) == CheckpointManager(tmp_path).latest == 4
+    assert train(checkpoint=tmp_path)[1] == losses_by_hand()[4:]
+
+
+def test_fit_ends_a_script_with_the_status_of_sigterm(tmp_path):
+    with pytest.raises(SystemExit) as caught:
+        train_and_act(terminate, checkpoint=tmp_path)
+    assert caught.value.code == 143
+    assert int(caught.value.state.step) == CheckpointManager(tmp_path).latest == 4
+
+
+@pytest.mark.parametrize("act", [interrupt, terminate])
+def test_fit_returns_the_state_if_told_so(act, capsys):
+    state, losses = train_and_act(act, on_stop="return", progress=True)
+    assert int(state.step) == len(losses) == 4
+    assert "stopped after step 4 by" in capsys.readouterr().err
+
+
+def test_fit_ends_at_once_on_a_second_ctrl_c(tmp_path):
+    def act():
+        interrupt()
+        interrupt()
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train_and_act(act, checkpoint=tmp_path)
+    assert int(caught.value.state.step) == 4
+    assert CheckpointManager(tmp_path).steps() == []
+
+
+def test_fit_stops_at_an_event_in_any_thread(tmp_path):
+    event, states, handlers = threading.Event(), [], []
+
+    def act():
+        handlers.append(signal.getsignal(signal.SIGINT))
+        event.set()
+
+    def run():
+        states.append(train_and_act(act, stop_event=event, checkpoint=tmp_path)[0])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert int(states[0].step) == CheckpointManager(tmp_path).latest == 4
+    # Signals reach the main thread alone.
+    assert handlers == [signal.getsignal(signal.SIGINT)]
+
+
+def test_fit_does_not_swallow_ctrl_c_during_the_last_step(tmp_path):
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train_and_act(interrupt, at=9, checkpoint=tmp_path)
+    assert int(caught.value.state.step) == CheckpointManager(tmp_path).latest == 9
+
+
+def test_fit_does_not_wait_for_a_batch_that_does_not_come():
+    is_over = threading.Event()
+
+    def batches():
+        yield from draw(2)
+        # Step 2 is under way, or is waited for already.
+        os.kill(os.getpid(), signal.SIGINT)
+        assert is_over.wait(60)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train_and_act(is_over.set, at=2, batches=batches, prefetch=1)
+    assert int(caught.value.state.step) <= 2
+
+
+def test_fit_leaves_handlers_of_others():
+    def handle(number, frame):
+        pass
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        train_and_act(terminate, steps=4)
+        signal.signal(signal.SIGTERM, before)
+        train_and_act(lambda: signal.signal(signal.SIGTERM, handle), steps=4)
+        assert signal.getsignal(signal.SIGTERM) is handle
+    finally:
+        signal.signal(signal.SIGTERM, before)
