@@ -26,17 +26,8 @@ from penzai import pz
 from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.structure import Leaf, leaves_of, read_variables
 from penzai_shard.errors import PlanError
-from penzai_shard.jax_internals.tracing import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    drop_dead_code,
-    jaxpr_as_fun,
-    scan_counts,
-    source_frames,
-)
+from penzai_shard.jax_internals import tracing
+from penzai_shard.jax_internals.tracing import ClosedJaxpr, JaxprEqn, Literal
 from penzai_shard.layers import operation_rules as rules
 from penzai_shard.layers.operation_rules import Mixes, shape_of
 from penzai_shard.meshes import auto_context
@@ -50,8 +41,7 @@ _DIFFERENT = "the program depends on the length of a split dimension, and does s
 _Frame: TypeAlias = tuple[str, str, int]
 _OURS, _INSTALLED = pathlib.Path(__file__).parents[1], pathlib.Path(jax.__file__).parents[1]
 # Penzai's layers are not among them.
-_LIBRARIES = ("jax", "numpy", "opt_einsum", "penzai/core")
-_HIDDEN = [_OURS, *(_INSTALLED / library for library in _LIBRARIES)]
+_HIDDEN = [_OURS, *map(_INSTALLED.joinpath, ("jax", "numpy", "opt_einsum", "penzai/core"))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,28 +213,30 @@ def find_mixing(
     return random, list(dict.fromkeys(walk.found))
 
 
+@dataclasses.dataclass
 class _Walk:
-    """Walks two traces of one program in step, and collects what mixes in them."""
+    """Walks two traces of one program in step, and collects what mixes in them.
 
-    def __init__(
-        self,
-        parts: Mapping[int, tuple[str, ...]],
-        random_axes: Set[str] | None,
-        vouched: Set[str],
-    ) -> None:
-        self.found: list[Mixing] = []
-        # Which derivative is walked.
-        self.order = 0
-        self._parts, self._random_axes, self._vouched = parts, random_axes, vouched
-        # The calls in which the walk is.
-        self._calls: list[JaxprEqn] = []
+    Attributes:
+        parts, random_axes, vouched: See ``find_mixing``.
+        found: What mixes.
+        calls: The calls in which the walk is.
+        order: Which derivative is walked.
+    """
+
+    parts: Mapping[int, tuple[str, ...]]
+    random_axes: Set[str] | None
+    vouched: Set[str]
+    found: list[Mixing] = dataclasses.field(default_factory=list)
+    calls: list[JaxprEqn] = dataclasses.field(default_factory=list)
+    order: int = 0
 
     def refuse_if_mixing(self, equation: JaxprEqn | None, check: Any, *arguments: Any) -> Any:
         """What a check gives; None and a refused operation if it says that the operation mixes."""
         try:
             return check(*arguments)
         except Mixes as error:
-            chain = [*self._calls, *([] if equation is None else [equation])]
+            chain = [*self.calls, *([] if equation is None else [equation])]
             self.found.append(_locate(chain, str(error)))
             return None
 
@@ -296,7 +288,7 @@ class _Walk:
             raise Mixes(_DIFFERENT)
         name, operands = str(whole.primitive.name), [*zip(whole.invars, part.invars, strict=True)]
         results = [self.dims(*pair) for pair in zip(whole.outvars, part.outvars, strict=True)]
-        if self._vouched & {name, _function_name(whole)} and not rules.is_collective(name):
+        if self.vouched & {name, _function_name(whole)} and not rules.is_collective(name):
             return [False] * len(results)
         random = [read(*pair) for pair in operands]
         try:
@@ -304,13 +296,13 @@ class _Walk:
         except Mixes:
             return [any(random)] * len(results)  # The operation that made it has been refused.
         if name in _WITH_PROGRAMS:
-            self._calls.append(whole)
+            self.calls.append(whole)
             try:
                 return _WITH_PROGRAMS[name](self, whole, part, random)
             finally:
-                self._calls.pop()
+                self.calls.pop()
         rules.check_operation(whole, part, dims)
-        if name in ("random_bits", "random_split") and self._random_axes is not None:
+        if name in ("random_bits", "random_split") and self.random_axes is not None:
             return [self._draw(name, random[0], *dims)]
         return [any(random)] * len(results)
 
@@ -319,9 +311,9 @@ class _Walk:
         found = []
         for length, own in zip(shape_of(whole), shape_of(part), strict=True):
             parts = length // own if own and length % own == 0 else 0
-            if length != own and parts not in self._parts:
+            if length != own and parts not in self.parts:
                 raise Mixes(f"it gives a length of {length} in the whole and {own} in a part")
-            found.append(() if length == own else self._parts[parts])
+            found.append(() if length == own else self.parts[parts])
         split = [axes for axes in found if axes]
         if len(set(split)) < len(split):
             raise Mixes("it combines every element with every other of a split dimension")
@@ -333,7 +325,7 @@ class _Walk:
         if not is_random and drawn - rules.axes_in(keys):
             raise Mixes("it draws the same numbers for all parts; a pz.RandomStream draws others")
         # Split over all axes along which the streams differ, they are parts.
-        is_random = is_random and drawn != self._random_axes
+        is_random = is_random and drawn != self.random_axes
         if is_random and name == "random_bits":
             raise Mixes("it draws numbers for all parts from a stream that differs per device")
         return is_random
@@ -371,7 +363,7 @@ def _custom_vjp(walk: _Walk, whole: JaxprEqn, part: JaxprEqn, random: list[bool]
 
 
 def _scan(walk: _Walk, whole: JaxprEqn, part: JaxprEqn, random: list[bool]) -> list[bool]:
-    first, carried = scan_counts(whole.params)
+    first, carried = tracing.scan_counts(whole.params)
     # A loop that carries nothing takes each turn by itself, any number of them.
     rules.check_parameters(whole, part, {"jaxpr"} if carried else {"jaxpr", "length"})
     programs, last = (whole.params["jaxpr"], part.params["jaxpr"]), first + carried
@@ -404,11 +396,11 @@ _WITH_PROGRAMS |= {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vj
 # Reading programs
 
 
-def _read(program: Any) -> tuple[Jaxpr, Sequence[Any]]:
+def _read(program: Any) -> tuple[tracing.Jaxpr, Sequence[Any]]:
     """A program without what no result needs, and its constants."""
     jaxpr, constants = open_program(program)
     jaxpr = jaxpr.replace(eqns=[*map(_with_known_starts, jaxpr.eqns)])
-    return drop_dead_code(jaxpr), constants
+    return tracing.drop_dead_code(jaxpr), constants
 
 
 def _with_known_starts(equation: JaxprEqn) -> Any:
@@ -434,9 +426,9 @@ def _derivative(equation: JaxprEqn) -> ClosedJaxpr:
     if not all(jax.numpy.issubdtype(kind.dtype, np.inexact) for kind in kinds):
         raise Mixes("its derivative is a function of its own, also of integers, and is not checked")
     # Variables of their own, as an operand may stand in an equation twice, or be a literal.
-    inputs: list[Any] = [Var(atom.aval) for atom in equation.invars]
+    inputs: list[Any] = [tracing.Var(atom.aval) for atom in equation.invars]
     call = equation.replace(invars=inputs)
-    run = jaxpr_as_fun(make_program([call], inputs, equation.outvars, "custom_jvp"))
+    run = tracing.jaxpr_as_fun(make_program([call], inputs, equation.outvars, "custom_jvp"))
     structs = [jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in kinds[: len(inputs)]]
     return jax.make_jaxpr(lambda *both: jax.jvp(run, *both)[1])(structs, structs)
 
@@ -456,7 +448,7 @@ def _form(equation: JaxprEqn | None) -> Any:
 def _locate(chain: Sequence[JaxprEqn], reason: str) -> Mixing:
     """What is known of an operation, from the calls that lead to it, the operation last."""
     # Those of an operation in a call begin where the function begins that is called.
-    frames = [frame for equation in chain for frame in source_frames(equation)[::-1]]
+    frames = [frame for equation in chain for frame in tracing.source_frames(equation)[::-1]]
     functions = [name for equation in chain if (name := _function_name(equation))]
     name = str(chain[-1].primitive.name) if chain else "constant"
     return Mixing(name, _write_frames(frames, functions[-1:]), reason)

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from penzai_shard import specs
 from penzai_shard.arrays.kinds import is_key_type
 from penzai_shard.arrays.structure import Leaf, Structure, flatten
-from penzai_shard.errors import ManualRegionError, PlanError, Problem, Problems, ShardingError
+from penzai_shard.errors import ManualRegionError, PlanError, Problem, Problems
 from penzai_shard.jax_internals.tracing import ClosedJaxpr, is_weak_type
 from penzai_shard.layers.independence import find_base_keys, find_mixing
 from penzai_shard.layers.manual import device_position, varying_axes
@@ -27,7 +27,6 @@ from penzai_shard.layers.operation_rules import is_collective
 from penzai_shard.layers.pure_call import PureCall
 from penzai_shard.layers.remat import GATHERED
 from penzai_shard.meshes import AnyMesh, auto_context, on_auto_twin
-from penzai_shard.paths import nearest
 from penzai_shard.programs import equations_in
 from penzai_shard.rules import AxisRules, decide
 
@@ -57,6 +56,10 @@ class Form:
     structure: Structure
 
 
+# The program of a call for arrays of some lengths, and the form of its results.
+_Trace: TypeAlias = tuple[ClosedJaxpr, Form]
+
+
 class _Crossing(NamedTuple):
     """An array that enters a region or leaves it.
 
@@ -76,13 +79,6 @@ class _Crossing(NamedTuple):
 
     def name(self, dim: int) -> Hashable | None:
         return self.leaf.names[dim] if self.leaf.names else None
-
-
-class _Trace(NamedTuple):
-    """The program of a call for arrays of some lengths, and the form of its results."""
-
-    program: ClosedJaxpr
-    form: Form
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -116,23 +112,13 @@ def run_per_device(region: Region, call: PureCall, values: Sequence[Any]) -> tup
             return []
 
         jax.eval_shape(run.map_parts(check, []), *values)
-        ((part, outputs),) = found
+        (((_, form), outputs),) = found
 
         def compute(*parts: Any) -> list[Any]:
             _, results = run.body(run.enter(parts))
             return [_cut(region, *pair) for pair in zip(outputs, results, strict=True)]
 
-        return part.form, run.map_parts(compute, outputs)(*values)
-
-
-def _struct(value: Any, times: Sequence[int]) -> jax.ShapeDtypeStruct:
-    """The type in the region of an array that is as many times as long in each dimension."""
-    shape = tuple(map(math.prod, zip(value.shape, times, strict=True)))
-    # JAX reshards what is on another mesh (``jnp.where`` does), and so the traces would differ.
-    sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
-    return jax.ShapeDtypeStruct(
-        shape, value.dtype, weak_type=is_weak_type(value), sharding=sharding
-    )
+        return form, run.map_parts(compute, outputs)(*values)
 
 
 class _Run:
@@ -140,7 +126,7 @@ class _Run:
 
     Attributes:
         inputs: What enters.
-        keys: Which of it are base keys of random streams.
+        keys: Which of it are base keys of random streams that differ between devices.
         random_axes: The mesh axes along which these differ: those that activations are split over.
         body: The call, from arrays of any lengths to the form of its results and their arrays.
     """
@@ -154,14 +140,7 @@ class _Run:
         problems = Problems("no valid layout for what enters the region:")
         self.inputs = [_lay_out(region, leaf, problems) for leaf in leaves]
         problems.raise_if_any(PlanError)
-        # A layer without the axis is fine, as the rules are for all blocks of a model.
-        known = {name for leaf in leaves if _is_parameter(leaf) for name in leaf.names or ()}
-        for name in region.keep_split:
-            if name not in known and (near := nearest(name, known)):
-                problems.add("keep_split", f"no parameter has {name!r}", f"Write {near!r}.")
-        problems.raise_if_any(ManualRegionError)
 
-        self.keys = find_base_keys(tree, leaves)
         # The names of split dimensions, and the mesh axes over which they are split inside.
         self._splits = {
             (one.name(i), axes)
@@ -171,7 +150,10 @@ class _Run:
         }
         activations = [one for one in self.inputs if not _is_parameter(one.leaf)]
         used = {axis for one in activations for axes in one.mesh_axes for axis in axes}
-        self.random_axes = tuple(axis for axis in region.mesh.axis_names if axis in used)
+        sizes = region.mesh.shape.items()
+        self.random_axes = tuple(axis for axis, size in sizes if axis in used and size > 1)
+        keys = find_base_keys(tree, leaves)
+        self.keys = [is_key and bool(self.random_axes) for is_key in keys]
 
         def body(values: Sequence[Any]) -> tuple[Form, list[Any]]:
             output, assigned = call(values)
@@ -186,7 +168,7 @@ class _Run:
         entered = []
         for one, part, is_key in zip(self.inputs, parts, self.keys, strict=True):
             array = _gather(one, part, self.random_axes, self._is_tracked)
-            if is_key and self.random_axes:
+            if is_key:
                 array = jax.random.fold_in(array, device_position(self.random_axes))
             entered.append(array)
         return entered
@@ -199,15 +181,13 @@ class _Run:
         """
         try:
             traced = self.body.trace(values)
-        except (ShardingError, NameError):
-            raise
         except Exception as error:
             self.body.trace(self._structs({}))  # Its own error, if it fails with whole arrays too.
             what = f"it runs on whole arrays only ({type(error).__name__}, see above)"
             fix = "Map what the layer needs whole to None in activation_rules."
             problem = Problem("", what, fix)
             raise ManualRegionError("the layer cannot run per device:", [problem]) from error
-        return _Trace(traced.jaxpr, traced.out_info[0])
+        return traced.jaxpr, traced.out_info[0]
 
     def map_parts(self, function: Callable[..., Any], outputs: Sequence[_Crossing]) -> Any:
         """A function of one device's parts as one of whole arrays."""
@@ -227,10 +207,11 @@ class _Run:
         Raises:
             ManualRegionError: A result differs between devices that should hold the same.
         """
-        types, outputs = part.program.out_avals, []
-        longest = [[n * self._region.mesh.size for n in kind.shape] for kind in types]
+        (program, form), outputs = part, []
+        longest = [[n * self._region.mesh.size for n in kind.shape] for kind in program.out_avals]
+        results = self._lay_out_results(form, longest)
         problems = Problems("the layer cannot run per device:")
-        for kind, one in zip(types, self._lay_out_results(part.form, longest), strict=True):
+        for kind, one in zip(program.out_avals, results, strict=True):
             varying = varying_axes(kind)
             whole = frozenset(i for i, axes in enumerate(one.mesh_axes) if not varying >= {*axes})
             one = one._replace(whole=whole)
@@ -255,24 +236,22 @@ class _Run:
         parts = {self._region.parts(axes) * n: axes for axes, n in times.items()}
         text = ", ".join(sorted(f"{name!r} over {axes}" for name, axes in self._splits))
         problems = Problems(f"the layer does not treat split axes ({text}) independently:")
-        if any(other.form != part.form for other in (whole, longest)):
+        if any(form != part[1] for _, form in (whole, longest)):
             what = "the output is another tree for a part than for the whole"
             problems.add("output", what, "Map what decides it to None in activation_rules.")
 
         # The real whole must be a part of the longest too: a program may do something else at its
         # exact length. Both draw the numbers of the whole.
-        # Along a mesh axis of length 1 nothing is split, and no numbers differ.
-        long = {axis for axis, length in self._region.mesh.shape.items() if length > 1}
-        axes = long.intersection(self.random_axes)
-        drawn = [is_key and bool(axes) for is_key in self.keys]
         vouched = frozenset(self._region.assume_independent)
-        traces = longest.program, part.program
-        real = {n: tuple(axis for axis in own if axis in long) for n, own in parts.items()}
-        is_random, mixing = find_mixing(*traces, real, drawn, random_axes=axes, vouched=vouched)
+        traces = longest[0], part[0]
+        # Along a mesh axis of length 1 nothing is split.
+        sizes = self._region.mesh.shape
+        long = {n: tuple(axis for axis in axes if sizes[axis] > 1) for n, axes in parts.items()}
+        axes = frozenset(self.random_axes)
+        is_random, mixing = find_mixing(*traces, long, self.keys, random_axes=axes, vouched=vouched)
         if longest is not whole:
             longer = {n: axes for axes, n in times.items() if n > 1}
-            none = [False] * len(self.keys)
-            mixing += find_mixing(longest.program, whole.program, longer, none, vouched=vouched)[1]
+            mixing += find_mixing(longest[0], whole[0], longer, self.keys, vouched=vouched)[1]
         # Whoever moves data does not expect to be told what else mixes.
         collectives = [one for one in mixing if is_collective(one.operation)]
         for one in dict.fromkeys(collectives or mixing):
@@ -283,16 +262,20 @@ class _Run:
         problems.raise_if_any(ManualRegionError)
         # Somebody vouches for it. JAX splits the cotangent of what it does not track among devices
         # that hold the same, and a rule that is not linear, such as a clip, would see a fraction.
-        names = {equation.primitive.name for equation in equations_in(part.program)}
+        names = {equation.primitive.name for equation in equations_in(part[0])}
         self._is_tracked = "custom_vjp_call" in names
         return self._match_results((whole, longest, part), parts, is_random)
 
     def _structs(self, times: Mapping[tuple[str, ...], int]) -> list[jax.ShapeDtypeStruct]:
         """The types of whole arrays, longer where they are split over some mesh axes."""
-        return [
-            _struct(one.leaf.value, [times.get(axes, 1) for axes in one.mesh_axes_inside])
-            for one in self.inputs
-        ]
+        # JAX reshards what is on another mesh (``jnp.where`` does), and so the traces would differ.
+        sharding, structs = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec()), []
+        for leaf, mesh_axes in ((one.leaf, one.mesh_axes_inside) for one in self.inputs):
+            pairs = zip(leaf.shape, mesh_axes, strict=True)
+            shape = [length * times.get(axes, 1) for length, axes in pairs]
+            options = {"weak_type": is_weak_type(leaf.value), "sharding": sharding}
+            structs.append(jax.ShapeDtypeStruct(shape, leaf.dtype, **options))
+        return structs
 
     def _trace_wholes(self) -> tuple[_Trace, _Trace, dict[tuple[str, ...], int]]:
         """The call with whole lengths, and with lengths by which split axes can be told apart.
@@ -316,8 +299,8 @@ class _Run:
         self, traces: Sequence[_Trace], parts: Mapping[Any, Any], is_random: Sequence[bool]
     ) -> list[_Crossing]:
         """Results, split inside as they are split outside, or whole inside."""
-        whole, *others = ([kind.shape for kind in one.program.out_avals] for one in traces)
-        results = self._lay_out_results(traces[0].form, whole)
+        whole, *others = ([kind.shape for kind in program.out_avals] for program, _ in traces)
+        results = self._lay_out_results(traces[0][1], whole)
         problems, outputs = Problems("the layer cannot run per device:"), []
         for one, *shapes, differs in zip(results, *others, is_random, strict=True):
             pairs = zip(*shapes, strict=True)

@@ -9,12 +9,9 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import jax
-from jax.sharding import NamedSharding, PartitionSpec
 from penzai import pz
 
-from penzai_shard.arrays.inputs import find_mesh
-from penzai_shard.arrays.structure import Structure, leaves_of
+from penzai_shard.arrays.structure import Structure
 from penzai_shard.errors import Problems, RuleTypeError
 from penzai_shard.layers.manual import manual_axes
 from penzai_shard.layers.pure_call import PureCall
@@ -23,6 +20,9 @@ from penzai_shard.layers.wrapper import Call, WrapperLayer
 from penzai_shard.meshes import AnyMesh, auto_twin
 from penzai_shard.planning import arguments
 from penzai_shard.rules import AxisRules
+
+_STATIC = {"pytree_node": False}
+_KINDS = {"min_size": int, "per_device": bool, "keep_split": tuple, "assume_independent": tuple}
 
 
 @pz.pytree_dataclass
@@ -79,31 +79,23 @@ class ShardMapped(WrapperLayer):
     """
 
     body: Any
-    mesh: AnyMesh = dataclasses.field(metadata={"pytree_node": False})
-    parameter_rules: AxisRules = dataclasses.field(metadata={"pytree_node": False})
-    activation_rules: AxisRules = dataclasses.field(metadata={"pytree_node": False})
-    min_size: int = dataclasses.field(default=0, metadata={"pytree_node": False})
-    keep_split: tuple[Hashable, ...] = dataclasses.field(
-        default=(), metadata={"pytree_node": False}
-    )
-    per_device: bool = dataclasses.field(default=False, metadata={"pytree_node": False})
-    assume_independent: tuple[str, ...] = dataclasses.field(
-        default=(), metadata={"pytree_node": False}
-    )
+    mesh: AnyMesh = dataclasses.field(metadata=_STATIC)
+    parameter_rules: AxisRules = dataclasses.field(metadata=_STATIC)
+    activation_rules: AxisRules = dataclasses.field(metadata=_STATIC)
+    min_size: int = dataclasses.field(default=0, metadata=_STATIC)
+    keep_split: tuple[Hashable, ...] = dataclasses.field(default=(), metadata=_STATIC)
+    per_device: bool = dataclasses.field(default=False, metadata=_STATIC)
+    assume_independent: tuple[str, ...] = dataclasses.field(default=(), metadata=_STATIC)
 
     def __post_init__(self) -> None:
         for key in ("parameter_rules", "activation_rules"):
             self.__dict__[key] = arguments.read("ShardMapped", self.mesh, getattr(self, key)).rules
         problems = Problems("ShardMapped:")
-        for name, kind, example in (
-            ("min_size", int, "min_size=1024"),
-            ("per_device", bool, "per_device=True"),
-            ("keep_split", tuple, "keep_split=('neurons',)"),
-            ("assume_independent", tuple, "assume_independent=('rev',)"),
-        ):
+        for name, kind in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind):
-                problems.add(name, f"{value!r} is no {kind.__name__}", f"Write {example}.")
+                fix = f"Write a {kind.__name__}, such as {kind()}."
+                problems.add(name, f"{value!r} is no {kind.__name__}", fix)
         problems.raise_if_any(RuleTypeError)
 
     def _transform(self, call: Call, structure: Structure) -> Call:
@@ -119,9 +111,3 @@ class ShardMapped(WrapperLayer):
             return tree["output"], tree["assigned"]
 
         return run
-
-    def _check_inputs(self, inputs: dict[str, Any]) -> None:
-        super()._check_inputs(inputs)
-        sharding = NamedSharding(self.mesh, PartitionSpec())
-        on_mesh = leaves_of({"mesh": jax.ShapeDtypeStruct((), "float32", sharding=sharding)})
-        find_mesh([*on_mesh, *leaves_of(inputs)], "ShardMapped")

