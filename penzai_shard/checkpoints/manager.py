@@ -5,15 +5,10 @@ metadata, so that none of them is ever there without the other. A directory has 
 it is whole: it gets it once all is written, and loses it before anything of it is removed.
 """
 
-import atexit
-
 # Imported so that its own callback at the end of the program comes after the one of this module.
 import concurrent.futures.thread  # noqa: F401
-import dataclasses
-import functools
 import json
 import math
-import operator
 import os
 import pathlib
 import re
@@ -21,12 +16,12 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from penzai_shard.checkpoints.records import MARKER, absolute_path, is_checkpoint, read_manifest
+from penzai_shard.checkpoints.records import MARKER, absolute_path, read_manifest
 from penzai_shard.checkpoints.replacement import content_of, paths_in
 from penzai_shard.checkpoints.train_states import begin_save_train_state, restore_train_state
 from penzai_shard.errors import (
@@ -37,15 +32,14 @@ from penzai_shard.errors import (
     Problem,
     Problems,
     RuleTypeError,
-    ShardingError,
 )
 from penzai_shard.processes import job
 from penzai_shard.processes.agreement import gather, on_first, together
 
 _STEP = re.compile(r"step_(\d{8,})")
 _REMOVING = ".penzai-shard-removing"
-_SECTION = "penzai_shard_run"
-_SAVED = "CheckpointManager.save"
+_SECTION, _EMPTY = "penzai_shard_run", '{"metrics": {}, "extra": {}}'
+_CALLED = "CheckpointManager"
 
 
 class CheckpointManager:
@@ -96,10 +90,19 @@ class CheckpointManager:
         best: Any = None,
         asynchronous: bool = True,
     ) -> None:
+        problems = Problems(f"{_CALLED}:")
+        for name, count in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if count is not None and not _is_count(count):
+                problems.add(name, f"{count!r:.80} is no count", f"Write {name}=100, or None.")
+        parts = [*best, 1][: max(3, len(best))] if isinstance(best, tuple | list) else []
+        is_read = len(parts) == 3 and parts[1] in ("min", "max") and _is_count(parts[2])
+        if best is not None and not is_read:
+            fix = "Write for instance best=('loss', 'min', 3)."
+            problems.add("best", f"{best!r:.80} is no metric with 'min' or 'max'", fix)
+        problems.raise_if_any(RuleTypeError)
         self.path = str(absolute_path(path))
-        self._retention = Retention.of(keep_last, keep_every, best)
+        self._retention = Retention(keep_last, keep_every, tuple(parts) if parts else None)
         self._asynchronous = asynchronous
-        self._is_closed = False
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -114,7 +117,10 @@ class CheckpointManager:
         >>> CheckpointManager("/runs/may").path_of(100)
         '/runs/may/step_00000100'
         """
-        return os.path.join(self.path, f"step_{_read_step(step):08d}")
+        if not isinstance(step, int | np.integer) or step < 0:
+            fix = "Write for instance int(state.step)."
+            raise RuleTypeError(f"{_CALLED}:", [Problem("step", f"{step!r:.80} is no step", fix)])
+        return os.path.join(self.path, f"step_{step:08d}")
 
     def steps(self) -> list[int]:
         """The steps of which there are whole checkpoints now, in order."""
@@ -132,16 +138,7 @@ class CheckpointManager:
 
     @property
     def best(self) -> int | None:
-        """The step with the best metric now; None if no checkpoint has it.
-
-        Raises:
-            RuleTypeError: The manager does not know what is best.
-        """
-        if self._retention.best is None:
-            problem = Problem(
-                "best", "it was not given", "Write for instance best=('loss', 'min')."
-            )
-            raise RuleTypeError("CheckpointManager.best:", [problem])
+        """The step with the best metric now; None if no checkpoint has it, or none is asked for."""
         return next(iter(self._retention.sort_best(self._read_all_metrics())), None)
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -151,8 +148,7 @@ class CheckpointManager:
             CheckpointNotFoundError: There is no checkpoint of it.
             CheckpointDamagedError: Its metadata is not as it was saved.
         """
-        metrics = self._read_entries(step)[0]["metrics"]
-        return {name: float(value) for name, value in metrics.items()}
+        return dict(self._read_entries(step)[0]["metrics"])
 
     def extra(self, step: int) -> dict[str, Any]:
         """What this process gave as ``extra`` when it saved a step.
@@ -161,22 +157,19 @@ class CheckpointManager:
             CheckpointNotFoundError, CheckpointDamagedError: As for ``metrics``.
             CheckpointMismatchError: Another number of processes saved it, each something else.
         """
-        extras = [entry["extra"] for entry in self._read_entries(step)]
-        if len(extras) != jax.process_count():
-            if any(extra != extras[0] for extra in extras):
-                what = f"{len(extras)} processes saved it with an extra= each"
-                what += f", and now there is {jax.process_count()}"
-                problem = Problem(self.path_of(step), what, f"Start {len(extras)} processes.")
-                raise CheckpointMismatchError("extra= is one of each process:", [problem])
-            return dict(extras[0])
-        return dict(extras[jax.process_index()])
+        entries = self._read_entries(step)
+        is_same = len(entries) == jax.process_count()
+        if not is_same and any(entry["extra"] != entries[0]["extra"] for entry in entries):
+            what = f"{len(entries)} processes saved it with an extra= each"
+            problem = Problem(self.path_of(step), what, f"Start {len(entries)} processes.")
+            raise CheckpointMismatchError("no extra= is that of this process:", [problem])
+        return dict(entries[jax.process_index() if is_same else 0]["extra"])
 
     def _read_entries(self, step: int) -> list[dict[str, Any]]:
         """What each process said when a step was saved."""
-        self._refuse_missing(step)
-        metadata = read_manifest(self.path_of(step)).metadata
+        texts = read_manifest(self.path_of(step)).metadata.get(_SECTION)
         # Somebody may have saved it without a manager.
-        return list(metadata.get(_SECTION) or [{"metrics": {}, "extra": {}}])
+        return [json.loads(text) for text in texts or [_EMPTY]]
 
     def _read_all_metrics(self) -> dict[int, dict[str, float]]:
         """The metrics by step; none of those checkpoints that are damaged."""
@@ -187,14 +180,6 @@ class CheckpointManager:
             except CheckpointDamagedError:
                 found[step] = {}
         return found
-
-    def _refuse_missing(self, step: int) -> None:
-        steps = self.steps()
-        if step not in steps:
-            what = f"there is none of step {_read_step(step)}"
-            there = f"Those of steps {', '.join(map(str, steps))} are there." if steps else ""
-            problem = Problem(self.path, what, there or "Save a step first.")
-            raise CheckpointNotFoundError("there is no checkpoint:", [problem])
 
     # Saving
 
@@ -226,119 +211,63 @@ class CheckpointManager:
             CheckpointWriteError: There is a checkpoint of this step or of a later one; or this one
                 cannot be written; or the one before could not, and then this one was not begun.
             ShardingError: As for ``save_train_state``.
-            RuleTypeError: An argument cannot be read, or the manager is closed.
+            RuleTypeError: An argument cannot be read.
         """
-        try:
-            self.wait()
-        except ShardingError as error:
-            error.add_note(f"So step {step} was not saved.")
-            raise
-        with together(_SAVED):
-            path = self.path_of(step)
-            entry = self._read_entry(metrics, extra)
+        self.wait()
+        with together(_CALLED):
+            path, entry = self.path_of(step), _write_entry(metrics, extra)
         # Another step in another process is another call.
-        metadata = {_SECTION: gather(f"{_SAVED} at {path}", entry)}
+        metadata = {_SECTION: gather(f"{_CALLED} saves {path}", entry)}
         on_first("looking for later checkpoints", lambda: self._refuse_later(step))
         options = {"overwrite": overwrite, "metadata": metadata, "copy": self._asynchronous}
-        finish = begin_save_train_state(_SAVED, path, state, **options)
-        if not self._asynchronous:
-            finish()
-            self._remove_others(step)
-            return path
+        finish = begin_save_train_state(_CALLED, path, state, **options)
         # Processes agree by the name of the thread.
         name = f"penzai_shard saving {self.path}"
         self._thread = threading.Thread(target=self._finish, args=(finish, step), name=name)
-        _finish_at_exit()
         _unfinished.add(self)
         self._thread.start()
+        if not self._asynchronous:
+            self.wait()
         return path
-
-    def _read_entry(
-        self, metrics: Mapping[str, Any] | None, extra: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
-        """What the checkpoint says of metrics and extra, as JSON has it."""
-        problems = Problems(f"{_SAVED}:")
-        if self._is_closed:
-            problems.add(
-                "", "the manager is closed", f"Make another CheckpointManager({self.path!r})."
-            )
-        numbers = {}
-        try:
-            for name, value in dict(metrics or {}).items():
-                number = float(value)
-                # JSON has no numbers that are infinite or not a number.
-                numbers[str(name)] = number if math.isfinite(number) else str(number)
-        except (TypeError, ValueError):
-            problems.add("metrics", f"{metrics!r:.80} are not numbers by name", "{'loss': 0.5}")
-        try:
-            extra = json.loads(json.dumps(dict(extra or {}), allow_nan=False))
-        except (TypeError, ValueError):
-            what = f"{extra!r:.80} is not what JSON holds by name"
-            problems.add("extra", what, "Write for instance {'batches': 100}.")
-        problems.raise_if_any(RuleTypeError)
-        return {"metrics": numbers, "extra": extra}
 
     def _refuse_later(self, step: int) -> None:
         """Refuses a step before the newest, from which nobody would go on."""
-        problems, latest = Problems("cannot save:"), self.latest
-        if is_checkpoint(pathlib.Path(self.path)):
-            parent = os.path.dirname(self.path)
-            problems.add(
-                self.path, "it is a checkpoint itself", f"Save to {parent!r} for instance."
-            )
-        elif latest is not None and step < latest:
+        latest = self.latest
+        if latest is not None and step < latest:
             fix = "Save to another folder, or remove the checkpoints after it."
-            problems.add(self.path_of(step), f"step {latest} is there, which is later", fix)
-        problems.raise_if_any(CheckpointWriteError)
+            problem = Problem(self.path, f"step {latest} is there, which is after {step}", fix)
+            raise CheckpointWriteError("cannot save:", [problem])
 
     def _finish(self, finish: Callable[[], str], step: int) -> None:
         try:
             finish()
-            self._remove_others(step)
+            on_first("removing old checkpoints", lambda: self._remove_all_but_kept(step))
         except Exception as error:
             self._failure = error
-
-    def _remove_others(self, saved: int) -> None:
-        on_first("removing old checkpoints", lambda: self._remove_all_but_kept(saved))
 
     def _remove_all_but_kept(self, saved: int) -> None:
         kept = {saved, *self._retention.choose(self._read_all_metrics())}
         for path in [self.path_of(step) for step in self.steps() if step not in kept]:
-            try:
-                # Renamed first, so that no part of a checkpoint is taken for a whole one.
-                os.rename(path, path + _REMOVING)
-            except OSError as error:
-                problem = Problem(
-                    path, f"it is not removed: {error.strerror}", "Remove it by hand."
-                )
-                raise CheckpointWriteError("cannot remove a checkpoint:", [problem]) from error
+            # Renamed first, so that no part of a checkpoint is taken for a whole one.
+            os.rename(path, path + _REMOVING)
         # With those that a killed program has left.
         for removed in pathlib.Path(self.path).glob(f"*{_REMOVING}"):
             shutil.rmtree(removed, ignore_errors=True)
 
     # Restoring and the end
 
-    def restore(
-        self,
-        state: Any,
-        step: int | None = None,
-        *,
-        mesh: Any = None,
-        rules: Any = None,
-        **options: Any,
-    ) -> Any:
+    def restore(self, state: Any, step: int | None = None, **options: Any) -> Any:
         """Restores the state of a step, the newest by default, once all saves are complete.
 
         Args:
             state: A state of the same model and optimizer, with arrays or structs.
             step: The step; None for the newest.
-            mesh: As for ``restore_train_state``. Without it arrays go where those of the state are.
-            rules: As for ``restore_train_state``.
-            **options: All other options of ``restore_train_state``.
+            **options: Options of ``restore_train_state``, such as ``mesh`` and ``rules``. Without
+                them arrays go where those of the state are.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint, or none of this step.
-            CheckpointDamagedError: It is not as it was saved. A note says which others there are.
+            CheckpointDamagedError: It is not as it was saved.
             ShardingError: As ``restore_train_state`` does, and what ``wait`` raises.
         """
         self.wait()
@@ -347,20 +276,14 @@ class CheckpointManager:
         if step is None:
             problem = Problem(self.path, "no step was saved there", "Save a step first.")
             raise CheckpointNotFoundError("there is no checkpoint:", [problem])
-        self._refuse_missing(step)
-        try:
-            return restore_train_state(self.path_of(step), state, mesh, rules, **options)
-        except CheckpointDamagedError as error:
-            others = [other for other in self.steps() if other != step]
-            if others:
-                error.add_note(f"Step {others[-1]} is there too: restore(state, {others[-1]}).")
-            raise
+        return restore_train_state(self.path_of(step), state, **options)
 
     def wait(self) -> None:
         """Waits until all that ``save`` was given is on the disk.
 
         Raises:
-            CheckpointWriteError: It could not be written, or an old one could not be removed.
+            CheckpointWriteError: It could not be written.
+            OSError: An old one could not be removed.
         """
         if self._thread is not None:
             # Ctrl-C ends only the waiting.
@@ -372,19 +295,13 @@ class CheckpointManager:
             raise failure
 
     def close(self) -> None:
-        """Waits, and takes no further saves; raises what ``wait`` raises."""
-        self._is_closed = True
+        """Ends what is under way, as the end of a ``with`` statement does; see ``wait``."""
         self.wait()
 
     def __enter__(self) -> "CheckpointManager":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
             self.close()
         except Exception as failure:
@@ -393,24 +310,21 @@ class CheckpointManager:
             error.add_note(f"A checkpoint was not saved either: {failure}")
 
 
-def _read_step(step: Any) -> int:
+def _write_entry(metrics: Any, extra: Any) -> str:
+    """What a process says with a checkpoint, as JSON."""
     try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if number < 0 or isinstance(step, bool):
-        problem = Problem(
-            "step", f"{step!r:.80} is no number of 0 or more", "Write int(state.step)."
-        )
-        raise RuleTypeError("CheckpointManager:", [problem])
-    return number
+        numbers = {str(name): float(value) for name, value in dict(metrics or {}).items()}
+        return json.dumps({"metrics": numbers, "extra": dict(extra or {})})
+    except (TypeError, ValueError) as error:
+        fix = "Write for instance metrics={'loss': 0.5}, extra={'batches': 100}."
+        problem = Problem("", f"metrics= or extra= is not what JSON holds by name: {error}", fix)
+        raise RuleTypeError(f"{_CALLED}:", [problem]) from error
 
 
 # What is kept
 
 
-@dataclasses.dataclass(frozen=True)
-class Retention:
+class Retention(NamedTuple):
     """Decides which checkpoints are kept: those that any of three conditions keeps.
 
     Attributes:
@@ -421,30 +335,7 @@ class Retention:
 
     keep_last: int | None = 2
     keep_every: int | None = None
-    best: tuple[str, str, int] | None = None
-
-    @classmethod
-    def of(cls, keep_last: Any, keep_every: Any, best: Any) -> "Retention":
-        """The conditions that were given.
-
-        Raises:
-            RuleTypeError: They cannot be read; all of them are in it.
-        """
-        problems = Problems("CheckpointManager:")
-        for name, count in (("keep_last", keep_last), ("keep_every", keep_every)):
-            if not (count is None or _is_count(count)):
-                what = f"{count!r:.80} is no number of 1 or more"
-                problems.add(name, what, f"Write for instance {name}=100, or None.")
-        if best is not None:
-            best = (*best, 1) if isinstance(best, tuple | list) and len(best) == 2 else best
-            match best:
-                case (str(metric), ("min" | "max") as direction, count) if _is_count(count):
-                    best = metric, direction, count
-                case _:
-                    what = f"{best!r:.80} is no metric with 'min' or 'max'"
-                    problems.add("best", what, "Write for instance best=('loss', 'min', 3).")
-        problems.raise_if_any(RuleTypeError)
-        return cls(keep_last, keep_every, best)
+    best: tuple[Any, ...] | None = None
 
     def choose(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
         """The steps that are kept, of those whose metrics are given; always the newest.
@@ -458,13 +349,13 @@ class Retention:
         kept = {*sorted(metrics)[-self.keep_last :]}
         if self.keep_every is not None:
             kept |= {step for step in metrics if step % self.keep_every == 0}
-        if self.best is not None:
-            kept |= {*self.sort_best(metrics)[: self.best[2]]}
-        return kept
+        best_count = self.best[2] if self.best else 0
+        return kept | {*self.sort_best(metrics)[:best_count]}
 
     def sort_best(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """The steps that have a finite metric, the best first, and of equals the newer one."""
-        assert self.best is not None
+        if self.best is None:
+            return []
         name, direction, _ = self.best
         sign = 1 if direction == "min" else -1
         values = {step: sign * numbers.get(name, math.nan) for step, numbers in metrics.items()}
@@ -482,14 +373,6 @@ _unfinished: set[CheckpointManager] = set()
 """Managers whose thread nobody has waited for."""
 
 
-@functools.cache
-def _finish_at_exit() -> None:
-    """Has the program wait for saves at its end, when threads can still be given work."""
-    # What atexit calls comes later, when Orbax can start nothing that it needs to write.
-    getattr(threading, "_register_atexit", atexit.register)(_finish_all)
-    job.before_end(_finish_all)
-
-
 def _finish_all() -> None:
     """Ends the saves that nobody waited for, and prints which of them failed."""
     for manager in list(_unfinished):
@@ -498,3 +381,7 @@ def _finish_all() -> None:
         except Exception as error:
             fix = "Call close() of a CheckpointManager, or use it in a with statement."
             print(f"penzai_shard: {error}\n{fix}", file=sys.stderr)
+
+
+job.before_threads_end(_finish_all)
+job.before_end(_finish_all)

@@ -6,11 +6,12 @@ https://github.com/jax-ml/jax/blob/main/jax/_src/distributed.py
 """
 
 import math
+import os
 import time
 from typing import Any
 
 import jax
-from jax._src import distributed
+from jax._src import clusters, distributed
 
 from penzai_shard.errors import Problem, ShardingError
 
@@ -65,6 +66,13 @@ def receive(key: str, seconds: float) -> str | None:
 def forget(key: str) -> None:
     """Removes the texts under a key and below it, which would stay in the first process' memory."""
     _client().key_value_delete(key)
+
+
+def is_cluster() -> bool:
+    """Whether ``jax.distributed.initialize`` finds out by itself of which job this process is."""
+    environments = [env for env in clusters.ClusterEnv._cluster_types if not env.opt_in_only_method]
+    is_given = "JAX_COORDINATOR_ADDRESS" in os.environ
+    return is_given or any(environment.is_env_present() for environment in environments)
 
 
 def _client() -> Any:
