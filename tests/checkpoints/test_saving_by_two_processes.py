@@ -1,9 +1,6 @@
 """Two processes save and restore together: this file is the test, and the program it starts."""
 
-import os
 import pathlib
-import socket
-import subprocess
 import sys
 
 import jax
@@ -15,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 import penzai_shard as pzs
 from penzai_shard.processes.arrays import put
 from tests.checkpoints.trees import is_key, paths_of, structs_of
+from tests.processes.launching import run_processes
 
 NUMBERS = np.random.default_rng(0).normal(size=(16, 24)).astype("float32")
 
@@ -25,8 +23,8 @@ def refuse(error, path, act):
     assert paths_of(caught) == {path}
 
 
-def main(me, port, folder):
-    jax.distributed.initialize(f"127.0.0.1:{port}", 2, me)
+def main(me, address, folder):
+    jax.distributed.initialize(address, 2, me)
     devices = np.array(jax.devices()).reshape(2, 4)
     mesh = Mesh(devices, ("data", "model"))
     # Each process has every second column, so that what they read overlaps.
@@ -67,19 +65,7 @@ def main(me, port, folder):
 
 
 def test_two_processes_save_and_restore_together(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": flags}
-    started = [
-        subprocess.Popen([sys.executable, __file__, me, port, tmp_path], env=env) for me in "01"
-    ]
-    try:
-        assert [process.wait(120) for process in started] == [0, 0]
-    finally:
-        for process in started:
-            process.kill()
+    assert [status for status, _, _ in run_processes(__file__, tmp_path)] == [0, 0]
 
 
 if __name__ == "__main__":

@@ -3,11 +3,7 @@
 Each process has four simulated devices, makes all claims, and writes which of them failed.
 """
 
-import functools
 import json
-import os
-import socket
-import subprocess
 import sys
 import threading
 import traceback
@@ -22,6 +18,7 @@ from penzai_shard.errors import MissingExtraError, PlanError, Problem, ShardingE
 from penzai_shard.jax_internals import messages
 from penzai_shard.processes import agreement
 from penzai_shard.processes.arrays import put
+from tests.processes.launching import run_processes
 
 
 def paths_of(caught):
@@ -173,8 +170,8 @@ def claim_put_refuses_other_shapes(me):
     assert paths_of(caught) == ["w"]
 
 
-def main(me, port):
-    jax.distributed.initialize(f"127.0.0.1:{port}", 2, me)
+def main(me, address):
+    jax.distributed.initialize(address, 2, me)
     agreement.PATIENCE_SECONDS = 30.0
     failed = []
     for name, claim in list(globals().items()):
@@ -188,18 +185,7 @@ def main(me, port):
 
 
 def test_claims_of_two_processes():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": flags}
-    start = functools.partial(subprocess.Popen, env=env, text=True, stdout=subprocess.PIPE)
-    started = [start([sys.executable, __file__, me, port]) for me in ("0", "1")]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    outputs = [output for _, output, _ in run_processes(__file__)]
     assert [json.loads(output.splitlines()[-1]) for output in outputs] == [[], []]
 
 
