@@ -72,9 +72,7 @@ class BatchFeed:
         # Once the feed is closed: how many items are made all the same.
         self._most: int | None = None
         name = f"penzai_shard batches {next(_numbers)}"
-        # What is set for one thread in JAX is not for another.
-        settings = jax.config.jax_enable_x64, jax.config.jax_default_device  # type: ignore[attr-defined]
-        self._thread = threading.Thread(target=self._make, args=settings, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._make, name=name, daemon=True)
 
     def __enter__(self) -> "BatchFeed":
         if self._ahead:
@@ -109,20 +107,19 @@ class BatchFeed:
                 return item
         return None
 
-    def _make(self, uses_64_bits: bool, device: Any) -> None:
-        with jax.enable_x64(uses_64_bits), jax.default_device(device):
-            for made in itertools.count():
-                self._room.acquire()
-                if self._most is not None and made >= self._most:
-                    return
-                try:
-                    item = next(self._items, None)
-                except BaseException as error:
-                    item = error  # Raised by ``next``, where somebody sees it.
-                self._ready.put(item)
-                if item is None or isinstance(item, BaseException):
-                    return
-                del item  # Not kept alive while the next one is made.
+    def _make(self) -> None:
+        for made in itertools.count():
+            self._room.acquire()
+            if self._most is not None and made >= self._most:
+                return
+            try:
+                item = next(self._items, None)
+            except BaseException as error:
+                item = error  # Raised by ``next``, where somebody sees it.
+            self._ready.put(item)
+            if item is None or isinstance(item, BaseException):
+                return
+            del item  # Not kept alive while the next one is made.
 
 
 # What is fed
@@ -136,7 +133,6 @@ def make_batches(
     place: Callable[[Any], Any],
     most: int | None = None,
     tokens_axes: Sequence[Hashable] = (),
-    keep_state: bool = False,
 ) -> Iterator[Batch]:
     """Draws batches from a position on, and places them.
 
@@ -147,7 +143,6 @@ def make_batches(
         place: Places a batch.
         most: How many batches are wanted; no more are drawn. None draws all.
         tokens_axes: The logical axes of which the lengths count tokens.
-        keep_state: Whether positions have the state of the iterator.
 
     Raises:
         RuleTypeError: It gives no batches, or ``place`` returns none.
@@ -156,7 +151,6 @@ def make_batches(
     """
     with together(f"opening {called}"):
         iterator, unwanted = _open(called, batches, position)
-    keep_state = keep_state and _has_state(iterator)
     count = 0
     while most is None or count < most:
         with together(f"drawing from {called}"):
@@ -167,7 +161,7 @@ def make_batches(
             if unwanted:
                 unwanted -= 1
                 continue
-            state = _write_state(called, iterator) if keep_state else None
+            state = _write_state(called, iterator) if _has_state(iterator) else None
             inputs = place(batch)
             if not isinstance(inputs, Mapping) or not all(isinstance(key, str) for key in inputs):
                 what = f"a batch is a dictionary of inputs by name, not a {type(inputs).__name__}"

@@ -88,7 +88,8 @@ def fit(
         rules: With ``mesh``, as for ``shard_batch``.
         first_axis: With ``mesh``, as for ``shard_batch``.
         prefetch: How many batches to place ahead of their use; 0 does without a thread.
-        log_every: After how many steps to make a record; there is one of the last step too.
+        log_every: After how many steps to make a record. There is one of each step too after which
+            the state is evaluated or saved.
         on_log: Called with each ``LogRecord``, in every process.
         progress: Whether to show how far the run is: a bar in a terminal, elsewhere lines at
             intervals.
@@ -101,7 +102,8 @@ def fit(
         keep: How many of the newest checkpoints to keep; None keeps all.
         keep_every: Checkpoints whose step is a multiple of this are kept too.
         best: As for ``CheckpointManager``. The metrics are the single numbers that the step
-            reports, the ``"loss"``, and those of the evaluation, such as ``"evaluation/loss"``.
+            reports, the ``"loss"``, and those of the evaluation, such as ``"evaluation/loss"``: let
+            ``save_every`` be a multiple of ``evaluate_every`` then.
         resume: Whether to go on from the newest checkpoint. If not, there must not be any.
         evaluate_every: After how many steps, and after the last one, to evaluate.
         eval_step: ``eval_step(state, **batch)``, as ``build_eval_step_fn`` gives it, or anything
@@ -158,10 +160,10 @@ def fit(
     with draw_progress(steps, "steps", progress and jax.process_index() == 0) as bar:
         state, position, saved = _find_start(state, step, manager, steps, resume, bar)
         numbers = steps, log_every, save_every, evaluate_every
-        others: Any = on_log, loss, allow_nonfinite, manager, bar, evaluating
+        others: Any = on_log, loss, allow_nonfinite, manager, best, bar, evaluating
         loop = TrainingLoop(step, state, position, saved, LoopOptions(*numbers, *others))
         most = None if steps is None else max(0, steps - loop.done)
-        items = draw("batches", batches, position, most=most, keep_state=manager is not None)
+        items = draw("batches", batches, position, most=most)
         try:
             stops, feed = StopRequests(stop_event), BatchFeed(items, prefetch)
             with stops, manager or contextlib.nullcontext(), feed:
@@ -187,7 +189,6 @@ def _check(given: Mapping[str, Any]) -> None:
     is_saving = "checkpoint" not in absent or {"save_every", "keep_every", "best"} <= absent
     rightness = {
         "state": (isinstance(given["state"], TrainState), "fit(state, step, batches, steps=100)"),
-        "step": (callable(given["step"]), "build_train_step_fn(loss_fn)"),
         "prefetch": (given["prefetch"] == 0 or _is_count(given["prefetch"]), "prefetch=2"),
         "on_stop": (given["on_stop"] in ("raise", "return"), "on_stop='return'"),
         "mesh": (is_placing, "shard_batch=function, or mesh=mesh with rules and first_axis"),
@@ -229,15 +230,15 @@ def _find_start(
         problems.raise_if_any(TrainingStoppedError)
         return state, Position(), None
 
-    where, extra = manager.path_of(newest), manager.extra(newest)
+    where, extra, what = manager.path_of(newest), manager.extra(newest), ""
     if not resume:
-        problems.add(where, "a checkpoint is there", "Choose another folder, or resume=True.")
+        what = "it is there, and resume=False"
     elif newest < given:
         what = f"it is of step {newest}, and the state is at step {given}"
-        problems.add(where, what, "Choose another folder.")
     elif "batches" not in extra:
-        what = "it does not say how many batches the run has used"
-        problems.add(where, what, "Restore it by hand, and choose another folder.")
+        what = "it does not say how many batches its run has used"
+    if what:
+        problems.add(where, what, "Choose another folder.")
     problems.raise_if_any(TrainingStoppedError)
     is_free = not any(map(bound_sharding, jax.tree.leaves(state)))
     if getattr(step, "is_donating", False):

@@ -42,9 +42,9 @@ class LogRecord:
     evaluation: Any = None
 
     def __str__(self) -> str:
-        parts = [] if self.loss is None else [f"loss {self.loss:.4f}"]
-        figures = read_numbers({"evaluation": self.evaluation})
-        parts += [f"{name} {value:.4f}" for name, value in figures.items()]
+        evaluation = read_numbers({"evaluation": self.evaluation})
+        numbers = {**read_numbers({"loss": self.loss}), **evaluation}
+        parts = [f"{name} {value:.4f}" for name, value in numbers.items()]
         if self.tokens_per_second is not None:
             parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         return ", ".join([*parts, f"{self.seconds_per_step * 1e3:,.1f} ms/step"])

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from penzai_shard import errors
 from penzai_shard.arrays.inputs import bound_sharding
-from penzai_shard.errors import NonFiniteLossError, Problem, TrainingStoppedError, warn_caller
+from penzai_shard.errors import Problem
 from penzai_shard.fitting import log
 from penzai_shard.fitting.batch_feed import Batch, BatchFeed, Position
 from penzai_shard.processes.agreement import any_process
@@ -40,6 +41,7 @@ class LoopOptions:
         loss: Where the loss is in what a step reports.
         allow_nonfinite: Whether the loss may be infinite or not a number.
         manager: Where to save; None saves nothing.
+        best: What the manager takes for the best.
         bar: Shows how far the run is.
         evaluate: Evaluates a state; None where there is nothing to evaluate.
     """
@@ -52,28 +54,19 @@ class LoopOptions:
     loss: log.LossIn
     allow_nonfinite: bool
     manager: Any
+    best: Any
     bar: Bar
     evaluate: Callable[[Any], Any] | None
 
     def is_evaluated(self, step: int) -> bool:
         """Whether the state after a step is evaluated."""
-        is_due = _is_due(self.evaluate_every, step) or step == self.last
-        return self.evaluate is not None and is_due
+        return self.evaluate is not None and (
+            step == self.last or _is_due(self.evaluate_every, step)
+        )
 
 
 def _is_due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Dispatched:
-    """A step that was given to the devices, and what it reports once it is done."""
-
-    number: int
-    tokens: int | None
-    report: Any
-    loss: Any
-    done: Any
 
 
 class TrainingLoop:
@@ -86,15 +79,14 @@ class TrainingLoop:
     """
 
     def __init__(
-        self, step: Any, state: Any, position: Position, saved: int | None, options: LoopOptions
+        self, step: Any, state: TrainState, at: Position, saved: int | None, options: LoopOptions
     ) -> None:
-        self._step, self.saved = step, saved
-        self.state: TrainState = state
-        self._position, self._options = position, options
+        self._step, self.state, self.saved = step, state, saved
+        self._position, self._options = at, options
         self.done = self._start = self._logged = int(state.step)
-        self._unread: list[_Dispatched] = []
-        self._last: _Dispatched | None = None
-        self._evaluation: Any = None
+        # Number, tokens, report and loss of steps that were dispatched, and what is there once they
+        # are done.
+        self._unread: list[tuple[int, int | None, Any, Any, Any]] = []
         self._pace, self._waited = log.Pace(), 0.0
 
     def run(self, feed: BatchFeed, stops: "StopRequests") -> None:
@@ -129,7 +121,9 @@ class TrainingLoop:
         if is_ended and batch is None and last is not None and not is_stopping():
             what = f"they ended after step {self.done} of {last}"
             fix = "Give more, itertools.cycle(batches), or train until they end, steps=None."
-            raise TrainingStoppedError("fit has no batches left:", [Problem("batches", what, fix)])
+            raise errors.TrainingStoppedError(
+                "fit has no batches left:", [Problem("batches", what, fix)]
+            )
 
     def _do(self, batch: Batch) -> None:
         """Gives one step to the devices, and reads what the one before it reported."""
@@ -141,7 +135,7 @@ class TrainingLoop:
         self._position = batch.position
         options.bar.advance()
         loss = log.find_loss(report, options.loss)
-        self._unread.append(_Dispatched(self.done, batch.tokens, report, loss, self.state.step))
+        self._unread.append((self.done, batch.tokens, report, loss, self.state.step))
         saves = options.manager is not None and _is_due(options.save_every, self.done)
         self._read(0 if saves or options.is_evaluated(self.done) else 1)
         if saves:
@@ -151,68 +145,63 @@ class TrainingLoop:
         """Waits for steps, and says what they reported."""
         options = self._options
         while len(self._unread) > most_unread:
-            dispatched = self._last = self._unread.pop(0)
-            jax.block_until_ready(dispatched.done)
-            self._pace.end_step(dispatched.tokens)
-            loss = 0.0 if dispatched.loss is None else log.read_number(dispatched.loss)
-            if not (math.isfinite(loss) or options.allow_nonfinite):
+            number, tokens, report, loss, done = self._unread.pop(0)
+            jax.block_until_ready(done)
+            self._pace.end_step(tokens)
+            value = None if loss is None else log.read_number(loss)
+            if not (value is None or math.isfinite(value) or options.allow_nonfinite):
                 saved = f"; step {self.saved} is saved" if self.saved else ""
-                what = f"it is {loss} at step {dispatched.number}{saved}"
                 fix = "Write optax.clip_by_global_norm(1.0), or allow_nonfinite=True."
-                raise NonFiniteLossError("training diverged:", [Problem("loss", what, fix)])
-            self._evaluation = None
-            if options.evaluate is not None and options.is_evaluated(dispatched.number):
-                # Nothing else was dispatched: this is the state after that step.
-                self._evaluation = options.evaluate(self.state)
-                self._pace.skip()
-            if self._evaluation is not None or _is_due(options.log_every, dispatched.number):
-                self._log(dispatched)
+                problem = Problem("loss", f"it is {value} at step {number}{saved}", fix)
+                raise errors.NonFiniteLossError("training diverged:", [problem])
+            # If all are read, the state is that after this step.
+            if not self._unread or _is_due(options.log_every, number):
+                self._log(number, value, report)
 
-    def _log(self, dispatched: _Dispatched) -> None:
-        number, loss = dispatched.number, dispatched.loss
-        record = log.LogRecord(
-            number,
-            None if loss is None else log.read_number(loss),
-            log.copy_to_host(dispatched.report),
-            *self._pace.take(),
-            self._waited / (number - self._logged),
-            self._evaluation,
-        )
+    def _log(self, number: int, loss: float | None, report: Any) -> None:
+        options, evaluation = self._options, None
+        if options.evaluate is not None and options.is_evaluated(number):
+            evaluation = options.evaluate(self.state)
+            self._pace.skip()
+        pace = *self._pace.take(), self._waited / (number - self._logged)
+        metrics = log.copy_to_host(report)
+        self._record = record = log.LogRecord(number, loss, metrics, *pace, evaluation)
         self._logged, self._waited = number, 0.0
-        of = "" if self._options.last is None else f"/{self._options.last}"
-        self._options.bar.show(f"step {number}{of}: {record}")
-        if self._options.on_log is not None:
-            self._options.on_log(record)
+        options.bar.show(f"step {number}/{options.last or '?'}: {record}")
+        if options.on_log is not None:
+            options.on_log(record)
 
     def _end(self) -> None:
-        """Reads, logs and saves what was not yet."""
+        """Reads and saves what was not yet."""
         self._read(0)
-        if self._last is not None and self._logged != self.done:
-            self._log(self._last)
         if self._options.manager is not None and self.done not in (self.saved, self._start):
             self._save()
 
     def _save(self) -> None:
-        """Saves the state and its place in the batches, all steps having been read."""
-        assert self._last is not None
-        report = log.copy_to_host(self._last.report)
-        numbers = report if isinstance(report, dict) else {}
-        numbers = {**numbers, "loss": self._last.loss, "evaluation": self._evaluation}
-        extra = {"batches": dataclasses.asdict(self._position)}
+        """Saves the state and its place in the batches; its step was read and logged."""
+        record, options = self._record, self._options
+        numbers = record.metrics if isinstance(record.metrics, dict) else {}
+        numbers = {**numbers, "loss": record.loss, "evaluation": record.evaluation}
         metrics = log.read_numbers(numbers)
-        self._options.manager.save(self.done, self.state, metrics, extra=extra)
+        extra = {"batches": dataclasses.asdict(self._position)}
+        options.manager.save(self.done, self.state, metrics, extra=extra)
         self.saved = self.done
         self._pace.skip()
+        is_known = not options.best or options.best[0] in metrics
+        if not is_known and (record.evaluation is not None or options.evaluate is None):
+            what = f"no step has the metric {options.best[0]!r}, but {', '.join(metrics)}"
+            raise errors.RuleTypeError(
+                "fit:", [Problem("best", what, "Write best=('loss', 'min').")]
+            )
 
 
 def _warn_if_not_placed(state: Any, step: Any, batch: Batch) -> None:
     """Warns of batches that every device would compute whole."""
-    own = bound_sharding(state.step)
-    count = len(own.device_set) if own else 1
-    is_placed = any(bound_sharding(leaf) for leaf in jax.tree.leaves(batch.inputs))
+    count = len(getattr(bound_sharding(state.step), "device_set", ()))
+    is_placed = any(map(bound_sharding, jax.tree.leaves(batch.inputs)))
     if count > 1 and not is_placed and not getattr(step, "input_shardings", None):
         fact = f"the batches are on no device, so that each of {count} computes all of them"
-        warn_caller([f"{fact}. Write fit(..., mesh=mesh, rules=rules)."])
+        errors.warn_caller([f"{fact}. Write fit(..., mesh=mesh, rules=rules)."])
 
 
 def evaluate(
@@ -226,20 +215,18 @@ def evaluate(
         ahead: How many of them to place ahead.
         state: The train state.
     """
-    total, unread, count = None, [], 0
+    total, before, count = None, None, 0
     with BatchFeed(make(), ahead) as feed:
         while (batch := feed.next()) is not None:
             returned = step(state, **batch.inputs)
             if isinstance(returned, tuple) and isinstance(returned[-1], dict):
                 returned = {"loss": returned[0], **returned[-1]}
-            unread.append(returned)
-            count += 1
             # Read one late, so that the devices always have one to do.
-            total = _add(total, unread.pop(0)) if len(unread) > 1 else total
+            total, before, count = _add(total, before), returned, count + 1
     if not count:
         problem = Problem("eval_batches", "there is no batch", "Give a list, or a function.")
-        raise TrainingStoppedError("fit cannot evaluate:", [problem])
-    return jax.tree.map(lambda own: own / count, _add(total, unread[0]))
+        raise errors.TrainingStoppedError("fit cannot evaluate:", [problem])
+    return jax.tree.map(lambda own: own / count, _add(total, before))
 
 
 def _add(total: Any, report: Any) -> Any:

@@ -245,6 +245,13 @@ def test_fit_keeps_regular_and_best_checkpoints(tmp_path):
     assert manager.extra(8) == {"batches": {"used": 8, "iterator": None}}
 
 
+def test_fit_refuses_a_metric_that_never_comes(tmp_path):
+    with pytest.raises(pzs.RuleTypeError) as caught:
+        train(checkpoint=tmp_path, save_every=2, best=("accuracy", "max"))
+    assert paths_of(caught) == {"best"}
+    assert int(caught.value.state.step) == CheckpointManager(tmp_path).latest == 2
+
+
 # What ends a run
 
 
@@ -292,7 +299,6 @@ def test_fit_gives_the_state_with_an_error_of_a_callback():
     ("options", "path"),
     [
         ({"state": {"w": jnp.ones(2)}}, "state"),
-        ({"step": None}, "step"),
         ({"steps": 0}, "steps"),
         ({"log_every": 0.5}, "log_every"),
         ({"prefetch": -1}, "prefetch"),
