@@ -135,6 +135,8 @@ def fold_paths(paths: Sequence[str]) -> str:
     >>> fold_paths(["block_0/w", "block_1/w", "block_2/w"])
     'block_{0-2}/w'
     """
+    if len({*paths}) == 1:
+        return paths[0]  # With its leading zeros.
     columns = zip(*(map(int, _NUMBER.findall(path)) for path in paths), strict=True)
     texts = iter([_ranges(sorted(set(column))) for column in columns])
     return _NUMBER.sub(lambda _: next(texts), paths[0])

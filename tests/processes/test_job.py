@@ -119,6 +119,9 @@ def claim_each_process_has_an_extra(me, folder):
 def main(me, address, folder, ending):
     with several_processes(address, 2, me, heartbeat_seconds=3):
         assert agreement.gather("meeting", me) == [0, 1]
+        if ending != "clean":
+            # It is under way when the job ends.
+            CheckpointManager(folder).save(1, {"w": BATCHES})
         if ending == "clean":
             for name, claim in list(globals().items()):
                 if name.startswith("claim_"):
@@ -153,11 +156,21 @@ def test_two_processes_train_and_save_as_one(tmp_path):
         CheckpointManager(tmp_path / "extra").extra(2)
 
 
+def go_on(folder):
+    """The next run finds whole checkpoints, and saves."""
+    with CheckpointManager(folder) as manager:
+        assert manager.steps() in ([], [1])
+        manager.save(2, {"w": BATCHES})
+    np.testing.assert_array_equal(manager.restore({"w": BATCHES})["w"], BATCHES)
+    assert {path.name for path in folder.iterdir()} <= {"step_00000001", "step_00000002"}
+
+
 def test_an_error_in_one_process_ends_both(tmp_path):
     (status, _, errors), (own, _, own_errors) = run_processes(__file__, tmp_path, "error")
     assert (status, own) == (ENDED_BY_ANOTHER, 1)
     assert "process 1 of 2 failed: KeyError: 'mine'" in errors
     assert own_errors.endswith("KeyError: 'mine'\n")
+    go_on(tmp_path)
 
 
 def test_a_killed_process_ends_both(tmp_path):
@@ -165,6 +178,7 @@ def test_a_killed_process_ends_both(tmp_path):
     assert own == -signal.SIGKILL
     assert status == -signal.SIGABRT
     assert "heartbeats" in errors
+    go_on(tmp_path)
 
 
 def test_one_process_goes_on_as_it_is(capsys):

@@ -1,0 +1,360 @@
+"""The checkpoints of a run: which are kept, which are offered, and that none is lost.
+
+Run as a program it kills processes that save, and says whether what they leave is whole.
+"""
+
+import itertools
+import math
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint.experimental.v1  # noqa: F401 (forks need not import it)
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penzai_shard as pzs
+from penzai_shard.checkpoints.manager import CheckpointManager, Retention
+from penzai_shard.checkpoints.replacement import Replacement
+
+NUMBERS = np.linspace(0, 1, 20_000, dtype="float32")
+BEST = ("loss", "min")
+
+
+def make_state(value=0.0):
+    return {"step": np.int32(value), "w": NUMBERS + np.float32(value)}
+
+
+def read_value(manager, step=None):
+    """The number from which a state was made, all of which must be there."""
+    restored = manager.restore(make_state(), step)
+    (value,) = {*(np.asarray(restored["w"]) - NUMBERS).round(3).tolist()}
+    assert int(restored["step"]) == int(value)
+    return value
+
+
+def paths_of(caught):
+    return [problem.path for problem in caught.value.problems]
+
+
+# What is kept
+
+
+def choose_one_by_one(keep_last, keep_every, best, metrics):
+    """For each step: does any condition keep it?"""
+
+    def rank(step):
+        loss = metrics[step].get("loss", math.nan)
+        sign = 1 if best[1] == "min" else -1
+        return (sign * loss, -step) if math.isfinite(loss) else None
+
+    kept = set()
+    for step in metrics:
+        newer = sum(other > step for other in metrics)
+        is_kept = keep_last is None or newer < keep_last
+        is_kept |= keep_every is not None and step % keep_every == 0
+        if best is not None and rank(step):
+            better = [other for other in metrics if rank(other) and rank(other) < rank(step)]
+            is_kept |= len(better) < best[2]
+        kept |= {step} if is_kept else set()
+    return kept
+
+
+LOSSES = st.sampled_from([0.0, 1.0, 2.5, -1.0, math.nan, math.inf, -math.inf])
+
+
+@given(
+    keep_last=st.none() | st.integers(1, 4),
+    keep_every=st.none() | st.integers(1, 5),
+    best=st.none() | st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 3)),
+    metrics=st.dictionaries(
+        st.integers(0, 12), st.just({}) | st.fixed_dictionaries({"loss": LOSSES}), min_size=1
+    ),
+)
+@settings(max_examples=50)
+def test_retention_keeps_what_any_condition_keeps(keep_last, keep_every, best, metrics):
+    kept = Retention(keep_last, keep_every, best).choose(metrics)
+    assert kept == choose_one_by_one(keep_last, keep_every, best, metrics)
+    assert max(metrics) in kept
+
+
+def test_save_keeps_the_newest_the_regular_and_the_best(tmp_path):
+    options = {"keep_last": 1, "keep_every": 4, "best": [*BEST, 2]}
+    with CheckpointManager(tmp_path, **options) as manager:
+        for step, loss in enumerate([5.0, 3.0, math.nan, -math.inf, 4.0, 9.0, 8.0], 1):
+            extra = {"batches": [step, None], "nan": loss}
+            metrics = {"loss": jnp.float32(loss), "other": 1}
+            path = manager.save(step, make_state(step), metrics, extra=extra)
+    assert path == manager.path_of(7) == str(tmp_path / "step_00000007")
+    assert sorted(os.listdir(tmp_path)) == [f"step_0000000{step}" for step in (2, 4, 5, 7)]
+    # Another manager sees the same, from what the checkpoints say.
+    again = CheckpointManager(tmp_path, **options)
+    assert (again.steps(), again.latest, again.best) == ([2, 4, 5, 7], 7, 2)
+    assert again.metrics(4) == {"loss": -math.inf, "other": 1}
+    assert again.extra(2) == {"batches": [2, None], "nan": 3.0}
+    assert (read_value(again), read_value(again, again.best)) == (7, 2)
+    assert CheckpointManager(tmp_path).best is None
+    # Each is an ordinary checkpoint.
+    restored = pzs.restore_train_state(again.path_of(5), make_state())
+    assert int(restored["step"]) == 5
+
+
+def test_save_never_removes_what_it_has_just_saved(tmp_path):
+    with CheckpointManager(tmp_path, keep_last=1, best=BEST, asynchronous=False) as manager:
+        manager.save(1, make_state(), {"loss": 2.0})
+        manager.save(2, make_state(), {"loss": 1.0})
+        assert manager.steps() == [2]
+        manager.save(2, make_state(5), {"loss": 3.0}, overwrite=True)
+        assert (read_value(manager, 2), manager.metrics(2)) == (5, {"loss": 3.0})
+
+
+# In the background
+
+
+class Disk:
+    """A disk that writes nothing before it may, and is full at times."""
+
+    def __init__(self, patch):
+        self.may_write, self.is_full, commit = threading.Event(), False, Replacement.commit
+
+        def wait_and_commit(replacement):
+            assert self.may_write.wait(60)
+            if self.is_full:
+                raise OSError(28, "No space left on device")
+            commit(replacement)
+
+        patch.setattr(Replacement, "commit", wait_and_commit)
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    return Disk(monkeypatch)
+
+
+def test_save_returns_when_the_state_may_be_donated(tmp_path, disk):
+    mesh = pzs.make_mesh({"data": 8})
+    halves = jax.NamedSharding(mesh, jax.P("data"))
+    state = {"jax": jax.device_put(NUMBERS, halves), "numpy": NUMBERS.copy()}
+    change = jax.jit(lambda x: x + 1, donate_argnums=0)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+        change(state["jax"]).block_until_ready()
+        state["numpy"] += 1
+        assert manager.latest is None
+        saving = [t for t in threading.enumerate() if t.name.startswith("penzai_shard saving")]
+        assert len(saving) == 1
+        disk.may_write.set()
+    assert not saving[0].is_alive()
+    restored = manager.restore(state)
+    for name in state:
+        np.testing.assert_array_equal(restored[name], NUMBERS)
+    assert restored["jax"].sharding == halves
+
+
+def test_save_raises_what_went_wrong_before(tmp_path, disk):
+    disk.may_write.set()
+    manager = CheckpointManager(tmp_path)
+    acts = [
+        lambda: manager.save(2, make_state()),
+        lambda: manager.restore(make_state()),
+        manager.wait,
+        manager.close,
+        lambda: manager.__exit__(None, None, None),
+    ]
+    for act in acts:
+        disk.is_full = True
+        manager.save(1, make_state())
+        with pytest.raises(pzs.CheckpointWriteError) as caught:
+            act()
+        assert paths_of(caught) == [manager.path_of(1)]
+        assert os.listdir(tmp_path) == []
+        # It was raised once.
+        manager.wait()
+    manager.save(1, make_state())
+    with pytest.raises(KeyError) as raised, manager:
+        raise KeyError("mine")
+    assert manager.path_of(1) in raised.value.__notes__[0]
+
+
+# What is offered
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    with CheckpointManager(folder) as manager:
+        for step in (3, 7):
+            manager.save(step, make_state(step))
+    return folder
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    """A manager of a copy of a folder with two steps."""
+    return CheckpointManager(shutil.copytree(saved, tmp_path / "run"), best=BEST)
+
+
+def test_steps_are_those_of_whole_checkpoints(run):
+    folder = pathlib.Path(run.path)
+    (folder / "step_00000009").mkdir()
+    (folder / "step_00000007").rename(folder / "step_00000008.penzai-shard-removing")
+    (folder / "step_00000010").touch()
+    (folder / ".step_00000011.penzai-shard-saving" / "writing").mkdir(parents=True)
+    assert (run.steps(), run.latest, run.best) == ([3], 3, None)
+    run.save(12, make_state(12), {"loss": 1.0})
+    run.wait()
+    # What killed programs have left is removed, what is somebody else's is not.
+    names = sorted(os.listdir(folder))
+    assert names == [f"step_000000{n}" for n in ("03", "09", "10", "12")]
+    assert read_value(run) == 12
+
+
+def test_steps_with_what_was_set_aside_by_a_save_that_was_killed(run):
+    aside = pathlib.Path(run.path) / ".step_00000007.penzai-shard-saving"
+    aside.mkdir()
+    (pathlib.Path(run.path) / "step_00000007").rename(aside / "old")
+    assert run.latest == 7
+    assert read_value(run) == 7
+    with run:
+        run.save(8, make_state(8))
+    assert run.steps() == [7, 8]
+
+
+def test_a_damaged_checkpoint_is_refused_and_kept_from_nothing(run):
+    file = pathlib.Path(run.path_of(7)) / "_CHECKPOINT_METADATA"
+    # All of it is under the checksum.
+    file.write_text(file.read_text().replace('\\"metrics\\": {}', '\\"metrics\\": {\\"loss\\": 0}'))
+    for act in (run.metrics, run.extra, lambda step: run.restore(make_state(), step)):
+        with pytest.raises(pzs.CheckpointDamagedError):
+            act(7)
+    assert (run.best, run.latest, read_value(run, 3)) == (None, 7, 3)
+    with run:
+        run.save(8, make_state(), {"loss": 1.0})
+    assert (run.steps(), run.best) == ([7, 8], 8)
+
+
+def test_a_checkpoint_without_a_manager_has_no_metrics(run):
+    pzs.save_train_state(run.path_of(9), make_state(9))
+    assert (run.latest, run.metrics(9), run.extra(9), read_value(run)) == (9, {}, {}, 9)
+
+
+# Mistakes
+
+
+def test_save_refuses_a_step_that_is_there_or_before(run):
+    for step, path in [(7, run.path_of(7)), (5, run.path)]:
+        with pytest.raises(pzs.CheckpointWriteError) as caught:
+            run.save(step, make_state())
+        assert paths_of(caught) == [path]
+    run.save(7, make_state(70), overwrite=True)
+    assert (read_value(run), run.steps()) == (70, [3, 7])
+
+
+def test_restore_names_the_steps_that_are_there(run, tmp_path):
+    with pytest.raises(pzs.CheckpointNotFoundError) as caught:
+        run.restore(make_state(), 8)
+    assert caught.value.problems[0].fix == f"Write {run.path_of(7)!r}."
+    empty = CheckpointManager(tmp_path / "none")
+    assert (empty.steps(), empty.latest) == ([], None)
+    with pytest.raises(pzs.CheckpointNotFoundError):
+        empty.restore(make_state())
+    assert not (tmp_path / "none").exists()
+
+
+def test_arguments_that_cannot_be_read(run):
+    with pytest.raises(pzs.RuleTypeError) as caught:
+        CheckpointManager(run.path, keep_last=0, keep_every=2.5, best=("loss", "least"))
+    assert paths_of(caught) == ["keep_last", "keep_every", "best"]
+    for best in ("loss", ("loss",), ("loss", "min", 0), ("loss", "min", 1, 1)):
+        with pytest.raises(pzs.RuleTypeError):
+            CheckpointManager(run.path, best=best)
+    for arguments in [(-1, {}), ("8", {}), (8, {}, 0.5), (8, {}, {"a": "b"})]:
+        with pytest.raises(pzs.RuleTypeError):
+            run.save(*arguments)
+    with pytest.raises(pzs.RuleTypeError):
+        run.save(8, make_state(), extra={"set": {1}})
+    assert run.steps() == [3, 7]
+
+
+# The program
+
+
+def test_whatever_kills_a_program_the_newest_checkpoint_is_whole(tmp_path):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__, tmp_path]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    killed, *ended = done.stdout.splitlines()
+    assert int(killed) > 5
+    # A program that ends completes its saves, and prints those that failed.
+    assert ended == ["end of the program"]
+    assert read_value(CheckpointManager(tmp_path / "good")) == 1
+    assert CheckpointManager(tmp_path / "bad").latest is None
+    assert str(tmp_path / "bad") in done.stderr
+
+
+def save_until_killed(folder, pipe):
+    """Looks at all that there is, then saves on, each third step twice."""
+    try:
+        with CheckpointManager(folder, keep_last=2, keep_every=10, best=BEST) as manager:
+            for step in manager.steps():
+                values = {step} if step % 3 else {step, step + 0.5}
+                assert read_value(manager, step) in values
+                assert manager.metrics(step) == {"loss": step % 7}
+            newest = manager.latest or 0
+            assert {*range(10, newest, 10)} <= {*manager.steps()}
+            for step in itertools.count(newest + 1):
+                manager.save(step, make_state(step), {"loss": step % 7})
+                if step % 3 == 0:
+                    manager.save(step, make_state(step + 0.5), {"loss": step % 7}, overwrite=True)
+                    manager.wait()
+                os.write(pipe, bytes([step if step % 3 == 0 else 0]))
+    finally:
+        os._exit(1)
+
+
+def kill_savers(folder):
+    """Each process is a fork of this one, which has begun nothing; the newest step at the end."""
+    moments, done = random.Random(0), 0
+    for _ in range(5):
+        read, write = os.pipe()
+        if not (process := os.fork()):
+            save_until_killed(folder, write)
+        os.close(write)
+        said = b"".join(os.read(read, 1) for _ in range(moments.randint(1, 5)))
+        time.sleep(moments.uniform(0, 0.1))
+        os.kill(process, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(process, 0)[1])
+        said += os.read(read, 1000)
+        done = max(done, *said)
+        assert CheckpointManager(folder).latest >= done
+    return CheckpointManager(folder).latest
+
+
+def main(folder):
+    print(kill_savers(folder / "killed"))
+    CheckpointManager(folder / "good").save(1, make_state(1))
+    commit = Replacement.commit
+
+    def fail_at_times(replacement):
+        if replacement.final.parent.name == "bad":
+            raise OSError(28, "No space left on device")
+        commit(replacement)
+
+    Replacement.commit = fail_at_times
+    CheckpointManager(folder / "bad").save(1, make_state(1))
+    print("end of the program")
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
