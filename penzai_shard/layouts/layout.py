@@ -21,7 +21,7 @@ from penzai_shard.layouts.computing import compute_by_rules
 from penzai_shard.layouts.edits import RecipeMaker
 from penzai_shard.layouts.presets import LayoutPresets, add_unknown
 from penzai_shard.layouts.toml_file import LayoutFiles
-from penzai_shard.meshes import AnyMesh, auto_twin, mesh_text
+from penzai_shard.meshes import AnyMesh, auto_context, auto_twin, mesh_text
 from penzai_shard.placement.sharded_init import abstract_model, sharded_init
 from penzai_shard.planning import arguments
 from penzai_shard.planning.plan import ShardingPlan
@@ -321,24 +321,24 @@ class Layout(LayoutPresets, LayoutFiles):
         problems.raise_if_any(RuleTypeError)
         of_state = {name: step_options.pop(name) for name in _STATE_OPTIONS if name in step_options}
         shapes = abstract_model(initializer, *args)
-        layout = self.for_model(shapes, mesh)
-        options: Any = {"on_unnamed": on_unnamed}
-        plan = make_plan(shapes, mesh, layout.parameters, **options)
-        # The optimizer's arrays are made where they belong, which a state of structs says.
-        edit = self.recipe(shapes, mesh).apply
-        structs = edit(plan.restore_structs())
-        state = TrainState.initial_state(structs, optimizer, rng, **of_state)
-        rules = layout.parameters, layout.optimizer
-        shardings = train_state_sharding(state, mesh, *rules, **options)
-        if isinstance(mesh, AbstractMesh):
-            state = jax.tree.map(_describe, state, shardings)
-        else:
-            optax = require("optax", extra="train")
-            model = edit(sharded_init(initializer, *args, mesh=mesh, plan=plan))
-            made = TrainState.initial_state(model, optax.identity(), rng, **of_state)
-            init = jax.jit(optimizer.init, out_shardings=shardings.opt_arrays)
-            opt_arrays = jax.tree.map(with_strong_type, init(made.trained_arrays))
-            state = dataclasses.replace(made, opt_arrays=opt_arrays, template=state.template)
+        layout, edit = self.for_model(shapes, mesh), self.recipe(shapes, mesh).apply
+        plan = make_plan(shapes, mesh, layout.parameters, on_unnamed=on_unnamed)
+
+        with auto_context():
+            # A state of structs says where the optimizer's arrays belong, which are made there.
+            structs = edit(plan.restore_structs())
+            state = TrainState.initial_state(structs, optimizer, rng, **of_state)
+            rules = layout.parameters, layout.optimizer
+            shardings = train_state_sharding(state, mesh, *rules, on_unnamed=on_unnamed)
+            if isinstance(mesh, AbstractMesh):
+                state = jax.tree.map(_describe, state, shardings)
+            else:
+                model = edit(sharded_init(initializer, *args, mesh=mesh, plan=plan))
+                optax = require("optax", extra="train")
+                made = TrainState.initial_state(model, optax.identity(), rng, **of_state)
+                init = jax.jit(optimizer.init, out_shardings=shardings.opt_arrays)
+                opt_arrays = jax.tree.map(with_strong_type, init(made.trained_arrays))
+                state = dataclasses.replace(made, opt_arrays=opt_arrays, template=state.template)
         step_options.setdefault("donate_params_and_state", step_options.get("jit", True))
         step_options["train_state_shardings"] = shardings
         return state, build_train_step_fn(layout.computing(loss_fn, mesh), **step_options)

@@ -1,10 +1,14 @@
 """Transformers of Penzai of any size, their loss and their batches."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import optax
 from penzai import pz
 from penzai.models.transformer.variants import llamalike_common
+
+import penzai_shard as pzs
 
 
 def build_llama(
@@ -27,6 +31,21 @@ def build_llama(
     return llamalike_common.build_llamalike_transformer(config, jax.random.key(0))
 
 
+def make_builder(**options):
+    """A function that builds the same with values that are made fast."""
+    shapes = pzs.abstract_model(build_llama, **options)
+
+    def fill(struct):
+        values = jnp.sin(jnp.arange(math.prod(struct.shape), dtype=struct.dtype))
+        return values.reshape(struct.shape) / 4
+
+    def make(leaf):
+        is_parameter = isinstance(leaf, pz.ParameterValue)
+        return jax.tree.map(fill, leaf).unfreeze_as_copy() if is_parameter else leaf
+
+    return lambda: jax.tree.map(make, shapes, is_leaf=lambda x: isinstance(x, pz.ParameterValue))
+
+
 def loss_fn(model, rng, state, tokens):
     """The loss of plain tokens, on plain logits."""
     logits = model(pz.nx.wrap(tokens[:, :-1], "batch", "seq"))
@@ -35,5 +54,5 @@ def loss_fn(model, rng, state, tokens):
     return losses.mean(), state, {}
 
 
-def tokens(batch=8, seq=8, vocabulary=32):
+def make_tokens(batch=8, seq=8, vocabulary=32):
     return jnp.arange(batch * (seq + 1)).reshape(batch, seq + 1) * 7 % vocabulary

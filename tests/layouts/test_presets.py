@@ -1,0 +1,165 @@
+"""A few steps under every preset: what they compute, where arrays lie, what they move.
+
+The papers: Megatron-LM (arXiv:1909.08053) reduces activations twice a block and direction, after
+the lookup and before the logits; sequence parallel (arXiv:2205.05198) gathers and scatters instead;
+hybrid sharding (arXiv:2304.11277) gathers within ``data``. XLA for CPUs writes a reduce-scatter as
+an all-reduce of which each device keeps its part.
+"""
+
+import collections
+import functools
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import penzai_shard as pzs
+from penzai_shard.layouts.layout import Layout
+from tests.layouts.transformers import loss_fn, make_builder, make_tokens
+
+STEPS = 3
+DATA, TWO, HYBRID = {"data": 8}, {"data": 4, "model": 2}, {"replica": 2, "data": 4}
+LAYOUTS = {
+    "one device": (Layout.data_parallel(), {"data": 1}),
+    "data_parallel": (Layout.data_parallel(), DATA),
+    "zero1": (Layout.zero1(min_size=64), DATA),
+    "fully_sharded": (Layout.fully_sharded(min_size=64), DATA),
+    "manual": (Layout.fully_sharded(min_size=64, manual=True), DATA),
+    "hybrid": (Layout.hybrid(min_size=64), HYBRID),
+    "tensor_parallel": (Layout.tensor_parallel(), TWO),
+    "sequence_parallel": (Layout.sequence_parallel(), TWO),
+    "two_dimensional": (Layout.two_dimensional(min_size=64), TWO),
+}
+PRESETS = [*LAYOUTS][1:]
+GROUPED = {"heads": 2, "multiplier": 2}
+
+Run = collections.namedtuple("Run", "layout mesh first state losses programs compiled")
+
+
+def make_mesh(sizes):
+    return pzs.make_mesh(sizes, jax.devices()[: int(np.prod([*sizes.values()]))])
+
+
+def build(layout, sizes, build_model):
+    """A state, its step and the mesh."""
+    mesh = make_mesh(sizes)
+    options = {"optimizer": optax.adamw(1e-2), "rng": jax.random.key(1)}
+    state, step = layout.build(
+        build_model, mesh=mesh, loss_fn=loss_fn, step_metrics=["loss"], **options
+    )
+    return state, step, mesh
+
+
+def train(layout, sizes, build_model):
+    first, step, mesh = build(layout, sizes, build_model)
+    batch = layout.shard_batch({"tokens": make_tokens()}, mesh, first_axis="batch")
+    compiled = pzs.compile_step(step, first, **batch)
+    state, losses = first, []
+    for _ in range(STEPS):
+        state, aux = step(state, **batch)
+        losses.append(float(aux["loss"]))
+    programs = sum(program._cache_size() for program in step.programs.values())
+    return Run(layout, mesh, first, state, losses, programs, compiled)
+
+
+@functools.cache
+def run(name):
+    return train(*LAYOUTS[name], make_builder(**GROUPED))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_trains_as_one_device(name):
+    found = run(name)
+    np.testing.assert_allclose(found.losses, run("one device").losses, rtol=1e-5)
+    assert found.programs == 1
+    # Everything is donated, and stays where the plan puts it.
+    assert all(array.is_deleted() for array in found.first.trained_arrays.values())
+    plan = found.layout.plan(found.state, found.mesh)
+    trees = jax.tree.leaves(plan.sharding_tree()), jax.tree.leaves(found.state)
+    for sharding, array in zip(*trees, strict=True):
+        assert array.sharding.is_equivalent_to(sharding, array.ndim)
+
+
+# What they move, and how much they compute
+
+MODEL, OVER_DATA = ("model",), ("data",)
+GATHERED = [("all-gather", OVER_DATA)] * 9
+# Of activations the lookup, attention and feed-forward, and each of their inputs' gradients; the
+# maximum and the sum of the loss.
+REDUCED = [("all-reduce", MODEL)] * 8
+MOVES = {
+    "data_parallel": [("all-reduce", OVER_DATA)],
+    "zero1": [("all-reduce", OVER_DATA), *GATHERED],
+    "fully_sharded": [("all-reduce", OVER_DATA), *GATHERED],
+    "hybrid": [
+        *GATHERED,
+        ("all-reduce", OVER_DATA),
+        ("all-reduce", ("replica",)),
+        ("all-reduce", ("replica", "data")),
+    ],
+    "tensor_parallel": [*REDUCED, ("all-reduce", OVER_DATA)],
+    # Gradients of the norms, and activations gathered where they were whole.
+    "sequence_parallel": [
+        *REDUCED,
+        *[("all-gather", MODEL)] * 6,
+        ("all-reduce", MODEL),
+        ("all-reduce", OVER_DATA),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_preset_moves_what_its_paper_says(name):
+    found = run(name).compiled.collectives.collectives
+    kinds = collections.Counter((each.kind, each.mesh_axes) for each in found)
+    assert kinds == collections.Counter(MOVES[name])
+
+
+VOCABULARY = 32_000
+
+
+@functools.cache
+def compile_large_vocabulary(name):
+    build_model = make_builder(vocabulary=VOCABULARY)
+    layout, sizes = LAYOUTS[name]
+    state, step, mesh = build(layout, sizes, build_model)
+    tokens = jax.ShapeDtypeStruct((16, 33), "int32")
+    batch = layout.shard_batch({"tokens": tokens}, mesh, first_axis="batch")
+    return step.lower(state, **batch).compile()
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel", "two_dimensional"])
+def test_no_device_computes_all_logits(name):
+    one, found = map(compile_large_vocabulary, ("one device", name))
+    assert found.cost_analysis()["flops"] <= 1.05 * one.cost_analysis()["flops"] / 8
+    assert re.search(rf"[\[,]{VOCABULARY}[\],]", one.as_text())
+    assert not re.search(rf"[\[,]{VOCABULARY}[\],]", found.as_text())
+
+
+def test_everything_in_one_layout():
+    # Two mappings, tensor parallel on a 2-D mesh, bfloat16, a policy, donation, stacked layers.
+    model = make_builder(stacked=True, blocks=2, **GROUPED)
+    layout = Layout.two_dimensional(min_size=64, precision="bfloat16", rematerialise="dots")
+    found, one = train(layout, TWO, model), train(*LAYOUTS["one device"], model)
+    np.testing.assert_allclose(found.losses, one.losses, rtol=5e-3)
+    assert all(array.dtype == "float32" for array in found.state.trained_arrays.values())
+    figures = found.compiled.figures
+    assert figures.aliased >= 0.99 * figures.arguments - 2**10
+
+
+def test_precision_is_that_of_all_products():
+    layout = Layout.fully_sharded(min_size=64, precision="bfloat16")
+    state, step, mesh = build(layout, DATA, make_builder())
+    batch = layout.shard_batch({"tokens": make_tokens()}, mesh, first_axis="batch")
+    lowered = step.lower(state, **batch).as_text()
+    assert {*re.findall(r"dot_general.*-> tensor<[\dx]*(\w+)>", lowered)} == {"bf16"}
+
+
+def test_rematerialised_blocks_gather_again():
+    layout = Layout.fully_sharded(min_size=64, rematerialise="dots")
+    again = train(layout, DATA, make_builder(**GROUPED))
+    gathers = [each.compiled.text.count(" all-gather(") for each in (again, run("fully_sharded"))]
+    assert gathers[0] == gathers[1] + 7
+    np.testing.assert_allclose(again.losses, run("one device").losses, rtol=1e-5)
