@@ -1,24 +1,18 @@
 """The step of a preset does no more than one that is written by hand on plain arrays."""
 
-import collections
-import functools
-import re
-
 import jax
 import pytest
 
 import penzai_shard as pzs
 from penzai_shard.layouts.layout import Layout
 from tests.layouts import hand_written
-from tests.layouts.transformers import build_llama, loss_fn
-
-COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+from tests.layouts.transformers import count_collectives, loss_fn, make_builder
 
 
 def compile_preset(name):
     layout = getattr(Layout, name)(**({} if name == "data_parallel" else {"min_size": 128}))
     mesh = pzs.make_mesh(hand_written.LAYOUTS[name][0])
-    build = functools.partial(build_llama, vocabulary=hand_written.VOCABULARY, **hand_written.LLAMA)
+    build = make_builder(vocabulary=hand_written.VOCABULARY, **hand_written.LLAMA)
     state, step = layout.build(
         build,
         mesh=mesh,
@@ -34,9 +28,8 @@ def compile_preset(name):
 
 def read_costs(compiled):
     costs, memory = compiled.cost_analysis(), compiled.memory_analysis()
-    kinds = re.findall(rf" ({COLLECTIVES})\(", compiled.as_text())
     figures = costs["flops"], costs["bytes accessed"], memory.temp_size_in_bytes
-    return figures, collections.Counter(kinds)
+    return figures, count_collectives(compiled)
 
 
 @pytest.mark.parametrize("name", hand_written.LAYOUTS)

@@ -1,6 +1,8 @@
 """Transformers of Penzai of any size, their loss and their batches."""
 
+import collections
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -56,3 +58,9 @@ def loss_fn(model, rng, state, tokens):
 
 def make_tokens(batch=8, seq=8, vocabulary=32):
     return jnp.arange(batch * (seq + 1)).reshape(batch, seq + 1) * 7 % vocabulary
+
+
+def count_collectives(compiled):
+    """The collectives of a compiled step by kind."""
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    return collections.Counter(re.findall(rf" ({kinds})\(", compiled.as_text()))
