@@ -149,31 +149,27 @@ def make_batches(
         TrainingStoppedError: The position cannot be found.
         Exception: What the iterator raises.
     """
-    with together(f"opening {called}"):
-        iterator, unwanted = _open(called, batches, position)
-    count = 0
-    while most is None or count < most:
+    iterator = None
+    for number in itertools.count() if most is None else range(most):
         with together(f"drawing from {called}"):
+            if iterator is None:
+                iterator = _open(called, batches, position)
             batch = next(iterator, _END)
             # Where they end in one process, they end in all.
             if any_process(batch is _END, f"whether {called} ends"):
                 return
-            if unwanted:
-                unwanted -= 1
-                continue
             state = _write_state(called, iterator) if _has_state(iterator) else None
             inputs = place(batch)
             if not isinstance(inputs, Mapping) or not all(isinstance(key, str) for key in inputs):
                 what = f"a batch is a dictionary of inputs by name, not a {type(inputs).__name__}"
                 fix = f"Write ({{'x': x, 'y': y}} for x, y in {called})."
                 raise RuleTypeError("fit:", [Problem(called, what, fix)])
-        count += 1
-        after = Position(position.used + count, state)
+        after = Position(position.used + number + 1, state)
         yield Batch(dict(inputs), _count_tokens(inputs, tokens_axes), after)
 
 
-def _open(called: str, batches: Any, position: Position) -> tuple[Iterator[Any], int]:
-    """An iterator, and how many of its batches were used before."""
+def _open(called: str, batches: Any, position: Position) -> Iterator[Any]:
+    """An iterator that stands at a position."""
     given = batches if isinstance(batches, Iterable) or not callable(batches) else batches()
     if not isinstance(given, Iterable) or isinstance(given, Mapping | str | bytes | jax.Array):
         what = f"batches come from an iterable of dictionaries, not from a {type(given).__name__}"
@@ -183,13 +179,15 @@ def _open(called: str, batches: Any, position: Position) -> tuple[Iterator[Any],
     iterator = iter(given)
     if position.iterator is not None and _has_state(iterator):
         iterator.set_state(_read_state(position.iterator))  # type: ignore[attr-defined]
-        return iterator, 0
+        return iterator
     if position.iterator is not None or (position.used and is_begun):
         what = f"the {position.used} batches that the checkpoint has used are not found again, as "
         what += "this generator is begun" if is_begun else "this iterator has no set_state()"
         problem = Problem(called, what, "Give the same batches as before, made anew.")
         raise TrainingStoppedError("a run cannot go on:", [problem])
-    return iterator, position.used
+    # Draws and drops as many.
+    next(itertools.islice(iterator, position.used, position.used), None)
+    return iterator
 
 
 def _count_tokens(inputs: Any, axes: Sequence[Hashable]) -> int | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import signal
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -162,7 +163,7 @@ def fit(
         numbers = steps, log_every, save_every, evaluate_every
         others: Any = on_log, loss, allow_nonfinite, manager, best, bar, evaluating
         loop = TrainingLoop(step, state, position, saved, LoopOptions(*numbers, *others))
-        most = None if steps is None else max(0, steps - loop.done)
+        most = None if steps is None else steps - loop.done
         items = draw("batches", batches, position, most=most)
         try:
             stops, feed = StopRequests(stop_event), BatchFeed(items, prefetch)
@@ -197,8 +198,7 @@ def _check(given: Mapping[str, Any]) -> None:
     }
     for name in ("steps", "log_every", "save_every", "keep", "keep_every", "evaluate_every"):
         rightness[name] = name in absent or _is_count(given[name]), f"{name}=100"
-    checks = {name: (given[name], *right) for name, right in rightness.items()}
-    check_arguments("fit", checks)
+    check_arguments("fit", {name: (given[name], *right) for name, right in rightness.items()})
 
 
 def _is_count(value: Any) -> bool:
@@ -228,6 +228,9 @@ def _find_start(
             what = f"it is at step {given}, and the last step is {steps}"
             problems.add("state", what, f"Write steps={given + steps}.")
         problems.raise_if_any(TrainingStoppedError)
+        if manager is not None:
+            # Where nothing can be saved, nothing is trained.
+            on_first("making a folder", lambda: os.makedirs(manager.path, exist_ok=True))
         return state, Position(), None
 
     where, extra, what = manager.path_of(newest), manager.extra(newest), ""

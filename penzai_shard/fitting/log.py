@@ -73,9 +73,8 @@ class Pace:
         steps = self._steps[1:] if self._is_first and len(self._steps) > 1 else self._steps
         self._steps, self._is_first = [], False
         seconds = sum(own for own, _ in steps)
-        counts = [tokens for _, tokens in steps if tokens is not None]
-        is_known = len(counts) == len(steps) and seconds > 0
-        return seconds / len(steps), sum(counts) / seconds if is_known else None
+        tokens = sum(own or 0 for _, own in steps)
+        return seconds / len(steps), tokens / seconds if tokens and seconds else None
 
 
 def find_loss(reported: Any, loss: LossIn) -> Any:
@@ -117,9 +116,8 @@ def copy_to_host(tree: Any) -> Any:
     """A tree with the arrays of NumPy, but for those of which other processes hold parts."""
 
     def read(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or is_key_type(leaf.dtype):
-            return leaf
-        is_here = leaf.is_fully_addressable or leaf.is_fully_replicated
+        is_read = isinstance(leaf, jax.Array) and not is_key_type(leaf.dtype)
+        is_here = is_read and (leaf.is_fully_addressable or leaf.is_fully_replicated)
         return np.asarray(leaf) if is_here else leaf
 
     return jax.tree.map(read, tree)

@@ -241,7 +241,7 @@ class StopRequests:
     """
 
     def __init__(self, event: Any) -> None:
-        self._event, self._received = event, ""
+        self._event, self._received = event or threading.Event(), ""
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequests":
@@ -261,8 +261,7 @@ class StopRequests:
 
     def reason(self) -> str:
         """Why to stop, or nothing."""
-        is_set = self._event is not None and self._event.is_set()
-        return self._received or ("stop_event" if is_set else "")
+        return self._received or ("stop_event" if self._event.is_set() else "")
 
     def agree(self) -> str:
         """The reason of any process, the same in all."""

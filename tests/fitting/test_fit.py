@@ -262,6 +262,11 @@ def test_fit_surfaces_a_save_that_fails(tmp_path):
         train(checkpoint=tmp_path, save_every=3)
     assert int(caught.value.state.step) == 6
     assert CheckpointManager(tmp_path).latest == 3
+    (tmp_path / "file").touch()
+    state = initial()
+    with pytest.raises(FileExistsError):
+        train(state=state, checkpoint=tmp_path / "file")
+    assert not state.trained_arrays["w"].is_deleted()
 
 
 def test_fit_ends_at_a_loss_that_is_not_finite(tmp_path):
