@@ -303,8 +303,17 @@ def test_whatever_kills_a_program_the_newest_checkpoint_is_whole(tmp_path):
     assert str(tmp_path / "bad") in done.stderr
 
 
+def remove_slowly(path, remove=shutil.rmtree, **options):
+    """Stops between the removal of the first file and that of the others."""
+    for file in [path for path in pathlib.Path(path).rglob("*") if path.is_file()][:1]:
+        file.unlink()
+    time.sleep(0.05)
+    remove(path, **options)
+
+
 def save_until_killed(folder, pipe):
     """Looks at all that there is, then saves on, each third step twice."""
+    shutil.rmtree = remove_slowly
     try:
         with CheckpointManager(folder, keep_last=2, keep_every=10, best=BEST) as manager:
             for step in manager.steps():
@@ -326,13 +335,13 @@ def save_until_killed(folder, pipe):
 def kill_savers(folder):
     """Each process is a fork of this one, which has begun nothing; the newest step at the end."""
     moments, done = random.Random(0), 0
-    for _ in range(5):
+    for _ in range(6):
         read, write = os.pipe()
         if not (process := os.fork()):
             save_until_killed(folder, write)
         os.close(write)
         said = b"".join(os.read(read, 1) for _ in range(moments.randint(1, 5)))
-        time.sleep(moments.uniform(0, 0.1))
+        time.sleep(moments.uniform(0, 0.2))
         os.kill(process, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(process, 0)[1])
         said += os.read(read, 1000)
