@@ -71,11 +71,11 @@ class LayoutFiles:
             problems.add("layout", "either a preset or parameters are needed", fix)
         preset, shape = found.get("layout", "zero1"), found.get("mesh", {})
         add_unknown(problems, "layout", [preset], _PRESETS)
-        sizes = [*shape.values()] if isinstance(shape, dict) else [shape]
+        sizes = [*shape.values()] if isinstance(shape, dict) else [None]
         for number in (*sizes, found.get("microbatches", 1)):
             if type(number) is not int or number < 1:
                 fix = "Write mesh = { data = 8 } and microbatches = 4."
-                problems.add("", f"{number!r} is no size", fix)
+                problems.add("", "mesh and microbatches are no natural numbers", fix)
         try:
             fields = {
                 key: _read_field(key, found[key], problems) for key in found.keys() & {*_FIELDS}

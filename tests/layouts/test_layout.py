@@ -1,0 +1,246 @@
+"""What a layout makes of a model and a mesh: rules, plans, recipes, and errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from penzai import pz
+
+import penzai_shard as pzs
+from penzai_shard.layouts.layout import Layout
+from tests.layouts.transformers import build_llama, loss_fn, make_tokens
+
+EIGHT = pzs.make_mesh({"data": 8})
+TWO = pzs.make_mesh({"data": 4, "model": 2})
+DEFAULTS = {"loss_fn": loss_fn, "optimizer": optax.adamw(1e-3), "rng": jax.random.key(0)}
+
+
+def shapes(**options):
+    return pzs.abstract_model(build_llama, **options)
+
+
+def specs(plan):
+    return {leaf.path.removeprefix("transformer/"): leaf.spec for leaf in plan.leaves}
+
+
+@pz.pytree_dataclass
+class Block(pz.nn.Layer):
+    """A block with names of its own."""
+
+    up: pz.nn.Linear
+    down: pz.nn.Linear
+
+    def __call__(self, x, /, **side_inputs):
+        return x + self.down(self.up(x))
+
+
+def build_blocks():
+    def build(name, inputs, outputs):
+        return pz.nn.Linear.from_config(name, jax.random.key(0), inputs, outputs)
+
+    widths = {"embed": 8}, {"mlp": 16}
+    blocks = [Block(build(f"up{i}", *widths), build(f"down{i}", *widths[::-1])) for i in range(2)]
+    return pz.nn.Sequential(blocks)
+
+
+# Roles
+
+
+@pytest.mark.parametrize(
+    ("sizes", "split"),
+    [
+        ({"heads": 4}, "heads"),
+        ({"heads": 2, "multiplier": 3}, "head_groups"),
+        ({"heads": 3, "multiplier": 4}, "query_heads"),
+        ({"heads": 1, "multiplier": 4}, "query_heads"),
+    ],
+)
+def test_for_model_splits_the_heads_that_divide(sizes, split):
+    rules = Layout.tensor_parallel().for_model(shapes(**sizes), TWO).parameters.rules
+    over = {rule.logical_axis: rule.mesh_axes for rule in rules if "head" in rule.logical_axis}
+    assert over.pop(split) == ("model",)
+    assert not any(over.values())
+
+
+@pytest.mark.parametrize("size", [32, 33])
+def test_vocabulary_is_split_where_it_divides_and_the_plan_says_so(size):
+    plan = Layout.two_dimensional(min_size=1).plan(shapes(vocabulary=size), TWO)
+    over = jax.tree.leaves(tuple(specs(plan)["lm_head.weights"]))
+    assert ("model" in over) == (size == 32)
+    assert len(plan.remarks) == 1
+    assert "'vocabulary'" in plan.remarks[0]
+
+
+def test_vocabulary_as_one_says():
+    model = shapes()
+    assert Layout.tensor_parallel(vocabulary=None).plan(model, TWO).remarks == ()
+    layout = Layout.fully_sharded(min_size=1, vocabulary="model")
+    spec = specs(layout.plan(model, TWO))["embedder.embeddings"]
+    assert tuple(spec) == ("model", "data")
+    with pytest.raises(pzs.PlanError):
+        layout.plan(shapes(vocabulary=33), TWO)
+
+
+def test_names_say_what_a_model_calls_its_axes():
+    names = {"neurons": "mlp", "heads": None, "batch": "examples"}
+    layout = Layout.two_dimensional(min_size=1, names=names)
+    plan = layout.plan(build_blocks(), TWO)
+    assert tuple(specs(plan)["up0.weights"]) == ("data", "model")
+    batch = layout.shard_batch({"x": pz.nx.ones({"examples": 8, "embed": 8})}, TWO)
+    assert tuple(batch["x"].data_array.sharding.spec) == ("data",)
+
+
+def test_experts_come_before_their_neurons():
+    expert = {"w": pz.nx.ones({"experts": 4, "embedding": 8, "neurons": 16})}
+    for axis, expected in (("expert", ("expert", None, "model")), ("model", ("model",))):
+        mesh = pzs.make_mesh({"data": 2, "expert": 2, "model": 2})
+        layout = Layout.tensor_parallel(experts=axis, names={"heads": None})
+        assert tuple(specs(layout.plan(expert, mesh))["w"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "role"),
+    [
+        ({}, "neurons"),
+        ({"names": {"neurons": "mpl", "heads": None}}, "neurons"),
+        ({"names": {"neurons": "mlp", "heads": None}, "experts": "model"}, "experts"),
+        ({"names": {"neurons": "mlp", "heads": None}, "vocabulary": "model"}, "vocabulary"),
+    ],
+)
+def test_for_model_refuses_what_the_model_does_not_name(options, role):
+    with pytest.raises(pzs.ShardingError) as caught:
+        Layout.tensor_parallel(**options).for_model(build_blocks(), TWO)
+    assert caught.value.problems[0].path == role
+    assert "names={" in caught.value.problems[0].fix
+
+
+# Plans
+
+
+@pytest.mark.parametrize("devices", [8, 256])
+@pytest.mark.parametrize("preset", [Layout.zero1, Layout.fully_sharded])
+def test_bytes_per_device_are_within_two_percent_of_the_ideal(preset, devices):
+    # 1.5 billion parameters in float32, with two moments each.
+    sizes = {"embedding": 2048, "heads": 16, "projection": 128, "neurons": 5632, "blocks": 27}
+    build = functools.partial(build_llama, vocabulary=32_000, stacked=True, **sizes)
+    mesh = pzs.make_mesh({"data": devices}, abstract=True)
+    layout = preset()
+    state, _ = layout.build(build, mesh=mesh, **DEFAULTS)
+    plan = layout.plan(state, mesh)
+    parameters = sum(leaf.total_bytes for leaf in plan.leaves if leaf.path.startswith("params/"))
+    assert parameters > 4 * 1.5e9
+    whole = parameters if layout.optimizer else parameters / devices
+    assert plan.bytes_per_device <= 1.02 * (whole + 2 * parameters / devices)
+
+
+# Recipes
+
+
+@pytest.mark.parametrize("layout", [Layout.two_dimensional(min_size=1), Layout.sequence_parallel()])
+def test_recipe_comes_off_and_survives_json(layout):
+    model = build_llama()
+    recipe = layout.recipe(model, TWO)
+    assert jax.tree.structure(pzs.strip(recipe.apply(model))) == jax.tree.structure(model)
+    allow = "penzai_shard.layouts.edits"
+    assert pzs.Recipe.from_json(recipe.to_json(), mesh=TWO, allow=allow) == recipe
+
+
+def test_recipe_leaves_the_model_what_it_computes():
+    tokens = pz.nx.wrap(make_tokens()[:, :-1], "batch", "seq")
+    model = build_llama(heads=2, multiplier=2)
+    assert Layout.sequence_parallel().recipe(model, TWO).check(model, tokens).ok
+
+
+def test_blocks_say_where_the_layers_are():
+    names = {"neurons": "mlp", "heads": None}
+    x = pz.nx.ones({"batch": 8, "embed": 8})
+    expected = build_blocks()(x).unwrap("batch", "embed")
+    for blocks in (Block, "**/block", ()):
+        layout = Layout.two_dimensional(min_size=1, names=names, blocks=blocks)
+        model = layout.recipe(build_blocks(), TWO).apply(build_blocks())
+        assert jnp.allclose(model(x).unwrap("batch", "embed"), expected, rtol=1e-5)
+    with pytest.raises(pzs.ShardingError) as caught:
+        Layout.two_dimensional(names=names).recipe(build_blocks(), TWO)
+    assert caught.value.problems[0].path == "blocks"
+    with pytest.raises(pzs.ShardingError) as caught:
+        Layout.two_dimensional(names=names, blocks="sublayers/0").recipe(build_blocks(), TWO)
+    assert [problem.path for problem in caught.value.problems] == ["up1.weights", "down1.weights"]
+
+
+def test_a_model_without_layers_is_left_to_the_compiler_with_a_warning():
+    weights = {"w": pz.nx.ones({"in": 8, "out": 8})}
+    with pytest.warns(pzs.ShardingWarning, match="blocks=()"):
+        assert not Layout.fully_sharded(min_size=1).recipe(weights, EIGHT).edits
+    assert not Layout.fully_sharded(min_size=1, blocks=()).recipe(weights, EIGHT).edits
+    # There is one way to sum gradients.
+    assert not Layout.data_parallel().recipe(weights, EIGHT).edits
+    layout = Layout.fully_sharded(manual=True, rematerialise="dots", precision="bfloat16")
+    with pytest.raises(pzs.ShardingError) as caught:
+        layout.recipe(weights, EIGHT)
+    assert [problem.path for problem in caught.value.problems] == ["rematerialise", "manual"]
+
+
+# Building
+
+
+def test_auto_is_the_preset_that_the_mesh_names():
+    assert Layout.auto(EIGHT) == Layout.fully_sharded()
+    assert Layout.auto(TWO) == Layout.two_dimensional()
+    assert Layout.auto({"replica": 2, "data": 4}) == Layout.hybrid()
+    assert Layout.auto({"model": 8}).parameters == Layout.tensor_parallel().parameters
+    with pytest.raises(pzs.MeshError):
+        Layout.auto({"x": 8})
+
+
+def test_build_on_an_abstract_mesh_prices_what_is_not_there():
+    mesh = pzs.make_mesh({"data": 4, "model": 2}, abstract=True)
+    state, step = Layout.two_dimensional(min_size=1).build(build_llama, mesh=mesh, **DEFAULTS)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
+    tokens = jax.ShapeDtypeStruct((8, 9), "int32")
+    tokens = Layout.two_dimensional().shard_batch(tokens, mesh, first_axis="batch")
+    assert step.lowerable(state, tokens=tokens).leaves
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "fix"),
+    [
+        (lambda: Layout.zero1(rematerialize="dots"), pzs.RuleTypeError, "rematerialise"),
+        (lambda: Layout.zero1(rematerialise="dotz"), pzs.RuleTypeError, "dots"),
+        (lambda: Layout.zero1(precision="fp8"), pzs.RuleTypeError, "bfloat16"),
+        (lambda: Layout.zero1(names={"neuron": "mlp"}), pzs.RuleTypeError, "neurons"),
+        (lambda: Layout.zero1(names="mlp"), pzs.RuleTypeError, "names="),
+        (lambda: Layout.fully_sharded(vocabulary="data"), pzs.RuleTypeError, "different"),
+        (lambda: Layout.tensor_parallel(manual=True), pzs.RuleTypeError, "Leave it out"),
+        (
+            lambda: Layout.fully_sharded(manual=True, reshard_after_forward=True),
+            pzs.RuleTypeError,
+            "Leave out",
+        ),
+        (
+            lambda: Layout.two_dimensional().build(build_llama, mesh=EIGHT, **DEFAULTS),
+            pzs.MeshError,
+            "data",
+        ),
+        (
+            lambda: Layout.zero1().build(build_llama(), mesh=EIGHT, **DEFAULTS),
+            pzs.RuleTypeError,
+            "build",
+        ),
+        (
+            lambda: Layout.zero1().build(build_llama, mesh=EIGHT, acumulate_steps=2, **DEFAULTS),
+            pzs.RuleTypeError,
+            "accumulate_steps",
+        ),
+        (
+            lambda: Layout.zero1().shard_batch({"x": jnp.ones((8, 2))}, EIGHT),
+            pzs.RuleTypeError,
+            "first_axis",
+        ),
+    ],
+)
+def test_mistakes_are_refused_with_what_to_write(call, error, fix):
+    with pytest.raises(error) as caught:
+        call()
+    assert fix in caught.value.problems[0].fix

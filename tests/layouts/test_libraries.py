@@ -1,0 +1,217 @@
+"""Models of other libraries in layouts: a small transformer of each, by its own constraints."""
+
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import penzai_shard as pzs
+from penzai_shard.layouts.layout import Layout
+from tests.layouts.transformers import make_tokens
+from tests.models import MODELS, hax
+from tests.training.losses import LOSSES
+
+# What all call their axes.
+NAMES = {"neurons": "mlp", "vocabulary": "vocab"}
+DATA, TWO, HYBRID = {"data": 8}, {"data": 4, "model": 2}, {"replica": 2, "data": 4}
+
+
+def find_loss(logits, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def pin(x, *names):
+    return nn.with_logical_constraint(x, names)
+
+
+# Flax linen
+
+
+class LinenTransformer(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        def init(*names):
+            return nn.with_logical_partitioning(nn.initializers.normal(0.1), names)
+
+        heads = {
+            "kernel_init": init("embed", "heads", "kv"),
+            "out_kernel_init": init("heads", "kv", "embed"),
+        }
+        x = pin(nn.Embed(32, 16, embedding_init=init("vocab", "embed"))(tokens), "batch")
+        attended = nn.MultiHeadDotProductAttention(4, use_bias=False, **heads)(nn.LayerNorm()(x))
+        x = pin(x + attended, "batch")
+        hidden = nn.relu(nn.Dense(32, kernel_init=init("embed", "mlp"))(x))
+        hidden = pin(hidden, "batch", None, "mlp")
+        x = pin(x + nn.Dense(16, kernel_init=init("mlp", "embed"))(hidden), "batch")
+        logits = nn.Dense(32, kernel_init=init("embed", "vocab"), use_bias=False)(x)
+        return pin(logits, "batch", None, "vocab")
+
+
+def build_linen():
+    return LinenTransformer().init(jax.random.key(0), jnp.zeros((2, 8), int))
+
+
+def linen_loss(model, rng, state, tokens):
+    return find_loss(LinenTransformer().apply(model, tokens[:, :-1]), tokens), state, {}
+
+
+# Flax NNX
+
+
+class NnxTransformer(nnx.Module):
+    def __init__(self, rngs):
+        def linear(inputs, outputs, *names, **options):
+            init = nnx.with_partitioning(nnx.initializers.normal(0.1), names)
+            options |= {"kernel_init": init, "use_bias": False, "rngs": rngs}
+            return nnx.LinearGeneral(inputs, outputs, **options)
+
+        init = nnx.with_partitioning(nnx.initializers.normal(0.1), ("vocab", "embed"))
+        self.embed = nnx.Embed(32, 16, embedding_init=init, rngs=rngs)
+        self.query = linear(16, (4, 4), "embed", "heads", "kv")
+        self.out = linear((4, 4), 16, "heads", "kv", "embed", axis=(-2, -1))
+        self.up = linear(16, 32, "embed", "mlp")
+        self.down = linear(32, 16, "mlp", "embed")
+        self.head = linear(16, 32, "embed", "vocab")
+
+    def __call__(self, tokens):
+        x = pin(self.embed(tokens), "batch")
+        query = pin(self.query(x), "batch", None, "heads")
+        weights = jax.nn.softmax(query @ jnp.swapaxes(query, -1, -2), -1)
+        x = pin(x + self.out(weights @ query), "batch")
+        x = pin(x + self.down(pin(jax.nn.relu(self.up(x)), "batch", None, "mlp")), "batch")
+        return pin(self.head(x), "batch", None, "vocab")
+
+
+def build_nnx():
+    return NnxTransformer(nnx.Rngs(0))
+
+
+def nnx_loss(model, rng, state, tokens):
+    return find_loss(model(tokens[:, :-1]), tokens), state, {}
+
+
+# Haliax, whose linear layers pin what they give
+
+EMBED, MLP, VOCAB, HEADS, HEAD = hax.make_axes(embed=16, mlp=32, vocab=32, heads=4, head_size=4)
+
+
+class HaliaxTransformer(eqx.Module):
+    embed: hax.nn.Embedding
+    layers: dict
+
+
+def build_haliax():
+    keys = jax.random.split(jax.random.key(0), 6)
+    axes = {
+        "query": (EMBED, (HEADS, HEAD)),
+        "out": ((HEADS, HEAD), EMBED),
+        "up": (EMBED, MLP),
+        "down": (MLP, EMBED),
+        "head": (EMBED, VOCAB),
+    }
+    layers = {
+        name: hax.nn.Linear.init(*own, key=key, use_bias=False)
+        for (name, own), key in zip(axes.items(), keys[1:], strict=True)
+    }
+    return HaliaxTransformer(hax.nn.Embedding.init(VOCAB, EMBED, key=keys[0]), layers)
+
+
+def haliax_loss(model, rng, state, tokens):
+    layers = model.layers
+    x = model.embed(hax.named(tokens[:, :-1], ("batch", "seq")))
+    query = layers["query"](x)
+    key = query.rename({"seq": "key_seq"})
+    weights = hax.nn.softmax(hax.dot(query, key, axis=HEAD), "key_seq")
+    x = x + layers["out"](hax.dot(weights, key, axis="key_seq"))
+    x = x + layers["down"](hax.nn.relu(layers["up"](x)))
+    logits = layers["head"](x).rearrange(("batch", "seq", VOCAB))
+    return find_loss(logits.array, tokens), state, {}
+
+
+TRANSFORMERS = {
+    "linen": (build_linen, linen_loss),
+    "nnx": (build_nnx, nnx_loss),
+    "haliax": (build_haliax, haliax_loss),
+}
+TENSOR_PARALLEL = {"names": NAMES, "blocks": ()}
+LAYOUTS = {
+    "one device": (Layout.data_parallel(), {"data": 1}),
+    "zero1": (Layout.zero1(min_size=64), DATA),
+    "fully_sharded": (Layout.fully_sharded(min_size=64, blocks=()), DATA),
+    "hybrid": (Layout.hybrid(min_size=64, blocks=()), HYBRID),
+    "tensor_parallel": (Layout.tensor_parallel(**TENSOR_PARALLEL), TWO),
+    "two_dimensional": (Layout.two_dimensional(min_size=64, **TENSOR_PARALLEL), TWO),
+}
+
+
+def train(build, loss_fn, name, layout=None, **batch):
+    layout, sizes = layout or LAYOUTS[name][0], LAYOUTS[name][1]
+    mesh = pzs.make_mesh(sizes, jax.devices()[: int(np.prod([*sizes.values()]))])
+    options = {"optimizer": optax.adamw(1e-2), "rng": jax.random.key(1)}
+    state, step = layout.build(
+        build,
+        mesh=mesh,
+        loss_fn=loss_fn,
+        on_unnamed="replicate",
+        step_metrics=["loss"],
+        **options,
+    )
+    batch = layout.shard_batch(batch, mesh, first_axis="batch")
+    compiled, losses = step.lower(state, **batch).compile(), []
+    for _ in range(3):
+        state, aux = step(state, **batch)
+        losses.append(float(aux["loss"]))
+    return losses, state, compiled
+
+
+@functools.cache
+def run(library, name):
+    return train(*TRANSFORMERS[library], name, tokens=make_tokens())
+
+
+CASES = [
+    *[("linen", name) for name in ("fully_sharded", "two_dimensional")],
+    *[("nnx", name) for name in ("zero1", "two_dimensional")],
+    *[("haliax", name) for name in ("hybrid", "tensor_parallel", "two_dimensional")],
+]
+
+
+@pytest.mark.filterwarnings("ignore:jax:DeprecationWarning:haliax")
+@pytest.mark.parametrize(("library", "name"), CASES)
+def test_library_trains_as_on_one_device(library, name):
+    losses, state, compiled = run(library, name)
+    one, _, one_compiled = run(library, "one device")
+    np.testing.assert_allclose(losses, one, rtol=1e-5)
+    split = {str(array.sharding.spec) for array in state.trained_arrays.values()}
+    assert (len(split) > 1) == (name != "zero1")
+    # Each device computes its part, as the constraints of the model itself say.
+    flops = compiled.cost_analysis()["flops"] / one_compiled.cost_analysis()["flops"]
+    assert flops <= 1.35 / 8
+
+
+@pytest.mark.parametrize("library", ["equinox", "plain", "nnx"])
+def test_arrays_without_names_are_split_if_asked(library):
+    loss_fn, x = LOSSES[library]
+    layout = Layout.fully_sharded(min_size=1, unnamed="largest", blocks=())
+    losses, state, _ = train(MODELS[library], loss_fn, "fully_sharded", layout, x=x)
+    one, _, _ = train(MODELS[library], loss_fn, "one device", x=x)
+    np.testing.assert_allclose(losses, one, rtol=1e-5)
+    assert any(array.sharding.spec != jax.P() for array in state.trained_arrays.values())
+
+
+def test_computing_is_for_evaluations():
+    _, state, _ = run("linen", "two_dimensional")
+    layout, sizes = LAYOUTS["two_dimensional"]
+    mesh = pzs.make_mesh(sizes)
+    batch = layout.shard_batch({"tokens": make_tokens()}, mesh, first_axis="batch")
+    plain = pzs.build_eval_step_fn(linen_loss)
+    pinned = pzs.build_eval_step_fn(layout.computing(linen_loss, mesh))
+    assert float(pinned(state, **batch)[0]) == pytest.approx(float(plain(state, **batch)[0]))
+    texts = [step.lower(state, **batch).as_text() for step in (plain, pinned)]
+    assert texts[0].count("sharding_constraint") < texts[1].count("sharding_constraint")
