@@ -33,8 +33,8 @@ from penzai_shard.errors import (
     Problems,
     RuleTypeError,
 )
-from penzai_shard.processes import job
 from penzai_shard.processes.agreement import gather, on_first, together
+from penzai_shard.processes.job import at_end
 
 _STEP = re.compile(r"step_(\d{8,})")
 _REMOVING = ".penzai-shard-removing"
@@ -383,5 +383,4 @@ def _finish_all() -> None:
             print(f"penzai_shard: {error}\n{fix}", file=sys.stderr)
 
 
-job.before_threads_end(_finish_all)
-job.before_end(_finish_all)
+at_end(_finish_all)

@@ -8,6 +8,7 @@ JAX hears no heartbeat any more, and ends the others.
 import atexit
 import contextlib
 import functools
+import itertools
 import math
 import os
 import sys
@@ -22,13 +23,12 @@ from penzai_shard.jax_internals import messages
 ENDED_BY_ANOTHER = 75
 """Exit status of a process that ends because another one has failed."""
 
-_TOPIC = "penzai_shard/job"
 _SECONDS_TO_ANSWER = 2.0
 # Processes that fail in the same call report their own errors.
 _SECONDS_TO_FAIL = 0.5
-_MOST_CHARACTERS = 1000
 
-_before_end: list[Callable[[], None]] = []
+_jobs = itertools.count()
+_at_end: list[Callable[[], object]] = []
 
 
 @contextlib.contextmanager
@@ -63,9 +63,9 @@ def several_processes(
     ...     jax.process_count()
     1
     """
-    is_given = any(value is not None for value in (coordinator, processes, process_id))
     has_begun = jax.distributed.is_initialized()
-    if not (is_given or has_begun or messages.is_cluster()):
+    is_given = has_begun or (coordinator, processes, process_id) != (None, None, None)
+    if not (is_given or messages.is_cluster()):
         _say("this is the only process: JAX finds no cluster, and no coordinator is given.")
         processes = 1
     if processes == 1:
@@ -101,65 +101,65 @@ class _Job:
     def __init__(self) -> None:
         self._me, self._count = jax.process_index(), jax.process_count()
         self._is_ending = self._has_heard = False
-        self._listener = threading.Thread(target=self._listen, name=_TOPIC, daemon=True)
+        # A program may have several, one after the other or one in the other.
+        self._topic = f"penzai_shard/job/{next(_jobs)}"
+        self._listener = threading.Thread(target=self._listen, name=self._topic, daemon=True)
         self._listener.start()
 
     def end(self) -> None:
         """Waits until all have come to the end of their program."""
-        for function in _before_end:
+        for function in reversed(_at_end):
             function()
-        messages.send(f"{_TOPIC}/done/{self._me}", "")
+        messages.send(f"{self._topic}/done/{self._me}", "")
         for process in range(self._count):
-            messages.receive(f"{_TOPIC}/done/{process}", math.inf)
+            messages.receive(f"{self._topic}/done/{process}", math.inf)
         # A thread that waits in a call of JAX when Python ends aborts the program.
         self._is_ending = True
-        messages.send(f"{_TOPIC}/failed/{self._me}", "")
+        messages.send(f"{self._topic}/failed/{self._me}", "")
         self._listener.join()
 
     def fail(self, error: BaseException) -> None:
         """Tells the others, and has this process exit without waiting for them."""
         self._is_ending = True
-        what = " ".join(str(error).split())[:_MOST_CHARACTERS]
+        what = " ".join(str(error).split())[:1000]
         text = f"process {self._me} of {self._count} failed: {type(error).__name__}: {what}"
         others = {*range(self._count)} - {self._me}
         for process in others:
             # Another one may have told it before.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                messages.send(f"{_TOPIC}/failed/{process}", text)
+                messages.send(f"{self._topic}/failed/{process}", text)
         end = time.monotonic() + _SECONDS_TO_ANSWER
         for process in others:
             answer = None
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                answer = messages.receive(f"{_TOPIC}/heard/{process}", end - time.monotonic())
+                answer = messages.receive(f"{self._topic}/heard/{process}", end - time.monotonic())
             if answer is None and not self._has_heard:
                 _say(f"process {process} of {self._count} is gone: it was killed, or is lost.")
         code = error.code if isinstance(error, SystemExit) else 1
-        code = 130 if isinstance(error, KeyboardInterrupt) else code
-        before_threads_end(functools.partial(_exit, code if isinstance(code, int) else 1))
+        code = 130 if isinstance(error, KeyboardInterrupt) else code  # As Python has it.
+        at_end(functools.partial(_exit, code if isinstance(code, int) else 1))
         if self._me == 0:
             # Without its service JAX would abort the others before they say why they end.
-            before_threads_end(functools.partial(time.sleep, 2 * _SECONDS_TO_FAIL))
+            at_end(functools.partial(time.sleep, 2 * _SECONDS_TO_FAIL))
 
     def _listen(self) -> None:
-        text = messages.receive(f"{_TOPIC}/failed/{self._me}", math.inf)
-        self._has_heard = True
-        messages.send(f"{_TOPIC}/heard/{self._me}", "")
+        # Where the service has gone, JAX ends this process.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            text = messages.receive(f"{self._topic}/failed/{self._me}", math.inf)
+            self._has_heard = True
+            messages.send(f"{self._topic}/heard/{self._me}", "")
         time.sleep(0 if self._is_ending else _SECONDS_TO_FAIL)
-        if not self._is_ending:
+        if self._has_heard and not self._is_ending:
             _say(f"{text}. Process {self._me} ends too.")
             _exit(ENDED_BY_ANOTHER)
 
 
-def before_end(function: Callable[[], None]) -> None:
-    """Has a function called at the end of a job, while its processes can still agree."""
-    _before_end.append(function)
+def at_end(function: Callable[[], object]) -> None:
+    """Has a function called at the end of a job, and at that of the program, the last one first.
 
-
-def before_threads_end(function: Callable[[], object]) -> None:
-    """Has a function called at the end of the program, the last one first.
-
-    What ``atexit`` calls comes later, when all other threads have ended, and none can be started.
+    Other processes and threads still answer then, unlike when ``atexit`` calls something.
     """
+    _at_end.append(function)
     getattr(threading, "_register_atexit", atexit.register)(function)
 
 

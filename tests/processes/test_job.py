@@ -117,7 +117,8 @@ def claim_each_process_has_an_extra(me, folder):
 
 
 def main(me, address, folder, ending):
-    with several_processes(address, 2, me, heartbeat_seconds=3):
+    # The second block finds out that the job has begun.
+    with several_processes(address, 2, me, heartbeat_seconds=3), several_processes():
         assert agreement.gather("meeting", me) == [0, 1]
         if ending != "clean":
             # It is under way when the job ends.
