@@ -28,9 +28,6 @@ ROLES: dict[str, tuple[Any, ...]] = {
 
 def check_names(names: Any, problems: Problems) -> None:
     """Collects what is wrong with the names that were given for roles."""
-    if not isinstance(names, Mapping):
-        problems.add("names", f"it is {names!r}", "Write names={'neurons': 'mlp'}.")
-        return
     for role in names:
         if role not in ROLES:
             near = nearest(str(role), ROLES)
@@ -113,7 +110,7 @@ def find_roles(
         chosen = fitting[:1] or present[:1]
         if role == "vocabulary" and over and _is_optional(role, tables.values()):
             chosen = fitting[:1]
-            notes.append(_vocabulary_note(chosen, present, sizes, over, mesh))
+            notes.append(_vocabulary_note(chosen, present, over, parts))
         split[role] = tuple(chosen) if over else ()
         whole[role] = tuple(name for name in present if name not in chosen)
 
@@ -157,21 +154,14 @@ def _check_present(
     problems.raise_if_any(RuleTypeError)
 
 
-def _vocabulary_note(
-    chosen: Sequence[Any],
-    present: Sequence[Any],
-    sizes: Mapping[Any, Iterable[int]],
-    over: Sequence[str],
-    mesh: AnyMesh,
-) -> str:
+def _vocabulary_note(chosen: Sequence[Any], present: Sequence[Any], over: Any, parts: int) -> str:
     """What a plan says of a vocabulary that is split where that is possible."""
-    where = f"{' and '.join(map(repr, over))} ({specs.part_count(over, mesh.shape)})"
+    where = f"mesh axis {' and '.join(map(repr, over))} ({parts})"
     if chosen:
-        return f"the vocabulary axis {chosen[0]!r} is split over {where}: no device has all logits"
+        return f"the vocabulary {chosen[0]!r} is split over {where}: no device has all logits"
     if not present:
-        return "the model has no vocabulary axis to split"
-    lengths = ", ".join(map(str, sorted(sizes[present[0]])))
+        return "the model has no logical axis of the vocabulary"
     return (
-        f"the vocabulary axis {present[0]!r} ({lengths}) does not divide over {where}: every "
-        "device computes all logits; pad the vocabulary, and give cross_entropy classes="
+        f"the vocabulary {present[0]!r} does not divide over {where}, so that each device computes "
+        "all logits: pad it, and give cross_entropy classes="
     )

@@ -13,6 +13,7 @@ from typing import Any, Self
 import jax
 from jax.sharding import AbstractMesh
 
+from penzai_shard.arrays.steps import make_struct
 from penzai_shard.arrays.structure import leaves_of
 from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError, require
 from penzai_shard.layers.remat import check_policy
@@ -116,9 +117,8 @@ class Layout(LayoutPresets, LayoutFiles):
                 what = f"manual=True takes all mesh axes over, and {role} is split while computing"
                 problems.add("manual", what, "Leave it out.")
         if self.manual and (self.between_blocks is not None or self.reshard_after_forward):
-            what = "blocks that run per device gather by themselves, and are split along the batch"
-            fix = "Leave out manual, or reshard_after_forward and between_blocks."
-            problems.add("manual", what, fix)
+            what = "reshard_after_forward and between_blocks are not for blocks that run per device"
+            problems.add("manual", what, "Leave them out.")
         problems.raise_if_any(RuleTypeError)
 
     def __repr__(self) -> str:
@@ -152,9 +152,7 @@ class Layout(LayoutPresets, LayoutFiles):
         preset = presets.get(tuple(sorted(sizes)))
         if preset is None:
             what = f"no preset is for a mesh with the axes {mesh_text(sizes)}"
-            fix = (
-                "Call them data, data and model, or replica and data; or write Layout.hybrid(...)."
-            )
+            fix = "Call them data, data and model, or replica and data; or name a preset."
             raise MeshError("Layout.auto:", [Problem("", what, fix)])
         return preset()
 
@@ -247,7 +245,6 @@ class Layout(LayoutPresets, LayoutFiles):
         Returns:
             A loss function with the same arguments.
         """
-
         rules = [
             dataclasses.replace(rule, logical_axis=axis)
             for rule in self.compute.rules
@@ -277,7 +274,7 @@ class Layout(LayoutPresets, LayoutFiles):
             known = sorted(map(repr, present - {None})) or ["no logical axes"]
             what = f"no array has the logical axis {axes[0]!r}; there are {', '.join(known)}"
             fix = (
-                f"Name it, write first_axis={axes[0]!r}, or give the layout names={{'batch': ...}}."
+                f"Write first_axis={axes[0]!r} for plain arrays, or Layout(names={{'batch': ...}})."
             )
             raise RuleTypeError("Layout.shard_batch:", [Problem("", what, fix)])
         return shard_batch(batch, mesh, [(axis, over) for axis in axes], **options)
@@ -326,12 +323,15 @@ class Layout(LayoutPresets, LayoutFiles):
 
         with auto_context():
             # A state of structs says where the optimizer's arrays belong, which are made there.
-            structs = edit(plan.restore_structs())
-            state = TrainState.initial_state(structs, optimizer, rng, **of_state)
+            state = TrainState.initial_state(
+                edit(plan.restore_structs()), optimizer, rng, **of_state
+            )
             rules = layout.parameters, layout.optimizer
             shardings = train_state_sharding(state, mesh, *rules, on_unnamed=on_unnamed)
             if isinstance(mesh, AbstractMesh):
-                state = jax.tree.map(_describe, state, shardings)
+                state = jax.tree.map(
+                    lambda x, own: make_struct(x).update(sharding=own), state, shardings
+                )
             else:
                 model = edit(sharded_init(initializer, *args, mesh=mesh, plan=plan))
                 optax = require("optax", extra="train")
@@ -342,7 +342,3 @@ class Layout(LayoutPresets, LayoutFiles):
         step_options.setdefault("donate_params_and_state", step_options.get("jit", True))
         step_options["train_state_shardings"] = shardings
         return state, build_train_step_fn(layout.computing(loss_fn, mesh), **step_options)
-
-
-def _describe(value: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)

@@ -8,6 +8,7 @@ its mesh is, and into how many microbatches a batch is split.
 import dataclasses
 import json
 import os
+import pathlib
 import tomllib
 from collections.abc import Mapping
 from typing import Any, Self
@@ -60,8 +61,7 @@ class LayoutFiles:
         """
         problems = Problems(f"{os.fspath(path)}:")
         try:
-            with open(path, "rb") as file:
-                found = tomllib.load(file)
+            found = tomllib.loads(pathlib.Path(path).read_text("utf-8"))
         except (OSError, ValueError) as error:
             problems.add("", str(error).rstrip("."), "Give the path of a file in TOML.")
             raise RuleTypeError(problems.headline, problems) from error
@@ -72,10 +72,9 @@ class LayoutFiles:
         preset, shape = found.get("layout", "zero1"), found.get("mesh", {})
         add_unknown(problems, "layout", [preset], _PRESETS)
         sizes = [*shape.values()] if isinstance(shape, dict) else [None]
-        for number in (*sizes, found.get("microbatches", 1)):
-            if type(number) is not int or number < 1:
-                fix = "Write mesh = { data = 8 } and microbatches = 4."
-                problems.add("", "mesh and microbatches are no natural numbers", fix)
+        if not all(type(x) is int and x > 0 for x in (*sizes, found.get("microbatches", 1))):
+            what = "the sizes of the mesh and the microbatches are natural numbers"
+            problems.add("", what, "Write mesh = { data = 8 } and microbatches = 4.")
         try:
             fields = {
                 key: _read_field(key, found[key], problems) for key in found.keys() & {*_FIELDS}
@@ -118,8 +117,7 @@ class LayoutFiles:
             except TypeError as error:
                 problems.add(name, str(error), "Leave it out, and say it in Python.")
         problems.raise_if_any(RuleTypeError)
-        with open(path, "w", encoding="utf-8") as file:
-            file.writelines(lines)
+        pathlib.Path(path).write_text("".join(lines), encoding="utf-8")
 
 
 def _read_value(value: Any) -> Any:

@@ -10,7 +10,7 @@ from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard.layouts.layout import Layout
-from tests.layouts.transformers import build_llama, loss_fn, make_tokens
+from tests.layouts.transformers import build_llama, loss_fn
 
 EIGHT = pzs.make_mesh({"data": 8})
 TWO = pzs.make_mesh({"data": 4, "model": 2})
@@ -147,12 +147,6 @@ def test_recipe_comes_off_and_survives_json(layout):
     assert pzs.Recipe.from_json(recipe.to_json(), mesh=TWO, allow=allow) == recipe
 
 
-def test_recipe_leaves_the_model_what_it_computes():
-    tokens = pz.nx.wrap(make_tokens()[:, :-1], "batch", "seq")
-    model = build_llama(heads=2, multiplier=2)
-    assert Layout.sequence_parallel().recipe(model, TWO).check(model, tokens).ok
-
-
 def test_blocks_say_where_the_layers_are():
     names = {"neurons": "mlp", "heads": None}
     x = pz.nx.ones({"batch": 8, "embed": 8})
@@ -210,13 +204,12 @@ def test_build_on_an_abstract_mesh_prices_what_is_not_there():
         (lambda: Layout.zero1(rematerialise="dotz"), pzs.RuleTypeError, "dots"),
         (lambda: Layout.zero1(precision="fp8"), pzs.RuleTypeError, "bfloat16"),
         (lambda: Layout.zero1(names={"neuron": "mlp"}), pzs.RuleTypeError, "neurons"),
-        (lambda: Layout.zero1(names="mlp"), pzs.RuleTypeError, "names="),
         (lambda: Layout.fully_sharded(vocabulary="data"), pzs.RuleTypeError, "different"),
         (lambda: Layout.tensor_parallel(manual=True), pzs.RuleTypeError, "Leave it out"),
         (
             lambda: Layout.fully_sharded(manual=True, reshard_after_forward=True),
             pzs.RuleTypeError,
-            "Leave out",
+            "Leave them out",
         ),
         (
             lambda: Layout.two_dimensional().build(build_llama, mesh=EIGHT, **DEFAULTS),
