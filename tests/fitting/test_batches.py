@@ -8,7 +8,6 @@ import pytest
 
 import penzai_shard as pzs
 from penzai_shard.checkpoints.manager import CheckpointManager
-from penzai_shard.fitting.batch_feed import BatchFeed
 from tests.fitting.runs import draw, make_batch, train
 
 
@@ -18,36 +17,38 @@ def _no_thread_is_left():
     assert not [t for t in threading.enumerate() if t.name.startswith("penzai_shard batches")]
 
 
-def test_feed_makes_no_more_than_it_may():
-    made = []
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_fit_draws_no_more_batches_ahead_than_it_may(prefetch):
+    drawn = []
 
-    def items():
-        for number in range(20):
-            made.append(number)
-            yield number
+    def batches():
+        for batch in draw():
+            drawn.append(batch)
+            yield batch
 
-    with BatchFeed(items(), ahead=3) as feed:
-        for used in range(20):
-            assert feed.next() == used
-            assert len(made) <= used + 4
-        assert feed.next() is None
+    def on_log(record):
+        # In the callback of a step the next one has its batch already; the last is logged late.
+        assert len(drawn) <= min(record.step + 1 + prefetch, 9)
+
+    train(batches, prefetch=prefetch, on_log=on_log)
+    assert len(drawn) == 9
 
 
-def test_feed_makes_an_item_while_another_is_used():
-    # Making item 1 ends only once item 0 is in use, and the other way round.
-    is_made, is_used = threading.Event(), threading.Event()
+def test_fit_draws_a_batch_while_a_step_is_used():
+    # The third batch comes only once a callback waits for it, and the other way round.
+    is_drawn, is_wanted = threading.Event(), threading.Event()
 
-    def items():
-        yield 0
-        assert is_used.wait(60)
-        is_made.set()
-        yield 1
+    def batches():
+        yield from draw(2)
+        assert is_wanted.wait(60)
+        is_drawn.set()
+        yield from draw(1, 2)
 
-    with BatchFeed(items(), ahead=1) as feed:
-        assert feed.next() == 0
-        is_used.set()
-        assert is_made.wait(60)
-        assert feed.next() == 1
+    def on_log(record):
+        is_wanted.set()
+        assert is_drawn.wait(60)
+
+    train(batches, steps=3, prefetch=1, on_log=on_log)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
