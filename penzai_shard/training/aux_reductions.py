@@ -1,4 +1,4 @@
-"""Joins what a loss function reports of several microbatches.
+"""Joins what a loss function reports of several microbatches, or on several devices.
 
 Whether the value of a whole batch is the sum, the mean, or the last of these cannot be seen from an
 array. Floats are averaged, arrays with the batch axis are concatenated; of all else it is said, by
@@ -9,22 +9,24 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from penzai_shard.arrays.structure import Leaf, flatten
 from penzai_shard.errors import Problems, RuleTypeError, ShardingError
+from penzai_shard.paths import path_text
 
-_CONCATENATE = "concatenate"
-# Functions of the values of all microbatches, and of the dimension of one that has its examples.
-_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "mean": lambda values, dim: jnp.mean(values, axis=0),
-    "sum": lambda values, dim: jnp.sum(values, axis=0),
-    "max": lambda values, dim: jnp.max(values, axis=0),
-    "min": lambda values, dim: jnp.min(values, axis=0),
-    "last": lambda values, dim: values[-1],
-    _CONCATENATE: lambda values, dim: join_microbatches(values, dim),
+_CONCATENATE, _RATIO = "concatenate", "ratio"
+# Functions of values along a new first dimension. Of a ratio sum and count are added up.
+_REDUCTIONS: dict[str, Callable[[Any], Any]] = {
+    "mean": lambda values: jnp.mean(values, axis=0),
+    "sum": lambda values: jnp.sum(values, axis=0),
+    "max": lambda values: jnp.max(values, axis=0),
+    "min": lambda values: jnp.min(values, axis=0),
+    "last": lambda values: values[-1],
+    _RATIO: lambda values: jnp.sum(values, axis=0),
 }
-_WORDS = ", ".join(map(repr, _REDUCTIONS))
+_WORDS = ", ".join(map(repr, [*_REDUCTIONS, _CONCATENATE]))
 
 
 def read_reductions(declared: Any) -> dict[str, str]:
@@ -40,45 +42,90 @@ def read_reductions(declared: Any) -> dict[str, str]:
     words = dict([*structure.statics, *((leaf.path, leaf.value) for leaf in leaves)])
     problems = Problems("aux_reduction cannot be read:")
     for path, word in words.items():
-        if not isinstance(word, str) or word not in _REDUCTIONS:
+        if not isinstance(word, str) or word not in (*_REDUCTIONS, _CONCATENATE):
             problems.add(path, f"{reprlib.repr(word)} is no reduction", f"Write one of {_WORDS}.")
     problems.raise_if_any(RuleTypeError)
     return words
 
 
+def _find_declared(reductions: Mapping[str, str], path: str) -> str | None:
+    """The longest declared path that leads to an output."""
+    leading = [own for own in reductions if not own or f"{path}/".startswith(f"{own}/")]
+    return max(leading, key=len, default=None)
+
+
 def reduce_outputs(
-    reductions: Mapping[str, str], leaves: Sequence[Leaf], dims: Sequence[int | None]
+    reductions: Mapping[str, str],
+    leaves: Sequence[Leaf],
+    dims: Sequence[int | None],
+    join: Callable[[Any, int], Any],
 ) -> list[Any]:
-    """Joins each output of several microbatches.
+    """Joins each output of several microbatches or devices.
 
     Args:
-        reductions: The word for each path; that of ``""`` is for all others.
-        leaves: The outputs; the value of each has the microbatches along a new first dimension.
-        dims: The dimension of each output of one microbatch that has its examples, if one has.
+        reductions: The word for each path, and for those below it.
+        leaves: The outputs; the value of each has those of all along a new first dimension.
+        dims: The dimension of each output of one that has its examples, if one has.
+        join: Joins examples along a dimension.
 
     Raises:
         ShardingError: A word is missing, does not fit, or is for no output; all are in it.
     """
-    problems = Problems("outputs of several microbatches cannot be joined:")
+    problems = Problems("outputs of several microbatches or devices cannot be joined:")
     paths = [leaf.path for leaf in leaves]
-    for path in reductions.keys() - {"", *paths}:
+    for path in reductions.keys() - {"", *(_find_declared(reductions, path) for path in paths)}:
         fix = f"Outputs are: {paths[:5]}."
         problems.add(path, "aux_reduction names it, and there is no output of this path", fix)
     values = []
     for leaf, dim in zip(leaves, dims, strict=True):
-        default = "mean" if jnp.issubdtype(leaf.dtype, jnp.inexact) else ""
+        word = "mean" if jnp.issubdtype(leaf.dtype, jnp.inexact) else ""
         if leaf.names is not None and dim is not None:
-            default = _CONCATENATE
-        word = reductions.get(leaf.path) or reductions.get("") or default
+            word = _CONCATENATE
+        if (declared := _find_declared(reductions, leaf.path)) is not None:
+            word = reductions[declared]
         if not word:
             fix = f"Write aux_reduction={{{leaf.path!r}: 'sum'}}, or another of {_WORDS}."
             problems.add(leaf.path, f"nothing says how its {leaf.dtype} values become one", fix)
-        elif word == _CONCATENATE and dim is None:
+        elif word != _CONCATENATE:
+            values.append(_REDUCTIONS[word](leaf.value))
+        elif dim is None:
             problems.add(leaf.path, "it has no dimension of examples to join", "Write 'last'.")
         else:
-            values.append(_REDUCTIONS[word](leaf.value, dim))
+            values.append(join(leaf.value, dim))
     problems.raise_if_any(ShardingError)
     return values
+
+
+def divide_pairs(reductions: Mapping[str, str], aux: Any) -> Any:
+    """Outputs with a quotient in place of each pair of a sum and a count that is a ratio.
+
+    Raises:
+        ShardingError: What is to be a ratio is no pair; all that is not is in it.
+
+    >>> divide_pairs({"accuracy": "ratio"}, {"accuracy": (3.0, 4), "loss": (1.0, 2)})
+    {'accuracy': 0.75, 'loss': (1.0, 2)}
+    """
+    problems = Problems("outputs cannot be divided:")
+
+    def is_pair(keys: Any, node: Any) -> bool:
+        return is_ratio(keys) and isinstance(node, tuple | list) and len(node) == 2
+
+    def is_ratio(keys: Any) -> bool:
+        path = _find_declared(reductions, path_text(keys))
+        return path is not None and reductions[path] == _RATIO
+
+    def divide(keys: Any, node: Any) -> Any:
+        if is_pair(keys, node):
+            return node[0] / node[1]
+        if is_ratio(keys):
+            what, fix = "'ratio' is for a pair of a sum and a count", "Return (sum, count)."
+            problems.add(path_text(keys), what, fix)
+        return node
+
+    options: Any = {"is_leaf": is_pair, "is_leaf_takes_path": True}
+    result = jax.tree_util.tree_map_with_path(divide, aux, **options)
+    problems.raise_if_any(ShardingError)
+    return result
 
 
 def split_microbatches(value: Any, dim: int, count: int) -> Any:
@@ -98,4 +145,14 @@ def join_microbatches(parts: Any, dim: int) -> Any:
     [0, 1, 2, 3, 4, 5]
     """
     moved = jnp.moveaxis(parts, 0, dim + 1)
+    return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])
+
+
+def join_devices(parts: Any, dim: int) -> Any:
+    """The examples of all devices, one device after the other.
+
+    >>> join_devices(jnp.arange(6).reshape(2, 3), 0).tolist()
+    [0, 1, 2, 3, 4, 5]
+    """
+    moved = jnp.moveaxis(parts, 0, dim)
     return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])

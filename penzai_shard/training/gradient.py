@@ -6,6 +6,7 @@ all-reduce; under ZeRO-1 each device updates its own part.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,10 +15,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from penzai_shard.arrays.structure import Leaf, flatten, leaves_of
+from penzai_shard.arrays.structure import Leaf, Structure, flatten, leaves_of
 from penzai_shard.errors import Problem, Problems, ShardingError, require
+from penzai_shard.layers.manual import fold_rng_over_axis
 from penzai_shard.programs import GRADIENT, LOSS, OPTIMIZER
-from penzai_shard.training.aux_reductions import reduce_outputs, split_microbatches
+from penzai_shard.training.aux_reductions import (
+    divide_pairs,
+    join_devices,
+    join_microbatches,
+    reduce_outputs,
+    split_microbatches,
+)
+from penzai_shard.training.manual_step import refuse_differences, run_per_device
 from penzai_shard.training.model_parts import Kind
 from penzai_shard.training.train_state import TrainState, keep_form, read_arrays
 
@@ -32,13 +41,15 @@ class LossCall:
         loss_fn: The loss function.
         accumulate_steps: The number of microbatches.
         batch_axis: The logical axis of the examples; of plain arrays the number of the dimension.
-        reductions: How outputs of several microbatches are joined, by path.
+        reductions: How outputs of several microbatches or devices are joined, by path.
+        manual_axes: The mesh axes over which each device computes the loss of its own examples.
     """
 
     loss_fn: Callable[..., Any]
     accumulate_steps: int
     batch_axis: Any
     reductions: Mapping[str, str]
+    manual_axes: tuple[str, ...] = ()
 
 
 class Shardings(NamedTuple):
@@ -77,25 +88,79 @@ def _constrain(arrays: dict[str, Any], shardings: Mapping[str, NamedSharding]) -
     return jax.lax.with_sharding_constraint(arrays, {path: shardings[path] for path in arrays})
 
 
-def evaluate(
-    call: LossCall, state: TrainState, inputs: Mapping[str, Any], trained: Any = None
-) -> tuple[Any, Any]:
-    """The loss of a batch, and what the loss function reports.
+def run_loss(
+    call: LossCall,
+    state: TrainState,
+    shardings: Shardings,
+    inputs: Mapping[str, Any],
+    is_differentiated: bool = False,
+) -> tuple[Any, Any, Any, Any]:
+    """Runs a loss function on a batch.
 
     Args:
         call: The loss function.
         state: The state.
+        shardings: Where its parameters and moments lie.
         inputs: The inputs of the loss function.
-        trained: Other values of the parameters.
+        is_differentiated: Whether to find gradients.
+
+    Returns:
+        The loss; its gradients by path; state variables and the state of the loss function; and the
+        outputs.
     """
+    moments = shardings.moments if is_differentiated else {}
 
-    def run(*given: Any) -> Any:
-        params = state.trained_arrays if trained is None else trained
-        total, (weight, *others) = _call_loss(call, state, params, *given)
-        return (total, weight, None), *others
+    def pin(gradients: dict[str, Any]) -> dict[str, Any]:
+        for path in gradients:
+            with jax.named_scope(f"{GRADIENT}/{path}"):
+                gradients |= _constrain({path: gradients[path]}, moments)
+        return gradients
 
-    (loss, weight, _), _, aux = _run_microbatches(call, run, None, state, inputs)
-    return loss if weight is None else loss / weight, aux
+    def run(
+        state: TrainState, inputs: Any, gather: Any = dict, vary: Any = tuple, pin: Any = dict
+    ) -> Any:
+        def find_loss(trained: Any, *given: Any) -> Any:
+            return _call_loss(call, state, gather(trained), *given)
+
+        def run_one(*given: Any) -> Any:
+            if not is_differentiated:
+                total, (weight, *others) = find_loss(state.trained_arrays, *given)
+                return (total, weight, {}), *others
+            differentiate = jax.value_and_grad(find_loss, has_aux=True)
+            (total, found), gradients = differentiate(state.trained_arrays, *given)
+            weight, *others = found
+            return (total, weight, pin(gradients)), *others
+
+        # Sums of many small numbers lose too much below 32 bits.
+        zeros = {
+            path: jnp.zeros(array.shape, jnp.promote_types(array.dtype, jnp.float32))
+            for path, array in state.trained_arrays.items()
+            if is_differentiated and call.accumulate_steps > 1
+        }
+        zero = jnp.zeros((), jnp.float32)
+        return _run_microbatches(call, run_one, vary((zero, zero, pin(zeros))), state, inputs)
+
+    if call.manual_axes:
+        sums, carry, (form, stacks) = run_per_device(
+            call.manual_axes,
+            state,
+            (shardings.parameters, moments),
+            inputs,
+            functools.partial(_find_examples, call),
+            run,
+        )
+        aux = _join_outputs(call, form, stacks, join_devices)
+        sums = *sums[:2], pin(sums[2])
+    else:
+        sums, carry, aux = run(state, inputs, pin=pin)
+    loss, weight, gradients = sums
+    if weight is not None:
+        loss = loss / weight
+        gradients = {
+            path: (gradient / weight).astype(state.trained_arrays[path].dtype)
+            for path, gradient in gradients.items()
+        }
+    return loss, gradients, carry, divide_pairs(call.reductions, aux)
 
 
 def update(
@@ -115,37 +180,13 @@ def update(
         step_metrics: What is added to the outputs: ``"loss"``, ``"gradient_norm"``.
     """
     trained, optimizer = state.trained_arrays, state.optimizer_def
-
-    def differentiate(*given: Any) -> Any:
-        def find_loss(trained: Any) -> Any:
-            return _call_loss(call, state, trained, *given)
-
-        (total, found), gradients = jax.value_and_grad(find_loss, has_aux=True)(trained)
-        weight, *others = found
-        for path in gradients:
-            with jax.named_scope(f"{GRADIENT}/{path}"):
-                gradients |= _constrain({path: gradients[path]}, shardings.moments)
-        return (total, weight, gradients), *others
-
-    # Sums of many small numbers lose too much below 32 bits.
-    zeros = {
-        path: jnp.zeros(array.shape, jnp.promote_types(array.dtype, jnp.float32))
-        for path, array in (trained.items() if call.accumulate_steps > 1 else ())
-    }
-    zeros = _constrain(zeros, shardings.moments)
-    (loss, weight, gradients), carry, aux = _run_microbatches(
-        call, differentiate, zeros, state, inputs
-    )
-    if weight is not None:
-        loss = loss / weight
-        gradients = {
-            path: (gradient / weight).astype(trained[path].dtype)
-            for path, gradient in gradients.items()
-        }
+    loss, gradients, carry, aux = run_loss(call, state, shardings, inputs, is_differentiated=True)
 
     # Line searches of optax look for arguments of these two names.
     def value_fn(params: Any, grad_fn: Any = None, obj_fn: Any = None) -> Any:
-        return evaluate(call, state, inputs, _constrain(params, shardings.parameters))[0]
+        params = _constrain(params, shardings.parameters)
+        there = dataclasses.replace(state, trained_arrays=params)
+        return run_loss(call, there, shardings, inputs)[0]
 
     with jax.named_scope(OPTIMIZER):
         params = _constrain(trained, shardings.moments)
@@ -175,7 +216,7 @@ def _run_microbatches(
     function: Callable[[Any, Any, Any], Any],
     zeros: Any,
     state: TrainState,
-    inputs: Mapping[str, Any],
+    inputs: Any,
 ) -> Any:
     """Runs a function of a carry, a key and inputs on one microbatch after the other.
 
@@ -183,7 +224,7 @@ def _run_microbatches(
         call: The loss function.
         function: Gives a loss, its weight and gradients; the next carry, of state variables and the
             state of the loss function; and outputs.
-        zeros: Gradients of nothing.
+        zeros: Loss, weight and gradients of nothing.
         state: The state.
         inputs: The inputs of the whole batch.
 
@@ -191,11 +232,14 @@ def _run_microbatches(
         The same as ``function``, with sums of losses, weights and gradients.
     """
     rng = jax.random.fold_in(state.root_rng, state.step)
+    if call.manual_axes:
+        rng = fold_rng_over_axis(rng, call.manual_axes)
     carry, count = (state.state_arrays, state.loss_fn_state), call.accumulate_steps
     if count == 1:
         return function(carry, rng, inputs)
     leaves, structure = flatten(inputs)
-    parts = _split_inputs(call, leaves)
+    dims = _find_examples(call, leaves, count)
+    parts = {i: split_microbatches(leaves[i].value, dim, count) for i, dim in dims.items()}
     aux_form: Any = None
 
     def run_one(sums: Any, item: Any) -> Any:
@@ -209,14 +253,20 @@ def _run_microbatches(
         aux_form = flatten(aux)
         return (totals, carry), [leaf.value for leaf in aux_form[0]]
 
-    zero = jnp.zeros((), jnp.float32)
-    first = (zero, zero, zeros), carry
-    (sums, carry), stacks = jax.lax.scan(run_one, first, (jnp.arange(count), parts))
-    aux_leaves, aux_structure = aux_form
-    pairs = zip(aux_leaves, stacks, strict=True)
-    outputs = [dataclasses.replace(leaf, value=value) for leaf, value in pairs]
-    dims = [_examples_dim(call, leaf) for leaf in aux_leaves]
-    return sums, carry, aux_structure.fill_alike(reduce_outputs(call.reductions, outputs, dims))
+    (sums, carry), stacks = jax.lax.scan(run_one, (zeros, carry), (jnp.arange(count), parts))
+    return sums, carry, _join_outputs(call, aux_form, stacks, join_microbatches)
+
+
+def _join_outputs(
+    call: LossCall, form: tuple[Sequence[Leaf], Structure], stacks: Any, join: Any
+) -> Any:
+    """The outputs of several microbatches or devices, given along a new first dimension."""
+    leaves, structure = form
+    dims = [_examples_dim(call, leaf) for leaf in leaves]
+    outputs = [
+        dataclasses.replace(leaf, value=value) for leaf, value in zip(leaves, stacks, strict=True)
+    ]
+    return structure.fill_alike(reduce_outputs(call.reductions, outputs, dims, join))
 
 
 def _examples_dim(call: LossCall, leaf: Leaf) -> int | None:
@@ -227,22 +277,21 @@ def _examples_dim(call: LossCall, leaf: Leaf) -> int | None:
     return leaf.names.index(axis) if leaf.names and axis in leaf.names else None
 
 
-def _split_inputs(call: LossCall, leaves: Sequence[Leaf]) -> dict[int, Any]:
-    """The microbatches of each input that has examples, by its number."""
-    count, axis = call.accumulate_steps, call.batch_axis
-    problems = Problems(f"a batch cannot be split into {count} microbatches:")
+def _find_examples(call: LossCall, leaves: Sequence[Leaf], count: int) -> dict[int, int]:
+    """The dimension of each input that has its examples, by its number."""
+    problems = Problems(f"a batch cannot be split into {count} parts:")
     dims = {i: dim for i, x in enumerate(leaves) if (dim := _examples_dim(call, x)) is not None}
     for index, dim in dims.items():
         leaf = leaves[index]
-        if leaf.shape[dim] % count:
-            fitting = next(n for n in range(count, 0, -1) if leaf.shape[dim] % n == 0)
-            fix = f"Write accumulate_steps={fitting}."
-            problems.add(leaf.path, f"it has {leaf.shape[dim]} examples", fix, "indivisible")
+        length = leaf.shape[dim]
+        if length % count:
+            fix = f"Give {length - length % count} or {length - length % count + count} examples."
+            problems.add(leaf.path, f"it has {length} examples", fix, "indivisible")
     if not dims:
         fix = "Write batch_axis='batch'; of plain arrays batch_axis=0."
-        problems.add("", f"no input has the axis {axis!r}", fix)
+        problems.add("", f"no input has the axis {call.batch_axis!r}", fix)
     problems.raise_if_any(ShardingError)
-    return {i: split_microbatches(leaves[i].value, dim, count) for i, dim in dims.items()}
+    return dims
 
 
 # The loss function
@@ -280,6 +329,8 @@ def _call_loss(
 
     loss, weight, new_state, aux = _read_result(result)
     state_vars = {path: values[path] for path in state_arrays}
+    if call.manual_axes:
+        refuse_differences({"state_vars": state_vars, "loss_fn_state": new_state})
     carry = (
         _keep_form("state_vars", state_arrays, state_vars, "Assign an array like the one before."),
         _keep_form("loss_fn_state", loss_fn_state, new_state, "Return it as it was given."),

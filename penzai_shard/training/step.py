@@ -141,7 +141,8 @@ class _Step:
     def _compute(self, state: TrainState, shardings: gradient.Shardings, inputs: Any) -> Any:
         """Loss and outputs; of a train step new fields, the number of steps, and the outputs."""
         if self.step_metrics is None:
-            return gradient.evaluate(self.call, state, inputs)
+            loss, _, _, aux = gradient.run_loss(self.call, state, shardings, inputs)
+            return loss, aux
         return gradient.update(self.call, state, shardings, inputs, self.step_metrics)
 
     def _finish(self, state: TrainState, results: Any, program: Any = None) -> Any:
@@ -269,6 +270,7 @@ def build_train_step_fn(
     batch_axis: Any = "batch",
     aux_reduction: Any = None,
     step_metrics: Sequence[str] = (),
+    manual_axes: str | Sequence[str] | None = None,
 ) -> Any:
     """Builds the function that does one step of training.
 
@@ -314,7 +316,9 @@ def build_train_step_fn(
     >>> float(aux["loss"]), state.model["w"].tolist()
     (3.0, [0.5, 0.5, 0.5])
     """
-    call = LossCall(loss_fn, accumulate_steps, batch_axis, read_reductions(aux_reduction))
+    axes = (manual_axes,) if isinstance(manual_axes, str) else tuple(manual_axes or ())
+    reductions = read_reductions(aux_reduction)
+    call = LossCall(loss_fn, accumulate_steps, batch_axis, reductions, axes)
     metrics = (step_metrics,) if isinstance(step_metrics, str) else tuple(step_metrics)
     shardings = train_state_shardings, input_kwarg_shardings or {}, aux_output_shardings
     return _Step("A train step", call, jit, *shardings, donate_params_and_state, metrics)

@@ -222,7 +222,7 @@ def test_errors_of_the_user_pass_through_unchanged():
 def test_fixes_say_what_fits():
     with pytest.raises(ShardingError) as caught:
         run(accumulate_steps=3)
-    assert caught.value.problems[0].fix == "Write accumulate_steps=2."
+    assert caught.value.problems[0].fix == "Give 6 or 9 examples."
     with pytest.raises(ShardingError) as caught:
         build()(initial(), x=batch(), y=batch())
     assert caught.value.problems[0].fix == "Write def loss_fn(model, rng, state, x, y)."
