@@ -106,9 +106,6 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
-    def __repr__(self) -> str:
-        return f"CheckpointManager({self.path!r})"
-
     # What there is
 
     def path_of(self, step: int) -> str:

@@ -63,24 +63,15 @@ def several_processes(
     ...     jax.process_count()
     1
     """
-    has_begun = jax.distributed.is_initialized()
-    is_given = has_begun or (coordinator, processes, process_id) != (None, None, None)
-    if not (is_given or messages.is_cluster()):
+    given, has_begun = (coordinator, processes, process_id), jax.distributed.is_initialized()
+    if given == (None, None, None) and not (has_begun or messages.is_cluster()):
         _say("this is the only process: JAX finds no cluster, and no coordinator is given.")
         processes = 1
     if processes == 1:
         yield
         return
     if not has_begun:
-        # Nobody else is to reach the service of processes on one machine.
-        is_local = coordinator is not None and coordinator.startswith(("127.", "localhost:"))
-        jax.distributed.initialize(
-            coordinator,
-            processes,
-            process_id,
-            heartbeat_timeout_seconds=heartbeat_seconds,
-            coordinator_bind_address=coordinator if is_local else None,
-        )
+        jax.distributed.initialize(*given, heartbeat_timeout_seconds=heartbeat_seconds)
     job = _Job()
     try:
         yield
@@ -123,14 +114,12 @@ class _Job:
         self._is_ending = True
         what = " ".join(str(error).split())[:1000]
         text = f"process {self._me} of {self._count} failed: {type(error).__name__}: {what}"
-        others = {*range(self._count)} - {self._me}
-        for process in others:
-            # Another one may have told it before.
+        end = time.monotonic() + _SECONDS_TO_ANSWER
+        for process in {*range(self._count)} - {self._me}:
+            answer = None
+            # Another process may have told it before; or the service is gone.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 messages.send(f"{self._topic}/failed/{process}", text)
-        end = time.monotonic() + _SECONDS_TO_ANSWER
-        for process in others:
-            answer = None
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 answer = messages.receive(f"{self._topic}/heard/{process}", end - time.monotonic())
             if answer is None and not self._has_heard:
