@@ -295,7 +295,8 @@ class Layout(LayoutPresets, LayoutFiles):
         Each device makes its own part of the parameters, and of what the optimizer keeps.
 
         Args:
-            initializer: A function that returns the model, as for ``sharded_init``.
+            initializer: A function that returns the model, as for ``sharded_init``. Stacks of
+                layers run as loops if it rolls them: ``roll_layer_stacks().apply(model)``.
             *args: Its arguments; named ones by ``functools.partial``.
             mesh: The mesh. On an abstract one nothing is made: the state is one of structs, to
                 price its step.

@@ -127,11 +127,17 @@ def test_no_device_computes_all_logits(name):
 
 def test_everything_in_one_layout():
     # Two mappings, tensor parallel on a 2-D mesh, bfloat16, a policy, donation, stacked layers.
-    model = make_builder(stacked=True, blocks=2, **GROUPED)
+    build_stack = make_builder(stacked=True, blocks=3, **GROUPED)
+
+    def model():
+        return pzs.roll_layer_stacks().apply(build_stack())
+
     layout = Layout.two_dimensional(min_size=64, precision="bfloat16", rematerialise="dots")
     found, one = train(layout, TWO, model), train(*LAYOUTS["one device"], model)
     np.testing.assert_allclose(found.losses, one.losses, rtol=5e-3)
     assert all(array.dtype == "float32" for array in found.state.trained_arrays.values())
+    # A loop gathers one layer at a time, forwards and backwards, and 2 matrices are outside.
+    assert count_collectives(found.compiled)["all-gather"] == 2 * 7 + 2
     memory = found.compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 0.99 * memory.argument_size_in_bytes - 2**10
 
