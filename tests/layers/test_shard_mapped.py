@@ -93,6 +93,7 @@ def test_call_values_and_gradients():
     kept = {"keep_split": ("neurons",)}
     pairs = [
         (MLP, fsdp(MLP)),
+        (MLP, fsdp(MLP, mesh=EXPLICIT)),
         (MLP, pzs.ShardMapped(MLP, MESH, {"embedding": ("data", "model")}, {}, per_device=True)),
         (MLP, at(pz.nn.Linear, MLP, fsdp)),
         (MLP, pzs.Jitted(fsdp(at(pz.nn.Linear, pzs.Checkpointed(MLP), fsdp)))),

@@ -23,6 +23,7 @@ OUT = ("batch", "seq", "out")
 # Rules for the parameter, and for activations.
 LAYOUTS = {
     "batch": ({"embedding": "model"}, {"batch": "data"}),
+    "batch over two": ({}, {"batch": ("data", "model")}),
     "batch and seq": ({"out": "data"}, {"batch": "data", "seq": "model"}),
     "seq": ({"embedding": "other"}, {"seq": ("data", "model")}),
 }
@@ -88,6 +89,7 @@ def times_each(x, w):
 # These run in every layout.
 INDEPENDENT = {
     "product": lambda x, w: x @ w,
+    "tied": lambda x, w: (x @ w) @ w.T + x,
     "normalised weights": lambda x, w: x @ (w / jnp.linalg.norm(w)),
     "loop over weights": lambda x, w: x @ jax.lax.fori_loop(0, 2, lambda i, w: jnp.sin(w), w),
     "lookup": lambda x, w: w[jnp.argmax(x, -1)],
@@ -102,16 +104,27 @@ INDEPENDENT = {
 OWN_GRADIENTS = {
     "right": lambda x, w, ct: (ct @ w.T, summed(x, ct)),
     "through tanh": lambda x, w, ct: (ct @ w.T, jnp.tanh(summed(x, ct))),
+    "mixed in": lambda x, w, ct: (ct @ w.T + summed(x, ct).sum(), summed(x, ct)),
+    "spread over batch": lambda x, w, ct: (jnp.broadcast_to(ct.sum(0), x.shape), summed(x, ct)),
+    "turned": lambda x, w, ct: ((ct @ w.T)[::-1], summed(x, ct)),
 }
 EITHER = {f"gradient {name}": own_gradient(function) for name, function in OWN_GRADIENTS.items()}
 EITHER |= {
     "other at its length": lambda x, w: x @ w * 2 if x.shape[1] == 4 else x @ w,
     "mapped": lambda x, w: jax.lax.map(lambda r: r @ w, x),
     "tangent turned": own_tangent(lambda t: t[::-1]),
+    "tangent centred": own_tangent(lambda t: t - t.mean(1, keepdims=True)),
     "attention": lambda x, w: jax.nn.softmax(x @ w @ x.swapaxes(1, 2), -1) @ x,
     "weights as long as the batch": lambda x, w: x + w[:, None, :1],
+    "weights by position": lambda x, w: x + w[jnp.arange(x.shape[0])][:, None],
+    "weights by seq position": lambda x, w: x + w[: x.shape[1]],
     "identity product": lambda x, w: jnp.einsum("bc,csd->bsd", jnp.eye(x.shape[0]), x) @ w,
     "batch and seq merged": lambda x, w: (x.reshape(-1, 4) @ w).reshape(x.shape),
+    "merged running sum": lambda x, w: jnp.cumsum(x.reshape(-1, 4) @ w, 0).reshape(x.shape),
+    "diagonal": lambda x, w: x + jnp.einsum("bbd->bd", x)[:, None] @ w,
+    "batch and seq exchanged": lambda x, w: (x @ w).swapaxes(0, 1),
+    "named as another": lambda x, w: (x @ w).transpose(2, 1, 0),
+    "first sequence": lambda x, w: x @ w - x[:1],
     "other under a name": lambda x, w: random_bits(x) @ w,
     "own transpose": lambda x, w: x @ clipped_transpose(w),
     "random along seq": lambda x, w: x @ w + jax.random.normal(jax.random.key(0), (4, 1)),
