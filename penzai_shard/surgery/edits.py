@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from penzai_shard.errors import Problem, Problems, RuleTypeError
 from penzai_shard.layers.wrapper import WrapperLayer
-from penzai_shard.paths import fold_paths, group_paths, nearest, pattern_parts
+from penzai_shard.paths import nearest, pattern_parts
 from penzai_shard.surgery.inserted import CONSTRAINTS, Inserted, InsertedSequence, Original
 from penzai_shard.surgery.references import Ref, resolve
 from penzai_shard.surgery.rewriting import Keys, Match, Refused, Rewriter, is_layer, replace_object
@@ -51,14 +51,15 @@ class Edit:
         problems = Problems(f"{self.verb}:")
         if self.expect is not None and (type(self.expect) is not int or self.expect < 0):
             problems.add("", f"expect is {self.expect!r}", "Write a number of places, or None.")
-        if not isinstance(self.what, Ref):
-            problems.extend(_find_misuse(self.verb, self.what, dict(self.options)))
+        if type(self.nested) is not bool:
+            problems.add("", f"nested is {self.nested!r}", "Write nested=True, or leave it out.")
         problems.raise_if_any(RuleTypeError)
+        if not isinstance(self.what, Ref):
+            _check_use(self.verb, self.what, dict(self.options))
 
     def __repr__(self) -> str:
-        around = {"within": self.where.within, "outside": self.where.outside}
-        parts = [str(Where(self.where.what)), value_text(self.what)]
-        parts += [f"{name}={place}" for name, place in around.items() if place]
+        place, *around = self.where.texts()
+        parts = [place, value_text(self.what), *around]
         parts += [f"{name}={value_text(value)}" for name, value in self.options]
         parts += ["nested=True"] if self.nested else []
         parts += [] if self.expect is None else [f"expect={self.expect}"]
@@ -67,8 +68,7 @@ class Edit:
     def run(self, model: Any) -> "Outcome":
         """Carries the edit out; the model stays as it is."""
         what, options = resolve(self.what), resolve(dict(self.options))
-        if problems := _find_misuse(self.verb, what, options):
-            return Outcome(model, (), tuple(problems))
+        _check_use(self.verb, what, options)
         if is_layer(what):
             layer, takes_path = _mark_inserted(what, ()), False
             make: Callable[[Any, Keys], Any] = lambda node, keys: layer  # noqa: E731
@@ -84,7 +84,7 @@ class Edit:
         )
         edited = rewriter.run(model)
         count, refused = len(rewriter.matches), rewriter.refused
-        problems += [each.problem for each in refused]
+        problems = [each.problem for each in refused]
         if not problems and count != self.expect and (self.expect is not None or not count):
             problems.append(self._explain_count(model, rewriter.matches))
         cause = next((each.__cause__ for each in refused if each.__cause__), None)
@@ -93,11 +93,9 @@ class Edit:
     def _explain_count(self, model: Any, matches: Sequence[Match]) -> Problem:
         """Why the number of places is wrong."""
         if matches:
-            paths = [match.path or "the root" for match in matches]
-            groups = group_paths((path, None) for path in paths)[:_MOST_NAMED]
-            shown = ", ".join(fold_paths([paths[i] for i in group]) for group in groups)
-            fix = f"Write expect={len(matches)}, or narrow it with within= or outside=."
-            return Problem("", f"{self} fits {len(matches)}, such as {shown}", fix, UNFIT)
+            what = f"{self} fits {len(matches)}, first {matches[0].path or 'the root'}"
+            fix = f"Write expect={len(matches)}, or narrow it; recipe.report(model) shows all."
+            return Problem("", what, fix, UNFIT)
         fact, fix = _find_nearest(model, self.where, self.verb != "replace")
         return Problem("", f"{self} fits nothing; {fact}", fix, UNFIT)
 
@@ -138,8 +136,8 @@ def wrap(
         where: A type of layers or a tuple of types; a predicate of the layer, or of the layer and
             its path; a pattern of paths, see ``Where``; ``ROOT``; a ``Ref`` of one of these. Where
             one place is inside of another, the outer one counts.
-        wrapper: A class, or a function of the layer. If it needs a second argument, or has one
-            called ``path``, it gets the path of the layer.
+        wrapper: A class, or a function of the layer. If it has an argument ``path``, it gets the
+            path of the layer.
         expect: How many places there must be. By default there must be one at least.
         within: Only what is inside of such a place: strictly inside of a node of a type or for
             which a predicate is true, at or below a path that fits a pattern.
@@ -258,24 +256,20 @@ def replace(
     return Edit("replace", place, function, tuple(options.items()), expect, nested)
 
 
-def _find_misuse(verb: Verb, what: Any, options: Mapping[str, Any]) -> list[Problem]:
-    """Why something cannot be the wrapper, layer or function of an edit."""
-    name, inserts = value_text(what), verb.startswith("insert")
-    if isinstance(what, Ref) or (inserts and is_layer(what)):
-        return []
-    if inserts and isinstance(what, type):
-        return [Problem("", f"{name} is a class, and a layer is needed", f"Write {name}(...).")]
-    if not callable(what) or is_layer(what):
-        fix = "Give a class, a function of the layer, or Ref('module:name')."
-        return [Problem("", f"{name} is no class and no function", fix)]
+def _check_use(verb: Verb, what: Any, options: Mapping[str, Any]) -> None:
+    """Refuses what cannot be the wrapper, layer or function of an edit."""
+    inserts, is_class = verb.startswith("insert"), isinstance(what, type)
+    if inserts and is_layer(what):
+        return
     marks = (*CONSTRAINTS, Inserted, Original, InsertedSequence)
-    if verb == "wrap" and isinstance(what, type) and issubclass(what, marks):
-        return [Problem("", f"{name} is no wrapper", f"Write insert_after(where, {name}(...)).")]
-    try:
-        make_caller(what, options)
-    except RuleTypeError as error:
-        return list(error.problems)
-    return []
+    is_mark = verb == "wrap" and is_class and issubclass(what, marks)
+    if is_mark or not callable(what) or is_layer(what) or (inserts and is_class):
+        name = value_text(what)
+        fix = "Give a class of wrappers, a function of the layer, or Ref('module:name')."
+        if inserts:
+            fix = f"Give a layer, such as {name}(...), or a function that makes one."
+        raise RuleTypeError(f"{verb}:", [Problem("", f"{name} cannot be used here", fix)])
+    make_caller(what, options)
 
 
 # What the edits make of one node
@@ -357,11 +351,10 @@ def _find_nearest(model: Any, where: Where, layers_only: bool) -> tuple[str, str
 
     if isinstance(what, tuple | type):
         wanted = {kind.__name__ for kind in (what if isinstance(what, tuple) else (what,))}
-        # A type of a wanted name is another type of that name, from another module.
         counts = collections.Counter(type(layer.before) for layer in layers)
+        # With modules, as a type of a wanted name may be another one of that name.
         known = {
-            kind.__name__: f"{kind.__module__}." * (kind.__name__ in wanted) + kind.__name__
-            for kind, _ in counts.most_common()
+            kind.__name__: f"{kind.__module__}.{kind.__name__}" for kind, _ in counts.most_common()
         }
         near = [known[name] for kind in sorted(wanted) if (name := nearest(kind, known))]
         shown = ", ".join(near or [*known.values()][:_MOST_NAMED]) or "none"
@@ -369,15 +362,8 @@ def _find_nearest(model: Any, where: Where, layers_only: bool) -> tuple[str, str
     if not isinstance(what, str):
         return f"the predicate is false for all {len(layers)} layers", "Correct it."
 
-    names = {part for layer in layers for part in layer.path.split("/")}
-    names.update(*(names_of(layer.before) for layer in layers))
-    parts = [
-        part if "*" in part or part in names else nearest(part, names) or part
-        for part in pattern_parts(what)
-    ]
-    for candidate in ("/".join(parts), "/".join(["**", *parts])):
-        if count := len(find(Where(candidate))):
-            return "no path is like it", f"Write {candidate!r}, which fits {count}."
-    paths = [layer.path for layer in layers if layer.path]
-    near_path = nearest("/".join(parts), paths) or next(iter(paths), "none")
-    return f"the nearest path is {near_path}", "Write '**/name' for any depth."
+    names = {name for layer in layers for name in names_of(layer.before)}
+    names.update(part for layer in layers for part in layer.path.split("/"))
+    places = [*(layer.path for layer in layers), *(f"**/{name}" for name in sorted(names))]
+    place = nearest("/".join(pattern_parts(what)), places) or "**/name"
+    return "no path is like it", f"Write {place!r}."

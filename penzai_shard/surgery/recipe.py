@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any, overload
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -56,10 +56,8 @@ class Recipe:
             if isinstance(edit, Edit | Recipe):
                 taken += edit.edits if isinstance(edit, Recipe) else [edit]
             else:
-                is_list = isinstance(edit, list | tuple)
-                fix = "Write Recipe(*edits)." if is_list else "Write wrap(where, wrapper)."
                 what = f"argument {number} is of type {type(edit).__name__}"
-                problems.add("", what, fix)
+                problems.add("", what, "Write Recipe(wrap(...), ...), or Recipe(*edits).")
         problems.raise_if_any(RuleTypeError)
         object.__setattr__(self, "edits", tuple(taken))
 
@@ -180,13 +178,14 @@ class Recipe:
     def __iter__(self) -> Iterator[Edit]:
         return iter(self.edits)
 
-    @overload
-    def __getitem__(self, index: int) -> Edit: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Recipe": ...
-    def __getitem__(self, index: int | slice) -> "Edit | Recipe":
+    def __getitem__(self, index: int | slice) -> Any:
         found = self.edits[index]
         return found if isinstance(found, Edit) else Recipe(*found)
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        rows = [(repr(edit),) for edit in self]
+        shown = Report("Recipe", f"{len(self)} edits", (Column("edit"),), rows)
+        return shown.__treescope_repr__(path, subtree_renderer)
 
     def __repr__(self) -> str:
         lines = "".join(f"    {edit!r},\n" for edit in self)

@@ -7,7 +7,6 @@ opens, such as a variable or a named array, is a leaf: it can be replaced, and i
 
 import dataclasses
 import operator
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -15,7 +14,7 @@ import jax
 from penzai import pz
 from penzai.core.struct import Struct, is_pytree_dataclass_type, is_pytree_node_field
 
-from penzai_shard.errors import Problem, RuleTypeError
+from penzai_shard.errors import Problem
 from penzai_shard.paths import path_text
 from penzai_shard.readers.reader import reader_of
 
@@ -39,8 +38,6 @@ class NodeKind:
         is_leaf: Whether such nodes have no subtrees.
         is_layer: Whether such nodes can be called.
         is_opaque: Whether nodes may make their subtrees when they are asked for them.
-        fields: Of Penzai's classes, the fields that hold subtrees, which are read without a call.
-        read: Gives their values, and something more.
     """
 
     parts: Callable[[Any], Iterable[tuple[Any, Any]]]
@@ -48,8 +45,6 @@ class NodeKind:
     is_leaf: bool = False
     is_layer: bool = False
     is_opaque: bool = False
-    fields: tuple[str, ...] = ()
-    read: Callable[[Any], tuple[Any, ...]] = lambda node: ()
 
 
 def _flatten_once(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
@@ -96,8 +91,9 @@ def _kind_of_struct(node_type: type) -> NodeKind:
     fields: Any = dataclasses.fields(node_type)
     names = tuple(field.name for field in fields if is_pytree_node_field(field))
     settings = [field.name for field in fields if not is_pytree_node_field(field)]
-    # With a name twice, because a getter of a single one gives the value itself.
-    read: Any = operator.attrgetter(*names, names[0]) if names else lambda node: ()
+    get: Any = operator.attrgetter(*names) if names else lambda node: ()
+    # A getter of a single name gives the value itself.
+    read = (lambda node: (get(node),)) if len(names) == 1 else get
     assign = object.__setattr__
 
     def rebuild(node: Any, parts: list[Any]) -> Any:
@@ -109,8 +105,7 @@ def _kind_of_struct(node_type: type) -> NodeKind:
             assign(made, name, part)
         return made
 
-    parts = lambda node: zip(names, read(node), strict=False)  # noqa: E731
-    return NodeKind(parts, rebuild, is_leaf=not names, fields=names, read=read)
+    return NodeKind(lambda node: zip(names, read(node)), rebuild, is_leaf=not names)  # noqa: B905
 
 
 def is_layer(value: Any) -> bool:
@@ -222,11 +217,7 @@ class Rewriter:
         self._held: list[Any] = []
 
     def run(self, tree: Any) -> Any:
-        """The changed tree; the tree itself if nothing changed.
-
-        Raises:
-            RuleTypeError: The tree contains itself, or is nested too deeply.
-        """
+        """The changed tree; the tree itself if nothing changed."""
         try:
             kind, state = kind_of(tree), self._finder.start(tree)
             if self._finder.has(tree, self._keys, state):
@@ -235,10 +226,6 @@ class Rewriter:
         except Refused as refused:  # By the finder.
             self.refused.append(refused)
             return tree
-        except RecursionError:
-            what = f"it contains itself, or is nested over {sys.getrecursionlimit():,} levels deep"
-            problem = Problem("", what, "Take it out of itself, or set sys.setrecursionlimit.")
-            raise RuleTypeError("the model cannot be edited:", [problem]) from None
 
     def _row(self, node: Any) -> tuple[bool | None, NodeKind, bool]:
         kind = kind_of(node)
@@ -249,7 +236,7 @@ class Rewriter:
     def _below(self, node: Any, state: Any, kind: NodeKind, is_sequence: bool = False) -> Any:
         """A node with its subtrees changed; in a sequence several may take the place of one."""
         rows, keys, step, matches = self._rows, self._keys, self._finder.step, self._finder.matches
-        parts = zip(kind.fields, kind.read(node)) if kind.fields else kind.parts(node)  # noqa: B905
+        parts = kind.parts(node)
         if kind.is_opaque:
             self._held.append(parts)
         new: list[Any] = []

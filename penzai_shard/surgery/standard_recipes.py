@@ -51,12 +51,12 @@ def constrain_blocks(where: Place, mesh: AnyMesh, rules: Any = None) -> Recipe:
     return Recipe(insert_after(where, ConstrainShardingByName(mesh, rules)))
 
 
-def rematerialise_blocks(where: Place, policy: Any = None) -> Recipe:
+def rematerialise_blocks(where: Place, policy: Any = "nothing") -> Recipe:
     """Computes the intermediates of each block again in the backward pass, to save memory.
 
     Args:
         where: The type of the blocks, or any place that edits take.
-        policy: What may be kept, as for ``Checkpointed``, such as ``"dots"``. None keeps nothing
+        policy: What may be kept, as for ``Checkpointed``, such as ``"dots"``; by default nothing
             but the input of each block.
 
     >>> rematerialise_blocks(pz.nn.Attention, "dots")
@@ -64,8 +64,7 @@ def rematerialise_blocks(where: Place, policy: Any = None) -> Recipe:
         wrap(Attention, Checkpointed, policy='dots'),
     )
     """
-    options = {} if policy is None else {"policy": policy}
-    return Recipe(wrap(where, Checkpointed, **options))
+    return Recipe(wrap(where, Checkpointed, policy=policy))
 
 
 def jit_root() -> Recipe:
@@ -109,21 +108,17 @@ def scope_layers() -> Recipe:
     return Recipe(wrap(is_model_layer, scope_by_path, nested=True))
 
 
-def roll_layer_stacks(unroll: int = 1, policy: Any = False) -> Recipe:
+def roll_layer_stacks(unroll: int = 1, policy: Any = "everything") -> Recipe:
     """Runs each layer stack as a loop, so that compile time does not grow with depth.
 
     Args:
         unroll: How many layers one turn of the loop runs.
         policy: What is kept between forward and backward pass, as for ``RolledLayerStack``.
 
-    >>> roll_layer_stacks()
-    Recipe(
-        replace(LayerStack, RolledLayerStack.from_layer_stack, nested=True),
-    )
+    >>> roll_layer_stacks()[0].options
+    (('unroll', 1), ('policy', 'everything'))
     """
-    options: dict[str, Any] = {} if unroll == 1 else {"unroll": unroll}
-    options |= {} if policy is False else {"policy": policy}
-    roll = RolledLayerStack.from_layer_stack
+    roll, options = RolledLayerStack.from_layer_stack, {"unroll": unroll, "policy": policy}
     return Recipe(replace(pz.nn.LayerStack, roll, nested=True, **options))
 
 

@@ -3,7 +3,6 @@
 Patterns are read while a tree is walked, so that subtrees that cannot match are never entered.
 """
 
-import contextlib
 import dataclasses
 import fnmatch
 import functools
@@ -18,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from penzai_shard.errors import Problem, RuleTypeError
 from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.meshes import mesh_text
-from penzai_shard.paths import nearest, pattern_parts
+from penzai_shard.paths import pattern_parts
 from penzai_shard.surgery.inserted import Inserted, Original, find_original
 from penzai_shard.surgery.references import Ref, resolve
 from penzai_shard.surgery.rewriting import Finder, Keys, Refused, is_layer, keys_text
@@ -81,12 +80,15 @@ class Where:
             return place
         return cls(_read_what(place), *around)
 
-    def __str__(self) -> str:
+    def texts(self) -> list[str]:
+        """The place as text, and what it must be in and must not be in, as arguments of an edit."""
         whats = self.what if isinstance(self.what, tuple) else (self.what,)
         names = [value_text(what) for what in whats]
-        text = names[0] if len(names) == 1 else f"({', '.join(names)})"
-        around = (("within", self.within), ("outside", self.outside))
-        return ", ".join([text, *(f"{name}={place}" for name, place in around if place)])
+        around = {"within": self.within, "outside": self.outside}
+        return [
+            names[0] if len(names) == 1 else f"({', '.join(names)})",
+            *(f"{name}={', '.join(place.texts())}" for name, place in around.items() if place),
+        ]
 
     def find(self, layers_only: bool) -> Finder:
         """What finds the place in a tree.
@@ -117,18 +119,16 @@ class Where:
 
 def _read_what(place: Any) -> Any:
     types = (place,) if isinstance(place, type) else place
-    is_several = isinstance(types, tuple | list) and len(types)
+    is_several = isinstance(types, tuple | list) and len(types) > 0
     if is_several and all(isinstance(kind, type | Ref) for kind in types):
         return tuple(types)
-    what, fix = f"{reprlib.repr(place)} is no place", "Write a type of layers, or '**/mlp'."
-    if is_layer(place):
-        name = type(place).__name__
-        what, fix = f"{name}(...) is a layer, and a place is its type", f"Write {name}."
-    elif isinstance(place, str) and not pattern_parts(place):
-        what, fix = f"{place!r} is an empty pattern", "Write ROOT for the whole model."
-    elif isinstance(place, str | Ref | _Root) or callable(place):
+    is_pattern = isinstance(place, str) and pattern_parts(place)
+    if is_pattern or isinstance(place, Ref | _Root) or (callable(place) and not is_layer(place)):
         return place
-    raise RuleTypeError("a place for an edit:", [Problem("", what, fix)])
+    fix = "Write a type of layers, a pattern such as '**/mlp', or ROOT for the whole model."
+    raise RuleTypeError(
+        "a place for an edit:", [Problem("", f"{value_text(place)} is no place", fix)]
+    )
 
 
 # Patterns
@@ -249,50 +249,36 @@ def make_caller(
 ) -> tuple[Callable[[Any, Keys], Any], bool]:
     """A function of a node and its keys that calls another, and whether that one takes the path.
 
-    What the other one raises becomes ``Refused``.
+    It gets the path if it has an argument of that name. What it raises becomes ``Refused``.
 
     Raises:
         RuleTypeError: It cannot be called with a node and the options.
     """
-    way = _find_path_argument(function, options)
+    # Penzai's metaclass hides the arguments of constructors.
+    is_class = isinstance(function, type)
+    called: Any = function.__init__ if is_class else function
+    try:
+        signature = inspect.signature(called)
+    except ValueError:  # A function of C that does not tell.
+        signature = inspect.signature(lambda node, **options: None)
+    takes_path = "path" in signature.parameters and "path" not in options
+    try:
+        signature.bind(*[None] * (1 + is_class), **options, **{"path": ""} if takes_path else {})
+    except TypeError as error:
+        what = f"{value_text(function)} does not take a layer with these options: {error}"
+        fix = f"Its arguments are {', '.join([*signature.parameters][is_class:])}."
+        raise RuleTypeError("an edit:", [Problem("", what, fix)]) from None
 
     def call(node: Any, keys: Keys) -> Any:
-        path = keys_text(keys)
-        front = (node, path) if way == "position" else (node,)
-        named = {"path": path} if way == "keyword" else {}
+        named = {**options, "path": keys_text(keys)} if takes_path else options
         try:
-            return function(*front, **options, **named)
+            return function(node, **named)
         except Exception as error:
             text = f"{type(error).__name__}: {error}".rstrip(".")
             fix = "Correct it, or leave this place out with outside=."
             raise Refused(keys, f"{value_text(function)} raised {text}", fix) from error
 
-    return call, way != ""
-
-
-def _find_path_argument(function: Callable[..., Any], options: Mapping[str, Any]) -> str:
-    """How a function takes the path: in an argument of that name, in a second one, or not."""
-    is_class = isinstance(function, type)
-    try:
-        # Penzai's metaclass hides the arguments of constructors.
-        called: Any = function.__init__ if is_class else function
-        signature = inspect.signature(called)
-    except (TypeError, ValueError):
-        return ""  # A function of C that does not tell.
-    has_keyword = "path" in signature.parameters and "path" not in options
-    named = {**options, "path": ""} if has_keyword else options
-    front = (None, None) if is_class else (None,)
-    for way, values in (("keyword" if has_keyword else "", front), ("position", (*front, ""))):
-        with contextlib.suppress(TypeError):
-            signature.bind(*values, **named)
-            return way
-
-    names = list(signature.parameters)[is_class:]
-    near = (nearest(option, {*names} - {*options}) for option in options if option not in names)
-    fix = next((f"Write {option}=." for option in near if option), "Give what it needs, by name.")
-    what = f"{value_text(function)} takes {', '.join(names)}"
-    given = " and ".join(["a layer", *options])
-    raise RuleTypeError("an edit:", [Problem("", f"{what}, and gets {given}", fix)])
+    return call, takes_path
 
 
 def value_text(value: Any) -> str:

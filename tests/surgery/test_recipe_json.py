@@ -67,7 +67,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(VALUES)
 def test_from_json_gives_any_option_back(value):
     recipe = pzs.Recipe(pzs.wrap(pzs.ROOT, show_options, option=value))
@@ -102,8 +102,11 @@ def test_from_json_with_another_mesh():
 
 
 def text_of(*more, **edit):
-    defaults = {"verb": "wrap", "where": {"$root": []}, "what": {"$ref": "penzai_shard:Scoped"}}
-    edits = [defaults | changed for changed in (more or [edit])]
+    edits = []
+    for changed in more or [edit]:
+        wrapper = "penzai_shard:Scoped" if "options" in changed else "penzai_shard:Jitted"
+        defaults = {"verb": "wrap", "where": {"$root": []}, "what": {"$ref": wrapper}}
+        edits.append(defaults | changed)
     return json.dumps({"format": "penzai_shard recipe 1", "edits": edits})
 
 
@@ -268,8 +271,9 @@ NO_RECIPES = [
 ]  # fmt: skip
 NO_EDITS = [
     {"expect": True}, {"expect": -1}, {"expect": "2"}, {"options": 3}, {"options": ["name"]},
-    {"options": {"no_such": 1}}, {"where": 3}, {"where": {}}, {"where": ""}, {"where": place(3)},
-    {"where": {"$where": []}}, {"verb": ["wrap"]}, {"verb": "cut"}, {"what": {}}, {"colour": 1},
+    {"options": {"no_such": 1}}, {"nested": 1}, {"where": 3}, {"where": {}}, {"where": ""},
+    {"where": place(3)}, {"where": {"$where": []}}, {"verb": ["wrap"]}, {"verb": "cut"},
+    {"what": {}}, {"colour": 1},
     {"what": {"$tuple": []}}, {"what": LINEAR | {"more": 1}}, INSERT,
     INSERT | {"what": {"$layer": [{"$ref": "pz.nn:Identity"}, {"no": 1}]}},
     INSERT | {"what": {"$layer": [{"$ref": "jax.numpy:float32"}, {}]}},
@@ -301,7 +305,7 @@ def find_places(part):
 def test_from_json_reads_or_refuses_texts_that_were_changed():
     draw, counts = random.Random(0), {True: 0, False: 0}
     texts = [recipe.to_json() for recipe in RECIPES[1:]]
-    for _ in range(600):
+    for _ in range(250):
         data = json.loads(draw.choice(texts))
         part, key = draw.choice([*find_places(data)])
         part[key] = draw.choice(JUNK)
@@ -315,4 +319,4 @@ def test_from_json_reads_or_refuses_texts_that_were_changed():
         counts[True] += 1
         assert repr(recipe)
         assert read(recipe.to_json()).to_json() == recipe.to_json()
-    assert min(counts.values()) > 50
+    assert min(counts.values()) > 20
