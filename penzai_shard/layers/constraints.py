@@ -8,17 +8,20 @@ Source: Lepikhin et al. 2020, "GShard"; ``jax.lax.with_sharding_constraint``.
 """
 
 import dataclasses
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 from penzai import pz
 
 from penzai_shard import specs
+from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.kinds import is_traced
 from penzai_shard.arrays.structure import flatten
-from penzai_shard.errors import MeshError, Problem, Problems, RuleTypeError
+from penzai_shard.errors import MeshError, PlanError, Problem, Problems, RuleTypeError
 from penzai_shard.layers.manual import manual_axes
 from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.meshes import AnyMesh, auto_context, mesh_text, on_auto_twin
@@ -26,7 +29,6 @@ from penzai_shard.paths import path_text
 from penzai_shard.placement.place import planned_shardings
 from penzai_shard.planning import arguments
 from penzai_shard.planning.planner import plan_tree
-from penzai_shard.rules import AxisRules, OnIndivisible
 
 
 @pz.pytree_dataclass
@@ -66,19 +68,26 @@ class ConstrainSharding(pz.nn.Layer):  # type: ignore[misc]
             **side_inputs: Not used.
 
         Raises:
+            PlanError: An array cannot lie so.
+            RuleTypeError: The tree does not begin as that of the shardings.
             MeshError: An array is on other devices than the constraint.
+            ShardingError: An array is deleted, or a shape.
         """
         keyed, tree_definition = jax.tree_util.tree_flatten_with_path(tree)
         definition: Any = tree_definition
-        shardings = definition.flatten_up_to(
-            jax.tree.broadcast(on_auto_twin(self.sharding), tree, is_leaf=lambda x: x is None)
-        )
         paths, values = [path_text(path) for path, _ in keyed], [value for _, value in keyed]
-        pinned = _pin("ConstrainSharding", paths, values, shardings)
+        given = on_auto_twin(self.sharding)
+        try:
+            whole = jax.tree.broadcast(given, tree, is_leaf=lambda x: x is None)
+        except ValueError as error:
+            what = f"the tree has {reprlib.repr(paths)}, and the shardings are another tree"
+            problem = Problem("", what, "Give one sharding, or a tree like that of the arrays.")
+            raise RuleTypeError("ConstrainSharding:", [problem]) from error
+        pinned = _pin("ConstrainSharding", paths, values, definition.flatten_up_to(whole))
         return definition.unflatten(pinned)
 
 
-@pz.pytree_dataclass(init=False, use_mutable_proxy_in_init=False)
+@pz.pytree_dataclass
 class ConstrainShardingByName(pz.nn.Layer):  # type: ignore[misc]
     """Pins the sharding of a tree of arrays by the names of their logical axes.
 
@@ -86,8 +95,7 @@ class ConstrainShardingByName(pz.nn.Layer):  # type: ignore[misc]
 
     Attributes:
         mesh: The mesh.
-        axis_name_to_mesh_name: The rules, which the constructor takes in any form that
-            ``make_plan`` takes, as ``rules`` too.
+        axis_name_to_mesh_name: The rules, in any form that ``make_plan`` takes.
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``.
 
@@ -101,24 +109,15 @@ class ConstrainShardingByName(pz.nn.Layer):  # type: ignore[misc]
     """
 
     mesh: AnyMesh = dataclasses.field(metadata={"pytree_node": False})
-    axis_name_to_mesh_name: AxisRules = dataclasses.field(metadata={"pytree_node": False})
-    on_indivisible: OnIndivisible = dataclasses.field(metadata={"pytree_node": False})
-    on_unnamed: arguments.OnUnnamed = dataclasses.field(metadata={"pytree_node": False})
+    axis_name_to_mesh_name: Any = dataclasses.field(metadata={"pytree_node": False})
+    on_indivisible: str = dataclasses.field(default="error", metadata={"pytree_node": False})
+    on_unnamed: str = dataclasses.field(default="error", metadata={"pytree_node": False})
 
-    def __init__(
-        self,
-        mesh: AnyMesh,
-        axis_name_to_mesh_name: Any = None,
-        *,
-        rules: Any = None,
-        on_indivisible: OnIndivisible = "error",
-        on_unnamed: arguments.OnUnnamed = "error",
-    ) -> None:
-        options: dict[str, Any] = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
-        request = arguments.read(
-            "ConstrainShardingByName", mesh, rules, axis_name_to_mesh_name, **options
-        )
-        self.__dict__.update(mesh=mesh, axis_name_to_mesh_name=request.rules, **options)
+    def __post_init__(self) -> None:
+        self.__dict__["axis_name_to_mesh_name"] = self._request().rules
+
+    def _request(self) -> arguments.Request:
+        return arguments.read("ConstrainShardingByName", **vars(self))
 
     def __call__(self, tree: Any, /, **side_inputs: Any) -> Any:
         """Constrains the tree.
@@ -134,7 +133,7 @@ class ConstrainShardingByName(pz.nn.Layer):  # type: ignore[misc]
         Warns:
             ShardingWarning: As ``make_plan``.
         """
-        return pin_by_name(tree, arguments.read("ConstrainShardingByName", **vars(self)))
+        return pin_by_name(tree, self._request())
 
 
 @pz.pytree_dataclass
@@ -172,11 +171,12 @@ class ConstrainActivations(WrapperLayer):
     outputs: tuple[Any, ...] = dataclasses.field(default=(), metadata={"pytree_node": False})
 
     def __post_init__(self) -> None:
+        self._request({})  # Refuses what is no mesh.
         for name in ("inputs", "outputs"):
             given = getattr(self, name)
             if not isinstance(given, tuple):
                 what = f"{name} is {given!r}, and a tuple of rules is needed"
-                problem = Problem("", what, f"Write {name}=({given!r},).")
+                problem = Problem("", what, f"Write {name}=(rules,).")
                 raise RuleTypeError("ConstrainActivations:", [problem])
             self.__dict__[name] = tuple(self._request(rules).rules for rules in given)
 
@@ -228,8 +228,8 @@ def _pin(
         if is_traced(value) or ambient.manual_axes or not isinstance(sharding, NamedSharding):
             continue
         if isinstance(sharding.mesh, AbstractMesh):
-            what = f"the mesh of the constraint ({mesh_text(sharding.mesh)}) has no devices"
-            problems.add(path, what, f"Write make_mesh({dict(sharding.mesh.shape)}).")
+            fix = f"Write make_mesh({dict(sharding.mesh.shape)})."
+            problems.add(path, "the mesh of the constraint has no devices", fix)
         elif isinstance(own, NamedSharding) and own.device_set != sharding.device_set:
             what = (
                 f"it lies over ({mesh_text(own.mesh)}), the constraint is for another mesh "
@@ -237,11 +237,17 @@ def _pin(
             )
             problems.add(path, what, "Place it on that mesh: place(tree, mesh, rules).")
     problems.raise_if_any(MeshError)
+    pinned = []
     with auto_context():
-        return [
-            value if sharding is None else _pin_array(value, sharding, ambient)
-            for value, sharding in zip(values, shardings, strict=True)
-        ]
+        for path, value, sharding in zip(paths, values, shardings, strict=True):
+            try:
+                pinned.append(value if sharding is None else _pin_array(value, sharding, ambient))
+            except (RuntimeError, TypeError, ValueError) as error:
+                run_inputs(dict(zip(paths, values, strict=True)), called)
+                what = f"what has shape {np.shape(value)} cannot lie as {sharding}"
+                fix = "Write NamedSharding(mesh, spec): each mesh axis at a dimension it divides."
+                raise PlanError(f"{called}:", [Problem(path, what, fix)]) from error
+    return pinned
 
 
 def _pin_array(value: Any, sharding: Any, ambient: AbstractMesh) -> Any:

@@ -7,7 +7,7 @@ Source: Micikevicius et al. 2018, "Mixed Precision Training" (arXiv:1710.03740).
 """
 
 import dataclasses
-import sys
+import reprlib
 from typing import Any
 
 import jax
@@ -32,9 +32,8 @@ def is_sensitive(layer: Any) -> bool:
     >>> is_sensitive(pz.nn.Softmax("kv_seq")), is_sensitive(pz.nn.Identity())
     (True, False)
     """
-    apis = (pz.nn, sys.modules.get("penzai.deprecated.v1.pz.nn", pz.nn))
-    kinds = tuple(getattr(api, name) for api in apis for name in _SENSITIVE)
-    return isinstance(layer, kinds)
+    kinds = type(layer).__mro__
+    return any(kind.__name__ in _SENSITIVE and kind.__module__[:7] == "penzai." for kind in kinds)
 
 
 @pz.pytree_dataclass
@@ -80,11 +79,12 @@ class InPrecision(WrapperLayer):
         for name, dtype in given.items():
             is_default = name == "output_dtype" and dtype is None
             if not is_default and (dtype is None or dtype not in _DTYPES):
-                what = f"{name} is {dtype!r}, and a floating dtype is needed"
+                what = f"{name} is {reprlib.repr(dtype)}, and a floating dtype is needed"
                 problems.add("", what, f"Write {name}='bfloat16'.")
         kinds = self.keep if isinstance(self.keep, tuple) else (self.keep,)
-        if not callable(self.keep) and not all(isinstance(kind, type) for kind in kinds):
-            what = f"keep is {self.keep!r}, and a type of layers, several, or a function is needed"
+        is_function = callable(self.keep) and not isinstance(self.keep, pz.nn.Layer)
+        if not is_function and not all(isinstance(kind, type) for kind in kinds):
+            what = "keep is no type of layers, no tuple of types, and no function"
             problems.add("", what, "Write keep=() to keep no layer in float32.")
         problems.raise_if_any(RuleTypeError)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from penzai import pz
@@ -11,6 +11,8 @@ from penzai_shard.arrays.structure import Structure
 from penzai_shard.errors import Problem, RuleTypeError
 from penzai_shard.layers.wrapper import Call, WrapperLayer
 from penzai_shard.paths import nearest
+
+Policy: TypeAlias = str | Callable[..., Any]
 
 HOST_MEMORY = "pinned_host"
 # What a gathered parameter is called where a policy decides on it.
@@ -74,7 +76,7 @@ class Checkpointed(WrapperLayer):
             ``"dots_without_batch"`` (those of linear layers), ``"everything"``,
             ``"all_but_gathered"`` (all but what ``GatherParameters`` gathers, which is gathered
             again), ``"offload_dots"`` (those of linear layers, in the memory of the host), or what
-            ``jax.checkpoint`` takes. None keeps nothing.
+            ``jax.checkpoint`` takes.
 
     Raises:
         RuleTypeError: There is no such policy.
@@ -85,13 +87,10 @@ class Checkpointed(WrapperLayer):
     """
 
     body: Any
-    policy: str | Callable[..., Any] | None = dataclasses.field(
-        default=None, metadata={"pytree_node": False}
-    )
+    policy: Policy = dataclasses.field(default="nothing", metadata={"pytree_node": False})
 
     def __post_init__(self) -> None:
-        if self.policy is not None:
-            check_policy("Checkpointed", self.policy)
+        check_policy("Checkpointed", self.policy)
 
     def _transform(self, call: Call, structure: Structure) -> Call:
         policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy

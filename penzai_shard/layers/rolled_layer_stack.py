@@ -16,17 +16,18 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from penzai import pz
 
+from penzai_shard.arrays.inputs import run_inputs
 from penzai_shard.arrays.structure import Leaf, leaves_of
-from penzai_shard.errors import LayerStackError, Problems
-from penzai_shard.jax_internals.tracing import is_weak_type
+from penzai_shard.errors import LayerStackError, Problem, Problems, RuleTypeError
 from penzai_shard.layers import remat
 from penzai_shard.layers.manual import manual_axes, vary_over, varying_axes
 from penzai_shard.meshes import auto_context, on_auto_twin
+from penzai_shard.paths import nearest
 
 _SHARED = pz.nn.LayerStackVarBehavior.SHARED
 _PER_LAYER = pz.nn.LayerStackVarBehavior.PER_LAYER
-_OWN_POLICIES = ("carries", "nested", "inputs", "offload_carries")
-_Policy: TypeAlias = str | bool | Callable[..., Any]
+# Besides those of ``Checkpointed``.
+_OWN_POLICIES = ("carries", "nested", "offload_carries")
 # A layer: of what is carried and its slices, what is carried on and its own results.
 _RunLayer: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -49,17 +50,15 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
         policy: What is kept between forward and backward pass. With n layers, a layer's input of C
             bytes and I bytes that it computes inside:
 
-            * False or ``"everything"``: all, n * (C + I);
+            * ``"everything"``: all, n * (C + I);
             * ``"carries"``: the input of each layer, n * C + I; each layer runs forward twice;
             * ``"nested"``: the input of each group of about sqrt(n) layers, 2 * sqrt(n) * C + I;
               each layer runs forward three times;
-            * ``"inputs"``: as ``"carries"``, and a copy of the parameters that each layer takes
-              from the stack, which saves a message where the stack axis is split over devices;
             * ``"offload_carries"``: as ``"carries"``, in the memory of the host;
             * what ``Checkpointed`` takes, for what is kept inside of each layer.
 
     Raises:
-        RuleTypeError: There is no such policy.
+        RuleTypeError: There is no such policy, or a number of layers is none.
 
     >>> layer = pz.nn.Sequential([pz.nn.ConstantRescale(by=2.0)])
     >>> float(RolledLayerStack(layer, stack_axis="layers", stack_axis_size=3)(1.0))
@@ -70,15 +69,20 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
     stack_axis: Hashable = dataclasses.field(metadata={"pytree_node": False})
     stack_axis_size: int = dataclasses.field(metadata={"pytree_node": False})
     unroll: int = dataclasses.field(default=1, metadata={"pytree_node": False})
-    policy: _Policy = dataclasses.field(default=False, metadata={"pytree_node": False})
+    policy: remat.Policy = dataclasses.field(default="everything", metadata={"pytree_node": False})
 
     def __post_init__(self) -> None:
-        if self.policy is not False:
-            remat.check_policy("RolledLayerStack", self.policy, (*_OWN_POLICIES, *remat.POLICIES))
+        problems = Problems("RolledLayerStack:")
+        for name in ("stack_axis_size", "unroll"):
+            number = getattr(self, name)
+            if not isinstance(number, int) or number < 1:
+                problems.add("", f"{name} is {number!r}, no number of layers", f"Write {name}=1.")
+        problems.raise_if_any(RuleTypeError)
+        remat.check_policy("RolledLayerStack", self.policy, (*_OWN_POLICIES, *remat.POLICIES))
 
     @classmethod
     def from_layer_stack(
-        cls, stack: pz.nn.LayerStack, unroll: int = 1, policy: _Policy = False
+        cls, stack: pz.nn.LayerStack, unroll: int = 1, policy: remat.Policy = "everything"
     ) -> "RolledLayerStack":
         """The rolled form of a stack, with the same layers and variables.
 
@@ -88,8 +92,12 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
             policy: As for the class.
 
         Raises:
-            RuleTypeError: There is no such policy.
+            RuleTypeError: It is no stack, there is no such policy, or ``unroll`` is no number.
         """
+        if not isinstance(stack, pz.nn.LayerStack):
+            what = f"a {type(stack).__name__} is no pz.nn.LayerStack"
+            fix = "Build one: RolledLayerStack.from_sublayer_builder(...)."
+            raise RuleTypeError("RolledLayerStack:", [Problem("", what, fix)])
         return cls(stack.stacked_sublayers, stack.stack_axis, stack.stack_axis_size, unroll, policy)
 
     @classmethod
@@ -119,9 +127,11 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
             The last layer's output.
 
         Raises:
+            ShardingError: Arrays are deleted, or shapes.
             LayerStackError: A layer gives back something of another form, or a variable cannot be
                 carried through a loop, or contradicts what it says of itself.
         """
+        run_inputs({"body": self, "argument": argument, **side_inputs}, type(self).__name__)
         # Take apart what all layers share, and what each of them gets a slice of.
         layers, layer_variables = pz.unbind_variables(pz.freeze_params(self.stacked_sublayers))
         side_inputs, side_variables = pz.unbind_variables(pz.freeze_params(side_inputs))
@@ -172,7 +182,11 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
     ) -> tuple[list[Any], list[Any]]:
         """The variables of a call that all layers share, and those that each layer has."""
         axis, problems = self.stack_axis, Problems("this layer stack cannot run as a loop:")
-        for leaf in leaves_of(self.stacked_sublayers):
+        leaves = leaves_of(self.stacked_sublayers)
+        names = {name for leaf in leaves for name in leaf.names or ()}
+        if axis not in names and (near := nearest(axis, names)):
+            problems.add("", f"no array has the axis {axis!r}", f"Write stack_axis={near!r}.")
+        for leaf in leaves:
             length = dict(zip(leaf.names or (), leaf.shape, strict=False)).get(axis)
             # A loop over groups of layers would leave out those that are too many.
             if length not in (None, self.stack_axis_size):
@@ -181,21 +195,17 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
         shared, per_layer = {variable.label: variable for variable in side_variables}, []
         for variable in layer_variables:
             behavior = variable.metadata.get("layerstack_axes", {}).get(axis)
-            is_shared, same_label = behavior is _SHARED, shared.get(variable.label)
+            is_shared, label = behavior is _SHARED, str(variable.label)
             arrays = jax.tree.leaves(variable.value, is_leaf=pz.nx.is_namedarray)
             has_axis = any if is_shared else all
-            what = fix = ""
             if behavior not in (_SHARED, _PER_LAYER):
                 what = f"it does not say how it belongs to the layers of axis {axis!r}"
                 fix = f"Write metadata={{'layerstack_axes': {{{axis!r}: pz.nn.{_SHARED}}}}}."
+                problems.add(label, what, fix)
             elif has_axis(map(self._is_stacked, arrays)) is is_shared:
                 verb, other = ("has", _PER_LAYER) if is_shared else ("lacks", _SHARED)
                 what = f"it is {behavior.name}, and its value {verb} the axis {axis!r}"
-                fix = f"Make it {other.name}."
-            elif same_label is not None and not (is_shared and same_label is variable):
-                what, fix = "a side input has the same label", "Give one of them another label."
-            if what:
-                problems.add(str(variable.label), what, fix)
+                problems.add(label, what, f"Make it {other.name}.")
             elif is_shared:
                 shared[variable.label] = variable
             else:
@@ -207,8 +217,8 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
         """What ``jax.lax.scan`` gives, with what the policy keeps for the backward pass."""
 
         def run_turns(carry: Any, slices: Any, length: int) -> Any:
-            run, unroll = run_layer, max(min(self.unroll, length), 1)
-            if self.policy not in (False, "everything"):
+            run, unroll = run_layer, min(self.unroll, length)
+            if self.policy != "everything":
                 run = _checkpoint(run, self.policy, self.stack_axis, is_in_loop=length > unroll)
             return jax.lax.scan(run, carry, slices, length=length, unroll=unroll)
 
@@ -249,7 +259,7 @@ def _group_size(length: int) -> int:
 
     A rest copies the parameters of the stack.
     """
-    root = max(round(math.sqrt(length)), 1)
+    root = round(math.sqrt(length))
     sizes = sorted(range(max(root // 2, 2), 2 * root + 1), key=lambda size: abs(size - root))
     return next((size for size in sizes if length % size == 0), root)
 
@@ -264,22 +274,21 @@ def _checkpoint(run: _RunLayer, policy: Any, axis: Any, *, is_in_loop: bool) -> 
         is_in_loop: Whether it is the body of a loop, in which the compiler cannot find what the
             forward pass has computed, and use that.
     """
-    carry_name, slices_name = f"carry of {axis}", f"slices of {axis}"
-    keeps = remat.POLICIES.get(policy, policy) if policy not in _OWN_POLICIES else None
-    if keeps is None:
+    carry_name = f"carry of {axis}"
+    keeps = remat.POLICIES.get(policy, policy)
+    if policy in _OWN_POLICIES:
         keeps = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[slices_name],
+            names_which_can_be_saved=[],
             names_which_can_be_offloaded=[carry_name],
             offload_src="device",
             offload_dst=remat.HOST_MEMORY,
         )
 
-    def run_with_names(carry: Any, slices: Any) -> tuple[Any, Any]:
+    def run_with_name(carry: Any, slices: Any) -> tuple[Any, Any]:
         carry = checkpoint_name(carry, carry_name) if policy == "offload_carries" else carry
-        slices = checkpoint_name(slices, slices_name) if policy == "inputs" else slices
         return run(carry, slices)
 
-    again: _RunLayer = jax.checkpoint(run_with_names, policy=keeps, prevent_cse=not is_in_loop)
+    again: _RunLayer = jax.checkpoint(run_with_name, policy=keeps, prevent_cse=not is_in_loop)
     return again
 
 
@@ -292,11 +301,7 @@ def _check_form(before: Any, after: Any) -> None:
     trees = ({"argument": value, "state": shared} for value, shared in (before, after))
     own, found = ({leaf.path: leaf for leaf in leaves_of(tree)} for tree in trees)
     for path in dict.fromkeys([*own, *found]):
-        pair = [own.get(path), found.get(path)]
-        if None not in pair and is_weak_type(own[path].value):
-            # A loop brings Python's numbers to the dtype that comes back.
-            pair[0] = dataclasses.replace(own[path], dtype=found[path].dtype)
-        one, other = map(_form_text, pair)
+        one, other = _form_text(own.get(path)), _form_text(found.get(path))
         if one != other:
             fix = "Take layers of another form out of the stack."
             problems.add(path, f"a layer gets {one} and gives {other}", fix)

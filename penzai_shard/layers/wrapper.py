@@ -5,6 +5,7 @@ overrides ``_transform``; one that does something around the call overrides ``_r
 """
 
 import dataclasses
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -56,9 +57,15 @@ class WrapperLayer(pz.nn.Layer):  # type: ignore[misc]
             return self._run(argument, side_inputs)
         # What JAX raises for arrays that it cannot run on, and layers for reasons of their own.
         except (RuntimeError, TypeError, ValueError) as error:
-            if not isinstance(error, ShardingError):
-                inputs = {"argument": argument, "body": self.body, "side_inputs": side_inputs}
-                self._check_inputs(inputs)
+            if isinstance(error, ShardingError):
+                raise
+            called = type(self).__name__
+            if isinstance(self.body, type) or not callable(self.body):
+                what = f"the body is {reprlib.repr(self.body)}, which is no layer"
+                problem = Problem("body", what, f"Write {called}(layer).")
+                raise RuleTypeError(f"{called}:", [problem]) from error
+            inputs = {"argument": argument, "body": self.body, "side_inputs": side_inputs}
+            find_mesh(run_inputs(inputs, called)[0], called)
             raise
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
@@ -71,15 +78,6 @@ class WrapperLayer(pz.nn.Layer):  # type: ignore[misc]
         if assigned:
             assign(variables_of(inputs), assigned)
         return output
-
-    def _check_inputs(self, inputs: dict[str, Any]) -> None:
-        """Refuses the arrays of a call that has failed, if they are the reason."""
-        called = type(self).__name__
-        if not callable(self.body):
-            what = f"the body is a {type(self.body).__name__}, which cannot be called"
-            raise RuleTypeError(f"{called}:", [Problem("body", what, f"Write {called}(layer).")])
-        leaves, _ = run_inputs(inputs, called)
-        find_mesh(leaves, called)
 
     def _transform(self, call: Call, structure: Structure) -> Call:
         """The body's call in another way.
@@ -97,10 +95,6 @@ class WrapperLayer(pz.nn.Layer):  # type: ignore[misc]
         if name.startswith("_") or "body" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["body"], name)
-
-    def __dir__(self) -> list[str]:
-        shown = [name for name in dir(self.__dict__.get("body")) if not name.startswith("_")]
-        return sorted({*super().__dir__(), *shown})
 
 
 @pz.pytree_dataclass
@@ -127,8 +121,8 @@ class Scoped(WrapperLayer):
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            problem = Problem("", f"the name is {self.name!r}", "Write Scoped(layer, 'block_3').")
-            raise RuleTypeError("Scoped:", [problem])
+            what = f"the name is {reprlib.repr(self.name)}"
+            raise RuleTypeError("Scoped:", [Problem("", what, "Write Scoped(layer, 'block_3').")])
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
         with auto_context(), jax.named_scope(self.name):

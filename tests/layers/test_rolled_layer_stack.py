@@ -1,7 +1,6 @@
 """Stacks that run as a loop: all values are those of Penzai's stack, which shares no code."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +10,11 @@ from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 import penzai_shard as pzs
+from tests.layers.calls import Calls
 
 SHARED, PER_LAYER = pz.nn.LayerStackVarBehavior.SHARED, pz.nn.LayerStackVarBehavior.PER_LAYER
 MESH = pzs.make_mesh({"data": 8})
 X = pz.nx.wrap(jax.random.normal(jax.random.key(1), (8, 8)), "batch", "embedding")
-
-
-@pz.pytree_dataclass
-class Calls(pz.nn.Layer):
-    function: Any = dataclasses.field(metadata={"pytree_node": False})
-    state: Any = None
-
-    def __call__(self, x, /, **side_inputs):
-        return self.function(self.state, x, **side_inputs)
 
 
 def count(state, x, **_):
@@ -97,11 +88,11 @@ def expected():
     return stateful(lambda stack: stack), results(build())
 
 
-POLICIES = ("carries", "nested", "inputs", "offload_carries", "dots", "all_but_gathered")
+POLICIES = ("everything", "carries", "nested", "offload_carries", "dots", "all_but_gathered")
 FUNCTION = jax.checkpoint_policies.dots_saveable
 
 
-@pytest.mark.parametrize("policy", [False, *POLICIES, FUNCTION])
+@pytest.mark.parametrize("policy", [*POLICIES, FUNCTION])
 def test_output_gradients_and_state_are_those_of_penzais_stack(policy, expected):
     unroll = 2 if policy is FUNCTION else 1
     assert_same(stateful(lambda stack: roll(stack, policy=policy, unroll=unroll)), expected[0])
@@ -122,7 +113,7 @@ def test_it_takes_the_place_of_penzais_stack_and_goes_back():
     rolled = roll(stack, unroll=2, policy="dots")
     assert isinstance(rolled, pz.nn.LayerStack)
     assert rolled.to_layer_stack() == stack
-    assert (roll(rolled).unroll, roll(rolled).policy) == (1, False)
+    assert (roll(rolled).unroll, roll(rolled).policy) == (1, "everything")
     paths = [[str(path) for path, _ in jax.tree.leaves_with_path(x)] for x in (rolled, stack)]
     assert paths[0] == paths[1]
     build_swap = lambda init_base_rng: SWAP  # noqa: E731
@@ -139,7 +130,7 @@ def test_state_of_each_layer_keeps_its_axes_and_may_begin_empty():
     assert_same(saved.value.order_like(same.value), same.value)
 
 
-@pytest.mark.parametrize("policy", [False, "nested"])
+@pytest.mark.parametrize("policy", ["everything", "nested"])
 def test_inside_shard_map_what_is_carried_varies_as_after_a_layer(policy):
     # The argument is the same on all devices, and the first layer adds what differs.
     layer = build(Calls(lambda _, x, add: x + 0.1 * add))
@@ -171,48 +162,25 @@ def test_offloaded_inputs_are_in_the_memory_of_the_host():
     assert "f32<host>[5,8,8]" in str(jax.make_jaxpr(gradient)(parameters, X))
 
 
-def test_inputs_keeps_a_copy_of_the_parameters():
-    def temporaries(policy):
-        gradient, parameters = differentiate(roll(build(layers=36), policy=policy))
-        compiled = jax.jit(lambda *inputs: gradient(*inputs)[0]).lower(parameters, X).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert temporaries("inputs") - temporaries("carries") >= 36 * 2 * 8 * 8 * 4
-
-
-@pytest.mark.parametrize("policy", ["nestd", 3, None, True])
-def test_an_unknown_policy_is_refused_where_it_is_written(policy):
-    with pytest.raises(pzs.RuleTypeError) as caught:
-        roll(build(), policy=policy)
-    assert ("'nested'" in caught.value.problems[0].fix) == (policy == "nestd")
-
-
 ZERO, STACKED = jnp.zeros(()), pz.nx.zeros({"layers": 5})
 
 
 @pytest.mark.parametrize(
-    ("paths", "layers"),
+    ("paths", "layers", "options"),
     [
-        (["a", "b"], [Calls(count, state(None, ZERO, label)) for label in "ab"]),
-        (["state"], [Calls(count, state(SHARED, STACKED))]),
-        (["state"], [Calls(count, state(PER_LAYER, ZERO))]),
-        (["state"], [Calls(save, state(SHARED, ZERO))]),
-        (["argument", "argument/0", "argument/1"], [Calls(lambda _, x: (x, x))]),
-        (["argument"], [pz.nn.RenameAxes("embedding", "other")]),
-        (["argument"], [Calls(lambda _, x: x.astype("bfloat16"))]),
+        (["a", "b"], [Calls(count, state(None, ZERO, label)) for label in "ab"], {}),
+        (["state"], [Calls(count, state(SHARED, STACKED))], {}),
+        (["state"], [Calls(count, state(PER_LAYER, ZERO))], {}),
+        (["state"], [Calls(save, state(SHARED, ZERO))], {}),
+        (["argument", "argument/0", "argument/1"], [Calls(lambda _, x: (x, x))], {}),
+        (["argument"], [pz.nn.RenameAxes("embedding", "other")], {}),
+        (["argument"], [Calls(lambda _, x: x.astype("bfloat16"))], {}),
+        (["up.weights", "d.weights"], [], {"stack_axis_size": 2, "policy": "nested"}),
+        ([""], [], {"stack_axis": "layer"}),
     ],
 )
-def test_what_cannot_go_through_a_loop_is_refused_by_path(paths, layers):
+def test_what_cannot_go_through_a_loop_is_refused_by_path(paths, layers, options):
     with pytest.raises(pzs.LayerStackError) as caught:
-        roll(build(*layers))(X)
+        dataclasses.replace(roll(build(*layers)), **options)(X)
     problems = caught.value.problems
     assert ([problem.path for problem in problems], bool(problems[0].fix)) == (paths, True)
-
-
-@pytest.mark.parametrize("policy", [False, "nested"])
-def test_arrays_of_another_number_of_layers_are_refused_by_path(policy):
-    stack = pz.nn.LayerStack(build(layers=9).stacked_sublayers, "layers", 4)
-    with pytest.raises(pzs.LayerStackError) as caught:
-        roll(stack, policy=policy)(X)
-    problems = {problem.path: problem.fix for problem in caught.value.problems}
-    assert problems == dict.fromkeys(("up.weights", "d.weights"), "Write stack_axis_size=9.")

@@ -148,7 +148,6 @@ def test_wrappers_show_attributes_of_the_body_and_are_pickled():
     layer = pzs.Scoped(pzs.Jitted(inner), "outer")
     assert float(layer(2.0)) == float(pickle.loads(pickle.dumps(layer))(2.0)) == 6
     assert (layer.by, layer.name, layer.body.name) == (3.0, "outer", "inner")
-    assert "by" in dir(layer)
     # A function has a __name__, and a layer around it has none.
     function = pzs.Scoped(jnp.sin, "scope")
     assert [hasattr(function, name) for name in ("__name__", "missing")] == [False, False]
@@ -158,8 +157,6 @@ def test_scoped_names_operations_forward_and_backward():
     layer = pzs.Scoped(pz.nn.Elementwise(jnp.sin), "block_3/mlp")
     backward = jax.jit(jax.grad(lambda x: layer(x).sum()))
     assert "jvp(block_3/mlp" in backward.lower(jnp.ones(3)).as_text(debug_info=True)
-    with pytest.raises(pzs.RuleTypeError):
-        pzs.Scoped(layer, 3)
 
 
 # What is refused
@@ -179,3 +176,55 @@ def test_arrays_that_nothing_runs_on_are_refused_by_path(wrapper):
             model(jax.device_put(X, jax.devices()[3]))
         assert [problem.path for problem in caught.value.problems] == [parameter.label]
         assert caught.value.problems[0].fix
+
+
+def constrain(spec, tree, transform=lambda function: function):
+    return transform(pzs.ConstrainSharding(NamedSharding(AUTO, spec)).__call__)(tree)
+
+
+LAYER, STACK = pz.nn.Identity(), pz.nn.LayerStack(pz.nn.Identity(), "layers", 2)
+ROLLED = pzs.RolledLayerStack.from_layer_stack
+DELETED = jnp.ones(8)
+DELETED.delete()
+# The error, the path, a part of the fix, and a wrong use.
+WRONG_USES = [
+    ("RuleType", "body", "Jitted(layer)", lambda: pzs.Jitted({"w": 1.0})(X)),
+    ("RuleType", "body", "Jitted(layer)", lambda: pzs.Jitted(pz.nn.Identity)(X)),
+    ("RuleType", "body", "Checkpointed(layer)", lambda: pzs.Checkpointed(None)(X)),
+    ("RuleType", "", "'dots_without_batch'", lambda: pzs.Checkpointed(LAYER, "dots_without_bach")),
+    ("RuleType", "", "'dots'", lambda: pzs.Checkpointed(LAYER, 3)),
+    ("RuleType", "", "'block_3'", lambda: pzs.Scoped("block", LAYER)),
+    ("RuleType", "", "'bfloat16'", lambda: pzs.InPrecision(LAYER, "bf16")),
+    ("RuleType", "", "'bfloat16'", lambda: pzs.InPrecision(LAYER, None)),
+    ("RuleType", "", "'bfloat16'", lambda: pzs.InPrecision(LAYER, "bfloat16", "int8")),
+    ("RuleType", "", "keep=()", lambda: pzs.InPrecision(LAYER, "bfloat16", keep=["norms"])),
+    ("RuleType", "", "keep=()", lambda: pzs.InPrecision(LAYER, "bfloat16", keep=LAYER)),
+    ("RuleType", "", "from_sublayer_builder", lambda: ROLLED(pz.nn.Sequential([LAYER]))),
+    ("RuleType", "", "'nested'", lambda: ROLLED(STACK, policy="nestd")),
+    ("RuleType", "", "'dots'", lambda: ROLLED(STACK, policy=True)),
+    ("RuleType", "", "unroll=1", lambda: ROLLED(STACK, "nested")),
+    ("RuleType", "", "stack_axis_size=1", lambda: pzs.RolledLayerStack(LAYER, 2, "layers")),
+    ("Sharding", "argument", "donation", lambda: ROLLED(STACK)(DELETED)),
+    ("RuleType", "", "ByName", lambda: pzs.ConstrainSharding({"x": "data"})),
+    ("RuleType", "", "ByName", lambda: pzs.ConstrainSharding([AUTO])),
+    ("RuleType", "", "like", lambda: pzs.ConstrainSharding({"x": P()})({"y": X})),
+    ("Plan", "x", "NamedSharding", lambda: pzs.ConstrainSharding(P("data"))({"x": jnp.ones(8)})),
+    ("Plan", "x", "divides", lambda: constrain(P("data"), {"x": jnp.ones(6)})),
+    ("Plan", "0", "divides", lambda: constrain(P(None, "data"), [jnp.ones(8)], jax.jit)),
+    ("Sharding", "x", "donation", lambda: constrain(P("data"), {"x": DELETED})),
+    ("RuleType", "", "make_mesh", lambda: pzs.ConstrainShardingByName(RULES, RULES)),
+    ("Mesh", "", "'data'", lambda: pzs.ConstrainShardingByName(AUTO, {"batch": "date"})),
+    ("RuleType", "", "'infer'", lambda: pzs.ConstrainShardingByName(AUTO, {}, on_unnamed="all")),
+    ("RuleType", "", "inputs=(", lambda: pzs.ConstrainActivations(LAYER, AUTO, RULES)),
+    ("RuleType", "", "make_mesh", lambda: pzs.ConstrainActivations(LAYER, RULES)),
+    ("Mesh", "", "'model'", lambda: pzs.GatherParameters(LAYER, AUTO, {"neurons": "modle"})),
+    ("RuleType", "", "mesh=mesh", lambda: pzs.GatherParameters(LAYER, {}, AUTO)),
+]
+
+
+@pytest.mark.parametrize(("error", "path", "fix", "use"), WRONG_USES)
+def test_wrong_uses_are_refused_with_path_and_fix(error, path, fix, use):
+    with pytest.raises(getattr(pzs, f"{error}Error")) as caught:
+        use()
+    (problem,) = caught.value.problems
+    assert (problem.path, fix in problem.fix) == (path, True)
