@@ -202,15 +202,9 @@ def test_build_on_an_abstract_mesh_prices_what_is_not_there():
     [
         (lambda: Layout.zero1(rematerialize="dots"), pzs.RuleTypeError, "rematerialise"),
         (lambda: Layout.zero1(rematerialise="dotz"), pzs.RuleTypeError, "dots"),
-        (lambda: Layout.zero1(precision="fp8"), pzs.RuleTypeError, "bfloat16"),
         (lambda: Layout.zero1(names={"neuron": "mlp"}), pzs.RuleTypeError, "neurons"),
         (lambda: Layout.fully_sharded(vocabulary="data"), pzs.RuleTypeError, "different"),
         (lambda: Layout.tensor_parallel(manual=True), pzs.RuleTypeError, "Leave it out"),
-        (
-            lambda: Layout.fully_sharded(manual=True, reshard_after_forward=True),
-            pzs.RuleTypeError,
-            "Leave them out",
-        ),
         (
             lambda: Layout.two_dimensional().build(build_llama, mesh=EIGHT, **DEFAULTS),
             pzs.MeshError,
