@@ -11,12 +11,14 @@ __version__ = "0.2.0"
 
 # The public names of each module, which is imported when one of them is first used.
 _NAMES = {
+    "checkpoints.manager": "CheckpointManager",
     "checkpoints.parameters": "param_dict restore_params restore_structs save_params with_params",
     "checkpoints.train_states": "restore_train_state save_train_state",
     "errors": "CheckpointDamagedError CheckpointMismatchError CheckpointNotFoundError "
     "CheckpointWriteError CompilationError LayerStackError LockError ManualRegionError MeshError "
     "MissingExtraError NonFiniteLossError PlanError ProgramError RuleTypeError SelectionError "
     "ShardingError ShardingWarning TrainingStoppedError",
+    "fitting.fit": "fit",
     "inspection.compile_ahead": "compile_ahead",
     "inspection.compiling": "collectives compile_step device_memory",
     "inspection.locks": "ShardingLock",
@@ -32,6 +34,7 @@ _NAMES = {
     "layers.rolled_layer_stack": "RolledLayerStack",
     "layers.shard_mapped": "ShardMapped",
     "layers.wrapper": "Scoped",
+    "layouts.layout": "Layout",
     "meshes": "make_mesh",
     "placement.named_jit": "named_jit",
     "placement.place": "name_to_name_device_put place",
@@ -39,6 +42,7 @@ _NAMES = {
     "planning.name_axes": "name_axes without_names",
     "planning.planner": "make_plan",
     "planning.sharding_trees": "name_to_name_sharding",
+    "processes.job": "several_processes",
     "readers.reader": "register_reader",
     "reports.report": "Report",
     "rules": "AxisRules data_parallel fully_sharded tensor_parallel",
@@ -50,6 +54,7 @@ _NAMES = {
     "mixed_precision rematerialise_blocks roll_layer_stacks scope_layers",
     "surgery.where": "ROOT",
     "training.batches": "shard_batch",
+    "training.cross_entropy": "cross_entropy",
     "training.stateful_trainer": "StatefulTrainer",
     "training.step": "build_eval_step_fn build_train_step_fn",
     "training.train_state": "TrainState train_state_sharding",

@@ -1,3 +1,4 @@
+from penzai_shard.checkpoints.manager import CheckpointManager as CheckpointManager
 from penzai_shard.checkpoints.parameters import param_dict as param_dict
 from penzai_shard.checkpoints.parameters import restore_params as restore_params
 from penzai_shard.checkpoints.parameters import restore_structs as restore_structs
@@ -23,6 +24,7 @@ from penzai_shard.errors import SelectionError as SelectionError
 from penzai_shard.errors import ShardingError as ShardingError
 from penzai_shard.errors import ShardingWarning as ShardingWarning
 from penzai_shard.errors import TrainingStoppedError as TrainingStoppedError
+from penzai_shard.fitting.fit import fit as fit
 from penzai_shard.inspection.compile_ahead import compile_ahead as compile_ahead
 from penzai_shard.inspection.compiling import collectives as collectives
 from penzai_shard.inspection.compiling import compile_step as compile_step
@@ -42,19 +44,19 @@ from penzai_shard.layers.remat import Checkpointed as Checkpointed
 from penzai_shard.layers.rolled_layer_stack import RolledLayerStack as RolledLayerStack
 from penzai_shard.layers.shard_mapped import ShardMapped as ShardMapped
 from penzai_shard.layers.wrapper import Scoped as Scoped
+from penzai_shard.layouts.layout import Layout as Layout
 from penzai_shard.meshes import make_mesh as make_mesh
 from penzai_shard.placement.named_jit import named_jit as named_jit
 from penzai_shard.placement.place import name_to_name_device_put as name_to_name_device_put
 from penzai_shard.placement.place import place as place
-from penzai_shard.placement.sharded_init import abstract_model as abstract_model
 from penzai_shard.placement.sharded_init import (
-    initialize_parameters_sharded as initialize_parameters_sharded,
-)
+from penzai_shard.placement.sharded_init import abstract_model as abstract_model
 from penzai_shard.placement.sharded_init import sharded_init as sharded_init
 from penzai_shard.planning.name_axes import name_axes as name_axes
 from penzai_shard.planning.name_axes import without_names as without_names
 from penzai_shard.planning.planner import make_plan as make_plan
 from penzai_shard.planning.sharding_trees import name_to_name_sharding as name_to_name_sharding
+from penzai_shard.processes.job import several_processes as several_processes
 from penzai_shard.readers.reader import register_reader as register_reader
 from penzai_shard.reports.report import Report as Report
 from penzai_shard.rules import AxisRules as AxisRules
@@ -78,10 +80,12 @@ from penzai_shard.surgery.standard_recipes import roll_layer_stacks as roll_laye
 from penzai_shard.surgery.standard_recipes import scope_layers as scope_layers
 from penzai_shard.surgery.where import ROOT as ROOT
 from penzai_shard.training.batches import shard_batch as shard_batch
+from penzai_shard.training.cross_entropy import cross_entropy as cross_entropy
 from penzai_shard.training.stateful_trainer import StatefulTrainer as StatefulTrainer
 from penzai_shard.training.step import build_eval_step_fn as build_eval_step_fn
 from penzai_shard.training.step import build_train_step_fn as build_train_step_fn
 from penzai_shard.training.train_state import TrainState as TrainState
 from penzai_shard.training.train_state import train_state_sharding as train_state_sharding
-
+    initialize_parameters_sharded as initialize_parameters_sharded,
+)
 __version__: str
