@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from penzai_shard.arrays.structure import Leaf, flatten
-from penzai_shard.errors import Problems, RuleTypeError, ShardingError
+from penzai_shard.errors import Problem, Problems, RuleTypeError, ShardingError
 from penzai_shard.paths import path_text
 
 _CONCATENATE, _RATIO = "concatenate", "ratio"
@@ -48,15 +48,16 @@ def read_reductions(declared: Any) -> dict[str, str]:
     return words
 
 
-def _find_declared(reductions: Mapping[str, str], path: str) -> str | None:
-    """The longest declared path that leads to an output."""
+def _find_word(reductions: Mapping[str, str], path: str) -> str:
+    """The word of the longest declared path that leads to an output, if one does."""
     leading = [own for own in reductions if not own or f"{path}/".startswith(f"{own}/")]
-    return max(leading, key=len, default=None)
+    return reductions[max(leading, key=len)] if leading else ""
 
 
 def reduce_outputs(
     reductions: Mapping[str, str],
     leaves: Sequence[Leaf],
+    stacks: Sequence[Any],
     dims: Sequence[int | None],
     join: Callable[[Any, int], Any],
 ) -> list[Any]:
@@ -64,7 +65,8 @@ def reduce_outputs(
 
     Args:
         reductions: The word for each path, and for those below it.
-        leaves: The outputs; the value of each has those of all along a new first dimension.
+        leaves: The outputs of one.
+        stacks: Those of all, along a new first dimension.
         dims: The dimension of each output of one that has its examples, if one has.
         join: Joins examples along a dimension.
 
@@ -73,25 +75,25 @@ def reduce_outputs(
     """
     problems = Problems("outputs of several microbatches or devices cannot be joined:")
     paths = [leaf.path for leaf in leaves]
-    for path in reductions.keys() - {"", *(_find_declared(reductions, path) for path in paths)}:
-        fix = f"Outputs are: {paths[:5]}."
-        problems.add(path, "aux_reduction names it, and there is no output of this path", fix)
+    for path, word in reductions.items():
+        if path and not any(_find_word({path: word}, own) for own in paths):
+            fix = f"Outputs are: {paths[:5]}."
+            problems.add(path, "aux_reduction names it, and there is no output of this path", fix)
     values = []
-    for leaf, dim in zip(leaves, dims, strict=True):
-        word = "mean" if jnp.issubdtype(leaf.dtype, jnp.inexact) else ""
+    for leaf, stack, dim in zip(leaves, stacks, dims, strict=True):
+        default = "mean" if jnp.issubdtype(leaf.dtype, jnp.inexact) else ""
         if leaf.names is not None and dim is not None:
-            word = _CONCATENATE
-        if (declared := _find_declared(reductions, leaf.path)) is not None:
-            word = reductions[declared]
+            default = _CONCATENATE
+        word = _find_word(reductions, leaf.path) or default
         if not word:
             fix = f"Write aux_reduction={{{leaf.path!r}: 'sum'}}, or another of {_WORDS}."
             problems.add(leaf.path, f"nothing says how its {leaf.dtype} values become one", fix)
         elif word != _CONCATENATE:
-            values.append(_REDUCTIONS[word](leaf.value))
+            values.append(_REDUCTIONS[word](stack))
         elif dim is None:
             problems.add(leaf.path, "it has no dimension of examples to join", "Write 'last'.")
         else:
-            values.append(join(leaf.value, dim))
+            values.append(join(stack, dim))
     problems.raise_if_any(ShardingError)
     return values
 
@@ -100,32 +102,25 @@ def divide_pairs(reductions: Mapping[str, str], aux: Any) -> Any:
     """Outputs with a quotient in place of each pair of a sum and a count that is a ratio.
 
     Raises:
-        ShardingError: What is to be a ratio is no pair; all that is not is in it.
+        ShardingError: What is to be a ratio is no pair.
 
     >>> divide_pairs({"accuracy": "ratio"}, {"accuracy": (3.0, 4), "loss": (1.0, 2)})
     {'accuracy': 0.75, 'loss': (1.0, 2)}
     """
-    problems = Problems("outputs cannot be divided:")
 
-    def is_pair(keys: Any, node: Any) -> bool:
-        return is_ratio(keys) and isinstance(node, tuple | list) and len(node) == 2
-
-    def is_ratio(keys: Any) -> bool:
-        path = _find_declared(reductions, path_text(keys))
-        return path is not None and reductions[path] == _RATIO
+    def is_ratio(keys: Any, node: Any) -> bool:
+        return reductions.get(path_text(keys)) == _RATIO
 
     def divide(keys: Any, node: Any) -> Any:
-        if is_pair(keys, node):
-            return node[0] / node[1]
-        if is_ratio(keys):
-            what, fix = "'ratio' is for a pair of a sum and a count", "Return (sum, count)."
-            problems.add(path_text(keys), what, fix)
-        return node
+        if not is_ratio(keys, node):
+            return node
+        if not isinstance(node, tuple | list) or len(node) != 2:
+            problem = Problem(path_text(keys), "it is no pair", "Return a sum and its count.")
+            raise ShardingError("outputs cannot be divided:", [problem])
+        return node[0] / node[1]
 
-    options: Any = {"is_leaf": is_pair, "is_leaf_takes_path": True}
-    result = jax.tree_util.tree_map_with_path(divide, aux, **options)
-    problems.raise_if_any(ShardingError)
-    return result
+    options: Any = {"is_leaf": is_ratio, "is_leaf_takes_path": True}
+    return jax.tree_util.tree_map_with_path(divide, aux, **options)
 
 
 def split_microbatches(value: Any, dim: int, count: int) -> Any:

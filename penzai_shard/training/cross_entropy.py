@@ -6,7 +6,7 @@ gradients are whole on no device, and the backward pass reduces nothing.
 """
 
 from collections.abc import Hashable, Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from penzai_shard.arrays.structure import flatten, leaves_of
 from penzai_shard.errors import Problems, RuleTypeError
 
-Reduction = Literal["mean", "sum", "none"]
-_Names: TypeAlias = tuple[Hashable, ...]
+_REDUCTIONS = "mean", "sum", "none"
 
 
 def cross_entropy(
@@ -24,7 +23,7 @@ def cross_entropy(
     *,
     vocabulary: Hashable = "vocabulary",
     mask: Any = None,
-    reduction: Reduction = "mean",
+    reduction: str = "mean",
     classes: int | None = None,
 ) -> Any:
     """The negative log-probability of the right class under a softmax of logits.
@@ -54,87 +53,69 @@ def cross_entropy(
     >>> cross_entropy(logits, jnp.array([0, 1]), classes=2, reduction="none").tolist()
     [1.3862943649291992, 0.6931471824645996]
     """
-    problems = Problems("cross_entropy cannot be computed:")
-    given = {"logits": logits, "targets": targets} | ({} if mask is None else {"mask": mask})
-    arrays = {name: _read_array(name, array, vocabulary, problems) for name, array in given.items()}
-    problems.raise_if_any(RuleTypeError)
-    names, logits = arrays["logits"]
-    axis = names.index(vocabulary)
-    count = logits.shape[axis] if classes is None else classes
-    _check(arrays, vocabulary, count, reduction)
+    given = {"logits": logits, "targets": targets, "mask": mask}
+    arrays = {leaf.path: jnp.asarray(leaf.value) for leaf in leaves_of(given)}
+    axes = _read_axes(given, vocabulary, classes, reduction)
+    names = [*axes["logits"]]
+    axis, count = names.index(vocabulary), classes or axes["logits"][vocabulary]
 
-    def align(array: tuple[_Names, Any]) -> Any:
+    def align(path: str) -> Any:
         """An array with the axes of the logits, of length 1 where it has none."""
-        own, value = array
-        value = value.transpose([own.index(name) for name in names if name in own])
-        return value[tuple(slice(None) if name in own else None for name in names)]
+        own = [*axes[path]]
+        array = arrays[path].transpose([own.index(name) for name in names if name in own])
+        return array[tuple(slice(None) if name in own else None for name in names)]
 
     # Sums and maxima need no class in one place.
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    numbers = jax.lax.broadcasted_iota(jnp.int32, logits.shape, axis)
+    values = arrays["logits"].astype(jnp.promote_types(arrays["logits"].dtype, jnp.float32))
+    numbers = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
+    values = jnp.where(numbers < count, values, -jnp.inf)
+    values = values - jax.lax.stop_gradient(values.max(axis, keepdims=True))
     # A dtype such as uint8 may be too small for the number of classes.
-    target = align(arrays["targets"])
-    target = target.astype(jnp.promote_types(target.dtype, jnp.int32))
-    logits = jnp.where(numbers < count, logits, -jnp.inf)
-    logits = logits - jax.lax.stop_gradient(logits.max(axis, keepdims=True))
-    right = jnp.where(numbers == target, logits, 0.0).sum(axis, keepdims=True)
-    losses = jnp.log(jnp.exp(logits).sum(axis, keepdims=True)) - right
+    target = align("targets").astype(jnp.promote_types(arrays["targets"].dtype, jnp.int32))
+    right = jnp.where(numbers == target, values, 0.0).sum(axis, keepdims=True)
+    losses = jnp.log(jnp.exp(values).sum(axis, keepdims=True)) - right
     losses = jnp.where((target >= 0) & (target < count), losses, jnp.nan)
 
-    weights = jnp.ones_like(losses)
-    if mask is not None:
-        weights = weights * align(arrays["mask"])
-        # What does not count must not reach the sum as NaN times zero.
-        losses = jnp.where(weights == 0, 0.0, losses * weights)
+    weights = jnp.ones_like(losses) if mask is None else align("mask") + jnp.zeros_like(losses)
+    # What does not count must not reach the sum as NaN times zero.
+    losses = jnp.where(weights == 0, 0.0, losses * weights)
     if reduction == "none":
-        rest = [name for name in names if name != vocabulary]
-        order = [rest.index(name) for name in arrays["targets"][0]]
-        return flatten(targets)[1].fill_alike([losses.squeeze(axis).transpose(order)])
-    if reduction == "sum":
-        return losses.sum()
+        order = [*map(names.index, axes["targets"]), axis]
+        return flatten(targets)[1].fill_alike([losses.transpose(order).squeeze(-1)])
     total = weights.sum()
-    return losses.sum() / jnp.where(total == 0, 1, total)
+    return losses.sum() / (1 if reduction == "sum" else jnp.where(total == 0, 1, total))
 
 
-def _read_array(
-    name: str, array: Any, vocabulary: Hashable, problems: Problems
-) -> tuple[_Names, Any]:
-    """The axes of an array and the array without them; those of a plain one are numbers."""
-    leaves = leaves_of(array)
-    if len(leaves) != 1 or leaves[0].path:
-        problems.add(name, f"it is a {type(array).__name__}", "Give one array.")
-        return (), None
-    (leaf,) = leaves
-    names = tuple(leaf.names or range(len(leaf.shape)))
-    if leaf.names is None and name == "logits":
-        names = *names[:-1], vocabulary
-    if name == "logits" and vocabulary not in names:
-        what = f"they have no axis {vocabulary!r}, but {names}"
-        problems.add(name, what, "Write vocabulary=..., the axis of the classes.")
-    if None in names:
-        problems.add(name, f"dimensions have no name: {names}", "Name them: array.tag(...).")
-    return names, jnp.asarray(leaf.value)
+def _read_axes(
+    given: Mapping[str, Any], vocabulary: Hashable, classes: Any, reduction: Any
+) -> dict[str, dict[Hashable, int]]:
+    """The length of each array's axes; those without names are called by their numbers."""
+    axes, dtypes = {}, {}
+    for leaf in leaves_of(given):
+        names = leaf.names or (None,) * len(leaf.shape)
+        if leaf.path == "logits" and leaf.names is None:
+            names = *names[:-1], vocabulary
+        called = [i if name is None else name for i, name in enumerate(names)]
+        axes[leaf.path] = dict(zip(called, leaf.shape, strict=True))
+        dtypes[leaf.path] = leaf.dtype
 
-
-def _check(
-    arrays: Mapping[str, tuple[_Names, Any]], vocabulary: Hashable, count: Any, reduction: Any
-) -> None:
-    """Refuses what does not fit together."""
     problems = Problems("cross_entropy cannot be computed:")
-    names, logits = arrays["logits"]
-    sizes = dict(zip(names, logits.shape, strict=True))
-    length = sizes.pop(vocabulary)
-    for name in arrays.keys() - {"logits"}:
-        own = dict(zip(arrays[name][0], arrays[name][1].shape, strict=True))
-        if not own.items() <= sizes.items() or (name == "targets" and own != sizes):
-            what = f"it has the axes {own}, and the positions of the logits are {sizes}"
-            problems.add(name, what, "Give it the axes of the logits but the vocabulary.")
-    dtype = arrays["targets"][1].dtype
-    if not jnp.issubdtype(dtype, jnp.integer):
-        problems.add("targets", f"they are {dtype}", "Give the numbers of classes, integers.")
-    if type(count) is not int or not 0 < count <= length:
-        problems.add("classes", f"{count!r} is not 1 to {length}", f"Write classes={length}.")
-    if reduction not in get_args(Reduction):
-        fix = f"Write one of {get_args(Reduction)}."
+    positions = dict(axes.get("logits", {}))
+    count = positions.pop(vocabulary, 0)
+    if not count:
+        fix = "Write vocabulary=..., the axis of the classes."
+        problems.add("logits", f"they have the axes {positions}, and no {vocabulary!r}", fix)
+    for path in {"targets", *axes} - {"logits"}:
+        own = axes.get(path, {})
+        if not own.items() <= positions.items() or (path == "targets" and own != positions):
+            what = f"it has the axes {own}, and the positions of the logits are {positions}"
+            problems.add(path, what, "Give one array with the axes of these.")
+    if not jnp.issubdtype(dtypes.get("targets", jnp.float32), jnp.integer):
+        problems.add("targets", "they are no integers", "Give the numbers of the right classes.")
+    if classes is not None and not (type(classes) is int and 0 < classes <= count):
+        problems.add("classes", f"it cannot be {classes!r}", f"Write classes={count}, or fewer.")
+    if reduction not in _REDUCTIONS:
+        fix = f"Write one of {_REDUCTIONS}."
         problems.add("reduction", f"it cannot be {reduction!r}", fix)
     problems.raise_if_any(RuleTypeError)
+    return axes

@@ -17,15 +17,9 @@ from jax.sharding import NamedSharding
 
 from penzai_shard.arrays.structure import Leaf, Structure, flatten, leaves_of
 from penzai_shard.errors import Problem, Problems, ShardingError, require
-from penzai_shard.layers.manual import fold_rng_over_axis
+from penzai_shard.layers.manual import fold_rng_over_axis, vary_over
 from penzai_shard.programs import GRADIENT, LOSS, OPTIMIZER
-from penzai_shard.training.aux_reductions import (
-    divide_pairs,
-    join_devices,
-    join_microbatches,
-    reduce_outputs,
-    split_microbatches,
-)
+from penzai_shard.training import aux_reductions
 from penzai_shard.training.manual_step import refuse_differences, run_per_device
 from penzai_shard.training.model_parts import Kind
 from penzai_shard.training.train_state import TrainState, keep_form, read_arrays
@@ -71,7 +65,7 @@ def find_shardings(state: TrainState) -> Shardings:
     parameters = {
         path: value.sharding
         for path, value in state.trained_arrays.items()
-        if isinstance(value.sharding, NamedSharding) and value.sharding.mesh.size > 1
+        if isinstance(value.sharding, NamedSharding)
     }
     moments = dict(parameters)
     for leaf in leaves_of(state):
@@ -80,6 +74,14 @@ def find_shardings(state: TrainState) -> Shardings:
             both = moments[path], leaf.value.sharding
             moments[path] = min(both, key=lambda own: math.prod(own.shard_shape(leaf.shape)))
     return Shardings(parameters, moments)
+
+
+def _pin(gradients: dict[str, Any], shardings: Mapping[str, NamedSharding]) -> dict[str, Any]:
+    """Gradients in some layout, each in a scope of its own."""
+    for path in gradients:
+        with jax.named_scope(f"{GRADIENT}/{path}"):
+            gradients |= _constrain({path: gradients[path]}, shardings)
+    return gradients
 
 
 def _constrain(arrays: dict[str, Any], shardings: Mapping[str, NamedSharding]) -> Any:
@@ -108,59 +110,49 @@ def run_loss(
         The loss; its gradients by path; state variables and the state of the loss function; and the
         outputs.
     """
-    moments = shardings.moments if is_differentiated else {}
+    # Inside of jax.shard_map each device has its own gradients.
+    inside, outside = (shardings.moments, {}) if not call.manual_axes else ({}, shardings.moments)
 
-    def pin(gradients: dict[str, Any]) -> dict[str, Any]:
-        for path in gradients:
-            with jax.named_scope(f"{GRADIENT}/{path}"):
-                gradients |= _constrain({path: gradients[path]}, moments)
-        return gradients
+    def run(state: TrainState, inputs: Any, gather: Any = dict) -> Any:
+        trained = state.trained_arrays
 
-    def run(
-        state: TrainState, inputs: Any, gather: Any = dict, vary: Any = tuple, pin: Any = dict
-    ) -> Any:
         def find_loss(trained: Any, *given: Any) -> Any:
-            return _call_loss(call, state, gather(trained), *given)
+            total, found = _call_loss(call, state, gather(trained), *given)
+            # Of a loss that is the same on all devices each has its own.
+            return vary_over(total, call.manual_axes), found
 
         def run_one(*given: Any) -> Any:
             if not is_differentiated:
-                total, (weight, *others) = find_loss(state.trained_arrays, *given)
+                total, (weight, *others) = find_loss(trained, *given)
                 return (total, weight, {}), *others
-            differentiate = jax.value_and_grad(find_loss, has_aux=True)
-            (total, found), gradients = differentiate(state.trained_arrays, *given)
+            (total, found), gradients = jax.value_and_grad(find_loss, has_aux=True)(trained, *given)
             weight, *others = found
-            return (total, weight, pin(gradients)), *others
+            return (total, weight, _pin(gradients, inside)), *others
 
         # Sums of many small numbers lose too much below 32 bits.
         zeros = {
             path: jnp.zeros(array.shape, jnp.promote_types(array.dtype, jnp.float32))
-            for path, array in state.trained_arrays.items()
+            for path, array in trained.items()
             if is_differentiated and call.accumulate_steps > 1
         }
-        zero = jnp.zeros((), jnp.float32)
-        return _run_microbatches(call, run_one, vary((zero, zero, pin(zeros))), state, inputs)
+        return _run_microbatches(call, run_one, _pin(zeros, inside), state, inputs)
 
     if call.manual_axes:
-        sums, carry, (form, stacks) = run_per_device(
-            call.manual_axes,
-            state,
-            (shardings.parameters, moments),
-            inputs,
-            functools.partial(_find_examples, call),
-            run,
-        )
-        aux = _join_outputs(call, form, stacks, join_devices)
-        sums = *sums[:2], pin(sums[2])
+        find = functools.partial(_find_examples, call)
+        given = call.manual_axes, state, shardings.parameters, inputs, find, run, is_differentiated
+        sums, carry, (form, stacks) = run_per_device(*given)
+        aux = _join_outputs(call, form, stacks, aux_reductions.join_devices)
     else:
-        sums, carry, aux = run(state, inputs, pin=pin)
+        sums, carry, aux = run(state, inputs)
     loss, weight, gradients = sums
+    gradients = _pin(gradients, outside)
     if weight is not None:
         loss = loss / weight
         gradients = {
             path: (gradient / weight).astype(state.trained_arrays[path].dtype)
             for path, gradient in gradients.items()
         }
-    return loss, gradients, carry, divide_pairs(call.reductions, aux)
+    return loss, gradients, carry, aux_reductions.divide_pairs(call.reductions, aux)
 
 
 def update(
@@ -200,9 +192,6 @@ def update(
     params = _keep_form("params", trained, params, fix)
     opt_arrays = _keep_form("opt_state", state.opt_arrays, opt_arrays, fix)
     if step_metrics:
-        if not isinstance(aux, dict | None):
-            problem = Problem("aux", f"it is a {type(aux).__name__}", "Return {'aux': aux}.")
-            raise ShardingError("step_metrics are added to a dictionary:", [problem])
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
         aux = (aux or {}) | {name: metrics[name] for name in step_metrics}
     return (params, opt_arrays, *carry), state.step + 1, aux
@@ -224,7 +213,7 @@ def _run_microbatches(
         call: The loss function.
         function: Gives a loss, its weight and gradients; the next carry, of state variables and the
             state of the loss function; and outputs.
-        zeros: Loss, weight and gradients of nothing.
+        zeros: Gradients of nothing.
         state: The state.
         inputs: The inputs of the whole batch.
 
@@ -239,7 +228,8 @@ def _run_microbatches(
         return function(carry, rng, inputs)
     leaves, structure = flatten(inputs)
     dims = _find_examples(call, leaves, count)
-    parts = {i: split_microbatches(leaves[i].value, dim, count) for i, dim in dims.items()}
+    split = aux_reductions.split_microbatches
+    parts = {i: split(leaves[i].value, dim, count) for i, dim in dims.items()}
     aux_form: Any = None
 
     def run_one(sums: Any, item: Any) -> Any:
@@ -253,8 +243,10 @@ def _run_microbatches(
         aux_form = flatten(aux)
         return (totals, carry), [leaf.value for leaf in aux_form[0]]
 
-    (sums, carry), stacks = jax.lax.scan(run_one, (zeros, carry), (jnp.arange(count), parts))
-    return sums, carry, _join_outputs(call, aux_form, stacks, join_microbatches)
+    zero = jnp.zeros((), jnp.float32)
+    sums = jax.tree.map(lambda x: vary_over(x, call.manual_axes), (zero, zero, zeros))
+    (sums, carry), stacks = jax.lax.scan(run_one, (sums, carry), (jnp.arange(count), parts))
+    return sums, carry, _join_outputs(call, aux_form, stacks, aux_reductions.join_microbatches)
 
 
 def _join_outputs(
@@ -263,10 +255,8 @@ def _join_outputs(
     """The outputs of several microbatches or devices, given along a new first dimension."""
     leaves, structure = form
     dims = [_examples_dim(call, leaf) for leaf in leaves]
-    outputs = [
-        dataclasses.replace(leaf, value=value) for leaf, value in zip(leaves, stacks, strict=True)
-    ]
-    return structure.fill_alike(reduce_outputs(call.reductions, outputs, dims, join))
+    joined = aux_reductions.reduce_outputs(call.reductions, leaves, stacks, dims, join)
+    return structure.fill_alike(joined)
 
 
 def _examples_dim(call: LossCall, leaf: Leaf) -> int | None:
@@ -282,11 +272,9 @@ def _find_examples(call: LossCall, leaves: Sequence[Leaf], count: int) -> dict[i
     problems = Problems(f"a batch cannot be split into {count} parts:")
     dims = {i: dim for i, x in enumerate(leaves) if (dim := _examples_dim(call, x)) is not None}
     for index, dim in dims.items():
-        leaf = leaves[index]
-        length = leaf.shape[dim]
-        if length % count:
-            fix = f"Give {length - length % count} or {length - length % count + count} examples."
-            problems.add(leaf.path, f"it has {length} examples", fix, "indivisible")
+        leaf, fix = leaves[index], f"Give a multiple of {count}."
+        if leaf.shape[dim] % count:
+            problems.add(leaf.path, f"it has {leaf.shape[dim]} examples", fix, "indivisible")
     if not dims:
         fix = "Write batch_axis='batch'; of plain arrays batch_axis=0."
         problems.add("", f"no input has the axis {call.batch_axis!r}", fix)

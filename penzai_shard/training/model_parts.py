@@ -87,10 +87,7 @@ class StateTemplate:
 
 
 def split_model(
-    model: Any,
-    optimizer: Any,
-    trainable: Callable[[Any], bool] | None,
-    plain_arrays: bool | None,
+    model: Any, optimizer: Any, trainable: Callable[[Any], bool] | None, plain_arrays: bool | None
 ) -> tuple[dict[Kind, dict[str, Any]], StateTemplate]:
     """Takes a model apart; for the arguments see ``TrainState.initial_state``.
 

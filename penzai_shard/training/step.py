@@ -24,12 +24,7 @@ from penzai_shard.meshes import auto_context, on_auto_twin
 from penzai_shard.training import gradient
 from penzai_shard.training.aux_reductions import read_reductions
 from penzai_shard.training.gradient import LossCall
-from penzai_shard.training.train_state import (
-    TrainState,
-    check_arguments,
-    put_on_mesh,
-    read_arrays,
-)
+from penzai_shard.training.train_state import TrainState, check_arguments, put_on_mesh, read_arrays
 
 _RESERVED = ("model", "rng", "state")
 _METRICS = ("loss", "gradient_norm")
@@ -69,6 +64,7 @@ class _Step:
         count, axis, metrics = call.accumulate_steps, call.batch_axis, self.step_metrics or ()
         can_donate = self.is_jitted or not self.is_donating
         is_axis = not isinstance(axis, int) or axis >= 0
+        is_manual = all(isinstance(name, str) for name in call.manual_axes)
         is_layout = isinstance(layout, TrainState | None)
         is_layout &= all(isinstance(own, NamedSharding) for own in jax.tree.leaves(layout))
         fix = "train_state_sharding(state, mesh, rules)"
@@ -76,6 +72,7 @@ class _Step:
             "loss_fn": (call.loss_fn, callable(call.loss_fn), "def loss_fn(model, rng, state, x)"),
             "accumulate_steps": (count, type(count) is int and count > 0, "accumulate_steps=1"),
             "batch_axis": (axis, is_axis, "batch_axis='batch', or a number for plain arrays"),
+            "manual_axes": (call.manual_axes, is_manual, "manual_axes=('data',)"),
             "step_metrics": (metrics, {*metrics} <= {*_METRICS}, f"step_metrics={_METRICS}"),
             "donate_params_and_state": (self.is_donating, can_donate, "jit=True, or leave it out"),
             "train_state_shardings": (layout, is_layout, fix),
@@ -258,6 +255,10 @@ def _is_ready(state: TrainState, inputs: Any) -> bool:
 # The two functions that build steps
 
 
+def _read_texts(texts: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (texts,) if isinstance(texts, str) else tuple(texts or ())
+
+
 def build_train_step_fn(
     loss_fn: Callable[..., Any],
     *,
@@ -290,11 +291,22 @@ def build_train_step_fn(
             ``jax.jit``.
         accumulate_steps: The number of microbatches into which each batch is split, to save memory.
         batch_axis: The logical axis of the examples; for plain arrays the number of the dimension.
-        aux_reduction: How outputs of several microbatches become one: ``"mean"``, ``"sum"``,
-            ``"max"``, ``"min"``, ``"last"`` or ``"concatenate"``, or these by path, that of ``""``
-            for all others. By default floats are averaged, and named arrays with the batch axis
-            concatenated.
-        step_metrics: What is added to the outputs: ``"loss"``, ``"gradient_norm"``.
+        aux_reduction: How outputs of several microbatches or devices become one: ``"mean"``,
+            ``"sum"``, ``"max"``, ``"min"``, ``"last"`` or ``"concatenate"``, or these by path, that
+            of ``""`` for all others; for a pair of a sum and a count also ``"ratio"``, with a
+            quotient in its place. By default floats are averaged, and named arrays with the batch
+            axis concatenated.
+        step_metrics: What is added to the outputs, a dictionary then: ``"loss"``,
+            ``"gradient_norm"``.
+        manual_axes: The mesh axes over which each device computes the loss of its own examples, as
+            code under ``jax.shard_map`` is written; other mesh axes are left to the compiler. The
+            loss function gets a device's examples, all of everything else, and ``rng`` folded with
+            the device's position. Parameters that are split are gathered for it, but not along a
+            dimension that has the name of such a mesh axis: the loss function gathers that, and
+            averages its gradient, as ``jax.lax.psum_scatter(...) / size`` does. Losses and
+            gradients are averaged over the devices, so that the loss must be a mean, or the pair
+            above; it may be one that ``jax.lax.pmean`` or ``psum`` has made the same on all. What
+            is carried on must be the same on all devices.
 
     Returns:
         ``step(train_state, **inputs) -> (train_state, aux)``. ``step.lower`` and ``step.trace`` are
@@ -316,10 +328,9 @@ def build_train_step_fn(
     >>> float(aux["loss"]), state.model["w"].tolist()
     (3.0, [0.5, 0.5, 0.5])
     """
-    axes = (manual_axes,) if isinstance(manual_axes, str) else tuple(manual_axes or ())
-    reductions = read_reductions(aux_reduction)
+    reductions, axes = read_reductions(aux_reduction), _read_texts(manual_axes)
     call = LossCall(loss_fn, accumulate_steps, batch_axis, reductions, axes)
-    metrics = (step_metrics,) if isinstance(step_metrics, str) else tuple(step_metrics)
+    metrics = _read_texts(step_metrics)
     shardings = train_state_shardings, input_kwarg_shardings or {}, aux_output_shardings
     return _Step("A train step", call, jit, *shardings, donate_params_and_state, metrics)
 
@@ -334,6 +345,7 @@ def build_eval_step_fn(
     accumulate_steps: int = 1,
     batch_axis: Any = "batch",
     aux_reduction: Any = None,
+    manual_axes: str | Sequence[str] | None = None,
 ) -> Any:
     """Builds the function that evaluates a train state and changes nothing.
 
@@ -345,7 +357,8 @@ def build_eval_step_fn(
         aux_output_shardings: Where the outputs lie.
         accumulate_steps: The number of microbatches.
         batch_axis: The logical axis of the examples.
-        aux_reduction: How outputs of several microbatches become one.
+        aux_reduction: How outputs of several microbatches or devices become one.
+        manual_axes: The mesh axes over which the loss function runs per device.
 
     Returns:
         ``evaluate(train_state, **inputs) -> (loss, aux)``.
@@ -360,6 +373,7 @@ def build_eval_step_fn(
     >>> float(evaluate(state, x=jnp.ones(3))[0])
     3.0
     """
-    call = LossCall(loss_fn, accumulate_steps, batch_axis, read_reductions(aux_reduction))
+    reductions, axes = read_reductions(aux_reduction), _read_texts(manual_axes)
+    call = LossCall(loss_fn, accumulate_steps, batch_axis, reductions, axes)
     shardings = train_state_shardings, input_kwarg_shardings or {}, aux_output_shardings
     return _Step("An evaluation", call, jit, *shardings)

@@ -300,16 +300,13 @@ def read_arrays(
     """Takes a tree apart as ``run_inputs`` does, in which there may be nothing but arrays.
 
     Raises:
-        ShardingError: There are texts, functions, variables; all of them are in it.
+        ShardingError: There are texts or functions; all of them are in it.
     """
     leaves, structure = run_inputs(tree, called, allow_structs=allow_structs)
     problems = Problems(f"{called} takes and gives arrays:")
     for path, value in structure.statics:
         what = f"the {type(value).__name__} {reprlib.repr(value)} is no array"
         problems.add(path, what, "Bind it to the loss function itself: functools.partial.")
-    for variable in structure.variables:
-        for path in structure.paths[variable.leaves]:
-            problems.add(path, "it is in a variable", "Give the .value of the variable.")
     problems.raise_if_any(ShardingError)
     return leaves, structure
 
