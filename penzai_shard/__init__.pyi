@@ -49,8 +49,10 @@ from penzai_shard.meshes import make_mesh as make_mesh
 from penzai_shard.placement.named_jit import named_jit as named_jit
 from penzai_shard.placement.place import name_to_name_device_put as name_to_name_device_put
 from penzai_shard.placement.place import place as place
-from penzai_shard.placement.sharded_init import (
 from penzai_shard.placement.sharded_init import abstract_model as abstract_model
+from penzai_shard.placement.sharded_init import (
+    initialize_parameters_sharded as initialize_parameters_sharded,
+)
 from penzai_shard.placement.sharded_init import sharded_init as sharded_init
 from penzai_shard.planning.name_axes import name_axes as name_axes
 from penzai_shard.planning.name_axes import without_names as without_names
@@ -86,6 +88,5 @@ from penzai_shard.training.step import build_eval_step_fn as build_eval_step_fn
 from penzai_shard.training.step import build_train_step_fn as build_train_step_fn
 from penzai_shard.training.train_state import TrainState as TrainState
 from penzai_shard.training.train_state import train_state_sharding as train_state_sharding
-    initialize_parameters_sharded as initialize_parameters_sharded,
-)
+
 __version__: str
