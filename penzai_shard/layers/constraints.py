@@ -231,10 +231,7 @@ def _pin(
             fix = f"Write make_mesh({dict(sharding.mesh.shape)})."
             problems.add(path, "the mesh of the constraint has no devices", fix)
         elif isinstance(own, NamedSharding) and own.device_set != sharding.device_set:
-            what = (
-                f"it lies over ({mesh_text(own.mesh)}), the constraint is for another mesh "
-                f"({mesh_text(sharding.mesh)})"
-            )
+            what = f"it lies over ({mesh_text(own.mesh)}), not over ({mesh_text(sharding.mesh)})"
             problems.add(path, what, "Place it on that mesh: place(tree, mesh, rules).")
     problems.raise_if_any(MeshError)
     pinned = []

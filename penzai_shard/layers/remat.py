@@ -1,7 +1,7 @@
 """Computes a layer's intermediates again in the backward pass, in place of keeping them."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
 import jax
@@ -47,16 +47,15 @@ POLICIES: dict[str, Callable[..., Any]] = {
 }
 
 
-def check_policy(called: str, policy: Any, known: Iterable[str] = tuple(POLICIES)) -> None:
+def check_policy(called: str, policy: Any, known: Collection[str] = tuple(POLICIES)) -> None:
     """Refuses what is neither a function nor the name of a policy.
 
     Raises:
         RuleTypeError: It is neither.
     """
-    names = [*known]
-    if not callable(policy) and policy not in names:
-        fix = f"Write policy={nearest(policy, names) or 'dots'!r}."
-        what = f"there is no policy {policy!r}; there are {', '.join(map(repr, names))}"
+    if not callable(policy) and policy not in known:
+        fix = f"Write policy={nearest(policy, known) or 'dots'!r}."
+        what = f"there is no policy {policy!r}; there are {', '.join(map(repr, known))}"
         raise RuleTypeError(f"{called}:", [Problem("", what, fix)])
 
 

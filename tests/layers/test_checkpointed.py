@@ -38,23 +38,19 @@ def test_all_but_gathered_gathers_the_parameters_of_a_region_again():
     x = pz.nx.ones({"batch": 8, "features": 8})
     slots, parameters = pz.unbind_params(body, freeze=True)
 
-    def measure(wrap):
+    def count_gathers(wrap):
         def loss(parameters):
             output = wrap(pz.bind_variables(slots, parameters))(x)
             return (output.unwrap("batch", "features") ** 2).sum()
 
         program = jax.make_jaxpr(jax.grad(loss))(parameters)
-        names = [equation.primitive.name for equation in equations_in(program)]
-        return names.count("all_gather"), jax.jit(jax.grad(loss))(parameters)
+        return [equation.primitive.name for equation in equations_in(program)].count("all_gather")
 
     def region(body):
         return pzs.ShardMapped(body, mesh, {"features": "data"}, {"batch": "data"})
 
-    gathers, gradients = measure(lambda body: pzs.Checkpointed(region(body), "all_but_gathered"))
-    assert gathers > measure(region)[0] > 0
-    close = lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5)  # noqa: E731
-    expected = pz.nx.order_like(measure(lambda body: body)[1], gradients)
-    jax.tree.map(close, gradients, expected)
+    again = count_gathers(lambda body: pzs.Checkpointed(region(body), "all_but_gathered"))
+    assert again > count_gathers(region) > 0
 
 
 def test_offload_dots_keeps_products_in_the_memory_of_the_host():
