@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from penzai_shard.errors import Problem, Problems, RuleTypeError
 from penzai_shard.layers.wrapper import WrapperLayer
@@ -21,6 +21,7 @@ from penzai_shard.surgery.where import Place, Where, make_caller, names_of, valu
 Verb: TypeAlias = Literal["wrap", "insert_before", "insert_after", "replace"]
 # The kind of problems of edits that fit nowhere, or not the expected number of places.
 UNFIT = "unfit"
+# Types of the model that an error names.
 _MOST_NAMED = 4
 
 
@@ -54,8 +55,7 @@ class Edit:
         if type(self.nested) is not bool:
             problems.add("", f"nested is {self.nested!r}", "Write nested=True, or leave it out.")
         problems.raise_if_any(RuleTypeError)
-        if not isinstance(self.what, Ref):
-            _check_use(self.verb, self.what, dict(self.options))
+        _check_use(self.verb, self.what, dict(self.options))
 
     def __repr__(self) -> str:
         place, *around = self.where.texts()
@@ -100,8 +100,7 @@ class Edit:
         return Problem("", f"{self} fits nothing; {fact}", fix, UNFIT)
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What an edit did to a model.
 
     Attributes:
@@ -259,7 +258,7 @@ def replace(
 def _check_use(verb: Verb, what: Any, options: Mapping[str, Any]) -> None:
     """Refuses what cannot be the wrapper, layer or function of an edit."""
     inserts, is_class = verb.startswith("insert"), isinstance(what, type)
-    if inserts and is_layer(what):
+    if isinstance(what, Ref) or (inserts and is_layer(what)):
         return
     marks = (*CONSTRAINTS, Inserted, Original, InsertedSequence)
     is_mark = verb == "wrap" and is_class and issubclass(what, marks)
@@ -343,22 +342,20 @@ def _find_nearest(model: Any, where: Where, layers_only: bool) -> tuple[str, str
         rewriter.run(model)
         return rewriter.matches
 
-    bare = Where(where.what)
-    if bare != where and (count := len(find(bare))):
+    if where != Where(where.what) and (count := len(find(Where(where.what)))):
         return f"without within= and outside= it fits {count}", "Correct what narrows it."
     layers = find(Where(is_layer), "inner first")
-    what = resolve(where.what)
+    what = Where.of(resolve(where.what)).what
 
-    if isinstance(what, tuple | type):
-        wanted = {kind.__name__ for kind in (what if isinstance(what, tuple) else (what,))}
+    if isinstance(what, tuple):
         counts = collections.Counter(type(layer.before) for layer in layers)
         # With modules, as a type of a wanted name may be another one of that name.
         known = {
             kind.__name__: f"{kind.__module__}.{kind.__name__}" for kind, _ in counts.most_common()
         }
-        near = [known[name] for kind in sorted(wanted) if (name := nearest(kind, known))]
-        shown = ", ".join(near or [*known.values()][:_MOST_NAMED]) or "none"
-        return f"{'nearest types' if near else 'types of the model'}: {shown}", "Name one of them."
+        near = [known[name] for kind in what if (name := nearest(kind.__name__, known))]
+        shown = ", ".join(near or [*known.values()][:_MOST_NAMED])
+        return f"types of the model: {shown}", "Name one of them."
     if not isinstance(what, str):
         return f"the predicate is false for all {len(layers)} layers", "Correct it."
 

@@ -11,6 +11,7 @@ from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.reports.report import Column, Report
 from penzai_shard.surgery.edits import UNFIT, Edit, Outcome
 from penzai_shard.surgery.inserted import Inserted, find_original
+from penzai_shard.surgery.recipe_json import read_edits, write_edits
 from penzai_shard.surgery.rewriting import Match
 
 _COLUMNS = (Column("path", "path"), Column("edit"), Column("before"), Column("after"))
@@ -52,11 +53,11 @@ class Recipe:
     def __init__(self, *edits: "Edit | Recipe") -> None:
         problems = Problems("a recipe is made of edits:")
         taken: list[Edit] = []
-        for number, edit in enumerate(edits, 1):
-            if isinstance(edit, Edit | Recipe):
-                taken += edit.edits if isinstance(edit, Recipe) else [edit]
+        for number, given in enumerate(edits, 1):
+            if isinstance(given, Edit | Recipe):
+                taken += given.edits if isinstance(given, Recipe) else [given]
             else:
-                what = f"argument {number} is of type {type(edit).__name__}"
+                what = f"argument {number} is of type {type(given).__name__}"
                 problems.add("", what, "Write Recipe(wrap(...), ...), or Recipe(*edits).")
         problems.raise_if_any(RuleTypeError)
         object.__setattr__(self, "edits", tuple(taken))
@@ -106,10 +107,9 @@ class Recipe:
             for edit, outcome in zip(self.edits, outcomes, strict=True)
             for match in outcome.matches
         ]
-        problems = [problem for outcome in outcomes for problem in outcome.problems]
+        notes = [str(problem) for outcome in outcomes for problem in outcome.problems]
         verdict = f"edits of {type(model).__name__}: {len(self)}, places: {len(rows)}"
-        notes = list(map(str, problems))
-        return Report("recipe", verdict, _COLUMNS, rows, notes, not problems, key=("path", "edit"))
+        return Report("recipe", verdict, _COLUMNS, rows, notes, not notes, key=("path", "edit"))
 
     def check(self, model: Any, *args: Any, **side_inputs: Any) -> Report:
         """Checks that the edited model computes what the model does.
@@ -145,8 +145,6 @@ class Recipe:
         Raises:
             RuleTypeError: An edit holds what has no form in JSON, such as a lambda or arrays.
         """
-        from penzai_shard.surgery.recipe_json import write_edits
-
         return write_edits(self.edits)
 
     @classmethod
@@ -165,8 +163,6 @@ class Recipe:
             RuleTypeError: The text is no recipe, names what is not allowed, or has a mesh that
                 cannot be made here.
         """
-        from penzai_shard.surgery.recipe_json import read_edits
-
         return cls(*read_edits(text, mesh, allow))
 
     def __add__(self, other: "Recipe | Edit") -> "Recipe":

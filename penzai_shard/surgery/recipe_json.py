@@ -35,20 +35,13 @@ def _make_layer(kind: Any, fields: dict[str, Any]) -> Any:
     return kind.from_attributes(**fields)  # type: ignore[attr-defined]
 
 
-def _list_places(where: Where) -> list[Any]:
-    """A place, and what it must be in and must not be in, as far as these are given."""
-    is_one = isinstance(where.what, tuple) and len(where.what) == 1
-    places = [where.what[0] if is_one else where.what, where.within, where.outside]
-    return places[: 1 + max(i for i, place in enumerate(places) if place is not None)]
-
-
 # How values are taken apart that are more than plain data, and made again: their exact types, the
 # parts of one, and what makes it of these.
 _FORMS: dict[str, tuple[Sequence[type], Callable[[Any], Iterable[Any]], Callable[..., Any]]] = {
     "$tuple": ([tuple], list, lambda *parts: parts),
     "$dict": ([dict], dict.items, lambda *pairs: dict(pairs)),
     "$root": ([type(ROOT)], lambda root: (), lambda: ROOT),
-    "$where": ([Where], _list_places, Where.of),
+    "$where": ([Where], lambda where: (where.what, where.within, where.outside), Where.of),
     "$layer": ([], lambda layer: (type(layer), layer.attributes_dict()), _make_layer),
     # Of a mesh its axes are written; its devices are another matter on another machine.
     "$mesh": (

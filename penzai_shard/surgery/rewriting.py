@@ -126,24 +126,29 @@ class Finder:
     """One place, as a walk down a tree asks for it.
 
     Attributes:
-        by_type: Whether nodes of a type are at the place, and None where the type does not tell;
-            it also gets whether they are layers.
         matches: Whether a node with these keys, in this state, is there; asked where the type does
             not tell.
         step: The state of a child, of the state of its parent, the parent, the child's keys and
             the child. A state of None says that nothing from there on is at the place; None
             instead of a function, that there are no states.
         start: The state of the root.
+        by_type: Whether nodes of a type are at the place, and None where the type does not tell.
+        layers_only: Whether nothing but layers is at the place.
     """
 
-    by_type: Callable[[type, bool], bool | None]
     matches: Callable[[Any, Keys, Any], bool] = lambda node, keys, state: False
     step: Callable[[Any, Any, Keys, Any], Any] | None = None
     start: Callable[[Any], Any] = lambda node: True
+    by_type: Callable[[type], bool | None] = lambda kind: None
+    layers_only: bool = False
+
+    def decide(self, node: Any) -> bool | None:
+        """What the type of a node says."""
+        return self.by_type(type(node)) if is_layer(node) or not self.layers_only else False
 
     def has(self, node: Any, keys: Keys, state: Any) -> bool:
         """Whether a node is at the place."""
-        decided = self.by_type(type(node), is_layer(node))
+        decided = self.decide(node)
         return state is not None and (
             self.matches(node, keys, state) if decided is None else decided
         )
@@ -228,8 +233,7 @@ class Rewriter:
             return tree
 
     def _row(self, node: Any) -> tuple[bool | None, NodeKind, bool]:
-        kind = kind_of(node)
-        decided = self._finder.by_type(type(node), kind.is_layer)
+        kind, decided = kind_of(node), self._finder.decide(node)
         row = self._rows[type(node)] = (decided, kind, decided is False and kind.is_leaf)
         return row
 
@@ -309,8 +313,5 @@ def replace_object(tree: Any, old: Any, new: Any) -> Any:
     >>> replace_object({"a": [layer, pz.nn.Identity()]}, layer, 3)
     {'a': [3, Identity()]}
     """
-    finder = Finder(
-        lambda node_type, is_layer: None if node_type is type(old) else False,
-        lambda node, keys, state: node is old,
-    )
+    finder = Finder(lambda node, keys, state: node is old)
     return Rewriter(finder, lambda node, keys: (new,)).run(tree)

@@ -189,8 +189,7 @@ def mixed_precision(compute: Any = "bfloat16", keep: Any = is_sensitive) -> Reci
 
     >>> mixed_precision()
     Recipe(
-        wrap(ROOT, InPrecision, compute_dtype='bfloat16'),
+        wrap(ROOT, InPrecision, compute_dtype='bfloat16', keep=is_sensitive),
     )
     """
-    options = {} if keep is is_sensitive else {"keep": keep}
-    return Recipe(wrap(ROOT, InPrecision, compute_dtype=compute, **options))
+    return Recipe(wrap(ROOT, InPrecision, compute_dtype=compute, keep=keep))

@@ -25,13 +25,11 @@ from penzai_shard.surgery.rewriting import Finder, Keys, Refused, is_layer, keys
 _WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
+@dataclasses.dataclass(frozen=True)
 class _Root:
     """The whole model, as the place of an edit."""
 
     def __repr__(self) -> str:
-        return "ROOT"
-
-    def __reduce__(self) -> str:
         return "ROOT"
 
 
@@ -98,22 +96,17 @@ class Where:
         """
         what = _read_what(resolve(self.what))
 
-        def ask(kind: type, is_layer: bool) -> bool | None:
-            return None if is_layer or not layers_only else False
-
         if isinstance(what, tuple):
-            finder = Finder(lambda kind, is_layer: issubclass(kind, what))
+            finder = Finder(by_type=lambda kind: issubclass(kind, what))
         elif isinstance(what, str):
-            finder = _find_pattern(what, ask)
+            finder = _find_pattern(what, layers_only)
         elif isinstance(what, _Root):
-            finder = Finder(lambda *_: None, lambda node, keys, state: not keys, lambda *_: None)
+            finder = Finder(lambda node, keys, state: not keys, lambda *_: None)
         else:
             call, _ = make_caller(what, {})
-            finder = Finder(ask, lambda node, keys, state: bool(call(node, keys)))
-        if self.within is not None:
-            finder = _narrow(finder, self.within, True)
-        if self.outside is not None:
-            finder = _narrow(finder, self.outside, False)
+            finder = Finder(lambda node, keys, _: bool(call(node, keys)), layers_only=layers_only)
+        for around, is_wanted in ((self.within, True), (self.outside, False)):
+            finder = _narrow(finder, around, is_wanted) if around else finder
         return finder
 
 
@@ -152,7 +145,7 @@ def _snake_case(name: str) -> str:
     return _WORD_START.sub("_", name).lower()
 
 
-def _find_pattern(pattern: str, ask: Callable[[type, bool], bool | None]) -> Finder:
+def _find_pattern(pattern: str, layers_only: bool) -> Finder:
     """Finds nodes by a pattern.
 
     A state has two sets of numbers of parts, as bits: those that the path to a node can be read
@@ -173,12 +166,10 @@ def _find_pattern(pattern: str, ask: Callable[[type, bool], bool | None]) -> Fin
             found, around = found | around, 0
         return (found, around) if found or around else None
 
-    return Finder(
-        ask,
-        lambda node, keys, state: bool(state[0] & end),
-        step,
-        lambda node: (_close(parts, 1), 0),
-    )
+    def matches(node: Any, keys: Keys, state: tuple[int, int]) -> bool:
+        return bool(state[0] & end)
+
+    return Finder(matches, step, lambda node: (_close(parts, 1), 0), layers_only=layers_only)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -235,10 +226,10 @@ def _narrow(finder: Finder, around: Where, is_wanted: bool) -> Finder:
         is_inside = state is _INSIDE or (is_pattern and place.has(node, keys, state))
         return is_inside is is_wanted and finder.has(node, keys, own)
 
-    def ask(kind: type, is_layer: bool) -> bool | None:
-        return False if finder.by_type(kind, is_layer) is False else None
+    def ask(kind: type) -> bool | None:
+        return False if finder.by_type(kind) is False else None
 
-    return Finder(ask, matches, step, start)
+    return Finder(matches, step, start, ask, finder.layers_only)
 
 
 # Functions of the user
@@ -257,10 +248,7 @@ def make_caller(
     # Penzai's metaclass hides the arguments of constructors.
     is_class = isinstance(function, type)
     called: Any = function.__init__ if is_class else function
-    try:
-        signature = inspect.signature(called)
-    except ValueError:  # A function of C that does not tell.
-        signature = inspect.signature(lambda node, **options: None)
+    signature = inspect.signature(called)
     takes_path = "path" in signature.parameters and "path" not in options
     try:
         signature.bind(*[None] * (1 + is_class), **options, **{"path": ""} if takes_path else {})
