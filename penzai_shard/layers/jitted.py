@@ -24,7 +24,6 @@ from penzai_shard.layers.wrapper import WrapperLayer
 from penzai_shard.readers.reader import is_node
 
 _LIVE = "_live_model"
-_AT_ONCE = contextlib.nullcontext()
 # What most calls get, and what JAX takes as it is.
 _ARRAYS = (pz.nx.NamedArray, jax.Array, np.ndarray, bool, int, float)
 
@@ -35,7 +34,7 @@ class _Program:
     Args:
         call: The call.
         numbers: Which arrays of its structure it gets, in its order.
-        name: What profilers show.
+        name: The type of layer, for profilers.
         donates: Whether the argument is donated.
 
     It takes the arrays of the model, the argument and the side inputs (anything if ``more`` has
@@ -52,7 +51,7 @@ class _Program:
             others = {"argument": argument, "side_inputs": side_inputs}
             return call(ordered, more_values, others)
 
-        run.__name__ = run.__qualname__ = name
+        run.__name__ = run.__qualname__ = f"Jitted_{name}"
         donated = (1,) if donates else ()
         self._run: Callable[..., tuple[Any, dict[int, Any]]] = jax.jit(run, donate_argnums=donated)
         self._is_spread, self._signatures = False, 0
@@ -115,7 +114,7 @@ class Jitted(WrapperLayer):
         while True:
             live, program = self.__dict__.get(_LIVE) or self._read_model()
             is_locked = held or self.donate_argument or program.assigns is not False
-            with ASSIGNING if is_locked else _AT_ONCE:
+            with ASSIGNING if is_locked else contextlib.nullcontext():
                 values = live.read_values()
                 if values is None:
                     self.__dict__.pop(_LIVE, None)
@@ -140,8 +139,7 @@ class Jitted(WrapperLayer):
         return live, program
 
     def _compile(self, call: PureCall, numbers: Sequence[int]) -> _Program:
-        name = f"Jitted_{type(self.body).__name__}"
-        return _find_program(call, numbers, name, bool(self.donate_argument))
+        return _find_program(call, numbers, type(self.body).__name__, self.donate_argument)
 
     def _run_with_variables(
         self, live: LiveModel, values: list[Any], inputs: dict[str, Any], held: dict[str, Any]
@@ -179,5 +177,7 @@ def _is_held(tree: Any) -> bool:
     """Whether a tree holds variables, or something that is no array, which JAX does not take."""
     leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_node)
     others = [leaf for leaf in leaves if not isinstance(leaf, _ARRAYS)]
+    if not others:
+        return False  # As nearly always: to take nothing apart costs a third of a short call.
     structure = flatten(others)[1]
     return bool(structure.statics) or any(variable.live for variable in structure.variables)
