@@ -7,6 +7,7 @@ all-reduce; under ZeRO-1 each device updates its own part.
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -182,10 +183,12 @@ def update(
 
     with jax.named_scope(OPTIMIZER):
         params = _constrain(trained, shardings.moments)
-        extra: dict[str, Any] = {}
-        if isinstance(optimizer, optax.GradientTransformationExtraArgs):
-            functions = {"value_fn": value_fn, "grad_fn": jax.grad(value_fn), "obj_fn": value_fn}
-            extra = {"value": loss, "grad": gradients, **functions}
+        functions = {"value_fn": value_fn, "grad_fn": jax.grad(value_fn), "obj_fn": value_fn}
+        extra = {"value": loss, "grad": gradients, **functions}
+        # Optimizers of optax take all of these, some, or none.
+        asked = inspect.signature(optimizer.update).parameters
+        if all(parameter.kind != parameter.VAR_KEYWORD for parameter in asked.values()):
+            extra = {name: value for name, value in extra.items() if name in asked}
         updates, opt_arrays = optimizer.update(gradients, state.opt_arrays, params, **extra)
         params = optax.apply_updates(params, updates)
     fix = "Use an optimizer that keeps it."

@@ -274,18 +274,62 @@ def test_evaluation_changes_nothing():
 # Optimizers
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+MORE_OPTIMIZERS = {
+    "multi_transform": lambda rate: optax.multi_transform(
+        {"fast": optax.adam(rate), "frozen": optax.set_to_zero()}, {"w": "fast", "b": "frozen"}
+    ),
+    "apply_if_finite": lambda rate: optax.apply_if_finite(optax.adam(rate), 2),
+    "sam": lambda rate: optax.contrib.sam(
+        optax.sgd(rate), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), opaque_mode=True
+    ),
+    "sophia": lambda rate: optax.contrib.sophia(rate, update_interval=2),
+}
+
+
+@functools.cache
+def optimize_by_hand(name):
+    """Parameters and losses of three steps of optax on one device."""
+    optimizer = (OPTIMIZERS | MORE_OPTIMIZERS)[name](0.01)
+    params = {"b": jnp.zeros(8), "w": jnp.asarray(W)}
+    opt_state, losses = optimizer.init(params), []
+
+    def find_loss(params, grad_fn=None, obj_fn=None):
+        return cases.mean_square(X @ params["w"])
+
+    @jax.jit
+    def run(params, opt_state):
+        loss, grads = jax.value_and_grad(find_loss)(params)
+        extra = {"grad_fn": jax.grad(find_loss)} if name == "sam" else {}
+        if name == "lbfgs":
+            extra = {"value": loss, "grad": grads, "value_fn": find_loss}
+        if name == "sophia":
+            extra = {"obj_fn": find_loss}
+        updates, opt_state = optimizer.update(grads, opt_state, params, **extra)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    for _ in range(3):
+        params, opt_state, loss = run(params, opt_state)
+        losses.append(float(loss))
+    return params, losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS | MORE_OPTIMIZERS)
 def test_state_of_each_optimizer_keeps_its_layout(name):
     mesh, rules = pzs.make_mesh({"data": 4, "model": 2}), {"in": "data", "out": "model"}
-    optimizer, model = OPTIMIZERS[name](0.01), weights(b=pz.nx.zeros({"out": 8}))
+    optimizer = (OPTIMIZERS | MORE_OPTIMIZERS)[name](0.01)
+    model = weights(b=pz.nx.zeros({"out": 8}))
     state = initial(model, optimizer)
     shardings = pzs.train_state_sharding(state, mesh, rules)
     options = {"train_state_shardings": shardings, "step_metrics": ["loss", "gradient_norm"]}
     placed = jax.device_put(state, shardings)
-    after, _, step = run_steps(placed, batch(), 3, donate=True, **options)
+    after, losses, step = run_steps(placed, batch(), 3, donate=True, **options)
     assert cases.count_programs(step) == 1
     for each in (after, initial(pzs.place(model, mesh, rules), optimizer)):
         assert [leaf.sharding for leaf in jax.tree.leaves(each)] == jax.tree.leaves(shardings)
+    params, expected = optimize_by_hand(name)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for path, value in params.items():
+        np.testing.assert_allclose(after.trained_arrays[path], value, rtol=1e-4, atol=1e-5)
 
 
 def test_optimizer_gets_what_it_asks_for():
