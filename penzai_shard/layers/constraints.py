@@ -29,6 +29,7 @@ from penzai_shard.paths import path_text
 from penzai_shard.placement.place import planned_shardings
 from penzai_shard.planning import arguments
 from penzai_shard.planning.planner import plan_tree
+from penzai_shard.rules import AxisRules, OnIndivisible
 
 
 @pz.pytree_dataclass
@@ -87,7 +88,7 @@ class ConstrainSharding(pz.nn.Layer):  # type: ignore[misc]
         return definition.unflatten(pinned)
 
 
-@pz.pytree_dataclass
+@pz.pytree_dataclass(init=False, use_mutable_proxy_in_init=False)
 class ConstrainShardingByName(pz.nn.Layer):  # type: ignore[misc]
     """Pins the sharding of a tree of arrays by the names of their logical axes.
 
@@ -95,7 +96,8 @@ class ConstrainShardingByName(pz.nn.Layer):  # type: ignore[misc]
 
     Attributes:
         mesh: The mesh.
-        axis_name_to_mesh_name: The rules, in any form that ``make_plan`` takes.
+        axis_name_to_mesh_name: The rules, which the constructor takes in any form that
+            ``make_plan`` takes, as ``rules`` too.
         on_indivisible: As for ``make_plan``.
         on_unnamed: As for ``make_plan``.
 
@@ -109,15 +111,24 @@ class ConstrainShardingByName(pz.nn.Layer):  # type: ignore[misc]
     """
 
     mesh: AnyMesh = dataclasses.field(metadata={"pytree_node": False})
-    axis_name_to_mesh_name: Any = dataclasses.field(metadata={"pytree_node": False})
-    on_indivisible: str = dataclasses.field(default="error", metadata={"pytree_node": False})
-    on_unnamed: str = dataclasses.field(default="error", metadata={"pytree_node": False})
+    axis_name_to_mesh_name: AxisRules = dataclasses.field(metadata={"pytree_node": False})
+    on_indivisible: OnIndivisible = dataclasses.field(metadata={"pytree_node": False})
+    on_unnamed: arguments.OnUnnamed = dataclasses.field(metadata={"pytree_node": False})
 
-    def __post_init__(self) -> None:
-        self.__dict__["axis_name_to_mesh_name"] = self._request().rules
-
-    def _request(self) -> arguments.Request:
-        return arguments.read("ConstrainShardingByName", **vars(self))
+    def __init__(
+        self,
+        mesh: AnyMesh,
+        axis_name_to_mesh_name: Any = None,
+        *,
+        rules: Any = None,
+        on_indivisible: OnIndivisible = "error",
+        on_unnamed: arguments.OnUnnamed = "error",
+    ) -> None:
+        options: dict[str, Any] = {"on_indivisible": on_indivisible, "on_unnamed": on_unnamed}
+        request = arguments.read(
+            "ConstrainShardingByName", mesh, rules, axis_name_to_mesh_name, **options
+        )
+        self.__dict__.update(mesh=mesh, axis_name_to_mesh_name=request.rules, **options)
 
     def __call__(self, tree: Any, /, **side_inputs: Any) -> Any:
         """Constrains the tree.
@@ -133,7 +144,7 @@ class ConstrainShardingByName(pz.nn.Layer):  # type: ignore[misc]
         Warns:
             ShardingWarning: As ``make_plan``.
         """
-        return pin_by_name(tree, self._request())
+        return pin_by_name(tree, arguments.read("ConstrainShardingByName", **vars(self)))
 
 
 @pz.pytree_dataclass

@@ -8,24 +8,30 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec, Sharding
 from penzai import pz
 
 from penzai_shard.arrays.kinds import is_deleted
-from penzai_shard.arrays.structure import flatten, variables_of
-from penzai_shard.errors import Problem, ShardingError
+from penzai_shard.arrays.structure import Structure, flatten, leaves_of, variables_of
+from penzai_shard.errors import Problem, Problems, RuleTypeError, ShardingError
 from penzai_shard.jax_internals.tracing import count_signatures
 from penzai_shard.layers.live_model import LiveModel
 from penzai_shard.layers.pure_call import ASSIGNING, PureCall, assign, read_settings
 from penzai_shard.layers.wrapper import WrapperLayer
+from penzai_shard.meshes import on_auto_twin
 from penzai_shard.readers.reader import is_node
 
 _LIVE = "_live_model"
+_AT_ONCE = contextlib.nullcontext()
 # What most calls get, and what JAX takes as it is.
 _ARRAYS = (pz.nx.NamedArray, jax.Array, np.ndarray, bool, int, float)
+# A name and the fields of ``Jitted`` without the body, as structure and leaves: trees of shardings
+# cannot be hashed.
+_Options: TypeAlias = tuple[Structure, tuple[Any, ...]]
 
 
 class _Program:
@@ -34,8 +40,7 @@ class _Program:
     Args:
         call: The call.
         numbers: Which arrays of its structure it gets, in its order.
-        name: The type of layer, for profilers.
-        donates: Whether the argument is donated.
+        options: How it is compiled.
 
     It takes the arrays of the model, the argument and the side inputs (anything if ``more`` has
     them), and the arrays of ``more``; see ``PureCall``.
@@ -44,16 +49,21 @@ class _Program:
         assigns: Whether some call assigns variables; None if that is not known.
     """
 
-    def __init__(self, call: PureCall, numbers: Sequence[int], name: str, donates: bool) -> None:
+    def __init__(self, call: PureCall, numbers: Sequence[int], options: _Options) -> None:
         def run(values: Any, argument: Any, side_inputs: Any, more_values: Any) -> Any:
             by_number = dict(zip(numbers, values, strict=True))
             ordered = [by_number[i] for i in range(len(values))]
             others = {"argument": argument, "side_inputs": side_inputs}
             return call(ordered, more_values, others)
 
-        run.__name__ = run.__qualname__ = f"Jitted_{name}"
-        donated = (1,) if donates else ()
-        self._run: Callable[..., tuple[Any, dict[int, Any]]] = jax.jit(run, donate_argnums=donated)
+        given = options[0].fill(options[1])
+        run.__name__ = run.__qualname__ = given["name"]
+        settings: dict[str, Any] = {"donate_argnums": 1} if given["donate_argument"] else {}
+        if given["in_shardings"] is not None:
+            settings["in_shardings"] = (None, given["in_shardings"], None, None)
+        if given["out_shardings"] is not None:
+            settings["out_shardings"] = (given["out_shardings"], None)
+        self._run: Callable[..., tuple[Any, dict[int, Any]]] = jax.jit(run, **settings)
         self._is_spread, self._signatures = False, 0
         self.assigns: bool | None = None
 
@@ -96,8 +106,13 @@ class Jitted(WrapperLayer):
 
     Attributes:
         body: The layer.
+        in_shardings: Where the argument is laid: a sharding or a tree of them, as for ``jax.jit``.
+        out_shardings: The same for the output.
         donate_argument: Whether the output may take the argument's memory; the argument is then
-            gone after the call, and may be no other input.
+            gone after the call.
+
+    Raises:
+        RuleTypeError: ``in_shardings`` or ``out_shardings`` hold something else than shardings.
 
     >>> layer = Jitted(pz.nn.Elementwise(jax.numpy.sin))
     >>> float(layer(0.0)), layer.body
@@ -105,22 +120,33 @@ class Jitted(WrapperLayer):
     """
 
     body: Any
+    in_shardings: Any = dataclasses.field(default=None, metadata={"pytree_node": False})
+    out_shardings: Any = dataclasses.field(default=None, metadata={"pytree_node": False})
     donate_argument: bool = dataclasses.field(default=False, metadata={"pytree_node": False})
+
+    def __post_init__(self) -> None:
+        problems = Problems("Jitted:")
+        for name in ("in_shardings", "out_shardings"):
+            for leaf in jax.tree_util.tree_leaves(getattr(self, name)):
+                if not isinstance(leaf, Sharding | PartitionSpec):
+                    fix = f"Write {name}=NamedSharding(mesh, PartitionSpec('data'))."
+                    problems.add(name, f"{leaf!r} is no sharding", fix)
+        problems.raise_if_any(RuleTypeError)
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
         is_array = not side_inputs and isinstance(argument, _ARRAYS)
         inputs = {"argument": argument, "side_inputs": side_inputs}
         held = {} if is_array else {k: tree for k, tree in inputs.items() if _is_held(tree)}
         while True:
-            live, program = self.__dict__.get(_LIVE) or self._read_model()
+            live, options, program = self.__dict__.get(_LIVE) or self._read_model()
             is_locked = held or self.donate_argument or program.assigns is not False
-            with ASSIGNING if is_locked else contextlib.nullcontext():
+            with ASSIGNING if is_locked else _AT_ONCE:
                 values = live.read_values()
                 if values is None:
                     self.__dict__.pop(_LIVE, None)
                     continue
                 if held:
-                    return self._run_with_variables(live, values, inputs, held)
+                    return self._run_with_variables(live, options, values, inputs, held)
                 output, assigned = program(values, argument, side_inputs, ())
                 program.assigns = bool(assigned or program.assigns)
                 # With another argument a layer may assign what it did not assign before: its call
@@ -129,31 +155,38 @@ class Jitted(WrapperLayer):
                     assign(live.variables, assigned)
                     return output
 
-    def _read_model(self) -> tuple[LiveModel, _Program]:
+    def _read_model(self) -> tuple[LiveModel, _Options, _Program]:
         """Reads the body, and keeps that until the body is edited or the layer is gone."""
+        fields = {**self.__getstate__(), "body": None, "name": f"Jitted_{type(self.body).__name__}"}
+        leaves, structure = flatten(on_auto_twin(fields))
+        options = structure, tuple(leaf.value for leaf in leaves)
         with ASSIGNING:
             live = LiveModel(self.body)
-            program = self._compile(PureCall(live.structure, live.settings), live.numbers)
+            call = PureCall(live.structure, live.settings)
+            program = _find_program(call, live.numbers, options)
         # No field: neither a part of the tree, nor compared, nor shown.
-        self.__dict__[_LIVE] = live, program
-        return live, program
-
-    def _compile(self, call: PureCall, numbers: Sequence[int]) -> _Program:
-        return _find_program(call, numbers, type(self.body).__name__, self.donate_argument)
+        self.__dict__[_LIVE] = live, options, program
+        return live, options, program
 
     def _run_with_variables(
-        self, live: LiveModel, values: list[Any], inputs: dict[str, Any], held: dict[str, Any]
+        self,
+        live: LiveModel,
+        options: _Options,
+        values: list[Any],
+        inputs: dict[str, Any],
+        held: dict[str, Any],
     ) -> Any:
         """Runs with variables, or what is no array, in some of the inputs, those in ``held``."""
-        if "argument" in held and self.donate_argument:
-            what = "it holds variables, or what is no array, and that cannot be donated"
-            raise ShardingError("Jitted:", [Problem("argument", what, "Give it as a side input.")])
+        if "argument" in held and (self.donate_argument or self.in_shardings is not None):
+            what = "it holds more than arrays: that is neither donated nor laid by in_shardings"
+            problem = Problem("argument", what, "Give them as side inputs.")
+            raise ShardingError("Jitted:", [problem])
         plain = [None if name in held else tree for name, tree in inputs.items()]
         variables = variables_of(held)
         if {*map(id, live.variables)}.isdisjoint(map(id, variables)):
             leaves, structure = flatten(held)
             call = PureCall(live.structure, live.settings + read_settings(held), structure)
-            program = self._compile(call, live.numbers)
+            program = _find_program(call, live.numbers, options)
             held_values = [leaf.value for leaf in leaves]
             output, assigned = program(values, *plain, held_values)
             variables = [*live.variables, *variables]
@@ -162,11 +195,25 @@ class Jitted(WrapperLayer):
             held = {"body": self.body, **held}
             leaves, structure = flatten(held)
             call = PureCall(structure, read_settings(held))
-            program = self._compile(call, tuple(range(len(leaves))))
+            program = _find_program(call, tuple(range(len(leaves))), options)
             output, assigned = program([leaf.value for leaf in leaves], *plain, ())
             variables = variables_of(held)
         assign(variables, assigned)
         return output
+
+    def _check_inputs(self, inputs: dict[str, Any]) -> None:
+        super()._check_inputs(inputs)
+        if not self.donate_argument:
+            return
+        # JAX has refused the call before it took the argument's memory.
+        problems = Problems("Jitted cannot donate its argument:")
+        first: dict[int, str] = {}
+        for leaf in filter(lambda leaf: isinstance(leaf.value, jax.Array), leaves_of(inputs)):
+            other = first.setdefault(id(leaf.value), leaf.path)
+            if other != leaf.path and other.split("/")[0] == "argument":
+                what = f"it is {other!r} too, whose memory the output may take"
+                problems.add(leaf.path, what, "Leave out donate_argument=True.")
+        problems.raise_if_any(ShardingError)
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields, for ``copy`` and ``pickle``."""

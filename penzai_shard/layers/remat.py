@@ -75,7 +75,7 @@ class Checkpointed(WrapperLayer):
             ``"dots_without_batch"`` (those of linear layers), ``"everything"``,
             ``"all_but_gathered"`` (all but what ``GatherParameters`` gathers, which is gathered
             again), ``"offload_dots"`` (those of linear layers, in the memory of the host), or what
-            ``jax.checkpoint`` takes.
+            ``jax.checkpoint`` takes. None keeps nothing.
 
     Raises:
         RuleTypeError: There is no such policy.
@@ -86,10 +86,11 @@ class Checkpointed(WrapperLayer):
     """
 
     body: Any
-    policy: Policy = dataclasses.field(default="nothing", metadata={"pytree_node": False})
+    policy: Policy | None = dataclasses.field(default=None, metadata={"pytree_node": False})
 
     def __post_init__(self) -> None:
-        check_policy("Checkpointed", self.policy)
+        if self.policy is not None:
+            check_policy("Checkpointed", self.policy)
 
     def _transform(self, call: Call, structure: Structure) -> Call:
         policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy

@@ -27,7 +27,7 @@ from penzai_shard.paths import nearest
 _SHARED = pz.nn.LayerStackVarBehavior.SHARED
 _PER_LAYER = pz.nn.LayerStackVarBehavior.PER_LAYER
 # Besides those of ``Checkpointed``.
-_OWN_POLICIES = ("carries", "nested", "offload_carries")
+_OWN_POLICIES = ("carries", "nested", "inputs", "offload_carries")
 # A layer: of what is carried and its slices, what is carried on and its own results.
 _RunLayer: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -50,10 +50,12 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
         policy: What is kept between forward and backward pass. With n layers, a layer's input of C
             bytes and I bytes that it computes inside:
 
-            * ``"everything"``: all, n * (C + I);
+            * False or ``"everything"``: all, n * (C + I);
             * ``"carries"``: the input of each layer, n * C + I; each layer runs forward twice;
             * ``"nested"``: the input of each group of about sqrt(n) layers, 2 * sqrt(n) * C + I;
               each layer runs forward three times;
+            * ``"inputs"``: as ``"carries"``, and a copy of the parameters that each layer takes
+              from the stack, which saves a message where the stack axis is split over devices;
             * ``"offload_carries"``: as ``"carries"``, in the memory of the host;
             * what ``Checkpointed`` takes, for what is kept inside of each layer.
 
@@ -69,7 +71,7 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
     stack_axis: Hashable = dataclasses.field(metadata={"pytree_node": False})
     stack_axis_size: int = dataclasses.field(metadata={"pytree_node": False})
     unroll: int = dataclasses.field(default=1, metadata={"pytree_node": False})
-    policy: remat.Policy = dataclasses.field(default="everything", metadata={"pytree_node": False})
+    policy: remat.Policy | bool = dataclasses.field(default=False, metadata={"pytree_node": False})
 
     def __post_init__(self) -> None:
         problems = Problems("RolledLayerStack:")
@@ -78,11 +80,12 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
             if not isinstance(number, int) or number < 1:
                 problems.add("", f"{name} is {number!r}, no number of layers", f"Write {name}=1.")
         problems.raise_if_any(RuleTypeError)
-        remat.check_policy("RolledLayerStack", self.policy, (*_OWN_POLICIES, *remat.POLICIES))
+        if self.policy is not False:
+            remat.check_policy("RolledLayerStack", self.policy, (*_OWN_POLICIES, *remat.POLICIES))
 
     @classmethod
     def from_layer_stack(
-        cls, stack: pz.nn.LayerStack, unroll: int = 1, policy: remat.Policy = "everything"
+        cls, stack: pz.nn.LayerStack, unroll: int = 1, policy: remat.Policy | bool = False
     ) -> "RolledLayerStack":
         """The rolled form of a stack, with the same layers and variables.
 
@@ -195,7 +198,8 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
         shared, per_layer = {variable.label: variable for variable in side_variables}, []
         for variable in layer_variables:
             behavior = variable.metadata.get("layerstack_axes", {}).get(axis)
-            is_shared, label = behavior is _SHARED, str(variable.label)
+            is_shared, same_label = behavior is _SHARED, shared.get(variable.label)
+            label = str(variable.label)
             arrays = jax.tree.leaves(variable.value, is_leaf=pz.nx.is_namedarray)
             has_axis = any if is_shared else all
             if behavior not in (_SHARED, _PER_LAYER):
@@ -206,6 +210,9 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
                 verb, other = ("has", _PER_LAYER) if is_shared else ("lacks", _SHARED)
                 what = f"it is {behavior.name}, and its value {verb} the axis {axis!r}"
                 problems.add(label, what, f"Make it {other.name}.")
+            elif same_label is not None and not (is_shared and same_label is variable):
+                # One of them would get the other's value.
+                problems.add(label, "a side input has the same label", "Give one another label.")
             elif is_shared:
                 shared[variable.label] = variable
             else:
@@ -218,7 +225,7 @@ class RolledLayerStack(pz.nn.LayerStack):  # type: ignore[misc]
 
         def run_turns(carry: Any, slices: Any, length: int) -> Any:
             run, unroll = run_layer, min(self.unroll, length)
-            if self.policy != "everything":
+            if self.policy not in (False, "everything"):
                 run = _checkpoint(run, self.policy, self.stack_axis, is_in_loop=length > unroll)
             return jax.lax.scan(run, carry, slices, length=length, unroll=unroll)
 
@@ -274,21 +281,22 @@ def _checkpoint(run: _RunLayer, policy: Any, axis: Any, *, is_in_loop: bool) -> 
         is_in_loop: Whether it is the body of a loop, in which the compiler cannot find what the
             forward pass has computed, and use that.
     """
-    carry_name = f"carry of {axis}"
+    carry_name, slices_name = f"carry of {axis}", f"slices of {axis}"
     keeps = remat.POLICIES.get(policy, policy)
     if policy in _OWN_POLICIES:
         keeps = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
+            names_which_can_be_saved=[slices_name],
             names_which_can_be_offloaded=[carry_name],
             offload_src="device",
             offload_dst=remat.HOST_MEMORY,
         )
 
-    def run_with_name(carry: Any, slices: Any) -> tuple[Any, Any]:
+    def run_with_names(carry: Any, slices: Any) -> tuple[Any, Any]:
         carry = checkpoint_name(carry, carry_name) if policy == "offload_carries" else carry
+        slices = checkpoint_name(slices, slices_name) if policy == "inputs" else slices
         return run(carry, slices)
 
-    again: _RunLayer = jax.checkpoint(run_with_name, policy=keeps, prevent_cse=not is_in_loop)
+    again: _RunLayer = jax.checkpoint(run_with_names, policy=keeps, prevent_cse=not is_in_loop)
     return again
 
 

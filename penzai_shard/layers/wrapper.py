@@ -64,8 +64,9 @@ class WrapperLayer(pz.nn.Layer):  # type: ignore[misc]
                 what = f"the body is {reprlib.repr(self.body)}, which is no layer"
                 problem = Problem("body", what, f"Write {called}(layer).")
                 raise RuleTypeError(f"{called}:", [problem]) from error
-            inputs = {"argument": argument, "body": self.body, "side_inputs": side_inputs}
-            find_mesh(run_inputs(inputs, called)[0], called)
+            self._check_inputs(
+                {"argument": argument, "body": self.body, "side_inputs": side_inputs}
+            )
             raise
 
     def _run(self, argument: Any, side_inputs: dict[str, Any]) -> Any:
@@ -78,6 +79,11 @@ class WrapperLayer(pz.nn.Layer):  # type: ignore[misc]
         if assigned:
             assign(variables_of(inputs), assigned)
         return output
+
+    def _check_inputs(self, inputs: dict[str, Any]) -> None:
+        """Refuses the arrays of a call that has failed, if they are the reason."""
+        called = type(self).__name__
+        find_mesh(run_inputs(inputs, called)[0], called)
 
     def _transform(self, call: Call, structure: Structure) -> Call:
         """The body's call in another way.
@@ -95,6 +101,10 @@ class WrapperLayer(pz.nn.Layer):  # type: ignore[misc]
         if name.startswith("_") or "body" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["body"], name)
+
+    def __dir__(self) -> list[str]:
+        shown = [name for name in dir(self.__dict__.get("body")) if not name.startswith("_")]
+        return sorted({*super().__dir__(), *shown})
 
 
 @pz.pytree_dataclass

@@ -1,24 +1,8 @@
 """Edits of models as values: declared once, applied to any model, counted, shown, taken back."""
 
-import importlib
-from typing import Any
+from penzai_shard.surgery.edits import Edit
+from penzai_shard.surgery.inserted import Inserted, Original
+from penzai_shard.surgery.references import Ref
+from penzai_shard.surgery.where import Where
 
-_NAMES = {
-    "edits": "Edit insert_after insert_before replace wrap",
-    "equivalence.check": "check_equivalent",
-    "inserted": "Inserted Original strip",
-    "recipe": "Recipe",
-    "references": "Ref",
-    "standard_recipes": "constrain_blocks jit_root keep_axis_order manual_fsdp mixed_precision "
-    "rematerialise_blocks roll_layer_stacks scope_layers",
-    "where": "ROOT Where",
-}
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-__all__ = [*_MODULES]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+__all__ = ["Edit", "Inserted", "Original", "Ref", "Where"]

@@ -153,7 +153,7 @@ def wrap(
         RuleTypeError: The place or the wrapper cannot be read as one.
 
     >>> from penzai import pz
-    >>> from penzai_shard.layers import Checkpointed
+    >>> from penzai_shard import Checkpointed
     >>> wrap(pz.nn.Linear, Checkpointed, policy="dots", expect=2)
     wrap(Linear, Checkpointed, policy='dots', expect=2)
     """

@@ -112,7 +112,7 @@ def strip(model: Any, *types: type) -> Any:
         RuleTypeError: Not all of ``types`` are types, or somebody took the layer out that a layer
             was put around.
 
-    >>> from penzai_shard.layers import Checkpointed, Jitted
+    >>> from penzai_shard import Checkpointed, Jitted
     >>> layer = pz.nn.Identity()
     >>> strip(Jitted(Checkpointed(layer))) is layer
     True

@@ -74,6 +74,7 @@ def test_activations_lie_as_said_and_gradients_are_right(mesh):
 def test_options_are_those_of_make_plan():
     options = {"on_indivisible": "replicate", "on_unnamed": "infer"}
     layer = pzs.ConstrainShardingByName(mesh=AUTO, axis_name_to_mesh_name=RULES, **options)
+    assert layer == pzs.ConstrainShardingByName(AUTO, rules=RULES, **options)
     mask = jax.device_put(jnp.ones(8), NamedSharding(AUTO, P("model")))
     output = jax.tree.leaves(layer([mask, pz.nx.ones({"batch": 6}), X]))
     assert [x.sharding.spec for x in output] == [P("model"), P(), P("data")]

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 import penzai_shard as pzs
@@ -256,10 +258,25 @@ def test_dead_models_and_replaced_values_are_let_go():
     assert not any(reference() is not None for reference in watched)
 
 
-# Donation
+# Shardings and donation
 
 
-def test_a_donated_argument_is_gone_and_one_with_variables_stays():
+def test_shardings_hold_and_are_of_the_program():
+    x = pz.nx.ones({"batch": 8})
+    meshes = [pzs.make_mesh({"data": 8}, explicit=explicit) for explicit in (False, True)]
+    for mesh in meshes:
+        of_tree = pzs.name_to_name_sharding(x, mesh, {"batch": "data"})
+        for shardings in (NamedSharding(mesh, P("data")), of_tree):
+            for name in ("in_shardings", "out_shardings"):
+                layer = pzs.Jitted(multiplied("shardings"), **{name: shardings})
+                assert layer(x).data_array.sharding == NamedSharding(meshes[0], P("data"))
+    assert TRACED["shardings"] == 4
+    with pytest.raises(pzs.RuleTypeError) as caught:
+        pzs.Jitted(layer, in_shardings={"x": "data"})
+    assert caught.value.problems[0].path == "in_shardings"
+
+
+def test_a_donated_argument_is_gone_and_what_cannot_be_run_stays():
     held = [jnp.ones(8), pz.Parameter(value=jnp.ones(8), label="w")]
     layer = pzs.Jitted(multiplied("donates", held), donate_argument=True)
     x, y = jnp.ones((2, 8))
@@ -268,10 +285,20 @@ def test_a_donated_argument_is_gone_and_one_with_variables_stays():
     doubling = pzs.Jitted(Calls(twice), donate_argument=True)
     doubling(pz.ParameterValue(value=y, label="y"))
     assert [x.is_deleted(), y.is_deleted()] == [True, True]
-    with pytest.raises(pzs.ShardingError) as caught:
-        layer(pz.StateVariable(value=held[0]))
-    assert caught.value.problems[0].path == "argument"
-    assert not held[0].is_deleted()
+    weight, other = held[1].value, jnp.ones(8)
+    for call, path in (
+        (lambda: layer(weight), "w"),
+        (lambda: layer(held[0]), "body/held/0"),
+        # Two variables of one label.
+        (lambda: pzs.Jitted([scale(1.0), scale(2.0)])(other), "body/1/held"),
+        (lambda: layer(other, mask=[other]), "side_inputs/mask/0"),
+        (lambda: doubling([other, other]), "argument/1"),
+        (lambda: layer(pz.StateVariable(value=other)), "argument"),
+    ):
+        with pytest.raises(pzs.ShardingError) as caught:
+            call()
+        assert [problem.path for problem in caught.value.problems] == [path]
+    assert [weight.is_deleted(), other.is_deleted()] == [False, False]
 
 
 # Threads

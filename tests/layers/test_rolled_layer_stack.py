@@ -88,11 +88,11 @@ def expected():
     return stateful(lambda stack: stack), results(build())
 
 
-POLICIES = ("everything", "carries", "nested", "offload_carries", "dots", "all_but_gathered")
+POLICIES = ("carries", "nested", "inputs", "offload_carries", "dots", "all_but_gathered")
 FUNCTION = jax.checkpoint_policies.dots_saveable
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, FUNCTION])
+@pytest.mark.parametrize("policy", [False, *POLICIES, FUNCTION])
 def test_output_gradients_and_state_are_those_of_penzais_stack(policy, expected):
     unroll = 2 if policy is FUNCTION else 1
     assert_same(stateful(lambda stack: roll(stack, policy=policy, unroll=unroll)), expected[0])
@@ -113,7 +113,7 @@ def test_it_takes_the_place_of_penzais_stack_and_goes_back():
     rolled = roll(stack, unroll=2, policy="dots")
     assert isinstance(rolled, pz.nn.LayerStack)
     assert rolled.to_layer_stack() == stack
-    assert (roll(rolled).unroll, roll(rolled).policy) == (1, "everything")
+    assert (roll(rolled).unroll, roll(rolled).policy) == (1, False)
     paths = [[str(path) for path, _ in jax.tree.leaves_with_path(x)] for x in (rolled, stack)]
     assert paths[0] == paths[1]
     build_swap = lambda init_base_rng: SWAP  # noqa: E731
@@ -160,6 +160,15 @@ def test_policies_keep_what_they_say_of_each_layer(policy, layers, arrays):
 def test_offloaded_inputs_are_in_the_memory_of_the_host():
     gradient, parameters = differentiate(roll(build(), policy="offload_carries"))
     assert "f32<host>[5,8,8]" in str(jax.make_jaxpr(gradient)(parameters, X))
+
+
+def test_inputs_keeps_a_copy_of_the_parameters():
+    def temporaries(policy):
+        gradient, parameters = differentiate(roll(build(layers=36), policy=policy))
+        compiled = jax.jit(lambda *inputs: gradient(*inputs)[0]).lower(parameters, X).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries("inputs") - temporaries("carries") >= 36 * 2 * 8 * 8 * 4
 
 
 ZERO, STACKED = jnp.zeros(()), pz.nx.zeros({"layers": 5})

@@ -17,7 +17,7 @@ from penzai import pz
 from penzai.deprecated.v1 import pz as pz_v1
 
 import penzai_shard as pzs
-from penzai_shard.layers import KeepAxisOrder
+from penzai_shard import KeepAxisOrder
 from tests.models import LinenBlock, equinox, mlp_v1
 
 # Two devices are enough to split over, and programs for more take longer to compile.

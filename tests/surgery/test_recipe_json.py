@@ -194,7 +194,7 @@ def package(tmp_path, monkeypatch):
     (tmp_path / "own_layers").mkdir()
     (tmp_path / "own_layers/__init__.py").write_text("from own_layers._parts import Name\n")
     (tmp_path / "own_layers/_parts.py").write_text(
-        "import os; from penzai import pz; from penzai_shard.layers import Scoped; RAN = []\n"
+        "import os; from penzai import pz; from penzai_shard import Scoped; RAN = []\n"
         "@pz.pytree_dataclass\n"
         "class Name(pz.nn.Identity):\n"
         "    def __post_init__(self): RAN.append(self)\n"
