@@ -191,13 +191,13 @@ def update(
             extra = {name: value for name, value in extra.items() if name in asked}
         updates, opt_arrays = optimizer.update(gradients, state.opt_arrays, params, **extra)
         params = optax.apply_updates(params, updates)
-    fix = "Use an optimizer that keeps it."
-    params = _keep_form("params", trained, params, fix)
-    opt_arrays = _keep_form("opt_state", state.opt_arrays, opt_arrays, fix)
+    before = {"params": trained, "opt_state": state.opt_arrays}
+    after = {"params": params, "opt_state": opt_arrays}
+    after = _keep_form(before, after, "Use an optimizer that keeps it.")
     if step_metrics:
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
         aux = (aux or {}) | {name: metrics[name] for name in step_metrics}
-    return (params, opt_arrays, *carry), state.step + 1, aux
+    return (after["params"], after["opt_state"], *carry), state.step + 1, aux
 
 
 # Microbatches
@@ -320,13 +320,12 @@ def _call_loss(
 
     loss, weight, new_state, aux = _read_result(result)
     state_vars = {path: values[path] for path in state_arrays}
+    before = {"state_vars": state_arrays, "loss_fn_state": loss_fn_state}
+    after = {"state_vars": state_vars, "loss_fn_state": new_state}
     if call.manual_axes:
-        refuse_differences({"state_vars": state_vars, "loss_fn_state": new_state})
-    carry = (
-        _keep_form("state_vars", state_arrays, state_vars, "Assign an array like the one before."),
-        _keep_form("loss_fn_state", loss_fn_state, new_state, "Return it as it was given."),
-    )
-    return loss, (weight, carry, aux)
+        refuse_differences(after)
+    after = _keep_form(before, after, "Give it like the one before.")
+    return loss, (weight, (after["state_vars"], after["loss_fn_state"]), aux)
 
 
 def _read_result(result: Any) -> tuple[Any, Any, Any, Any]:
@@ -351,7 +350,7 @@ def _read_result(result: Any) -> tuple[Any, Any, Any, Any]:
     return scalars[0], scalars[1] if has_count else None, new_state, aux
 
 
-def _keep_form(field: str, before: Any, after: Any, fix: str) -> Any:
-    """A new value of a field, in the form of the one before."""
-    leaves, structure = flatten({field: before})
-    return structure.fill_alike(keep_form(leaves, leaves_of({field: after}), fix))[field]
+def _keep_form(before: Any, after: Any, fix: str) -> Any:
+    """New values of fields, in the form of those before."""
+    leaves, structure = flatten(before)
+    return structure.fill_alike(keep_form(leaves, leaves_of(after), fix))

@@ -61,9 +61,8 @@ class _Step:
 
     def __post_init__(self) -> None:
         call, layout, inputs = self.call, self.state_shardings, self.input_shardings
-        count, axis, metrics = call.accumulate_steps, call.batch_axis, self.step_metrics or ()
+        count, metrics = call.accumulate_steps, self.step_metrics or ()
         can_donate = self.is_jitted or not self.is_donating
-        is_axis = not isinstance(axis, int) or axis >= 0
         is_manual = all(isinstance(name, str) for name in call.manual_axes)
         is_layout = isinstance(layout, TrainState | None)
         is_layout &= all(isinstance(own, NamedSharding) for own in jax.tree.leaves(layout))
@@ -71,7 +70,6 @@ class _Step:
         checks = {
             "loss_fn": (call.loss_fn, callable(call.loss_fn), "def loss_fn(model, rng, state, x)"),
             "accumulate_steps": (count, type(count) is int and count > 0, "accumulate_steps=1"),
-            "batch_axis": (axis, is_axis, "batch_axis='batch', or a number for plain arrays"),
             "manual_axes": (call.manual_axes, is_manual, "manual_axes=('data',)"),
             "step_metrics": (metrics, {*metrics} <= {*_METRICS}, f"step_metrics={_METRICS}"),
             "donate_params_and_state": (self.is_donating, can_donate, "jit=True, or leave it out"),

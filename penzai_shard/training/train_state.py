@@ -107,11 +107,9 @@ class TrainState:
         """
         called = "TrainState.initial_state"
         is_optimizer = all(callable(getattr(optimizer_def, x, None)) for x in ("init", "update"))
-        is_predicate = trainable is None or callable(trainable)
         checks = {
             "optimizer_def": (optimizer_def, is_optimizer, "optax.adam(1e-3)"),
             "root_rng": (root_rng, _is_key(root_rng), "jax.random.key(0)"),
-            "trainable": (trainable, is_predicate, "lambda parameter: 'lora' in parameter.label"),
         }
         check_arguments(called, checks)
         arrays, template = split_model(model, optimizer_def, trainable, plain_arrays)
@@ -236,12 +234,9 @@ class TrainState:
         import treescope
 
         fields = self.named_fields()
-        return treescope.repr_lib.render_object_constructor(
-            object_type=TrainState,
-            attributes={field: _view(fields[field]) for field in _FIELDS},
-            path=path,
-            subtree_renderer=subtree_renderer,
-        )
+        shown = {field: _view(fields[field]) for field in _FIELDS}
+        render = treescope.repr_lib.render_object_constructor
+        return render(TrainState, shown, path=path, subtree_renderer=subtree_renderer)
 
 
 def _view(named: Any) -> Any:

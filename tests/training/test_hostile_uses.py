@@ -9,9 +9,11 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from penzai import pz
 
 import penzai_shard as pzs
 from penzai_shard import MeshError, PlanError, RuleTypeError, ShardingError
+from tests.models import MODELS
 from tests.training import losses
 from tests.training.losses import KEY, W, X, batch, initial, layout, loss_fn, paths_of
 
@@ -80,7 +82,6 @@ REFUSED = {
     RuleTypeError: [
         ("optimizer_def", "initial(optimizer=optax.adam)"),
         ("root_rng", "initial(key=7)"),
-        ("trainable", "initial(trainable='w')"),
         ("", "initial(weights)"),
         ("loss_fn", "pzs.build_train_step_fn('loss')"),
         ("accumulate_steps", "build(accumulate_steps='4')"),
@@ -198,6 +199,45 @@ def test_right(call):
     expected = W - 0.1 * np.sign(X.T @ (X @ W - 1))
     np.testing.assert_allclose(state.params["w"].data_array, expected, atol=1e-4)
     assert int(state.step) == 1
+
+
+def assign_in_linen(model):
+    layer = next(iter(model["params"].values()))
+    layer.update({name: array * 2 for name, array in layer.items()})
+
+
+def assign_in_penzai(model):
+    first = pz.select(model).at_instances_of(pz.ParameterValue).get_sequence()[0]
+    first.value = first.value * 2
+
+
+def assign_in_equinox(model):
+    model.mlp.layers[0].weight = model.mlp.layers[0].weight * 2
+
+
+# What is frozen says so itself; a dictionary is compared.
+ASSIGNED = {
+    "plain": (lambda model: model.update(w=model["w"] * 2), ShardingError),
+    "linen": (assign_in_linen, ShardingError),
+    "counted mlp": (assign_in_penzai, AttributeError),
+    "equinox": (assign_in_equinox, AttributeError),
+}
+
+
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_assigned_parameters_are_refused(name):
+    assign, error = ASSIGNED[name]
+    loss, x = losses.LOSSES[name]
+
+    def assigning(model, rng, state, x):
+        result = loss(model, rng, state, x)
+        assign(model)
+        return result
+
+    state = initial(MODELS[name]())
+    with pytest.raises(error) as caught:
+        pzs.build_train_step_fn(assigning)(state, x=x)
+    assert error is AttributeError or paths_of(caught)[0] in state.params
 
 
 # After a failure

@@ -15,11 +15,12 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from penzai import pz
 
 import penzai_shard as pzs
-from tests.models import penzai_mlp
+from tests.models import MODELS, penzai_mlp
 from tests.training import losses as cases
 
 COLLECTIVES = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(")
@@ -83,6 +84,26 @@ def test_manual_step_is_the_automatic_one(name):
     assert collectives["all-gather"] == collectives["reduce-scatter"] == split
     assert bool(split) == bool(rules)
     assert mesh is GRID or collectives["all-reduce"] <= 3
+
+
+@pytest.mark.filterwarnings("ignore:jax.core.is_constant_dim:DeprecationWarning")
+@pytest.mark.parametrize("name", ["counted mlp", "linen", "haliax mlp", "plain", "nnx"])
+def test_manual_step_of_each_library(name):
+    loss, x = cases.LOSSES[name]
+    state = jax.device_put(cases.initial(MODELS[name](), optax.sgd(0.1)), NamedSharding(ALL, P()))
+    options = {"batch_axis": 0, "step_metrics": "loss"}
+    step = pzs.build_train_step_fn(loss, manual_axes="data", **options)
+    if name == "nnx":
+        # Each device has running means of its own examples.
+        with pytest.raises(pzs.ShardingError) as caught:
+            step(state, x=x)
+        assert cases.paths_of(caught) == ["state_vars/norm/mean", "state_vars/norm/var"]
+        return
+    (new, aux), (expected, expected_aux) = (
+        each(state, x=x) for each in (step, pzs.build_train_step_fn(loss, **options))
+    )
+    assert_same_params(new, expected)
+    np.testing.assert_allclose(aux["loss"], expected_aux["loss"], rtol=1e-6)
 
 
 # Losses of a matrix, as code per device writes them
