@@ -18,13 +18,9 @@ from penzai_shard.paths import path_text
 
 _CONCATENATE, _RATIO = "concatenate", "ratio"
 # Functions of values along a new first dimension. Of a ratio sum and count are added up.
-_REDUCTIONS: dict[str, Callable[[Any], Any]] = {
-    "mean": lambda values: jnp.mean(values, axis=0),
-    "sum": lambda values: jnp.sum(values, axis=0),
-    "max": lambda values: jnp.max(values, axis=0),
-    "min": lambda values: jnp.min(values, axis=0),
-    "last": lambda values: values[-1],
-    _RATIO: lambda values: jnp.sum(values, axis=0),
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    **{"mean": jnp.mean, "sum": jnp.sum, "max": jnp.max, "min": jnp.min, _RATIO: jnp.sum},
+    "last": lambda values, axis: values[-1],
 }
 _WORDS = ", ".join(map(repr, [*_REDUCTIONS, _CONCATENATE]))
 
@@ -86,10 +82,10 @@ def reduce_outputs(
             default = _CONCATENATE
         word = _find_word(reductions, leaf.path) or default
         if not word:
-            fix = f"Write aux_reduction={{{leaf.path!r}: 'sum'}}, or another of {_WORDS}."
+            fix = f"Write aux_reduction={{{leaf.path!r}: 'sum'}}; 'last' if each is of the whole."
             problems.add(leaf.path, f"nothing says how its {leaf.dtype} values become one", fix)
         elif word != _CONCATENATE:
-            values.append(_REDUCTIONS[word](stack))
+            values.append(_REDUCTIONS[word](stack, axis=0))
         elif dim is None:
             problems.add(leaf.path, "it has no dimension of examples to join", "Write 'last'.")
         else:

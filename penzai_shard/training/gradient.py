@@ -6,7 +6,6 @@ all-reduce; under ZeRO-1 each device updates its own part.
 """
 
 import dataclasses
-import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -139,7 +138,10 @@ def run_loss(
         return _run_microbatches(call, run_one, _pin(zeros, inside), state, inputs)
 
     if call.manual_axes:
-        find = functools.partial(_find_examples, call)
+
+        def find(leaves: Sequence[Leaf], device_count: int) -> dict[int, int]:
+            return _find_examples(call, leaves, device_count * call.accumulate_steps)
+
         given = call.manual_axes, state, shardings.parameters, inputs, find, run, is_differentiated
         sums, carry, (form, stacks) = run_per_device(*given)
         aux = _join_outputs(call, form, stacks, aux_reductions.join_devices)

@@ -26,6 +26,7 @@ from penzai_shard.layers import manual
 from penzai_shard.layers.remat import GATHERED
 from penzai_shard.training.train_state import TrainState
 
+_WHOLE = PartitionSpec()
 _MeshAxes = tuple[tuple[str, ...], ...]
 
 
@@ -143,15 +144,22 @@ def run_per_device(
         outputs = vary([jnp.asarray(leaf.value) for leaf in aux_form[0]])
         return (*sums, gradients), carry, [output[None] for output in outputs]
 
-    whole, split = PartitionSpec(), PartitionSpec(manual_axes)
     stored = {path: specs.canonical(own.stored) for path, own in parameters.items()}
+    trained, fixed = (
+        {path: stored[path] for path in arrays}
+        for arrays in (state.trained_arrays, state.fixed_arrays)
+    )
     examples = {i: PartitionSpec(*(None,) * dim, manual_axes) for i, dim in dims.items()}
-    state_specs: Any = whole, stored, whole, whole, whole, whole, whole, state.template
+    state_specs: Any = _WHOLE, trained, *(_WHOLE,) * 4, fixed, state.template
     mapped = jax.shard_map(
         run_one,
         mesh=mesh,
-        in_specs=(TrainState(*state_specs), [examples.get(i, whole) for i in range(len(leaves))]),
-        out_specs=((whole, whole, stored if is_differentiated else whole), whole, split),
+        in_specs=(TrainState(*state_specs), [examples.get(i, _WHOLE) for i in range(len(leaves))]),
+        out_specs=(
+            (_WHOLE, _WHOLE, trained if is_differentiated else _WHOLE),
+            _WHOLE,
+            PartitionSpec(manual_axes),
+        ),
         axis_names={*(manual_axes if is_tracked else mesh.axis_names)},
         check_vma=is_tracked,
     )
@@ -164,20 +172,23 @@ def run_per_device(
 def _read_parameters(
     manual_axes: Sequence[str], state: TrainState, shardings: Mapping[str, NamedSharding]
 ) -> dict[str, _Parameter]:
-    # A dimension that has the name of a mesh axis says that it is a device's part.
-    arrays = state.trained_arrays | state.fixed_arrays | state.state_arrays
-    seen = leaves_of(state.template.bind_for_loss(arrays))
+    """How trained parameters enter a device, and frozen ones and constants, which are whole."""
+    arrays = state.trained_arrays | state.fixed_arrays
+    seen = leaves_of(state.template.bind_for_loss(arrays | state.state_arrays))
     names = dict(zip(state.template.structure.paths, [leaf.names for leaf in seen], strict=True))
     parameters = {}
-    for path, array in state.trained_arrays.items():
+    for path, array in arrays.items():
         rank = len(array.shape)
-        split = specs.mesh_axes(shardings[path].spec, rank)
-        stored = tuple(tuple(axis for axis in axes if axis in manual_axes) for axes in split)
-        pairs = zip(stored, names[path] or (None,) * rank, strict=True)
-        gathered = tuple(() if name in manual_axes else axes for axes, name in pairs)
+        split = specs.mesh_axes(shardings[path].spec if path in shardings else _WHOLE, rank)
+        gathered = [tuple(axis for axis in axes if axis in manual_axes) for axes in split]
         # Of a dimension with axes of both kinds, what is gathered would not be in order.
-        free = [() if own else axes for own, axes in zip(stored, split, strict=True)]
-        parameters[path] = _Parameter(stored, gathered, specs.canonical(free))
+        free = [() if own else axes for own, axes in zip(gathered, split, strict=True)]
+        stored = [*gathered]
+        for dim, name in enumerate(names[path] or ()):
+            # The name of a mesh axis says that a device has its part.
+            if name in manual_axes:
+                stored[dim], gathered[dim] = (name,), ()
+        parameters[path] = _Parameter(tuple(stored), tuple(gathered), specs.canonical(free))
     return parameters
 
 

@@ -136,6 +136,11 @@ def pair_by_psum(model, rng, state, x):
     return lax.psum(pair(model, rng, state, x)[0], "data"), state, {}
 
 
+def mean_over_all(model, rng, state, x):
+    axes = jax.typeof(x).sharding.mesh.manual_axes
+    return lax.pmean(squares(model, x).mean(), axes), state, {}
+
+
 def mean_in_a_loop(model, rng, state, x):
     loss, third = jnp.zeros(()), squares(model, x).mean() / 3
     return lax.scan(lambda loss, _: (loss + third, None), loss, length=3)[0], state, {}
@@ -186,13 +191,41 @@ def test_loops_gathers_and_line_searches_per_device():
     optimizer = optax.GradientTransformationExtraArgs(lambda params: (), search_line)
     expected, _ = run(mean, optimizer=optimizer)
     assert_same_params(run(mean_in_a_loop, optimizer=optimizer)[0], expected)
-    # The name of a mesh axis says that a device has its part.
+
+
+# The name of a mesh axis says that a device has its part, however it is stored.
+@pytest.mark.parametrize("rules", [None, {}], ids=["split", "whole"])
+@pytest.mark.parametrize("trained", ["bw", "b"])
+def test_a_loss_gathers_by_itself(rules, trained):
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), search_line)
+    options = {"optimizer": optimizer, "trainable": lambda parameter: parameter.label in trained}
+    expected, _ = run(mean, **options)
     model = {"w": pz.nx.wrap(jnp.asarray(cases.W), "data", "out"), "b": jnp.zeros(8)}
-    state = cases.initial(pzs.place(model, ALL, on_unnamed="replicate"), optimizer)
+    model = pzs.place(model, ALL, rules, on_unnamed="replicate")
     step = pzs.build_train_step_fn(gathered, batch_axis=0, manual_axes="data")
-    state, _ = step(state, x=X)
+    state, _ = step(cases.initial(model, **options), x=X)
     for path, value in expected.trained_arrays.items():
         np.testing.assert_allclose(state.trained_arrays[path], value, atol=1e-6)
+
+
+HYBRID = pzs.make_mesh({"replica": 2, "data": 2, "model": 2})
+REPLICAS = ("replica", "data")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules", "manual_axes"),
+    [
+        (HYBRID, {"in": "data"}, REPLICAS),
+        (HYBRID, {"in": REPLICAS, "out": "model"}, REPLICAS),
+        (HYBRID, {"in": "data", "out": "replica"}, REPLICAS[::-1]),
+        (GRID, {"in": ("data", "model")}, "data"),
+        (GRID, BOTH, ("data", "model")),
+    ],
+)
+def test_layouts_over_several_mesh_axes(mesh, rules, manual_axes):
+    step = pzs.build_train_step_fn(mean_over_all, batch_axis=0, manual_axes=manual_axes)
+    state, _ = step(initial(mesh, rules), x=X)
+    assert_same_params(state, run(mean, mesh, rules)[0])
 
 
 def test_ways_to_run_per_device():
