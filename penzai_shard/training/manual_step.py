@@ -145,21 +145,16 @@ def run_per_device(
         return (*sums, gradients), carry, [output[None] for output in outputs]
 
     stored = {path: specs.canonical(own.stored) for path, own in parameters.items()}
-    trained, fixed = (
-        {path: stored[path] for path in arrays}
-        for arrays in (state.trained_arrays, state.fixed_arrays)
-    )
+    trained = {path: stored[path] for path in state.trained_arrays}
+    fixed = {path: stored[path] for path in state.fixed_arrays}
     examples = {i: PartitionSpec(*(None,) * dim, manual_axes) for i, dim in dims.items()}
+    sums_specs = _WHOLE, _WHOLE, trained if is_differentiated else _WHOLE
     state_specs: Any = _WHOLE, trained, *(_WHOLE,) * 4, fixed, state.template
     mapped = jax.shard_map(
         run_one,
         mesh=mesh,
         in_specs=(TrainState(*state_specs), [examples.get(i, _WHOLE) for i in range(len(leaves))]),
-        out_specs=(
-            (_WHOLE, _WHOLE, trained if is_differentiated else _WHOLE),
-            _WHOLE,
-            PartitionSpec(manual_axes),
-        ),
+        out_specs=(sums_specs, _WHOLE, PartitionSpec(manual_axes)),
         axis_names={*(manual_axes if is_tracked else mesh.axis_names)},
         check_vma=is_tracked,
     )
