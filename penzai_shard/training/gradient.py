@@ -197,6 +197,9 @@ def update(
     after = {"params": params, "opt_state": opt_arrays}
     after = _keep_form(before, after, "Use an optimizer that keeps it.")
     if step_metrics:
+        if not isinstance(aux, dict | None):
+            problem = Problem("aux", f"it is a {type(aux).__name__}", "Return {'aux': aux}.")
+            raise ShardingError("step_metrics are added to a dictionary:", [problem])
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
         aux = (aux or {}) | {name: metrics[name] for name in step_metrics}
     return (after["params"], after["opt_state"], *carry), state.step + 1, aux

@@ -63,6 +63,7 @@ class _Step:
         call, layout, inputs = self.call, self.state_shardings, self.input_shardings
         count, metrics = call.accumulate_steps, self.step_metrics or ()
         can_donate = self.is_jitted or not self.is_donating
+        is_axis = not isinstance(call.batch_axis, int) or call.batch_axis >= 0
         is_manual = all(isinstance(name, str) for name in call.manual_axes)
         is_layout = isinstance(layout, TrainState | None)
         is_layout &= all(isinstance(own, NamedSharding) for own in jax.tree.leaves(layout))
@@ -70,6 +71,7 @@ class _Step:
         checks = {
             "loss_fn": (call.loss_fn, callable(call.loss_fn), "def loss_fn(model, rng, state, x)"),
             "accumulate_steps": (count, type(count) is int and count > 0, "accumulate_steps=1"),
+            "batch_axis": (call.batch_axis, is_axis, "batch_axis='batch', or 0 for plain arrays"),
             "manual_axes": (call.manual_axes, is_manual, "manual_axes=('data',)"),
             "step_metrics": (metrics, {*metrics} <= {*_METRICS}, f"step_metrics={_METRICS}"),
             "donate_params_and_state": (self.is_donating, can_donate, "jit=True, or leave it out"),
