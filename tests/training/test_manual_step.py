@@ -160,23 +160,30 @@ def run(loss, mesh=ALL, rules=SPLIT, x=X, count=1, optimizer=None, jit=True, **s
     return pzs.build_train_step_fn(loss, **options)(state, x=x)
 
 
-LOSSES = [
-    # As the step of the compiler computes it; whether JAX keeps account of what varies.
-    (mean, functools.partial(mean)),
-    (mean, mean_by_pmean),
-    (pair, functools.partial(pair)),
-    (pair, pair_by_psum),
-]
+# Mesh, rules, microbatches: whether JAX keeps account of what varies, and what is gathered.
+WAYS = [(ALL, SPLIT, 1), (GRID, BOTH, 2)]
 
 
-@pytest.mark.parametrize(("loss", "per_device"), LOSSES)
+@functools.cache
+def run_automatically(loss, way):
+    mesh, rules, count = WAYS[way]
+    return run(loss, mesh, rules, count=count)
+
+
+@pytest.mark.parametrize("way", range(len(WAYS)))
 @pytest.mark.parametrize(
-    ("mesh", "rules", "count"), [(ALL, {}, 2), (ALL, SPLIT, 1), (GRID, BOTH, 2)]
+    ("loss", "per_device"),
+    [
+        (mean, functools.partial(mean)),
+        (mean, mean_by_pmean),
+        (pair, functools.partial(pair)),
+        (pair, pair_by_psum),
+    ],
 )
-def test_losses_per_device(loss, per_device, mesh, rules, count):
-    (state, aux), (expected, expected_aux) = (
-        run(each, mesh, rules, count=count) for each in (per_device, loss)
-    )
+def test_losses_per_device(loss, per_device, way):
+    mesh, rules, count = WAYS[way]
+    expected, expected_aux = run_automatically(loss, way)
+    state, aux = run(per_device, mesh, rules, count=count)
     assert_same_params(state, expected)
     np.testing.assert_allclose(aux["loss"], expected_aux["loss"], rtol=1e-6)
 
